@@ -106,18 +106,18 @@ class CacheConfig:
     disk_capacity: str | int = "10GiB"
     """Disk space for blocks, reserved when the cache is made."""
     disk_durability: Durability = Durability.PROCESS
-    """What a stored block survives: the end of the ``process``, or of ``power``, too."""
+    """Failures that a stored block survives: the end of the ``process``, or also of ``power``."""
     disk_verify: Verify = Verify.ALWAYS
-    """Which blocks read from disk have their checksum compared: all, some, or none."""
+    """Checksum verification of blocks read from disk: ``always``, ``sampled`` or ``off``."""
     disk_io: IoKind = IoKind.AUTO
-    """Who talks to the disk."""
+    """I/O engine of the disk."""
     disk_direct: Direct = Direct.AUTO
     """Whether blocks on disk go straight to the device tier, past the host tier: ``auto`` where
     there is none, and while it is short of room; ``on`` or ``off``."""
     disk_bytes_per_day: str | int = 0
-    """What may be written to the disk in a day, for disks that wear: a size; 0 for no limit."""
+    """Bytes written to the disk per day at most, for disks that wear; 0 for no limit."""
     disk_bytes_per_s: str | int = 0
-    """What is read from the disk in a second at most, and written; 0 for no limit."""
+    """Bytes read from the disk per second at most, and bytes written; 0 for no limit."""
     storage: tuple[str, ...] = field(default=(), repr=False)  # a password may be in it
     """More storage, beside the disk and behind it: "plug-in:location" each, where ``plug-in`` is
     one of ``kvtier.tiers``; "name=plug-in:location" gives the tier a name of its own."""
@@ -126,19 +126,19 @@ class CacheConfig:
     archive_after_uses: int = 1
     """Uses before a block is written to storage below the host tier; more spares an SSD's life."""
     load_batch_bytes: int = 8 << 20
-    """What is read from storage in one piece; while one is read, the last one is copied on."""
+    """Bytes read from storage in one piece. While one is read, the one before is copied on."""
     prefetch_policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT
     """Whether a request waits for what storage has of it before its turn comes."""
     prefetch_timeout_s: float = 1.0
-    """How long it waits at most with ``timeout``."""
+    """Longest wait with ``timeout``."""
     lookup_deadline_s: float = 0.1
-    """How long it waits, at most, to hear what a store that other processes share has of it; with
-    ``auto`` loads no longer than computing it would take. 0 for not."""
+    """Longest wait for a shared store's answer to a look-up. With load policy ``auto`` a request
+    never waits longer than computing would take. 0 to not wait."""
     eviction_policy: str = "runs"
-    """Which blocks leave a full tier first: a plug-in of ``kvtier.policies``. ``runs`` learns what
-    is used again, and lets in what is worth more than what would leave; ``lru`` takes the blocks
-    that were used longest ago; ``arc``, ``s3fifo``, ``lfuda`` and ``sieve`` are others' ways. The
-    device tier has ``lru`` beside each of them."""
+    """Eviction policy: a plug-in of ``kvtier.policies``. ``runs`` learns which blocks are reused
+    and admits a block only if it is worth more than the one it would evict; ``lru`` evicts the
+    least recently used block; ``arc``, ``s3fifo``, ``lfuda`` and ``sieve`` are published
+    policies. The device tier always uses ``lru``."""
     client_hints: ClientHints = ClientHints.ON
     """Whether priorities and other hints of clients count. What the engine knows of waiting
     requests always does."""

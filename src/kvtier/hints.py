@@ -19,7 +19,7 @@ MAX_BACK_S = 3600.0
 BACK_FACTOR = 2.0
 """A conversation that is to be back in t seconds is waited for as many times t."""
 WAIT_S = 600.0
-"""What a waiting request has of a tier is kept for so long after the last one began to wait."""
+"""Time for which a waiting request's blocks are protected, from the start of the last wait."""
 MAX_RANGES = 16
 MAX_TOKENS = 1 << 40
 END = (1 << 32) - 1
@@ -34,7 +34,7 @@ class Word(IntEnum):
     BACK = 1
     """They will be used soon; over when they were."""
     ENDED = 2
-    """What nobody else has of them will not be used any more; over if it is."""
+    """Blocks of this conversation alone will not be used again. A later use ends the hint."""
     WAITS = 3
     """A request waits for its turn."""
     TURN = 4

@@ -71,7 +71,7 @@ def keys_of(names: Sequence[BlockName]) -> Sequence[BlockKey]:
 
 
 Label = bytes
-"""What names a block under its parent: its token ids, or a hash that the engine gives."""
+"""Name of a block under its parent: its token ids, or a hash from the engine."""
 
 DEVICE = "device"
 HOST = "host"
@@ -109,7 +109,7 @@ class LoadPolicy(StrEnum):
     """When cached blocks are loaded."""
 
     AUTO = "auto"
-    """Where that is expected to take less time than computing them."""
+    """Load if that is predicted to be faster than computing."""
     ALWAYS = "always"
     """Whenever there are some: to compare, and to measure."""
 
@@ -157,7 +157,7 @@ class Direct(StrEnum):
     """Whether blocks on disk go straight to the engine's memory, past the host tier."""
 
     AUTO = "auto"
-    """Where there is no host tier, and while that is short of room."""
+    """Read directly if there is no host tier, or while it is short of free slots."""
     ON = "on"
     """All that a request waits for; the host tier has what was stored, and what is read ahead."""
     OFF = "off"

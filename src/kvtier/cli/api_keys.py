@@ -8,7 +8,7 @@ from kvtier.cli.arguments import hide_arguments
 from kvtier.errors import ConfigError
 
 KEY_VARIABLE = "KVTIER_API_KEY"
-"""Of the environment; several keys with blanks in between."""
+"""Environment variable that holds the API key, or several keys separated by blanks."""
 
 
 def take_keys(given: list[str] | None) -> list[str] | None:

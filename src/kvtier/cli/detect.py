@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("numpy", "torch", "transformers", "tokenizers", "safetensors", "fastapi", "uvicorn")
 ACCELERATORS = ("cuda", "npu", "xpu", "mps")
-"""What torch calls them: NVIDIA and AMD, Ascend, Intel, Apple. The first one found is used."""
+"""torch device types of NVIDIA and AMD, Ascend, Intel and Apple. The first one found is used."""
 
 BACK_END_NAMES = {
     "cuda": "NVIDIA's driver",
@@ -34,7 +34,7 @@ BACK_END_NAMES = {
 }
 
 TRIAL_BYTES = 1 << 16
-"""Of the memory that page-locking is tried on."""
+"""Bytes of memory on which page-locking is tried."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ PRIORITY, FAST_LAUNCH, FAST_SYNC = 0, 1, 2
 EVENT_SYNC, EVENT_PROGRESS = 1, 2
 """Streams can wait for the event, and the host can ask about it."""
 EVENT_COMPLETE = 1
-"""Of an event. A stream that is complete says 0."""
+"""Status of a completed event. A completed stream reports 0."""
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
 KIND = {Direction.LOAD: HOST_TO_DEVICE, Direction.STORE: DEVICE_TO_HOST}
 AT_HOST, AT_DEVICE = 0, 1

@@ -140,8 +140,8 @@ class Device(ABC):
 
     name: str
     file_library: str = ""
-    """What moves bytes between files and this device's memory, by the name that
-    ``tiers.disk.io`` has for it; "" where nothing is known that does."""
+    """Library that moves bytes between files and this device's memory, by its name in
+    ``tiers.disk.io``; "" if none is known."""
 
     @abstractmethod
     def queue(self, direction: Direction) -> CopyQueue:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 COPY_BYTES = (2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10, 1 << 20)
 NUM_COPIES = (16, 128, 1024, 4096)
 MAX_TOTAL_BYTES = 64 << 20
-"""Of one measurement, and of the memory that is taken on either side."""
+"""Bytes of one measurement, and of the memory taken on each side."""
 REPEATS = 3
 NUM_CHECKED = 16
 """Copies that are looked at, byte by byte, per size."""

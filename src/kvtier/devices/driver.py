@@ -113,7 +113,7 @@ class Driver(ABC):
         """Give such memory back."""
 
     max_lock_bytes: int = 64 << 30
-    """Of one registration: beyond some hundred GiB they fail."""
+    """Bytes of one registration at most: larger ones fail beyond some hundred GiB."""
 
     @abstractmethod
     def lock(self, address: int, nbytes: int) -> None:

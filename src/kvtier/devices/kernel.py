@@ -22,7 +22,7 @@ WORDS = 1024
 """Words of 8 bytes that a program moves at a time."""
 NUM_WARPS = 4
 ALIGNMENT = 16
-"""Of addresses and sizes, so that each thread moves 16 bytes at once."""
+"""Alignment of addresses and sizes, so that each thread moves 16 bytes at once."""
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from kvtier.system.user_cache import cache_folder
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-"""Of the file. What another version wrote is measured again."""
+"""Format version of the file. A table of another version is measured anew."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class CopyPath(StrEnum):
 
 
 UNMEASURED = (CopyPath.BATCH, CopyPath.ROWS, CopyPath.EACH)
-"""What is taken, best first, where nothing was measured."""
+"""Copy paths in order of preference if nothing was measured."""
 
 
 class Ranking(Protocol):

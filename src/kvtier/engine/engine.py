@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDLE_WAIT_S = 0.05
-"""How long an idle engine sleeps before it looks at copies on their way again."""
+"""Sleep of an idle engine between two polls of copies in flight."""
 
 
 class Engine:

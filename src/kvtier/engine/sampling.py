@@ -22,7 +22,7 @@ FEW_LOGITS = 1 << 14
 """So few are searched sooner than four calls are made."""
 
 NO_TOKEN = -1
-"""Where logits are no numbers there is nothing to choose from."""
+"""Result of sampling from logits that are not numbers."""
 
 LEADING_SHIFT = 20
 """Leaves the exponent of a float32 and three bits of its fraction."""

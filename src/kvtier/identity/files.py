@@ -25,7 +25,7 @@ SAY_NOTHING = frozenset(
         "vocab.json",
     }
 )
-"""Of text and sampling: what is cached is named by token ids."""
+"""Files about text and sampling only. They are not part of the identity: keys hold token ids."""
 GRAIN_NS = 2 * 10**9
 """File systems count time in steps of up to this: a file may change once more within one, and look
 the same."""

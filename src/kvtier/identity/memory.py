@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1
 MAX_BYTES = 4 << 20
-"""Of one model's file: some ten thousand of its files."""
+"""Largest size of one model's file: entries for about ten thousand weight files."""
 MAX_MODELS = 64
 """The one that was written longest ago is forgotten first."""
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH

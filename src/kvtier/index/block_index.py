@@ -15,7 +15,7 @@ from kvtier.index.residency import State
 from kvtier.types import AnyColumn, BlockId, BlockName, Slot
 
 NUM_SLOTS = 1 << 32
-"""That a column may have at most."""
+"""Largest number of slots in a column."""
 
 
 def check_time(now: float) -> None:

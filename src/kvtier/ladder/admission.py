@@ -14,8 +14,8 @@ from kvtier.types import BlockId
 Item = TypeVar("Item", BlockId, bytes)
 
 Ask = Callable[[Sequence[Item], str, int, float], Sequence[Item]]
-"""Which of some items, by the policy of a tier, with so many free slots, by the least chance of a
-use: ``BlockIndex.admit``."""
+"""Admission by a tier's policy, ``BlockIndex.admit``: (items, tier, free slots, least chance of a
+use) to the items admitted."""
 
 
 class Admitted(NamedTuple, Generic[Item]):

@@ -16,7 +16,7 @@ from kvtier.transfer import Mover
 from kvtier.types import BlockId, Slot, keys_of
 
 Admit = Callable[[], int]
-"""How many slots are worth their room."""
+"""Number of slots that the policy admits."""
 
 TellLeftOut = Callable[[str, Sequence[BlockId]], object]
 """Told of blocks that are not copied to a tier, for they are not worth their room there."""

@@ -16,7 +16,7 @@ from kvtier.transfer import Job, Transfer
 from kvtier.types import Slot
 
 POLL_BLOCKS = 2048
-"""What is finished at a time, for an engine waits meanwhile: two milliseconds' worth."""
+"""Blocks finished per poll. The engine waits meanwhile: this is about two milliseconds."""
 LEAST_BLOCKS = 128
 """A transfer costs as much as so many blocks, even where it has fewer."""
 
@@ -35,7 +35,7 @@ class InFlight:
         self._transfers: dict[int, Transfer] = {}  # by number, the oldest first
         self._num_begun = 0
         self.by_route: Counter[tuple[str, str]] = Counter()
-        """How many are under way."""
+        """Number of transfers in flight by (source, destination)."""
         self._ended: deque[Transfer] = deque()  # filled by the threads that end jobs
         self.when_ended: Callable[[], object] | None = None
         """Called by these threads, each time there is something to take."""

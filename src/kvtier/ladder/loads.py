@@ -19,8 +19,8 @@ from kvtier.types import BlockId, Match, Slot
 GROWTH = 4
 """A piece is at most one in so many of what was begun before it: copying on starts early."""
 SHARE = 64
-"""Of a long load a piece is at most one in so many: what is read last is copied on while nothing
-else is read. So the number of pieces hardly grows with the load: 90 make a million tokens."""
+"""A piece of a long load is at most this fraction of it, since the last piece is copied on while
+nothing else is read. The number of pieces hardly grows with the load: 90 for a million tokens."""
 DIRECT_PIECES = 4
 """Direct reads have pieces so many times as large: nothing is copied on meanwhile."""
 

@@ -17,8 +17,8 @@ from kvtier.types import BlockId, BlockKey, Label
 FIRST_KEYS = 64
 GROWTH = 16
 MOST_KEYS = 4096
-"""How many blocks storage is asked for at a time: few of a prompt of which it may have nothing, for
-keys are hashed one after the other; more when it had them all. 4,096 keys take 2 ms."""
+"""Largest number of keys in a look-up. A look-up begins with few keys, since storage may have none
+of them, and grows while all are found. Hashing 4,096 keys takes 2 ms."""
 
 Adopt = Callable[[Sequence[BlockId]], object]
 """Takes in blocks that were found."""

@@ -10,8 +10,8 @@ from kvtier.transfer import Transfer, Waiter
 from kvtier.types import BlockId
 
 PREFETCH_SHARE = 0.5
-"""Of the open slots that storage is read into, what requests that wait for their turn may hold. The
-rest is for those whose turn it is."""
+"""Share of the free staging slots that prefetches for queued requests may hold. The rest is for
+scheduled requests."""
 
 
 class Prefetch(Waiter):

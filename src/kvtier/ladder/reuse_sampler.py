@@ -12,8 +12,8 @@ from kvtier.types import BlockId
 MOST_MARKED = 4096
 """Blocks of the sample that some tier has; where there are more, every other one leaves it."""
 MOST_GONE = 16384
-"""That have left a tier: the oldest are forgotten. So a return is seen for as long as it takes to
-evict about four times what is marked, which is all there is."""
+"""Sampled evicted blocks that are remembered; the oldest are dropped. A return is seen until about
+four times the sampled capacity has been evicted."""
 
 
 class ReuseSampler:

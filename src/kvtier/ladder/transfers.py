@@ -23,7 +23,7 @@ OnChange = Callable[[str, Sequence[BlockId], bool], None]
 """Told of a tier, the blocks that came to it or leave it, and whether they leave."""
 
 CLOSE_WAIT_S = 10.0
-"""How long copies may take to finish at the end."""
+"""Longest wait for copies in flight when the cache closes."""
 
 
 class Transfers:

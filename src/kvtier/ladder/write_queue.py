@@ -14,9 +14,8 @@ from kvtier.transfer.ring import ring_blocks
 from kvtier.types import DEVICE, BlockId
 
 MOVING_SHARE = 4
-"""Of the slots that blocks are written from, one in so many may be on its way to storage: they
-can't leave meanwhile. The rest is for those who wait for something. Of the device's, no more than a
-ring of host memory has room for."""
+"""One in this many source slots may be in a write to storage, since it cannot be evicted meanwhile.
+Writes from the device tier are also limited by the ring of host memory."""
 
 LONGEST_LINE = 1 << 16
 """Blocks that wait for a write. Where storage is that far behind it will not catch up soon, and
@@ -24,11 +23,11 @@ what has waited longest is not written: its next use offers it again."""
 
 
 LEAST_CHANCE = 0.125
-"""That a block is used before it leaves again, for it to be worth a write where as much may be
-written as there is: docs/decisions/0047 says what others give."""
+"""Least probability of a use before eviction for a block to be written when writes are not limited.
+docs/decisions/0047 compares other values."""
 SCARCE_SHARE = 1 / 4
-"""Of what a budget saves up at most: where less is left, writes are dearer. What lies above is to
-be spent: what is saved up and not written is found by nobody."""
+"""Share of the largest saved budget below which the admission threshold rises. Above it the budget
+is spent freely, since unspent budget has no use."""
 
 
 class WriteQueue:

@@ -20,7 +20,7 @@ TYPES = {
 }
 """All that there are: a path names one of these, or nothing."""
 PATHS = frozenset({"/", LIVE_PATH, *(FOLDER + name for name in TYPES)})
-"""What a browser asks for to show the page."""
+"""Paths that a browser requests to show the page."""
 
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; "

@@ -9,9 +9,9 @@ from kvtier.live.picture import Picture
 from kvtier.live.reading import Reading
 
 WINDOW_S = 60.0
-"""What is called "in the last minute"."""
+"""Window of rates that are shown as "in the last minute"."""
 FLOW_S = 5.0
-"""What "now" is, for bytes on their way: less jumps from piece to piece."""
+"""Window of rates that are shown as "now"; a shorter one jumps from piece to piece."""
 MOST_AGE_S = 90.0
 """Age beyond which a reading is no part of the last minute, though none is closer to it."""
 MOST = 256

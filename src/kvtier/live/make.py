@@ -16,7 +16,7 @@ LEAST_ASKED = {"tokens": 2000.0, "blocks": 100.0}
 LEAST_LOADS = 5
 """Copies below which nobody can say how good the estimates are."""
 LEAST_PREFILL_S = 0.5
-"""Of computing, the same."""
+"""The same for prefill."""
 LEAST_GONE = 30
 """Evicted blocks of the sample below which nobody can say how many return."""
 LEAST_TIMES = 5

@@ -14,7 +14,7 @@ LONG_LINE_S = 0.5
 WRONG_RATIO = 1.5
 """Above, a copy or a prefill takes so much longer than planned that requests notice."""
 MANY_RETURN = 0.3
-"""Of the blocks that leave a tier; more room there would have kept them."""
+"""Share of evicted blocks that are requested again; a larger tier would have kept them."""
 WORTH_SHARE = 0.05
 
 

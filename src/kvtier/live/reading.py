@@ -35,7 +35,7 @@ KEPT = frozenset({"tier", "src", "dst", "decision", "le", "source", "cache_sourc
 """Labels that tell kinds of numbers apart. Over the others, as model, engine and process, the
 numbers are summed."""
 WORST = frozenset({"kvtier_breaker_state", "kvtier_queued_seconds", "kvtier_slot_bytes"})
-"""Of which the largest counts, not the sum."""
+"""Metrics whose series are joined by their maximum, not their sum."""
 INFINITE = frozenset({"kvtier_queued_seconds"})
 """May be infinite."""
 PLACES = frozenset({"tier", "src", "dst"})

@@ -24,7 +24,7 @@ from kvtier.plan.average import Average, size_class
 Floats = npt.NDArray[np.float64]
 
 FITS = ((1,), (1, 2), (0, 1), (0, 1, 2))
-"""Which of call, token and pair are fitted; the fewest first."""
+"""Terms fitted (of call, token, pair), fewest first."""
 GOOD_FIT = 0.01
 """Relative error below which more terms are not worth it."""
 FEWEST_UNFITTED, MOST_UNFITTED = 8, 256

@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 4096
 MAX_QUEUED_TOKENS = 8 << 20
-"""Of the requests that wait to be written: what they hold of memory is bounded."""
+"""Largest number of tokens of requests queued for writing, which bounds their memory."""
 HASH_TOKENS = 8
 """A hash of a prefix takes as much memory as so many tokens."""
 FLUSH_S = 1.0
 LEAST_BYTES = 1 << 20
 TAIL_BYTES = 16 << 20
-"""Where the end of the last whole line is looked for."""
+"""Bytes at the end of the file that are searched for the end of the last complete line."""
 
 
 Keys = npt.NDArray[np.uint64]

@@ -7,9 +7,8 @@ from starlette.requests import Request
 from kvtier.server.errors import bad_request, show
 
 EXPLAIN_HEADER = "X-KVTier-Explain"
-"""Where each prompt came from, in the usage of the answer, of a streamed one in its last chunk. A
-header, and no field of the body: other servers refuse fields that they don't know, and clients add
-headers to any request."""
+"""Request header that adds the source of each prompt's tokens to the usage in the answer, or in the
+last chunk of a stream. It is a header since other servers refuse unknown fields of the body."""
 
 
 def wants_explanation(request: Request) -> bool:

@@ -24,7 +24,7 @@ MAX_WAITING = 32
 """Large bodies that wait for their turn; each holds what came with its first packets."""
 
 READ_S_PER_BYTE = 2e-9
-"""What the server takes for a byte of a body before anybody looks at it."""
+"""Seconds per byte that the server takes to receive a body."""
 
 DISCARDED_BYTES = 64 << 20
 DISCARDED_S = 5.0

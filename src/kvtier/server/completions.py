@@ -19,7 +19,7 @@ from kvtier.server.schemas import CompletionRequest, takes
 from kvtier.server.service import Encode, Service
 
 DEFAULT_MAX_TOKENS = 16
-"""Of the API."""
+"""Default of ``max_tokens`` in the OpenAI API."""
 
 
 class CompletionForm(AnswerForm):

@@ -33,17 +33,17 @@ class ServerConfig:
     """Open connections; fewer where the system allows fewer open files. A few more are there for
     ``/health``, ``/metrics`` and the live page."""
     header_timeout_s: float = 10.0
-    """How long a connection may stay without a whole request header."""
+    """Longest time until a connection has sent a complete request header."""
     body_timeout_s: float = 30.0
-    """How long a request's body may take."""
+    """Longest time until a request's body has arrived."""
     write_timeout_s: float = 60.0
-    """How long a client may leave its answer unread."""
+    """Longest time for which a client may leave its answer unread."""
     max_choices: int = 64
     """Prompts times ``n`` of one HTTP request."""
     default_chat_tokens: int = 1024
     """max_tokens of a chat that names none; less where the context has less room."""
     shutdown_grace_s: float = 30.0
-    """How long requests in flight may go on after SIGTERM."""
+    """Longest time for which requests in flight go on after SIGTERM."""
     record: str = ""
     """File that requests are recorded to, as salted hashes, lengths and times; "" for none."""
     record_max_bytes: int = 1 << 30

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 RETRY_AFTER_S = 1
-"""What a client is told to wait when the queue is full: about one short request."""
+"""Value of ``Retry-After`` when the queue is full: about one short request."""
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _SHOWN_CHARACTERS = 60

@@ -54,7 +54,7 @@ class GenerationRequest(BaseModel):
     cache_salt: Annotated[Text, Field(max_length=1024), none_is("")] = ""
     """Requests reuse each other's prefixes only under equal salts."""
     kvtier: Hinted = None
-    """What the client knows of its conversation: what of it will be wanted, and until when."""
+    """Hints about the conversation: which blocks will be used again, and until when."""
 
 
 class CompletionRequest(GenerationRequest):

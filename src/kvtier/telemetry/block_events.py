@@ -44,13 +44,13 @@ CLEARED: Event = {"type": "AllBlocksCleared"}
 HASH_BYTES = 8
 TOKEN_BYTES = 4
 PLACE = 0xFFFF_FFFF
-"""Of a block's number the lower half is a place that others have after it, and the rest says how
-many had it before."""
+"""Mask of a block number's lower half, the row in the index. Rows are reused; the upper half counts
+the earlier uses."""
 NOBODY = -1
 """In the place of a block's number."""
 
 MEDIA = {DEVICE: "GPU", HOST: "CPU"}
-"""What readers call tiers. The first is the engine's own memory, whatever it is made of."""
+"""Medium names in the event protocol. The first is the engine's own memory, whatever its device."""
 
 
 class PromptBlocks(NamedTuple):

@@ -1,7 +1,7 @@
 """Prometheus metrics: names, types, units and labels in one table.
 
-``prometheus_client`` is imported when metrics are made, and not before: it looks then where the
-processes of an engine count together, which the engine says after it has loaded plug-ins.
+``prometheus_client`` is imported when metrics are made and not before: on import it reads the
+folder of multi-process metrics, which an engine sets after it has loaded its plug-ins.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ AGES_S = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0, 100000.0)
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """One metric: base units, few labels.
+    """Name, type and labels of one metric. Values are in base units.
 
-    buckets: of a histogram. over_processes: what a gauge is where several processes of a server
-    tell it, in prometheus_client's words.
+    buckets: upper bounds of a histogram's buckets. over_processes: how prometheus_client joins a
+    gauge that several processes of a server report.
     """
 
     name: str
@@ -38,42 +38,50 @@ class MetricSpec:
 
 
 METRICS = (
-    MetricSpec("kvtier_requests_total", "counter", "Requests whose lease ended."),
-    MetricSpec("kvtier_prompt_blocks_total", "counter", "Full blocks in prompts."),
+    MetricSpec("kvtier_requests_total", "counter", "Requests that ended."),
+    MetricSpec("kvtier_prompt_blocks_total", "counter", "Full blocks of prompts."),
     MetricSpec(
-        "kvtier_hit_blocks_total", "counter", "Blocks reused, by where they were.", ("tier",)
+        "kvtier_hit_blocks_total",
+        "counter",
+        "Prompt blocks served from the cache, by the tier that held them.",
+        ("tier",),
     ),
-    MetricSpec("kvtier_copied_bytes_total", "counter", "Bytes copied.", ("src", "dst")),
+    MetricSpec(
+        "kvtier_copied_bytes_total", "counter", "Bytes copied between tiers.", ("src", "dst")
+    ),
     MetricSpec("kvtier_copy_seconds", "histogram", "Duration of one copy job.", ("src", "dst")),
     MetricSpec("kvtier_failed_copies_total", "counter", "Copy jobs that failed.", ("src", "dst")),
     MetricSpec(
         "kvtier_failed_blocks_total",
         "counter",
-        "Blocks that did not arrive, or not as they were.",
+        "Blocks whose copy failed or whose content was damaged.",
         ("src", "dst"),
     ),
-    MetricSpec("kvtier_late_loads_total", "counter", "Loads given up at their deadline."),
+    MetricSpec("kvtier_late_loads_total", "counter", "Loads abandoned at their deadline."),
     MetricSpec("kvtier_load_seconds", "histogram", "Time a request waited for its load."),
     MetricSpec(
         "kvtier_lookup_seconds",
         "histogram",
-        "Time until a store had said what it has of a prompt's next blocks.",
+        "Time of one look-up of a prompt's next blocks in a store.",
         ("tier",),
     ),
-    MetricSpec("kvtier_evicted_blocks_total", "counter", "Blocks that left a tier.", ("tier",)),
+    MetricSpec("kvtier_evicted_blocks_total", "counter", "Blocks evicted from a tier.", ("tier",)),
     MetricSpec(
-        "kvtier_refused_blocks_total", "counter", "Blocks a full tier had no room for.", ("tier",)
+        "kvtier_refused_blocks_total",
+        "counter",
+        "Blocks not stored: every slot of the tier was held or in flight.",
+        ("tier",),
     ),
     MetricSpec(
         "kvtier_unadmitted_blocks_total",
         "counter",
-        "Blocks that were not worth what would have left a full tier for them.",
+        "Blocks that the eviction policy did not admit to a full tier.",
         ("tier",),
     ),
     MetricSpec(
         "kvtier_unwritten_blocks_total",
         "counter",
-        "Blocks worth a write that left memory before storage took them, or were over its budget.",
+        "Admitted blocks not written: evicted from memory first, or over the write budget.",
         ("tier",),
     ),
     MetricSpec(
@@ -82,64 +90,64 @@ METRICS = (
     MetricSpec(
         "kvtier_damaged_blocks_total",
         "counter",
-        "Blocks that storage could not give back as they were.",
+        "Blocks read from storage whose checksum or record did not match.",
         ("tier",),
     ),
     MetricSpec("kvtier_used_slots", "gauge", "Slots in use.", ("tier",)),
-    MetricSpec("kvtier_slots", "gauge", "Slots in all.", ("tier",)),
+    MetricSpec("kvtier_slots", "gauge", "Slots of a tier.", ("tier",)),
     MetricSpec(
         "kvtier_slot_bytes",
         "gauge",
-        "Bytes of the block in one slot, over all ranks that keep a part of it.",
+        "Bytes of one slot, summed over the ranks that hold a part of its block.",
         ("tier",),
         over_processes="livemax",
     ),
     MetricSpec(
         "kvtier_planned_blocks_total",
         "counter",
-        "Cached blocks below the device that were to be loaded, or to be computed all the same.",
+        "Cached blocks below the device, by the planner's decision: load or recompute.",
         ("decision",),
     ),
     MetricSpec(
         "kvtier_predicted_load_seconds_total",
         "counter",
-        "What copies towards the device were expected to take when they began, without the line.",
+        "Predicted time of copies towards the device, without queueing.",
         ("src",),
     ),
     MetricSpec(
-        "kvtier_actual_load_seconds_total", "counter", "What the same copies took.", ("src",)
+        "kvtier_actual_load_seconds_total", "counter", "Actual time of the same copies.", ("src",)
     ),
     MetricSpec(
         "kvtier_load_error_ratio",
         "histogram",
-        "What such a copy took, over what was expected.",
+        "Actual time of such a copy divided by its predicted time.",
         ("src",),
         RATIOS,
     ),
     MetricSpec(
         "kvtier_predicted_prefill_seconds_total",
         "counter",
-        "What computing prompts was expected to take.",
+        "Predicted time of prefills.",
     ),
-    MetricSpec("kvtier_actual_prefill_seconds_total", "counter", "What the same computing took."),
     MetricSpec(
-        "kvtier_saved_tokens_total", "counter", "Prompt tokens that were given, not computed."
+        "kvtier_actual_prefill_seconds_total", "counter", "Actual time of the same prefills."
     ),
+    MetricSpec("kvtier_saved_tokens_total", "counter", "Prompt tokens served from the cache."),
     MetricSpec(
         "kvtier_saved_seconds_total",
         "counter",
-        "What computing these would have taken, less what requests waited for them.",
+        "Prefill time of these tokens, less the time that requests waited for loads.",
     ),
     MetricSpec(
         "kvtier_returned_blocks_total",
         "counter",
-        "Blocks that left a tier and were wanted again: an estimate from a sample.",
+        "Evicted blocks that were requested again, estimated from a sample.",
         ("tier",),
     ),
     MetricSpec(
         "kvtier_return_seconds",
         "histogram",
-        "How long after: of the sample, each block counted once.",
+        "Time from a sampled block's eviction to its first later request.",
         ("tier",),
         AGES_S,
     ),
@@ -152,13 +160,15 @@ METRICS = (
         over_processes="livemax",
     ),
     MetricSpec(
-        "kvtier_transfers_in_flight", "gauge", "Copies begun and not finished.", ("src", "dst")
+        "kvtier_transfers_in_flight",
+        "gauge",
+        "Copies that have begun and not ended.",
+        ("src", "dst"),
     ),
     MetricSpec(
         "kvtier_queued_seconds",
         "gauge",
-        "Until a copy that begins now has its turn, by what is in line; infinite where none is "
-        "taken.",
+        "Predicted wait of a copy that is queued now; infinite while the tier takes none.",
         ("src", "dst"),
         over_processes="livemax",
     ),
@@ -167,7 +177,7 @@ METRICS = (
 T = TypeVar("T", "Counter", "Gauge", "Histogram")
 
 Counts = dict[tuple[str, tuple[str, ...]], float]
-"""Numbers by metric and the values of its labels."""
+"""Counter values by metric and label values."""
 
 Observations = dict[tuple[str, tuple[str, ...]], list[float]]
 
@@ -190,7 +200,7 @@ TOLD_BY_ENGINES = frozenset(
         "kvtier_queued_seconds",
     }
 )
-"""What an engine with metrics of its own shows under these names, with its own prefix."""
+"""Metrics that an engine with metrics of its own exports under the same names, with its prefix."""
 
 UNDER_VLLM = {
     "kvtier_loaded_chunks_total": "kvtier_hit_blocks_total",
@@ -204,17 +214,17 @@ UNDER_VLLM = {
     "kvtier_used_chunks": "kvtier_used_slots",
     "kvtier_chunks": "kvtier_slots",
 }
-"""What has other names there, behind the prefix."""
+"""Metrics that have other names under vLLM: from the name there, without prefix, to kvtier's."""
 
 MOST_OBSERVED = 4096
-"""Observations that are kept for whoever takes them, of one metric and its labels."""
+"""Largest number of observations kept per metric and label values until they are taken."""
 
 
 class Metrics:
     """The metrics of one cache, in a registry of their own.
 
-    is_exposed: False where an engine has metrics of its own and takes the numbers, or nobody reads
-    them: nothing is in the registry then.
+    is_exposed: False if an engine takes the numbers into its own metrics, or if nobody reads them;
+    the registry is empty then.
     """
 
     def __init__(self, is_exposed: bool = True) -> None:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-"""How often the log is looked at: what happens between goes into one batch."""
+"""Polling interval of the log. Events between two polls form one batch."""
 MOST_EVENTS = 256
-"""Of one batch."""
+"""Largest number of events in one batch."""
 MOST_UNREAD = 1000
 """Batches that wait for one subscriber. What is too much for a slow one is lost to it: the numbers
 tell it so, and it may ask for them again."""
@@ -50,7 +50,7 @@ MOST_KEPT, MOST_KEPT_BYTES = 10_000, 64 << 20
 END = (-1).to_bytes(8, "big", signed=True)
 """In the place of a number: the last message of a replay."""
 CLOSE_MS = 1000
-"""How long the last batches may take to their readers."""
+"""Longest wait at close for the last batches to be delivered."""
 QUESTION_BYTES = 1024
 """A longer message is no question for a replay, and is not read."""
 

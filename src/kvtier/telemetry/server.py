@@ -1,4 +1,4 @@
-"""The metrics of ``kvtier serve``, in one table: what clients see."""
+"""Table of the metrics of ``kvtier serve`` about its HTTP clients."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ SERVER_METRICS = (
     MetricSpec(
         "kvtier_server_closed_connections_total",
         "counter",
-        "Connections that the server closed: no whole header in time (header_timeout), an answer "
-        "left unread (write_timeout), others needed the room (room), no HTTP (invalid_http), no "
-        "TLS where that is spoken (tls).",
+        "Connections that the server closed: no complete header in time (header_timeout), an "
+        "answer left unread (write_timeout), too many connections (room), not HTTP "
+        "(invalid_http), not TLS on a TLS port (tls).",
         ("reason",),
     ),
     MetricSpec(
         "kvtier_server_ttft_seconds",
         "histogram",
-        "From the arrival of a request to its first token.",
+        "Time from the arrival of a request to its first token.",
         ("endpoint",),
     ),
     MetricSpec(
         "kvtier_server_e2e_seconds",
         "histogram",
-        "From the arrival of a request to the end of its answer, of those answered in full.",
+        "Time from the arrival of a request to the end of its complete answer.",
         ("endpoint",),
     ),
-    MetricSpec("kvtier_server_prompt_tokens_total", "counter", "Tokens in prompts."),
-    MetricSpec("kvtier_server_cached_tokens_total", "counter", "Prompt tokens not computed."),
-    MetricSpec("kvtier_server_completion_tokens_total", "counter", "Tokens in answers."),
+    MetricSpec("kvtier_server_prompt_tokens_total", "counter", "Prompt tokens."),
+    MetricSpec(
+        "kvtier_server_cached_tokens_total", "counter", "Prompt tokens served from the cache."
+    ),
+    MetricSpec("kvtier_server_completion_tokens_total", "counter", "Generated tokens."),
     MetricSpec(
         "kvtier_server_recorded_requests_total",
         "counter",
-        "Requests for the recording: written, or dropped since too much waited to be written.",
+        "Requests written to the recording, or dropped since its queue was full.",
         ("outcome",),
     ),
     MetricSpec(
@@ -47,6 +49,6 @@ SERVER_METRICS = (
         ("model_name", "version"),
     ),
     MetricSpec("kvtier_server_uptime_seconds", "gauge", "Time since the server started."),
-    MetricSpec("kvtier_server_running", "gauge", "Requests that the engine works on."),
-    MetricSpec("kvtier_server_waiting", "gauge", "Requests that wait for the engine."),
+    MetricSpec("kvtier_server_running", "gauge", "Running requests."),
+    MetricSpec("kvtier_server_waiting", "gauge", "Waiting requests."),
 )

@@ -25,7 +25,7 @@ Attributes = Mapping[str, str | int | float | bool]
 EXPORTERS = {"otlp": "otlp_proto_http"}
 """OpenTelemetry's names of exporters, where their entry points have another one."""
 CLOSE_S = 3.0
-"""How long the last spans may take to their collector."""
+"""Longest wait at close for the last spans to be delivered."""
 
 
 def _ns(perf_s: float) -> int:

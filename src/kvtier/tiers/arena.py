@@ -27,7 +27,7 @@ from kvtier.tiers import pages
 logger = logging.getLogger(__name__)
 
 MAX_SEGMENT_BYTES = 64 << 30
-"""Of one registration; CUDA refuses those of 512 GiB and more."""
+"""Bytes of one registration at most; CUDA refuses those of 512 GiB and more."""
 
 MAX_THREADS = 8
 
@@ -89,13 +89,13 @@ class ArenaOptions:
     at_once_bytes: int = 256 << 20
     """Up to this size nothing is left for the background."""
     first_bytes: int = 1 << 30
-    """Of the segment that the start waits for."""
+    """Bytes of the first segment, which the start waits for."""
     segment_bytes: int = 8 << 30
-    """Of the others at most. A driver that locks one holds up copies meanwhile."""
+    """Bytes of each further segment at most. A driver blocks copies while it locks one."""
     page_bytes: int = mmap.PAGESIZE
     """Segments end at multiples of this: for drivers whose pages are not the system's."""
     threads: int = 0
-    """That touch pages; 0 for half of the cores, at most eight: the other half computes."""
+    """Threads that touch pages; 0 for half of the cores, at most eight. The other cores compute."""
     file: Path | None = None
     """A file in memory, for processes that share one arena: the first of them makes it. Each uses
     what all of them have ready. None for memory of one's own."""

@@ -21,7 +21,7 @@ MADV_DONTNEED = 4
 MADV_HUGEPAGE, MADV_NOHUGEPAGE = 14, 15
 MADV_DONTDUMP = 16
 MADV_POPULATE_WRITE = 23
-"""Of Linux 5.14 and newer (madvise(2))."""
+"""Advice of madvise(2), Linux 5.14 and newer."""
 
 MPOL_PREFERRED = 1
 """Pages come from the node while it has some, and from elsewhere then (mbind(2))."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 HOST_KINDS: Final = frozenset({"host", "cpu"})
-"""Of memory that the processor reads and writes, and the kernel reads into and writes from."""
+"""Kinds of memory that the processor and the kernel can read and write."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ from kvtier.errors import DeviceError
 from kvtier.transfer.copy_job import CopyJob
 
 PATIENCE_S = 1.0
-"""How long a forward may hold up its thread, in all, for loads that it follows."""
+"""Longest total wait of a forward for the loads that it follows."""
 
 
 class LayerGate:

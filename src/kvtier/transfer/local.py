@@ -32,7 +32,8 @@ SCRUB_PAUSE_S = 1.0
 a terabyte in three days."""
 
 TIMEOUT_S = {"find": 1.0, "read": 10.0, "write": 60.0}
-"""What takes longer has failed: the blocks are computed again, or not stored."""
+"""Time limits of storage calls. A call that takes longer has failed: its blocks are recomputed, or
+not stored."""
 
 FAILURES_UNTIL_OPEN = 3
 """Calls in a row: one may be chance."""

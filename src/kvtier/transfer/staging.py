@@ -18,7 +18,7 @@ from kvtier.types import Slot
 Int64s = npt.NDArray[np.int64]
 
 STEP_BYTES = 1 << 20
-"""What a step moves at least: less is not worth a submission and a fence of its own."""
+"""Least bytes of a step: fewer are not worth a submission and a fence."""
 
 
 class Steps(ABC):

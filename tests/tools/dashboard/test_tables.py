@@ -60,7 +60,7 @@ def test_every_metric_in_the_tables_is_shown() -> None:
 def test_what_is_told_of_a_metric_is_what_its_table_says() -> None:
     fill = next(panel for panel in PANELS if panel.title == "Fill")
     assert "- `kvtier_used_slots`: Slots in use." in fill.description
-    assert "- `vllm:kvtier_chunks`: Room for blocks in a tier." in fill.description
+    assert "- `vllm:kvtier_chunks`: Blocks that a tier has slots for." in fill.description
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)

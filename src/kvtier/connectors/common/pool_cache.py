@@ -27,7 +27,7 @@ from kvtier.transfer.staging import layers_per_step
 from kvtier.types import DEVICE, DISK, HOST
 
 PIECE_BYTES = 16 << 20
-"""What is read from storage, or written to it, at a time."""
+"""Bytes per read from storage, and per write to it."""
 CLOSE_WAIT_S = 10.0
 
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 Count = Callable[[bool], None]
 """Told of each request whether it was written, from any thread."""
 WRITTEN, DROPPED = "written", "dropped"
-MEANING = "Requests for the recording: written, or dropped since too much waited to be written."
+MEANING = "Requests written to the recording, or dropped since its queue was full."
 
 
 def outcome(written: bool) -> str:

@@ -43,7 +43,7 @@ HINTS = {
     "record": "name a file",
     "storage": 'write a URL such as "valkey://host", or a list of them',
 }
-"""What to write for a kind of value, or for one setting."""
+"""Advice for an error message, by type of a value or name of a setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ class ConnectorSettings:
     disk_capacity: str | int = 0
     """Room on the disk, reserved at the start and never exceeded."""
     disk_durability: str = "process"
-    """What a block on the disk survives: ``process`` or ``power``."""
+    """Failures that a block on disk survives: the end of the ``process``, or also of ``power``."""
     disk_verify: str = "always"
-    """Which reads compare the checksum: ``always``, ``sampled`` or ``off``."""
+    """Checksum verification of reads: ``always``, ``sampled`` or ``off``."""
     disk_bytes_per_day: str | int = 0
-    """What may be written in a day, for disks that wear; 0 for no limit."""
+    """Bytes written per day at most, for disks that wear; 0 for no limit."""
     load_policy: str = "auto"
     """When KV is loaded: ``auto``, where that is faster than computing it, or ``always``."""
     namespace: str = ""
@@ -179,11 +179,11 @@ class StoreSettings(ConnectorSettings):
     storage: str | list[str] = field(default="", repr=False)  # a password may be in it
     """Stores that other servers may share, fastest first: URLs such as "valkey://host"."""
     storage_capacity: str | int = "1TiB"
-    """How much of what is in each store the engine knows of at a time."""
+    """Capacity of the index of each store: bytes of blocks known at a time."""
     eviction_policy: str = RUNS
-    """Which KV leaves a full tier first: ``runs`` learns what is used again; ``lru``, what was used
-    longest ago; ``arc``, ``s3fifo``, ``lfuda`` and ``sieve`` are others' ways. SGLang with several
-    pools, and vLLM with KV groups whose blocks have different lengths, have ``lru``."""
+    """Eviction policy: ``runs`` learns which blocks are reused; ``lru`` evicts the least recently
+    used; ``arc``, ``s3fifo``, ``lfuda`` and ``sieve`` are published policies. SGLang with several
+    pools, and vLLM with KV groups whose blocks have different lengths, use ``lru``."""
 
     def __post_init__(self) -> None:
         ConnectorSettings.__post_init__(self)
@@ -226,7 +226,7 @@ class HostSettings(StoreSettings):
     host_capacity: str | int = "4GiB"
     """Host DRAM for KV."""
     lookup_deadline_s: float = 0.1
-    """How long a request waits to hear what a store has of it; 0 for not."""
+    """Longest wait of a request for a store's answer to a look-up; 0 to not wait."""
 
     def __post_init__(self) -> None:
         StoreSettings.__post_init__(self)

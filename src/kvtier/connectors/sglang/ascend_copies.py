@@ -40,7 +40,7 @@ POOLS: dict[str, tuple[str, Callable[[Any], list[AscendPart]]]] = {
 """By class: its layout on Ascend, and what it keeps of a page."""
 IO_BACKEND = "kernel_ascend"
 LOSS = "SGLang copies page by page, and all layers before the first"
-"""Where kvtier's copies are not used."""
+"""Consequence, for the log, where kvtier's copies are not used."""
 
 
 class StreamCopies:
@@ -100,7 +100,7 @@ class AscendCopies:
         self.why_not = ""
         """Why SGLang's own copies are used, if they are."""
         self.hooks: dict[str, Callable[..., Any]] = {ENGINE: self._check}
-        """What stands around SGLang's own, by the full name of that."""
+        """Wrappers by the full name of the SGLang function that they wrap."""
         for name, (layout, parts_of) in POOLS.items():
             load, back_up = (partial(do, layout, parts_of) for do in (self._load, self._back_up))
             self.hooks[f"{name}.load_to_device_per_layer"] = load
@@ -244,4 +244,4 @@ def _why_no_batch(device: DriverDevice) -> str:
 
 
 COPIES = AscendCopies()
-"""Of this process: a scheduler has one device."""
+"""The one instance of this process: a scheduler has one device."""

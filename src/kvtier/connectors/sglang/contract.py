@@ -81,7 +81,7 @@ OPTIONS = (
     "--sampling-backend", "--unified-cache-external-linker-backend",
     "--unified-cache-external-linker-config",
 )  # fmt: skip
-"""That people are told to give, to either of both."""
+"""SGLang options that kvtier's guides and commands mention."""
 
 STORAGE = Contract(
     "SGLang",
@@ -108,7 +108,7 @@ STORAGE = Contract(
     read=READ,
     options=OPTIONS,
 )
-"""Of the storage back end."""
+"""Contract of the storage back end."""
 
 LINKER = Contract(
     "SGLang",
@@ -193,7 +193,7 @@ LINKER = Contract(
         "UnifiedRadixCache": ("linker", "tree_core"),
     },
 )  # fmt: skip
-"""Of the linker."""
+"""Contract of the linker."""
 
 TELLING = Contract(
     "SGLang",
@@ -225,7 +225,7 @@ TELLING = Contract(
         "UnifiedRadixCache": ("page_size", "tree_core"),
     },
 )
-"""Of what tells the storage back end's policy of whole prompts."""
+"""Contract of the hooks that report whole prompts to the storage back end's policy."""
 
 COPIES = Contract(
     "SGLang",
@@ -270,4 +270,4 @@ COPIES = Contract(
         "MLASplitBuffers": ("index_k", "index_layer_indices", "index_scales", "k", "v"),
     },
 )  # fmt: skip
-"""Of the copies on Ascend, which were never run on an NPU."""
+"""Contract of the copies on Ascend, which have not run on an NPU yet."""

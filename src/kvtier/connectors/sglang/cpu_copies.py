@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 LOSS = "SGLang can't copy between its device and host pools on a CPU"
-"""Where the hooks did not take."""
+"""Consequence, for the log, if the hooks could not be installed."""
 
 POOLS = {
     "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost": (

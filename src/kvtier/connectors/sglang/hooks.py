@@ -10,7 +10,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 Hooks = Mapping[str, Callable[..., Any]]
-"""What stands around SGLang's own, or in its place, by the full name of that."""
+"""Wrappers or replacements, by the full name of the SGLang function."""
 
 
 def tell_missing(hooks: Hooks, loss: str) -> None:

@@ -51,8 +51,8 @@ MODEL_TRAITS = (
     "speculative_draft_model_quantization",
     "torchao_config",
 )
-"""Of SGLang's options, what decides on the bytes of KV and is neither in the model's files nor seen
-in a pool. What one version does not have is the same for all that run with it."""
+"""SGLang options that change the bytes of KV and are neither in the model's files nor visible in a
+pool. An option that a version lacks has one value for all who run that version."""
 POOL_FACTS = (
     "dtype",
     "end_layer",

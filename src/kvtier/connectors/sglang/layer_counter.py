@@ -20,7 +20,7 @@ class LayerCounter:
 
     def __init__(self) -> None:
         self.consumer_index = -1
-        """Of the batch whose forward runs now; -1 for one that loads nothing."""
+        """Index of the running batch's load; -1 for a batch that loads nothing."""
         self._loads: dict[int, Sequence[CopyJob]] = {}
 
     def begin(self, index: int, loads: Sequence[CopyJob]) -> None:

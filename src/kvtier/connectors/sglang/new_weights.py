@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 LOSS = "weights that are replaced while it serves would leave old KV behind: restart it instead"
-"""Where the hooks did not take."""
+"""Consequence, for the log, if the hooks could not be installed."""
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 WAYS = ("disk", "distributed", "tensor", "ipc")
 
@@ -51,4 +51,4 @@ class WeightsWatch:
 
 
 NEW_WEIGHTS = WeightsWatch()
-"""Of this process: a scheduler has one."""
+"""The one instance of this process."""

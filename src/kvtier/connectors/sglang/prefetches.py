@@ -151,4 +151,4 @@ def told_by() -> dict[str, Callable[..., Any]]:
 
 
 PREFETCHES = PrefetchWatch()
-"""Of this process: a scheduler has one tree."""
+"""The one instance of this process: a scheduler has one tree."""

@@ -13,12 +13,12 @@ from typing import Any
 from kvtier.plan.steps import Observe, StepClock
 
 LOSS = "what prefill takes is not known, all KV that is found is loaded, and nothing is recorded"
-"""Where the hooks did not take."""
+"""Consequence, for the log, if the hooks could not be installed."""
 Ended = Callable[[Any], None]
 """Told of each of SGLang's ``Req`` that was computed and is over. Does not raise."""
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 MOST_STEPS = 16
-"""That have begun and not ended; more were forgotten by SGLang."""
+"""Largest number of steps begun and not ended; older ones were dropped by SGLang."""
 
 
 class PrefillWatch:
@@ -92,4 +92,4 @@ class PrefillWatch:
 
 
 WATCH = PrefillWatch()
-"""Of this process: a scheduler has one."""
+"""The one instance of this process."""

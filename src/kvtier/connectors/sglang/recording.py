@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METRIC = "sglang:kvtier_recorded_requests"
-"""What Prometheus shows, without ``_total``."""
+"""Name in Prometheus, without ``_total``."""
 HEALTH_CHECK = "HEALTH_CHECK"
 """So begin the names of requests of SGLang's own."""
 

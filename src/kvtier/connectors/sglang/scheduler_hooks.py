@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # a process that does not ask for kvtier pays for nothing
     from kvtier.connectors.sglang.promotion import PromptPromotion
 
 LOSS = "no request waits for KV on disk: it is found by the next one that begins alike"
-"""Where the hooks did not take."""
+"""Consequence, for the log, if the hooks could not be installed."""
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
 WRAPPER = f"{LINKER}.UnifiedCacheLinkerWrapper"

@@ -10,6 +10,6 @@ class RankWait(IntEnum):
 
     OVER = 0
     READS = 1
-    """What storage has, on its way to host memory."""
+    """Blocks of storage are being read to host memory."""
     ANSWERS = 2
     """A store was asked what it has. When all ranks have heard, it is time for another look."""

@@ -336,8 +336,8 @@ CACHE_TRAITS = (
     "mamba_cache_dtype",
     "mamba_ssm_cache_dtype",
 )
-"""Of vLLM's configuration, what decides on the bytes of KV and is neither in the model's files nor
-in the offloading config. What one version does not have is the same for all that run with it."""
+"""vLLM options that change the bytes of KV and are neither in the model's files nor in the
+offloading config. An option that a version lacks has one value for all who run that version."""
 
 
 def _models(config: VllmConfig) -> list[ModelConfig]:

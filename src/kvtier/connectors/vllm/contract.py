@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from kvtier.connectors.common.contract import Contract, Takes
 
 OLDEST, NEWEST = "0.32", "0.33"
-"""Of the versions whose sources have all of it."""
+"""Oldest and newest version whose sources fulfil the contract."""
 RUN_WITH = ("0.32",)
 """Versions that the tests were run under."""
 
@@ -210,10 +210,10 @@ FILES = (
     "v1/outputs.py",
     "v1/request.py",
 )
-"""Where the classes above are, inside vLLM."""
+"""Files of vLLM that define the classes above."""
 
 OPTIONS = ("--kv-transfer-config",)
-"""That people are told to give."""
+"""vLLM options that kvtier's guides and commands mention."""
 
 VLLM = Contract(
     "vLLM",

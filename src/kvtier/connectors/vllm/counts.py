@@ -11,11 +11,11 @@ from kvtier.telemetry import MetricSpec
 from kvtier.telemetry.metrics import TOLD_BY_ENGINES
 
 PREFIX = "vllm:"
-"""By how a name begins vLLM knows what to take away with an engine."""
+"""Prefix by which vLLM removes the metrics of an engine that has gone."""
 
 
 def _counter(name: str, meaning: str, *labels: str) -> MetricSpec:
-    """Its name is what Prometheus shows, without ``_total``."""
+    """Return a counter; Prometheus shows its name with ``_total`` appended."""
     return MetricSpec(f"{PREFIX}{name}", "counter", meaning, labels)
 
 
@@ -24,49 +24,60 @@ def _gauge(name: str, meaning: str, *labels: str) -> MetricSpec:
 
 
 LOADED = _counter(
-    "kvtier_loaded_chunks", "Blocks given to requests, by the tier that had them.", "tier"
+    "kvtier_loaded_chunks", "Blocks loaded for requests, by the tier that held them.", "tier"
 )
-EVICTED = _counter("kvtier_evicted_chunks", "Blocks that left a tier for others.", "tier")
+EVICTED = _counter("kvtier_evicted_chunks", "Blocks evicted from a tier.", "tier")
 MOVED_BYTES = _counter(
     "kvtier_moved_bytes",
-    "Bytes moved from and to storage, per rank: by way of host memory, or straight to the device.",
+    "Bytes read from and written to storage, per rank, through host memory or directly.",
     "src",
     "dst",
 )
 MOVED_SECONDS = _counter(
-    "kvtier_moved_seconds", "What that took, without the time in line.", "src", "dst"
+    "kvtier_moved_seconds", "Time of these transfers, without queueing.", "src", "dst"
 )
 FAILED = _counter(
-    "kvtier_failed_chunks", "Blocks that could not be moved, or were damaged.", "src", "dst"
+    "kvtier_failed_chunks",
+    "Blocks whose transfer failed or whose content was damaged.",
+    "src",
+    "dst",
 )
 DAMAGED = _counter(
-    "kvtier_damaged_chunks", "Blocks that storage could not give back as they were.", "tier"
+    "kvtier_damaged_chunks",
+    "Blocks read from storage whose checksum or record did not match.",
+    "tier",
 )
 RECOMPUTED = _counter(
-    "kvtier_recomputed_chunks", "Blocks found, and not loaded: computing them takes less time."
+    "kvtier_recomputed_chunks", "Blocks found and not loaded, since recomputing them is faster."
 )
 IMPATIENT = _counter(
     "kvtier_impatient_requests",
-    "Requests that waited as long as computing takes, and no longer.",
+    "Requests that stopped waiting for a load once recomputing would have been faster.",
 )
 NOT_DEMOTED = _counter(
     "kvtier_not_demoted_chunks",
-    "Blocks that left host memory before storage had taken them, or were over its budget.",
+    "Blocks not written to storage: evicted from host memory first, or over the write budget.",
     "tier",
 )
-REFUSED = _counter("kvtier_refused_chunks", "Blocks a full tier had no room for.", "tier")
+REFUSED = _counter(
+    "kvtier_refused_chunks",
+    "Blocks not stored: every slot of the tier was held or in flight.",
+    "tier",
+)
 RECORDED = _counter("kvtier_recorded_requests", MEANING, "outcome")
 USED = _gauge("kvtier_used_chunks", "Blocks in a tier.", "tier")
-ROOM = _gauge("kvtier_chunks", "Room for blocks in a tier.", "tier")
+ROOM = _gauge("kvtier_chunks", "Blocks that a tier has slots for.", "tier")
 UNCLAIMED = _gauge(
-    "kvtier_unclaimed_chunks", "Blocks that a restart found and nobody has asked for yet.", "tier"
+    "kvtier_unclaimed_chunks",
+    "Blocks found on disk after a restart and not requested since.",
+    "tier",
 )
 SHARED = {
     spec.name: replace(spec, name=PREFIX + spec.name.removesuffix("_total"))
     for spec in CORES
     if spec.name in TOLD_BY_ENGINES
 }
-"""What the core counts, by its own name there: the same in all engines."""
+"""Metrics with the same name under every engine, by the core's name."""
 
 METRICS = (
     LOADED,
@@ -93,7 +104,7 @@ OURS = {
     "kvtier_unwritten_blocks_total": NOT_DEMOTED,
     "kvtier_refused_blocks_total": REFUSED,
 }
-"""What the core counts, and what it is called under vLLM."""
+"""Metrics under vLLM, by the core's name of the same count."""
 OURS.update((name, spec) for name, spec in SHARED.items() if spec.kind == "counter")
 
 Labels = tuple[str, ...]

@@ -44,7 +44,7 @@ from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
-"""Of a rank, what is read from its disk, or written to it, at a time."""
+"""Bytes that a rank reads from its disk, or writes to it, at a time."""
 
 
 class TierManager(OffloadingManager):

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MOST_BLOCKS = 2048
-"""Of a prompt, and of about one step: they take time on the scheduler's thread, a third of a
-microsecond each. Those that come in a burst are told of over the steps that follow, in the order of
-their coming, and of a longer prompt its beginning."""
+"""Most blocks reported per prompt, and per step. Each costs a third of a microsecond on the
+scheduler's thread. A burst of requests is reported over the following steps in order of arrival;
+of a longer prompt only its beginning is reported."""
 
 Tell = Callable[[Sequence[OffloadKey], bool], None]
 """Told of a prompt's blocks whether their request begins to wait, or waits no more."""

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 Finished = tuple[bool, dict[str, Any] | None]
 """Whether vLLM is to keep the request's blocks for now, and what it is to answer with."""
 SETTINGS = ("record", "record_max_bytes")
-"""What is read of the connector's configuration, whose tiers these ever are."""
+"""Settings that are read from the connector's configuration, whichever front uses it."""
 
 
 class RecordedConnector(OffloadingConnector):

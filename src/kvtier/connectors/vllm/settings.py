@@ -32,13 +32,13 @@ class VllmSettings(HostSettings):
     }
 
     disk_bytes_per_s: str | int = 0
-    """What is read, and what is written, in a second, of all ranks together; 0 for no limit. For
-    disks that others need, too."""
+    """Bytes read, and bytes written, per second by all ranks together; 0 for no limit. For disks
+    that other programs use, too."""
 
     disk_direct: str = "off"
-    """Which way KV comes from disk: ``auto``, through host memory, and straight to vLLM's own while
-    that has no room; ``on``, straight; ``off``, through host memory. A read straight to vLLM's
-    memory can't be called off: where the disk hangs, its request waits."""
+    """Route of KV from disk: ``auto`` reads through host memory, and directly to vLLM's pages while
+    host memory has no room; ``on`` reads directly; ``off`` reads through host memory. A direct
+    read cannot be cancelled: if the disk hangs, its request waits."""
 
     client_hints: str = "on"
     """Whether hints in a request's ``kv_transfer_params`` count: ``on`` or ``off``."""

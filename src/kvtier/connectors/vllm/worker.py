@@ -43,8 +43,8 @@ CLOSE_WAIT_S = 10.0
 
 REST_S = 1e-3
 REST_PIECE_S = 1e-4
-"""How long a rank sleeps in a step that computes nothing, at most, and how often it looks whether a
-copy is done meanwhile. vLLM sleeps as long between such steps."""
+"""Longest sleep of a rank in a step that computes nothing, in pieces between which it polls its
+copies. vLLM sleeps as long between such steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,10 @@ from kvtier.tiers.pieces import HOST_KINDS, Pieces
 logger = logging.getLogger(__name__)
 
 ALIGNMENT: Final = 4096
-"""Of slots, and of what O_DIRECT reads and writes."""
+"""Alignment of slots and of O_DIRECT transfers."""
 LEAST_PIECE_BYTES = 8 << 10
-"""Of the pieces that a block is in, on average. Smaller ones are copied faster than the kernel
-takes them to the disk one by one (``benchmarks.disk.direct``)."""
+"""Least average size of a block's pieces for vectored I/O. Smaller pieces are copied to a buffer
+faster than the kernel takes them one by one (``benchmarks.disk.direct``)."""
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]

@@ -17,7 +17,7 @@ from kvtier.tiers.breaker import Breaker, BreakerState
 logger = logging.getLogger(__name__)
 
 MEDIUM_ERRORS: Final = (errno.EIO, errno.EBADMSG, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO)
-"""Of the place on the medium, not of the moment: the slot is not used again."""
+"""Errors of a place on the medium. The slot is not used again."""
 LATE: Final = (errno.ETIMEDOUT, errno.ETIME, errno.ECANCELED)
 """The deadline came first. Of a whole batch, so it counts once for each."""
 NOTHING: Final = (errno.EINTR, errno.EAGAIN)

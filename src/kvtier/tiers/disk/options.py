@@ -29,20 +29,20 @@ class DiskOptions:
     more_paths: tuple[Path, ...] = ()
     """Directories on other disks. Each block is cut over all of them, and read from all at once."""
     durability: Durability = Durability.PROCESS
-    """What an acknowledged block survives: ``process`` or ``power``."""
+    """Failures that an acknowledged block survives: ``process`` or ``power``."""
     verify: Verify = Verify.ALWAYS
-    """Which loads compare the checksum: ``always``, ``sampled`` or ``off``."""
+    """Checksum verification of loads: ``always``, ``sampled`` or ``off``."""
     sample_every: int = 16
     """One load in this many is compared with ``verify=sampled``."""
     io: IoKind = IoKind.AUTO
-    """Who talks to the disk: ``auto``, ``uring`` or ``preadv``."""
+    """I/O engine: ``auto``, ``uring`` or ``preadv``."""
     direct: Direct = Direct.AUTO
     """Whether blocks go straight to the memory that the engine computes in, past the host tier:
     ``auto``, ``on`` or ``off``."""
     queue_depth: int = 32
     """Reads or writes in flight at a time, per direction."""
     rank: int = 0
-    """Which part of every block this slab holds, where others hold the rest."""
+    """Index of the part of every block that this slab holds, if others hold the rest."""
     num_ranks: int = 1
     """Parts that a block is in."""
     read_deadline_s: float = 10.0

@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 SCRUB_BUFFER_BYTES = 4 << 20
 PATIENT_SHARE = 0.5
-"""Of the disk's own deadline: whoever gives it less than that, and gets nothing, was in a hurry."""
+"""Share of the disk's own deadline. A call with less time that gets nothing says nothing about the
+disk's health."""
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]

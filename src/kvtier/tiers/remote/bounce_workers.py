@@ -31,7 +31,7 @@ ROWS_BYTES: Final = 16 << 20
 """Memory of a dock, but for one block at least. A call has its price: with half of it Mooncake's
 client takes a quarter more of the processor for blocks of 1 MiB (by hand)."""
 MAX_ROWS: Final = 128
-"""Of a dock, where nothing else is said."""
+"""Default number of rows in a bounce buffer."""
 
 Result = TypeVar("Result")
 IsWanted = Callable[[], bool]

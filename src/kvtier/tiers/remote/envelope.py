@@ -31,7 +31,7 @@ from kvtier.tiers.storage import Keys
 from kvtier.types import BlockKey
 
 Headers = npt.NDArray[np.uint8]
-"""Of some blocks: uint8 [num_blocks, HEADER_BYTES]."""
+"""Headers of blocks: uint8 [num_blocks, HEADER_BYTES]."""
 Bools = npt.NDArray[np.bool_]
 
 MAGIC: Final = b"kvtierB1"

@@ -33,7 +33,7 @@ class StoreOptions:
     bytes_per_s: int = 0
     """The most that is moved each way; 0 for no limit. Like "1GiB"."""
     request_s: float = 0.0
-    """What a request costs beside its bytes, in seconds, until it was measured."""
+    """Latency of a request beside its bytes, in seconds, until it is measured."""
     secret_file: str = ""
     """A file with the secret that tags blocks; else what ``KVTIER_STORE_SECRET`` says."""
 

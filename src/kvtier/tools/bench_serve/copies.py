@@ -27,7 +27,7 @@ NUM_COPIES = (64, 4096)
 """A few copies, as of a layer of a short prompt, and many."""
 CONTIGUOUS = "contiguous"
 USUAL = "usual"
-"""What a transfer takes by itself."""
+"""The path that a transfer takes by default."""
 WANTED = (
     ("32 KiB and more", 32 << 10, 1 << 40, 0.95),
     ("8 KiB", 8 << 10, 8 << 10, 0.85),

@@ -25,19 +25,19 @@ class Experiment(StrEnum):
     ACCURACY = "accuracy"
     """Are logits with reused KV the same, bit for bit, as without?"""
     TTFT = "ttft"
-    """How much sooner does the first token come?"""
+    """Time to first token with reuse, against without."""
     OVERHEAD = "overhead"
-    """What does the cache cost when there is nothing to reuse?"""
+    """Cost of the cache when there is nothing to reuse."""
     SLOW_DISK = "slow-disk"
-    """What does it cost when what could be reused is on a disk slower than computing?"""
+    """Cost of the cache when reusable blocks are on a disk slower than computing."""
     OVERLAP = "overlap"
-    """How much of a load from host memory is hidden behind the prefill that follows it?"""
+    """Share of a load from host memory that the following prefill hides."""
     STORE = "store"
-    """How soon does another process have its first token from a store that replicas share?"""
+    """Time to first token in another process, from a shared store."""
 
 
 USUAL = (Experiment.ACCURACY, Experiment.TTFT, Experiment.OVERHEAD)
-"""What runs where nothing else is asked for."""
+"""Experiments that run by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ServeOptions:
     storage: str = field(default="", repr=False)  # a password may be in it
     """URL of the store to measure, with ``Experiment.STORE``."""
     storage_capacity: str = "10GiB"
-    """How much of what it has an engine knows of."""
+    """Capacity of the index of the store: bytes of blocks known at a time."""
     accuracy_prompts: int = FULL_ACCURACY_PROMPTS
     accuracy_tokens: int = FULL_PROMPT_TOKENS
     steps: int = 32

@@ -28,7 +28,7 @@ from kvtier.types import DEVICE, HOST, LoadPolicy
 
 FULL_TOKENS = 16384
 FULL_PARAMETERS = 6_500_000_000
-"""What the targets are defined at: the shape of Llama-3-8B, with whatever vocabulary."""
+"""Parameters of the model that the targets are defined for: the shape of Llama-3-8B."""
 ACCELERATOR_CHUNK_TOKENS = 1024
 """Prefill grid on an accelerator: 128 tokens would leave most of it idle, and of a known prompt a
 whole chunk is computed again, so that larger ones cost more than they bring."""

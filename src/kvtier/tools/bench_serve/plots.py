@@ -22,7 +22,7 @@ from kvtier.types import DEVICE, DISK, HOST
 COLOURS = {COLD: svg.COLD, HOST: svg.HOST, DEVICE: svg.DEVICE, DISK: svg.DISK}
 
 LABEL_HEIGHT = 0.42
-"""Of a row's label above the row, where rows are 1 apart."""
+"""Height of a row's label above the row; rows are 1 apart."""
 
 
 def ttft_distribution(result: TtftResult) -> tuple[str, str]:

@@ -33,7 +33,7 @@ from kvtier.tools.report.stats import (
 from kvtier.types import DEVICE, HOST
 
 STORE = "store"
-"""What the tier is called here, whatever it is."""
+"""Name of the tier in this report, whichever store it is."""
 OUTPUT_TOKENS = 4
 
 

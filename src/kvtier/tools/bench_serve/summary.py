@@ -36,7 +36,7 @@ PLACES = {
     HOST: "From host memory",
     DEVICE: "From device memory",
 }
-"""Where a prompt's beginning came from, slowest first."""
+"""Labels by source of a prompt's beginning, slowest first."""
 FROM_STORE = "From the store"
 FULL_COMMAND = "kvtier bench serve"
 WRONG = "This must not be: please keep the JSON of this run (--json FILE), and report it."

@@ -26,7 +26,7 @@ from kvtier.types import BlockName, Slot
 
 Bytes = npt.NDArray[np.uint8]
 Place = Slot | BlockName
-"""Of a block: a slot in memory, its name in storage."""
+"""Location of a block: a slot in memory, or its name in storage."""
 
 TIMEOUT_S = 60.0
 

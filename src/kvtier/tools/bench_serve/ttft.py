@@ -39,14 +39,14 @@ from kvtier.tools.report.stats import (
 from kvtier.types import DEVICE, DISK, HOST
 
 WARM = (DEVICE, HOST, DISK)
-"""Where reused blocks may come from."""
+"""Tiers that reused blocks may come from."""
 COLD = "cold"
 """Served from no tier: everything was computed."""
 MAX_TOKENS = 4
 DEVICE_SHARE_WANTED = (0.30, 0.40)
 """Share of requests from the device for which the target is defined."""
 FIELDS = ("ttft_ms", "reduction", "hit_tokens", "second_pass", "restart", "same_logits")
-"""What the JSON of a benchmark has of this experiment."""
+"""Fields of this experiment in the benchmark's JSON."""
 
 
 @dataclass(frozen=True, slots=True)

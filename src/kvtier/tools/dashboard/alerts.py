@@ -114,8 +114,8 @@ ALERTS = (
         "0m",
         Severity.WARNING,
         f"{_WHERE}: blocks in {{{{ $labels.tier }}}} are damaged",
-        "They were noticed and computed again. Where it is a disk, run kvtier verify on its folder "
-        "and look at the disk's own health.",
+        "kvtier detected them and recomputed them. For a disk, run kvtier verify on its folder "
+        "and check the disk's health.",
     ),
     Alert(
         "KvtierCopiesFail",
@@ -123,8 +123,8 @@ ALERTS = (
         "10m",
         Severity.WARNING,
         f"{_WHERE}: more than 5 % of the copies from {_WAY} fail",
-        "What fails is computed again, so requests only take longer. The log says why: a full or "
-        "failing disk, or a store that does not answer.",
+        "Failed blocks are recomputed, so requests only take longer. The log has the cause: a "
+        "full or failing disk, or a store that does not answer.",
     ),
     Alert(
         "KvtierTierLeftAlone",
@@ -153,51 +153,54 @@ ALERTS = (
         ),
         "10m",
         Severity.WARNING,
-        f"{_WHERE}: more than 5 % of the requests give up a load",
-        "A tier is slower than it was when loads were planned: others may use the same disk.",
+        f"{_WHERE}: more than 5 % of the requests abandon a load",
+        "A tier is slower than predicted when the loads were planned: other programs may use the "
+        "same disk.",
     ),
     Alert(
         "KvtierPredictsBadly",
         _wrong_predictions(),
         "30m",
         Severity.INFO,
-        f"{_WHERE}: loads from {{{{ $labels.src }}}} take more than twice of what was planned",
-        "The planner learns from what loads take; that it lags for so long says that the tier's "
-        "speed varies. Look at what else uses it.",
+        f"{_WHERE}: loads from {{{{ $labels.src }}}} take more than twice the predicted time",
+        "The planner adapts to measured times. If it stays behind for this long, the tier's "
+        "speed varies: check what else uses it.",
     ),
     Alert(
         "KvtierNoRoom",
         _of_prompts("kvtier_refused_blocks_total", 0.1),
         "30m",
         Severity.INFO,
-        f"{_WHERE}: {{{{ $labels.tier }}}} has no room for a tenth of what is computed",
-        "All that is in it is held or on its way. Make it larger, or run fewer requests at a time.",
+        f"{_WHERE}: {{{{ $labels.tier }}}} has no free slot for a tenth of the computed blocks",
+        "Every slot is held or in flight. Enlarge the tier, or run fewer requests at a time.",
     ),
     Alert(
         "KvtierStorageFallsBehind",
         _of_prompts("kvtier_unwritten_blocks_total", 0.2),
         "30m",
         Severity.INFO,
-        f"{_WHERE}: {{{{ $labels.tier }}}} does not take a fifth of what is computed",
-        "Memory fills faster than storage writes, or the budget of the day is spent. A larger host "
-        "tier, a faster disk, or a write policy that stores what was used twice.",
+        f"{_WHERE}: {{{{ $labels.tier }}}} does not store a fifth of the computed blocks",
+        "Host memory fills faster than storage writes, or the day's write budget is spent. Use a "
+        "larger host tier, a faster disk, or a write policy that stores only blocks that were "
+        "used twice.",
     ),
     Alert(
         "KvtierWantedAgain",
         _come_back(),
         "1h",
         Severity.INFO,
-        f"{_WHERE}: a third of what leaves {{{{ $labels.tier }}}} is wanted again",
-        "The tier is too small for this traffic. kvtier replay says what more is worth.",
+        f"{_WHERE}: a third of the blocks evicted from {{{{ $labels.tier }}}} are requested again",
+        "The tier is too small for this traffic. kvtier replay computes what a larger one would "
+        "save.",
     ),
     Alert(
         "KvtierRarelyFound",
         _rarely_found(),
         "1h",
         Severity.INFO,
-        f"{_WHERE}: less than 1 % of the prompts is found",
-        "Either prompts share no beginnings, or something makes them differ: a time or a name at "
-        "the start of a system prompt, or a cache_salt for each request.",
+        f"{_WHERE}: less than 1 % of the prompt tokens are found in the cache",
+        "Either prompts share no prefixes, or something makes prefixes differ: a time or a name "
+        "at the start of a system prompt, or a cache_salt per request.",
     ),
     Alert(
         "KvtierServerFails",
@@ -205,14 +208,14 @@ ALERTS = (
         "10m",
         Severity.WARNING,
         f"{_WHERE}: more than 1 % of the requests end in an error of the server",
-        "Its log has each with the request's id.",
+        "The server's log has each error with its request id.",
     ),
     Alert(
         "KvtierServerTurnsAway",
         _answers(_TURNED_AWAY, 0.05),
         "10m",
         Severity.WARNING,
-        f"{_WHERE}: more than 5 % of the requests are turned away",
+        f"{_WHERE}: more than 5 % of the requests are rejected",
         "The queue is full, or there are too many connections. Add a replica, or limit the rate of "
         "clients in front.",
     ),
@@ -222,7 +225,8 @@ ALERTS = (
         "15m",
         Severity.WARNING,
         f"{_WHERE}: blocks from {_WAY} fail, under vLLM",
-        "What fails is computed again. The log says why: a full or failing disk, or a store that "
+        "Failed blocks are recomputed. The log has the cause: a full or failing disk, or a store "
+        "that "
         "does not answer.",
     ),
     Alert(
@@ -230,15 +234,15 @@ ALERTS = (
         _impatient(),
         "30m",
         Severity.INFO,
-        f"{_WHERE}: a fifth of the requests wait for storage as long as computing takes",
-        "They were computed then. Storage is slower than it was when loads were planned.",
+        f"{_WHERE}: a fifth of the requests stop waiting for storage and recompute",
+        "Storage is slower than predicted when the loads were planned.",
     ),
     Alert(
         "SglangKvtierReadsFail",
         _lost_reads(),
         "15m",
         Severity.WARNING,
-        f"{_WHERE}: more than 5 % of what storage has can't be read, under SGLang",
-        "What fails is computed again. The log says why.",
+        f"{_WHERE}: more than 5 % of the blocks found in storage can't be read, under SGLang",
+        "Failed blocks are recomputed. The log has the cause.",
     ),
 )

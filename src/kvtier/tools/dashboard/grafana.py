@@ -11,7 +11,7 @@ from kvtier.tools.dashboard.series import EngineKind
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 
 SCHEMA_VERSION = 39
-"""Of Grafana 10.4 and 11; newer ones read it."""
+"""Schema version of Grafana 10.4 and 11; newer versions read it."""
 UID = "kvtier"
 COLUMNS = 24
 HEIGHT = 8

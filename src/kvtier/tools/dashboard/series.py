@@ -12,7 +12,7 @@ from kvtier.telemetry.server import SERVER_METRICS
 
 
 class EngineKind(StrEnum):
-    """Whose ``/metrics`` has a series."""
+    """Source of a series: the server whose ``/metrics`` has it."""
 
     KVTIER = "kvtier serve"
     VLLM = "vLLM"
@@ -37,19 +37,19 @@ class Series:
 ENGINES_OWN = (
     # vLLM 0.32
     MetricSpec("vllm:prompt_tokens_total", "counter", "Tokens in prompts."),
-    MetricSpec("vllm:prompt_tokens_cached_total", "counter", "Prompt tokens not computed."),
+    MetricSpec("vllm:prompt_tokens_cached_total", "counter", "Prompt tokens served from caches."),
     MetricSpec(
         "vllm:prompt_tokens_cached_by_source_total",
         "counter",
-        "Prompt tokens not computed, by where they were.",
+        "Prompt tokens served from caches, by source.",
         ("source",),
     ),
     MetricSpec("vllm:generation_tokens_total", "counter", "Tokens in answers."),
     MetricSpec(
         "vllm:request_success_total", "counter", "Requests that ended.", ("finished_reason",)
     ),
-    MetricSpec("vllm:num_requests_running", "gauge", "Requests that the engine works on."),
-    MetricSpec("vllm:num_requests_waiting", "gauge", "Requests that wait for the engine."),
+    MetricSpec("vllm:num_requests_running", "gauge", "Running requests."),
+    MetricSpec("vllm:num_requests_waiting", "gauge", "Waiting requests."),
     MetricSpec("vllm:kv_cache_usage_perc", "gauge", "Share of the device's KV memory in use."),
     MetricSpec("vllm:time_to_first_token_seconds", "histogram", "Time to the first token."),
     MetricSpec("vllm:e2e_request_latency_seconds", "histogram", "Time to the end of an answer."),
@@ -60,26 +60,32 @@ ENGINES_OWN = (
     MetricSpec(
         "sglang:cached_tokens_total",
         "counter",
-        "Prompt tokens not computed, by where they were.",
+        "Prompt tokens served from caches, by source.",
         ("cache_source",),
     ),
     MetricSpec("sglang:generation_tokens_total", "counter", "Tokens in answers."),
     MetricSpec("sglang:num_requests_total", "counter", "Requests that ended."),
-    MetricSpec("sglang:num_running_reqs", "gauge", "Requests that the engine works on."),
-    MetricSpec("sglang:num_queue_reqs", "gauge", "Requests that wait for the engine."),
+    MetricSpec("sglang:num_running_reqs", "gauge", "Running requests."),
+    MetricSpec("sglang:num_queue_reqs", "gauge", "Waiting requests."),
     MetricSpec("sglang:token_usage", "gauge", "Share of the device's KV memory in use."),
     MetricSpec("sglang:hicache_host_used_tokens", "gauge", "Tokens in SGLang's host memory."),
-    MetricSpec("sglang:hicache_host_total_tokens", "gauge", "Room for tokens there."),
-    MetricSpec("sglang:evicted_tokens_total", "counter", "Tokens that left the device."),
+    MetricSpec(
+        "sglang:hicache_host_total_tokens",
+        "gauge",
+        "Tokens that SGLang's host memory has slots for.",
+    ),
+    MetricSpec("sglang:evicted_tokens_total", "counter", "Tokens evicted from the device."),
     MetricSpec("sglang:prefetched_tokens_total", "counter", "Tokens read from storage."),
     MetricSpec("sglang:backuped_tokens_total", "counter", "Tokens written to storage."),
     MetricSpec(
-        "sglang:storage_prefetch_hit_tokens_total", "counter", "Tokens that storage said it has."
+        "sglang:storage_prefetch_hit_tokens_total",
+        "counter",
+        "Tokens that look-ups found in storage.",
     ),
     MetricSpec(
         "sglang:storage_prefetch_unfulfilled_tokens_total",
         "counter",
-        "Of these, tokens that were of no use after all, by reason.",
+        "Tokens found in storage and not used, by reason.",
         ("reason",),
     ),
     MetricSpec("sglang:prefetch_bandwidth", "histogram", "Rate of a read from storage, GB/s."),
@@ -87,11 +93,11 @@ ENGINES_OWN = (
     MetricSpec("sglang:time_to_first_token_seconds", "histogram", "Time to the first token."),
     MetricSpec("sglang:e2e_request_latency_seconds", "histogram", "Time to the end of an answer."),
 )
-"""Engines' own metrics that say what kvtier is worth there; the engines' tests compare them."""
+"""Metrics of the engines that the dashboard shows. Tests with real engines compare them."""
 
 
 def _under_vllm() -> Iterator[MetricSpec]:
-    """Ours under vLLM, by the names that Prometheus shows."""
+    """Yield kvtier's metrics under vLLM, by the names that Prometheus shows."""
     for each in UNDER_VLLM:
         ending = "_total" if each.kind == "counter" else ""
         yield replace(each, name=each.name + ending)

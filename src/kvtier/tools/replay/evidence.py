@@ -13,10 +13,10 @@ from kvtier.tools.report.stats import Estimate, estimate
 LEAST_REUSES = 100
 """Requests that found something of an earlier one; with fewer, chance decides."""
 LEAST_TURNS = 2
-"""How often a cache must have been filled for its hits to be those of a longer trace, too. The
-sentences say "twice"."""
+"""Times that a cache must have been filled for its hit ratio to hold for a longer trace, too. The
+report says "twice"."""
 NUM_SLICES = 12
-"""Of equal time; how savings differ between them says how far the whole can be trusted."""
+"""Slices of equal time. The spread of savings between them is the confidence in the total."""
 
 
 @dataclass(frozen=True, slots=True)

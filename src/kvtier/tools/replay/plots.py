@@ -16,7 +16,7 @@ from kvtier.tools.report.figures import capacity, percent
 from kvtier.tools.report.svg import COLD, DEVICE, DISK, GOOD, HOST, INK, LINE, MUTED, twice
 
 COLOURS = (DEVICE, HOST, DISK, GOOD, INK, MUTED)
-"""Of policies, in their order; the optimum is grey."""
+"""Colours of policies, in order; the optimum is grey."""
 
 
 def hits(result: ReplayResult) -> tuple[str, str]:

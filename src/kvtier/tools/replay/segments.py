@@ -20,7 +20,7 @@ _KEYS_AT_ONCE = 1 << 22
 """Keys that are sorted together: what is sorted should fit into the processor's cache."""
 
 Tell = Callable[[int, int], None]
-"""How far something is: (done, all)."""
+"""Progress callback: (done, total)."""
 
 
 @dataclass(frozen=True, eq=False)

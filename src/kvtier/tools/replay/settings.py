@@ -27,7 +27,7 @@ WORDS = {
     "paid_off_years": ("time to pay memory off", " years"),
     "disk_full_writes": ("life of a disk", " full writes"),
 }
-"""What a setting is called for people, and its unit."""
+"""Label and unit of each setting."""
 
 
 class ReplaySettings:

@@ -33,7 +33,7 @@ class Verb(Enum):
     LIST = "list"
     """Say the keys themselves, some with each report."""
     CLEAR = "clear"
-    """What was kept and nobody has asked for is to be gone, even after a restart."""
+    """Delete recovered blocks that nobody has requested, also from what a restart finds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from kvtier.hints import Said
 from kvtier.index.policies.live import LivePolicy
 
 Names = npt.NDArray[np.uint64]
-"""Of whole prefixes, each by the block that it ends with."""
+"""Names of whole prefixes, each given by its last block."""
 NONE = np.zeros(0, np.uint64)
 FADE = 0.99
-"""Of how much room guests wanted at most, from one call to the next."""
+"""Decay per call of the largest demand of guests."""
 
 
 class Path:

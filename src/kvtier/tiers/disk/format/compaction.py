@@ -22,7 +22,7 @@ from kvtier.tiers.disk.format.records import (
 from kvtier.tiers.disk.format.rows import SlotRows
 
 SLICE_RECORDS: Final = 1 << 14
-"""Of the old journal, 1 MiB: read and compared at once."""
+"""Records of the old journal that are read and compared at once: 1 MiB."""
 
 Bools = npt.NDArray[np.bool_]
 

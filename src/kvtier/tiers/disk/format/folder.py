@@ -29,7 +29,7 @@ _LOCK_TRIES: Final = 5
 """Someone who only looks holds the lock for a moment."""
 _LOCK_PAUSE_S: Final = 0.02
 _NO_LOCKS: Final = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-"""What file systems say that can't lock a directory."""
+"""Errors of file systems that cannot lock a directory."""
 
 
 def make_folder(path: Path, owner: str = "disk tier") -> None:

@@ -20,12 +20,12 @@ DUE_SHARE = 7 / 8
 """Dead records per live one above which a journal is compacted: what is appended meanwhile still
 finds the room that is reserved for as many dead ones as live ones."""
 STEP_RECORDS = 1 << 16
-"""Of the old journal, 4 MiB, that a batch of writes pays for at least while a new one is made."""
+"""Records of the old journal, 4 MiB, that each batch of writes compacts at least."""
 PACE = 32
 """And at least so many for each record that was appended since: with twice as many records as slots
 to copy, a new journal is there before a sixteenth as many as slots are appended."""
 SLACK_RECORDS = 4096
-"""What a journal may have on top: a last batch, and the names of namespaces."""
+"""Records beyond the limit that a journal may hold: a last batch and names of namespaces."""
 
 
 def max_journal_bytes(num_slots: int) -> int:

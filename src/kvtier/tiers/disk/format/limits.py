@@ -21,7 +21,7 @@ DELETE_OR_MOVE: Final = "delete the directory to start empty, or choose another 
 MAX_SLOTS: Final = 1 << 32
 """A record names its slot in 32 bits."""
 MAX_BYTES: Final = (1 << 63) - 1
-"""Of a file."""
+"""Largest size of a file."""
 MAX_COUNT: Final = 1 << 62
 """Epochs, generations and steps are counted one by one, and never get this far: what follows still
 fits into 64 bits."""
@@ -29,9 +29,9 @@ MAX_SEQUENCE: Final = (1 << 63) - (1 << 40)
 """Sequence numbers begin anew, higher, with every step of a set; after this many there is room."""
 
 SURE_BYTES: Final = 256 << 20
-"""Of memory, that may be taken without asking how much is left."""
+"""Bytes of memory that may be allocated without checking how much is free."""
 BYTES_PER_SLOT: Final = 128
-"""Of memory, for an open slab: the table, and what is made of it at the start."""
+"""Bytes of memory per slot of an open slab: its table, and the arrays made from it at start."""
 
 
 def check_superblock(folder: Path, found: Superblock) -> None:

@@ -25,7 +25,7 @@ IO_ALIGNMENT: Final = 4096
 """O_DIRECT: offsets, addresses and sizes are multiples of this (open(2): that of the file system;
 no current one asks for more)."""
 MAX_ENTRIES: Final = 256
-"""Of one vectored call: as many pieces of memory as the kernel takes to the disk at once."""
+"""Entries of one vectored call: as many pieces of memory as the kernel submits at once."""
 
 
 class IoEngine(ABC):

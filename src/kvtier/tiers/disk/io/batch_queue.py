@@ -24,7 +24,7 @@ from kvtier.tiers.disk.io.placed import Placed
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 4 << 20
-"""Of one request: on the way through host memory each holds a buffer as large."""
+"""Bytes of one request. A request that goes through host memory holds a buffer of this size."""
 LOOK_S: Final = 0.1
 """One wait for events lasts this long at most."""
 PAUSE_S: Final = 0.0005

@@ -61,7 +61,7 @@ MEANINGS: Final = {
     5036: "the memory can't be pinned; is there room in the accelerator's BAR?",
     5037: "the batch is full",
 }
-"""Of the codes that all three share, what people may have to act on."""
+"""Meanings of the error codes, shared by all three libraries, that an operator can act on."""
 
 ERRNOS: Final = {
     5012: errno.EFAULT,
@@ -73,7 +73,7 @@ ERRNOS: Final = {
     5027: errno.EBADF,
     5043: errno.ENOMEM,
 }
-"""What codes mean where a transfer answers them. Others are EIO."""
+"""errno for each error code of a transfer. Other codes become EIO."""
 
 _LAST_ERRNO: Final = 4095
 

@@ -14,9 +14,9 @@ from kvtier.devices.base import Memory
 from kvtier.tiers.disk.io.base import Int64s, Uint64s
 
 MAX_RUN_BYTES: Final = 16 << 20
-"""Of one call: a deadline is looked at between two. cuFile's largest piece by default."""
+"""Bytes of one call, cuFile's default maximum. Deadlines are checked between calls."""
 MAX_RUN_PIECES: Final = 128
-"""Of one call. No vendor says how many it takes; NIXL's pools hold as many."""
+"""Pieces of one call. No vendor documents a limit; NIXL's pools hold as many."""
 
 
 class Registered:

@@ -33,7 +33,7 @@ FUSED_BYTES = 4 << 20
 """A call moves neighbours in the file of up to this much, wherever they lie in memory."""
 
 MAX_RETRIES = 64
-"""Of a call that the kernel asks to repeat."""
+"""Retries of a call that the kernel asks to repeat."""
 
 
 class _Way(Enum):

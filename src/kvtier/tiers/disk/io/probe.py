@@ -26,7 +26,7 @@ from kvtier.tiers.disk.io.trial import Tried
 from kvtier.tiers.disk.io.vendors import KINDS
 
 LIMIT_S: Final = 30.0
-"""Of all that a probe tries. Opening cuFile's driver and its first transfer take a few seconds."""
+"""Time limit of a whole probe. Opening cuFile's driver and its first transfer take seconds."""
 TRIAL: Final = "kvtier.tiers.disk.io.trial"
 OF_DEVICE: Final = {"cuda": ("cufile", "hipfile"), "npu": ("nds",)}
 """Libraries for an accelerator, by what torch calls it."""

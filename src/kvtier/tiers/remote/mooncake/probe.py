@@ -6,7 +6,7 @@ import os
 import sys
 
 BUFFER_BYTES = 16 << 20
-"""Of the client, which wants some; none is lent."""
+"""Bytes of the client's own buffer, which it requires. No segment is contributed."""
 
 
 def main(address: str, master: str) -> None:

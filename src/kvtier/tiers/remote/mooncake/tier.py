@@ -33,16 +33,16 @@ NO_ANSWER = -900
 """Codes of the store. Every call to a master that is gone takes seconds until it says so."""
 GONE: Final = frozenset({NOT_FOUND, NOT_READY, REPLICA_GONE})
 LEAST_BYTES: Final = 16 << 20
-"""Of memory that is lent."""
+"""Least size of a contributed memory segment."""
 MAX_CALLED: Final = 256
 """Blocks of a call. Each call has its price, and so has handing over the turn: with half of them
 gets of 64 KiB are a tenth slower, and take a tenth more of the processor (by hand)."""
 MAX_TURNS: Final = 4
-"""Of calls that move blocks: 1,024 of them. Of 2,048 at a time Mooncake 0.3.13 has refused some."""
+"""Concurrent calls that move blocks: 1,024 blocks. Mooncake 0.3.13 has refused some of 2,048."""
 GIVES_WAY: Final = 5
 """A third of a core, where somebody else wants it (nice(1))."""
 TURN_S: Final = 1.0
-"""How long a transfer waits for its turn: one that hangs must not hold up those that don't."""
+"""Longest wait of a transfer for its turn, so that a hanging one does not block the others."""
 KNOCK: Final = "kvtier.tiers.remote.mooncake.probe"
 KNOCK_S: Final = 10.0
 """For a process to start, and a master to answer it."""
@@ -55,9 +55,9 @@ class MooncakeOptions(StoreOptions):
     """Options behind the ``?``."""
 
     prefix: str = "kvtier:"
-    """Of all keys."""
+    """Prefix of all keys."""
     protocol: str = "tcp"
-    """How blocks move: tcp or rdma."""
+    """Transport: ``tcp`` or ``rdma``."""
     device: str = ""
     """Network devices for rdma, like "mlx5_0,mlx5_1"; Mooncake chooses where nothing is said."""
     address: str = ""

@@ -28,10 +28,9 @@ FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 NO_FILE: Final = (errno.ELOOP, errno.ENOTSUP, errno.ENXIO)
 """A link, a pipe, a device or a socket is where a file should be."""
 UNFINISHED: Final = ".part"
-"""How names end that nobody reads."""
+"""Suffix of unfinished files, which no reader opens."""
 MAX_PARTS: Final = 64
-"""Of a transfer: NIXL hands so many to the kernel at once, and leaves none behind that it would
-begin later."""
+"""Parts of a transfer. NIXL submits this many to the kernel at once, so none is begun later."""
 MAX_FAILURES: Final = 3
 """In a row: what comes behind them is not tried."""
 

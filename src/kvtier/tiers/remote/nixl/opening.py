@@ -30,7 +30,7 @@ class NixlOptions(StoreOptions):
     """Options behind the ``?``."""
 
     params: str = ""
-    """Of the plug-in, as NIXL calls them: "name=value,name=value"."""
+    """Parameters of the NIXL plug-in: "name=value,name=value"."""
     direct: bool = True
     """Past the page cache, where the file system can do that."""
 

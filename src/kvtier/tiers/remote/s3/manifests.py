@@ -39,7 +39,7 @@ PACK: Final = Struct("<QI")
 GRAVE: Final = Struct("<Q32s")
 KEY_BYTES: Final = 32
 MAX_BYTES: Final = 64 << 20
-"""Of a manifest: two million blocks. What is larger was not written by us."""
+"""Largest size of a manifest: two million blocks. A larger one was not written by kvtier."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,10 +29,10 @@ class S3Options(StoreOptions):
     pack_bytes: int = PACK_BYTES
     """About the size of an object: as many blocks as fit, one at least. Like "16MiB"."""
     poll_s: float = 5.0
-    """How often it is looked up what others have written, in seconds; 0 for only at the start."""
+    """Interval of reading other writers' manifests, in seconds; 0 for only at the start."""
     publish_s: float = 1.0
-    """How long others do not know what was written, at most; the end of a process that closes
-    nothing loses so much."""
+    """Interval of publishing written blocks to other readers, in seconds. A process that ends
+    without closing loses as much."""
     max_age_s: float = 0.0
     """Older packs are not used; 0 for no limit. A little less than the bucket's own rule."""
     requests: int = 8

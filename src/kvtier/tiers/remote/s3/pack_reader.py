@@ -19,7 +19,7 @@ from kvtier.tiers.remote.s3.packs import Int64s, PackName, PackShape, pack_path
 from kvtier.tiers.storage import Keys
 
 MAX_HEADERS: Final = 4096
-"""Of packs that were read: 50 KiB each at the most, and 1 KiB mostly."""
+"""Pack headers kept in memory: at most 50 KiB each, mostly 1 KiB."""
 NONE: Final = np.empty(0, np.int64)
 
 GAP_BYTES: Final = 1 << 20

@@ -43,13 +43,12 @@ HEAD: Final = Struct("<8sIIQ")
 PLACE: Final = Struct("<QQ")
 ENTRY_BYTES: Final = PLACE.size + HEADER_BYTES
 ENTRY: Final = np.dtype([("offset", "<u8"), ("size", "<u8"), ("envelope", f"V{HEADER_BYTES}")])
-"""Of a block, as numpy reads many of them."""
+"""Entry of one block, as a numpy record."""
 ALIGNMENT: Final = 4096
-"""Of the header's end: a device may read blocks straight out of an object that was cached."""
+"""Alignment of the header's end, so that a device can read blocks directly from a cached object."""
 PACK_BYTES: Final = 31 << 19
-"""Of the blocks in a pack, where nothing else is said. Four answers of so many bytes have room in a
-heap of glibc's malloc, which has 64 MiB. Of those of 16 MiB the fourth takes another heap, which is
-given back to the kernel with it, and its pages."""
+"""Default size of a pack's blocks. Four responses of this size fit into one 64 MiB heap of glibc's
+malloc. With 16 MiB the fourth needs another heap, whose pages return to the kernel each time."""
 DIGEST_BYTES: Final = 8
 NAME_BYTES: Final = 32 + DIGEST_BYTES
 MAX_BLOCKS: Final = 512

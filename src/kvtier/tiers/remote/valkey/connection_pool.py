@@ -37,11 +37,11 @@ ERROR_CODE: Final = re.compile(r"[A-Z][A-Z0-9_]{0,31}(?![^ ])")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValkeyOptions(StoreOptions):
     prefix: str = "kvtier:"
-    """Of all keys."""
+    """Prefix of all keys."""
     max_age_s: int = 0
     """After which a block goes, whatever room there is; 0 for never."""
     ca_file: str = ""
-    """Who may have signed the server's certificate, beside those whom the system trusts."""
+    """File of certificate authorities trusted for the server, beside the system's."""
     cert_file: str = ""
     """A certificate for this client, with its key."""
 

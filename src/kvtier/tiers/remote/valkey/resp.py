@@ -30,9 +30,9 @@ BUFFER_BYTES: Final = 16 << 10
 SMALL_BYTES: Final = 4 << 10
 """Fewer come by way of the buffer, together with what follows."""
 LEAST_SHARE: Final = 0.75
-"""Of what a call may take, while so much is left of the time in all."""
+"""Share of the socket's current timeout. The timeout is lowered when less is left."""
 MOST_PARTS: Final = 512
-"""Of a message, given to the system at a time."""
+"""Parts of a message passed to the system in one call."""
 MAX_REPLY_BYTES: Final = 64 << 20
 """Strings of one reply, all together. Replies are allocated as long as the server says."""
 MAX_ITEMS: Final = 1 << 20

@@ -32,7 +32,7 @@ from kvtier.tiers.wrappers import ThrottledTier
 from kvtier.types import BlockKey, BlockName
 
 WINDOW_BYTES: Final = 16 << 20
-"""Of values that were asked for and have not come: the server keeps them in memory meanwhile."""
+"""Bytes of requested values not yet received; the server holds them in memory meanwhile."""
 VERIFIED_BYTES: Final = 4 << 20
 """Are received and verified at a time."""
 ASKED_KEYS: Final = 1024

@@ -8,16 +8,16 @@ from kvtier.tools.dashboard.queries import QueryScope, few
 _CHOSEN = 'job=~"$job",instance=~"$instance"'
 
 NOW = QueryScope(_CHOSEN, "$__rate_interval")
-"""Lines: as it changes."""
+"""Scope of graphs over time."""
 LATELY = QueryScope(_CHOSEN, "$window")
-"""What needs a number of observations: shares and quantiles."""
+"""Scope of shares and quantiles, which need many observations."""
 SHOWN = QueryScope(_CHOSEN, "$__range")
-"""Sums over all that is shown."""
+"""Scope of sums over the whole time range."""
 
 TOO_FEW = "too few to tell"
 QUANTILES = (
-    f"The median of {few(0.5)} and more, p95 of {few(0.95)} and more in the window that is chosen "
-    "above; of fewer nothing is shown, since nothing can be said."
+    f"The median is shown from {few(0.5)} observations in the chosen window on, p95 from "
+    f"{few(0.95)} on."
 )
 
 

@@ -1,4 +1,4 @@
-"""Load or recompute: what was decided, and how true the predictions were."""
+"""Load or recompute: decisions, and how accurate the predictions were."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LOADS = PanelRow(
     (
         Panel(
             "Decisions",
-            "Blocks that were found, by what was done with them.",
+            "Blocks found in the cache, by decision.",
             Unit.PER_S,
             (
                 Query(NOW.rate("kvtier_planned_blocks_total", "decision"), "{{decision}}"),
@@ -22,7 +22,7 @@ LOADS = PanelRow(
         ),
         Panel(
             "Load time, actual / expected",
-            "1 is right. Above: loads are slower than the planner thinks, and it learns.",
+            "1 is exact. Above 1, loads are slower than predicted; the planner adapts.",
             Unit.RATIO,
             (
                 Query(
@@ -35,7 +35,7 @@ LOADS = PanelRow(
         ),
         Panel(
             "Prefill time, actual / expected",
-            "The other side of the comparison: 1 is right.",
+            "The same for prefill, the other side of the comparison: 1 is exact.",
             Unit.RATIO,
             (
                 Query(
@@ -48,14 +48,14 @@ LOADS = PanelRow(
         ),
         Panel(
             "Single loads, actual / expected",
-            f"A load's time over what was planned. {QUANTILES}",
+            f"Actual time of one load divided by its predicted time. {QUANTILES}",
             Unit.RATIO,
             quantiles("kvtier_load_error_ratio", "src", legend="{{src}}"),
             without=TOO_FEW,
         ),
         Panel(
             "Wait for a load",
-            f"Time that a request waited for what it loads. {QUANTILES}",
+            f"Time that a request waited for its load. {QUANTILES}",
             Unit.SECONDS,
             quantiles("kvtier_load_seconds", legend=""),
             without=TOO_FEW,

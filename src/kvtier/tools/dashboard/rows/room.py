@@ -1,4 +1,4 @@
-"""Capacity: what the tiers hold, what is evicted, and what is requested again."""
+"""Capacity: slots in use, evictions, and requests for evicted blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ ROOM = PanelRow(
         ),
         Panel(
             "Fill",
-            "Share of a tier in use. Full is how a cache should be: what matters is what leaves.",
+            "Share of a tier in use. A full tier is normal: watch the blocks that are requested "
+            "again after eviction.",
             Unit.SHARE,
             (
                 Query(
@@ -68,15 +69,15 @@ ROOM = PanelRow(
         ),
         Panel(
             "Time from eviction to the next request",
-            f"How much longer a tier would have to keep blocks. {QUANTILES}",
+            f"How much longer a tier would have to hold blocks to serve them. {QUANTILES}",
             Unit.SECONDS,
             quantiles("kvtier_return_seconds", "tier", legend="{{tier}}"),
             without=TOO_FEW,
         ),
         Panel(
             "Refused or not written",
-            "No room: everything in the tier is held or in flight. Not written: it left memory "
-            "before storage took it, or was over its budget.",
+            "No room: every slot is held or in flight. Not written: evicted from memory before the "
+            "write, or over the write budget.",
             Unit.PER_S,
             (
                 Query(NOW.rate("kvtier_refused_blocks_total", "tier"), "no room, {{tier}}"),

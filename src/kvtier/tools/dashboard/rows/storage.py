@@ -10,7 +10,7 @@ STORAGE = PanelRow(
     (
         Panel(
             "Transfer rate by route",
-            "By where from and where to.",
+            "Bytes copied per second, by source and destination.",
             Unit.BYTES_PER_S,
             (
                 Query(NOW.rate("kvtier_copied_bytes_total", "src", "dst"), "{{src}} to {{dst}}"),
@@ -24,14 +24,14 @@ STORAGE = PanelRow(
         ),
         Panel(
             "Copy time",
-            f"Of one job, which may be many blocks. {QUANTILES}",
+            f"Duration of one copy job, which may hold many blocks. {QUANTILES}",
             Unit.SECONDS,
             quantiles("kvtier_copy_seconds", "src", "dst", legend="{{src}} to {{dst}}"),
             without=TOO_FEW,
         ),
         Panel(
             "Transfer rate while copying",
-            "Bytes by the time that moving them took, without the time in line.",
+            "Bytes divided by transfer time, without queueing.",
             Unit.BYTES_PER_S,
             (
                 Query(
@@ -46,15 +46,15 @@ STORAGE = PanelRow(
         ),
         Panel(
             "Look-ups",
-            f"Time until a store had said what it has. {QUANTILES}",
+            f"Duration of one look-up in a store. {QUANTILES}",
             Unit.SECONDS,
             quantiles("kvtier_lookup_seconds", "tier", legend="{{tier}}"),
             without=TOO_FEW,
         ),
         Panel(
             "Failed",
-            "Copies and blocks that did not arrive. Each was computed again; many on one way: look "
-            "at that disk or store.",
+            "Failed copies and blocks. Each block was recomputed. Many on one route: check that "
+            "disk or store.",
             Unit.PER_S,
             (
                 Query(
@@ -73,8 +73,8 @@ STORAGE = PanelRow(
         ),
         Panel(
             "Damaged blocks",
-            "That storage could not give back as they were, in the time shown. None was used. Any: "
-            "kvtier verify says more, and the disk may be failing.",
+            "Blocks whose checksum or record did not match, in the time shown. None was used. If "
+            "there are any, run kvtier verify: the disk may be failing.",
             Unit.NUMBER,
             (
                 Query(SHOWN.grown("kvtier_damaged_blocks_total", "tier"), "{{tier}}"),
@@ -87,7 +87,7 @@ STORAGE = PanelRow(
         ),
         Panel(
             "Verified in the background",
-            "While storage is idle.",
+            "Bytes scrubbed per second while storage is idle.",
             Unit.BYTES_PER_S,
             (Query(NOW.rate("kvtier_scrubbed_bytes_total", "tier"), "{{tier}}"),),
             width=4,

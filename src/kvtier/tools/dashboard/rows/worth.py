@@ -1,4 +1,4 @@
-"""Is it worth it: what was found, and what that saved."""
+"""Value of the cache: hit shares, and the prefill time that they saved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORTH = PanelRow(
     (
         Panel(
             "Prompt tokens from cache",
-            "Share of prompts that was not computed, over the chosen window. If it is low "
+            "Share of prompt tokens served from the cache, over the chosen window. If it is low "
             "although prompts share prefixes, look at evictions and at cache_salt.",
             Unit.SHARE,
             (
@@ -42,7 +42,7 @@ WORTH = PanelRow(
         ),
         Panel(
             "Tokens not computed",
-            "In the time shown.",
+            "Prompt tokens served from the cache, in the time shown.",
             Unit.NUMBER,
             (
                 Query(SHOWN.increase("kvtier_saved_tokens_total"), "kvtier"),
@@ -54,15 +54,16 @@ WORTH = PanelRow(
         ),
         Panel(
             "Prefill time saved",
-            "Time that computing would have taken, by the measured rate, in the time shown.",
+            "Time that computing these tokens would have taken at the measured rate, in the time "
+            "shown.",
             Unit.SECONDS,
             (Query(SHOWN.increase("kvtier_saved_seconds_total"), "kvtier"),),
             PanelKind.NUMBER,
         ),
         Panel(
             "Prompt tokens by source",
-            "Share of prompts, by where it was. What the device has costs nothing; what storage "
-            "has was loaded because that is faster than computing.",
+            "Share of prompt tokens by the tier that held them. Tokens in the device pool cost "
+            "nothing; others were loaded because loading was faster than computing.",
             Unit.SHARE,
             (
                 Query(_hit_share("tier"), "{{tier}}"),
@@ -88,7 +89,7 @@ WORTH = PanelRow(
         ),
         Panel(
             "Prompt tokens",
-            "All, and those that were not computed.",
+            "All prompt tokens, and those served from the cache.",
             Unit.PER_S,
             (
                 Query(NOW.rate("kvtier_server_prompt_tokens_total"), "all"),

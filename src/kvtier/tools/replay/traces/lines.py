@@ -47,7 +47,7 @@ LEAST_LIMIT = 1 << 25
 """Characters that any file may become."""
 
 Tell = Callable[[int], None]
-"""How many bytes of the file are read."""
+"""Progress callback: bytes of the file read."""
 
 
 def check_counts(*values: float) -> None:

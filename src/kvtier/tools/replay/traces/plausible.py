@@ -21,8 +21,8 @@ LEAST_REQUESTS = 100
 """Fewer may come at once."""
 SLACK = 1.1
 MAX_EXCESS = 2
-"""How many times as many tokens blocks may have as prompts, where the format has blocks of its own
-kind: some leave out parts of a prompt, none adds as many again."""
+"""Largest ratio of tokens in blocks to tokens in prompts, for formats with their own block ids.
+Some leave out parts of a prompt; none doubles it."""
 
 
 def check_window(paths: str, trace: Trace) -> None:

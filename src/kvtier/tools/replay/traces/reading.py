@@ -37,7 +37,7 @@ TABLES: tuple[Format, ...] = (recorded, hashed, agentic)
 FORMATS: tuple[Format, ...] = (*TABLES, request_log)
 
 Tell = Callable[[int, int], None]
-"""How far reading is: (bytes, of bytes)."""
+"""Progress callback: (bytes read, total bytes)."""
 
 
 def read_traces(paths: Sequence[Path], options: ReadOptions, tell: Tell | None = None) -> Trace:

@@ -38,7 +38,7 @@ _HEADS = {
     ),
     "input_ids=": re.compile(_BEFORE + r"\bReceive: obj=\w+\("),
 }
-"""How a request's message begins, by what stands before its token ids."""
+"""Pattern of a request's message, by the text before its token ids."""
 _EVENT = "request.received"
 _EVENT_HEAD = re.compile(
     _BEFORE + r'(?P<json>\{\s*(?:"\w+":\s*"[^"\\]*",\s*){0,9}"event":\s*"request\.received")'
