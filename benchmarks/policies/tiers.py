@@ -90,7 +90,7 @@ class TierReplay:
         self._now = now_s
         text = keys.tobytes()
         path = [text[at : at + KEY_BYTES] for at in range(0, len(text), KEY_BYTES)]
-        places = self._cache.find_all(path)
+        places = self._cache.locate_all(path)
         self._cache.asked(path)
         found = next((at for at, it in enumerate(places) if it not in PREFIX), len(path))
         hits = self._bring(path[:found])

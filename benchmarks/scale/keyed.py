@@ -92,7 +92,7 @@ def steps(world: World) -> dict[str, Callable[[], object]]:
         world.cache.release(few)
 
     return {
-        "look up a prompt of 6,250 blocks": lambda: world.cache.find_all(prompt),
+        "look up a prompt of 6,250 blocks": lambda: world.cache.locate_all(prompt),
         "use a prompt of 6,250 blocks": lambda: world.cache.touch(prompt),
         "hear a report, nothing failed": lambda: world.hear(Report(steps=frozenset([1]))),
         "hold and release 64 blocks": load,

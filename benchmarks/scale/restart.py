@@ -219,7 +219,9 @@ def _restart(case: str, num_blocks: int, kept: Sequence[KeptKeys], tier: DiskTie
 
 def _check(here: _Decider, is_over: bool) -> None:
     """Check that unknown blocks get no answer, and that in the end all are known."""
-    places = [here.cache.find(_label(number)) for number in (*range(NUM_ASKED), -1)]
+    keys = [_label(number) for number in (*range(NUM_ASKED), -1)]
+    here.cache.adopt_recovered(keys, stops_at_gap=False)
+    places = here.cache.locate_all(keys)
     unknown = BlockLocation.NOWHERE if is_over else BlockLocation.UNKNOWN
     assert places[-1] is unknown, "a block that nobody has"
     assert set(places[:-1]) <= {unknown, BlockLocation.STORAGE}, "a block is somewhere else"

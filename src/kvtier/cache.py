@@ -87,10 +87,13 @@ class Cache:
         """
         return len(labels) >= LONG_PROMPT and self._ladder.storage_lookup.has_unfound
 
-    def is_asking(self, namespace: bytes, labels: Sequence[Label]) -> bool:
-        """Whether a store was asked what it has of a prompt, and is worth waiting for still."""
+    def begin_lookup(self, namespace: bytes, labels: Sequence[Label]) -> bool:
+        """Look up a prompt in storage. Return whether an answer is still worth waiting for.
+
+        A prompt that is being looked up is not asked for again.
+        """
         self._must_be_open()
-        return self._ladder.storage_lookup.ask(self._index, namespace, labels)
+        return self._ladder.storage_lookup.begin(self._index, namespace, labels)
 
     def prefetch(self, namespace: bytes, labels: Sequence[Label]) -> Prefetch | None:
         """While a request waits for its turn, read what storage has of it into host memory.
@@ -102,7 +105,7 @@ class Cache:
         patience_s = self.config.load_deadline_s
         if self.config.prefetch_policy is PrefetchPolicy.TIMEOUT:
             patience_s = self.config.prefetch_timeout_s
-        self._ladder.storage_lookup.ask(self._index, namespace, labels)
+        self._ladder.storage_lookup.begin(self._index, namespace, labels)
         match = self.match(namespace, labels)
         return self._ladder.loads.prefetch(match, self._clock() + patience_s)
 
@@ -136,7 +139,7 @@ class Cache:
         """
         self._must_be_open()
         self._check_request(labels, num_tokens, num_blocks, grain_blocks)
-        self._ladder.storage_lookup.ask(self._index, namespace, labels)
+        self._ladder.storage_lookup.begin(self._index, namespace, labels)
         match = self.match(namespace, labels)
         lease = self.lease(namespace, labels, match)
         decision = self.decide(match, num_tokens, grain_blocks, load)

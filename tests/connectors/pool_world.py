@@ -115,7 +115,10 @@ class PoolWorld:
         return is_there
 
     def places(self, *numbers: int) -> list[BlockLocation]:
-        return self.pool.cache.find_all([key_of(number) for number in numbers])
+        """Return the locations of blocks; those that storage recovered are adopted."""
+        keys = [key_of(number) for number in numbers]
+        self.pool.cache.adopt_recovered(keys)
+        return self.pool.cache.locate_all(keys)
 
     def settle(self) -> None:
         assert self.pool.drain(60)

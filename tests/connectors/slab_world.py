@@ -11,6 +11,7 @@ from hashlib import shake_128
 import numpy as np
 
 from kvtier.connectors.common.block_slab import BlockSlab, FinishedJob
+from kvtier.keyed.cache import BlockLocation
 from kvtier.layout import opaque
 from kvtier.telemetry import Metrics
 from kvtier.testing import host_memory, memory_bytes
@@ -78,6 +79,11 @@ class World:
             self.slab.store(self._next_job, keys, range(len(keys)), rows)
         self._rows_of = dict(zip(keys, rows, strict=True))
         return self._next_job
+
+    def find(self, number: int) -> BlockLocation:
+        """Return the location of a block; one that a restart found is adopted."""
+        self.slab.adopt_recovered([key_of(number)])
+        return self.slab.locate(key_of(number))
 
     def take_counted(self) -> Callable[..., float]:
         """Return the counts since the last call, by metric name and label values."""

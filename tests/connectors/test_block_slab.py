@@ -26,11 +26,11 @@ def test_stored_block_is_found_when_it_is_on_disk_and_not_before(worlds: list[Wo
     world = open_world(worlds, tier)
     tier.open_writes.clear()
     world.submit(False, [1])
-    assert world.slab.find(key_of(1)) is BlockLocation.ARRIVING
+    assert world.find(1) is BlockLocation.ARRIVING
     assert world.slab.num_jobs == 1
     tier.open_writes.set()
     world.settle()
-    assert world.slab.find(key_of(1)) is BlockLocation.STORAGE
+    assert world.find(1) is BlockLocation.STORAGE
     assert world.slab.num_jobs == 0
     assert world.load(1) == [1]
 
@@ -152,17 +152,18 @@ def test_restart_finds_blocks_and_does_not_write_them_again(worlds: list[World])
     assert tier.num_unfound == 0
 
 
-def test_what_is_asked_for_next_is_claimed_along(worlds: list[World]) -> None:
+def test_recovered_blocks_are_adopted_along_a_prompt_or_one_by_one(worlds: list[World]) -> None:
     shelf = StoredBlocks()
     before = World(memory(6, shelf))
     before.store(1, 2, 3, 5)
     before.slab.close()
     tier = memory(6, shelf)
     world = open_world(worlds, tier)
-    following = [key_of(number) for number in (2, 3, 4, 5)]
-    assert world.slab.find(key_of(9), lambda: following) is BlockLocation.NOWHERE
-    assert world.slab.num_blocks == 0, "the first is not there, so the rest are of no use"
-    assert world.slab.find(key_of(1), lambda: following) is BlockLocation.STORAGE
+    keys = [key_of(number) for number in (1, 2, 3, 4, 5)]
+    assert world.slab.adopt_recovered([key_of(9), *keys[:2]]) == keys[:2]
+    assert world.slab.locate(keys[0]) is BlockLocation.STORAGE
+    assert world.slab.locate(keys[2]) is BlockLocation.NOWHERE, "nobody has adopted it"
+    assert world.slab.adopt_recovered(keys, stops_at_gap=False) == [keys[2], keys[4]]
     assert (world.slab.num_blocks, tier.num_unfound) == (4, 0)
     assert world.load(1, 2, 3, 5) == [1, 2, 3, 5]
 
@@ -173,7 +174,7 @@ def test_start_of_a_prompt_leaves_last_after_a_restart_too(worlds: list[World]) 
     before.store(1, 2, 3)
     before.slab.close()
     world = open_world(worlds, memory(3, shelf))
-    world.slab.find(key_of(1), lambda: [key_of(2), key_of(3)])
+    world.slab.touch(world.slab.adopt_recovered([key_of(number) for number in (1, 2, 3)]))
     world.slab.take_changes()
     world.store(9)
     (left, _) = world.slab.take_changes()
@@ -192,7 +193,7 @@ def test_what_was_found_without_room_for_it_is_a_miss_and_leaves_nothing(
     tier.open_writes.clear()
     world.submit(False, [2, 3])
     assert tier.is_writing.wait(60)
-    assert world.slab.find(key_of(1)) is BlockLocation.NOWHERE
+    assert world.find(1) is BlockLocation.NOWHERE
     tier.open_writes.set()
     world.settle()
     assert tier.num_used == world.slab.num_blocks == 2
@@ -204,7 +205,7 @@ def test_other_namespace_finds_nothing(worlds: list[World]) -> None:
     before.store(1)
     before.slab.close()
     other = World(memory(4, shelf), digest=b"e" * 32)
-    assert other.slab.find(key_of(1)) is BlockLocation.NOWHERE
+    assert other.find(1) is BlockLocation.NOWHERE
     other.slab.close()
 
 
@@ -230,11 +231,11 @@ def test_slab_is_left_alone_until_blocks_have_names(worlds: list[World]) -> None
     before.slab.close()
     world = open_world(worlds, memory(4, shelf))
     world.slab.digest = b""
-    assert world.slab.find(key_of(1)) is BlockLocation.NOWHERE
+    assert world.find(1) is BlockLocation.NOWHERE
     world.store(2)
     assert world.load(1, 2) == []
     world.slab.digest = DIGEST
-    assert world.slab.find(key_of(1)) is BlockLocation.STORAGE
-    assert world.slab.find(key_of(2)) is BlockLocation.NOWHERE
+    assert world.find(1) is BlockLocation.STORAGE
+    assert world.find(2) is BlockLocation.NOWHERE
     world.store(2)
     assert world.load(1, 2) == [1, 2]

@@ -30,7 +30,7 @@ class Model(RuleBasedStateMachine):
     @rule(numbers=numbers)
     def load(self, numbers: list[int]) -> None:
         self.world.settle()
-        ready = {n for n in numbers if self.world.slab.find(key_of(n)) is BlockLocation.STORAGE}
+        ready = {n for n in numbers if self.world.find(n) is BlockLocation.STORAGE}
         good = {n for n in ready if block_key(DIGEST, key_of(n)) not in self.tier.spoiled}
         assert set(self.world.load(*numbers)) == good
 

@@ -119,7 +119,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(first=st.integers(0, 20), num=st.integers(1, 5))
     def load(self, first: int, num: int) -> None:
         keys = [key_of(number) for number in range(first, first + num)]
-        places = self.world.pool.cache.find_all(keys)
+        places = self.world.pool.cache.locate_all(keys)
         num_there = next((at for at, p in enumerate(places) if p is not BlockLocation.MEMORY), num)
         pages = self._free_pages()[:num_there]
         if num_there and len(pages) == num_there:
@@ -128,7 +128,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(first=st.integers(0, 20), num=st.integers(1, 5))
     def promote(self, first: int, num: int) -> None:
         keys = [key_of(number) for number in range(first, first + num)]
-        places = self.world.pool.cache.find_all(keys)
+        places = self.world.pool.cache.locate_all(keys)
         pairs = zip(keys, places, strict=True)
         self.world.pool.cache.promote(
             [key for key, place in pairs if place is BlockLocation.STORAGE]

@@ -78,7 +78,7 @@ class UnderVllm:
             engine.store(by_place["M"])
         engine.carry_out()
         if by_place["A"]:
-            cache.find_all(by_place["A"])
+            cache.adopt_recovered(by_place["A"])
             assert cache.promote(by_place["A"]) == len(by_place["A"])
         self._unknown = by_place["U"]
         self.counts = Counts()
@@ -132,7 +132,7 @@ class UnderVllm:
         """As vLLM looks up a prefix, and ``TierManager.lookup`` answers."""
         visit, num, is_pending = self._visit, 0, False
         visit.begin_look_up(self._first)
-        places = self._engine.cache.find_all(self._keys)
+        places, _ = self._engine.cache.begin_lookup(self._keys)
         for key, place in zip(self._keys, places, strict=True):
             at = BlockLocation.UNKNOWN if key in self._unknown else place
             end = visit.context.get_offload_key_position(key) or 0
@@ -230,11 +230,11 @@ class UnderSglang:
         self._is_new = True
 
     def _hear_of(self, keys: list[bytes]) -> None:
-        _, asked = self._cache.find_or_ask(keys)
+        _, asked = self._cache.begin_lookup(keys)
         for question in asked:
             question.job.wait(PATIENCE_S)
         self._cache.poll()
-        assert all(place is BlockLocation.STORAGE for place in self._cache.find_all(keys))
+        assert all(place is BlockLocation.STORAGE for place in self._cache.locate_all(keys))
 
     def ask(self) -> Answer:
         """As ``QueueGate`` and ``KvtierLinker.lookup``."""
@@ -248,7 +248,7 @@ class UnderSglang:
         return Answer(cuts[-1] if cuts else 0)
 
     def _look_up(self) -> list[int]:
-        places, asked = self._cache.find_or_ask(self._keys)
+        places, asked = self._cache.begin_lookup(self._keys)
         return self._promotion.cuts("r", self._prompt, self._keys, {KV: places}, {KV: 0}, asked)
 
     def arrive(self) -> None:

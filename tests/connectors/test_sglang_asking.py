@@ -42,7 +42,7 @@ class World:
 
     def look(self, rid: str, *numbers: int) -> None:
         keys = [key_of(number) for number in numbers]
-        places, asked = self.pools.pool.cache.find_or_ask(keys)
+        places, asked = self.pools.pool.cache.begin_lookup(keys)
         cuts = self.bringing.cuts(
             rid, WaitingPrompt(0, 160), keys, {"kv": places}, {"kv": 0}, asked
         )
@@ -159,7 +159,7 @@ def test_log_has_once_what_was_decided(caplog: pytest.LogCaptureFixture) -> None
     assert pools.keep(0, 1)
     bringing = PromptPromotion({"kv": pools.pool}, PAGE, always=False)
     keys = [key_of(0), key_of(1)]
-    places = {"kv": pools.pool.cache.find_all(keys)}
+    places = {"kv": pools.pool.cache.begin_lookup(keys)[0]}
     for _ in range(3):
         bringing.cuts("again\nforged", WaitingPrompt(0, 3 * PAGE), keys, places, {"kv": 0})
     (line,) = [record.getMessage() for record in caplog.records]

@@ -12,6 +12,7 @@ from kvtier.errors import UsageError
 from kvtier.keys import Namespace, token_labels
 from kvtier.types import DEVICE, HOST
 from tests.core.world import BLOCK_SIZE, DEADLINE_S, GROUP, NS, A, B, World, count
+from tests.snapshot import snapshot
 
 MakeWorld = Callable[..., World]
 
@@ -27,6 +28,16 @@ def test_second_request_reuses_the_first_one_s_blocks(world: World) -> None:
     assert first.lease.slots == []
     world.finish(second)
     assert world.device.num_copies[Direction.LOAD] == 0
+
+
+def test_match_and_plan_change_nothing(world: World) -> None:
+    world.serve([*A, 9])
+    world.lose_the_device()
+    labels, before = token_labels([*A, *B], BLOCK_SIZE), snapshot(world.cache)
+    for _ in range(2):
+        match = world.cache.match(NS, labels)
+        assert world.cache.plan(match, len(A) + len(B)).num_reused_blocks == 4
+        assert snapshot(world.cache) == before
 
 
 def test_one_token_is_always_left_to_compute(world: World) -> None:

@@ -155,7 +155,9 @@ class Groups:
         if num_groups == 1:
             keys = list(path)
         self.cache.asked(keys)
-        is_there = np.array([at is BlockLocation.MEMORY for at in self.cache.find_all(keys)], bool)
+        is_there = np.array(
+            [at is BlockLocation.MEMORY for at in self.cache.locate_all(keys)], bool
+        )
         there = is_there.reshape(-1, num_groups)
         hits = next(cut for cut in range(len(path), -1, -1) if self._is_cut(there, cut))
         first = [0 if window is None else max(0, hits - window) for window in self.windows]

@@ -111,8 +111,13 @@ class Engine:
             carried += orders
         return carried
 
+    def find(self, key: bytes) -> BlockLocation:
+        """Return the location of a block; one that storage recovered is adopted."""
+        self.cache.adopt_recovered([key])
+        return self.cache.locate(key)
+
     def places(self, keys: Sequence[bytes]) -> list[BlockLocation]:
-        return [self.cache.find(key) for key in keys]
+        return [self.find(key) for key in keys]
 
     def in_tier(self, tier: str) -> set[bytes]:
         position = self.index.tiers.index(tier)

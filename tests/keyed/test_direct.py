@@ -106,7 +106,7 @@ def test_what_one_rank_can_not_none_does() -> None:
     engine.hello(0, name(KEYS[0]))
     assert engine.cache.straight.is_for_all
     engine.hello(1, name(KEYS[0]), straight=frozenset())
-    assert engine.cache.find(KEYS[0]) is BlockLocation.STORAGE
+    assert engine.find(KEYS[0]) is BlockLocation.STORAGE
     assert engine.cache.straight.how(KEYS[0]) is Direct.OFF
     assert not engine.cache.straight.is_for_all
 

@@ -20,7 +20,7 @@ def test_stored_block_goes_on_to_storage_and_comes_back() -> None:
     assert engine.places(KEYS[:2]) == [BlockLocation.STORAGE] * 2
     engine.carry_out()
     assert engine.cache.promote(KEYS[:2]) == 2
-    assert engine.cache.find(KEYS[0]) is BlockLocation.ARRIVING
+    assert engine.find(KEYS[0]) is BlockLocation.ARRIVING
     (order,) = engine.carry_out()
     assert (order.verb, set(order.slots)) == (Verb.READ, {0, 1})
     assert engine.places(KEYS[:2]) == [BlockLocation.MEMORY] * 2
@@ -58,11 +58,11 @@ def test_damaged_block_is_nowhere_and_is_erased() -> None:
     engine.cache.promote(KEYS[:1])
     (read,) = engine.mover.take_orders()
     engine.finish(read, Done(frozenset({0}), frozenset({0}), num_damaged=1))
-    assert engine.cache.find(KEYS[0]) is BlockLocation.NOWHERE
+    assert engine.find(KEYS[0]) is BlockLocation.NOWHERE
     (erase,) = engine.mover.take_orders()
     assert (erase.verb, names(erase)) == (Verb.ERASE, (name(KEYS[0]),))
     engine.store(KEYS[2:3])
-    assert engine.cache.find(KEYS[2]) is BlockLocation.MEMORY, "its slot is free again"
+    assert engine.find(KEYS[2]) is BlockLocation.MEMORY, "its slot is free again"
 
 
 def test_block_whose_read_failed_stays_in_storage() -> None:
@@ -72,11 +72,11 @@ def test_block_whose_read_failed_stays_in_storage() -> None:
         engine.carry_out()
     engine.cache.promote(KEYS[:1])
     engine.carry_out(failed=[0])
-    assert engine.cache.find(KEYS[0]) is BlockLocation.STORAGE
+    assert engine.find(KEYS[0]) is BlockLocation.STORAGE
     assert engine.mover.take_orders() == []
     engine.cache.promote(KEYS[:1])
     engine.carry_out()
-    assert engine.cache.find(KEYS[0]) is BlockLocation.MEMORY, "another time it may be there"
+    assert engine.find(KEYS[0]) is BlockLocation.MEMORY, "another time it may be there"
     engine.check()
 
 
@@ -95,7 +95,7 @@ def test_only_what_all_ranks_found_is_there_after_a_restart() -> None:
     engine = Engine(num_host=2, num_disk=3, num_ranks=2, says_hello=False)
     found = [name(key) for key in KEYS]
     engine.hello(0, *found[:4])
-    assert engine.cache.find(KEYS[1]) is BlockLocation.UNKNOWN
+    assert engine.find(KEYS[1]) is BlockLocation.UNKNOWN
     engine.hello(1, found[5], found[2], found[1], num_open=1)
     there = [
         BlockLocation.NOWHERE,
@@ -178,7 +178,7 @@ def test_no_more_is_promoted_than_memory_has_room_for() -> None:
         engine.carry_out()
     engine.cache.hold([KEYS[3]])
     assert engine.cache.promote(KEYS[:2]) == 1
-    assert engine.cache.find(KEYS[1]) is BlockLocation.STORAGE
+    assert engine.find(KEYS[1]) is BlockLocation.STORAGE
 
 
 def test_two_who_want_the_same_share_a_read() -> None:
@@ -197,7 +197,7 @@ def test_block_of_a_copy_that_failed_is_not_believed() -> None:
     engine.carry_out()
     (slot,) = engine.cache.hold(KEYS[:1])
     engine.cache.distrust([slot])
-    assert engine.cache.find(KEYS[0]) is BlockLocation.STORAGE, "what was written before is good"
+    assert engine.find(KEYS[0]) is BlockLocation.STORAGE, "what was written before is good"
     engine.cache.promote(KEYS[:1])
     assert engine.mover.take_orders() == [], "it is in the way while it is held"
     engine.cache.release(KEYS[:1])
@@ -205,9 +205,9 @@ def test_block_of_a_copy_that_failed_is_not_believed() -> None:
     room = engine.cache.reserve(KEYS[1:2])
     assert room is not None
     engine.cache.distrust(room.slots)
-    assert engine.cache.find(KEYS[1]) is BlockLocation.NOWHERE
+    assert engine.find(KEYS[1]) is BlockLocation.NOWHERE
     engine.cache.commit(KEYS[1:2], [0])
-    assert engine.cache.find(KEYS[1]) is BlockLocation.NOWHERE
+    assert engine.find(KEYS[1]) is BlockLocation.NOWHERE
     assert engine.mover.take_orders() == []
     engine.check()
 
@@ -220,16 +220,14 @@ def test_slot_that_has_another_block_by_now_is_not_distrusted() -> None:
     engine.cache.promote(KEYS[:1])
     engine.carry_out()
     engine.cache.distrust([0])
-    assert engine.cache.find(KEYS[0]) is BlockLocation.MEMORY, (
-        "it was the other one that was copied"
-    )
+    assert engine.find(KEYS[0]) is BlockLocation.MEMORY, "it was the other one that was copied"
 
 
 def test_block_that_is_to_stay_in_memory_is_not_written() -> None:
     engine = Engine()
     assert engine.cache.reserve(KEYS[:1]) is not None
     engine.cache.commit(KEYS[:1], [0], to_storage=False)
-    assert engine.cache.find(KEYS[0]) is BlockLocation.MEMORY
+    assert engine.find(KEYS[0]) is BlockLocation.MEMORY
     assert engine.mover.take_orders() == []
     assert not engine.ladder.is_busy
 
@@ -240,14 +238,14 @@ def test_a_block_over_the_budget_of_the_day_is_not_written() -> None:
     assert len(engine.carry_out()) == 1, "one is let through while anything is left"
     engine.store(KEYS[1:2])
     assert engine.carry_out() == []
-    assert engine.cache.find(KEYS[1]) is BlockLocation.MEMORY
+    assert engine.find(KEYS[1]) is BlockLocation.MEMORY
 
 
 def test_emptied_cache_has_nothing_of_an_earlier_life_either() -> None:
     engine = Engine(num_ranks=2, says_hello=False)
     engine.hello(0, name(KEYS[0]), name(KEYS[1]))
     engine.hello(1, name(KEYS[0]), name(KEYS[1]))
-    assert engine.cache.find(KEYS[0]) is BlockLocation.STORAGE
+    assert engine.find(KEYS[0]) is BlockLocation.STORAGE
     engine.cache.clear()
     assert engine.places(KEYS) == [BlockLocation.NOWHERE] * len(KEYS)
     told = [(order.verb, names(order)) for order in engine.carry_out()]
@@ -259,7 +257,7 @@ def test_what_ranks_tell_of_after_the_cache_was_emptied_is_erased() -> None:
     engine.hello(0, name(KEYS[0]))
     engine.cache.clear()
     engine.hello(1, name(KEYS[0]))
-    assert engine.cache.find(KEYS[0]) is BlockLocation.NOWHERE
+    assert engine.find(KEYS[0]) is BlockLocation.NOWHERE
     assert [order.verb for order in engine.carry_out()] == [Verb.CLEAR]
 
 

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 from kvtier.keyed.cache import BlockLocation
 from kvtier.transfer.ranks import Done, RankOrder, Verb
 from kvtier.types import DISK, HOST, Direct
+from tests.snapshot import snapshot
 
 from .keyed_world import KEYS, Engine, name, names
 
@@ -87,7 +88,7 @@ class KeyedMachine(RuleBasedStateMachine):
         else:
             self.cache.abort([key])
         if is_doubted or not success:
-            assert self.cache.find(key) is not BlockLocation.MEMORY
+            assert self.engine.find(key) is not BlockLocation.MEMORY
 
     @rule()
     def take_orders(self) -> None:
@@ -115,14 +116,16 @@ class KeyedMachine(RuleBasedStateMachine):
     def promote(self, keys: list[bytes]) -> None:
         lost = [key for key in keys if self.is_lost(key)]
         keys = [
-            key for key in keys if self.cache.find(key) is BlockLocation.STORAGE and key not in lost
+            key
+            for key in keys
+            if self.engine.find(key) is BlockLocation.STORAGE and key not in lost
         ]
         num = self.cache.promote(keys)
-        assert all(self.cache.find(key) is BlockLocation.ARRIVING for key in keys[:num])
+        assert all(self.engine.find(key) is BlockLocation.ARRIVING for key in keys[:num])
 
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True))
     def read_straight(self, keys: list[bytes]) -> None:
-        keys = [key for key in keys if self.cache.find(key) is BlockLocation.STORAGE]
+        keys = [key for key in keys if self.engine.find(key) is BlockLocation.STORAGE]
         self.cache.straight.read(keys, range(PAGES, PAGES + len(keys)))
         for order in self.engine.mover.take_reads():
             self.under_way += [(order, 0), (order, 1)]
@@ -134,7 +137,7 @@ class KeyedMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS))
     def load(self, key: bytes) -> None:
-        if self.cache.find(key) is BlockLocation.MEMORY:
+        if self.engine.find(key) is BlockLocation.MEMORY:
             (slot,) = self.cache.hold([key])
             assert all(rank.slots[slot] == key for rank in self.ranks), "another block's bytes"
             self.holding.append(key)
@@ -147,8 +150,15 @@ class KeyedMachine(RuleBasedStateMachine):
             found = self.engine.index.find(key)
             assert found is not None
             self.cache.distrust(self.engine.index.slots([found[0]], HOST))
-            assert self.cache.find(key) is not BlockLocation.MEMORY
+            assert self.engine.find(key) is not BlockLocation.MEMORY
         self.cache.release([key])
+
+    @rule()
+    def locate(self) -> None:
+        before = snapshot(self.cache)
+        places = self.cache.locate_all(KEYS)
+        assert [self.cache.locate(key) for key in KEYS] == places
+        assert snapshot(self.cache) == before, "a query changed something"
 
     @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4, unique=True))
     def touch(self, keys: list[bytes]) -> None:
@@ -158,7 +168,7 @@ class KeyedMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         self.cache.clear()
         self.holding, self.storing = [], []  # nobody hears of their end
-        assert all(self.cache.find(key) is BlockLocation.NOWHERE for key in KEYS)
+        assert all(self.engine.find(key) is BlockLocation.NOWHERE for key in KEYS)
 
     @invariant()
     def adds_up(self) -> None:

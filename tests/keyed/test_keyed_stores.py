@@ -44,7 +44,7 @@ class Sharing(Engine):
             self.stored[rank].update(map(name, keys))
 
     def look(self, keys: Sequence[bytes], has_gaps: bool = False) -> list[BlockLocation]:
-        places, self.asked = self.cache.find_or_ask(keys, has_gaps)
+        places, self.asked = self.cache.begin_lookup(keys, has_gaps)
         return places
 
     def step(self) -> list[RankOrder]:

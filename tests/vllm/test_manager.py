@@ -456,7 +456,7 @@ def test_with_two_groups_an_answer_leaves_before_its_question() -> None:
     scheduler = Scheduler(num_host=12, num_disk=0, block_sizes=(STEP, STEP))
     serve(scheduler, (1, 2), answer=(3, 4))
     serve(scheduler, (11, 12, 13, 14))
-    kept = scheduler.manager.cache.find_all(two_groups((1, 2, 3, 4)))
+    kept = scheduler.manager.cache.locate_all(two_groups((1, 2, 3, 4)))
     assert [each is BlockLocation.MEMORY for each in kept] == [True, True, False, False] * 2
 
 

@@ -1,10 +1,12 @@
 """The cache for engines that bring keys of their own, and keep their device's blocks themselves.
 
-    find --> promote (while the request waits) --> hold --> the engine copies --> release
-    reserve --> the engine copies --> commit --> storage, when it has time
+    begin_lookup --> promote, while the request waits --> hold --> the engine copies --> release
+    reserve --> the engine copies --> commit --> a write to storage, when its turn comes
 
-The engine asks for blocks by keys that name whole prefixes, so there is no path to walk. Everything
-else is the ladder's.
+A key names a whole prefix, so there is no path to walk. The ladder decides everything else.
+
+Queries change nothing (``locate``, ``locate_all``, ``sources``). What changes the cache is called
+by name: ``adopt_recovered`` makes blocks of an earlier run known, ``touch`` notes a use.
 """
 
 from __future__ import annotations
@@ -63,10 +65,15 @@ PLACES = (
     BlockLocation.ARRIVING,
     BlockLocation.MEMORY,
     BlockLocation.STORAGE,
+    BlockLocation.NOWHERE,
 )
+PLACES_SO_FAR = (*PLACES[:-1], BlockLocation.UNKNOWN)
+"""The same while storage has not said all that it has."""
+UNKNOWN_KEY = 4
+"""Position of a key in ``PLACES`` that the index does not know."""
 IN_MEMORY = np.zeros(len(State) + 1, np.uint8)
 """By the state of a block in memory, or 0 for one that is not known: which of ``PLACES``."""
-IN_MEMORY[[WRITING, State.EVICTING, READY]] = 1, 1, 2
+IN_MEMORY[[0, WRITING, State.EVICTING, READY]] = UNKNOWN_KEY, 1, 1, 2
 
 
 class KeyedCache:
@@ -99,92 +106,53 @@ class KeyedCache:
         index.expect(num_slots)
         self._came_from = np.zeros(num_slots, np.int8)  # by slot: which of the tiers
         self._copies = EngineCopies(index, ladder)
-        self._recall = KeyedLookup(index, ladder, namespace, knows_storage)
+        self._lookup = KeyedLookup(index, ladder, namespace, knows_storage)
         self.straight = DirectReads(index, ladder, self._storage_of)
         self._changes: list[Change] = []
         ladder.transfers.on_change = self._note
 
-    # -- what is where -----------------------------------------------------------------------------
+    # -- where blocks are --------------------------------------------------------------------------
 
-    def find(
-        self, key: bytes, following: Callable[[], Sequence[bytes]] | None = None
-    ) -> BlockLocation:
-        """Return the location of a block, and adopt what storage has kept since an earlier run.
-
-        following: what will be asked for next, if this one was kept; it is found along with it,
-        which is cheaper than one by one.
-        """
+    def locate(self, key: bytes) -> BlockLocation:
+        """Return the location of one block. Changes nothing; see ``locate_all``."""
         found = self._index.find(key)
-        if found is not None:
-            return self._place(*found)
-        if not self._recall.may_find:
-            return BlockLocation.NOWHERE
-        if not self.recall([key]):
-            return BlockLocation.NOWHERE if self._recall.is_complete else BlockLocation.UNKNOWN
-        if following is not None:
-            rest = following()
-            self.recall(rest)
-            self.touch([key, *rest])
-        return BlockLocation.STORAGE
+        return self._places[UNKNOWN_KEY] if found is None else self._place(*found)
 
-    def find_all(self, keys: Sequence[bytes]) -> list[BlockLocation]:
-        """Return the location of each key's block, as ``find`` does.
+    def locate_all(self, keys: Sequence[bytes]) -> list[BlockLocation]:
+        """Return the location of each block, as far as the index knows. Changes nothing.
 
-        keys: of one prompt, in its order; what storage has kept is looked for until nothing more of
-        it turns up.
+        The index knows a block that storage recovered from an earlier run once it was adopted.
+        Cost: one look-up in the index per key, however many blocks there are.
         """
-        places, unknown = self._places(keys)
-        if unknown and self._recall.may_find:
-            kept = self._recall.take_in_along(unknown)
-            if kept:
-                self.touch(kept)
-                places, unknown = self._places(keys)
-            if not self._recall.is_complete:
-                nobody_knows = set(unknown)
-                for at, key in enumerate(keys):
-                    if key in nobody_knows:
-                        places[at] = BlockLocation.UNKNOWN
-        return places
+        return self._locate(keys)[0]
 
-    def find_or_ask(
-        self, keys: Sequence[bytes], has_gaps: bool = False
-    ) -> tuple[list[BlockLocation], list[PendingLookup]]:
-        """``find_all``; and storage that takes its time is asked for what is known nowhere.
+    def locate_in_memory(self, keys: Sequence[bytes]) -> list[BlockLocation]:
+        """Return the locations of blocks that may not come from storage. Changes nothing.
 
-        Where that is worth waiting for it is ``UNKNOWN``, until one of the questions is over.
-
-        has_gaps: where a block is missing those behind it may be of use.
+        A block that only storage has is ``NOWHERE``.
         """
-        places = self.find_all(keys)
-        if not self._recall.has_to_ask:
-            return places, []
-        lacking = (BlockLocation.NOWHERE, BlockLocation.UNKNOWN)
-        wanted = [key for key, place in zip(keys, places, strict=True) if place in lacking]
-        asked = self._recall.ask_along(wanted, has_gaps) if wanted else []
-        if asked:
-            places = [BlockLocation.UNKNOWN if place in lacking else place for place in places]
-        return places, asked
+        here = (BlockLocation.MEMORY, BlockLocation.ARRIVING)
+        return [at if at in here else BlockLocation.NOWHERE for at in self._locate(keys)[0]]
 
-    def find_in_memory(self, keys: Sequence[bytes]) -> list[BlockLocation]:
-        """Return the locations in memory. Storage is not asked; its blocks are ``NOWHERE``."""
-        places, _ = self._places(keys)
-        return [
-            BlockLocation.NOWHERE if place is BlockLocation.STORAGE else place for place in places
-        ]
-
-    def _places(self, keys: Sequence[bytes]) -> tuple[list[BlockLocation], list[bytes]]:
-        """Return the locations of blocks, and the blocks that the index does not know."""
+    def _locate(self, keys: Sequence[bytes]) -> tuple[list[BlockLocation], list[bytes]]:
+        """Return the locations of blocks, and the keys that the index does not know."""
         blocks, states = self._index.find_all(keys)
         by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
         codes = IN_MEMORY[by_tier[:, 0]]
         codes[(codes == 0) & (by_tier[:, 1:] == READY).any(axis=1)] = 3
-        places = [PLACES[code] for code in codes.tolist()]
+        by_code = self._places
+        places = [by_code[code] for code in codes.tolist()]
         if self._lost or self._copies.doubted:
             doubtful = {*self._copies.doubted, *(block for block, _ in self._lost)}
             for at, block in enumerate(blocks):
                 if block in doubtful:
                     places[at] = self._place(block, tuple(map(State, by_tier[at].tolist())))
         return places, [keys[at] for at, block in enumerate(blocks) if block is None]
+
+    @property
+    def _places(self) -> Sequence[BlockLocation]:
+        """The locations that the codes in ``IN_MEMORY`` stand for now."""
+        return PLACES if self._lookup.is_complete else PLACES_SO_FAR
 
     def _place(self, block: BlockId, states: Sequence[State]) -> BlockLocation:
         if states[0] is not ABSENT and not self._is_doubted(block):
@@ -195,9 +163,48 @@ class KeyedCache:
             else BlockLocation.STORAGE
         )
 
-    def recall(self, keys: Collection[bytes]) -> int:
-        """Adopt unknown blocks that storage recovered from an earlier run. Return how many."""
-        return self._recall.take_in(keys)
+    # -- what storage has, and the index does not know ---------------------------------------------
+
+    def begin_lookup(
+        self, keys: Sequence[bytes], has_gaps: bool = False
+    ) -> tuple[list[BlockLocation], list[PendingLookup]]:
+        """Adopt what storage recovered of a prompt, and ask stores for the blocks still missing.
+
+        Adopted blocks count as used. Storage that takes its time is asked once for a prompt,
+        however many requests want it.
+
+        Args:
+            keys: the blocks of one prompt, in its order.
+            has_gaps: whether blocks behind a missing one may be of use.
+
+        Returns:
+            The locations, as by ``locate_all``, and the look-ups in stores that are worth waiting
+            for. While there are any, each missing block is ``UNKNOWN``.
+        """
+        places, unknown = self._locate(keys)
+        if unknown and (adopted := self.adopt_recovered(unknown)):
+            self.touch(adopted)
+            places, unknown = self._locate(keys)
+        if not self._lookup.has_to_ask:
+            return places, []
+        missing = (BlockLocation.NOWHERE, BlockLocation.UNKNOWN)
+        wanted = [key for key, place in zip(keys, places, strict=True) if place in missing]
+        pending = self._lookup.begin(wanted, has_gaps) if wanted else []
+        if pending:
+            places = [BlockLocation.UNKNOWN if place in missing else place for place in places]
+        return places, pending
+
+    def adopt_recovered(self, keys: Collection[bytes], stops_at_gap: bool = True) -> list[bytes]:
+        """Adopt blocks that storage recovered from an earlier run. Return the keys of these.
+
+        From then on the index knows them, and they are read and evicted like other blocks. Storage
+        that takes its time is not asked. Constant time where storage has recovered nothing more.
+
+        Args:
+            keys: blocks of one prompt, in its order. Those that the index knows are skipped.
+            stops_at_gap: look keys up in growing pieces, until one is not there in full.
+        """
+        return self._lookup.adopt(keys, stops_at_gap)
 
     def _is_doubted(self, block: BlockId) -> bool:
         """Whether what memory has of the block, or is about to, is not to be used."""

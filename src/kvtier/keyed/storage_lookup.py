@@ -1,4 +1,4 @@
-"""Find blocks in storage by an engine's keys that the index does not know yet."""
+"""Look-ups in storage by an engine's keys, for blocks that the index does not know."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from functools import partial
 from kvtier.index import KeyIndex
 from kvtier.keys import next_key
 from kvtier.ladder import Ladder, PendingLookup
-from kvtier.types import BlockKey
+from kvtier.types import BlockId, BlockKey
 
 FIRST_PIECE = 16
-"""Keys that storage is asked for at a time: where a prompt is not there, few are hashed in vain.
-The next pieces are larger."""
+"""Keys of the first look-up of a prompt in storage. Each further one is four times as long: where
+storage has nothing of a prompt, few keys are hashed in vain."""
 
 
 class KeyedLookup:
-    """The ladder asks storage; here is what the blocks are called there.
+    """Translates an engine's keys to names in storage, and has the ladder look these up.
 
-    What is found is known to the index from then on. While nobody knows the namespace nothing is
-    looked for, or asked.
+    The index knows the blocks that are found from then on. Nothing is looked up while the
+    namespace is unknown.
 
     namespace, knows_storage: see ``KeyedCache``.
     """
@@ -37,57 +37,58 @@ class KeyedLookup:
         self._knows_storage = knows_storage
 
     @property
-    def may_find(self) -> bool:
-        """Whether storage is worth a question for what the index does not know."""
-        return bool(self._ladder.storages and self._namespace())
-
-    @property
     def is_complete(self) -> bool:
-        """Whether storage has said all that it has."""
-        return self._knows_storage()
+        """Whether nothing more is to be expected from storage than it has said that it has."""
+        return self._knows_storage() or not (self._ladder.storages and self._namespace())
 
-    def take_in(self, keys: Collection[bytes]) -> int:
-        """Adopt blocks of storage that answers at once; return how many."""
+    def adopt(self, keys: Collection[bytes], stops_at_gap: bool) -> list[bytes]:
+        """Adopt blocks of storage that answers at once; see ``KeyedCache.adopt_recovered``."""
         namespace = self._namespace()
         if not namespace or not self._ladder.storage_lookup.has_unfound_at_once:
-            return 0
-        asked = list(dict.fromkeys(keys))
-        blocks, _ = self._index.find_all(asked)
-        unknown = [key for key, block in zip(asked, blocks, strict=True) if block is None]
-        names = _names(namespace, unknown)
-        return self._ladder.storage_lookup.ask_each(
-            names, lambda places: self._index.make([unknown[at] for at in places])
-        )
-
-    def take_in_along(self, keys: Sequence[bytes]) -> list[bytes]:
-        """``take_in``, of one prompt, in growing pieces until nothing more turns up.
-
-        Returns what was asked for.
-        """
-        asked = 0
-        for piece in _growing(keys):
-            num = self.take_in(piece)
-            asked += len(piece) if num else 0
-            if num < len(piece):
+            return []
+        wanted = list(dict.fromkeys(keys))
+        blocks, _ = self._index.find_all(wanted)
+        unknown = [key for key, block in zip(wanted, blocks, strict=True) if block is None]
+        adopted: list[bytes] = []
+        for piece in _growing(unknown) if stops_at_gap else [unknown] if unknown else []:
+            there = self._adopt(namespace, piece)
+            adopted += there
+            if len(there) < len(piece):
                 break
-        return list(keys[:asked])
+        return adopted
+
+    def _adopt(self, namespace: bytes, unknown: Sequence[bytes]) -> list[bytes]:
+        found: set[bytes] = set()
+
+        def make(positions: Sequence[int]) -> Sequence[BlockId]:
+            there = [unknown[at] for at in positions]
+            found.update(there)
+            return self._index.make(there)
+
+        num = self._ladder.storage_lookup.adopt_recovered(_names(namespace, unknown), make)
+        adopted = [key for key in unknown if key in found]
+        if num < len(adopted):  # there was no room for all of them
+            blocks, _ = self._index.find_all(adopted)
+            pairs = zip(adopted, blocks, strict=True)
+            adopted = [key for key, block in pairs if block is not None]
+        return adopted
 
     @property
     def has_to_ask(self) -> bool:
         """Whether some storage takes its time to say what it has."""
         return bool(self._namespace()) and self._ladder.storage_lookup.has_to_ask
 
-    def ask_along(self, keys: Sequence[bytes], has_gaps: bool) -> list[PendingLookup]:
+    def begin(self, keys: Sequence[bytes], has_gaps: bool) -> list[PendingLookup]:
         """Ask that storage for blocks of one prompt that are known nowhere, in its order.
 
-        Returns the questions that are worth waiting for. has_gaps: see ``KeyedCache.find_or_ask``.
+        Returns the look-ups that are worth waiting for. has_gaps: see ``KeyedCache.begin_lookup``.
         """
         names = partial(_names, self._namespace())
-        return self._ladder.storage_lookup.ask_along(keys, names, self._index.make, has_gaps)
+        return self._ladder.storage_lookup.begin_by_keys(keys, names, self._index.make, has_gaps)
 
 
 def _growing(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """Pieces, each four times as long as the one before."""
+    """Cut keys into pieces, each four times as long as the one before."""
     at, num = 0, FIRST_PIECE
     while at < len(keys):
         yield keys[at : at + num]

@@ -116,13 +116,11 @@ class StorageLookup:
 
     # -- a prompt ---------------------------------------------------------------------------------
 
-    def ask(self, paths: PromptIndex, namespace: bytes, labels: Sequence[Label]) -> bool:
-        """Ask every storage tier that may have more of this prompt than ``paths`` knows.
+    def begin(self, paths: PromptIndex, namespace: bytes, labels: Sequence[Label]) -> bool:
+        """Look up a prompt in every storage tier that may have more of it than ``paths`` knows.
 
-        Whether it is worth waiting for an answer.
-
-        What storage answers at once is in the index when this returns; other answers are for the
-        next look-up.
+        The index knows what storage answers at once when this returns. Other answers come later:
+        returns whether the prompt should wait for one.
         """
         is_asked = False
         for storage in self._topology.storages:
@@ -145,19 +143,19 @@ class StorageLookup:
         usual_s = self._took_s.get(asked.question.storage, 0.0)
         return max(self._clock() - asked.began_s, usual_s) < self._patience.computing_s(first, end)
 
-    def ask_along(
+    def begin_by_keys(
         self,
         wanted: Sequence[bytes],
         names: Callable[[Sequence[bytes]], Sequence[BlockKey]],
         make: Callable[[Sequence[bytes]], Sequence[BlockId]],
         has_gaps: bool,
     ) -> list[PendingLookup]:
-        """Ask slow storage for unknown blocks of one prompt, in order.
+        """Ask storage that takes its time for unknown blocks of one prompt, in its order.
 
-        Returns what is worth waiting for. See ``Ladder.ask_along``.
+        Returns the look-ups that are worth waiting for.
 
-        names: what keys are called in storage. make: their blocks, made known. has_gaps: where a
-        block is missing those behind it may be of use.
+        names: return the names of keys in storage. make: make their blocks known. has_gaps:
+        whether blocks behind a missing one may be of use.
         """
         (first,) = names(wanted[:1])
         kind = GapsLookup if has_gaps else KeyLookup
@@ -263,14 +261,12 @@ class StorageLookup:
 
     # -- single blocks, where storage answers at once ---------------------------------------------
 
-    def ask_each(
+    def adopt_recovered(
         self, keys: Sequence[BlockKey], make: Callable[[Sequence[int]], Sequence[BlockId]]
     ) -> int:
-        """``ask`` for single blocks, of storage that answers at once.
+        """Adopt single blocks of storage that answers at once. Return how many were adopted.
 
-        Returns how many are known now.
-
-        keys: what the blocks are called there. make: the blocks at these positions, made known.
+        keys: names of the blocks in storage. make: make the blocks at these positions known.
         """
         num_known = 0
         for name in self._topology.storages:
@@ -279,10 +275,10 @@ class StorageLookup:
                 num_known += self._adopt(name, make(there))
         return num_known
 
-    def were_there(self, blocks: Sequence[BlockId], storage: str) -> set[BlockId]:
-        """Those of ``blocks`` that storage has had since an earlier life.
+    def adopt_stored(self, blocks: Sequence[BlockId], storage: str) -> set[BlockId]:
+        """Adopt those of ``blocks`` that storage recovered from an earlier run. Return them.
 
-        The index knows it then.
+        The index knows the blocks, and from then on that storage has these.
         """
         if not blocks or not self._is_asked_at_once(storage):
             return set()

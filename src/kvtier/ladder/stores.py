@@ -158,7 +158,7 @@ class StorageWriter:
 
     def _begin(self, wanted: Sequence[BlockId], storage: str) -> int:
         """Begin to write blocks that storage has not yet. Returns how many."""
-        there = self._storage_lookup.were_there(wanted, storage)
+        there = self._storage_lookup.adopt_stored(wanted, storage)
         new = [block for block in wanted if block not in there] if there else wanted
         if self._mover.accepts((self._topology.staging, storage)):
             return self._stores.copy_down(new, self._topology.staging, storage)[1]

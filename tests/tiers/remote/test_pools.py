@@ -62,13 +62,13 @@ def places(world: PoolWorld, *numbers: int) -> list[BlockLocation]:
     """Return the locations of blocks once stores have answered, or timed out."""
     keys = [key_of(number) for number in numbers]
     end_s = time.monotonic() + PATIENCE_S
-    found, asked = world.pool.cache.find_or_ask(keys)
+    found, asked = world.pool.cache.begin_lookup(keys)
     while asked:
         assert time.monotonic() < end_s, "it is asked for ever"
         while not any(question.is_over for question in asked):
             time.sleep(0.001)
             world.pool.cache.poll()
-        found, asked = world.pool.cache.find_or_ask(keys)
+        found, asked = world.pool.cache.begin_lookup(keys)
     return found
 
 
@@ -76,7 +76,7 @@ def until_stored(world: PoolWorld, *numbers: int) -> None:
     """Another replica finds them."""
     end_s = time.monotonic() + PATIENCE_S
     keys = [key_of(number) for number in numbers]
-    while world.pool.cache.find_all(keys) != [STORAGE] * len(keys):
+    while world.pool.cache.locate_all(keys) != [STORAGE] * len(keys):
         assert time.monotonic() < end_s, "they never came"
         time.sleep(0.05)
 
@@ -138,7 +138,7 @@ def test_store_that_answers_nobody_is_waited_for_once(server: ValkeyServer) -> N
         assert places(world, 1, 2) == [BlockLocation.NOWHERE] * 2
         assert DEADLINE_S <= time.monotonic() - began_s < PATIENCE_S / 2
         for number in range(10, 20):
-            _, asked = world.pool.cache.find_or_ask([key_of(number)])
+            _, asked = world.pool.cache.begin_lookup([key_of(number)])
             assert not asked, "others wait for a store that is late"
         assert world.keep(30, 31), "what is computed is kept in host memory"
         proxy.let_go()

@@ -185,16 +185,14 @@ class BlockSlab:
 
     # -- what is there -----------------------------------------------------------------------------
 
-    def find(
-        self, key: bytes, following: Callable[[], Sequence[bytes]] | None = None
-    ) -> BlockLocation:
-        """``STORAGE`` where ``key`` can be loaded, ``ARRIVING`` where it is on its way to the slab.
+    def locate(self, key: bytes) -> BlockLocation:
+        """Return the location of a block, as far as the index knows. Changes nothing.
 
-        A block that a restart found is claimed by that; see ``KeyedCache.find``.
+        ``STORAGE`` where it can be loaded, ``ARRIVING`` where it is on its way to the slab.
         """
         if not self.is_readable:
             return BlockLocation.NOWHERE
-        place = self._cache.find(key, following)
+        place = self._cache.locate(key)
         if place not in (BlockLocation.MEMORY, BlockLocation.ARRIVING):
             return place
         # Some job has it.
@@ -203,17 +201,22 @@ class BlockSlab:
         return BlockLocation.ARRIVING if self._cache.is_moving(key) else BlockLocation.NOWHERE
 
     def look(self, keys: Sequence[bytes]) -> Look:
-        """Return which of ``keys``, those of one prompt in order, can be loaded."""
+        """Return which blocks can be loaded, as far as the index knows. Changes nothing."""
         if not self.is_readable:
             return Look.nothing(len(keys))
         return self._cache.look(keys)
 
-    def ask(self, keys: Sequence[bytes], has_gaps: bool = False) -> list[PendingLookup]:
-        """Have storage that takes its time say which of ``keys`` it has.
+    def adopt_recovered(self, keys: Sequence[bytes], stops_at_gap: bool = True) -> list[bytes]:
+        """Adopt blocks that a restart found; see ``KeyedCache.adopt_recovered``."""
+        return self._cache.adopt_recovered(keys, stops_at_gap) if self.is_readable else []
 
-        What is worth waiting for, and then to ``hear``. has_gaps: see ``KeyedCache.find_or_ask``.
+    def begin_lookup(self, keys: Sequence[bytes], has_gaps: bool = False) -> list[PendingLookup]:
+        """Ask storage that takes its time which of ``keys`` it has.
+
+        Returns the look-ups that are worth waiting for, until ``hear`` takes the answers in. See
+        ``KeyedCache.begin_lookup``.
         """
-        return self._cache.find_or_ask(keys, has_gaps)[1] if self.is_readable else []
+        return self._cache.begin_lookup(keys, has_gaps)[1] if self.is_readable else []
 
     def hear(self) -> None:
         """Take in the answers of storage, so that its blocks can be found."""
@@ -273,7 +276,7 @@ class BlockSlab:
         depths: of each block, its position in the prompt, in blocks. rows: where it is.
         """
         at = {key: position for position, key in enumerate(keys)}
-        self._cache.recall(at)
+        self._cache.adopt_recovered(at, stops_at_gap=False)
         now = self._cache.standing(list(at))
         free = ~(now.moving | now.in_memory)
         mine = list(compress(at, free))
@@ -295,7 +298,7 @@ class BlockSlab:
     def load(self, job_id: int, keys: Sequence[bytes], rows: Sequence[Slot]) -> None:
         """Read blocks into ``rows``. Those that are not there fail, and no others with them."""
         at = {key: position for position, key in enumerate(keys)}
-        self._cache.recall(at)
+        self._cache.adopt_recovered(at, stops_at_gap=False)
         self.touch(at)
         now = self._cache.standing(list(at))
         there = list(compress(at, now.stored & ~(now.moving | now.in_memory)))

@@ -144,9 +144,10 @@ class PoolCache:
             self.cache.commit([key for key, _ in mine], [depth for _, depth in mine])
         else:
             self.cache.abort(store.new)
+        self.cache.adopt_recovered(store.asked)
         self.cache.touch(store.asked)
         there = (BlockLocation.MEMORY, BlockLocation.STORAGE)
-        return all(place in there for place in self.cache.find_all(store.asked))
+        return all(place in there for place in self.cache.locate_all(store.asked))
 
     # -- to the device ----------------------------------------------------------------------------
 

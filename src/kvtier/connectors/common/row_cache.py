@@ -40,6 +40,11 @@ class Look:
         return cls(bytes(num_keys), [None] * num_keys)
 
     @property
+    def has_unknown(self) -> bool:
+        """Whether the index does not know some of the blocks."""
+        return None in self.blocks
+
+    @property
     def num_first(self) -> int:
         """Return how many of the first keys are there."""
         return len(self.marks) - len(self.marks.lstrip(THERE))
@@ -172,11 +177,8 @@ class RowCache(KeyedCache):
         return found is not None and self._storage_of(*found) is not None
 
     def look(self, keys: Sequence[bytes]) -> Look:
-        """Return which of ``keys`` storage has, whatever is in memory."""
+        """Return which of ``keys`` storage has, as far as the index knows. Changes nothing."""
         blocks, states = self._index.find_all(keys)
-        if None in blocks:
-            super().find_all(keys)  # takes in what storage has kept
-            blocks, states = self._index.find_all(keys)
         marks = states[1::2]
         if len(self._tiers) > 2:
             by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))

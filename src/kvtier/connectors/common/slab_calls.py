@@ -157,7 +157,7 @@ class SlabCalls:
         while not self._finds_at_once:
             with self._lock:
                 self._glance()
-                questions = self._slab.ask(keys, has_gaps)
+                questions = self._slab.begin_lookup(keys, has_gaps)
             for each in questions:
                 each.job.wait(max(0.0, ends_s - time.monotonic()))
             if not questions or time.monotonic() >= ends_s:
@@ -169,7 +169,15 @@ class SlabCalls:
         self._glance()
         if self._slab.reads_for_s > self._late_s:
             return Look.nothing(len(keys))
-        return self._slab.look(keys)
+        return self._adopt_and_look(keys)
+
+    def _adopt_and_look(self, keys: Sequence[bytes]) -> Look:
+        """Look keys up. Blocks that a restart found are adopted, and count as used."""
+        look = self._slab.look(keys)
+        if look.has_unknown and (adopted := self._slab.adopt_recovered(keys)):
+            self._slab.touch(adopted)
+            look = self._slab.look(keys)
+        return look
 
     def _worth(self, num_before: int, num_found: int, keys: Sequence[bytes]) -> int:
         """Return how many of the found blocks to report.
@@ -268,7 +276,7 @@ class SlabCalls:
             self._slab.touch(prompt)  # what makes room for it is not its beginning
             if self._slab.learns and before:
                 self._slab.continues(keys, before[-1])
-            are_there = self._slab.look(keys).flags()
+            are_there = self._adopt_and_look(keys).flags()
             new = [at for at, is_there in enumerate(are_there) if not is_there]
             slots = self._memory.place(blocks.pick(new))
             job = next(self._jobs)

@@ -162,7 +162,7 @@ class KvtierLinker(UnifiedCacheLinker):
         keys = page_keys(next(each for each in transfers if each.name == PoolName.KV).keys)
         self.asking.look_up(keys)
         looks = {
-            name: each.cache.cache.find_or_ask(keys, has_gaps=name != KV)
+            name: each.cache.cache.begin_lookup(keys, has_gaps=name != KV)
             for name, each in self._linked.items()
         }
         places = {name: found for name, (found, _) in looks.items()}

@@ -154,7 +154,7 @@ class Loading:
     def _hold(self, transfer: PoolTransfer) -> LoadPart:
         linked, keys = self._linked[transfer.name.value], page_keys(transfer.keys)
         pages = linked.pool.pages(transfer.device_indices)
-        places = linked.cache.cache.find_all(keys)
+        places = linked.cache.cache.locate_all(keys)
         if any(place is not BlockLocation.MEMORY for place in places):
             raise LookupError(f"pages of pool {transfer.name} have left host memory")
         if linked.pool.name == KV:

@@ -43,6 +43,7 @@ from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 
 logger = logging.getLogger(__name__)
 
+MISSING = (BlockLocation.NOWHERE, BlockLocation.UNKNOWN)
 PIECE_BYTES = 16 << 20
 """Bytes that a rank reads from its disk, or writes to it, at a time."""
 
@@ -163,8 +164,8 @@ class TierManager(OffloadingManager):
     def _find(self, key: OffloadKey, visit: RequestState) -> BlockLocation:
         """Return the location of a block.
 
-        All blocks of a request are looked up when the first is asked for, and again if storage may
-        have more by then.
+        All blocks of a request are looked up when vLLM asks for the first. A block that was missing
+        is looked up again if storage may have recovered it by then.
         """
         if visit.found is None:
             self._begin(visit)
@@ -173,18 +174,20 @@ class TierManager(OffloadingManager):
             has_gaps = not self._shape.has_one_group
             visit.found = {}
             if shared:
-                places, visit.asked = self.cache.find_or_ask(shared, has_gaps)
+                places, visit.asked = self.cache.begin_lookup(shared, has_gaps)
                 visit.found.update(zip(shared, places, strict=True))
             if len(shared) < len(keys):
                 own = [each for each in keys if not visit.is_shared(each)]
-                visit.found.update(zip(own, self.cache.find_in_memory(own), strict=True))
+                visit.found.update(zip(own, self.cache.locate_in_memory(own), strict=True))
         place = visit.found.get(key)
         if not visit.is_shared(key):
-            return self.cache.find_in_memory([key])[0] if place is None else place
+            return self.cache.locate_in_memory([key])[0] if place is None else place
         if place is None or (
             place is BlockLocation.NOWHERE and self.ladder.storage_lookup.has_unfound_at_once
         ):
-            place = self.cache.find(key)
+            place = self.cache.locate(key)
+            if place in MISSING and self.cache.adopt_recovered([key]):
+                place = self.cache.locate(key)
         return place
 
     def _is_allowed(self, key: OffloadKey, place: BlockLocation, context: ReqContext) -> bool:

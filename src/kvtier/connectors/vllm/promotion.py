@@ -116,11 +116,16 @@ class Promotion:
             and self._clock() < wait.until
             and wait.num_ended_loads in (None, self._num_ended_loads)
             and not any(sign.is_over for sign in wait.signs)
-            and (wait.unknown is None or self._cache.find(wait.unknown) is BlockLocation.UNKNOWN)
+            and (wait.unknown is None or self._is_unknown(wait.unknown))
         ):
             return True
         visit.wait = None
         return False
+
+    def _is_unknown(self, key: OffloadKey) -> bool:
+        """Whether the ranks' disks have not yet said whether they have a block."""
+        self._cache.adopt_recovered([key])
+        return self._cache.locate(key) is BlockLocation.UNKNOWN
 
     def advise(self, visit: RequestState, first: int, num_tokens: int) -> Advice:
         """Translate the decision on a request, and begin to promote the blocks that it waits for.

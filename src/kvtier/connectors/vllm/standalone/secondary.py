@@ -10,7 +10,7 @@ Bounded, verified, and found again after a restart.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -120,11 +120,17 @@ class KvtierTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         self.slab.digest = self._names.digest
 
-        def following() -> list[OffloadKey]:
-            keys = blocks_of(req_context)
-            return keys[keys.index(key) + 1 :] if key in keys else []
+        place = self.slab.locate(key)
+        if place is BlockLocation.NOWHERE and self.slab.adopt_recovered([key]):
+            place = self.slab.locate(key)
+            self._adopt_behind(key, blocks_of(req_context))
+        return FOUND[place]
 
-        return FOUND[self.slab.find(key, following)]
+    def _adopt_behind(self, key: OffloadKey, prompt: Sequence[OffloadKey]) -> None:
+        """Adopt the blocks behind ``key``, which vLLM asks for next, all at once."""
+        behind = prompt[prompt.index(key) + 1 :] if key in prompt else []
+        self.slab.adopt_recovered(behind, stops_at_gap=False)
+        self.slab.touch([key, *behind])
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self.slab.digest = self._names.digest
