@@ -31,7 +31,6 @@ from rich.table import Table
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.targets import judged
 from kvtier.engine import Engine, SamplingParams
-from kvtier.tools.bench_serve.corpus import Prompt
 from kvtier.tools.bench_serve.engines import (
     clear_tiers,
     open_engine,
@@ -41,6 +40,7 @@ from kvtier.tools.bench_serve.engines import (
     settle,
 )
 from kvtier.tools.bench_serve.options import ServeOptions
+from kvtier.tools.report.corpus import Prompt
 from kvtier.tools.report.stats import median_with_interval
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 

@@ -14,9 +14,9 @@ from rich.table import Table
 from benchmarks.report.targets import judged
 from benchmarks.stores.servers import Place
 from kvtier.engine import Engine, SamplingParams
-from kvtier.tools.bench_serve.corpus import Prompt
 from kvtier.tools.bench_serve.engines import Setting, open_engine, probe, run_one
 from kvtier.tools.bench_serve.options import ServeOptions
+from kvtier.tools.report.corpus import Prompt
 from kvtier.tools.report.figures import TOO_FEW
 from kvtier.tools.report.stats import P99_VALUES, Estimate, Summary, percentile_ratio, summarize
 

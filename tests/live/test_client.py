@@ -16,7 +16,15 @@ import pytest
 
 from kvtier.cli.api_keys import take_key
 from kvtier.errors import ConfigError
-from kvtier.live.client import MOST_BYTES, NoAnswerError, RefusedError, check_url, fetch
+from kvtier.live.client import (
+    MOST_BYTES,
+    MOST_LINE_BYTES,
+    NoAnswerError,
+    RefusedError,
+    check_url,
+    fetch,
+    stream,
+)
 
 from .test_scrape import kvtier, serving
 
@@ -87,6 +95,28 @@ class Liar(BaseHTTPRequestHandler):
 
     def tell_headslowly(self) -> None:
         self._trickle(b"HTTP/1.1 200 OK\r\nX: " + b"x" * 400 + b"\r\nContent-Length: 0\r\n\r\n")
+
+    def tell_lines(self) -> None:
+        """Two lines; the second one when the client has the first."""
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"5\r\none\r\n\r\n")
+        if self.server.is_over.wait(PATIENCE_S):  # type: ignore[attr-defined]
+            self.wfile.write(b"3\r\ntwo\r\n0\r\n\r\n")
+
+    def tell_cutlines(self) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"4\r\none\n\r\n")
+        self.close_connection = True
+
+    def tell_longline(self) -> None:
+        self._send(b"#" * (2 * MOST_LINE_BYTES) + b"\n")
+
+    def tell_manylines(self) -> None:
+        self._send((b"#" * 1023 + b"\n") * (MOST_BYTES >> 10) + b"\n")
 
     def tell_noise(self) -> None:
         self.wfile.write(b"\x1b[31m220 not HTTP\r\n\r\n")
@@ -176,6 +206,42 @@ def test_the_time_is_for_the_whole_answer(server: Server, path: str) -> None:
 )
 def test_a_lie_is_one_sentence_without_what_was_sent(server: Server, path: str, why: str) -> None:
     assert why in told(f"{server.url}/{path}")
+
+
+def test_a_line_is_there_before_the_next_one(server: Server) -> None:
+    lines = stream(f"{server.url}/lines", PATIENCE_S, {}, b"{}", KEY)
+    assert next(lines) == b"one"
+    server.is_over.set()
+    assert list(lines) == [b"two"]
+    assert server.seen[0]["Authorization"] == f"Bearer {KEY}"
+
+
+def test_the_rest_of_a_stream_need_not_be_read(server: Server) -> None:
+    lines = stream(f"{server.url}/lines", PATIENCE_S, {})
+    assert next(lines) == b"one"
+    lines.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("longline", "sends lines of over 1 MiB"),
+        ("manylines", "sends more than 16 MiB"),
+        ("cutlines", "the connection ended within the answer"),
+        ("half", "the connection ended within the answer"),
+        ("noise", "does not speak HTTP"),
+        ("no", "answers 500"),
+        ("moved", "answers 302"),
+    ],
+)
+def test_a_stream_ends_with_one_sentence(server: Server, path: str, why: str) -> None:
+    with pytest.raises((NoAnswerError, RefusedError), match=why):
+        list(stream(f"{server.url}/{path}", PATIENCE_S, {}, api_key=KEY))
+
+
+def test_the_time_of_a_stream_is_for_all_of_it(server: Server) -> None:
+    with pytest.raises(NoAnswerError, match=r"no whole answer within 0\.3 s"):
+        list(stream(f"{server.url}/slowly", 0.3, {}))
 
 
 def test_only_the_beginning_of_a_refusal_is_read(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""``kvtier bench``: measure what the cache saves and costs on this machine."""
+"""``kvtier bench``: measure what the cache saves and costs, here or on a server."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtier.cli.api_keys import KEY_VARIABLE, take_key
 from kvtier.cli.command import CommandLine
 from kvtier.cli.output import STDOUT, check_packages, write_json
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, without_password
@@ -22,7 +23,7 @@ app = CommandLine()
 
 @app.callback()
 def bench() -> None:
-    """Measure what the cache saves, and what it costs, on this machine."""
+    """Measure what the cache saves, and what it costs, on this machine or on a server."""
 
 
 @app.command()
@@ -184,6 +185,81 @@ def copy(
     show_copies(console, found)
     if json_file is not None:
         write_json(json.dumps(found.as_json(), indent=1), json_file)
+
+
+@app.command()
+def url(
+    url: Annotated[str, typer.Argument(help="Address of a server: http://127.0.0.1:8000")],
+    model: Annotated[
+        str | None, typer.Option(help="Model to ask.", show_default="the server's first")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 100,
+    turns: Annotated[int, typer.Option(min=1, help="Requests of each conversation.")] = 4,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=1024, help="Requests that are asked at a time.")
+    ] = 8,
+    shared_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens that all conversations begin with.")
+    ] = 500,
+    turn_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that each turn adds to its conversation.")
+    ] = 500,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Ask /v1/chat/completions, in the place of /v1/completions."),
+    ] = False,
+    seed: Annotated[
+        int, typer.Option(help="Order of the text. Runs with the same seed ask the same.")
+    ] = 0,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File or directory to take prompts from; may be repeated.",
+            show_default="the interpreter's own library",
+        ),
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.1, max=86400.0, help="Seconds that a request may take in all.")
+    ] = 600.0,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help=f"Key of the server; better given as {KEY_VARIABLE} in the environment."),
+    ] = None,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help='Write the result as JSON; "-" for stdout.'),
+    ] = None,
+) -> None:
+    """Ask any OpenAI-compatible server for answers to conversations that share a beginning.
+
+    Each turn repeats its conversation so far, so a cache can serve all of it but the new text.
+    Exits with 1 where a request failed, with 2 where the first one did.
+    """
+    from rich.console import Console
+
+    from kvtier.cli.ping import models_of
+    from kvtier.live.client import server_url
+    from kvtier.tools.bench_url.exchange import Endpoint
+    from kvtier.tools.bench_url.load import LoadOptions, make_conversations, run_load
+    from kvtier.tools.bench_url.result import load_json, show_load
+    from kvtier.tools.report.bar import ProgressBar
+
+    server, key = server_url(url), take_key(api_key)
+    name = model or str(models_of(server, key, timeout_s)[0]["name"])
+    options = LoadOptions(
+        requests, turns, concurrency, shared_tokens, turn_tokens, max_tokens, seed, (*(text or ()),)
+    )
+    endpoint = Endpoint(server, name, chat, timeout_s, key)
+    conversations = make_conversations(endpoint, options)
+    with ProgressBar(Console(stderr=True)) as progress:
+        run = run_load(endpoint, options, conversations, progress)
+    # With JSON on stdout, the table goes to stderr.
+    show_load(Console(stderr=json_file == STDOUT, highlight=False, markup=False, emoji=False), run)
+    if json_file is not None:
+        write_json(json.dumps(load_json(run), indent=2), json_file)
+    if run.failures:
+        raise typer.Exit(1)
 
 
 def _experiments(names: str) -> tuple[Experiment, ...]:

@@ -6,12 +6,10 @@ import json
 from typing import Any, cast
 
 from kvtier.cli.explained import is_explanation
-from kvtier.errors import ConfigError, printable
-from kvtier.live.client import NoAnswerError, RefusedError, fetch, server_url
+from kvtier.errors import ConfigError
+from kvtier.live.client import MOST_SAID, NoAnswerError, RefusedError, fetch, server_url
 
 HEADER = "X-KVTier-Explain"
-MOST_SAID = 1000
-"""Characters of a server's sentence that are shown."""
 
 
 class Explainer:
@@ -49,16 +47,10 @@ class Explainer:
         try:
             return json.loads(fetch(self.url + path, self._timeout_s, headers, content, self._key))
         except RefusedError as error:
-            raise ConfigError(f"url: {self.url} refuses: {_reason(error)}") from error
+            raise ConfigError(
+                f"url: {self.url} refuses: {error.said or f'status {error.code}'}"
+            ) from error
         except NoAnswerError as error:
             raise ConfigError(f"url: {error}") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"url: {self.url} answers, but not in JSON") from error
-
-
-def _reason(error: RefusedError) -> str:
-    try:
-        said = json.loads(error.content)["error"]["message"]
-    except (ValueError, RecursionError, KeyError, TypeError):
-        said = None
-    return printable(said[:MOST_SAID]) if isinstance(said, str) else f"status {error.code}"

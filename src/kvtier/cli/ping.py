@@ -67,7 +67,7 @@ def describe(
     from kvtier.live.scrape import Watched
 
     server, key = server_url(url), take_key(api_key)
-    models = _models(server, key, timeout_s)
+    models = models_of(server, key, timeout_s)
     seen = Watched(server, key).look()
     picture: Mapping[str, Any] = seen.picture or {}
     found: dict[str, Any] = {
@@ -90,16 +90,17 @@ def describe(
         typer.echo(printable(line))
 
 
-def _models(server: str, key: str | None, timeout_s: float) -> list[dict[str, object]]:
-    """Return name and length of each model.
+def models_of(server: str, key: str | None, timeout_s: float) -> list[dict[str, object]]:
+    """Return name and length of each model; at least one.
 
     Raises:
         ConfigError: The server tells no models.
     """
     try:
-        data = _json(f"{server}/v1/models", key, timeout_s)["data"][:MOST_SHOWN]
+        first, *rest = _json(f"{server}/v1/models", key, timeout_s)["data"][:MOST_SHOWN]
         return [
-            {"name": str(each["id"])[:MOST_SHOWN], "max_tokens": _length(each)} for each in data
+            {"name": str(each["id"])[:MOST_SHOWN], "max_tokens": _length(each)}
+            for each in (first, *rest)
         ]
     except (ValueError, RecursionError, LookupError, TypeError):
         raise ConfigError(f"url: {server} answers, but is no server of models") from None

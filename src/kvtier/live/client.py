@@ -2,29 +2,58 @@
 
 from __future__ import annotations
 
+import json
 import socket
-from contextlib import suppress
-from functools import partial
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+import ssl
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from http.client import (
+    HTTPConnection,
+    HTTPException,
+    HTTPResponse,
+    HTTPSConnection,
+    IncompleteRead,
+)
 from threading import Lock, Timer
 from types import TracebackType
 from typing import Any, Self
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Request, build_opener
+from urllib.request import (
+    HTTPDefaultErrorHandler,
+    HTTPErrorProcessor,
+    HTTPHandler,
+    HTTPRedirectHandler,
+    HTTPSHandler,
+    OpenerDirector,
+    ProxyHandler,
+    Request,
+)
 
 from kvtier.errors import CacheError, ConfigError, printable
 
 MOST_BYTES = 16 << 20
 """Bytes of an answer that are read."""
+MOST_LINE_BYTES = 1 << 20
+"""Bytes of a line of a streamed answer that are waited for."""
+PIECE_BYTES = 64 << 10
+"""Bytes of a streamed answer that are read at a time."""
 MOST_REFUSAL_BYTES = 64 << 10
-"""The same for an error's body."""
+"""Bytes of an error's body that are read."""
 MOST_REASON = 200
 """Characters of a library's error text that are shown."""
+MOST_SAID = 1000
+"""Characters of a server's sentence that are shown."""
+CUT = "the connection ended within the answer"
 
 
 class NoAnswerError(CacheError):
-    """The server cannot be reached, was too slow, or sent too much. The text says which."""
+    """The server cannot be reached, was too slow, or sent too much. ``why`` says which."""
+
+    def __init__(self, url: str, why: str) -> None:
+        super().__init__(f"{url} does not answer: {why}")
+        self.why = why
 
 
 class RefusedError(CacheError):
@@ -39,6 +68,21 @@ class RefusedError(CacheError):
         super().__init__(f"{url} answers {code}")
         self.code = code
         self.content = content
+
+    @property
+    def said(self) -> str:
+        """The server's own sentence, printable; "" for none."""
+        try:
+            return error_message(json.loads(self.content))
+        except (ValueError, RecursionError):
+            return ""
+
+
+def error_message(body: object) -> str:
+    """Return the message of an error of OpenAI's API, printable; "" where ``body`` is none."""
+    found = body.get("error", body) if isinstance(body, dict) else None
+    said = found.get("message") if isinstance(found, dict) else found
+    return printable(said[:MOST_SAID]) if isinstance(said, str) else ""
 
 
 def check_url(url: str) -> str:
@@ -85,36 +129,111 @@ def fetch(
         RefusedError: The status is not 2xx.
         NoAnswerError: No whole answer came within ``timeout_s`` and ``MOST_BYTES``.
     """
+    with _answer(url, timeout_s, headers, content, api_key) as answer:
+        found: bytes = answer.read(MOST_BYTES + 1)
+        is_cut = len(found) <= MOST_BYTES and bool(answer.length)
+    if is_cut:
+        raise NoAnswerError(url, CUT)
+    if len(found) > MOST_BYTES:
+        raise NoAnswerError(url, f"it sends more than {MOST_BYTES >> 20} MiB")
+    return found
+
+
+def stream(
+    url: str,
+    timeout_s: float,
+    headers: dict[str, str],
+    content: bytes | None = None,
+    api_key: str | None = None,
+) -> Generator[bytes, None, None]:
+    """Yield the lines of the answer as they arrive, without their ends.
+
+    Arguments and errors are those of ``fetch``; the time is for the whole answer. An answer ends
+    with an error, too, where a line does not end within ``MOST_LINE_BYTES``. Close the generator
+    to leave the rest unread.
+    """
+    num_bytes, line = 0, bytearray()
+    with _answer(url, timeout_s, headers, content, api_key) as answer:
+        for piece in _pieces(answer):
+            num_bytes += len(piece)
+            if num_bytes > MOST_BYTES:
+                raise NoAnswerError(url, f"it sends more than {MOST_BYTES >> 20} MiB")
+            line += piece
+            if b"\n" in piece:
+                *whole, line = line.split(b"\n")
+                yield from (bytes(each.removesuffix(b"\r")) for each in whole)
+            if len(line) > MOST_LINE_BYTES:
+                raise NoAnswerError(url, f"it sends lines of over {MOST_LINE_BYTES >> 20} MiB")
+    if line:
+        yield bytes(line)
+
+
+def _pieces(answer: HTTPResponse) -> Iterator[bytes]:
+    """Yield the body as it arrives. Raises ``IncompleteRead`` where the connection ends within it.
+
+    Not by ``readline``, which takes a cut for the end.
+    """
+    left = answer.length
+    while (left is None or left > 0) and (piece := answer.read1(PIECE_BYTES)):
+        left = None if left is None else left - len(piece)
+        yield piece
+    if left is not None and left > 0:
+        raise IncompleteRead(b"", left)
+
+
+@contextmanager
+def _answer(
+    url: str,
+    timeout_s: float,
+    headers: dict[str, str],
+    content: bytes | None,
+    api_key: str | None,
+) -> Iterator[HTTPResponse]:
+    """Send a request and yield its answer. Errors of the block, too, become those of ``fetch``."""
     sent = {**headers, **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
     with _Deadline(timeout_s) as deadline:
-        open_ = build_opener(_NoRedirects, _Http(deadline), _Https(deadline)).open
+        request = Request(url, content, sent)
         try:
             try:
-                with open_(Request(url, content, sent), timeout=timeout_s) as answer:
-                    found: bytes = answer.read(MOST_BYTES + 1)
-                    is_cut = len(found) <= MOST_BYTES and bool(answer.length)
+                with _opener(request.type, deadline).open(request, timeout=timeout_s) as answer:
+                    yield answer
             except HTTPError as error:
                 with error:
                     raise RefusedError(url, error.code, error.read(MOST_REFUSAL_BYTES)) from None
         except (OSError, ValueError, HTTPException) as error:
-            if deadline.is_over or isinstance(getattr(error, "reason", error), TimeoutError):
-                raise NoAnswerError(_too_slow(url, timeout_s)) from None
-            raise NoAnswerError(f"{url} does not answer: {_reason(error)}") from None
+            is_late = deadline.is_over or isinstance(getattr(error, "reason", error), TimeoutError)
+            raise NoAnswerError(url, _too_slow(timeout_s) if is_late else _reason(error)) from None
         if deadline.is_over:  # a connection that was cut looks like the end of an answer
-            raise NoAnswerError(_too_slow(url, timeout_s))
-    if is_cut:
-        raise NoAnswerError(f"{url} does not answer: the connection ended within the answer")
-    if len(found) > MOST_BYTES:
-        raise NoAnswerError(f"{url} sends more than {MOST_BYTES >> 20} MiB")
-    return found
+            raise NoAnswerError(url, _too_slow(timeout_s))
 
 
-def _too_slow(url: str, timeout_s: float) -> str:
-    return f"{url} does not answer: no whole answer within {timeout_s:g} s"
+def _opener(scheme: str, deadline: _Deadline) -> OpenerDirector:
+    made = OpenerDirector()
+    for each in (
+        ProxyHandler(),
+        _Https(deadline) if scheme == "https" else _Http(deadline),
+        HTTPDefaultErrorHandler(),
+        _NoRedirects(),
+        HTTPErrorProcessor(),
+    ):
+        made.add_handler(each)
+    return made
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """Return the context of every connection: reading the machine's certificates takes long."""
+    return ssl.create_default_context()
+
+
+def _too_slow(timeout_s: float) -> str:
+    return f"no whole answer within {timeout_s:g} s"
 
 
 def _reason(error: Exception) -> str:
     """Describe a failure without what the server sent."""
+    if isinstance(error, IncompleteRead):
+        return CUT
     if isinstance(error, HTTPException):
         return "it does not speak HTTP"
     why = getattr(error, "reason", error)
@@ -204,8 +323,8 @@ class _Http(HTTPHandler):
 
 class _Https(HTTPSHandler):
     def __init__(self, deadline: _Deadline) -> None:
-        super().__init__()
-        self._connection = partial(_connection, _Secure, deadline)
+        super().__init__(context=_tls())
+        self._connection = partial(_connection, _Secure, deadline, context=_tls())
 
     def https_open(self, req: Request) -> HTTPResponse:
         return self.do_open(self._connection, req)

@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.engine import Engine, SamplingParams
-from kvtier.tools.bench_serve.corpus import Prompt, with_other_ending
 from kvtier.tools.bench_serve.engines import (
     Setting,
     clear_tiers,
@@ -33,6 +32,7 @@ from kvtier.tools.bench_serve.engines import (
 )
 from kvtier.tools.bench_serve.options import FULL_ACCURACY_PROMPTS, FULL_PROMPT_TOKENS, BenchError
 from kvtier.tools.bench_serve.tamper import Damage, damaged
+from kvtier.tools.report.corpus import Prompt, with_other_ending
 from kvtier.tools.report.progress import Progress
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 

@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 
 from kvtier.config import CacheConfig
 from kvtier.engine import Completion, Engine, EngineConfig, EngineInfo, SamplingParams
-from kvtier.tools.bench_serve.corpus import Corpus, Prompt
 from kvtier.tools.bench_serve.options import BenchError, ServeOptions
 from kvtier.tools.bench_serve.sample import Sample, take_sample
+from kvtier.tools.report.corpus import Corpus, Prompt
 from kvtier.types import LoadPolicy
 
 DISK_PAGE_BYTES = 4096

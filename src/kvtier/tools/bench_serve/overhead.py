@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.engine import Completion, Engine, SamplingParams
-from kvtier.tools.bench_serve.corpus import Prompt
 from kvtier.tools.bench_serve.engines import (
     REQUEST_TIMEOUT_S,
     Setting,
@@ -24,6 +23,7 @@ from kvtier.tools.bench_serve.engines import (
     settle,
 )
 from kvtier.tools.bench_serve.options import FULL_PROMPT_TOKENS, BenchError
+from kvtier.tools.report.corpus import Prompt
 from kvtier.tools.report.progress import Progress
 from kvtier.tools.report.stats import Estimate, median_with_interval, rounded
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from kvtier.config import CHUNK_TOKENS
 from kvtier.engine import Engine, EngineInfo, SamplingParams
-from kvtier.tools.bench_serve.corpus import Prompt
 from kvtier.tools.bench_serve.engines import Setting, clear_tiers, open_engine, run_one, settle
 from kvtier.tools.bench_serve.options import BenchError
+from kvtier.tools.report.corpus import Prompt
 from kvtier.tools.report.progress import Progress
 from kvtier.tools.report.stats import Estimate, Floats, estimate, rounded
 from kvtier.types import DEVICE, HOST, LoadPolicy

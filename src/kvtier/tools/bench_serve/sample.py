@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier.engine import Engine, SamplingParams
-from kvtier.tools.bench_serve.corpus import Prompt
+from kvtier.tools.report.corpus import Prompt
 
 SHOWN_TOKENS = 40
 TIMEOUT_S = 600.0

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from kvtier.config import parse_size
 from kvtier.engine import Engine, SamplingParams
-from kvtier.tools.bench_serve.corpus import Prompt
 from kvtier.tools.bench_serve.engines import Setting, open_engine, run_one, scratch_disk, settle
 from kvtier.tools.bench_serve.options import FULL_PROMPT_TOKENS, FULL_TTFT_PROMPTS
+from kvtier.tools.report.corpus import Prompt
 from kvtier.tools.report.progress import Progress
 from kvtier.tools.report.stats import (
     LEAST_VALUES,

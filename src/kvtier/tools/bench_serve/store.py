@@ -17,9 +17,9 @@ from urllib.parse import parse_qsl, urlencode
 from kvtier.config import parse_size
 from kvtier.engine import Engine, SamplingParams
 from kvtier.tiers.remote.pruning import make_keeper, prune
-from kvtier.tools.bench_serve.corpus import Prompt
 from kvtier.tools.bench_serve.engines import Setting, clear_tiers, open_engine, run_one, settle
 from kvtier.tools.bench_serve.options import BenchError
+from kvtier.tools.report.corpus import Prompt
 from kvtier.tools.report.progress import Progress
 from kvtier.tools.report.stats import (
     Estimate,

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from kvtier.engine import Completion, Engine, SamplingParams
-from kvtier.tools.bench_serve.corpus import Prompt
 from kvtier.tools.bench_serve.engines import (
     Setting,
     clear_tiers,
@@ -26,6 +25,7 @@ from kvtier.tools.bench_serve.engines import (
     settle,
 )
 from kvtier.tools.bench_serve.options import FULL_PROMPT_TOKENS, FULL_TTFT_PROMPTS
+from kvtier.tools.report.corpus import Prompt
 from kvtier.tools.report.progress import Progress
 from kvtier.tools.report.stats import (
     Estimate,

@@ -15,8 +15,8 @@ Floats = npt.NDArray[np.float64]
 LEAST_VALUES = 6
 """Fewer have no interval of 95 %: the range of five encloses the median 94 times in a hundred."""
 NUM_RESAMPLES = 4000
-P90_VALUES, P99_VALUES = 10, 100
-"""A percentile needs a value beyond it: of fewer than these it is the largest, by another name."""
+P99_VALUES = 100
+"""Fewer values have no p99: see ``percentile``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,23 @@ def summarize(values: Sequence[float]) -> Summary | None:
     """Mean, p50, p90 and p99 (linear between ranks), and maximum; None for no values."""
     if not values:
         return None
-    p50, p90, p99 = np.percentile(np.asarray(values, np.float64), [50, 90, 99]).tolist()
     return Summary(
         float(np.mean(values)),
-        p50,
-        p90 if len(values) >= P90_VALUES else None,
-        p99 if len(values) >= P99_VALUES else None,
+        float(np.median(values)),
+        percentile(values, 90),
+        percentile(values, 99),
         max(values),
     )
+
+
+def percentile(values: Sequence[float], percent: int) -> float | None:
+    """Return a percentile, linear between ranks; None where no value can lie beyond it.
+
+    Of fewer than 100 values, p99 would be the largest by another name.
+    """
+    if len(values) * (100 - percent) < 100:
+        return None
+    return float(np.percentile(np.asarray(values, np.float64), percent))
 
 
 @dataclass(frozen=True, slots=True)

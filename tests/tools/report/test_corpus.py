@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
-from kvtier.tools.bench_serve.corpus import Corpus, _library_files, with_other_ending
+from kvtier.tools.report.corpus import Corpus, _library_files, with_other_ending
 
 pytestmark = pytest.mark.engine
 

@@ -23,13 +23,19 @@ class Corpus:
 
     encode: text to token ids. paths: files and directories; none for the source code and
     documentation in the interpreter's own library. seed: the order in which files are read.
+    unit: what ``encode`` makes of text, for messages.
     The same files, seed and tokenizer give the same prompts on every machine.
     """
 
     def __init__(
-        self, encode: Callable[[str], Sequence[int]], paths: Sequence[Path] = (), seed: int = 0
+        self,
+        encode: Callable[[str], Sequence[int]],
+        paths: Sequence[Path] = (),
+        seed: int = 0,
+        unit: str = "tokens",
     ) -> None:
         self._encode = encode
+        self._unit = unit
         self._tokens = array("q")
         files = sorted(_given_files(paths)) if paths else sorted(_library_files())
         random.Random(seed).shuffle(files)
@@ -54,9 +60,10 @@ class Corpus:
             while len(self._tokens) < start + num_tokens:
                 if not self._read_more():
                     raise ConfigError(
-                        f"text: {self.source} has {len(self._tokens):,} tokens, enough for "
-                        f"{len(chosen)} of {num_prompts} prompts of {num_tokens:,} tokens without "
-                        "repeating any; give more with --text, or ask for fewer or shorter prompts"
+                        f"text: {self.source} has {len(self._tokens):,} {self._unit}, enough for "
+                        f"{len(chosen)} of {num_prompts} prompts of {num_tokens:,} {self._unit} "
+                        "without repeating any; give more with --text, or ask for fewer or shorter "
+                        "prompts"
                     )
             beginning = tuple(self._tokens[start : start + min(distinct_tokens, num_tokens)])
             if beginning in beginnings:  # a licence text, say: begin a little later

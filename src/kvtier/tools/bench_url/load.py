@@ -1,0 +1,185 @@
+"""Conversations that share a beginning, asked of a server several at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from time import perf_counter
+
+from kvtier.errors import ConfigError
+from kvtier.tools.bench_url.exchange import Endpoint, Exchange, FailedRequestError
+from kvtier.tools.report.corpus import Corpus
+from kvtier.tools.report.progress import Progress
+
+SAMPLE_CHARACTERS = 2048
+"""Length of the text by which characters per token are measured."""
+SAMPLE_BEGINNING = "Characters per token are measured by this text.\n"
+"""First line of that text, so that no conversation begins like it."""
+DISTINCT_CHARACTERS = 64
+"""Characters in which no two turns of the user agree."""
+MOST_CHARACTERS_PER_TOKEN = 16.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Size of a load.
+
+    Attributes:
+        requests: in all; each is one turn of a conversation.
+        turns: of each conversation, one after another.
+        concurrency: requests at a time.
+        shared_tokens: the beginning that all conversations share.
+        turn_tokens: text that each turn adds.
+        max_tokens: of each answer.
+        seed: order of the text. Two runs with the same seed ask the same.
+        text: files and directories to take text from; none for the interpreter's own library.
+    """
+
+    requests: int = 100
+    turns: int = 4
+    concurrency: int = 8
+    shared_tokens: int = 500
+    turn_tokens: int = 500
+    max_tokens: int = 64
+    seed: int = 0
+    text: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAnswer:
+    """An answer, and which turn of its conversation it is, from 1."""
+
+    turn: int
+    exchange: Exchange
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRun:
+    """Everything that a server answered, and how long it took in all."""
+
+    endpoint: Endpoint
+    options: LoadOptions
+    answers: tuple[TurnAnswer, ...]
+    failures: tuple[FailedRequestError, ...]
+    wall_s: float
+
+    @property
+    def num_not_sent(self) -> int:
+        """Turns that were not asked, since one before them failed."""
+        return self.options.requests - len(self.answers) - len(self.failures)
+
+
+class Conversation:
+    """A user's texts, and what was said so far."""
+
+    def __init__(self, texts: Sequence[str], max_tokens: int) -> None:
+        self._rest = deque(texts)
+        self._max_tokens = max_tokens
+        self._said: list[str] = []
+
+    @property
+    def turn(self) -> int:
+        """The turn that was asked last, from 1."""
+        return (len(self._said) + 1) // 2
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is another turn to ask."""
+        return bool(self._rest)
+
+    def ask(self, endpoint: Endpoint) -> Exchange:
+        """Ask the next turn. Raises ``FailedRequestError``."""
+        self._said.append(self._rest.popleft())
+        found = endpoint.ask(self._said, self._max_tokens)
+        self._said.append(found.text)
+        return found
+
+
+def run_load(
+    endpoint: Endpoint,
+    options: LoadOptions,
+    conversations: Sequence[Conversation],
+    progress: Progress,
+) -> LoadRun:
+    """Ask all conversations and return what was answered.
+
+    Turns go round: the next one of a conversation waits behind those that were due before it. A
+    conversation ends with a request that fails.
+    """
+    progress.begin("requests", options.requests)
+    due: SimpleQueue[Conversation | None] = SimpleQueue()
+    done: SimpleQueue[tuple[Conversation, Exchange | BaseException]] = SimpleQueue()
+
+    def work() -> None:
+        while (each := due.get()) is not None:
+            try:
+                done.put((each, each.ask(endpoint)))
+            except BaseException as error:
+                done.put((each, error))
+
+    for _ in range(options.concurrency):
+        Thread(target=work, name="kvtier-bench-url", daemon=True).start()
+    answers: list[TurnAnswer] = []
+    failures: list[FailedRequestError] = []
+    began = perf_counter()
+    for each in conversations:
+        due.put(each)
+    num_open = len(conversations)
+    while num_open:
+        conversation, found = done.get()
+        progress.advance()
+        num_open -= 1
+        if isinstance(found, Exchange):
+            answers.append(TurnAnswer(conversation.turn, found))
+            if conversation.has_more:
+                due.put(conversation)
+                num_open += 1
+        elif isinstance(found, FailedRequestError):
+            failures.append(found)
+        else:
+            raise found
+    wall_s = perf_counter() - began
+    for _ in range(options.concurrency):
+        due.put(None)
+    return LoadRun(endpoint, options, tuple(answers), tuple(failures), wall_s)
+
+
+def make_conversations(endpoint: Endpoint, options: LoadOptions) -> list[Conversation]:
+    """Cut conversations from text, in the lengths that the server's tokenizer gives them.
+
+    Raises:
+        ConfigError: The request that measures characters per token fails, or there is too little
+            text.
+    """
+    corpus = Corpus(lambda text: [*map(ord, text)], options.text, options.seed, "characters")
+
+    def cut(num: int, num_characters: int) -> list[str]:
+        found = corpus.prompts(num, num_characters, DISTINCT_CHARACTERS)
+        return ["".join(map(chr, each)) for each in found]
+
+    (sample,) = cut(1, SAMPLE_CHARACTERS)
+    per_token = _characters_per_token(endpoint, SAMPLE_BEGINNING + sample)
+    length = max(1, round(options.turn_tokens * per_token))
+    shared_length = round(options.shared_tokens * per_token)
+    num_shared = -(-shared_length // length)
+    texts = cut(num_shared + options.requests, length)
+    shared, own = "".join(texts[:num_shared])[:shared_length], texts[num_shared:]
+    conversations = []
+    for start in range(0, options.requests, options.turns):
+        first, *rest = own[start : start + options.turns]
+        conversations.append(Conversation([shared + first, *rest], options.max_tokens))
+    return conversations
+
+
+def _characters_per_token(endpoint: Endpoint, text: str) -> float:
+    try:
+        found = endpoint.ask([text], max_tokens=1)
+    except FailedRequestError as error:
+        raise ConfigError(f"url: {endpoint.server}{endpoint.path}: {error}") from error
+    if not found.prompt_tokens:
+        raise ConfigError(f"url: {endpoint.server} does not report usage.prompt_tokens")
+    return min(len(text) / found.prompt_tokens, MOST_CHARACTERS_PER_TOKEN)
