@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,6 +156,23 @@ def test_first_rank_records_each_request_once_when_it_ends(
     assert keys[0][:2] == keys[1]
     assert keys[0] == keys[4]
     assert not {*keys[0]} & {*keys[2], *keys[3]}
+
+
+def test_a_clock_that_is_set_moves_no_request(
+    watch: PrefillWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace"
+    made = under_sglang.open_recording(VllmSettings(record=str(path)), config(), 64, 0)
+    assert made is not None
+    since = time.perf_counter()
+    for number, shown in enumerate((1.7e9, 100_000.0, 1.7e9)):
+        monkeypatch.setattr(time, "time", lambda now=shown: now)
+        stats = SimpleNamespace(created_time=since - 9 + 3 * number)
+        one = Request(str(number), list(range(200)), time_stats=stats)
+        step(watch, [one], ends=[one])
+    made.close()
+    times = read_traces([path], ReadOptions(CHAINS)).times
+    assert (times - times[0]).tolist() == pytest.approx([0, 3, 6], abs=1), "when they were created"
 
 
 def test_attention_replicas_record_beside_each_other(watch: PrefillWatch, tmp_path: Path) -> None:

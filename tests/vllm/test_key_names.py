@@ -87,6 +87,25 @@ def test_image_does_not_get_the_kv_of_another_of_its_name(
         assert run(llm, TEXT)[0][0] == 3 * BLOCK, "text is found on disk"
 
 
+@pytest.mark.timeout(900)
+def test_embeddings_are_found_in_their_process_alone(tmp_path: Path) -> None:
+    """vLLM hashes their bytes, without their type and shape."""
+    hidden = json.loads((MODEL / "config.json").read_text())["hidden_size"]
+    made = torch.Generator().manual_seed(1)
+    embedded: dict[str, Any] = {
+        "prompt_embeds": torch.randn(3 * BLOCK + 50, hidden, generator=made)
+    }
+    with engine(with_disk(tmp_path), enable_prompt_embeds=True) as llm:
+        assert run(llm, TEXT)[0][0] == 0
+        assert run(llm, embedded)[0][0] == 0
+        assert llm.reset_prefix_cache()
+        assert run(llm, embedded)[0][0] == 3 * BLOCK, "from host memory"
+        assert run(llm, prompt(4101, 2 * BLOCK))[0][0] == 0  # what was stored before is on disk
+    with engine(with_disk(tmp_path), enable_prompt_embeds=True) as llm:
+        assert run(llm, embedded)[0][0] == 0
+        assert run(llm, TEXT)[0][0] == 3 * BLOCK, "text is found on disk"
+
+
 def _make_adapter(folder: Path, seed: int) -> str:
     """A LoRA adapter of random weights for the built-in model, at the same path each time."""
     folder.mkdir(exist_ok=True)
