@@ -32,7 +32,7 @@ def test_a_full_run_says_what_was_saved_what_it_cost_and_how_sure_that_is() -> N
         "mean of 100 prompts of 3,500 tokens (95 % sure: 96.4 % to 96.7 %)."
     )
     assert disk.startswith("After a restart, from disk: 94.5 % sooner")
-    assert same.startswith("The answers are the same: from device, host and disk, all logits of 20")
+    assert same.startswith("Answers are identical: from device, host and disk, all logits of 20")
     assert "time to first token +0.4 %" in cost
 
 
@@ -45,7 +45,7 @@ def test_a_look_says_what_it_can_tell_and_what_tells_the_rest() -> None:
     assert "12 prompts" in found[0]
     assert any("too small a run to tell, 10 pairs of runs where 30 are needed" in x for x in found)
     assert not any("30.0 %" in each or "T2" in each for each in found)
-    assert found[-1].startswith("This was a look. kvtier bench serve measures at full size")
+    assert found[-1].startswith("This was a quick run. kvtier bench serve measures at full size")
 
 
 def test_too_few_prompts_have_no_share() -> None:
@@ -66,7 +66,7 @@ def test_later_is_called_later() -> None:
     ("made", "words"),
     [
         ({"accuracy": samples.accuracy(unequal=1)}, "The answers differ: only 19 of 20"),
-        ({"accuracy": samples.accuracy(unnoticed=1)}, "damaged on purpose, and not noticed"),
+        ({"accuracy": samples.accuracy(unnoticed=1)}, "damaged on purpose were not noticed"),
         ({"ttft": samples.ttft(different=3)}, "3 requests of the later passes got other logits"),
         ({"overlap": samples.overlap(same=False)}, "while it was loaded differ"),
     ],

@@ -82,11 +82,11 @@ def test_dear_accelerators_ask_for_memory_and_free_ones_for_none(conversations: 
     assert bought["host_bytes"] > 1 << 30
     assert bought["net_per_hour"] > 0
     assert bought["interval_95"][0] <= bought["seconds_per_hour"] <= bought["interval_95"][1]
-    assert "This rests on 639 requests" in bought["text"]
+    assert "Evidence: 639 requests" in bought["text"]
     assert [each["name"] for each in dear["setups"]] == ["as it is", "recommended"]
     assert "More may pay, too: sizes above " in bought["text"]
     few = (*common, "--accelerator-price-per-hour", "1000", "--sizes", "2GiB,4GiB")
-    assert "no larger size was looked at" in replayed(conversations, *few)["recommendation"]["text"]
+    assert "no larger size was simulated" in replayed(conversations, *few)["recommendation"]["text"]
     free = replayed(conversations, *common, "--accelerator-price-per-hour", "0")
     assert free["recommendation"]["host_bytes"] is None
     assert free["recommendation"]["text"].startswith("Buy neither host memory nor a disk")
@@ -98,7 +98,7 @@ def test_a_disk_is_bought_alone_where_host_memory_is_dear(conversations: Path) -
     bought = replayed(conversations, *common, "--disk-full-writes", "50")["recommendation"]
     assert bought["host_bytes"] is None
     assert bought["disk_bytes"] > 1 << 30
-    assert "Above it, kvtier needs a little host memory to read into." in bought["text"]
+    assert "kvtier also needs a little host memory as a read buffer." in bought["text"]
     assert " days: its price counts by that." in bought["text"]
     lasting = replayed(conversations, *common, "--disk-full-writes", "1e9")["recommendation"]
     assert "worn after" not in lasting["text"]
@@ -121,7 +121,7 @@ def test_a_device_that_holds_everything_needs_no_more(conversations: Path) -> No
     result = kvtier("replay", conversations, "--no-report", "--device-capacity", "1TiB")
     assert result.exit_code == 0, result.output
     assert "The device holds all of it." in result.stdout
-    assert "it needs no more memory" in " ".join(result.stdout.split())
+    assert "no more memory is needed" in " ".join(result.stdout.split())
 
 
 def test_a_short_trace_is_too_small_to_tell(conversations: Path, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_advice_is_for_the_policy_that_serves_with_lru_beside_it(conversations: 
         for name in ("lru", "runs")
     )
     text = found["recommendation"]["text"].replace("\u00a0", " ")
-    beside = rf"finds {100 * learned:.1f} % of the blocks \(under LRU {100 * lru:.1f} %\)"
+    beside = rf"hits {100 * learned:.1f} % of the blocks \(under LRU {100 * lru:.1f} %\)"
     assert re.search(beside, text), text
     seconds = found["recommendation"]["seconds_per_hour"]
     assert f"the work of {figures.number(seconds / 3600)} accelerators" in text
@@ -161,7 +161,7 @@ def test_rows_are_marked_by_text_where_there_are_no_colours(conversations: Path)
     text = result.stdout.replace("\u00a0", " ")
     assert "\x1b" not in text
     assert len(re.findall("<- recommended", text)) == 1
-    tables = text.partition("Host memory, without")[2].partition("Where prompt tokens")[0]
+    tables = text.partition("Host memory, without")[2].partition("Prompt tokens by source")[0]
     rows = [line for line in tables.splitlines() if re.match("│ [0-9]", line)]
     assert any("can't tell" in row for row in rows)
     for row in rows:
@@ -217,7 +217,7 @@ def test_the_table_says_what_to_buy_and_why(conversations: Path) -> None:
     assert "640 requests over" in text
     assert "Host memory, without a disk" in text
     assert "the engine's own KV memory" in text
-    assert "Assumed, since nobody said: KV of a token" in text
+    assert "Assumed, not set by options: KV of a token" in text
 
 
 @has_report
@@ -235,8 +235,8 @@ def test_the_report_is_one_well_formed_file(conversations: Path, tmp_path: Path)
     assert html.count("<svg") == 4  # two figures, for wide pages and for narrow ones
     text = " ".join(" ".join(found.text).split()).replace("\u00a0", " ")
     assert "conversations.jsonl" in text
-    assert "This rests on" in text
-    assert "without bound: " in text
+    assert "Evidence: " in text
+    assert "unlimited: " in text
     assert not re.search(r"#1010[0-9a-f]{2}", html)  # every colour is the page's
 
 

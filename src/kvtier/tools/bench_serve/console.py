@@ -1,4 +1,4 @@
-"""Summary in a terminal at the end of a run: a table, and what it means."""
+"""Print the summary of a run to a terminal: a table, and conclusions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from kvtier.tools.report.target import target_words
 
 
 def show_result(console: Console, result: ServeResult) -> None:
-    """The findings as a table; the targets, where the run has the size that they are meant for.
-
-    And what was found, in words.
-    """
+    """Print the findings as a table, the targets of a run at full size, and the conclusions."""
     table = Table(title=headline(result), title_style="bold", title_justify="left")
-    table.add_column("What", style="bold", no_wrap=True)
+    table.add_column("Finding", style="bold", no_wrap=True)
     table.add_column("Result")
-    table.add_column("Which means", style="dim")
+    table.add_column("Meaning", style="dim")
     for verdict in verdicts(result):
         style = {True: "green", False: "bold red", None: ""}[verdict.good]
         table.add_row(verdict.title, Text(verdict.figure, style), Text(verdict.meaning))

@@ -1,8 +1,8 @@
-"""Results of a run in words: for the table, the report and the paragraphs that end a run.
+"""Sentences and table cells of a run, for the terminal and the report.
 
-``verdicts`` are the rows of the table and the cards of the report. ``conclusion`` says the same to
-somebody who sees it for the first time: what was asked, what came out and how sure that is. What a
-run of this size can't tell has no figure, but says what would tell.
+``verdicts`` are the rows of the table and the cards of the report. ``conclusion`` explains them to
+a first-time reader: question, result and confidence. A question that a run of this size cannot
+answer has no figure, but names the run that would answer it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ PLACES = {
 """Labels by source of a prompt's beginning, slowest first."""
 FROM_STORE = "From the store"
 FULL_COMMAND = "kvtier bench serve"
-WRONG = "This must not be: please keep the JSON of this run (--json FILE), and report it."
+WRONG = "This is a bug: please keep the JSON of this run (--json FILE) and report it."
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One finding: the question, the figure, its meaning, and whether it is as promised.
+    """One finding: title, figure, meaning.
 
-    None where nothing was promised.
+    good: whether it is as promised; None if nothing was promised.
     """
 
     title: str
@@ -56,7 +56,7 @@ class Verdict:
 
 
 def verdicts(result: ServeResult) -> list[Verdict]:
-    """The findings of a run, most telling first."""
+    """Return the findings of a run, the most important first."""
     found: list[Verdict] = []
     if result.ttft is not None:
         found += _ttft(result.ttft)
@@ -87,7 +87,7 @@ def headline(result: ServeResult) -> str:
         equal, asked = result.accuracy.num_equal(), result.accuracy.num_prompts
         return f"{equal} of {asked} prompts gave the same logits, bit for bit."
     if result.overhead is not None:
-        cost = "The cost of the cache with nothing to reuse"
+        cost = "The cost of the cache when nothing can be reused"
         if not result.overhead.full_size:
             return f"{cost}: {TOO_SMALL}."
         return _in_short(cost, result.overhead.loss)
@@ -125,16 +125,16 @@ def subtitle(result: ServeResult) -> str:
             "real text, once without and twice with reused KV."
         )
     if result.overhead is not None:
-        return "New prompts, served in turn by an engine with the cache and by one without."
+        return "New prompts, served alternately by an engine with the cache and one without."
     if result.slow_disk is not None:
-        return "Prompts that lie on a throttled disk, in turn with an engine without the cache."
+        return "Prompts on a throttled disk, alternating with an engine without the cache."
     if result.store is not None:
-        return "Prompts that one process has computed, asked of another that has only the store."
-    return "A long prompt from host memory, computed while it was loaded and after, in turn."
+        return "Prompts computed by one process, requested from another that has only the store."
+    return "A long prompt from host memory, prefilled during its load and after it, alternately."
 
 
 def _in_short(what: str, found: Estimate) -> str:
-    """A sentence about a share."""
+    """Return a sentence about a share."""
     if not found.is_bounded:
         return f"{what}: {TOO_FEW}."
     return f"{what}: {change(found) if found.contains(0) else about(found)}."
@@ -166,9 +166,7 @@ def _ttft(result: TtftResult) -> list[Verdict]:
                 )
             )
     if again := len(result.times_ms(2, COLD)) + len(result.times_ms(3, COLD)):
-        found.append(
-            Verdict("Computed again", counted(again, "request"), "Nothing of them was reused.")
-        )
+        found.append(Verdict("Recomputed", counted(again, "request"), "They reused nothing."))
     if result.num_same < result.num_warm:
         wrong = counted(result.num_warm - result.num_same, "request")
         found.append(
@@ -210,7 +208,7 @@ def in_brackets(saved: Estimate) -> str:
 
 
 def _slow_ones(summary: Summary) -> str:
-    """The end of the distribution, as far as there are requests enough to speak of one."""
+    """Return the tail of the distribution, as far as the number of requests supports it."""
     if summary.p99 is not None:
         return f"99 % at most {milliseconds(summary.p99)}"
     if summary.p90 is not None:
@@ -219,10 +217,9 @@ def _slow_ones(summary: Summary) -> str:
 
 
 def _overhead(result: OverheadResult) -> Verdict:
-    """Medians, and where they lie, from as many pairs as the target takes.
+    """Return medians and their intervals, from as many pairs as the target needs.
 
-    Of fewer nothing: a cost near 1 % drowns in what else the machine does, and would be read off
-    whatever came out.
+    Fewer pairs give no figure: a cost near 1 % is below the machine's noise.
     """
     pairs = f"{counted(len(result.rows), 'pair')} with the cache on and off"
     title, length = "Cost without reuse", f"prompts of {result.prompt_tokens:,} tokens"
@@ -260,11 +257,11 @@ def _overlap(result: OverlapResult) -> Verdict:
 
 
 def _store(result: StoreResult) -> list[Verdict]:
-    """The store as a tier of its own."""
+    """Return the findings on the store."""
     asked, hits, warm, saved = len(result.rows), len(result.hits), result.warm, result.saved
     found = []
     if warm is not None and saved is not None:
-        look_up = "it knew what is there without a question"
+        look_up = "no look-up was needed"
         if result.lookup_ms is not None:
             look_up = f"a look-up took {milliseconds(result.lookup_ms)}"
         found.append(
@@ -281,7 +278,7 @@ def _store(result: StoreResult) -> list[Verdict]:
             Verdict(
                 "Not from the store",
                 counted(asked - hits, "prompt"),
-                "They were computed again: the store had nothing of them, or was not worth it.",
+                "They were recomputed: the store had no blocks of them, or loading was not faster.",
             )
         )
     if not result.all_same:
@@ -298,7 +295,7 @@ def _store(result: StoreResult) -> list[Verdict]:
 
 
 def conclusion(result: ServeResult) -> list[str]:
-    """A paragraph for each question that was asked; then, after a small run, what asks more."""
+    """Return a paragraph per experiment and, after a quick run, the command of a full one."""
     found = []
     if result.ttft is not None:
         found += _ttft_concluded(result.ttft)
@@ -365,16 +362,16 @@ def _accuracy_concluded(result: AccuracyResult) -> str:
             f"of a run without the cache. {WRONG}"
         )
     same = (
-        f"The answers are the same: from device, host and disk, all logits of "
+        f"Answers are identical: from device, host and disk, all logits of "
         f"{counted(asked, 'prompt')} were those of a run without the cache, bit for bit."
     )
     if result.num_noticed() < asked:
-        return f"{same} But some blocks were damaged on purpose, and not noticed. {WRONG}"
+        return f"{same} But some blocks that were damaged on purpose were not noticed. {WRONG}"
     return f"{same} Blocks that were damaged on purpose were noticed each time."
 
 
 def _overhead_concluded(result: OverheadResult) -> str:
-    what = "What the cache costs where nothing can be reused"
+    what = "Cost of the cache when nothing can be reused"
     if not result.full_size:
         pairs = counted(len(result.rows), "pair")
         return f"{what}: {TOO_SMALL}, {pairs} of runs where {FULL_PAIRS} are needed."
@@ -385,8 +382,8 @@ def _overhead_concluded(result: OverheadResult) -> str:
 def _what_tells_more(options: ServeOptions) -> str:
     model = "" if options.model == ServeOptions().model else f" --model {options.model}"
     return (
-        f"This was a look. {FULL_COMMAND}{model} measures at full size, on two cores in about ten "
-        "minutes with the built-in model. To serve: kvtier serve."
+        f"This was a quick run. {FULL_COMMAND}{model} measures at full size, on two cores in about "
+        "ten minutes with the built-in model. To serve: kvtier serve."
     )
 
 

@@ -1,4 +1,4 @@
-"""A replay on a terminal."""
+"""Print the result of a replay to a terminal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvtier.tools.report.figures import capacity
 
 
 def show_result(console: Console, result: ReplayResult) -> None:
-    """Hits by policy and size, what each size saves and costs, and what to buy."""
+    """Print hit ratios by policy and size, savings and cost of each size, and a recommendation."""
 
     def say(text: str, style: str = "") -> None:
         console.print(Text(text, style))
@@ -67,11 +67,11 @@ def _table(title: str, columns: Sequence[str], caption: str = "") -> Table:
 
 
 def _hits(result: ReplayResult) -> Table:
-    """With many policies there is no room for the time that they spare."""
+    """Return the table of hit ratios. With many policies it has no room for the time saved."""
     with_time = len(result.curves) <= 3
-    spared = ", and the computing they spare," if with_time else ""
-    names = ["size", *map(policy_name, result.curves), "without bound"]
-    table = _table(f"Blocks found{spared} in one tier of each size", names)
+    saved = ", share of prefill time saved" if with_time else ""
+    names = ["size", *map(policy_name, result.curves), "unlimited"]
+    table = _table(f"Hit ratio of blocks{saved}, by policy and size of one tier", names)
     for cells in hit_rows(result, with_time):
         table.add_row(*cells)
     return table
@@ -91,8 +91,8 @@ def _sizes(title: str, points: Sequence[Point], result: ReplayResult, is_disk: b
 
 def _setups(result: ReplayResult) -> Table:
     table = _table(
-        "Where prompt tokens come from",
-        ["", "tiers", "device", "host", "disk", "computed", "computing saved"],
+        "Prompt tokens by source",
+        ["", "tiers", "device", "host", "disk", "computed", "prefill time saved"],
     )
     for setup in result.setups:
         table.add_row(*setup_cells(result, setup))

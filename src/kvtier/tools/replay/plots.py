@@ -28,7 +28,7 @@ def hits(result: ReplayResult) -> tuple[str, str]:
         ceiling = 100 * result.ceiling.hit_ratio
         axes.axhline(ceiling, color=MUTED, linewidth=1, dashes=(1, 2))
         axes.annotate(
-            f"without bound: {percent(result.ceiling.hit_ratio)}", (0.0, ceiling), (0, 4),
+            f"unlimited: {percent(result.ceiling.hit_ratio)}", (0.0, ceiling), (0, 4),
             xycoords=axes.get_yaxis_transform(), textcoords="offset points",
             va="bottom", ha="left", color=MUTED,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A replay in words: the same sentences for the terminal, the JSON object and the report."""
+"""Sentences and table cells of a replay, for the terminal, the JSON object and the report."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ RECOMMENDED = "<- recommended"
 WEAK = f"{CANT_TELL}: the trace is too small, or does not fill this size twice."
 SIZE_COLUMNS = (
     "size",
-    "found",
+    "hit ratio",
     "tokens/s saved",
-    "time saved/h",
-    "worth, price/h",
-    "each GiB more: worth, price/month",
+    "prefill saved/h",
+    "value, cost per hour",
+    "added GiB: value, cost per month",
 )
 WRITTEN = "written/day"
 POLICY_NAMES = {LRU: "LRU", RUNS: "learned (runs)", OPTIMUM: "optimum"}
@@ -45,7 +45,7 @@ def headline(result: ReplayResult) -> str:
     """Return the result of the replay in one short sentence."""
     if result.choice is None or not _judged(result):
         if not result.host and not result.evidence.weakness:
-            return "The device holds all of it."
+            return "The device pool holds the whole trace."
         return "Too small to tell."
     bought = _bought(result.choice)
     if not bought:
@@ -62,9 +62,9 @@ def subtitle(result: ReplayResult) -> str:
     facts = result.facts
     return (
         f"{counted(facts.num_requests, 'request')} over {ago(facts.window_s)}, "
-        f"{facts.tokens:,} prompt tokens in blocks of {facts.block_tokens}. A cache without bound "
-        f"would have {percent(facts.ceiling)} of the blocks, and spare "
-        f"{percent(result.ceiling.time_ratio)} of the time that computing them takes."
+        f"{facts.tokens:,} prompt tokens in blocks of {facts.block_tokens}. An unlimited "
+        f"cache would hit {percent(facts.ceiling)} of the blocks and save "
+        f"{percent(result.ceiling.time_ratio)} of the prefill time."
     )
 
 
@@ -82,23 +82,23 @@ def paragraphs(result: ReplayResult) -> list[str]:
 
 
 def _refusal(result: ReplayResult) -> str:
-    """Why there is nothing to recommend, or ""."""
+    """Return why there is nothing to recommend, or ""."""
     evidence = result.evidence
     if evidence.weakness:
         return (
-            f"Too small to tell: {evidence.weakness}. Record more of what your server is asked: "
+            f"Too small to tell: {evidence.weakness}. Record more of your server's requests: "
             "some hours at least."
         )
     if not result.host:
         return (
-            f"The device pool of {capacity(result.machine.device_bytes)} holds all different "
-            f"blocks of this trace, {capacity(unique_bytes(result))}: it needs no more memory."
+            f"The device pool of {capacity(result.machine.device_bytes)} holds all distinct "
+            f"blocks of this trace, {capacity(unique_bytes(result))}: no more memory is needed."
         )
     if not _judged(result):
         smallest = capacity(result.host[0].num_bytes)
         return (
             f"Too small to tell: the trace does not fill the smallest size, {smallest}, twice. "
-            "Record more of what your server is asked."
+            "Record more of your server's requests."
         )
     return ""
 
@@ -106,15 +106,15 @@ def _refusal(result: ReplayResult) -> str:
 def _basis(result: ReplayResult) -> str:
     evidence = result.evidence
     text = (
-        f"This rests on {counted(evidence.num_reuses, 'request')} that share a prefix with an "
-        f"earlier one, over {ago(evidence.window_s)}; half of the blocks that are used again were "
-        f"used at most {ago(evidence.age_p50_s or 0)} before, nine in ten at most "
-        f"{ago(evidence.age_p90_s or 0)}. Sizes are judged under the policy "
-        f"{policy_name(result.policy)}, the trace begins with empty caches, and time that is "
-        "saved is worth its price only where accelerators have other work."
+        f"Evidence: {counted(evidence.num_reuses, 'request')} that share a prefix with an "
+        f"earlier one, over {ago(evidence.window_s)}; half of the reused blocks "
+        f"are reused within {ago(evidence.age_p50_s or 0)}, 90 % within "
+        f"{ago(evidence.age_p90_s or 0)}. Sizes are compared under the policy "
+        f"{policy_name(result.policy)}, caches are empty at the start, and saved time has its "
+        "price only if the accelerators have other work."
     )
     defaults = [each.name for each in result.assumptions if each.source == DEFAULT]
-    return f"{text} Assumed, since nobody said: {', '.join(defaults)}." if defaults else text
+    return f"{text} Assumed, not set by options: {', '.join(defaults)}." if defaults else text
 
 
 def _verdict(result: ReplayResult, choice: SizeChoice) -> list[str]:
@@ -140,7 +140,7 @@ def _verdict(result: ReplayResult, choice: SizeChoice) -> list[str]:
     else:
         found.append(f"It can't be told whether {bought} would pay: the trace varies too much.")
     found.append(
-        f"Each hour that saves {seconds(result.gained.value)} of accelerator time ({sure}), the "
+        f"Each hour, this saves {seconds(result.gained.value)} of accelerator time ({sure}), the "
         f"work of {number(result.gained.value / 3600)} accelerators, worth "
         f"{money(result.gained.value / 3600 * hour)} at {money(hour)} an hour, for {money(price)} "
         f"an hour of memory paid off over {result.machine.years:g} years."
@@ -158,15 +158,15 @@ def _verdict(result: ReplayResult, choice: SizeChoice) -> list[str]:
             f"{number(choice.disk.drive_writes)} times its size{_worn(result, choice.disk)}."
         )
         if choice.host is None:
-            found.append("Above it, kvtier needs a little host memory to read into.")
+            found.append("kvtier also needs a little host memory as a read buffer.")
     if choice.at_edge:
         found.append(
             f"More may pay, too: sizes above {capacity(_supported_bytes(result))} are not filled "
-            "twice by this trace, so it can't tell."
+            "twice by this trace, so their value is unknown."
         )
     largest = max(point.num_bytes for point in (choice.host, choice.disk) if point is not None)
     if largest == result.host[-1].num_bytes:
-        found.append("More may pay, too: no larger size was looked at.")
+        found.append("More may pay, too: no larger size was simulated.")
     ours, best_point = _at(result, result.policy, largest), _at(result, OPTIMUM, largest)
     if ours is not None and best_point is not None:
         lru = _at(result, LRU, largest)
@@ -174,16 +174,16 @@ def _verdict(result: ReplayResult, choice: SizeChoice) -> list[str]:
         if lru is not None and result.policy != LRU:
             beside = f" (under LRU {percent(lru.hit_ratio)})"
         found.append(
-            f"Alone, {capacity(largest)} finds {percent(ours.hit_ratio)} of the blocks{beside}; "
-            f"with knowledge of the future {percent(best_point.hit_ratio)} could be had."
+            f"One {capacity(largest)} tier hits {percent(ours.hit_ratio)} of the blocks{beside}, "
+            f"the optimum, which knows the future, {percent(best_point.hit_ratio)}."
         )
     return found
 
 
 def hit_rows(result: ReplayResult, with_time: bool = True) -> list[list[str]]:
-    """Size, and under each policy and without bound.
+    """Return a row per size: hit ratio by policy, and of an unlimited cache.
 
-    Blocks found, and with_time the computing that they spare.
+    with_time: also the share of prefill time saved.
     """
 
     def cell(point: HitPoint) -> str:
@@ -210,9 +210,9 @@ def size_mark(result: ReplayResult, point: Point, is_disk: bool) -> str:
 
 
 def size_cells(result: ReplayResult, point: Point, is_disk: bool) -> list[str]:
-    """As ``SIZE_COLUMNS``; of a disk one more, ``WRITTEN``.
+    """Return the cells of ``SIZE_COLUMNS``, and of ``WRITTEN`` for a disk.
 
-    What is saved, and what that is worth, only where the trace can tell.
+    Savings and their value are given only where the trace supports them.
     """
     saves = [number(point.tokens_per_s), seconds(point.seconds_per_hour)]
     worth, more = money(point.saved), money(point.gain_per_gib)
@@ -244,14 +244,14 @@ def setup_cells(result: ReplayResult, setup: Setup) -> list[str]:
 
 
 def _worn(result: ReplayResult, disk: Point) -> str:
-    """When it is worn, where that is before it is paid off."""
+    """Return when the disk is worn, if that is before it is paid off."""
     if not disk.drive_writes:
         return ""
     days = result.machine.disk_writes / disk.drive_writes
     if days >= result.machine.years * HOURS_PER_YEAR / 24:
         return ""
     life = f"{days:.0f} days" if days < 100 else f"{days / 365.25:.1f} years"
-    return f", and worn after {life}: its price counts by that"
+    return f", so it is worn after {life}: its cost is spread over that time"
 
 
 def setup_words(setup: Setup) -> str:
@@ -277,7 +277,7 @@ def _is_sure(result: ReplayResult) -> bool:
 
 
 def _price(choice: SizeChoice) -> float:
-    """Money per hour."""
+    """Return the cost per hour."""
     return sum(point.price for point in (choice.host, choice.disk) if point is not None)
 
 
