@@ -99,7 +99,7 @@ def test_a_disk_is_bought_alone_where_host_memory_is_dear(conversations: Path) -
     assert bought["host_bytes"] is None
     assert bought["disk_bytes"] > 1 << 30
     assert "kvtier also needs a little host memory as a read buffer." in bought["text"]
-    assert " days: its price counts by that." in bought["text"]
+    assert " days: its cost is spread over that time." in bought["text"]
     lasting = replayed(conversations, *common, "--disk-full-writes", "1e9")["recommendation"]
     assert "worn after" not in lasting["text"]
     assert lasting["net_per_hour"] > bought["net_per_hour"]
@@ -120,7 +120,7 @@ def test_tiers_that_were_asked_for_are_told_about(conversations: Path) -> None:
 def test_a_device_that_holds_everything_needs_no_more(conversations: Path) -> None:
     result = kvtier("replay", conversations, "--no-report", "--device-capacity", "1TiB")
     assert result.exit_code == 0, result.output
-    assert "The device holds all of it." in result.stdout
+    assert "The device pool holds the whole trace." in result.stdout
     assert "no more memory is needed" in " ".join(result.stdout.split())
 
 
@@ -152,7 +152,11 @@ def test_advice_is_for_the_policy_that_serves_with_lru_beside_it(conversations: 
     beside = rf"hits {100 * learned:.1f} % of the blocks \(under LRU {100 * lru:.1f} %\)"
     assert re.search(beside, text), text
     seconds = found["recommendation"]["seconds_per_hour"]
-    assert f"the work of {figures.number(seconds / 3600)} accelerators" in text
+    busy = seconds / 3600
+    work = f"{figures.percent(busy)} of an accelerator".replace("\u00a0", " ")
+    if busy >= 1:
+        work = f"{figures.number(busy)} accelerators"
+    assert f"the work of {work}," in text
 
 
 def test_rows_are_marked_by_text_where_there_are_no_colours(conversations: Path) -> None:

@@ -141,7 +141,7 @@ def _verdict(result: ReplayResult, choice: SizeChoice) -> list[str]:
         found.append(f"It can't be told whether {bought} would pay: the trace varies too much.")
     found.append(
         f"Each hour, this saves {seconds(result.gained.value)} of accelerator time ({sure}), the "
-        f"work of {number(result.gained.value / 3600)} accelerators, worth "
+        f"work of {_accelerators(result.gained.value / 3600)}, worth "
         f"{money(result.gained.value / 3600 * hour)} at {money(hour)} an hour, for {money(price)} "
         f"an hour of memory paid off over {result.machine.years:g} years."
     )
@@ -241,6 +241,13 @@ def setup_cells(result: ReplayResult, setup: Setup) -> list[str]:
         *(percent(each / all_tokens) for each in (*found, all_tokens - sum(found))),
         f"{seconds(setup.savings.total_s / hours)}/h" if hours else "–",
     ]
+
+
+def _accelerators(count: float) -> str:
+    """Return "1.7 accelerators", or "2.2 % of an accelerator" below one."""
+    if count < 1:
+        return f"{percent(count)} of an accelerator"
+    return f"{number(count)} accelerators"
 
 
 def _worn(result: ReplayResult, disk: Point) -> str:
