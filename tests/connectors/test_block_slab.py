@@ -103,6 +103,14 @@ def test_block_that_is_read_stays_and_what_has_no_room_is_refused(worlds: list[W
     assert world.load(1, 2) == [1, 2]
 
 
+def test_blocks_of_a_job_stay_in_storage_until_it_is_finished(worlds: list[World]) -> None:
+    world = open_world(worlds, memory(3))
+    world.submit(False, [1, 2, 3])
+    world.slab.drain()
+    assert world.store(9).keys == [], "there was no room for it"
+    assert world.store(9).keys == [key_of(9)]
+
+
 def test_job_never_evicts_its_own_blocks(worlds: list[World]) -> None:
     world = open_world(worlds, memory(3))
     world.store(1, 2)

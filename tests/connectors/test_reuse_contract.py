@@ -275,7 +275,7 @@ class UnderCalls:
         )
         self._numbers = range(first, len(case.blocks))
         self._caller.store(*range(first + num))
-        costs = self._caller.calls._slab.costs
+        costs = self._caller.calls._slab.ladder.costs
         costs.observe_copy((DISK, HOST), BLOCK_BYTES, case.load_s)
         for blocks in (4, 8, 16, 32) if case.computes_s is not None else ():
             costs.observe_prefill(0, blocks * BLOCK_TOKENS, blocks * case.computes_s)

@@ -250,7 +250,7 @@ def test_what_is_faster_to_compute_is_not_found_and_some_of_it_read_by_nobody_wh
     numbers = range(100)
     caller.store(*numbers)
     assert caller.num_found(*numbers) == 100  # nothing is known of prefill yet
-    costs, route = caller.calls._slab.costs, ("disk", "host")
+    costs, route = caller.calls._slab.ladder.costs, ("disk", "host")
     costs.observe_copy(route, 100 * BLOCK_BYTES, 10.0)
     caller.calls.observe_prefill(0, 6400, 1.0)
     assert caller.num_found(*numbers) == 0
@@ -277,11 +277,11 @@ def test_what_is_decided_is_counted(always_loads: bool) -> None:
     caller = Caller(memory(128), block_tokens=64, always_loads=always_loads)
     numbers = range(100)
     caller.store(*numbers)
-    caller.calls._slab.costs.observe_copy(("disk", "host"), 100 * BLOCK_BYTES, 10.0)
+    caller.calls._slab.ladder.costs.observe_copy(("disk", "host"), 100 * BLOCK_BYTES, 10.0)
     caller.calls.observe_prefill(0, 6400, 1.0)
     assert caller.num_found(*numbers) == (100 if always_loads else 0)
     assert caller.load(*range(10)) == [True] * 10
-    counted = caller.calls._slab._ladder.metrics.take_recent()
+    counted = caller.calls._slab.ladder.metrics.take_recent()
     decisions = {
         labels: count
         for (name, labels), count in counted.items()
@@ -298,10 +298,10 @@ def test_memory_of_a_read_that_does_not_end_is_kept_for_good(
     monkeypatch.setattr("kvtier.connectors.common.block_slab.CLOSE_WAIT_S", 0.05)
     monkeypatch.setattr("kvtier.connectors.common.block_slab.END_WAIT_S", 0.05)
     kept: list[object] = []
-    monkeypatch.setattr("kvtier.connectors.common.spare_memory._ABANDONED", kept)
+    monkeypatch.setattr("kvtier.connectors.common.call_memory._ABANDONED", kept)
     caller = Caller(memory(128), block_tokens=64)
     caller.store(*range(100))
-    caller.calls._slab.costs.observe_copy(("disk", "host"), 100 * BLOCK_BYTES, 10.0)
+    caller.calls._slab.ladder.costs.observe_copy(("disk", "host"), 100 * BLOCK_BYTES, 10.0)
     caller.calls.observe_prefill(0, 6400, 1.0)
     caller.now_s = 40.0
     caller.tier.open_reads.clear()

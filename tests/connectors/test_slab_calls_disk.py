@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.connectors.common.slab_reads import SlabReads
+from kvtier.connectors.common.slab_calls import SlabReads
 from kvtier.tiers.disk import DiskOptions, DiskReader, DiskTier
 from tests.connectors.slab_world import BLOCK_BYTES, DIGEST, GROUP
 from tests.connectors.test_slab_calls import Caller, key_of

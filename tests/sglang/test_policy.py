@@ -129,8 +129,8 @@ class Controller:
     def __init__(self, storage: Any) -> None:
         self._storage = storage
         self._num_requests = 0
-        calls = storage._shelves["kv"].calls
-        calls._clock = calls._slab._cache._clock = lambda: self._num_requests * SECONDS
+        calls = storage._slabs["kv"].calls
+        calls._clock = calls._slab._clock = lambda: self._num_requests * SECONDS
         self.before: list[str] = []
         self._tree = SimpleNamespace(
             page_size=PAGE,
@@ -191,7 +191,7 @@ def test_storage_finds_what_the_replay_finds(opens: Opens, tmp_path: Path) -> No
     for policy in (LRU, RUNS):
         settings = {"eviction_policy": policy, "disk_path": str(tmp_path / policy)}
         storage = opens(pool, disk_capacity=ROOM * slot_bytes, **settings)
-        assert storage._shelves["kv"].calls.learns == (policy == RUNS)
+        assert storage._slabs["kv"].calls.learns == (policy == RUNS)
         controller = Controller(storage)
         found[policy] = sum([controller.serve(prompt) for prompt in prompts][150:])
         storage.close()
@@ -207,7 +207,7 @@ def test_requests_are_told_of_once_with_all_of_their_prompts(
     hook()
     storage = opens(host_pool("mha", "page_first"))
     told: list[list[bytes]] = []
-    monkeypatch.setattr(storage._shelves["kv"].calls._slab, "asked", told.append)
+    monkeypatch.setattr(storage._slabs["kv"].calls._slab, "asked", told.append)
     controller = Controller(storage)
     keys = controller.joins(range(5), rid="a")
     assert told == [], "the scheduler's thread only notes it"
@@ -227,4 +227,4 @@ def test_pools_beside_the_kv_have_what_was_used_longest_ago_leave_first(opens: O
     hook()
     kv, swa = (host_pool("mha", "page_first") for _ in range(2))
     storage = opens(kv, sides={PoolName.SWA: swa})
-    assert not any(shelf.calls.learns for shelf in storage._shelves.values())
+    assert not any(slab.calls.learns for slab in storage._slabs.values())

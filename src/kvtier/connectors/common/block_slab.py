@@ -1,7 +1,7 @@
-"""Blocks in a slab, by the engine's own keys, as jobs over the rows of its host memory.
+"""A storage tier as a cache of jobs, by the engine's own keys, over rows of its host memory.
 
-Whoever asks never waits. What is there, what leaves and what is on its way is the ladder's
-business: the engine's host memory is its memory tier, for as long as a job lasts.
+No call waits for the disk. The engine's host memory is the memory tier of the ladder: a row belongs
+to it for as long as a job lasts.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, islice
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.assembly import build_ladder
 from kvtier.connectors.common.holds import Holds
-from kvtier.connectors.common.row_cache import Look, RowCache
 from kvtier.errors import ConfigError, TierError
-from kvtier.index import make_key_index
+from kvtier.index import State, make_key_index
 from kvtier.index.policies.replayed import LRU
-from kvtier.keyed.cache import BlockLocation, Change
-from kvtier.ladder import CostMetrics, LadderOptions, PendingLookup
-from kvtier.plan import CostModel, Costs
+from kvtier.keyed.cache import BlockLocation, KeyedCache
+from kvtier.ladder import LadderOptions, PendingLookup
+from kvtier.plan import Copy
 from kvtier.telemetry import Metrics
 from kvtier.tiers import LentMemory, MemoryTier, StorageTier
 from kvtier.transfer import LocalMover
@@ -38,6 +41,61 @@ HELD_SHARE = 2
 """At most one block in so many can be held: the others make room for what is stored."""
 END_WAIT_S = 90.0
 """For reads and writes under way; the disk tier's own deadlines come first."""
+THERE = bytes([State.READY])
+"""Of a block that storage has, as the index marks it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Look:
+    """Result of a look-up in storage.
+
+    marks: by key, ``THERE`` where storage has it; bytes are searched faster than an array is made.
+    blocks: what the index calls them, None for those that it does not know.
+    """
+
+    marks: bytes
+    blocks: Sequence[BlockId | None]
+
+    @classmethod
+    def nothing(cls, num_keys: int) -> Look:
+        """None of them is there."""
+        return cls(bytes(num_keys), [None] * num_keys)
+
+    @property
+    def has_unknown(self) -> bool:
+        """Whether the index does not know some of the blocks."""
+        return None in self.blocks
+
+    @property
+    def num_first(self) -> int:
+        """Return how many of the first keys are there."""
+        return len(self.marks) - len(self.marks.lstrip(THERE))
+
+    def flags(self) -> list[bool]:
+        """By key, whether storage has it."""
+        return [mark == THERE[0] for mark in self.marks]
+
+    def first(self, num: int) -> list[BlockId]:
+        """The first ``num`` blocks, all of which are there."""
+        return cast("list[BlockId]", self.blocks[:num])
+
+    def there(self) -> list[BlockId]:
+        """Return the blocks that storage has."""
+        return cast("list[BlockId]", list(compress(self.blocks, self.flags())))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Standing:
+    """State of blocks: bool [n] each.
+
+    in_memory: in lent rows. moving: between these and storage, or queued for it. stored: in
+    storage.
+    """
+
+    blocks: Sequence[BlockId | None]
+    in_memory: npt.NDArray[np.bool_]
+    moving: npt.NDArray[np.bool_]
+    stored: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +118,7 @@ class FinishedJob:
 
 @dataclass(slots=True)
 class _Job:
-    """A job.
+    """A job that has not ended.
 
     asked: its blocks. placed: those of them whose rows are lent. moving: those that are on their
     way, or wait for it. waiting: ``moving``, from the first that has not ended. left_out: those
@@ -80,18 +138,25 @@ class _Job:
         self.waiting = deque(self.moving)
 
 
-class BlockSlab:
+class BlockSlab(KeyedCache):
     """A storage tier as a cache of jobs.
 
-    The block that was used least recently leaves first, or the one that another policy chooses, by
-    the requests that it was told of.
+    A block is in memory in a row that a job names, until the job is finished; so ``reserve`` finds
+    no room here, and ``promote`` brings nothing. What is in memory stays in storage, too: a job's
+    end can't push out its beginning. The block that was used least recently is evicted first, or
+    the one that another policy chooses.
 
-    rows: the engine's host memory, in slots of a block each. digest: of the namespace that the
-    blocks belong to, 32 bytes; while it is empty nobody knows what they are called: none is found,
-    and none is stored. most_queued: blocks that may wait for the disk; more are refused, since each
-    of them holds a row. bytes_per_day, lookup_patience_s: see ``LadderOptions``. tells_changes:
-    whether ``take_changes`` is called. policy: all but LRU want ``asked`` to be called. metrics:
-    what is counted; nothing shows it where there are none. clock: seconds.
+    Args:
+        tier: the storage.
+        rows: the engine's host memory, in slots of a block each.
+        digest: of the namespace that the blocks belong to, 32 bytes; while it is empty, nothing is
+            found and nothing stored.
+        most_queued: blocks that may wait for the disk; more are refused, since each holds a row.
+        bytes_per_day, lookup_patience_s: see ``LadderOptions``.
+        tells_changes: whether ``take_changes`` is called.
+        policy: says what is evicted first; all but LRU want ``asked`` to be called.
+        metrics: what is counted; nothing shows it where there are none.
+        clock: seconds.
 
     The caller guarantees
         one thread calls; the rows of a job stay as they are until the job is finished; no block is
@@ -120,12 +185,11 @@ class BlockSlab:
         bytes_per_block = tier.bytes_per_block
         tiers: dict[str, MemoryTier | StorageTier] = {rows.name: rows, tier.name: tier}
         self._tier = tier
-        self._memory = rows.name
-        self._clock = clock
+        self._rows = rows
         self._mover = LocalMover(tiers, None, clock)
-        self._index = make_key_index(tuple(tiers), lambda: self.digest, (tier.name,), policy)
-        self._ladder = build_ladder(
-            self._index,
+        index = make_key_index(tuple(tiers), lambda: self.digest, (tier.name,), policy)
+        ladder = build_ladder(
+            index,
             tiers,
             self._mover,
             LadderOptions(
@@ -137,14 +201,14 @@ class BlockSlab:
             clock=clock,
             metrics=metrics,
         )
-        self._cache = RowCache(rows, self._index, self._ladder, lambda: self.digest, clock)
+        super().__init__(index, ladder, lambda: self.digest, clock)
         self._most_queued = max(1, most_queued)
         self._num_queued = 0
         self._tells_changes = tells_changes
-        self._changes: list[Change] = []
         self._jobs: list[_Job] = []
-        self._ladder.eviction.tell_left_out = self._note_left_out
-        self._holds = Holds(self._index, tier.name, tier.num_blocks // HELD_SHARE)
+        self._leased: set[BlockId] = set()  # in storage, for they are in memory, too
+        self._holds = Holds(index, tier.name, tier.num_blocks // HELD_SHARE)
+        ladder.eviction.tell_left_out = self._note_left_out
 
     @property
     def digest(self) -> bytes:
@@ -171,12 +235,12 @@ class BlockSlab:
     @property
     def is_readable(self) -> bool:
         """False while storage is left alone, for it failed again and again."""
-        return self._mover.accepts((self._tier.name, self._memory))
+        return self._mover.accepts((self._tier.name, self.memory))
 
     @property
     def reads_for_s(self) -> float:
         """Return how long the current read has taken; 0 for none."""
-        return self._mover.queued_s((self._tier.name, self._memory), lambda num_bytes: 0.0)
+        return self._mover.queued_s((self._tier.name, self.memory), lambda num_bytes: 0.0)
 
     @property
     def num_jobs(self) -> int:
@@ -192,79 +256,121 @@ class BlockSlab:
         """
         if not self.is_readable:
             return BlockLocation.NOWHERE
-        place = self._cache.locate(key)
-        if place not in (BlockLocation.MEMORY, BlockLocation.ARRIVING):
-            return place
+        location = super().locate(key)
+        if location not in (BlockLocation.MEMORY, BlockLocation.ARRIVING):
+            return location
         # Some job has it.
-        if self._cache.is_stored(key):
+        found = self._index.find(key)
+        assert found is not None, "a block in memory that the index does not know"
+        block, states = found
+        if self._storage_of(block, states) is not None:
             return BlockLocation.STORAGE
-        return BlockLocation.ARRIVING if self._cache.is_moving(key) else BlockLocation.NOWHERE
+        is_moving = states[0] is State.WRITING or self.ladder.write_queues.has(block)
+        return BlockLocation.ARRIVING if is_moving else BlockLocation.NOWHERE
 
     def look(self, keys: Sequence[bytes]) -> Look:
         """Return which blocks can be loaded, as far as the index knows. Changes nothing."""
         if not self.is_readable:
             return Look.nothing(len(keys))
-        return self._cache.look(keys)
+        blocks, states = self._index.find_all(keys)
+        marks = states[1::2]
+        if self._lost:
+            gone = {block for block, tier in self._lost if tier != self.memory}
+            pairs = zip(marks, blocks, strict=True)
+            marks = bytes(0 if block in gone else mark for mark, block in pairs)
+        return Look(marks, blocks)
 
-    def adopt_recovered(self, keys: Sequence[bytes], stops_at_gap: bool = True) -> list[bytes]:
-        """Adopt blocks that a restart found; see ``KeyedCache.adopt_recovered``."""
-        return self._cache.adopt_recovered(keys, stops_at_gap) if self.is_readable else []
+    def standing(self, keys: Sequence[bytes]) -> Standing:
+        """Return the state of ``keys`` in memory, in storage and between them."""
+        blocks, states = self._index.find_all(keys)
+        by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
+        in_memory = by_tier[:, 0] == State.READY
+        in_line = np.array(self.ladder.write_queues.are_in_line(blocks), bool)
+        moving = (by_tier == State.WRITING).any(axis=1) | in_line
+        stored = by_tier[:, 1] == State.READY
+        if self._lost:
+            for at, block in enumerate(blocks):
+                if block is not None and (in_memory[at] or stored[at]):
+                    in_memory[at] &= not self._is_doubted(block)
+                    stored[at] &= (block, self._tier.name) not in self._lost
+        return Standing(blocks, in_memory, moving, stored)
 
-    def begin_lookup(self, keys: Sequence[bytes], has_gaps: bool = False) -> list[PendingLookup]:
-        """Ask storage that takes its time which of ``keys`` it has.
+    def adopt_recovered(self, keys: Collection[bytes], stops_at_gap: bool = True) -> list[bytes]:
+        return super().adopt_recovered(keys, stops_at_gap) if self.is_readable else []
 
-        Returns the look-ups that are worth waiting for, until ``hear`` takes the answers in. See
-        ``KeyedCache.begin_lookup``.
-        """
-        return self._cache.begin_lookup(keys, has_gaps)[1] if self.is_readable else []
+    def begin_lookup(
+        self, keys: Sequence[bytes], has_gaps: bool = False
+    ) -> tuple[list[BlockLocation], list[PendingLookup]]:
+        if not self.is_readable:
+            return [BlockLocation.NOWHERE] * len(keys), []
+        return super().begin_lookup(keys, has_gaps)
 
-    def hear(self) -> None:
-        """Take in the answers of storage, so that its blocks can be found."""
-        self._ladder.storage_lookup.hear()
-
-    def hold(self, blocks: Sequence[BlockId], until_s: float) -> None:
+    def hold_until(self, blocks: Sequence[BlockId], until_s: float) -> None:
         """They are in the slab, and stay until ``until_s``, by ``clock``, or until ``let_go``."""
         self._holds.hold(blocks, until_s)
 
-    @property
-    def learns(self) -> bool:
-        """Whether a policy wants to hear of requests."""
-        return self._cache.learns
-
-    def asked(self, keys: Iterable[bytes]) -> None:
-        """A request begins; see ``KeyedCache.asked``."""
-        self._cache.asked(keys)
-
-    def continues(self, keys: Iterable[bytes], before: bytes) -> None:
-        """Blocks that no request has asked for, perhaps, come behind ``before``.
-
-        See ``KeyIndex.continues``.
-        """
-        self._cache.continues(keys, before)
-
-    def touch(self, keys: Collection[bytes]) -> None:
-        """They were used just now. The first ones, the beginning of a prompt, leave last."""
-        self._cache.touch(keys)
-
     def let_go(self, keys: Sequence[bytes]) -> None:
         """One who was told of them has read them, in the order in which they were held."""
-        if first := self._cache.known(keys[:1]):
+        if keys and (first := self._index.find(keys[0])) is not None:
             self._holds.let_go(first[0], len(keys))
 
-    def take_changes(self) -> list[Change]:
-        """Return the blocks that entered and left the slab since the last call, in order."""
-        self._note_changes()
-        changes, self._changes = self._changes, []
-        return changes
+    def _note(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
+        """Record changes of the storage; those of the rows concern only the jobs."""
+        is_stored = tier != self.memory
+        if is_stored and self._tells_changes:
+            super()._note(tier, blocks, is_removed)
+        if is_removed:
+            return
+        self._use(blocks)
+        if is_stored:
+            states = self._index.states_of(blocks, self.memory)
+            placed = zip(blocks, states, strict=True)
+            self._lease([block for block, state in placed if state is State.READY])
 
-    def _note_changes(self) -> None:
-        """Collect the changes of the index.
+    # -- rows --------------------------------------------------------------------------------------
 
-        Called often enough that nothing piles up if nobody reads them.
+    def _place_in_rows(
+        self, keys: Sequence[bytes], slots: Sequence[Slot], depths: Sequence[int]
+    ) -> None:
+        """The engine has blocks in ``slots``, and storage gets those that it has not.
+
+        keys: in prompt order, none of them in memory already. depths: see ``commit``.
         """
-        changes = self._cache.take_changes()
-        if self._tells_changes:
-            self._changes += [each for each in changes if each.tier == self._tier.name]
+        self._rows.lend(list(slots))
+        blocks = self._index.make(keys)
+        self._index.begin_write_all(blocks, self.memory, slots)
+        self._index.commit_all(blocks, self.memory, self._clock())
+        self._index.set_depths(blocks, depths)
+        self.ladder.reuse_sampler.came(keys, blocks)
+        self._use(blocks)
+        stored = zip(blocks, self._index.states_of(blocks, self._tier.name), strict=True)
+        self._lease([block for block, state in stored if state is State.READY])
+        self._archive(blocks)
+
+    def _fetch_into_rows(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+        """Bring blocks from storage into ``slots``; none of them is in memory already."""
+        self._rows.lend(list(slots))
+        blocks = tuple(self._known(keys))
+        self.ladder.loads.load(Copy(self._tier.name, self.memory, blocks), slots)
+
+    def _free_rows(self, keys: Sequence[bytes]) -> None:
+        """The engine takes the slots of these blocks back; nothing moves from or to them.
+
+        What did not arrive has none.
+        """
+        there = self.standing(keys)
+        blocks = [cast("BlockId", block) for block in compress(there.blocks, there.in_memory)]
+        leased = [block for block in blocks if block in self._leased]
+        self._leased.difference_update(leased)
+        self._index.release(leased, self._tier.name)
+        slots = [self._index.lose(block, self.memory) for block in blocks]
+        assert None not in slots, "a block whose slot is taken back is being copied"
+        self._rows.free(cast("list[Slot]", slots))
+
+    def _lease(self, blocks: Sequence[BlockId]) -> None:
+        """They stay in storage while they are in memory."""
+        self._index.lease(blocks, self._tier.name)
+        self._leased.update(blocks)
 
     # -- jobs --------------------------------------------------------------------------------------
 
@@ -276,21 +382,21 @@ class BlockSlab:
         depths: of each block, its position in the prompt, in blocks. rows: where it is.
         """
         at = {key: position for position, key in enumerate(keys)}
-        self._cache.adopt_recovered(at, stops_at_gap=False)
-        now = self._cache.standing(list(at))
+        super().adopt_recovered(at, stops_at_gap=False)
+        now = self.standing(list(at))
         free = ~(now.moving | now.in_memory)
         mine = list(compress(at, free))
         new = list(compress(at, free & ~now.stored))
         num_new = min(len(new), self._most_queued - self._num_queued) if self.digest else 0
         refused = set(new[num_new:])
         if refused:
-            self._ladder.metrics.count(
+            self.ladder.metrics.count(
                 "kvtier_refused_blocks_total", len(refused), tier=self._tier.name
             )
         placed = [key for key in mine if key not in refused]
         self._begin(job_id, False, at, placed, new[:num_new])
         self._num_queued += num_new
-        self._cache.place(
+        self._place_in_rows(
             placed, [rows[at[key]] for key in placed], [depths[at[key]] for key in placed]
         )
         self.touch(at)
@@ -298,12 +404,12 @@ class BlockSlab:
     def load(self, job_id: int, keys: Sequence[bytes], rows: Sequence[Slot]) -> None:
         """Read blocks into ``rows``. Those that are not there fail, and no others with them."""
         at = {key: position for position, key in enumerate(keys)}
-        self._cache.adopt_recovered(at, stops_at_gap=False)
+        super().adopt_recovered(at, stops_at_gap=False)
         self.touch(at)
-        now = self._cache.standing(list(at))
+        now = self.standing(list(at))
         there = list(compress(at, now.stored & ~(now.moving | now.in_memory)))
         self._begin(job_id, True, at, there, there)
-        self._cache.fetch(there, [rows[at[key]] for key in there])
+        self._fetch_into_rows(there, [rows[at[key]] for key in there])
 
     def _begin(
         self,
@@ -319,17 +425,16 @@ class BlockSlab:
     def take_finished(self) -> list[FinishedJob]:
         """Jobs that were finished since the last call. Their blocks can be found, or not, now."""
         self._poll()
-        self._note_changes()
         ended = [job for job in self._jobs if not job.waiting]
         self._jobs = [job for job in self._jobs if job.waiting]
         return [self._finish(job) for job in ended]
 
     def _finish(self, job: _Job) -> FinishedJob:
-        now = self._cache.standing(job.asked)
+        now = self.standing(job.asked)
         are_there = now.in_memory if job.is_load else now.stored
         there = set(compress(job.asked, are_there))
         moved, is_whole = [key for key in job.moving if key in there], bool(are_there.all())
-        self._cache.displace(job.placed)
+        self._free_rows(job.placed)
         if not job.is_load:
             self._num_queued -= len(job.moving)
             self.touch(job.asked)  # its pieces came one by one, the end of the prompt last
@@ -345,48 +450,27 @@ class BlockSlab:
     def _poll(self) -> bool:
         """Notice what has ended. True while something waits or moves."""
         self._holds.expire(self._clock())
-        self._cache.poll()
+        self.poll()
         for job in self._jobs:
             while job.waiting:
                 some = list(islice(job.waiting, LOOK_BLOCKS))
-                still = self._cache.standing(some).moving
+                still = self.standing(some).moving
                 for _ in range(int(still.argmax()) if still.any() else len(some)):
                     job.waiting.popleft()
                 if still.any():
                     break
         return any(job.waiting for job in self._jobs)
 
-    @property
-    def costs(self) -> CostModel:
-        """Return the measured costs of reads and prefill."""
-        return self._ladder.costs
-
-    @property
-    def account(self) -> CostMetrics:
-        """Return the cost metrics, which are told of prefill, decisions and savings."""
-        return self._ladder.account
-
-    def cost_snapshot(self) -> Costs:
-        """Return the current costs of reads and prefill, queued work included."""
-        return self._ladder.cost_snapshot()
-
-    def tell_of_ends(self, tell: Callable[[], object]) -> None:
-        """Call ``tell`` when ``take_finished`` may have something, on a thread that moves blocks.
-
-        For owners that sleep meanwhile.
-        """
-        self._ladder.transfers.tell_of_ends(tell)
-
     def clear(self) -> None:
         """Forget every block, in storage as well and for good, when the jobs have ended."""
         self.drain()
         self._holds.clear()
-        self._cache.clear()
+        super().clear()
 
     def drain(self) -> None:
         """Wait until nothing is read or written any more. ``take_finished`` tells what became."""
         while self._poll():
-            self._ladder.transfers.wait(END_WAIT_S)
+            self.ladder.transfers.wait(END_WAIT_S)
 
     def close(self) -> None:
         """Finish what is under way, and give the slab to its next owner.
@@ -396,16 +480,16 @@ class BlockSlab:
         """
         ends_s = time.monotonic() + CLOSE_WAIT_S
         while self._poll() and (left_s := ends_s - time.monotonic()) > 0:
-            self._ladder.transfers.wait(left_s)
+            self.ladder.transfers.wait(left_s)
         self._mover.close(0)
         if self._mover.close(END_WAIT_S):
             reason = f"a read or write takes over {END_WAIT_S:.0f} s"
             raise TierError(self._tier.name, "close", reason)
-        self._ladder.close()
+        self.ladder.close()
         self._tier.close()
 
     def check_invariants(self) -> None:
         """Raise AssertionError where rows, blocks and leases don't add up."""
-        self._cache.check_invariants()
+        super().check_invariants()
         num_queued = sum(len(job.moving) for job in self._jobs if not job.is_load)
         assert self._num_queued == num_queued, "blocks wait for nobody"

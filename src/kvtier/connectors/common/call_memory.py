@@ -1,7 +1,8 @@
-"""Memory of blocks that lie somewhere else in each call."""
+"""Memory of the blocks of a call, wherever the caller has them."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,9 +10,11 @@ import numpy.typing as npt
 
 from kvtier.devices.base import Memory
 from kvtier.layout import named_layout, opaque
-from kvtier.tiers import LentMemory, Pieces
+from kvtier.tiers import LentMemory, Pieces, pages
 from kvtier.tiers.slots import SlotPool
 from kvtier.types import HOST, Slot
+
+_ABANDONED: list[mmap.mmap] = []
 
 
 class CallMemory(LentMemory):
@@ -25,13 +28,13 @@ class CallMemory(LentMemory):
         num_bytes = int(sizes.sum())
         nowhere = Memory(0, num_bytes * num_slots, "host", None)
         super().__init__(name, nowhere, named_layout("block_first", opaque(num_bytes), num_slots))
-        self._sizes = sizes
+        self.sizes = sizes
         self._addresses = np.zeros((num_slots, len(sizes)), np.uint64)
         self._unused = SlotPool(num_slots)
 
     def place(self, blocks: Pieces) -> Sequence[Slot]:
         """Slots for the blocks of a call, in their order; they are its own until ``take_back``."""
-        assert (blocks.sizes == self._sizes).all(), "blocks of another shape"
+        assert (blocks.sizes == self.sizes).all(), "blocks of another shape"
         slots = self._unused.allocate(len(blocks))
         assert slots is not None, "more blocks at a time than the memory was made for"
         self._addresses[slots] = blocks.addresses
@@ -42,4 +45,30 @@ class CallMemory(LentMemory):
         self._unused.free(slots)
 
     def pieces(self, slots: Sequence[Slot]) -> Pieces:
-        return Pieces(self._addresses[slots], self._sizes)
+        return Pieces(self._addresses[slots], self.sizes)
+
+
+class SpareMemory:
+    """Memory for blocks that are read only to measure how long that takes.
+
+    Slots of ``memory`` for ``num_blocks`` blocks, in pages of their own until ``close``.
+    """
+
+    def __init__(self, memory: CallMemory, num_blocks: int) -> None:
+        self._memory = memory
+        sizes = memory.sizes
+        num_bytes = int(sizes.sum())
+        self._pages = pages.anonymous(num_blocks * num_bytes)
+        first = np.frombuffer(self._pages, np.uint8).ctypes.data
+        begins = first + num_bytes * np.arange(num_blocks)[:, None]
+        pieces = Pieces((begins + np.cumsum(sizes) - sizes).astype(np.uint64), sizes)
+        self.slots: Sequence[Slot] = memory.place(pieces)
+
+    def close(self) -> None:
+        """Nothing is read into it any more."""
+        self._memory.take_back(self.slots)
+        self._pages.close()
+
+    def abandon(self) -> None:
+        """A read into it does not end: it is nobody else's for as long as the process lives."""
+        _ABANDONED.append(self._pages)

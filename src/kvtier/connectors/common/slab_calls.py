@@ -1,8 +1,7 @@
-"""A slab that several threads call, each of which waits for its call to end."""
+"""Calls of an engine's threads to a slab; each waits for its end."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,18 +12,15 @@ from threading import Condition, Lock
 
 import numpy as np
 
-from kvtier.connectors.common.block_slab import BlockSlab, FinishedJob
-from kvtier.connectors.common.call_memory import CallMemory
-from kvtier.connectors.common.row_cache import Look
-from kvtier.connectors.common.spare_memory import SpareMemory
+from kvtier.connectors.common.block_slab import BlockSlab, FinishedJob, Look
+from kvtier.connectors.common.call_memory import CallMemory, SpareMemory
+from kvtier.connectors.common.names import block_key
 from kvtier.errors import TierError
 from kvtier.index.policies.replayed import LRU
 from kvtier.keyed.reuse import FoundBlocks, LoadUpTo, Waited, decide, num_to_probe
 from kvtier.plan import Costs
 from kvtier.telemetry import Metrics
-from kvtier.tiers import Pieces, StorageTier
-
-logger = logging.getLogger(__name__)
+from kvtier.tiers import Outcome, Pieces, StorageTier
 
 CALL_BLOCKS = 256
 """What a call moves at a time; longer ones go in turns."""
@@ -41,6 +37,9 @@ ANSWER_S = 0.5
 answers in time."""
 GLANCE_S = 0.002
 """Of what was known so long ago, calls of one look-up make do."""
+FIND_S = 1.0
+READ_S = 10.0
+"""What takes longer is not there, in a slab that another process owns."""
 
 
 class SlabCalls:
@@ -75,7 +74,6 @@ class SlabCalls:
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.sizes = np.array(sizes, np.int64)
         self._digest = digest
         self._tier_name = tier.name
         self._bytes_per_block = tier.bytes_per_block
@@ -89,7 +87,7 @@ class SlabCalls:
         self.num_recomputed = 0
         """Blocks that were found, and not told of: computing them is faster."""
         num_slots = 4 * CALL_BLOCKS * NUM_CALLS
-        self._memory = CallMemory(self.sizes, num_slots)
+        self._memory = CallMemory(np.array(sizes, np.int64), num_slots)
         self._finds_at_once = tier.facts.finds_at_once
         self._slab = BlockSlab(
             tier,
@@ -112,7 +110,7 @@ class SlabCalls:
         self._finished: dict[int, FinishedJob] = {}
         self._tended_s, self._num_heard = -inf, 0
         self._snapshot: Costs | None = None
-        self._slab.tell_of_ends(self._ring)
+        self._slab.ladder.transfers.tell_of_ends(self._ring)
 
     @property
     def learns(self) -> bool:
@@ -140,7 +138,7 @@ class SlabCalls:
             num = look.num_first
             if num and self._block_tokens:
                 num = self._worth(num_before, num, keys)
-            self._slab.hold(look.first(num), self._clock() + self._hold_s)
+            self._slab.hold_until(look.first(num), self._clock() + self._hold_s)
             return num
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
@@ -148,7 +146,7 @@ class SlabCalls:
         self._ask(keys, has_gaps=True)
         with self._lock:
             look = self._look(keys)
-            self._slab.hold(look.there(), self._clock() + self._hold_s)
+            self._slab.hold_until(look.there(), self._clock() + self._hold_s)
             return look.flags()
 
     def _ask(self, keys: Sequence[bytes], has_gaps: bool = False) -> None:
@@ -157,13 +155,13 @@ class SlabCalls:
         while not self._finds_at_once:
             with self._lock:
                 self._glance()
-                questions = self._slab.begin_lookup(keys, has_gaps)
+                _, questions = self._slab.begin_lookup(keys, has_gaps)
             for each in questions:
                 each.job.wait(max(0.0, ends_s - time.monotonic()))
             if not questions or time.monotonic() >= ends_s:
                 return
             with self._lock:
-                self._slab.hear()
+                self._slab.ladder.storage_lookup.hear()
 
     def _look(self, keys: Sequence[bytes]) -> Look:
         self._glance()
@@ -199,9 +197,9 @@ class SlabCalls:
         now_s, alone = self._clock(), Waited(may_wait=False)
         decision = decide(found, alone, self._costs, now_s, always_loads=self._always_loads)
         if isinstance(decision, LoadUpTo):
-            self._slab.account.planned(num_found, 0)
+            self._slab.ladder.account.planned(num_found, 0)
             return num_found
-        self._slab.account.planned(0, num_found)
+        self._slab.ladder.account.planned(0, num_found)
         self.num_recomputed += num_found
         num = num_to_probe(num_found, self._block_tokens, now_s - self._probed_s)
         if num and not self._probes:
@@ -212,7 +210,7 @@ class SlabCalls:
     def _probe(self, keys: Sequence[bytes]) -> None:
         """Read blocks that nobody waits for, to measure what reading takes now."""
         job = next(self._jobs)
-        spare = self._probes[job] = SpareMemory(self._memory, self.sizes.tolist(), len(keys))
+        spare = self._probes[job] = SpareMemory(self._memory, len(keys))
         self._slab.load(job, keys, spare.slots)
 
     def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
@@ -234,8 +232,8 @@ class SlabCalls:
         num = done.index(False) if False in done else len(done)
         first, end = (self._block_tokens * each for each in (len(before), len(before) + num))
         with self._lock:
-            self._slab.account.hit(self._tier_name, sum(done))
-            self._slab.account.saved(first, end, self._clock() - began_s)
+            self._slab.ladder.account.hit(self._tier_name, sum(done))
+            self._slab.ladder.account.saved(first, end, self._clock() - began_s)
         return done
 
     def _load(self, keys: Sequence[bytes], blocks: Pieces, before: Sequence[bytes]) -> list[bool]:
@@ -321,14 +319,14 @@ class SlabCalls:
         """Notice what has become known meanwhile, and what is over."""
         self._tended_s, self._num_heard, self._snapshot = self._clock(), self._num_rings, None
         while self._prefills:
-            self._slab.account.observe_prefill(*self._prefills.popleft())
+            self._slab.ladder.account.observe_prefill(*self._prefills.popleft())
         self._slab.digest = self._digest()
         self._collect()
 
     def _costs(self) -> Costs:
         """Return the costs of reading and computing, as of the last tending."""
         if self._snapshot is None:
-            self._snapshot = self._slab.cost_snapshot()
+            self._snapshot = self._slab.ladder.cost_snapshot()
         return self._snapshot
 
     def _collect(self) -> None:
@@ -360,3 +358,54 @@ class SlabCalls:
         with self._bell:
             self._num_rings += 1
             self._bell.notify_all()
+
+
+class SlabReads:
+    """Reads of a slab that another process owns.
+
+    Nothing is stored, held or counted as used: the owner is asked the same and does that.
+    """
+
+    def __init__(self, tier: StorageTier, digest: Callable[[], bytes]) -> None:
+        self._tier = tier
+        self._digest = digest
+
+    learns = False
+    """Its owner does."""
+
+    def asked(self, keys: Sequence[bytes]) -> None:
+        """Do nothing: the slab's owner is told."""
+
+    def num_found(self, keys: Sequence[bytes], num_before: int = 0) -> int:
+        are_there = self.find(keys)
+        return are_there.index(False) if False in are_there else len(keys)
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        if not (digest := self._digest()):
+            return [False] * len(keys)
+        return _there(self._tier.find([block_key(digest, key) for key in keys], FIND_S))
+
+    def load(
+        self, keys: Sequence[bytes], blocks: Pieces, before: Sequence[bytes] = ()
+    ) -> list[bool]:
+        if not (digest := self._digest()):
+            return [False] * len(keys)
+        return _there(self._tier.get([block_key(digest, key) for key in keys], blocks, READ_S))
+
+    def store(
+        self, keys: Sequence[bytes], blocks: Pieces, before: Sequence[bytes] = ()
+    ) -> list[bool]:
+        return [False] * len(keys)
+
+    def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
+        """Its owner decides what is worth reading."""
+
+    def clear(self) -> None:
+        """Do nothing: the slab's owner clears it."""
+
+    def close(self) -> None:
+        self._tier.close()
+
+
+def _there(outcomes: Sequence[Outcome]) -> list[bool]:
+    return [outcome is Outcome.THERE for outcome in outcomes]

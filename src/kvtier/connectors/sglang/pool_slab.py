@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
 from kvtier.connectors.common.opening import open_disk, open_store
-from kvtier.connectors.common.slab_calls import SlabCalls
-from kvtier.connectors.common.slab_reads import SlabReads
-from kvtier.connectors.sglang.identity import StorageConfig, folder_of, is_replicated, page_keys
+from kvtier.connectors.common.slab_calls import SlabCalls, SlabReads
+from kvtier.connectors.sglang.identity import StorageConfig, folder_of, is_replicated
 from kvtier.connectors.sglang.pages import Pages
 from kvtier.connectors.sglang.rank_metrics import told_metrics
 from kvtier.connectors.sglang.settings import StorageSettings
 from kvtier.index.policies.replayed import LRU
 from kvtier.layout import opaque
 from kvtier.telemetry import Metrics
-from kvtier.tiers import Pieces, StorageTier
+from kvtier.tiers import StorageTier
 from kvtier.tiers.disk import DiskReader, goes_straight
 
 
-@dataclass(frozen=True, slots=True)
-class PoolSlab:
-    """One pool's slab, called by key as SGLang does.
-
-    before: keys of the pages of the prompt in front of those of a call.
-    """
+class PoolSlab(NamedTuple):
+    """One pool: where its pages lie in memory, and calls to the slab that keeps them."""
 
     pages: Pages
     calls: SlabCalls | SlabReads
 
-    def num_found(self, keys: Sequence[str], num_before: int = 0) -> int:
-        return self.calls.num_found(page_keys(keys), num_before)
 
-    def find(self, keys: Sequence[str]) -> list[bool]:
-        return self.calls.find(page_keys(keys))
-
-    def load(self, keys: Sequence[str], pages: Pieces, before: Sequence[str] = ()) -> list[bool]:
-        return self.calls.load(page_keys(keys), pages, page_keys(before))
-
-    def store(self, keys: Sequence[str], pages: Pieces, before: Sequence[str] = ()) -> list[bool]:
-        return self.calls.store(page_keys(keys), pages, page_keys(before))
-
-
-def open_shelf(
+def open_slab(
     settings: StorageSettings,
     config: StorageConfig,
     name: str,
@@ -52,7 +35,7 @@ def open_shelf(
     replica: int = 0,
     policy: str = LRU,
 ) -> PoolSlab:
-    """The slab of a rank's pool, or a look into that of the rank that writes for all.
+    """Open the slab of a rank's pool, or read that of the rank that writes for all.
 
     Raises ``ConfigError`` for settings that can't be used, and for a slab that somebody else has; a
     disk that can't be read is left alone, and SGLang serves without it.

@@ -1,7 +1,7 @@
 """``--hicache-storage-backend dynamic``: pages of SGLang's host pools in slabs on disk.
 
 SGLang decides what is stored and when it is asked for; what is kept, and what leaves, is the
-ladder's business (``shared/slab_calls.py``). It calls from threads of its own: ``exists`` from one,
+ladder's business (``common/slab_calls.py``). It calls from threads of its own: ``exists`` from one,
 ``get`` from another, ``set`` from a third; each may wait for the disk.
 """
 
@@ -25,10 +25,10 @@ from kvtier.connectors.common.names import BlockNames
 from kvtier.connectors.sglang import cpu_copies, new_weights, prefetches, prefill
 from kvtier.connectors.sglang.capacity import room
 from kvtier.connectors.sglang.hooks import tell_missing
-from kvtier.connectors.sglang.identity import engine_digest, pool_facts, sources
+from kvtier.connectors.sglang.identity import engine_digest, page_keys, pool_facts, sources
 from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
 from kvtier.connectors.sglang.pages import HostPool, Pages
-from kvtier.connectors.sglang.pool_slab import PoolSlab, open_shelf
+from kvtier.connectors.sglang.pool_slab import PoolSlab, open_slab
 from kvtier.connectors.sglang.prefetches import PREFETCHES, Joining
 from kvtier.connectors.sglang.prefill import WATCH
 from kvtier.connectors.sglang.prefix_hits import SidePool, common_hits
@@ -69,7 +69,7 @@ class KvtierStorage(HiCacheStorage):
         self._options = _server_args()
         refuse(storage_config, self._options, self._settings)
         self._pools: dict[str, HostPool] = {}
-        self._shelves: dict[str, PoolSlab] = {}
+        self._slabs: dict[str, PoolSlab] = {}
         self._said: set[str] = set()
         self._moves = Moves()
         self._recording: Recording | None = None
@@ -87,7 +87,7 @@ class KvtierStorage(HiCacheStorage):
 
     def register_mem_host_pool_v2(self, host_pool: HostPool, host_pool_name: str) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if self._shelves and str(host_pool_name) not in self._shelves:
+        if self._slabs and str(host_pool_name) not in self._slabs:
             logger.warning("kvtier keeps nothing of pool=%s: it came late", host_pool_name)
         self._pools[str(host_pool_name)] = host_pool
 
@@ -101,12 +101,12 @@ class KvtierStorage(HiCacheStorage):
         room_of = room(name, num_bytes, self._config, self._options, page_bytes)
         policy = policy_of(self._settings, self._options, pages, prefetches.told_by())
         for name, each in pages.items():
-            self._shelves[name] = self._open(name, each, room_of[name], policy)
+            self._slabs[name] = self._open(name, each, room_of[name], policy)
         self._recording = open_recording(
             self._settings, self._config, pages[KV].page_size, replica_of()
         )
-        if self._shelves[KV].calls.learns:
-            self._joining = Joining(self._shelves[KV].calls.asked, pages[KV].page_size)
+        if self._slabs[KV].calls.learns:
+            self._joining = Joining(self._slabs[KV].calls.asked, pages[KV].page_size)
             PREFETCHES.listen(self._joining.note)
         WATCH.listen(self._observe_prefill)
         NEW_WEIGHTS.listen(self)
@@ -116,11 +116,11 @@ class KvtierStorage(HiCacheStorage):
             tell_missing(cpu_copies.hooks(), cpu_copies.LOSS)
 
     def _observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
-        self._shelves[KV].calls.observe_prefill(num_before, num_tokens, seconds)
+        self._slabs[KV].calls.observe_prefill(num_before, num_tokens, seconds)
 
     def _open(self, name: str, pages: Pages, capacity_bytes: int, policy: str) -> PoolSlab:
         facts = pool_facts(self._config, name, self._pools[name], pages.sizes.tolist())
-        return open_shelf(
+        return open_slab(
             self._settings,
             self._config,
             name,
@@ -131,22 +131,22 @@ class KvtierStorage(HiCacheStorage):
             policy,
         )
 
-    def _shelf(self, name: str = KV) -> PoolSlab:
+    def _slab(self, name: str = KV) -> PoolSlab:
         return self._opened()[name]
 
     def _opened(self) -> dict[str, PoolSlab]:
-        if not self._shelves:  # before 0.5.23 nobody says that all pools are known
+        if not self._slabs:  # before 0.5.23 nobody says that all pools are known
             self.on_host_pools_registered()
         if self._joining is not None:
             self._joining.tell()
-        return self._shelves
+        return self._slabs
 
     # -- what SGLang's controller calls ------------------------------------------------------------
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        return self._shelf().num_found(keys, len(_before(extra_info)))
+        return self._slab().calls.num_found(page_keys(keys), len(_before(extra_info)))
 
     def batch_get_v1(
         self,
@@ -154,8 +154,8 @@ class KvtierStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        shelf = self._shelf()
-        return self._load(shelf, keys, shelf.pages.at(host_indices), _before(extra_info))
+        slab = self._slab()
+        return self._load(slab, keys, slab.pages.at(host_indices), _before(extra_info))
 
     def batch_set_v1(
         self,
@@ -163,21 +163,21 @@ class KvtierStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        shelf = self._shelf()
-        return self._store(shelf, keys, shelf.pages.at(host_indices), _before(extra_info))
+        slab = self._slab()
+        return self._store(slab, keys, slab.pages.at(host_indices), _before(extra_info))
 
     def _load(
-        self, shelf: PoolSlab, keys: list[str], pages: Pieces, before: Sequence[str] = ()
+        self, slab: PoolSlab, keys: list[str], pages: Pieces, before: Sequence[str] = ()
     ) -> list[bool]:
-        with self._moves.timing(True, shelf.pages.num_bytes) as are_moved:
-            are_moved += shelf.load(keys, pages, before)
+        with self._moves.timing(True, slab.pages.num_bytes) as are_moved:
+            are_moved += slab.calls.load(page_keys(keys), pages, page_keys(before))
         return are_moved
 
     def _store(
-        self, shelf: PoolSlab, keys: list[str], pages: Pieces, before: Sequence[str] = ()
+        self, slab: PoolSlab, keys: list[str], pages: Pieces, before: Sequence[str] = ()
     ) -> list[bool]:
-        with self._moves.timing(False, shelf.pages.num_bytes) as are_moved:
-            are_moved += shelf.store(keys, pages, before)
+        with self._moves.timing(False, slab.pages.num_bytes) as are_moved:
+            are_moved += slab.calls.store(page_keys(keys), pages, page_keys(before))
         return are_moved
 
     # -- the same for pools beside the KV ----------------------------------------------------------
@@ -188,17 +188,18 @@ class KvtierStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        shelves = self._opened()
-        num_pages = shelves[KV].num_found(keys, len(_before(extra_info)))
+        slabs = self._opened()
+        names, num_before = page_keys(keys), len(_before(extra_info))
+        num_pages = slabs[KV].calls.num_found(names, num_before)
         sides = {}
         for transfer in pool_transfers or []:
-            name, shelf = str(transfer.name), shelves.get(str(transfer.name))
-            if shelf is None or transfer.hit_policy not in SERVED_POLICIES:
+            name, slab = str(transfer.name), slabs.get(str(transfer.name))
+            if slab is None or transfer.hit_policy not in SERVED_POLICIES:
                 self._say_once(f"kvtier finds nothing in pool {name}, by {transfer.hit_policy}")
                 return PoolTransferResult.empty()
             needs_last = transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES
             num_last = max(1, len(transfer.keys or ())) if needs_last else 0
-            sides[name] = SidePool(shelf.find(keys[:num_pages]), num_last)
+            sides[name] = SidePool(slab.calls.find(names[:num_pages]), num_last)
         hits = common_hits((KV, num_pages), sides)
         found = PoolTransferResult(hits.longest, dict(hits.by_pool))
         found.restorable_prefix_pages = list(hits.cuts)  # before 0.5.23 nobody reads it
@@ -211,7 +212,7 @@ class KvtierStorage(HiCacheStorage):
     ) -> dict[str, list[bool]]:
         before = _before(extra_info)
         return self._each_pool(
-            transfers, lambda shelf, keys, pages: self._load(shelf, keys, pages, before)
+            transfers, lambda slab, keys, pages: self._load(slab, keys, pages, before)
         )
 
     def batch_set_v2(
@@ -221,7 +222,7 @@ class KvtierStorage(HiCacheStorage):
     ) -> dict[str, list[bool]]:
         before = _before(extra_info)
         return self._each_pool(
-            transfers, lambda shelf, keys, pages: self._store(shelf, keys, pages, before)
+            transfers, lambda slab, keys, pages: self._store(slab, keys, pages, before)
         )
 
     def _each_pool(
@@ -232,12 +233,12 @@ class KvtierStorage(HiCacheStorage):
         """Return the outcome per page of each pool; of a pool named twice, both in a row."""
         done: dict[str, list[bool]] = {}
         for transfer in transfers:
-            keys, shelf = transfer.keys or [], self._opened().get(str(transfer.name))
+            keys, slab = transfer.keys or [], self._opened().get(str(transfer.name))
             moved = [False] * len(keys)
-            if shelf is not None and transfer.host_indices is not None:
-                pages = shelf.pages.at(transfer.host_indices)
+            if slab is not None and transfer.host_indices is not None:
+                pages = slab.pages.at(transfer.host_indices)
                 if len(pages) == len(keys):
-                    moved = move(shelf, keys, pages)
+                    moved = move(slab, keys, pages)
             done.setdefault(transfer.name, []).extend(moved)
         return done
 
@@ -249,7 +250,7 @@ class KvtierStorage(HiCacheStorage):
     # -- the same for pages in tensors of their own ------------------------------------------------
 
     def exists(self, key: str) -> bool:
-        return self._shelf().num_found([key]) == 1
+        return self._slab().calls.num_found(page_keys([key])) == 1
 
     def get(
         self,
@@ -266,10 +267,10 @@ class KvtierStorage(HiCacheStorage):
         target_locations: Sequence[torch.Tensor] | None = None,
         target_sizes: object = None,
     ) -> list[torch.Tensor | None]:
-        shelf = self._shelf()
+        slab = self._slab()
         if target_locations is None:
             target_locations = [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
-        are_there = self._load(shelf, keys, shelf.pages.in_tensors(target_locations))
+        are_there = self._load(slab, keys, slab.pages.in_tensors(target_locations))
         pairs = zip(target_locations, are_there, strict=True)
         return [page if is_there else None for page, is_there in pairs]
 
@@ -291,9 +292,9 @@ class KvtierStorage(HiCacheStorage):
     ) -> bool:
         if values is None:
             return False
-        shelf = self._shelf()
+        slab = self._slab()
         pages = [each.contiguous() for each in values]
-        return all(self._store(shelf, keys, shelf.pages.in_tensors(pages)))
+        return all(self._store(slab, keys, slab.pages.in_tensors(pages)))
 
     # -- upkeep ------------------------------------------------------------------------------------
 
@@ -317,13 +318,13 @@ class KvtierStorage(HiCacheStorage):
         )
 
     def clear(self) -> bool:
-        for shelf in self._shelves.values():
-            shelf.calls.clear()
+        for slab in self._slabs.values():
+            slab.calls.clear()
         return True
 
     def close(self) -> None:
         """SGLang's threads have ended. The slabs are free for their next owner."""
-        if self._shelves:
+        if self._slabs:
             WATCH.leave(self._observe_prefill)
             NEW_WEIGHTS.leave(self)
         if self._joining is not None:
@@ -333,9 +334,9 @@ class KvtierStorage(HiCacheStorage):
             self._recording.close()
             self._recording = None
         self._names.close()
-        while self._shelves:
-            _, shelf = self._shelves.popitem()
-            shelf.calls.close()
+        while self._slabs:
+            _, slab = self._slabs.popitem()
+            slab.calls.close()
 
 
 def _before(extra_info: HiCacheStorageExtraInfo | None) -> list[str]:

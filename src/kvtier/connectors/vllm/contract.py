@@ -1,7 +1,7 @@
 """The parts of vLLM that kvtier relies on, as data, and how the installed vLLM differs.
 
 vLLM calls its offloading interface experimental: between versions methods move, take more, or go.
-What follows is compared with the vLLM that is installed (``shared/contract.py``).
+What follows is compared with the vLLM that is installed (``common/contract.py``).
 
     version     what is new in it, for kvtier
     0.27.1      the worker, the look-up results and the config of today

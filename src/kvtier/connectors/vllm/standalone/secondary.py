@@ -141,7 +141,7 @@ class KvtierTier(SecondaryTierManager):
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
-        self.slab.account.planned(len(keys), 0)  # vLLM decides, and loads whatever there is
+        self.slab.ladder.account.planned(len(keys), 0)  # vLLM decides, and loads whatever there is
         self.slab.load(job_metadata.job_id, keys, _rows_of(job_metadata))
 
     def _depth(self, key: OffloadKey, context: ReqContext) -> int:
