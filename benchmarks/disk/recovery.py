@@ -105,7 +105,7 @@ def open_tier(options: DiskOptions) -> DiskTier:
 
 def check(tier: DiskTier, records: Records, num_slots: int) -> None:
     """Every block is there, and keys lead to their slots."""
-    num_found = tier.blocks.num_unclaimed
+    num_found = tier.blocks.slots.num_unclaimed
     assert num_found == num_slots, f"{num_found} of {num_slots} blocks found"
     last = records[-num_slots:]
     for at in range(0, num_slots, max(1, num_slots // NUM_CHECKED)):

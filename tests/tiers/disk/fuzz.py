@@ -219,7 +219,7 @@ class Fuzzer:
         """Claim and load everything that may be there, in some order; ``load`` compares."""
         slots: dict[BlockKey, Slot] = {}
         for number in rng.sample(NUMBERS, len(NUMBERS)):
-            if found := here.tier.claim([key(number)]):
+            if found := here.claim([key(number)]):
                 slots[key(number)] = found[0]
         keys = list(slots)
         right: list[bool] = []

@@ -374,14 +374,14 @@ def test_what_the_library_fails_at_is_read_by_way_of_host_memory(
         world.fake.fail_transfer(fault, value, nth)
         assert tier.get(keys(), world.in_pool(), 60) == THERE
         world.check_pool()
-    assert tier.blocks.num_quarantined == 0
+    assert tier.blocks.slots.num_quarantined == 0
 
 
 def test_a_library_that_fails_again_and_again_is_left_alone_for_a_while(
     world: Accelerated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = stored(world, errors_until_off=2)
-    accelerator = tier.blocks.parts[0].ports.accelerator
+    accelerator = tier.blocks.parts[0].accelerator
     assert accelerator is not None
 
     def fail(offsets: Int64s, addresses: object, sizes: object, deadline_s: object) -> Int64s:
@@ -424,7 +424,7 @@ def test_a_copy_that_fails_is_not_called_there(world: Accelerated) -> None:
     tier = world.open()
     world.fake.fail_late(code=719 if world.fake.vendor != "ascend" else 507013)
     assert tier.get(keys(), world.in_pool(), 60) == [Outcome.FAILED] * NUM_BLOCKS
-    assert tier.blocks.num_quarantined == 0
+    assert tier.blocks.slots.num_quarantined == 0
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -441,7 +441,7 @@ def test_a_batch_that_is_late_is_called_off_and_nothing_comes_later(
         assert not world.pool_bytes().any()
         assert tier.get(keys(), world.in_pool(), 60) == THERE
         world.check_pool()
-        assert tier.blocks.num_quarantined == 0
+        assert tier.blocks.slots.num_quarantined == 0
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
@@ -506,7 +506,7 @@ def test_opening_and_closing_leaves_nothing_behind(
         tier.close()
         assert world.fake.storage_leaks == []
     with monkeypatch.context() as broken:
-        broken.setattr("kvtier.tiers.disk.ports.BlockPort", None)
+        broken.setattr("kvtier.tiers.disk.part.BlockPort", None)
         with pytest.raises(TypeError):
             world.open(direct=Direct.ON)
     assert world.fake.storage_leaks == []

@@ -92,7 +92,7 @@ def test_a_read_waits_for_those_who_use_its_slots_still(
     world = moving.world
     assert moving.disk.put(names(), world.in_host(), 60) == THERE
     if not is_trusted:
-        part = moving.disk.blocks.parts[0].ports
+        part = moving.disk.blocks.parts[0]
         monkeypatch.setattr(part.accelerator, "enter", lambda: False)
     world.fake.hold()
     moving.compute(7)

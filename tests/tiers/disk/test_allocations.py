@@ -200,7 +200,7 @@ def test_a_block_that_no_registration_holds_takes_the_buffer_and_nobody_is_to_bl
             world.check_pool()
             assert world.fake.num_transfers > before
             assert world.fake.count("copies") - copies == 8 + is_known, "of one block; one is cut"
-        assert tier.blocks.num_quarantined == 0
+        assert tier.blocks.slots.num_quarantined == 0
         assert not [each for each in tier.findings() if each.topic == "straight from disk"]
 
 

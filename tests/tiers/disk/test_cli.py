@@ -175,12 +175,12 @@ def test_repair_gives_quarantined_slots_back_that_can_be_read(tmp_path: Path) ->
         system.fail("read", 1, errno.EIO)
         here.load([key(1)], slots)
         here.tier.free(slots)
-        assert here.tier.num_quarantined == 1
+        assert here.tier.slots.num_quarantined == 1
     code, text = run("verify", tmp_path / "slab", "--repair")
     assert code == 0
     assert "1 slot quarantined after I/O errors, 1 of them used again" in text
     with world(tmp_path, 8) as here:
-        assert here.tier.num_quarantined == 0
+        assert here.tier.slots.num_quarantined == 0
         assert here.tier.num_free == 8
 
 

@@ -40,7 +40,7 @@ def churn(here: World, rng: random.Random, num_batches: int, known: dict[int, Sl
     number = max(known, default=0)
     for _ in range(num_batches):
         wanted = rng.randint(1, 6)
-        while here.tier.num_free - here.tier.num_unclaimed < wanted:
+        while here.tier.num_free - here.tier.slots.num_unclaimed < wanted:
             victim = rng.choice(sorted(known))
             slot = known.pop(victim)
             if rng.random() < 0.3:
@@ -66,14 +66,14 @@ def claim_all(here: World, known: dict[int, Slot]) -> None:
     """
     in_use: list[Slot] = []
     for number, slot in sorted(known.items()):
-        assert here.tier.claim([key(number)]) == [slot], f"block {number} is lost"
+        assert here.claim([key(number)]) == [slot], f"block {number} is lost"
         assert here.load([key(number)], [slot]) == [OK], f"block {number} is damaged"
         in_use.append(slot)
     for number in range(MOST_NUMBERS):
-        if slots := here.tier.claim([key(number)]):
+        if slots := here.claim([key(number)]):
             here.load([key(number)], slots)
             here.tier.free(slots)
-    assert here.tier.num_unclaimed == 0, "blocks that nobody ever stored"
+    assert here.tier.slots.num_unclaimed == 0, "blocks that nobody ever stored"
     here.tier.check_invariants()
     assert here.tier.num_free == here.tier.num_slots - len(in_use)
 
@@ -209,7 +209,7 @@ def _power_cuts(folder: Path, seed: int, durability: str) -> None:
                 claim_all(here, known)
                 continue
             for number in range(MOST_NUMBERS):
-                if slots := here.tier.claim([key(number)]):
+                if slots := here.claim([key(number)]):
                     if here.load([key(number)], slots) == [OK]:
                         known[number] = slots[0]
                     else:
@@ -231,7 +231,7 @@ def test_the_power_cut_of_these_tests_does_lose_blocks(tmp_path: Path) -> None:
             system.power_cut(rng)
             here.open()
             for number in known:
-                slots = here.tier.claim([key(number)])
+                slots = here.claim([key(number)])
                 lost += not slots
                 wrong += bool(slots) and here.load([key(number)], slots) == [CORRUPT]
     assert lost > 0
@@ -290,13 +290,13 @@ def test_killed_at_any_time_keeps_what_it_acknowledged(
 def claim_all_but_in_doubt(here: World, known: dict[int, Slot]) -> None:
     """As ``claim_all``; every block that is found stays for the next writer, as known."""
     for number, slot in sorted(known.items()):
-        assert here.tier.claim([key(number)]) == [slot], f"block {number} is lost"
+        assert here.claim([key(number)]) == [slot], f"block {number} is lost"
         assert here.load([key(number)], [slot]) == [OK], f"block {number} is damaged"
     for number in range(max(known, default=0) + 40):
-        if slots := here.tier.claim([key(number)]):
+        if slots := here.claim([key(number)]):
             assert here.load([key(number)], slots) == [OK], f"block {number} is damaged"
             known[number] = slots[0]
     here.tier.check_invariants()
-    assert here.tier.num_unclaimed == 0
+    assert here.tier.slots.num_unclaimed == 0
     assert here.tier.num_free == here.tier.num_slots - len(known)
     assert (here.options.path / "data.slab").stat().st_size == NUM_SLOTS * SLOT_BYTES

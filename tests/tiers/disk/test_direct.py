@@ -333,7 +333,7 @@ def test_opening_that_fails_half_way_gives_everything_back(
     def fail(*arguments: object) -> None:
         raise MemoryError("the test wants it")
 
-    monkeypatch.setattr("kvtier.tiers.disk.ports.BlockPort", fail)
+    monkeypatch.setattr("kvtier.tiers.disk.part.BlockPort", fail)
     with pytest.raises(MemoryError), disk_of(tmp_path / "two", GQA, pool, direct=Direct.ON):
         pass
     assert held() == before

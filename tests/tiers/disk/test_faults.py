@@ -22,7 +22,7 @@ OK, CORRUPT, FAILED = Outcome.THERE, Outcome.DAMAGED, Outcome.FAILED
 def all_slots_accounted_for(here: World, num_in_use: int) -> None:
     tier = here.tier
     tier.check_invariants()
-    assert tier.num_free + num_in_use + tier.num_quarantined == tier.num_slots
+    assert tier.num_free + num_in_use + tier.slots.num_quarantined == tier.num_slots
 
 
 # -- reads -----------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def test_read_error_is_a_failed_load_and_its_slot_is_not_used_again(
         system.fail("read", nth)
         assert here.load(keys, slots) == [FAILED if at == nth - 1 else OK for at in range(5)]
         here.tier.free(slots)
-        assert here.tier.num_quarantined == 1
+        assert here.tier.slots.num_quarantined == 1
         all_slots_accounted_for(here, 0)
         rest = here.tier.allocate(7)
         assert rest is not None
@@ -47,9 +47,9 @@ def test_read_error_is_a_failed_load_and_its_slot_is_not_used_again(
         assert here.tier.allocate(1) is None
         here.tier.free(rest)
         here.reopen()
-        assert here.tier.num_quarantined == 1
+        assert here.tier.slots.num_quarantined == 1
         assert here.tier.num_free == 7
-        assert key(nth - 1) not in {name for name in keys if here.tier.claim([name])}
+        assert key(nth - 1) not in {name for name in keys if here.claim([name])}
 
 
 def test_late_read_fails_and_leaves_its_slot_in_use(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_late_read_fails_and_leaves_its_slot_in_use(tmp_path: Path) -> None:
         slots = here.put(1)
         system.fail("read", code=errno.ETIMEDOUT)
         assert here.load([key(1)], slots) == [FAILED]
-        assert here.tier.num_quarantined == 0
+        assert here.tier.slots.num_quarantined == 0
         assert here.tier.can_load
         assert here.load([key(1)], slots) == [OK]
 
@@ -102,7 +102,7 @@ def test_failed_write_is_not_acknowledged_and_not_found(
         assert here.store(keys, slots) == right
         assert here.load(keys, slots) == [OK if ok else CORRUPT for ok in right]
         here.tier.free(slots)
-        assert here.tier.num_quarantined == (code == errno.EIO)
+        assert here.tier.slots.num_quarantined == (code == errno.EIO)
         all_slots_accounted_for(here, 0)
         here.crash()
         here.open()
@@ -281,7 +281,7 @@ def test_a_slot_that_is_found_bad_while_it_is_written_stays_so(tmp_path: Path) -
         assert here.load([key(1), key(2)], slots) == [CORRUPT, OK]
         here.crash()
         here.open()
-        assert here.tier.num_quarantined == 1
+        assert here.tier.slots.num_quarantined == 1
         assert here.get(1, 2) == [CORRUPT, OK]
 
 

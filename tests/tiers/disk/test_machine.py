@@ -97,7 +97,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.lists(numbers, max_size=4, unique=True))
     def claim(self, wanted: list[int]) -> None:
-        slots = self.world.tier.claim([key(number) for number in wanted])
+        slots = self.world.claim([key(number) for number in wanted])
         for number, slot in zip(wanted, slots, strict=False):
             assert slot not in self.in_use
             assert self.on_disk[slot] == number
@@ -118,7 +118,7 @@ class DiskMachine(RuleBasedStateMachine):
             self.world.tier.close()
         self._open()
         for number, slot in self._newest().items():
-            assert self.world.tier.claim([key(number)]) == [slot]
+            assert self.world.claim([key(number)]) == [slot]
             self.in_use[slot] = number
             is_right = self.world.load([key(number)], [slot]) == [Outcome.THERE]
             assert is_right == (slot not in self.lost)
@@ -145,7 +145,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.world.open()
         self.world.tier.parts[0].slab.compact_floor = 6
         self.in_use.clear()
-        assert self.world.tier.num_unclaimed == len(self._newest())
+        assert self.world.tier.slots.num_unclaimed == len(self._newest())
 
     @rule()
     def restart_without_claims(self) -> None:

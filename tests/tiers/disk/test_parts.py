@@ -13,8 +13,8 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
+from kvtier.tiers.disk.blocks import on_all
 from kvtier.tiers.disk.format.superblock import HALF_BYTES
-from kvtier.tiers.disk.parts import on_all
 from tests.tiers.disk.faulty_disk import FaultyDisk
 from tests.tiers.disk.world import ALIGNED, SLOT_BYTES, SMALL, Arena, World, key, world
 
@@ -49,7 +49,7 @@ def test_blocks_come_back_whole(tmp_path: Path, num_parts: int, group: object) -
         slots = here.put(*range(10))
         assert here.load([key(n) for n in range(10)], slots) == [OK] * 10
         here.reopen()
-        assert here.tier.num_unclaimed == 10
+        assert here.tier.slots.num_unclaimed == 10
         assert here.get(*range(10)) == [OK] * 10
 
 
@@ -71,7 +71,7 @@ def test_a_block_with_a_part_missing_is_not_there(tmp_path: Path) -> None:
         journal = here.options.more_paths[0] / "journal"
         os.truncate(journal, journal.stat().st_size - 64)
         here.open()
-        assert here.tier.num_unclaimed == 1
+        assert here.tier.slots.num_unclaimed == 1
         assert here.tier.num_free == 16
         assert here.get(1, 2) == [OK, CORRUPT]
         here.tier.check_invariants()
@@ -90,7 +90,7 @@ def test_halves_of_two_writes_under_one_key_are_no_block(tmp_path: Path) -> None
         here.crash()
         os.truncate(journal, kept)
         here.open()
-        assert here.tier.num_unclaimed == 0
+        assert here.tier.slots.num_unclaimed == 0
         assert here.get(1) == [CORRUPT]
         here.tier.check_invariants()
 
@@ -118,7 +118,7 @@ def test_what_can_not_be_dropped_is_not_found_either(tmp_path: Path) -> None:
         os.truncate(journal, 64)
         here.system = FullJournal()
         here.open()
-        assert here.tier.num_unclaimed == 0
+        assert here.tier.slots.num_unclaimed == 0
         assert here.get(1) == [CORRUPT]
         here.tier.check_invariants()
 
@@ -140,7 +140,7 @@ def test_damage_in_one_part_loses_the_block(tmp_path: Path, part: int) -> None:
         assert here.load([key(1), key(2)], slots) == [CORRUPT, OK]
         here.tier.free(slots)
         here.reopen()
-        assert here.tier.num_unclaimed == 1
+        assert here.tier.slots.num_unclaimed == 1
         assert here.get(1, 2) == [CORRUPT, OK]
 
 
@@ -153,7 +153,7 @@ def test_scrub_sees_damage_in_every_part(tmp_path: Path, part: int) -> None:
         report = here.tier.scrub(1 << 20)
         assert report.corrupt == (slots[1],)
         assert report.num_checked == 4
-        assert here.tier.num_unclaimed == 1
+        assert here.tier.slots.num_unclaimed == 1
         assert here.get(1, 2) == [OK, CORRUPT]
 
 
@@ -163,10 +163,10 @@ def test_a_store_that_fails_on_one_disk_leaves_nothing_on_the_others(tmp_path: P
         slots = here.tier.allocate(3)
         system.faults.fail("write", nth=2)
         assert here.store([key(n) for n in (1, 2, 3)], slots) == [True, False, True]
-        assert here.tier.num_quarantined == 1
+        assert here.tier.slots.num_quarantined == 1
         here.crash()
         here.open()
-        assert here.tier.num_unclaimed == 2
+        assert here.tier.slots.num_unclaimed == 2
         assert here.get(1, 2, 3) == [OK, CORRUPT, OK]
 
 
@@ -186,7 +186,7 @@ def test_a_slot_that_is_bad_in_one_part_is_not_given_out_after_a_restart(tmp_pat
         assert here.store([key(n) for n in range(4)], slots) == [True, True, False, True]
         here.system = None
         here.reopen()
-        assert here.tier.num_quarantined == 1
+        assert here.tier.slots.num_quarantined == 1
         assert here.tier.num_free == 3
         assert slots[2] not in here.tier.allocate(3)
 

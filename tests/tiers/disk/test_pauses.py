@@ -52,7 +52,7 @@ def test_errors_in_a_row_stop_what_fails_and_nothing_else(
         assert errno.errorcode[code] in note
         assert "tried again in 1 s" in note
         if operation == "read":
-            assert here.tier.claim([key(0)]) == []
+            assert here.claim([key(0)]) == []
             here.tier.free(here.put(200))
         else:
             assert not here.tier.can_store
@@ -99,7 +99,7 @@ def test_a_disk_that_hangs_is_waited_for_a_few_times(tmp_path: Path, operation: 
         assert pauses == [1, 2]
         assert here.tier.can_load
         assert here.tier.can_store
-        assert here.tier.num_quarantined == 0
+        assert here.tier.slots.num_quarantined == 0
 
 
 def test_call_has_succeeded_when_the_last_of_its_kinds_has() -> None:

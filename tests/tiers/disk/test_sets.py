@@ -86,7 +86,7 @@ def test_to_start_empty_all_directories_are_deleted(tmp_path: Path) -> None:
         for path in (here.options.path, *here.options.more_paths):
             shutil.rmtree(path)
         here.open()
-        assert here.tier.num_unclaimed == 0
+        assert here.tier.slots.num_unclaimed == 0
         here.put(2)
 
 

@@ -42,7 +42,7 @@ def test_blocks_come_back_as_they_were(
         keys = [key(number) for number in range(25)]
         assert here.load(keys, slots) == [OK] * 25
         here.reopen()
-        assert here.tier.claim(keys) == slots
+        assert here.claim(keys) == slots
         assert here.load(keys, slots) == [OK] * 25
         here.tier.check_invariants()
 
@@ -174,24 +174,24 @@ def test_damaged_block_is_a_miss_and_its_slot_can_be_used_again(tmp_path: Path) 
 def test_claim_takes_the_longest_leading_run_once(tmp_path: Path) -> None:
     with world(tmp_path) as here:
         slots = here.put(0, 1, 2, 3)
-        assert here.tier.num_unclaimed == 0
+        assert here.tier.slots.num_unclaimed == 0
         here.reopen()
         keys = [key(number) for number in range(4)]
-        assert here.tier.num_unclaimed == 4
-        assert here.tier.claim([key(9), *keys]) == []
-        assert here.tier.claim([*keys[:2], key(9), *keys[2:]]) == slots[:2]
-        assert here.tier.claim(keys) == []
-        assert here.tier.claim(keys[2:]) == slots[2:]
-        assert here.tier.num_unclaimed == 0
+        assert here.tier.slots.num_unclaimed == 4
+        assert here.claim([key(9), *keys]) == []
+        assert here.claim([*keys[:2], key(9), *keys[2:]]) == slots[:2]
+        assert here.claim(keys) == []
+        assert here.claim(keys[2:]) == slots[2:]
+        assert here.tier.slots.num_unclaimed == 0
         assert here.tier.num_free == 12
-        assert here.tier.claim([]) == []
+        assert here.claim([]) == []
 
 
 def test_claimed_key_twice_in_one_call_is_one_block(tmp_path: Path) -> None:
     with world(tmp_path) as here:
         slots = here.put(1)
         here.reopen()
-        assert here.tier.claim([key(1), key(1)]) == slots
+        assert here.claim([key(1), key(1)]) == slots
 
 
 def test_unclaimed_blocks_make_room_oldest_first_deepest_first(tmp_path: Path) -> None:
@@ -218,8 +218,8 @@ def test_free_slots_go_before_unclaimed_blocks(tmp_path: Path) -> None:
         fresh = here.tier.allocate(3)
         assert fresh is not None
         assert set(fresh).isdisjoint(slots)
-        assert here.tier.num_unclaimed == 3
-        assert here.tier.claim([key(0)]) == slots[:1]
+        assert here.tier.slots.num_unclaimed == 3
+        assert here.claim([key(0)]) == slots[:1]
         assert here.tier.allocate(3) is None
         last = here.tier.allocate(2)
         assert last is not None
@@ -260,8 +260,8 @@ def test_of_two_slots_with_one_key_the_later_one_counts(tmp_path: Path) -> None:
         second = here.put(1)
         here.tier.free(first)
         here.reopen()
-        assert here.tier.num_unclaimed == 1
-        assert here.tier.claim([key(1)]) == second
+        assert here.tier.slots.num_unclaimed == 1
+        assert here.claim([key(1)]) == second
         assert here.load([key(1)], second) == [OK]
         rest = here.tier.allocate(3)
         assert rest is not None
@@ -278,7 +278,7 @@ def test_slab_grows_and_shrinks_with_its_capacity(tmp_path: Path, slots_after: i
         kept = min(slots_after, 8)
         assert (here.options.path / "data.slab").stat().st_size == slots_after * SLOT_BYTES
         here.reopen(capacity_bytes=8 * SLOT_BYTES)  # what was cut off does not come back
-        assert here.tier.num_unclaimed == kept
+        assert here.tier.slots.num_unclaimed == kept
         there = [number for number, slot in enumerate(slots) if slot < kept]
         assert here.get(*there) == [OK] * kept
 
@@ -322,10 +322,10 @@ def test_scrub_frees_damaged_blocks_that_nobody_claimed(tmp_path: Path) -> None:
         here.reopen()
         spoil(here, slots[1])
         assert here.tier.scrub(1 << 20).corrupt == (slots[1],)
-        assert here.tier.num_unclaimed == 2
+        assert here.tier.slots.num_unclaimed == 2
         assert here.tier.num_free == 4
         here.tier.check_invariants()
-        assert here.tier.claim([key(1)]) == []
+        assert here.claim([key(1)]) == []
 
 
 def test_scrub_of_an_empty_slab_is_nothing(tmp_path: Path) -> None:

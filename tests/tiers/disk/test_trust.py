@@ -71,7 +71,7 @@ def test_what_was_verified_once_is_believed_by_the_next_owners(tmp_path: Path, v
         here.reopen()
         assert num_trusted(here) == 10
         zero(here.options.path, range(NUM_BLOCKS), keep_time=True)
-        slots = here.tier.claim([key(number) for number in range(NUM_BLOCKS)])
+        slots = here.claim([key(number) for number in range(NUM_BLOCKS)])
         blocks = here.pieces(NUM_BLOCKS)
         results = here.tier.load([key(number) for number in range(NUM_BLOCKS)], slots, blocks)
         assert results.count(OK) == (10 if verify == "off" else 9)
@@ -208,7 +208,7 @@ def test_trust_outlives_a_compaction(tmp_path: Path) -> None:
         here.reopen()
         assert num_trusted(here) >= 4
         assert here.get(2) == [OK]
-        here.tier.forget(here.tier.claim([key(3)]))
+        here.tier.forget(here.claim([key(3)]))
         here.reopen()
         here.tier.parts[0].slab.compact()
         here.reopen()
@@ -233,7 +233,7 @@ def test_the_trust_of_another_close_is_not_used(tmp_path: Path) -> None:
         here.tier.close()
         shutil.copy(here.options.path / "trust", tmp_path / "old")
         here.open()
-        here.tier.free(here.tier.claim([key(1)]))
+        here.tier.free(here.claim([key(1)]))
         here.tier.close()
         shutil.copy(tmp_path / "old", here.options.path / "trust")
         here.open()

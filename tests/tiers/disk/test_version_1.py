@@ -37,7 +37,7 @@ def versions(folder: Path) -> list[int]:
 
 
 def everything_is_there(here: World) -> None:
-    assert here.tier.num_unclaimed == 6
+    assert here.tier.slots.num_unclaimed == 6
     assert here.get(*range(6), 6, 100) == [OK] * 6 + [CORRUPT] * 2
     here.tier.check_invariants()
 

@@ -16,7 +16,7 @@ from kvtier.layout import DType, KVGroup, full_attention
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers import Outcome, Pieces
 from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
-from kvtier.tiers.disk.format.records import Records
+from kvtier.tiers.disk.format.records import Records, as_keys
 from kvtier.tiers.disk.recovery.replay import read_journal, replay
 from kvtier.types import BlockKey, BlockName, Slot
 
@@ -153,11 +153,25 @@ class World:
             assert (behind == UNTOUCHED).all(), "bytes behind the block were changed"
         return results
 
+    def claim(self, keys: Sequence[BlockKey]) -> list[Slot]:
+        """Claim the leading run of blocks that a restart found and nobody claimed."""
+        claimed: list[Slot] = []
+        for name in keys if self.tier.can_load else ():
+            wanted = as_keys([name])
+            slots = self.tier.listed.find(wanted)
+            slots[~self.tier.fit(wanted, slots)[0]] = -1
+            num_before = self.tier.slots.num_unclaimed
+            self.tier.slots.hold(slots)
+            if self.tier.slots.num_unclaimed == num_before:
+                break
+            claimed.append(Slot(int(slots[0])))
+        return claimed
+
     def get(self, *numbers: int) -> list[Outcome]:
         """Claim and load what a restart found, one by one; what is not there is DAMAGED."""
         found = []
         for number in numbers:
-            slots = self.tier.claim([key(number)])
+            slots = self.claim([key(number)])
             found += self.load([key(number)], slots) if slots else [Outcome.DAMAGED]
         return found
 

@@ -27,7 +27,7 @@ def write(path: Path, num_slots: int, num_parts: int, seed: int, first: int) -> 
             part.slab.compact_floor = rng.choice([8, 64])
         known = {}
         for number in range(first + 1):
-            if slots := here.tier.claim([key(number)]):
+            if slots := here.claim([key(number)]):
                 known[number] = slots[0]
         number = first
         while True:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from math import inf
+from threading import Thread
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,16 +20,16 @@ from kvtier.tiers.base import Room
 from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.disk.direct import Pool, Way, way_of
 from kvtier.tiers.disk.format.membership import leave
-from kvtier.tiers.disk.format.records import KEY_BYTES, RecordKind, Records, as_keys, same_keys
+from kvtier.tiers.disk.format.records import KEY_BYTES, RecordKind, Records, same_keys
 from kvtier.tiers.disk.format.rows import SlotRows
 from kvtier.tiers.disk.health import DiskHealth
 from kvtier.tiers.disk.inspect.scrub import ScrubResult
 from kvtier.tiers.disk.opening import open_slabs, wanted
 from kvtier.tiers.disk.options import DiskOptions
-from kvtier.tiers.disk.part import DiskPart, SlotOwner
-from kvtier.tiers.disk.parts import complete, on_all
-from kvtier.tiers.disk.recovery.recovered_keys import SlabKeys
+from kvtier.tiers.disk.part import DiskPart
+from kvtier.tiers.disk.recovery.recovered_keys import SlabKeys, complete
 from kvtier.tiers.disk.recovery.recovery import newest
+from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
@@ -39,9 +41,11 @@ logger = logging.getLogger(__name__)
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Part = TypeVar("Part")
+Result = TypeVar("Result")
 
 
-class DiskBlocks(Room, SlotOwner):
+class DiskBlocks(Room):
     """Slots for blocks on local disks; they are found again after a restart or a crash.
 
     options: with ``more_paths`` a block is cut into equal parts, one for each slab. It is there
@@ -52,8 +56,8 @@ class DiskBlocks(Room, SlotOwner):
     ever grow.
 
     The caller guarantees
-        one thread stores, one loads, one scrubs, at the same time if they like; allocate, free,
-        claim and forget belong to one thread. A slot that is stored to or loaded from is allocated
+        one thread stores, one loads, one scrubs, at the same time if they like; allocate, free
+        and forget belong to one thread. A slot that is stored to or loaded from is allocated
         or claimed, and is not freed meanwhile; a slot is never stored to and loaded from at once.
     Outcomes and errors
         no method raises for what the disk does after the tier was opened: a store answers False,
@@ -87,24 +91,27 @@ class DiskBlocks(Room, SlotOwner):
             )
             for slab in slabs:
                 undo.callback(slab.close, clean=False)
+            tables = [slab.table for slab in slabs]
+            is_complete = complete(tables) if len(tables) > 1 else None
+            self._find_blocks(slabs, is_complete)
             for rank, (each, slab) in enumerate(zip(each_part, slabs, strict=True)):
                 size = slab.superblock.block_bytes
                 here = pool and (pool.part(rank * size, size) if len(slabs) > 1 else pool)
-                part = DiskPart(each, slab, arena, system, monotonic, self, here)
+                part = DiskPart(each, slab, arena, system, monotonic, self.slots, here)
                 undo.callback(part.close)
                 self.parts.append(part)
-            self._rows: SlotRows = self.parts[0].slab.table
-            self._find_blocks()
+            if is_complete is not None:
+                self._empty_all_but(is_complete)
             undo.pop_all()
         self.num_slots = len(self._rows)
         self._slot_bytes = sum(part.slot_bytes for part in self.parts)
         for part in self.parts[1:]:
-            self.quarantine(np.flatnonzero(part.slab.table.kinds == RecordKind.BAD))
+            self.slots.quarantine(np.flatnonzero(part.slab.table.kinds == RecordKind.BAD))
         logger.info(
             "disk tier opened paths=%s slots=%d recovered=%d seconds=%.3f",
             [str(part.options.path) for part in self.parts],
             self.num_slots,
-            self.num_unclaimed,
+            self.slots.num_unclaimed,
             time.monotonic() - began,
         )
         if pool is not None:
@@ -116,39 +123,29 @@ class DiskBlocks(Room, SlotOwner):
 
     @property
     def num_free(self) -> int:
-        return self._slots.num_free
+        return self.slots.num_free
 
     @property
     def num_used(self) -> int:
         """Slots that were given out or claimed, and not given back."""
-        return self._slots.num_used
-
-    @property
-    def num_unclaimed(self) -> int:
-        """Blocks that a restart found and nobody has claimed yet; they count as free."""
-        return self._slots.num_unclaimed
-
-    @property
-    def num_quarantined(self) -> int:
-        """Slots that had an I/O error; they are not given out again."""
-        return self._slots.num_quarantined
+        return self.slots.num_used
 
     @property
     def memory_bytes(self) -> int:
         """Return the bytes of memory kept for the slots."""
         tables = sum(part.slab.memory_bytes for part in self.parts)
-        return tables + self._slots.num_bytes + self.listed.num_bytes()
+        return tables + self.slots.num_bytes + self.listed.num_bytes()
 
     @property
     def way(self) -> Way:
         """Return the path of blocks to the pool: direct if every disk reads directly into it."""
-        ways = [part.ports.way for part in self.parts]
+        ways = [part.way for part in self.parts]
         return next((way for way in ways if way.reason or way.is_compatible), ways[0])
 
     @property
     def reached(self) -> frozenset[str]:
         """Kinds of memory that blocks come to from every disk, besides the processor's."""
-        far = [part.ports.accelerator for part in self.parts]
+        far = [part.accelerator for part in self.parts]
         kinds = frozenset(each.kind for each in far if each is not None)
         return frozenset() if None in far else kinds
 
@@ -174,14 +171,14 @@ class DiskBlocks(Room, SlotOwner):
 
         Unclaimed blocks that lose their slot are no longer listed.
         """
-        slots = self._slots.allocate(num_slots)
+        slots = self.slots.allocate(num_slots)
         if slots:
             self.listed.remove(np.array(slots, np.int64))
         return slots
 
     def free(self, slots: Sequence[Slot]) -> None:
         """Give slots back. Until a slot is used again, a restart finds its block."""
-        self._slots.free(slots)
+        self.slots.free(slots)
 
     def unclaimed_keys(self) -> list[BlockKey]:
         """Blocks that a restart found and nobody claimed; those that would leave first in front.
@@ -190,12 +187,12 @@ class DiskBlocks(Room, SlotOwner):
         """
         if not self.can_load:
             return []
-        keys = self._rows.keys[self._slots.unclaimed()].tobytes()
+        keys = self._rows.keys[self.slots.unclaimed()].tobytes()
         return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
 
     def kept_keys(self) -> KeptKeys:
         """The same as pieces of arrays, from now on."""
-        return SlabKeys(self.parts[0].slab, self._slots, self.can_load)
+        return SlabKeys(self.parts[0].slab, self.slots, self.can_load)
 
     def fit(self, keys: Records, slots: Int64s) -> tuple[Bools, Bools]:
         """Return which slots hold the whole block of that key, and which that of another key.
@@ -211,29 +208,6 @@ class DiskBlocks(Room, SlotOwner):
             is_other |= is_slot & is_put & ~is_same
         return is_right, is_other
 
-    def hold(self, slots: Int64s) -> Bools:
-        """Bool [n]: which slots hold a block that is in use, by now.
-
-        Blocks that a restart found are claimed by that. -1 stands for no slot.
-        """
-        return self._slots.hold(slots)
-
-    def is_quarantined(self, slot: Slot) -> bool:
-        """Whether the slot had an I/O error."""
-        return self._slots.is_bad(slot)
-
-    def claim(self, keys: Sequence[BlockKey]) -> list[Slot]:
-        """Slots of the longest leading run of ``keys`` that a restart found and nobody claimed.
-
-        They are in use from now on, as if they had been allocated.
-        """
-        if not keys or not self.num_unclaimed or not self.can_load:
-            return []
-        wanted = as_keys(keys)
-        slots = self.listed.find(wanted)
-        slots[~self.fit(wanted, slots)[0]] = -1
-        return self._slots.claim(slots.tolist())
-
     def forget(self, slots: Sequence[Slot]) -> bool:
         """No restart finds the blocks of these slots.
 
@@ -244,32 +218,23 @@ class DiskBlocks(Room, SlotOwner):
         at = np.array(slots, np.int64)
         return all(part.empty(at) for part in self.parts)
 
-    def quarantine(self, slots: Int64s) -> None:
-        self._slots.quarantine(slots)
-
-    def drop(self, slots: Int64s) -> None:
-        self._slots.drop_unclaimed(slots)
-
-    def _find_blocks(self) -> None:
+    def _find_blocks(self, slabs: Sequence[Slab], is_complete: Bools | None) -> None:
         """List what the slabs have kept.
 
         A crash may leave some parts of a block: then it is not there.
         """
-        tables = [part.slab.table for part in self.parts]
-        kinds = tables[0].kinds
-        if len(tables) > 1:
-            is_complete = complete(tables)
-            self._empty_all_but(is_complete)
-            kinds = np.where(
-                (kinds == RecordKind.PUT) & ~is_complete, np.uint8(RecordKind.DEL), kinds
-            )
+        self._rows: SlotRows = slabs[0].table
+        kinds = self._rows.kinds
+        if is_complete is not None:
+            is_half = (kinds == RecordKind.PUT) & ~is_complete
+            kinds = np.where(is_half, np.uint8(RecordKind.DEL), kinds)
         slots = np.flatnonzero(kinds == RecordKind.PUT)
         self.listed = SlotTable(self._rows.keys, slots)
         if len(self.listed) < len(slots):  # a key twice, after a crash
             slots = newest(self._rows, slots)
             self.listed = SlotTable(self._rows.keys, slots)
-        ages = [part.slab.take_ages() for part in self.parts]
-        self._slots = DiskSlots(kinds, slots, ages[0])
+        ages = [slab.take_ages() for slab in slabs]
+        self.slots = DiskSlots(kinds, slots, ages[0])
 
     def _empty_all_but(self, is_complete: Bools) -> None:
         for part in self.parts:
@@ -376,7 +341,7 @@ class DiskBlocks(Room, SlotOwner):
             *([] if self._pool is None else [self._way(self._pool)]),
             Finding("disk durability", self.options.durability.value),
             Finding("disk verify", self.options.verify.value),
-            Finding("disk quarantined", str(self.num_quarantined)),
+            Finding("disk quarantined", str(self.slots.num_quarantined)),
         ]
 
     def _way(self, pool: Pool) -> Finding:
@@ -385,7 +350,7 @@ class DiskBlocks(Room, SlotOwner):
 
     def check_invariants(self) -> None:
         """Raise AssertionError where counts disagree. O(num_slots); nothing else may run."""
-        self._slots.check_invariants()
+        self.slots.check_invariants()
 
     def close(self) -> None:
         """Everything on the medium, and the slabs free for their next owner."""
@@ -413,3 +378,29 @@ class DiskBlocks(Room, SlotOwner):
 def _enter(healths: Sequence[DiskHealth]) -> bool:
     """Whether all of them let a call through; where one does not, none is tried for nothing."""
     return all(each.is_passable for each in healths) and all(each.enter() for each in healths)
+
+
+def on_all(parts: Sequence[Part], work: Callable[[int, Part], Result]) -> list[Result]:
+    """Return the results of ``work(rank, part)`` for all parts, run at the same time.
+
+    A call that raises raises here, after the others have ended.
+    """
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank, parts[rank])
+        except BaseException as error:  # raised again by the caller's thread
+            errors.append(error)
+
+    # Threads that a disk which hangs can't keep the process from ending with.
+    others = [Thread(target=run, args=(rank,), daemon=True) for rank in range(1, len(parts))]
+    for thread in others:
+        thread.start()
+    run(0)
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(len(parts))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from math import inf
@@ -13,18 +12,20 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.devices.base import Finding, Memory
-from kvtier.tiers.disk.bounce import Bounce
-from kvtier.tiers.disk.direct import Pool, choose
+from kvtier.errors import DeviceError, TierError
+from kvtier.tiers.disk.accelerator import Accelerator
+from kvtier.tiers.disk.bounce import BlockPort, Bounce
+from kvtier.tiers.disk.direct import Pool, Way, check_library, choose, find_way
 from kvtier.tiers.disk.format.records import RecordKind, Records, as_keys, same_keys
 from kvtier.tiers.disk.health import LATE, MEDIUM_ERRORS, DiskHealth
 from kvtier.tiers.disk.inspect.scrub import RoundRobin, ScrubResult, check_blocks
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.options import DiskOptions
-from kvtier.tiers.disk.ports import Ports
 from kvtier.tiers.disk.slab import Slab
+from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
-from kvtier.types import BlockKey, BlockName, Durability, IoKind, Slot, keys_of
+from kvtier.types import BlockKey, BlockName, Direct, Durability, IoKind, Slot, keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,24 +41,26 @@ Bools = npt.NDArray[np.bool_]
 NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
 
-class SlotOwner(ABC):
-    """Owner of a slab's slots. It allocates them, and is told what is found out about them."""
-
-    @abstractmethod
-    def quarantine(self, slots: Int64s) -> None:
-        """The slots can't be read or written."""
-
-    @abstractmethod
-    def drop(self, slots: Int64s) -> None:
-        """The bytes in the slots turned out to be wrong: nothing is in them any more."""
-
-
 class DiskPart:
     """One rank's or one disk's part of every block: slot i holds its part of block i.
 
-    slab: to be closed by the caller, after ``close``. owner: of the slots. clock: for pauses;
-    seconds, ever growing. pool: this part of the memory that blocks are used in, where they may go
-    straight to it. ports: the ways between slots and memory.
+    One I/O engine serves a writer and a reader, each with a buffer, and a path to an accelerator.
+
+    Args:
+        options: of this disk.
+        slab: to be closed by the caller, after ``close``.
+        arena: memory that blocks mostly come from and go to; None where there is no host tier, and
+            the processor does not reach the pool.
+        system: calls to the operating system.
+        clock: for pauses; seconds, ever growing.
+        slots: are told which of them can't be read or written, and which hold wrong bytes.
+        pool: this part of the memory that blocks are used in, where they may go straight to it.
+
+    Attributes:
+        reads, writes: count what the disk does, and say when to stop asking.
+        way: how blocks come to the pool.
+        accelerator: of the pool, where blocks go to its memory from here; None where they go by a
+            host tier, or the pool is the processor's.
 
     The caller guarantees
         one thread stores, one loads, one scrubs, at the same time if they like; a slot is never
@@ -75,7 +78,7 @@ class DiskPart:
         arena: Memory | None,
         system: DiskSystem,
         clock: Callable[[], float],
-        owner: SlotOwner,
+        slots: DiskSlots,
         pool: Pool | None = None,
     ) -> None:
         self.options = options
@@ -85,12 +88,86 @@ class DiskPart:
         limit = options.errors_until_off
         self.reads = DiskHealth(str(options.path), ["read"], limit, clock)
         self.writes = DiskHealth(str(options.path), ["write", "journal"], limit, clock)
-        self._owner = owner
+        self._slots = slots
         self._num_loads = 0
         self._is_short = False
         self._round = RoundRobin()
         self._scrubber: tuple[IoEngine, Bounce] | None = None
-        self.ports = Ports(options, slab, arena, pool, system, clock)
+        self._system = system
+        self._engines: list[IoEngine] = []
+        self.way = find_way(options, pool, self.slot_bytes, slab.is_direct)
+        self.accelerator: Accelerator | None = None
+        try:
+            self._writer, self._reader = self._open(arena, pool, clock)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- the ways between slots and memory ---------------------------------------------------------
+
+    def _open(
+        self, arena: Memory | None, pool: Pool | None, clock: Callable[[], float]
+    ) -> tuple[BlockPort, BlockPort]:
+        options, block_bytes, slot_bytes = self.options, self.num_bytes, self.slot_bytes
+        num_slots = min(options.bounce_bytes // slot_bytes, self.slab.superblock.num_slots)
+        there, back = (Bounce(num_slots, slot_bytes) for _ in range(2))
+        self._open_accelerator(pool, back.memory, arena is not None, clock)
+        engine = self._open_engine(options.io, self._registered(arena, pool, (there, back)))
+        writer = BlockPort(engine, there, block_bytes, slot_bytes, options.checksum_threads)
+        reader = BlockPort(engine, back, block_bytes, slot_bytes, accelerator=self.accelerator)
+        return writer, reader
+
+    def _open_engine(self, kind: IoKind, buffers: Sequence[Memory]) -> IoEngine:
+        """One more engine for the slab, until ``close``."""
+        depth = self.options.queue_depth
+        engine = self._system.open_engine(self.slab.data_fd, kind, buffers, depth)
+        self._engines.append(engine)
+        return engine
+
+    def _registered(
+        self, arena: Memory | None, pool: Pool | None, bounces: Sequence[Bounce]
+    ) -> list[Memory]:
+        """Return the memory to register with the engine.
+
+        Registered memory stays resident, so rarely used buffers and pools are left out.
+        """
+        pool = pool if pool is not None and pool.device is None else None
+        is_pool = arena is not None and pool is not None and arena.address == pool.memory.address
+        has_tail = self.num_bytes != self.slot_bytes
+        has_only_buffers = arena is None and self.accelerator is not None
+        if has_tail or has_only_buffers or (is_pool and self.way.reason):
+            return [each.memory for each in bounces]
+        memories = [arena] if arena is not None else []
+        if self.options.direct is Direct.ON and pool is not None and not is_pool:
+            memories += pool.allocations
+        return memories
+
+    def _open_accelerator(
+        self, pool: Pool | None, buffer: Memory, has_host: bool, clock: Callable[[], float]
+    ) -> None:
+        """Open the path to the accelerator's memory.
+
+        has_host: there is a host tier to go through.
+        """
+        options = self.options
+        if pool is None or pool.device is None or options.direct is Direct.OFF:
+            return
+        if has_host and self.way.reason:
+            return
+        what = f"{options.path}, straight to {pool.device.name}"
+        health = DiskHealth(what, ["read"], options.errors_until_off, clock)
+        try:
+            self.accelerator = Accelerator(
+                pool.device, pool.memory, pool.allocations, buffer, health
+            )
+            if not self.way.reason:
+                self.accelerator.open(self.slab.data_fd, self.way.is_compatible)
+        except (DeviceError, TierError) as error:
+            self.way = Way(str(error), self.way.probe)
+            check_library(options, pool.device, self.way.reason)
+            if has_host and self.accelerator is not None:
+                self.accelerator.close()
+                self.accelerator = None
 
     # -- blocks ------------------------------------------------------------------------------------
 
@@ -195,13 +272,13 @@ class DiskPart:
         before.
         """
         power = self.options.durability is Durability.POWER
-        done, crcs = self.ports.writer.write(slots, blocks, limit.ends_at)
+        done, crcs = self._writer.write(slots, blocks, limit.ends_at)
         self.writes.note("write", done, limit.is_patient)
         self._quarantine(slots, done, self.writes)
         written = done == self.slot_bytes
         if power:
             try:
-                self.ports.writer.engine.sync()
+                self._writer.engine.sync()
             except OSError as error:
                 # The kernel reports a lost write once, and this one may be of any block.
                 self.slab.distrust()
@@ -258,7 +335,7 @@ class DiskPart:
         verified take the buffer, and so do those that did not come straight: what the
         accelerator's library fails at is not the disk's fault before the disk has failed, too.
         """
-        far = None if blocks.is_host else self.ports.accelerator
+        far = None if blocks.is_host else self.accelerator
         is_straight = far is not None and far.enter()
         choice = choose(
             trusted,
@@ -271,7 +348,7 @@ class DiskPart:
         straight = choice.straight
         if far is not None:
             straight = straight & far.holds(blocks) if is_straight else np.zeros(len(slots), bool)
-        read, checked = self.ports.reader.read, choice.checked
+        read, checked = self._reader.read, choice.checked
         done, crcs = read(slots, blocks, checked, limit.ends_at, straight)
         if far is None or not straight.any():
             self.reads.note("read", done, limit.is_patient)
@@ -292,7 +369,7 @@ class DiskPart:
             return
         bad = slots[np.isin(-done, MEDIUM_ERRORS)]
         if len(bad) and not health.is_open:  # that many errors are not about single slots
-            self._owner.quarantine(bad)
+            self._slots.quarantine(bad)
             logger.warning("slots quarantined path=%s slots=%s", self.options.path, bad.tolist())
             try:
                 self.slab.mark_bad(bad)
@@ -308,7 +385,7 @@ class DiskPart:
         except OSError as error:
             self.writes.failed("journal", error)
             return NO_SLOTS
-        self._owner.drop(dropped)
+        self._slots.drop_unclaimed(dropped)
         if len(dropped):
             logger.warning(
                 "damaged blocks dropped path=%s slots=%s", self.options.path, dropped.tolist()
@@ -349,7 +426,7 @@ class DiskPart:
         """
         if self._scrubber is None:
             bounce = Bounce(SCRUB_BUFFER_BYTES // self.slot_bytes, self.slot_bytes)
-            engine = self.ports.open_engine(IoKind.PREADV, [bounce.memory])
+            engine = self._open_engine(IoKind.PREADV, [bounce.memory])
             self._scrubber = engine, bounce
         engine, bounce = self._scrubber
         slots = self._round.take(self.slab.table.kinds, max(1, max_bytes // self.slot_bytes))
@@ -373,12 +450,22 @@ class DiskPart:
         return ScrubResult(len(records), num_bytes, tuple(corrupt), tuple(failed))
 
     def findings(self) -> list[Finding]:
+        """Return the path, the I/O engines in use, and the state of an accelerator's."""
         direct = "" if self.slab.is_direct else "the file system has no O_DIRECT"
-        return [Finding("disk path", str(self.options.path), direct), *self.ports.findings()]
+        lines = [Finding("disk path", str(self.options.path), direct)]
+        lines += self._writer.engine.findings()
+        if self.way.probe is not None:
+            lines.append(self.way.probe.finding())
+        if self.accelerator is not None and (state := self.accelerator.state()):
+            lines.append(Finding("straight from disk", "not now", state))
+        return lines
 
     def close(self) -> None:
         """Nothing is read or written any more; the slab stays open."""
-        self.ports.close()
+        if self.accelerator is not None:
+            self.accelerator.close()
+        for engine in self._engines:
+            engine.close()
 
 
 class _Limit:

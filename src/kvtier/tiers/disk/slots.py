@@ -99,22 +99,6 @@ class DiskSlots:
         self._state[slots] = SlotState.FREE
         self._free.put(np.sort(slots)[::-1])
 
-    def claim(self, found: list[int]) -> list[Slot]:
-        """The leading run of slots that are unclaimed; they are in use from now on.
-
-        found: slot per block, -1 for none; a slot at most once.
-        """
-        with self._lock:
-            claimed = []
-            for slot in found:
-                if slot < 0 or self._state[slot] != SlotState.UNCLAIMED:
-                    break
-                self._state[slot] = SlotState.USED
-                claimed.append(Slot(slot))
-            self.num_unclaimed -= len(claimed)
-            self.num_used += len(claimed)
-            return claimed
-
     def hold(self, slots: Int64s) -> npt.NDArray[np.bool_]:
         """Bool [n]: which slots are in use; those that are unclaimed are from now on.
 

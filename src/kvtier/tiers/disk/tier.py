@@ -89,7 +89,7 @@ class DiskTier(StorageTier):
 
     @property
     def num_blocks(self) -> int:
-        return self.blocks.num_slots - self.blocks.num_quarantined
+        return self.blocks.num_slots - self.blocks.slots.num_quarantined
 
     @property
     def has_unfound(self) -> bool:
@@ -98,7 +98,7 @@ class DiskTier(StorageTier):
     @property
     def num_unfound(self) -> int:
         """Blocks that a restart found and nobody has asked for, of whatever namespace."""
-        return self.blocks.num_unclaimed
+        return self.blocks.slots.num_unclaimed
 
     @property
     def memory_bytes(self) -> int:
@@ -150,7 +150,7 @@ class DiskTier(StorageTier):
             gone = lost[self._is_kept[slots[lost]] & ~is_other[lost]]
             self._leave(slots[gone])
             self._slots.remove(slots[lost])
-        slots[~is_right | ~self.blocks.hold(np.where(is_right, slots, -1))] = -1
+        slots[~is_right | ~self.blocks.slots.hold(np.where(is_right, slots, -1))] = -1
         self._is_kept[slots[slots >= 0]] = True
         return slots
 
@@ -205,7 +205,7 @@ class DiskTier(StorageTier):
             self._end_read(held)
             for each, slot, result in zip(at, held, results, strict=True):
                 outcomes[each] = result
-                if result is Outcome.DAMAGED or self.blocks.is_quarantined(slot):
+                if result is Outcome.DAMAGED or self.blocks.slots.is_bad(slot):
                     outcomes[each] = Outcome.DAMAGED
                     self._forget([keys[each]], np.array([slot], np.int64))
         return outcomes
@@ -267,7 +267,7 @@ class DiskTier(StorageTier):
         O(num_slots); nothing else may run.
         """
         self.blocks.check_invariants()
-        num_kept = self.blocks.num_used + self.blocks.num_unclaimed
+        num_kept = self.blocks.num_used + self.blocks.slots.num_unclaimed
         assert len(self._slots) >= num_kept, "a block without a key"
         assert self._is_kept.sum() == self.blocks.num_used, "a slot in use without a block"
         assert not self._leaving, "a slot waits for a reader that is not there"

@@ -1,19 +1,23 @@
-"""Keys of the blocks that a restart found in a slab."""
+"""Blocks that a restart found in slabs: which are whole, and their keys."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.disk.format.records import RecordKind
+from kvtier.tiers.disk.format.records import RecordKind, same_keys
+from kvtier.tiers.disk.format.rows import SlotRows
 from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.storage import KeptKeys, Keys
 
 LOOKED_UP: Final = 1 << 13
 """At a time, while nobody else can look up anything."""
+SLICE_SLOTS: Final = 1 << 16
+"""Slots whose parts are compared at a time."""
 
 Int64s = npt.NDArray[np.int64]
 
@@ -52,3 +56,18 @@ class SlabKeys(KeptKeys):
         is_kept &= self._states.have_blocks(slots)  # of a key that is there twice, one
         keys: Keys = np.ascontiguousarray(records["key"])[is_kept]
         return keys
+
+
+def complete(tables: Sequence[SlotRows]) -> npt.NDArray[np.bool_]:
+    """Slots in which every part holds the same block, of the same write.
+
+    Records of all its parts have one number. tables: per part the record of each slot.
+    """
+    same: npt.NDArray[np.bool_] = tables[0].kinds == RecordKind.PUT
+    for table in tables[1:]:
+        same &= table.kinds == RecordKind.PUT
+        for start in range(0, len(table), SLICE_SLOTS):
+            part = slice(start, start + SLICE_SLOTS)
+            same[part] &= same_keys(table.keys[part], tables[0].keys[part])
+            same[part] &= table["seq"][part] == tables[0]["seq"][part]
+    return same
