@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvtier.connectors.common.names import block_key
+from kvtier.connectors.common.opening import NoStorage
 from kvtier.errors import TierError
 from kvtier.keyed.cache import BlockLocation, Change
 from kvtier.testing.storage import StoredBlocks
-from kvtier.tiers.none import NoStorage
 from kvtier.transfer import LocalMover
 from tests.connectors.slab_world import (
     BLOCK_BYTES,

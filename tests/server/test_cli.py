@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvtier.cli import app
+from kvtier.cli.command import RENAMED
 from kvtier.cli.failure import starting
-from kvtier.cli.renamed import RENAMED
 from kvtier.cli.serve import serve
 from kvtier.config import CacheConfig, parse_size
 from kvtier.errors import install_command

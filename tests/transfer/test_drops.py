@@ -13,7 +13,7 @@ from kvtier.devices import find_device
 from kvtier.layout import opaque
 from kvtier.testing import FaultyStorage, MemoryStorage, StoredBlocks
 from kvtier.tiers import HostTier, Outcome, StorageFacts
-from kvtier.transfer import Job, LocalMover, Move, drops, unanswered
+from kvtier.transfer import Job, LocalMover, Move, drops
 from kvtier.types import DISK, HOST, BlockKey, BlockName, Slot
 
 SIZE = 4096
@@ -288,8 +288,8 @@ def test_storage_may_have_what_it_gave_no_answer_for(rig: Rig) -> None:
 
 
 def test_keys_without_an_answer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unanswered, "MOST_UNANSWERED", 2)
-    keys = unanswered.Unanswered()
+    monkeypatch.setattr(drops, "MOST_UNANSWERED", 2)
+    keys = drops.Unanswered()
     keys.note(KEYS[:3], [])
     assert len(keys) == 2
     keys.note(KEYS[:3], [THERE, FAILED, ABSENT])

@@ -14,10 +14,29 @@ from typer.core import TyperCommand
 
 from kvtier.cli.failure import Commands, fail
 from kvtier.cli.output import STDOUT
-from kvtier.cli.renamed import RENAMED
 from kvtier.errors import CacheError, ConfigError, printable
 
 JSON = "--json"
+
+RENAMED = {
+    "serve": {
+        "--max-body": "--max-body-bytes",
+        "--header-timeout": "--header-timeout-s",
+        "--body-timeout": "--body-timeout-s",
+        "--write-timeout": "--write-timeout-s",
+        "--shutdown-grace": "--shutdown-grace-s",
+        "--prefetch": "--prefetch-policy",
+        "--prefetch-timeout": "--prefetch-timeout-s",
+    },
+    "bench serve": {
+        "--prompts": "--ttft-prompts",
+        "--disk": "--disk-path",
+        "--disk-throttle": "--disk-bytes-per-s",
+    },
+    "vllm-args": {"--host": "--host-capacity", "--disk": "--disk-path"},
+}
+"""By command, old to new."""
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -26,7 +26,7 @@ def record(
 
     from kvtier.recording import Chains, salt_from_environment
     from kvtier.tools.replay.traces import ReadOptions, read_traces
-    from kvtier.tools.replay.traces.writing import write_trace
+    from kvtier.tools.replay.traces.recorded import write_trace
 
     chains = Chains(salt_from_environment(), block_tokens)
     trace = read_traces(logs, ReadOptions(chains))

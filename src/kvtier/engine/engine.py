@@ -29,10 +29,9 @@ from kvtier.engine.request import (
     RequestHandle,
     Token,
 )
-from kvtier.engine.runner import ModelRunner
+from kvtier.engine.runner import ModelRunner, warm_up
 from kvtier.engine.sampling import Sampler, SamplingParams
 from kvtier.engine.scheduler import Scheduler
-from kvtier.engine.warm_up import warm_up
 from kvtier.errors import ConfigError, DeviceError
 from kvtier.hints import Hint
 from kvtier.identity import Basis, Identity

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvtier.telemetry.metrics import METRICS, Metrics, MetricSpec
-from kvtier.telemetry.record import RequestRecord
+from kvtier.telemetry.metrics import METRICS, Metrics, MetricSpec, RequestRecord
 
 __all__ = ["METRICS", "MetricSpec", "Metrics", "RequestRecord"]

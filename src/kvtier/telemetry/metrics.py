@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
-
-from kvtier.telemetry.record import RequestRecord
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Histogram
@@ -19,6 +17,22 @@ if TYPE_CHECKING:
 SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 AGES_S = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0, 100000.0)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Record of what the cache did for one request, completed when its lease ends.
+
+    hit_blocks: reused blocks by the tier they were found in. load_bytes, load_s: copied to the
+    device for it, and from the start of the copy until ready. arrivals: which blocks of the prompt
+    had come when, in seconds from the same start.
+    """
+
+    num_asked_blocks: int = 0
+    hit_blocks: dict[str, int] = field(default_factory=dict)
+    load_bytes: int = 0
+    load_s: float = 0.0
+    arrivals: list[tuple[range, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

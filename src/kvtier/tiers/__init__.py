@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvtier.tiers.arena import ArenaOptions, HugePages
-from kvtier.tiers.base import DistantRoom, MemoryTier, Quota, Room
-from kvtier.tiers.device import DeviceTier
+from kvtier.tiers.base import DeviceTier, DistantRoom, MemoryTier, Quota, Room
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.lent import LentMemory
 from kvtier.tiers.pieces import Pieces

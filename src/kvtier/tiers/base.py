@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.devices.base import Finding, Memory
+from kvtier.errors import LayoutError
 from kvtier.layout import Fragments, Layout, fragments, named_layout
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.slots import SlotPool, check_slots
-from kvtier.types import Slot
+from kvtier.types import DEVICE, Slot
 
 
 class Room(ABC):
@@ -188,3 +189,20 @@ class Quota(Room):
     def free(self, slots: Sequence[Slot]) -> None:
         assert len(slots) <= self.num_used, "more room given back than was taken"
         self._back += slots
+
+
+class DeviceTier(MemoryTier):
+    """Slots in the pool that attention reads. The engine owns the memory.
+
+    memory: at least ``layout.nbytes`` bytes, alive as long as the tier.
+    """
+
+    def __init__(self, memory: Memory, layout: Layout) -> None:
+        if memory.nbytes < layout.nbytes:
+            raise LayoutError(
+                f"the device pool has {memory.nbytes} bytes, its layout needs {layout.nbytes}"
+            )
+        super().__init__(DEVICE, memory, layout)
+
+    def close(self) -> None:
+        """Nothing to give back: the engine owns the pool."""

@@ -13,8 +13,7 @@ from kvtier.errors import ConfigError
 from kvtier.layout import KVGroup
 from kvtier.plugins import load_plugin
 from kvtier.tiers.arena import ArenaOptions
-from kvtier.tiers.base import MemoryTier
-from kvtier.tiers.device import DeviceTier
+from kvtier.tiers.base import DeviceTier, MemoryTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.host import HostTier

@@ -14,14 +14,13 @@ from kvtier.plan import Route
 from kvtier.tiers import MemoryTier, Outcome, Pieces, StorageFacts, StorageTier
 from kvtier.tiers.breaker import Breaker, BreakerState
 from kvtier.transfer.behind import Blocks, behind
-from kvtier.transfer.drops import OwedDrops
+from kvtier.transfer.drops import OwedDrops, Unanswered
 from kvtier.transfer.engine import TransferEngine
 from kvtier.transfer.job import Job
 from kvtier.transfer.lane import Lane
 from kvtier.transfer.mover import FindJob, Move, Mover, Scrubbed
 from kvtier.transfer.ring import Ring
 from kvtier.transfer.staging import stage, stage_steps
-from kvtier.transfer.unanswered import Unanswered
 from kvtier.types import BlockKey, BlockName, Slot, keys_of
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import numpy as np
 from kvtier.errors import ConfigError
 from kvtier.tools.replay.segments import find_segments
 from kvtier.tools.replay.traces import read_traces
-from kvtier.tools.replay.traces.writing import write_trace
+from kvtier.tools.replay.traces.recorded import write_trace
 from tests.fuzz.mutations import damage, mutate
 from tests.tools.replay.samples import OPTIONS, REQUESTS, bailian, mooncake, recording, session
 

@@ -18,7 +18,7 @@ from kvtier.recording import format as recording_format
 from kvtier.tools.replay.segments import find_segments
 from kvtier.tools.replay.trace import Trace
 from kvtier.tools.replay.traces import ReadOptions, read_traces
-from kvtier.tools.replay.traces.writing import write_trace
+from kvtier.tools.replay.traces.recorded import write_trace
 
 CHAINS = Chains(b"s" * 32, block_tokens=4)
 

@@ -3,7 +3,6 @@
     storage.py       the disk below: what its controller calls
     pool_slab.py     one pool: its pages, and the slab that keeps them
     pages.py         where the pages of a host pool lie, in any layout
-    transfer_stats.py what calls moved, for SGLang's metrics
 
     linker.py        in its place: between device pools and kvtier's tiers; what its tree calls
     pool_tiers.py    one pool, and the tiers that keep its pages (``common/pool_cache.py``)

@@ -8,7 +8,10 @@ ladder's business (``common/slab_calls.py``). It calls from threads of its own: 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import sglang
@@ -36,7 +39,6 @@ from kvtier.connectors.sglang.prompt_reporting import policy_of
 from kvtier.connectors.sglang.ranks import replica_of
 from kvtier.connectors.sglang.recording import Recording, open_recording
 from kvtier.connectors.sglang.settings import StorageSettings
-from kvtier.connectors.sglang.transfer_stats import Moves
 from kvtier.connectors.sglang.unsupported import refuse
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ logger = logging.getLogger(__name__)
 KV = "kv"
 """SGLang's name of the pool that others stand beside."""
 SERVED_POLICIES = (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
+GIB = 1 << 30
 
 
 class KvtierStorage(HiCacheStorage):
@@ -349,3 +352,42 @@ def _server_args() -> object:
         return get_server_args()
     except ValueError:
         return None
+
+
+class TransferStats:
+    """Pages and GiB/s of each call in one direction, since the last ``take``."""
+
+    def __init__(self) -> None:
+        self.pages: list[int] = []
+        self.gib_per_s: list[float] = []
+
+
+class Moves:
+    """Any thread may note, and any may take."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._reads, self._writes = TransferStats(), TransferStats()
+
+    @contextmanager
+    def timing(self, is_read: bool, page_bytes: int) -> Iterator[list[bool]]:
+        """Around a call, which fills the list that it is given: which pages were moved.
+
+        A call that moved none says nothing.
+        """
+        are_moved: list[bool] = []
+        began = time.perf_counter()
+        yield are_moved
+        seconds = time.perf_counter() - began
+        if num := sum(are_moved):
+            with self._lock:
+                moved = self._reads if is_read else self._writes
+                moved.pages.append(num)
+                moved.gib_per_s.append(num * page_bytes / GIB / max(seconds, 1e-9))
+
+    def take(self) -> tuple[TransferStats, TransferStats]:
+        """Return what was read and written, and reset."""
+        with self._lock:
+            taken = self._reads, self._writes
+            self._reads, self._writes = TransferStats(), TransferStats()
+            return taken

@@ -13,7 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
+    Medium,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -32,7 +34,6 @@ from kvtier.connectors.vllm.promotion import Promotion
 from kvtier.connectors.vllm.prompt import GROUP_BYTES, Shape, blocks_after, depth, path_of
 from kvtier.connectors.vllm.request_state import RequestState
 from kvtier.connectors.vllm.stats import take_stats
-from kvtier.connectors.vllm.vllm_enums import FOUND, kind_of, source_of
 from kvtier.index import make_key_index
 from kvtier.keyed.cache import BlockLocation, KeyedCache
 from kvtier.ladder import LadderOptions
@@ -46,6 +47,15 @@ logger = logging.getLogger(__name__)
 MISSING = (BlockLocation.NOWHERE, BlockLocation.UNKNOWN)
 PIECE_BYTES = 16 << 20
 """Bytes that a rank reads from its disk, or writes to it, at a time."""
+FOUND = {
+    BlockLocation.NOWHERE: LookupResult.MISS,
+    BlockLocation.ARRIVING: LookupResult.HIT_PENDING,
+    BlockLocation.MEMORY: LookupResult.HIT,
+    BlockLocation.STORAGE: LookupResult.RETRY,
+    BlockLocation.UNKNOWN: LookupResult.RETRY,
+}
+KINDS = {HOST: (Medium.CPU, Locality.LOCAL), DISK: (Medium.STORAGE, Locality.LOCAL)}
+SOURCES = {HOST: CacheHitSource.HOST, DISK: CacheHitSource.DISK}
 
 
 class TierManager(OffloadingManager):
@@ -394,3 +404,13 @@ class TierManager(OffloadingManager):
         for step in report.steps:
             self.steps.end(step, now_s)
         self._note_changes()
+
+
+def kind_of(tier: str) -> tuple[Medium, Locality]:
+    """Medium and place. Whatever is not ours alone is a store, which is elsewhere."""
+    return KINDS.get(tier, (Medium.STORAGE, Locality.REMOTE))
+
+
+def source_of(tier: str) -> CacheHitSource:
+    """Under which name hits are counted. vLLM has none for stores."""
+    return SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)

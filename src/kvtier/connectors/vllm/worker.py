@@ -21,9 +21,9 @@ from vllm.v1.kv_offload.base import (
 
 from kvtier.connectors.common.paged_pool import NO_PAGES, GroupPages, PagedPool, PoolShare
 from kvtier.connectors.vllm.host_slots import HostSlots
-from kvtier.connectors.vllm.page_copy import PageCopy
 from kvtier.connectors.vllm.settings import VllmSettings
 from kvtier.devices import CopyBatch, Device, Direction, Finding, Memory
+from kvtier.errors import CacheError, TierError
 from kvtier.grouping import runs_of
 from kvtier.layout import opaque
 from kvtier.tiers import HostTier, StorageTier
@@ -33,7 +33,7 @@ from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.row import make_storage
 from kvtier.tiers.slots import check_slots
 from kvtier.tiers.wrappers import ShardTier, ThrottledTier
-from kvtier.transfer import LocalMover, TransferEngine, behind
+from kvtier.transfer import Job, LocalMover, TransferEngine, behind
 from kvtier.transfer.ranks import Hello, RankExecutor, RankOrder, Report
 from kvtier.types import DISK, Direct, Slot
 
@@ -377,3 +377,39 @@ def _pool(caches: CanonicalKVCaches, pages_per_block: int, slot_bytes: int) -> P
         tensors,
         list(allocations.values()),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """A copy between vLLM's pages and host memory on one rank.
+
+    slots: of host memory, that are copied from or to.
+
+    job: of the device; None where nothing is copied. reads: from storage to vLLM's pages.
+    """
+
+    direction: Direction
+    slots: frozenset[Slot]
+    job: Job | None
+    reads: Sequence[Job] = ()
+
+    @property
+    def _jobs(self) -> Sequence[Job]:
+        return self.reads if self.job is None else [self.job, *self.reads]
+
+    @property
+    def done(self) -> bool:
+        """Nothing of it touches vLLM's pages any more."""
+        return all(job.done for job in self._jobs)
+
+    def wait(self) -> None:
+        for job in self._jobs:
+            job.wait()
+
+    @property
+    def error(self) -> CacheError | None:
+        """Why not all of it has arrived."""
+        failed = next((job for job in self._jobs if not job.succeeded), None)
+        if failed is None:
+            return None
+        return failed.error or TierError(DISK, "read", f"{len(failed.lost)} blocks did not arrive")
