@@ -1,4 +1,4 @@
-"""What storage still owes: drops to carry out, and look-ups to answer."""
+"""Debts of storage: drops that it has yet to carry out, and look-ups that it has not answered."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ from kvtier.types import BlockId, Slot
 PIECE_BYTES = 16 << 20
 """Read or written at a time, so that whoever closes does not wait for a long job."""
 LOOK_BLOCKS = 64
-"""Of a job, looked at together."""
+"""Blocks of a job that are looked at together."""
 DIGEST_BYTES = 32
-"""Of a namespace, as storage keeps it beside each block."""
+"""Bytes of a namespace's digest, as storage keeps it beside each block."""
 CLOSE_WAIT_S = 10.0
 """For stores that are queued when the slab is closed; the rest are dropped."""
 HELD_SHARE = 2
@@ -42,7 +42,7 @@ HELD_SHARE = 2
 END_WAIT_S = 90.0
 """For reads and writes under way; the disk tier's own deadlines come first."""
 THERE = bytes([State.READY])
-"""Of a block that storage has, as the index marks it."""
+"""Mark of a block that storage has, as the index writes it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

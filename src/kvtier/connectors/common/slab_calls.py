@@ -23,23 +23,23 @@ from kvtier.telemetry import Metrics
 from kvtier.tiers import Outcome, Pieces, StorageTier
 
 CALL_BLOCKS = 256
-"""What a call moves at a time; longer ones go in turns."""
+"""Blocks that a call moves at a time; a longer call moves them in several turns."""
 NUM_CALLS = 8
-"""That may be moving something at a time, with room for as much again: a quarter of the memory may
-be on its way to storage."""
+"""Calls that may be moving blocks at a time. There is room for as many again: a quarter of the
+memory may be on its way to storage."""
 PIECE_BYTES = 128 << 20
-"""Read or written at a time: whoever calls waits for all of it."""
+"""Bytes read or written at a time: the caller waits for all of them."""
 MOST_PREFILLS = 256
 LOOK_S = 1.0
-"""How often a caller looks at least, whatever it hears."""
+"""Longest pause between two looks of a caller, whatever it hears."""
 ANSWER_S = 0.5
-"""So long a look-up waits for a store to say what it has. When it has not, nobody waits until it
-answers in time."""
+"""Time that a look-up waits for a store to say what it has. Once a store took longer, nobody waits
+until it answers in time."""
 GLANCE_S = 0.002
-"""Of what was known so long ago, calls of one look-up make do."""
+"""Age up to which calls of one look-up use what an earlier one has seen."""
 FIND_S = 1.0
 READ_S = 10.0
-"""What takes longer is not there, in a slab that another process owns."""
+"""Time limits in a slab of another process; a block that takes longer counts as absent."""
 
 
 class SlabCalls:
