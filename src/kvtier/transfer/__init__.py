@@ -1,4 +1,4 @@
-"""Do what a plan says: stage it as arrays, run it on a worker thread, report when it is done."""
+"""Carry out plans: stage copies as arrays, run them on worker threads, report their outcome."""
 
 from __future__ import annotations
 

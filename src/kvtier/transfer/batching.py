@@ -40,7 +40,7 @@ def coalesce(
 
 
 def split(batch: CopyBatch, max_copies: int = MAX_COPIES) -> Iterator[CopyBatch]:
-    """The same copies in batches of at most ``max_copies``."""
+    """Yield the copies in batches of at most ``max_copies``."""
     for start in range(0, len(batch.size), max_copies):
         piece = slice(start, start + max_copies)
         yield CopyBatch(

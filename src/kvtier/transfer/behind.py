@@ -1,4 +1,4 @@
-"""Fence that storage waits for before it touches memory a device computes in."""
+"""Fence that storage waits for before it accesses memory that a device computes in."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from kvtier.devices import Fence
 from kvtier.tiers import Pieces
 
 Blocks = Callable[[], Pieces]
-"""Says where blocks lie, on the thread of the worker that is about to read or write them."""
+"""Returns the pieces of the blocks. Called on the worker thread that is about to read or write
+them."""
 
 
 def behind(fence: Fence, blocks: Blocks) -> Blocks:
-    """``blocks``, once what the device computes before ``fence`` is done.
+    """Return ``blocks``, delayed until the compute queued before ``fence`` is done.
 
-    It may still use, or make, what lies there. No read or write of storage's is ordered by a
-    stream.
+    That compute may still read or write this memory, and a stream does not order storage I/O.
     """
 
     def after_compute() -> Pieces:

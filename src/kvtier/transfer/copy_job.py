@@ -1,4 +1,4 @@
-"""A copy on its way to the device in steps, so that compute can follow close behind."""
+"""Copy to the device in steps, so that compute can start before all of it has arrived."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvtier.transfer.job import Job
 
 
 class CopyJob(Job):
-    """A job whose bytes arrive in ``num_steps`` steps, in order: a layer each, for instance.
+    """A job whose bytes arrive in ``num_steps`` ordered steps, for example one per layer.
 
-    A worker says how far it has come; the engine's thread has its compute wait, step by step.
-    Layer l arrives with step ``l // layers_per_step``.
+    A worker reports the steps it has queued; the engine's thread makes its compute wait for each
+    step. Layer l arrives with step ``l // layers_per_step``.
     """
 
     _changed = Condition()
-    """One for all jobs: few wait at a time, and to make one for each costs more."""
+    """Shared by all jobs: few wait at a time, and creating one per job costs more."""
 
     def __init__(self, num_bytes: int, num_steps: int, layers_per_step: int = 0) -> None:
         super().__init__(num_bytes)
@@ -27,7 +27,7 @@ class CopyJob(Job):
         self._fences: list[Fence] = []
 
     def submitted(self, fence: Fence) -> None:
-        """The next step's copies are queued; ``fence`` comes after them."""
+        """Record that the next step's copies are queued; ``fence`` comes after them."""
         with self._changed:
             self._fences.append(fence)
             self._changed.notify_all()
@@ -38,11 +38,13 @@ class CopyJob(Job):
             self._changed.notify_all()
 
     def hold_compute(self, step: int, timeout_s: float | None = None) -> None:
-        """Compute that the calling thread queues from now on finds the bytes of ``step``.
+        """Make compute that the calling thread queues from now on wait for the bytes of ``step``.
 
-        Waits until the step's copies are queued, not until they are done. Whether they succeeded is
-        known when the job is done; before, nothing that was computed from them counts.
-        Raises ``DeviceError`` where the job failed already, or the step was not queued within
+        The call blocks until the step's copies are queued, not until they are done. Whether they
+        succeeded is known only when the job is done; discard what was computed from them if it
+        fails.
+
+        Raises ``DeviceError`` if the job has failed, or if the step was not queued within
         ``timeout_s``.
         """
         with self._changed:

@@ -12,30 +12,27 @@ from kvtier.tiers import Outcome, StorageTier
 from kvtier.types import BlockKey
 
 MOST_OWED: Final = 1 << 16
-"""Keys; beyond that nothing new is written to the tier: 10 MiB of them at most, and of what was
-there already."""
+"""Number of keys (at most 10 MiB) from which on no new blocks are written to the tier."""
 PIECE_KEYS: Final = 1 << 16
-"""Dropped in one call; a call that fails is repeated."""
+"""Keys dropped in one call; a failed call is repeated."""
 MOST_UNANSWERED: Final = 1 << 16
-"""Keys; of more than that nobody says that storage may have them. They are computed again."""
+"""Maximum number of keys. Keys beyond it are not retried: their blocks are recomputed."""
 
 
 class OwedDrops:
-    """Keys that ``storage`` still has to drop.
+    """Keys that ``storage`` still has to drop. Thread-safe.
 
-    Only keys are kept. Any thread may use it.
+    While its drop is pending, a key is not found, not read and not written again; otherwise the
+    drop would remove the new block.
 
-    A block whose drop is owed is nobody's: it is not found and not read, and no new one is written
-    under its key, or the drop would meet that one.
-
-    The number of keys is bounded, and none is ever forgotten: a tier that owes ``MOST_OWED`` drops
-    is full, and nobody writes to it. So to these come at most the keys of blocks that it has.
+    The number of keys is bounded, and none is forgotten: a tier with ``MOST_OWED`` pending drops is
+    full and gets no writes. Further keys can only be those of blocks that it already has.
     """
 
     def __init__(self, storage: StorageTier) -> None:
         self._storage = storage
         self._lock = Lock()
-        self._owed: OrderedDict[BlockKey, bool] = OrderedDict()  # by key, whether it is for good
+        self._owed: OrderedDict[BlockKey, bool] = OrderedDict()  # whether a drop is permanent
         self._sending: dict[BlockKey, bool] = {}
 
     def __len__(self) -> int:
@@ -43,17 +40,17 @@ class OwedDrops:
 
     @property
     def is_full(self) -> bool:
-        """Nothing is to be written to the tier."""
+        """Whether writes to the tier must be refused."""
         return len(self) >= MOST_OWED
 
     def add(self, keys: Sequence[BlockKey], for_good: bool) -> None:
-        """Storage is to drop these, and has not."""
+        """Add keys that storage has to drop."""
         with self._lock:
             for key in keys:
                 self._owed[key] = for_good or self._owed.get(key, False)
 
     def places(self, keys: Sequence[BlockKey]) -> frozenset[int]:
-        """Positions of the keys whose drop is owed."""
+        """Return the positions of the keys whose drop is pending."""
         if not len(self):
             return frozenset()
         with self._lock:
@@ -62,14 +59,17 @@ class OwedDrops:
             )
 
     def left_out(self, keys: Sequence[BlockKey], outcomes: list[Outcome]) -> list[Outcome]:
-        """Return a look-up's result without the keys that are to be dropped."""
+        """Return a look-up's outcomes, with the keys to be dropped as absent."""
         owed = self.places(keys)
         if not owed:
             return outcomes
         return [Outcome.ABSENT if at in owed else each for at, each in enumerate(outcomes)]
 
     def send(self) -> None:
-        """Have storage drop all of it; what it raises leaves the rest owed. One thread calls."""
+        """Make storage drop all pending keys; an exception leaves the rest pending.
+
+        Only one thread may call this at a time.
+        """
         while self._take():
             try:
                 keys, for_good = list(self._sending), next(iter(self._sending.values()))
@@ -81,7 +81,7 @@ class OwedDrops:
                 self._sending.clear()
 
     def _take(self) -> bool:
-        """The next ones, in order, that go in one call. False where there are none."""
+        """Take the next keys that go in one call, in order. Return False if there are none."""
         with self._lock:
             while self._owed and len(self._sending) < PIECE_KEYS:
                 key, for_good = self._owed.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Runs batches on a device: one lane per direction."""
+"""Runs copy batches on a device, with one lane per direction."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvtier.transfer.staging import Steps
 
 
 class TransferEngine:
-    """Copies in the background, so that the engine can compute meanwhile.
+    """Copies in the background while the engine computes.
 
-    A copy starts after the compute work that was queued when it was submitted: a store sees the
-    finished KV, a load does not overwrite a slot that is still being read.
+    A copy starts after the compute work that was queued before it was submitted. So a store reads
+    finished KV, and a load does not overwrite a slot that is still being read.
     """
 
     def __init__(self, device: Device) -> None:
@@ -26,19 +26,18 @@ class TransferEngine:
         self._lanes = {direction: Lane(direction.value, DeviceError) for direction in Direction}
 
     def start(self) -> None:
-        """Start the workers now: they run on the cores of the thread that starts them."""
+        """Start the workers now: they inherit the cores of the calling thread."""
         for lane in self._lanes.values():
             lane.start()
 
     def submit(self, steps: Steps | Sequence[CopyBatch], direction: Direction) -> CopyJob:
-        """Queue batches, done in this order; compute may follow them step by step.
+        """Queue batches in this order; compute may follow them step by step.
 
-        The memories stay untouched by others until the job is done.
-
-        What goes wrong is reported by the job, never raised.
+        Nothing else may access the memories until the job is done. Errors are reported by the job,
+        never raised.
         """
         lane = self._lanes[direction]
-        if isinstance(steps, Steps):  # they are cut when their turn comes
+        if isinstance(steps, Steps):  # the worker computes the batches
             job = CopyJob(steps.num_bytes, len(steps), steps.layers_per_step)
         else:
             job = CopyJob(sum(step.num_bytes for step in steps), len(steps))
@@ -51,11 +50,11 @@ class TransferEngine:
         return job
 
     def queued_bytes(self, direction: Direction) -> int:
-        """Bytes that stand in line or are being copied."""
+        """Return the bytes that are queued or being copied."""
         return self._lanes[direction].queued_bytes
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Finish what was submitted, then stop the workers. False where that took too long."""
+        """Finish what was submitted, then stop the workers. Return False on timeout."""
         ended = [lane.close(timeout_s) for lane in self._lanes.values()]
         return all(ended)
 
@@ -67,7 +66,7 @@ class TransferEngine:
         after: Fence,
         _: Job,
     ) -> Iterable[int]:
-        """On the lane's thread: queue all copies behind ``after``, then wait for them."""
+        """Queue all copies behind ``after``, then wait for them. Runs on the lane's thread."""
         queue = self._device.queue(direction)
         try:
             queue.hold_for(after)
@@ -87,9 +86,9 @@ class TransferEngine:
 
 
 class _Turn:
-    """Starts a job's time when its copies begin, not when they are queued behind others' work.
+    """Starts a job's time when its copies begin, not while they are queued behind other work.
 
-    In doubt too early: a copy that looks slower than it is does no harm.
+    If in doubt, the time starts too early: overestimating a copy's duration does no harm.
     """
 
     def __init__(self, job: Job, begin: Fence) -> None:

@@ -1,4 +1,4 @@
-"""One transfer on its way."""
+"""A transfer in progress."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from kvtier.errors import CacheError
 
 
 class Job:
-    """Becomes done once, with or without an error. Set by a worker, read by anyone.
+    """Transfer that becomes done once, with or without error. Set by a worker; any thread reads it.
 
-    num_bytes: what is to be moved. started: when its turn came, or when it was made
-    (``perf_counter``). seconds: what it took, without the time in line. lost: positions of blocks
-    that did not arrive though the job as a whole went well. gone: those of them that their source
-    does not have, or not as they were; num_damaged: how many of these it had. withdrawn: it never
-    began. is_late: it has taken longer than anything should, and may never end; it goes on, and
-    what it moves from and to is in use.
+    num_bytes: bytes to move.
+    started: ``perf_counter`` when the work began, or when the job was made.
+    seconds: duration without the time in the queue.
+    lost: positions of blocks that did not arrive although the job as a whole succeeded.
+    gone: those of ``lost`` that are absent from their source, or damaged there.
+    num_damaged: how many of ``gone`` are damaged.
+    withdrawn: whether the job was cancelled before it began.
+    is_late: whether it has exceeded its time limit and may never end. It continues, and its memory
+    is still in use.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -45,11 +48,11 @@ class Job:
         return self.done and self.error is None and not self.lost
 
     def start(self) -> None:
-        """Its turn has come: ``seconds`` count from now."""
+        """Restart the measurement of ``seconds``: the work begins now."""
         self.started = perf_counter()
 
     def finish(self, error: CacheError | None = None, lost: Iterable[int] = ()) -> None:
-        """End the job. Called once, by whoever ran the transfer."""
+        """End the job. Called exactly once, by the worker that ran the transfer."""
         assert not self.done, "a job finishes once"
         self.seconds = perf_counter() - self.started
         self.error = error
@@ -59,13 +62,13 @@ class Job:
         self._tell()
 
     def when_done(self, tell: Callable[[], object]) -> None:
-        """Call ``tell`` once it is done, on the thread that ends it; at once where it is done."""
+        """Call ``tell`` when the job ends, on the thread that ends it; at once if it is done."""
         self._to_tell.append(tell)
         if self._is_done:
             self._tell()
 
     def _tell(self) -> None:
-        """Two threads may be here: each of those to be told is taken by one of them."""
+        """Call the registered callbacks. If two threads are here, only one calls each callback."""
         while self._to_tell:
             try:
                 tell = self._to_tell.pop()
@@ -74,7 +77,7 @@ class Job:
             tell()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until done; False when ``timeout_s`` passed first. The job goes on then."""
+        """Wait until done. Return False if ``timeout_s`` passed first; the job continues."""
         if not self._is_done and self._running.acquire(
             timeout=-1 if timeout_s is None else timeout_s
         ):

@@ -1,4 +1,4 @@
-"""Worker threads, and the jobs that stand in line for them."""
+"""Worker threads with a queue of jobs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ from kvtier.transfer.job import Job
 logger = logging.getLogger(__name__)
 
 Work = Callable[[Job], Iterable[int]]
-"""Does what a job stands for, and gives the positions of the blocks that it lost. It may call
-``start`` again, so that waiting for others does not count as work."""
+"""Does the work of a job and returns the positions of the blocks that it lost.
+
+It may call ``job.start`` again to exclude time spent waiting for other work.
+"""
 
 Line = OrderedDict[Job, Work]
-"""Jobs that stand in line, the first one in front; any of them may leave it."""
+"""Queued jobs, the next one first; any of them can be removed."""
 
 
 class Lane:
-    """Runs jobs one after another: urgent ones first, and each line in its order.
+    """Runs jobs one after another: urgent ones first, in FIFO order within each queue.
 
-    Its threads start with the first job, if ``start`` was not called before. name: of the threads,
-    and in the log. fails_as: makes the error of a job out of what went wrong. num_workers: jobs
-    that may run at a time.
+    Its threads start with the first job unless ``start`` was called before.
+
+    name: name of the threads, also used in the log.
+    fails_as: creates the job's error from a message.
+    num_workers: jobs that may run at a time.
     """
 
     def __init__(
@@ -42,14 +46,14 @@ class Lane:
         self._tickets: SimpleQueue[None] = SimpleQueue()  # one per job; one per worker at the end
         self._urgent: Line = OrderedDict()
         self._patient: Line = OrderedDict()
-        self._urgent_bytes = 0  # of those in line
+        self._urgent_bytes = 0  # of queued jobs
         self._num_workers = num_workers
         self._running: dict[Job, None] = {}  # the oldest first
         self._workers: list[Thread] = []
         self._closed = False
 
     def start(self) -> None:
-        """Start the threads now: they run on the cores of the thread that starts them."""
+        """Start the threads now: they inherit the cores of the calling thread."""
         while len(self._workers) < self._num_workers:
             worker = Thread(target=self._run, name=f"kvtier-{self.name}", daemon=True)
             self._workers.append(worker)
@@ -58,10 +62,12 @@ class Lane:
     def submit(
         self, work: Work, num_bytes: int, urgent: bool = True, job: Job | None = None
     ) -> Job:
-        """Queue ``work``. What goes wrong is reported by the job, never raised.
+        """Queue ``work``. Errors are reported by the job, never raised.
 
-        urgent: False for what nobody waits for yet. job: a new one, if it is to be of a kind of its
-        own. Raises ``Closed`` after ``close``, and in a forked child, which has not the thread.
+        urgent: False if nothing waits for the job yet.
+        job: the job to use; by default a new ``Job``.
+
+        Raises ``Closed`` after ``close``, and in a forked child, which does not have the thread.
         """
         self._process.must_be_here(f"the {self.name} lane")
         if self._closed:
@@ -77,11 +83,11 @@ class Lane:
         return job
 
     def fail(self, job: Job, caught: Exception) -> None:
-        """End a new job that failed before it could stand in line."""
+        """End a new job that failed before it was queued."""
         job.finish(self._reported(caught))
 
     def hurry(self, job: Job) -> None:
-        """Somebody waits for ``job`` now: it goes to the end of the urgent line."""
+        """Move ``job`` to the end of the urgent queue, because something waits for it now."""
         with self._lock:
             if (work := self._patient.pop(job, None)) is not None:
                 self._stand_in_line(job, work)
@@ -91,9 +97,9 @@ class Lane:
         self._urgent_bytes += job.num_bytes
 
     def withdraw(self, job: Job) -> bool:
-        """Take ``job`` out of the line of those that are not urgent; False if it is not in it.
+        """Remove ``job`` from the queue of jobs that are not urgent; it counts as failed.
 
-        It counts as failed.
+        Return False if it is not in that queue.
         """
         with self._lock:
             work = self._patient.pop(job, None)
@@ -103,23 +109,23 @@ class Lane:
 
     def _end_unbegun(self, job: Job) -> None:
         job.withdrawn = True
-        job.finish(self._fails_as("not wanted any more"))
+        job.finish(self._fails_as("withdrawn before it began"))
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that are being moved, or have to be before a new urgent job's."""
+        """Bytes being moved, or queued ahead of a new urgent job."""
         with self._lock:
             return self._urgent_bytes + sum(job.num_bytes for job in self._running)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is running or standing in line."""
+        """Whether nothing is running or queued."""
         with self._lock:
             return not self._running and not self._urgent and not self._patient
 
     @property
     def running_s(self) -> float:
-        """Return how long the current job has run or waited for a worker, seconds; 0 if idle."""
+        """Seconds that the current job has run or waited for a worker; 0 if idle."""
         with self._lock:
             waiting = next(iter(self._urgent), None)
             is_full = len(self._running) == self._num_workers
@@ -127,11 +133,11 @@ class Lane:
             return 0.0 if job is None else perf_counter() - job.started
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Finish what is urgent, withdraw the rest, then stop.
+        """Finish urgent jobs, withdraw the others, then stop.
 
-        What stands in line still after ``timeout_s`` is withdrawn as well. False where something
-        runs even then: a thread is left to itself, for nothing can end a call that hangs. Nothing
-        happens in a forked child.
+        Jobs still queued after ``timeout_s`` are withdrawn as well. Return False if a job is still
+        running then: its thread is abandoned, because a call that hangs cannot be ended. In a
+        forked child this does nothing.
         """
         if not self._process.is_here:
             return True
@@ -161,15 +167,15 @@ class Lane:
             job.start()
             try:
                 lost = work(job)
-            except Exception as caught:  # a worker outlives every failure
+            except Exception as caught:  # a worker survives every failure
                 error = self._reported(caught)
-                clear_frames(caught.__traceback__)  # or the error would keep what they work with
+                clear_frames(caught.__traceback__)  # the error would keep the frames' objects alive
             with self._lock:
                 del self._running[job]
             job.finish(error, lost)
 
     def _next(self) -> tuple[Job, Work] | None:
-        """The job whose turn it is; None once the lane is closed and the line empty."""
+        """Wait for the next job. Return None once the lane is closed and its queues are empty."""
         while True:
             self._tickets.get()
             with self._lock:
@@ -180,10 +186,10 @@ class Lane:
                     return job, work
                 if self._closed:
                     return None
-            # The job of this ticket was withdrawn.
+            # The job of this ticket was withdrawn: wait for the next one.
 
     def _reported(self, caught: Exception) -> CacheError:
-        """The error that the job shows, logged."""
+        """Log the error and return it as the job's error."""
         if isinstance(caught, CacheError):
             error = caught
         else:

@@ -1,4 +1,4 @@
-"""Computing close behind a load: each layer waits for its own KV, not for all of it."""
+"""Computing while a load is in progress: each layer waits only for its own KV."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from kvtier.errors import DeviceError
 from kvtier.transfer.copy_job import CopyJob
 
 PATIENCE_S = 1.0
-"""Longest total wait of a forward for the loads that it follows."""
+"""Longest total time that a forward waits for the loads that it follows."""
 
 
 class LayerGate:
     """Gate that a forward passes at each layer while its prefix is being loaded.
 
-    What was computed behind it counts only once its lease is ready, and not broken. loads: each
-    in steps. patience_s: how long its methods may block, all
-    calls together; after that they raise ``DeviceError``, and the loads go on.
+    The results count only once the lease is ready and not broken.
+
+    loads: the jobs to follow, each in steps.
+    patience_s: total time that this gate's methods may block. After that they raise
+    ``DeviceError``; the loads continue.
     """
 
     def __init__(self, loads: Sequence[CopyJob], patience_s: float | None = None) -> None:
@@ -25,9 +27,10 @@ class LayerGate:
         self._left_s = PATIENCE_S if patience_s is None else min(PATIENCE_S, patience_s)
 
     def hold_compute(self, layer: int) -> None:
-        """Compute that the calling thread queues from now on finds the KV of ``layer``.
+        """Make compute that the calling thread queues from now on wait for the KV of ``layer``.
 
-        Waits until the layer's copies are queued at most. ``DeviceError`` where they won't come.
+        Blocks at most until the layer's copies are queued. Raises ``DeviceError`` if they fail or
+        take too long.
         """
         for job in self._loads:
             began = perf_counter()
@@ -35,9 +38,9 @@ class LayerGate:
             self._left_s -= perf_counter() - began
 
     def wait(self) -> None:
-        """Return when the loads have ended, well or not.
+        """Wait until the loads have ended, successfully or not.
 
-        ``DeviceError`` where that takes too long.
+        Raises ``DeviceError`` if that takes too long.
         """
         for job in self._loads:
             began = perf_counter()

@@ -1,4 +1,4 @@
-"""Moves blocks in this process: by the device between memories, by threads to and from storage."""
+"""Moves blocks in this process: a device copies between memories, threads access storage."""
 
 from __future__ import annotations
 
@@ -27,27 +27,26 @@ logger = logging.getLogger(__name__)
 
 SCRUB_BYTES = 4 << 20
 SCRUB_PAUSE_S = 1.0
-"""So much is verified in the background at a time, where storage is idle, and so seldom: a disk of
-a terabyte in three days."""
+"""Idle storage verifies ``SCRUB_BYTES`` per pause in the background: a terabyte in three days."""
 
 TIMEOUT_S = {"find": 1.0, "read": 10.0, "write": 60.0}
-"""Time limits of storage calls. A call that takes longer has failed: its blocks are recomputed, or
-not stored."""
+"""Time limits of storage calls. A slower call counts as failed: its blocks are recomputed, or not
+stored."""
 
 FAILURES_UNTIL_OPEN = 3
-"""Calls in a row: one may be chance."""
+"""Consecutive failed calls until the breaker opens; a single one may be chance."""
 
 Call = Callable[[list[int] | None, float], list[Outcome]]
-"""Given which blocks, None for all of them, and the seconds that it may take."""
+"""A storage call. Arguments: positions of the blocks (None for all), and its time limit in
+seconds."""
 
 
 class LocalMover(Mover):
     """Moves blocks between the tiers of this process.
 
-    tiers: fastest first; the device copies between those in memory, and to the first one.
-
-    device: None where no tier is its memory, and nothing is to be copied between memories.
-
+    tiers: fastest first. The device copies between memory tiers; the first tier is the target of
+    loads.
+    device: None if no tier is device memory and nothing is copied between memories.
     clock: seconds, for scrubs and breakers.
     """
 
@@ -88,7 +87,7 @@ class LocalMover(Mover):
         return Ring(pool, self._device)
 
     def start(self) -> None:
-        """Start the threads now: they run on the cores of the thread that starts them."""
+        """Start the threads now: they inherit the cores of the calling thread."""
         if self._engine is not None:
             self._engine.start()
         for gate in self._gates.values():
@@ -115,7 +114,7 @@ class LocalMover(Mover):
     def read(
         self, tier: str, names: Sequence[BlockName], blocks: Blocks, urgent: bool = True
     ) -> Job:
-        """Queue a read to where ``blocks`` says; that need be no tier's memory."""
+        """Queue a read into the memory that ``blocks`` returns, which need not belong to a tier."""
         storage, keys = self._storages[tier], keys_of(names)
 
         def get(at: list[int] | None, timeout_s: float) -> list[Outcome]:
@@ -126,7 +125,7 @@ class LocalMover(Mover):
         return self._gates[tier, "read"].submit(get, keys, storage.bytes_per_block, urgent)
 
     def _put(self, move: Move, blocks: Blocks, urgent: bool) -> Job:
-        """Queue a write. blocks: where they lie, for a worker's thread."""
+        """Queue a write. ``blocks`` is called on the worker thread."""
         storage, names = self._storages[move.dst], move.names
 
         def put(at: list[int] | None, timeout_s: float) -> list[Outcome]:
@@ -138,15 +137,17 @@ class LocalMover(Mover):
         return gate.submit(put, keys_of(names), storage.bytes_per_block, urgent)
 
     def _begin_by_ring(self, ring: Ring, move: Move, src: MemoryTier, urgent: bool) -> Job:
-        """Queue a copy to host memory, behind what the device computes now, and a write from there.
+        """Queue a copy to host memory, behind current device work, and a write from there.
 
-        Where the ring is full the blocks are not written: nobody waits.
+        If the ring is full, the blocks are not written; nothing waits for room.
         """
         assert self._engine is not None, "a ring has a device that copies to it"
         slots = ring.take(len(move.src_slots))
         if slots is None:
             full = Job(0)
-            full.finish(TierError(move.dst, "write", "the host memory on the way there is in use"))
+            full.finish(
+                TierError(move.dst, "write", "the host memory that writes pass through is full")
+            )
             return full
         copy = self._engine.submit([stage(src, move.src_slots, ring.tier, slots)], Direction.STORE)
 
@@ -158,7 +159,7 @@ class LocalMover(Mover):
             return ring.pieces(slots)
 
         job = self._put(move, after_copy, urgent)
-        # A copy that is late writes into the slots until it ends.
+        # A late copy writes into the slots until it ends.
         job.when_done(lambda: copy.when_done(lambda: ring.give_back(slots)))
         return job
 
@@ -216,7 +217,7 @@ class LocalMover(Mover):
             outcomes = storage.find(keys, TIMEOUT_S["find"])
             job.outcomes = drops.left_out(keys, outcomes)
             job.finish()
-        except Exception as caught:  # whatever it is, nothing was found
+        except Exception as caught:  # any error: nothing was found
             gate.lane.fail(job, caught)
         self._unanswered[tier].note(keys, outcomes)
         return job
@@ -226,13 +227,13 @@ class LocalMover(Mover):
         return may_have and self._gates[tier, "find"].breaker.is_passable
 
     def drop(self, tier: str, keys: Sequence[BlockKey], for_good: bool = False) -> None:
-        if not self._is_closed:  # else nobody is there to do it
+        if not self._is_closed:  # the lanes are stopped
             self._drops[tier].add(keys, for_good)
             self._unanswered[tier].forget(keys)
             self._send_drops(tier)
 
     def _send_drops(self, tier: str) -> None:
-        """Have storage drop what it was told to; where it takes its time, in its line."""
+        """Make storage drop pending keys: at once, or in its queue if that may take time."""
         drops, gate = self._drops[tier], self._gates[tier, "find"]
         if not self._drops_at_once(tier):
             gate.lane.submit(gate.send_drops, 0)
@@ -243,17 +244,17 @@ class LocalMover(Mover):
         try:
             drops.send()
             breaker.note(True)
-        except Exception as error:  # whatever it is, others go on, and it is tried again
+        except Exception as error:  # any error: retried later
             breaker.note(False)
             logger.warning("blocks were not dropped tier=%s error=%r", tier, error)
 
     def _drops_at_once(self, tier: str) -> bool:
-        """Whether a drop waits for nobody: not where others have to be told."""
+        """Whether drops are sent without queueing: not if storage is shared or answers late."""
         facts = self.storages[tier]
         return facts.finds_at_once and not facts.is_shared
 
     def _send_drops_again(self) -> None:
-        """Retry owed drops now rather than at the next look-up."""
+        """Retry pending drops now rather than at the next look-up."""
         for tier, drops in self._drops.items():
             gate = self._gates[tier, "find"]
             if len(drops) and gate.lane.is_idle and gate.breaker.is_passable:
@@ -307,13 +308,13 @@ class LocalMover(Mover):
                 )
         if self._ring is not None and not hanging:
             self._ring.close()
-        if hanging & self._storages.keys():  # they may be reading into memory, or out of it
+        if hanging & self._storages.keys():  # their calls may still access memory
             hanging.update(self._memories)
         return hanging
 
 
 class _Gate:
-    """One kind of call of a storage tier: its line, and when to leave it alone."""
+    """One kind of call of a storage tier: its lane and its circuit breaker."""
 
     def __init__(
         self,
@@ -354,7 +355,7 @@ class _Gate:
     def find(
         self, storage: StorageTier, keys: Sequence[BlockKey], unanswered: Unanswered, job: Job
     ) -> Iterable[int]:
-        """Send owed drops first, so that these keys are not found any more."""
+        """Look up keys. Pending drops are sent first, so that dropped keys are not found."""
         assert isinstance(job, FindJob)
 
         def look() -> list[Outcome]:
@@ -372,7 +373,7 @@ class _Gate:
         return _where(job.outcomes, Outcome.FAILED)
 
     def send_drops(self, job: Job) -> Iterable[int]:
-        """Have storage drop what is owed; what it does not drop now is owed still."""
+        """Make storage drop pending keys; those that it does not drop stay pending."""
         del job
 
         def send() -> list[Outcome]:
@@ -384,7 +385,7 @@ class _Gate:
         return ()
 
     def _ask(self, call: Callable[[], list[Outcome]]) -> list[Outcome]:
-        """Make a call that was let through, and note how it ended."""
+        """Make a call that the breaker let through, and record its outcome."""
         outcomes: list[Outcome] = []
         error = ""
         try:
@@ -396,10 +397,10 @@ class _Gate:
             answered = any(each is not Outcome.FAILED for each in outcomes)
             if self.breaker.note(answered):
                 if answered:
-                    logger.warning("storage answers again lane=%s", self.lane.name)
+                    logger.warning("storage calls work again lane=%s", self.lane.name)
                 else:
                     logger.warning(
-                        "storage is left alone for a while lane=%s error=%r",
+                        "storage calls are paused lane=%s error=%r",
                         self.lane.name,
                         error or self._storage.last_error or "no answer",
                     )

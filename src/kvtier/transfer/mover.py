@@ -1,4 +1,4 @@
-"""The seam between deciding and doing: who carries blocks from tier to tier."""
+"""The seam between deciding and doing: a ``Mover`` copies blocks between tiers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvtier.types import BlockKey, BlockName, Slot
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Blocks to be copied from tier ``src`` to tier ``dst``; in the order of their prompt.
+    """Blocks to be copied from tier ``src`` to tier ``dst``, in prompt order.
 
-    src_slots, dst_slots: where they are, and are to go, in a memory tier; they mean nothing in
-    storage. names: what they are called there; () between memory tiers.
+    src_slots, dst_slots: slots in a memory tier; ignored for storage.
+    names: names of the blocks in storage; () between memory tiers.
     """
 
     src: str
@@ -33,7 +33,7 @@ class Move:
 
 
 class FindJob(Job):
-    """A look-up. outcomes: one per key, once it is done without an error."""
+    """A look-up. ``outcomes`` has one entry per key once the job is done without an error."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -41,7 +41,7 @@ class FindJob(Job):
 
     @property
     def places_there(self) -> Sequence[int]:
-        """Positions of the keys that were found; none where the look-up failed."""
+        """Positions of the keys that were found; empty if the look-up failed."""
         if self.error is not None:
             return []
         if self.outcomes.count(Outcome.THERE) == len(self.outcomes):
@@ -51,7 +51,7 @@ class FindJob(Job):
 
 @dataclass(frozen=True, slots=True)
 class Scrubbed:
-    """A storage tier verified some blocks while it was idle."""
+    """Result of a storage tier's verification of some blocks while it was idle."""
 
     tier: str
     num_bytes: int
@@ -60,81 +60,80 @@ class Scrubbed:
 
 
 class Mover(ABC):
-    """Carries moves out, here or elsewhere; one thread calls.
+    """Carries moves out, in this process or elsewhere. Called from one thread.
 
     The caller guarantees
-        slots of a move are touched by nobody else until its job is done; a block is not dropped
-        while it is moved.
+        nothing else accesses the slots of a move until its job is done; a block is not dropped
+            while it is being moved.
     The implementer provides
         jobs that become done, in time: ``lost`` names the blocks that did not arrive, ``gone``
-        those of them that their source has not.
+            those of them that their source does not have.
     Outcomes and errors
-        nothing raises for what devices and storage do; the job tells.
+        errors of devices and storage are never raised; the job reports them.
     """
 
     storages: dict[str, StorageFacts]
-    """The storage tiers by name, in the order of their speed."""
+    """The storage tiers by name, fastest first."""
     tells_late: bool = False
-    """Whether the job of a look-up says by itself that nobody should wait for it any more."""
+    """Whether a look-up's job sets ``is_late`` by itself."""
 
     @abstractmethod
     def begin(self, move: Move, urgent: bool = True) -> Job:
-        """Begin to copy. urgent: False for what nobody waits for yet; it lets others pass."""
+        """Begin to copy. urgent: False if nothing waits for it yet; urgent moves go first."""
 
     def accepts(self, route: Route) -> bool:
         """Whether a new move along ``route`` would be tried.
 
-        Not while storage is left alone, for it failed again and again.
+        False while the breaker of its storage is open.
         """
         return True
 
     def breaker(self, tier: str) -> BreakerState:
-        """Whether a storage tier is left alone: the worst of what is known, here and there."""
+        """Return the breaker state of a storage tier: the worst one, locally and in other ranks."""
         return BreakerState.CLOSED
 
     def hurry(self, route: Route, job: Job) -> None:
-        """Somebody waits for ``job`` now."""
+        """Make ``job`` urgent: something waits for it now."""
         return
 
     def withdraw(self, route: Route, job: Job) -> bool:
-        """Nobody wants ``job`` any more: True where it had not begun, and never will."""
+        """Cancel ``job`` if it has not begun. Return whether it was cancelled."""
         return False
 
     @abstractmethod
     def find(self, tier: str, keys: Sequence[BlockKey]) -> FindJob:
-        """Ask a storage tier which of the first ``keys`` it has; done at once where it can."""
+        """Look up ``keys`` in a storage tier; the job is done at once where storage allows it."""
 
     def has_unfound(self, tier: str) -> bool:
-        """Whether it may have blocks that nobody has found yet."""
+        """Whether the tier may have blocks that no look-up has found yet."""
         return False
 
     @abstractmethod
     def drop(self, tier: str, keys: Sequence[BlockKey], for_good: bool = False) -> None:
-        """Storage need not keep these any more."""
+        """Tell storage that it need not keep these blocks. for_good: not even after a restart."""
 
     def drop_unfound(self, tier: str) -> None:
-        """Nor what it has that nobody has found yet, for good."""
+        """Drop, permanently, all blocks that no look-up has found yet."""
         return
 
     def queued_s(self, route: Route, copy_s: Callable[[int], float]) -> float:
-        """Seconds until a new urgent move along ``route`` would begin.
+        """Return the seconds until a new urgent move along ``route`` would begin.
 
-        Infinite where it would be refused. copy_s: what a number of bytes takes.
+        Infinite if the move would be refused. copy_s: duration of a copy by number of bytes.
         """
         return 0.0
 
     def is_idle(self, tier: str) -> bool:
-        """Whether nothing is read from a storage tier, and nothing stands in line for it."""
+        """Whether no read of a storage tier is running or queued."""
         return True
 
     def scrub(self) -> list[Scrubbed]:
-        """Have idle storage verify a little, now and then; what came of it since the last call."""
+        """Let idle storage verify some blocks. Return the results since the last call."""
         return []
 
     @abstractmethod
     def close(self, timeout_s: float) -> set[str]:
-        """Finish what was begun, as far as it ends in time.
+        """Finish what was begun, within the time limit.
 
-        Returns the names of the tiers that are in use all the same: whoever owns them must leave
-        them open.
+        Returns the names of the tiers that are still in use; their owner must not close them.
         """

@@ -1,4 +1,4 @@
-"""Host memory that blocks pass through on their way to storage that can't take them as they lie."""
+"""Host staging memory for writes to storage that cannot read the blocks where they are."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvtier.tiers.base import MemoryTier
 from kvtier.types import Slot
 
 RING_BYTES = 64 << 20
-"""On its way to storage at a time: enough to keep a disk busy, and little beside what a device has.
-Blocks hold their slots on the device until they are written, so this bounds that, too."""
+"""Size of the ring: enough to keep a disk busy, and small compared to device memory. Blocks hold
+their device slots until they are written, so this bounds those, too."""
 
 
 def ring_blocks(bytes_per_block: int) -> int:
@@ -21,9 +21,9 @@ def ring_blocks(bytes_per_block: int) -> int:
 
 
 class Ring:
-    """Room for ``ring_blocks`` of the blocks of ``pool``, page-locked where the device can do that.
+    """Host memory for ``ring_blocks`` blocks of ``pool``, page-locked if the device supports it.
 
-    Any thread may use it. Raises ``ConfigError`` where there is no memory for it.
+    Thread-safe. Raises ``ConfigError`` if the memory cannot be allocated.
     """
 
     def __init__(self, pool: MemoryTier, device: Device) -> None:
@@ -33,12 +33,12 @@ class Ring:
         self._lock = Lock()
 
     def take(self, num_blocks: int) -> Sequence[Slot] | None:
-        """Slots for so many blocks; None where others have them. Never waits."""
+        """Return slots for ``num_blocks`` blocks; None if too few are free. Never waits."""
         with self._lock:
             return self.tier.allocate(num_blocks)
 
     def give_back(self, slots: Sequence[Slot]) -> None:
-        """Nothing copies from or to them any more."""
+        """Free slots that nothing copies from or to any more."""
         with self._lock:
             self.tier.free(slots)
 
@@ -48,10 +48,10 @@ class Ring:
 
     @property
     def num_used(self) -> int:
-        """Slots that are taken."""
+        """Slots in use."""
         with self._lock:
             return self.tier.num_used
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.tier.close()

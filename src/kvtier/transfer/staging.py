@@ -1,4 +1,4 @@
-"""From slots to bytes: a copy of blocks between two tiers, as batches of small copies."""
+"""Translates a copy of blocks between the slots of two tiers into batches of small copies."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvtier.types import Slot
 Int64s = npt.NDArray[np.int64]
 
 STEP_BYTES = 1 << 20
-"""Least bytes of a step: fewer are not worth a submission and a fence."""
+"""Minimum size of a step: fewer bytes are not worth a submission and a fence."""
 
 
 class Steps(ABC):
-    """A copy in steps, worked out where it is gone through.
+    """A copy in steps, whose batches are computed during iteration.
 
-    By the worker that does it, not by the thread that plans it. Layer l arrives with step ``l //
-    layers_per_step``. num_bytes: of all.
+    So the worker that copies computes them, not the thread that plans. Layer l arrives with step
+    ``l // layers_per_step``. num_bytes: total of all steps.
     """
 
     num_bytes: int
@@ -33,7 +33,7 @@ class Steps(ABC):
     @property
     @abstractmethod
     def layers_per_step(self) -> int:
-        """Return the layers per step; the last step may have fewer."""
+        """Layers per step; the last step may have fewer."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class Steps(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[CopyBatch]:
-        """The steps, in their order."""
+        """Yield the batches of the steps, in order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ class SlotSteps(Steps):
 
 
 def layers_per_step(num_layers: int, num_bytes: int) -> int:
-    """Return how many layers one step copies, so that it is worth its submission."""
+    """Return how many layers one step copies, so that a step is worth its submission."""
     num_steps = min(num_layers, max(1, num_bytes // STEP_BYTES))
     return -(-num_layers // num_steps)
 
@@ -88,10 +88,10 @@ def layers_per_step(num_layers: int, num_bytes: int) -> int:
 def stage(
     src: MemoryTier, src_slots: Sequence[Slot], dst: MemoryTier, dst_slots: Sequence[Slot]
 ) -> CopyBatch:
-    """Copies that move slot ``src_slots[i]`` of ``src`` to slot ``dst_slots[i]`` of ``dst``.
+    """Return the copies from slot ``src_slots[i]`` of ``src`` to slot ``dst_slots[i]`` of ``dst``.
 
-    Block by block, fragments within a block in the order of the destination; what is adjacent on
-    both sides is merged.
+    Copies are ordered by block, then by fragment in the order of the destination. Copies that are
+    adjacent on both sides are merged.
     """
     pieces = fragments(src.layout, dst.layout)
     at = pieces.src(np.asarray(src_slots, np.int64))
@@ -107,11 +107,11 @@ def stage(
 def stage_steps(
     src: MemoryTier, src_slots: Sequence[Slot], dst: MemoryTier, dst_slots: Sequence[Slot]
 ) -> Steps:
-    """The copies of ``stage``, a layer after the other, so that compute can follow close behind.
+    """Return the copies of ``stage`` in steps of whole layers, so that compute can follow them.
 
-    A step is as many layers as make ``STEP_BYTES``. It is one step for all where cutting between
-    layers would cut what is one piece (see ``stepped_fragments``). Fragment by fragment, blocks
-    within a fragment in the order given.
+    A step has as many layers as make ``STEP_BYTES``. There is only one step if a cut between layers
+    would cut a contiguous piece (see ``stepped_fragments``). Copies are ordered by fragment, then
+    by block.
     """
     group = src.layout.group
     num_bytes = len(src_slots) * group.bytes_per_block
@@ -134,7 +134,7 @@ def _by_fragment(offset: Int64s, stride: Int64s, slots: Sequence[Slot]) -> Int64
 def _have_neighbours(at: Int64s, to: Int64s, last_size: int) -> bool:
     """Whether some block begins where the one before it ends, on both sides.
 
-    Within a block the fragments are merged already.
+    Fragments within a block are merged already.
     """
     follows = at[:-1, -1] + last_size == at[1:, 0]
     follows &= to[:-1, -1] + last_size == to[1:, 0]

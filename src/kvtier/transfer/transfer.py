@@ -1,4 +1,4 @@
-"""A transfer on its way, and who waits for it."""
+"""A transfer in progress and its waiters."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from kvtier.types import BlockId, BlockName, Slot
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Blocks on their way from one tier to another.
+    """Blocks being copied from one tier to another.
 
-    after: the transfer that brings the sources, and has to end before this one can begin.
-    followers: those that come after this one.
-    job: None until it begins. holds_source: the sources are leased in ``src`` until it is finished.
-    waiters: who is told when it has ended, each with the positions in its prompt that this brings.
-    is_void: what it brings is not wanted any more.
-    names: what the blocks are called in storage, where they come from it or go to it. group: of
-    layers, whose part of the blocks it is. dst_slots: where they go to. number: its place in the
-    order in which transfers began. expected_s: what it was expected to take when it began, without
-    the line; 0 where nobody could tell.
+    after: the transfer that brings the sources; it has to end before this one can begin.
+    job: None until it begins.
+    holds_source: whether the sources are leased in ``src`` until it is finished.
+    followers: transfers that have this one as ``after``.
+    waiters: notified when it ends, each with the positions in its prompt that this transfer brings.
+    is_void: whether the blocks are no longer needed.
+    names: names of the blocks in storage, if it reads or writes storage.
+    group: the group of layers whose part of the blocks it copies.
+    dst_slots: target slots.
+    number: position in the order in which transfers began.
+    expected_s: expected duration when it began, without the queue; 0 if unknown.
     """
 
     src: str
@@ -42,38 +44,39 @@ class Transfer:
 
     @property
     def is_late(self) -> bool:
-        """It may never end, and nobody should wait for it."""
+        """Whether it may never end, so that nothing should wait for it."""
         if self.job is None:
             return self.after is not None and self.after.is_late
         return self.job.is_late and not self.job.done
 
 
 class Waiter(ABC):
-    """Waits for transfers, and is told of each whether it arrived."""
+    """Waits for transfers; is notified of each whether it arrived."""
 
     def __init__(self) -> None:
         self._waiting_for: set[Transfer] = set()
 
     @property
     def ready(self) -> bool:
-        """Nothing that it waits for is on its way any more."""
+        """Whether none of its transfers is in flight any more."""
         return not self._waiting_for
 
     @property
     def waiting_for(self) -> frozenset[Transfer]:
-        """Return the blocks that are still in flight."""
+        """The transfers that are still in flight."""
         return frozenset(self._waiting_for)
 
     def wait_for(self, transfer: Transfer, *positions: range) -> None:
-        """Not ready before ``transfer`` has ended.
+        """Wait for ``transfer``: not ``ready`` before it has ended.
 
-        positions: which blocks of its prompt that brings, where it asks for them by position.
+        positions: the blocks of its prompt that the transfer brings, if the waiter requests by
+        position.
         """
         transfer.waiters.setdefault(self, []).extend(positions)
         self._waiting_for.add(transfer)
 
     def arrived(self, transfer: Transfer, now: float) -> None:
-        """The transfer's blocks are where they were to go."""
+        """Note that the transfer's blocks have arrived."""
         self._waiting_for.discard(transfer)
         self.take(transfer, now)
 
@@ -83,10 +86,10 @@ class Waiter(ABC):
 
     @abstractmethod
     def failed(self, transfer: Transfer) -> None:
-        """Not all of the transfer's blocks have arrived."""
+        """Note that some of the transfer's blocks have not arrived."""
 
     def forget_transfers(self) -> list[Transfer]:
-        """Wait for nothing any more. The transfers go on; returns them."""
+        """Stop waiting. Return the transfers that were waited for; they continue."""
         forgotten = list(self._waiting_for)
         for transfer in forgotten:
             del transfer.waiters[self]

@@ -18,7 +18,7 @@ def test_log_says_why_a_store_is_left_alone(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING):
         for _ in range(FAILURES_UNTIL_OPEN):
             assert mover.find("valkey", [stored_key(1)]).wait(30)
-    expected = "storage is left alone for a while lane=valkey find error='Connection refused'"
+    expected = "storage calls are paused lane=valkey find error='Connection refused'"
     assert expected in caplog.text
     mover.close(10)
     tier.close()

@@ -1,1 +1,1 @@
-"""Stores that people run already, as tiers: blocks by key, shared by many processes."""
+"""Tiers over existing stores: blocks by key, shared by many processes."""

@@ -1,8 +1,8 @@
 """Worker threads and bounce buffers for store clients whose calls cannot be cancelled.
 
-A dock is a thread that makes the calls, and memory that they read from and write into. Who asked
-leaves when its time is over, with its own memory as it was; what is under way goes on in the dock,
-which is in use until then.
+A worker is a thread that makes the calls, with a buffer that they read and write. A caller whose
+time limit has passed returns with its own memory unchanged. The call continues in the worker, which
+stays in use until the call returns.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from kvtier.tiers.storage import Outcome
 from kvtier.types import BlockKey
 
 ROWS_BYTES: Final = 16 << 20
-"""Memory of a dock, but for one block at least. A call has its price: with half of it Mooncake's
-client takes a quarter more of the processor for blocks of 1 MiB (by hand)."""
+"""Buffer size of a worker, for at least one block. Each call has a fixed cost: with half the size,
+Mooncake's client takes a quarter more CPU time for blocks of 1 MiB (measured by hand)."""
 MAX_ROWS: Final = 128
 """Default number of rows in a bounce buffer."""
 
@@ -39,10 +39,11 @@ Addresses = npt.NDArray[np.uint64]
 
 
 class BounceRows(Bounce):
-    """Memory for some blocks, each behind its header, from a page on.
+    """A page-aligned buffer for some blocks, each behind its header.
 
-    addresses: uint64 [num_slots], of the blocks. begins: of their headers. blocks: the rows', one
-    piece each.
+    addresses: uint64 [num_slots], of the blocks.
+    begins: uint64 [num_slots], of their headers.
+    blocks: the blocks' memory, one piece each.
     """
 
     def __init__(self, num_rows: int, block_bytes: int) -> None:
@@ -56,65 +57,65 @@ class BounceRows(Bounce):
 
     @classmethod
     def for_blocks(cls, block_bytes: int, max_rows: int = MAX_ROWS) -> BounceRows:
-        """As many as ``ROWS_BYTES`` have room for."""
+        """Return a buffer with as many rows as ``ROWS_BYTES`` has room for."""
         return cls(min(max_rows, ROWS_BYTES // (HEADER_BYTES + block_bytes)), block_bytes)
 
     def set_headers(self, headers: Sequence[bytes]) -> None:
-        """The i-th to row i."""
+        """Write the i-th header to row i."""
         rows = np.frombuffer(b"".join(headers), np.uint8).reshape(-1, HEADER_BYTES)
         self._headers[: len(rows)] = rows
 
     def headers(self, places: Sequence[int]) -> Headers:
-        """Copies of those in some rows."""
+        """Return copies of the headers of some rows."""
         return np.take(self._headers, places, axis=0)
 
 
 class BounceClient(ABC):
-    """The calls of a store's own client, made for the rows of one dock.
+    """Calls of a store's own client, on the rows of one worker.
 
-    Each returns when it is done, however long that takes.
+    Each call returns when it is done, however long that takes.
 
     The caller guarantees
-        one thread at a time. Rows belong to the call while it runs. No key twice.
+        one thread at a time. Rows belong to the call while it runs. Keys are distinct.
     The implementer provides
-        an outcome per key. Values are a row's first ``value_bytes``; whether they are the right
-        ones is checked elsewhere, also against what comes later than a call has said.
+        an outcome per key. Values are the first ``value_bytes`` of a row. The caller verifies them,
+            also against writes that arrive after a call has returned.
     Outcomes and errors
-        ``DAMAGED``: what is there can't be a value. Whatever is raised counts as ``FAILED`` for all
-        keys; the client is closed then, and another one made.
+        ``DAMAGED``: the stored value cannot be a block. An exception counts as ``FAILED`` for all
+            keys; the client is closed and replaced.
     """
 
     @abstractmethod
     def test(self) -> str:
-        """Whether the store is fit for use: how it is, in words.
+        """Test whether the store can be used, and describe its state.
 
-        Raises ``Unsound`` where it is not, ``Unreachable`` where that can't be known now.
+        Raises ``Unsound`` if it cannot, ``Unreachable`` if that is not known now.
         """
 
     @abstractmethod
     def find(self, keys: Sequence[BlockKey]) -> list[Outcome]:
-        """``THERE``, ``ABSENT`` or ``FAILED``."""
+        """Return ``THERE``, ``ABSENT`` or ``FAILED`` per key."""
 
     @abstractmethod
     def read(self, keys: Sequence[BlockKey], begins: Addresses) -> list[Outcome]:
-        """The i-th key's value to the row that begins at the i-th of ``begins``."""
+        """Read the i-th key's value into the row that begins at the i-th of ``begins``."""
 
     @abstractmethod
     def write(
         self, keys: Sequence[BlockKey], begins: Addresses, is_wanted: IsWanted
     ) -> list[Outcome]:
-        """``THERE`` or ``FAILED``.
+        """Write the rows. Return ``THERE`` or ``FAILED`` per key.
 
-        What is not wanted any more when it is written is not to be found, or is removed.
+        If ``is_wanted`` is false by the time of the write, the blocks must not be found afterwards.
         """
 
     @abstractmethod
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        """Keys that are not there are passed over. Raises where it can't be done."""
+        """Remove keys; missing ones are ignored. Raises if that fails."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back, also after an error."""
+        """Release all resources, also after an error."""
 
 
 Connect = Callable[[BounceRows], BounceClient]
@@ -122,7 +123,7 @@ Work = Callable[[BounceClient], Result]
 
 
 class BounceWorker:
-    """A thread, rows, and a client that is made when it is needed."""
+    """A thread, its rows, and a client that is made on demand."""
 
     def __init__(self, name: str, rows: BounceRows, connect: Connect) -> None:
         self.rows = rows
@@ -140,7 +141,7 @@ class BounceWorker:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._do(*job)
-            del job  # or it would stay while the next one is waited for
+            del job  # do not keep it alive while waiting for the next one
         self._disconnect()
 
     def _do(self, future: Future[Any], work: Work[Any]) -> None:
@@ -157,11 +158,11 @@ class BounceWorker:
     def _disconnect(self) -> None:
         client, self._client = self._client, None
         if client is not None:
-            with suppress(Exception):  # it is of no use in any case
+            with suppress(Exception):  # it is discarded in any case
                 client.close()
 
     def end(self) -> None:
-        """When what is under way is done."""
+        """End the thread once its current jobs are done."""
         self._jobs.put(None)
 
     def join(self, timeout_s: float) -> None:
@@ -169,7 +170,7 @@ class BounceWorker:
 
 
 class BounceWorkers:
-    """Bounce workers, made on demand, ``num_docks`` at most."""
+    """A pool of at most ``num_docks`` bounce workers, made on demand."""
 
     def __init__(
         self,
@@ -191,7 +192,7 @@ class BounceWorkers:
         self._is_closed = False
 
     def take(self, ends_at: float) -> BounceWorker | None:
-        """One that nobody else uses until it is given back; None where there was none in time.
+        """Take a worker for exclusive use. Return None if none was free in time.
 
         Raises ``Closed`` after a close, and in a forked child.
         """
@@ -217,11 +218,11 @@ class BounceWorkers:
                 self._change.wait(left_s)
 
     def give_back(self, dock: BounceWorker, future: Future[Any]) -> None:
-        """When ``future``, the last one that it began, is done: now, or later."""
+        """Return a worker to the pool when ``future``, the last one that it began, is done."""
         future.add_done_callback(lambda _: self.put_back(dock))
 
     def put_back(self, dock: BounceWorker | None) -> None:
-        """One that nothing is under way in."""
+        """Return an idle worker to the pool."""
         if dock is None:
             return
         with self._change:

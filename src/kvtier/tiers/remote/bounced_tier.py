@@ -1,4 +1,4 @@
-"""Blocks in a store whose own client moves them, by calls that can't be called off."""
+"""Storage tier over a store whose own client moves blocks by calls that cannot be cancelled."""
 
 from __future__ import annotations
 
@@ -36,25 +36,28 @@ logger = logging.getLogger(__name__)
 OPEN_S: Final = 5.0
 FORGET_S: Final = 1.0
 DROP_S: Final = 1.0
-"""The caller waits for it, and is a scheduler perhaps."""
+"""Time limit of a drop. Its caller waits, possibly the scheduler."""
 CLOSE_S: Final = 3.0
 RETRY_S: Final = 1.0
-"""After a store could not be reached."""
+"""Pause after a failed attempt to reach a store."""
 DOCKS_PER_CALL: Final = 2
-"""One is moved while the other is copied and checked."""
+"""One worker transfers while the other one's blocks are copied and verified."""
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
 Moved = tuple[list[int], BounceWorker, list[Outcome]]
 
 
 class DockedTier(StorageTier):
-    """Any process may use the same store: a block is the same whoever has put it.
+    """Blocks in a store that processes share: a block is the same whichever process wrote it.
 
-    Blocks go by way of memory of the tier's own, for a call that is late goes on. What was read is
-    verified where the caller has it: nothing that comes late can change it then.
+    Blocks pass through the tier's own bounce buffers, because a late call continues. What was read
+    is verified in the caller's memory, which a late call cannot change.
 
-    max_rows: blocks of a client's call, at most. connect: makes a client. A store that can't be
-    reached is tried again by a later call. Raises ``ConfigError`` for one that is not fit for use.
+    A store that cannot be reached is tried again by a later call. Raises ``ConfigError`` for a
+    store that cannot be used.
+
+    max_rows: maximum blocks per client call.
+    connect: makes a client.
     """
 
     def __init__(
@@ -79,11 +82,11 @@ class DockedTier(StorageTier):
         self._location = location
         self._envelope = Envelope(self.bytes_per_block, options.secret())
         self._make_client = connect
-        self._answer = ""  # of the test, once it was good
+        self._answer = ""  # of the first successful test
         self._reason = "not reached: no answer"  # why it is not in use
         self._last_error = ""
         self._retry_at = 0.0
-        num_docks = DOCKS_PER_CALL * (options.readers + options.writers) + 1  # which looks up
+        num_docks = DOCKS_PER_CALL * (options.readers + options.writers) + 1  # for look-ups
         self._docks = BounceWorkers(
             self.name, num_docks, self.bytes_per_block, self._connect, max_rows
         )
@@ -138,7 +141,7 @@ class DockedTier(StorageTier):
     def _deliver(
         self, rows: BounceRows, places: list[int], keys: Sequence[BlockKey], blocks: Pieces
     ) -> list[bool]:
-        """Copy what arrived in some rows to its destination; return whether it is right there."""
+        """Copy what arrived in some rows to its destination. Return which blocks are intact."""
         if not places:
             return []
         crcs = copied_crcs(blocks, rows.blocks.pick(places).cut(blocks.sizes))
@@ -147,7 +150,7 @@ class DockedTier(StorageTier):
         return told
 
     def _forget(self, damaged: Sequence[BlockKey]) -> None:
-        """Or nobody could put the right ones there."""
+        """Remove damaged blocks from the store, so that intact ones can be written."""
         if not damaged:
             return
         logger.warning("wrong bytes store=%s num_blocks=%d", self._location, len(damaged))
@@ -177,23 +180,23 @@ class DockedTier(StorageTier):
         for part, _, stored in self._moved(new, begin, ends_at - time.monotonic()):
             for at, outcome in zip(part, stored, strict=True):
                 outcomes[at] = outcome
-        has_left.set()  # what is under way is late
+        has_left.set()  # calls in flight are late
         return outcomes
 
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
         if not keys or not for_good:
-            return  # others may have it still, and room is made elsewhere
+            return  # other processes may still use it, and the store evicts by itself
         try:
             self._ask(lambda client: client.remove(keys), time.monotonic() + DROP_S)
         except Exception as error:
             raise TierError(self.name, "drop", str(error) or "no answer") from error
 
-    # -- docks -------------------------------------------------------------------------------------
+    # -- workers -----------------------------------------------------------------------------------
 
     def _ask(self, work: Work[Result], ends_at: float) -> Result:
-        """Return the result of a call, or raise what it raises.
+        """Return the result of a call, or raise its exception.
 
-        ``TimeoutError`` after its deadline.
+        Raises ``TimeoutError`` after the deadline.
         """
         dock = self._docks.take(ends_at)
         if dock is None:
@@ -213,11 +216,11 @@ class DockedTier(StorageTier):
         begin: Callable[[list[int], BounceRows], Work[list[Outcome]]],
         timeout_s: float,
     ) -> Iterator[Moved]:
-        """Some of ``numbers`` after the other, the dock that has them, and what became of them.
+        """Move ``numbers`` part by part; yield each part, its worker and its outcomes.
 
-        Those that failed all, or are not done in time, are left out.
+        Parts that failed as a whole or were not done in time are omitted.
 
-        begin: fills the rows, and says what is to be done with them.
+        begin: fills the rows and returns the call to make.
         """
         ends_at = time.monotonic() + timeout_s
         under_way: deque[tuple[list[int], BounceWorker, Future[list[Outcome]]]] = deque()
@@ -269,7 +272,7 @@ class DockedTier(StorageTier):
         return dock.begin(work)
 
     def _connect(self, rows: BounceRows) -> BounceClient:
-        """In a dock's thread. Raises what is wrong with the store."""
+        """Make a client. Runs on a worker's thread. Raises if the store cannot be used."""
         if time.monotonic() < self._retry_at:
             raise Unreachable(self._reason)
         try:

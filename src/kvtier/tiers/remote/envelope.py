@@ -1,4 +1,4 @@
-"""Header in front of a block's bytes in a store, so that nothing else is taken for a block.
+"""Header in front of a block's bytes in a store, so that no other data is taken for a block.
 
     magic   8   "kvtierB1"
     flags   4   1: it is tagged
@@ -9,8 +9,8 @@
     check   4   crc32c of all above
     zeros   4
 
-Numbers are little-endian. A checksum finds what broke by itself; only a tag, which needs a secret
-that all processes share, finds what somebody else has written.
+Numbers are little-endian. A checksum detects accidental damage. Only a tag, which needs a secret
+that all processes share, detects blocks written by others.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ FIELDS: Final = np.dtype(
         ("zeros", "<u4"),
     ]
 )
-"""A header, as numpy reads many of them."""
+"""Header as a numpy record."""
 
 
 class Envelope:
-    """Makes headers, and checks blocks by them. Any thread may use it.
+    """Makes headers and verifies blocks against them. Thread-safe.
 
-    secret: for tags; b"" for none, and then none is wanted. block_bytes: of every block.
+    block_bytes: size of every block.
+    secret: for tags; b"" to neither write nor require tags.
     """
 
     def __init__(self, block_bytes: int, secret: bytes = b"") -> None:
@@ -71,7 +72,7 @@ class Envelope:
         return f"Envelope({self._block_bytes}, {'tagged' if self._tag_key else 'not tagged'})"
 
     def headers(self, keys: Sequence[BlockKey], blocks: Pieces, crcs: Uint32s) -> list[bytes]:
-        """``HEADER_BYTES`` for each block, which lies in host memory.
+        """Return a header of ``HEADER_BYTES`` for each block; blocks are in host memory.
 
         crcs: uint32 [num_blocks], of the blocks.
         """
@@ -84,9 +85,9 @@ class Envelope:
         return made
 
     def are_of(self, headers: Sequence[bytes | None], keys: Sequence[BlockKey]) -> list[bool]:
-        """Whether each is a header of its key, for many at a time.
+        """Return whether each is a valid header of its key.
 
-        What is not of a header's length is none.
+        A header of the wrong length is invalid.
         """
         whole = [
             at for at, each in enumerate(headers) if each is not None and len(each) == HEADER_BYTES
@@ -99,9 +100,12 @@ class Envelope:
         return are_ours
 
     def are_blocks(self, headers: Headers, keys: Keys, blocks: Pieces, crcs: Uint32s) -> Bools:
-        """Return whether each block is the one of its key, by its header: bool [num_blocks].
+        """Return whether each block is intact and is its key's, by its header: bool [num_blocks].
 
-        Host memory. keys: V32 [num_blocks]. crcs: uint32 [num_blocks], of the blocks.
+        Blocks are in host memory.
+
+        keys: V32 [num_blocks].
+        crcs: uint32 [num_blocks], of the blocks.
         """
         are_ours = self._are_of(headers, keys)
         are_ours &= _fields(headers)["crc"] == crcs
@@ -112,7 +116,7 @@ class Envelope:
         return are_ours
 
     def _are_of(self, headers: Headers, keys: Keys) -> Bools:
-        """Bool [n]: whether each is a header of its key."""
+        """Return bool [n]: whether each is a valid header of its key."""
         fields = _fields(headers)
         are_ours: Bools = fields["magic"] == np.void(MAGIC)
         are_ours &= fields["size"] == self._block_bytes
@@ -133,9 +137,9 @@ class Envelope:
 
 
 def size_behind(header: bytes, key: bytes) -> int | None:
-    """Bytes of the block that a header of ``key`` is of, whatever their number, tagged or not.
+    """Return the size of the block that a valid header of ``key`` describes, tagged or not.
 
-    None where it is no such header, or damaged.
+    None if the header is damaged or belongs to another key.
     """
     if len(header) != HEADER_BYTES:
         return None
@@ -146,7 +150,7 @@ def size_behind(header: bytes, key: bytes) -> int | None:
 
 
 def as_headers(headers: Sequence[bytes]) -> Headers:
-    """uint8 [n, HEADER_BYTES], of so many bytes each."""
+    """Return uint8 [n, HEADER_BYTES] from n headers."""
     return np.frombuffer(b"".join(headers), np.uint8).reshape(-1, HEADER_BYTES)
 
 
@@ -156,7 +160,7 @@ def as_keys(keys: Sequence[BlockKey]) -> Keys:
 
 
 def _fields(headers: Headers) -> npt.NDArray[np.void]:
-    """``FIELDS`` [n]."""
+    """Return the headers as records of ``FIELDS``: [n]."""
     return headers.view(FIELDS).ravel()
 
 

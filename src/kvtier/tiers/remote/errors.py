@@ -1,10 +1,10 @@
-"""Errors of stores. Their messages hold no secret."""
+"""Errors of stores. Their messages contain no secrets."""
 
 from __future__ import annotations
 
 
 class Refused(Exception):  # noqa: N818 - an outcome
-    """The store said no, and will say no again."""
+    """The store refused, and will refuse again."""
 
 
 class Unreachable(Exception):  # noqa: N818 - an outcome
@@ -12,4 +12,4 @@ class Unreachable(Exception):  # noqa: N818 - an outcome
 
 
 class Unsound(Exception):  # noqa: N818 - an outcome
-    """The store does something else than it must: it is not to be used."""
+    """The store does not behave as required and must not be used."""

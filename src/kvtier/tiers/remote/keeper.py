@@ -1,4 +1,4 @@
-"""A store as those see it who look after it: what is in it, and what goes."""
+"""A store from the point of view of maintenance: its entries and their removal."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A block, or a pack of them, as the store calls it.
+    """A block, or a pack of them, under its name in the store.
 
-    age_s: since it was used, where the store knows that, else since it was written.
+    age_s: time since its last use if the store knows it, else since it was written.
     """
 
     name: bytes
@@ -20,11 +20,13 @@ class Entry:
 
 
 class StoreKeeper(ABC):
-    """A store, for those who look after it.
+    """Maintenance access to a store.
 
-    Raises ``CacheError`` where it does not answer, and ``ConfigError`` where it can't be used.
+    Raises ``CacheError`` if it does not answer, and ``ConfigError`` if it cannot be used.
 
-    kind: what an entry is. age: what their age is, with {} for the time.
+    where: the store, for messages.
+    kind: what an entry is.
+    age: phrase for an entry's age, with {} for the time.
     """
 
     where: str
@@ -44,20 +46,20 @@ class StoreKeeper(ABC):
 
     @abstractmethod
     def ours(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Those that kvtier has written, by their headers."""
+        """Return the entries that kvtier has written, by their headers."""
 
     @abstractmethod
     def remove(self, entries: Sequence[Entry]) -> None:
-        """They go; those that have gone meanwhile are passed over."""
+        """Remove the entries; those that are gone already are ignored."""
 
     def remove_notes(self, removed: Iterable[bytes], is_real: bool) -> int:
-        """Remove notes that describe only these entries, and others that are gone. Return how many.
+        """Remove manifests that describe only removed entries. Return their number.
 
-        Nothing is removed in a dry run.
+        Nothing is removed unless ``is_real``.
         """
         del removed, is_real
         return 0
 
     @abstractmethod
     def close(self) -> None:
-        """Give connections back."""
+        """Close connections."""

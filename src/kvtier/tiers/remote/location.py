@@ -15,8 +15,7 @@ from kvtier.config import parse_size
 from kvtier.errors import ConfigError
 
 SECRET: Final = "KVTIER_STORE_SECRET"
-"""Environment variable: what all processes that share a store know, and nobody else; it tags
-blocks."""
+"""Environment variable with the secret for tags, shared by all processes that use a store."""
 AUTHORITY: Final = re.compile(r"//[^/?#]*")
 """Pattern of the authority of a URL: user, password, host and port."""
 HOST: Final = re.compile(r"[^\s%@/\\]*")
@@ -27,18 +26,18 @@ class StoreOptions:
     """Options of every store, behind the ``?``. A store's own class adds to them."""
 
     readers: int = 4
-    """Calls that read at a time."""
+    """Concurrent read calls."""
     writers: int = 2
-    """Calls that write at a time."""
+    """Concurrent write calls."""
     bytes_per_s: int = 0
-    """The most that is moved each way; 0 for no limit. Like "1GiB"."""
+    """Bandwidth limit per direction; 0 for no limit. Like "1GiB"."""
     request_s: float = 0.0
-    """Latency of a request beside its bytes, in seconds, until it is measured."""
+    """Latency of a request without its bytes, in seconds, until it is measured."""
     secret_file: str = ""
-    """A file with the secret that tags blocks; else what ``KVTIER_STORE_SECRET`` says."""
+    """File with the secret that tags blocks. Default: the value of ``KVTIER_STORE_SECRET``."""
 
     def secret(self) -> bytes:
-        """b"" for none. Raises ``ConfigError`` for a file that can't be read."""
+        """Return the secret; b"" for none. Raises ``ConfigError`` for an unreadable file."""
         if not self.secret_file:
             return os.environ.get(SECRET, "").encode()
         try:
@@ -54,8 +53,9 @@ class StoreOptions:
 class Location:
     """Parts of a store's URL.
 
-    user, password: None if absent; neither is ever shown. path: without the first slash. given:
-    options, as they were written.
+    user, password: None if absent; never shown.
+    path: without the leading slash.
+    given: options as written.
     """
 
     scheme: str
@@ -67,7 +67,7 @@ class Location:
     given: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
-        """For people and logs: without what is secret."""
+        """Return the URL without user, password and options."""
         port = f":{self.port}" if self.port is not None else ""
         host = f"[{self.host}]" if ":" in self.host else self.host
         path = f"/{self.path}" if self.path else ""
@@ -75,11 +75,11 @@ class Location:
 
 
 def read_location(scheme: str, rest: str) -> Location:
-    """Read what stands behind the colon of a URL.
+    """Parse the part of a URL behind the scheme's colon.
 
     Raises:
-        ConfigError: ``rest`` is no URL. The message repeats nothing of it: a password with a sign
-            that was not percent-encoded may stand anywhere.
+        ConfigError: ``rest`` is not a URL. The message quotes nothing of it, because an unencoded
+            password may be anywhere in it.
     """
     if not rest.startswith("//"):
         raise ConfigError(f'storage: {scheme}: no place; write it as "{scheme}://host"')
@@ -114,9 +114,9 @@ def read_location(scheme: str, rest: str) -> Location:
 
 
 def _split(url: str) -> SplitResult | None:
-    """Return the parts of a URL; None where it is none, or its host can't be one.
+    """Return the parts of a URL; None if it is invalid or its host is.
 
-    The parser's own error, which quotes the URL, goes no further.
+    The parser's own error is dropped, because it quotes the URL.
     """
     try:
         parts = urlsplit(url)
@@ -128,7 +128,7 @@ def _split(url: str) -> SplitResult | None:
 
 
 def _unquoted(text: str | None) -> str | None:
-    """Return a name or a password, whose bytes need not be UTF-8."""
+    """Return a decoded name or password, whose bytes need not be UTF-8."""
     return None if text is None else unquote(text, errors="surrogateescape")
 
 
@@ -155,10 +155,10 @@ HINTS: Final = {
 
 
 def read_options(kind: type[Options], location: Location) -> Options:
-    """The options of a URL.
+    """Return the options of a URL.
 
-    Raises ``ConfigError`` for one that nobody knows, and for a value that can't be read or is below
-    zero.
+    Raises ``ConfigError`` for an unknown option, and for a value that cannot be parsed or is
+    negative.
     """
     known = {each.name: str(each.type) for each in fields(kind)}
     values: dict[str, object] = {}

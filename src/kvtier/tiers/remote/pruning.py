@@ -1,6 +1,6 @@
 """Remove entries of kvtier from a store, by age and by size.
 
-Beside running replicas: a block that one of them knows of, and that is gone, is a miss.
+Replicas may run meanwhile: a removed block that one of them knows is a miss.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvtier.tiers.remote.s3.opening import S3Options, check_location
 from kvtier.tiers.remote.valkey.connection_pool import ValkeyOptions
 
 AT_ONCE: Final = 1000
-"""Are looked at, and removed."""
+"""Entries that are examined and removed at a time."""
 SCHEMES: Final = {"redis": "valkey", "rediss": "valkeys", "valkey": "valkey", "valkeys": "valkeys"}
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Entries of a store that seem to be kvtier's by their names.
+    """Summary of the entries of a store that seem to be kvtier's by their names.
 
-    Each is checked before it is removed.
+    Each is verified before it is removed.
     """
 
     num_entries: int
@@ -46,8 +46,9 @@ class Contents:
 class Pruned:
     """Entries removed, or to be removed in a dry run.
 
-    before: content before. num_strange: entries that stay since they are damaged or not kvtier's.
-    num_notes: manifests that went with the entries.
+    before: contents before.
+    num_strange: entries kept because they are damaged or not kvtier's.
+    num_notes: manifests removed with the entries.
     """
 
     before: Contents
@@ -89,9 +90,9 @@ def make_keeper(url: str) -> StoreKeeper:
 def prune(
     keeper: StoreKeeper, older_than_s: float = inf, max_bytes: float = inf, is_real: bool = True
 ) -> Pruned:
-    """Remove entries older than that, then the oldest until at most ``max_bytes`` are left.
+    """Remove entries older than ``older_than_s``, then the oldest until ``max_bytes`` are left.
 
-    Of kvtier's entries. is_real: False only counts.
+    Only kvtier's entries are removed. is_real: False for a dry run.
     """
     entries = there = keeper.entries()
     if sum(each.num_bytes for each in entries) > max_bytes:
@@ -112,7 +113,7 @@ def prune(
 
 
 def chosen(entries: Sequence[Entry], older_than_s: float, max_bytes: float) -> list[Entry]:
-    """Those to be removed, the oldest first."""
+    """Return the entries to remove, the oldest first."""
     left = sum(each.num_bytes for each in entries)
     found = []
     for each in sorted(entries, key=lambda entry: -entry.age_s):

@@ -1,4 +1,4 @@
-"""Requests that run beside the calling threads, end when their time is over, and are few."""
+"""Asynchronous requests in a background thread, with deadlines and a concurrency limit."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from kvtier.errors import Closed
 
 Result = TypeVar("Result")
 Request = Callable[[], Coroutine[Any, Any, Result]]
-"""Begins a request when it is called."""
+"""Begins a request when called."""
 
 EXIT_S: Final = 1.0
 SETTLE_S: Final = 0.1
-"""In it a client's own threads hear that their requests were cancelled."""
+"""Time for a client's own threads to notice that their requests were cancelled."""
 
 
 class RequestLoop:
     """A thread with an event loop.
 
-    What is asked of it is cancelled when the asker's time is over: its connection is closed then. A
-    process that ends begins nothing more: all is cancelled.
+    A request is cancelled, and its connection closed, when its caller's time limit has passed. At
+    exit of the process all requests are cancelled and no new one begins.
 
-    num_at_once: requests of one call that are under way, or done and not yet taken.
+    num_at_once: maximum requests of one call that are in flight, or done and not yet consumed.
     """
 
     def __init__(self, name: str, num_at_once: int) -> None:
@@ -45,7 +45,7 @@ class RequestLoop:
         self._loop.close()
 
     def begin(self, request: Request[Result]) -> Future[Result]:
-        """Go on with something in the background. Raises ``Closed`` where the loop was closed."""
+        """Run a request in the background. Raises ``Closed`` if the loop was closed."""
         if self._is_ending:
             never: Future[Result] = Future()
             never.cancel()
@@ -58,9 +58,9 @@ class RequestLoop:
             raise Closed("this tier was closed; make a new one") from None
 
     def run(self, request: Request[Result], timeout_s: float) -> Result:
-        """Return the result of a request, or raise what it raises.
+        """Return the result of a request, or raise its exception.
 
-        ``TimeoutError`` after its deadline.
+        Raises ``TimeoutError`` after the deadline.
         """
         future = self.begin(request)
         try:
@@ -73,11 +73,10 @@ class RequestLoop:
     def each(
         self, requests: Sequence[Request[Result]], end_s: float
     ) -> Iterator[tuple[int, Result | BaseException]]:
-        """Number and result of each request, or what it raised, in the order in which they end.
+        """Yield the position and the result or exception of each request, in order of completion.
 
-        end_s: of ``time.monotonic``. Those that have not ended by then are cancelled, and are not
-        among the results; so are all when the iterator is closed. No result is held here that was
-        given.
+        Requests that have not ended by ``end_s`` (``time.monotonic``) are cancelled and not
+        yielded; closing the iterator cancels all. A yielded result is not retained.
         """
         ended: SimpleQueue[int] = SimpleQueue()
         running: dict[int, Future[Result]] = {}
@@ -100,7 +99,7 @@ class RequestLoop:
                 future.cancel()
 
     def close(self, timeout_s: float) -> None:
-        """End what is under way, and the thread."""
+        """Cancel all requests and end the thread."""
 
         async def cancel_all() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -120,9 +119,9 @@ class RequestLoop:
         self._thread.join(timeout_s)
 
     def _end(self) -> None:
-        """Nobody closed this, and the interpreter goes.
+        """Close at interpreter exit, if that was not done before.
 
-        A client's thread that enters it with an answer after that takes the process down.
+        Otherwise a client's thread that enters the interpreter later would crash the process.
         """
         self._is_ending = True
         self.close(EXIT_S)
@@ -130,6 +129,6 @@ class RequestLoop:
 
 
 def _ending(done: Future[Any]) -> Any:
-    """Its result, or what it raised."""
+    """Return the result or the exception."""
     error = CancelledError() if done.cancelled() else done.exception()
     return done.result() if error is None else error

@@ -1,4 +1,4 @@
-"""Moves that the ranks of an engine carry out: ordered by one process, reported by all.
+"""Moves that the ranks of an engine carry out: one process orders them, all ranks report.
 
 deciding process                               each rank
 RankMover  ---- orders, with the engine's ---> RankExecutor

@@ -1,4 +1,4 @@
-"""In the deciding process: which keys all ranks have kept, while they say it piece by piece."""
+"""In the deciding process: the keys that all ranks recovered, reported piece by piece."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from kvtier.transfer.ranks.messages import RecoveredBlocks, RecoveredKeys, Verb
 from kvtier.types import BlockKey
 
 KEYS_PER_REPORT: Final = 1 << 15
-"""1 MiB of keys from the first rank, and half as many from all others: taken in within
-milliseconds."""
+"""1 MiB of keys from the first rank and half as much from all others: processed in milliseconds."""
 ERASED_PER_STEP: Final = 1 << 10
 DOUBTED_PER_STEP: Final = 1 << 13
-"""Keys that are looked at for it: most of those in a bucket that is not equal are everywhere."""
+"""Keys examined per step. Most keys of a bucket that differs are nevertheless on all ranks."""
 
 
 class Ask(Protocol):
-    """Gives an order to ranks, of one tier: see ``Order``'s fields."""
+    """Sends an order about one tier to ranks. Arguments: see the fields of ``RankOrder``."""
 
     def __call__(
         self,
@@ -41,53 +40,56 @@ class Ask(Protocol):
 
 
 class Adoption:
-    """Adoption state of one storage tier.
+    """Adoption of recovered blocks of one storage tier.
 
-    What is not in storage on all ranks is there on none.
+    A block counts as recovered only if all ranks have it.
 
-        all ranks say how many keys they have    few: and which ones, at once
-        DIGEST to all                            of buckets of keys
-        LIST to the first rank                   all its keys: those in buckets that are equal on
-                                                 all ranks are everywhere, and can be found at once
-        LIST to the others                       their keys in buckets that are not equal
-        ERASE                                    what was not told by all of them
+        all ranks report how many keys they have    few: and which ones, at once
+        DIGEST to all                               digests of buckets of keys
+        LIST to the first rank                      all its keys: those in buckets that are equal on
+                                                    all ranks are everywhere, and can be found at
+                                                        once
+        LIST to the others                          their keys in buckets that are not equal
+        ERASE                                       keys that not all of them reported
 
-    ask: gives an order. Keys that are written or dropped meanwhile are ``touch``ed: what was found
-    of them before is outdated, and they are neither found nor erased.
+    Keys that are written or dropped meanwhile are ``touch``ed: earlier reports of them are
+    outdated, so they are neither found nor erased.
+
+    ask: sends an order to ranks.
     """
 
     def __init__(self, num_ranks: int, ask: Ask) -> None:
         self._num_ranks = num_ranks
         self._ask = ask
         self._hellos: dict[int, RecoveredBlocks] = {}
-        self._ranks_of: KeyTable = _table()  # by key, how many ranks have told of it
+        self._ranks_of: KeyTable = _table()  # number of ranks by key
         self._num_found = 0
         self._touched: KeyTable = _table()
         self._digests: dict[int, bytes] = {}
         self._differs: npt.NDArray[np.bool_] = np.zeros(1, bool)
         self._awaited: set[int] = set()
-        self._doubtful: list[Keys] = []  # told by some; by all, maybe
+        self._doubtful: list[Keys] = []  # reported by some ranks, possibly by all
         self._is_over = num_ranks == 0
 
     @property
     def has_heard_all(self) -> bool:
-        """Every rank has said hello."""
+        """Whether every rank has said hello."""
         return len(self._hellos) >= self._num_ranks
 
     @property
     def is_complete(self) -> bool:
-        """It is known of every key whether all ranks have it."""
+        """Whether it is known for every key if all ranks have it."""
         return self._is_over
 
     @property
     def num_unfound(self) -> int:
-        """Keys that all ranks have, as far as is known, and nobody has found yet."""
+        """Keys that all ranks are known to have and that no look-up has found yet."""
         return self._num_found
 
-    # -- what ranks say ----------------------------------------------------------------------------
+    # -- reports of ranks ---------------------------------------------------------------------
 
     def hello(self, rank: int, found: RecoveredBlocks) -> None:
-        """A rank has storage. The first time counts."""
+        """Record how many blocks a rank recovered. Only its first call counts."""
         if rank in self._hellos:
             return
         self._hellos[rank] = found
@@ -103,11 +105,11 @@ class Adoption:
             num_keys = max(each.num_keys for each in self._hellos.values())
             self._awaited = set(self._hellos)
             self._ask(Verb.DIGEST, num=num_buckets_for(num_keys))
-        # What they said is of no use any more.
+        # The keys are not needed any more.
         self._hellos = {rank: RecoveredBlocks(each.num_keys) for rank, each in self._hellos.items()}
 
     def hear(self, piece: RecoveredKeys) -> None:
-        """Handle the answers of a rank, in order."""
+        """Handle a rank's answer; answers of one rank come in order."""
         if self._is_over or piece.rank not in self._awaited:
             return
         if piece.digests:
@@ -163,7 +165,7 @@ class Adoption:
         self._num_found += len(self._ranks_of) - before
 
     def _count(self, keys: Keys) -> None:
-        """One more rank has these."""
+        """Count one more rank that has these keys."""
         keys = self._untouched(keys)
         if not len(keys):
             return
@@ -174,7 +176,7 @@ class Adoption:
         self._num_found += int((ranks == self._num_ranks).sum())
 
     def _take_out(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """Bool [n]: which keys all ranks had; none of the keys is known any more."""
+        """Remove keys. Return bool [n]: whether all ranks had the key."""
         ranks = self._ranks_of.find(keys)
         known = np.flatnonzero(ranks >= 0)
         self._ranks_of.remove(np.ascontiguousarray(keys[known]), ranks[known])
@@ -183,10 +185,7 @@ class Adoption:
         return is_there
 
     def find(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Return the keys that all ranks are known to have.
-
-        Each key is reported once.
-        """
+        """Return, per key, whether all ranks are known to have it. Each key is found once."""
         if not self._num_found:
             return [False] * len(keys)
         is_there = self._peek(wanted := as_keys(b"".join(keys)))
@@ -197,7 +196,7 @@ class Adoption:
         return np.asarray(self._ranks_of.find(keys) == self._num_ranks)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """These are written or dropped from now on: whatever ranks have kept of them."""
+        """Discard what ranks recovered of these keys: they are written or dropped from now on."""
         if not keys or (self._is_over and not len(self._ranks_of)):
             return
         touched = np.unique(as_keys(b"".join(keys)))
@@ -210,7 +209,7 @@ class Adoption:
         self._touched = _table()
 
     def forget(self) -> None:
-        """Nothing that ranks have kept is wanted any more; nor what they have yet to tell of."""
+        """Discard all recovered keys, and those that ranks have yet to report."""
         self._ranks_of, self._num_found = _table(), 0
         self._doubtful.clear()
         self._awaited.clear()
@@ -222,7 +221,10 @@ class Adoption:
         return self._is_over and bool(self._doubtful)
 
     def take_erased(self) -> list[BlockKey]:
-        """Once all is known: some of the keys that not all ranks have, to be dropped for good."""
+        """Return some keys that not all ranks have, to be dropped for good.
+
+        Empty until ``is_complete``.
+        """
         erased: list[BlockKey] = []
         left = DOUBTED_PER_STEP
         while self._is_over and self._doubtful and left and len(erased) < ERASED_PER_STEP:

@@ -1,4 +1,4 @@
-"""In a rank: carries out, in the background, what the deciding process orders."""
+"""In a rank: carries out the orders of the deciding process, in the background."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kvtier.transfer.ranks.recovery_reports import Telling
 logger = logging.getLogger(__name__)
 
 LATE_S = 5.0
-"""Storage fails what takes too long by itself, and needs some time to say so. Where its thread
-hangs in the kernel it never does: after this the rank says so in its place."""
+"""Grace period after a storage call's own time limit. If its thread hangs in the kernel the call
+never fails by itself, so the rank reports it as late after this."""
 
 LATE = Done(num_ranks=0, is_late=True)
 
@@ -32,7 +32,7 @@ class _UnderWay:
     order: RankOrder
     job: Job
     since: float
-    """When it was begun, or what stood in line before it ended."""
+    """When the order began, or when the last order of the same route ended."""
     is_late: bool = False
 
     @property
@@ -43,10 +43,12 @@ class _UnderWay:
 class RankExecutor:
     """Carries out orders of the deciding process in a rank. Owned by one thread.
 
-    memory: the tier that blocks come from and go to; its slots are what orders name. mover: moves
-    them, within this process. kept: by storage tier that is this rank's own, what an earlier life
-    has left there. rank: number of this one; num_ranks: that have such storage. clock: seconds, for
-    what is late.
+    memory: the tier that blocks are copied from and to; orders name its slots.
+    mover: moves the blocks within this process.
+    kept: recovered keys, by storage tier of this rank's own.
+    rank: number of this rank.
+    num_ranks: ranks that have such storage.
+    clock: seconds, to detect late orders.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class RankExecutor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tellings = {name: Telling(name, rank, each, num_ranks) for name, each in kept.items()}
-        self._line: deque[RankOrder] = deque()  # behind what is being cleared
+        self._line: deque[RankOrder] = deque()  # orders that wait for a CLEAR
         self._rank = rank
         self._breakers = dict.fromkeys(mover.storages, BreakerState.CLOSED)
         self._clock = clock
@@ -69,7 +71,7 @@ class RankExecutor:
         self._done: dict[int, Done] = {}
 
     def carry_out(self, order: RankOrder) -> None:
-        """Begin with an order. One for storage that this rank does not have is none of its."""
+        """Begin an order. Orders for storage that this rank does not have are ignored."""
         if order.tier not in self._mover.storages:
             return
         if self._line or any(each.is_clearing for each in self._tellings.values()):
@@ -104,16 +106,16 @@ class RankExecutor:
         self._under_way[order.order_id] = _UnderWay(order, job, self._clock())
 
     def read(self, order: RankOrder, blocks: Blocks) -> Job:
-        """Begin an order to read that came with a load of the engine's.
+        """Begin a read order that came with a load of the engine's.
 
-        blocks: where they go to. The job ends before the report of it is taken.
+        blocks: the target memory. The job ends before its report is taken.
         """
         job = self._mover.read(order.tier, order.names, blocks, order.urgent)
         self._under_way[order.order_id] = _UnderWay(order, job, self._clock())
         return job
 
     def _turn(self, order: RankOrder) -> None:
-        """Change the place in line of a read that has not begun."""
+        """Hurry or withdraw a read that has not begun."""
         about = self._under_way.get(order.about)
         if about is None:
             return
@@ -123,14 +125,14 @@ class RankExecutor:
         else:
             self._mover.withdraw(route, about.job)
 
-    # -- what an earlier life has left -------------------------------------------------------------
+    # -- recovered blocks --------------------------------------------------------------------------
 
     def found(self) -> dict[str, RecoveredBlocks]:
         """Return the recovered blocks for the first report."""
         return {name: each.hello() for name, each in self._tellings.items()}
 
     def take_pieces(self) -> tuple[RecoveredKeys, ...]:
-        """Return as much of the requested list as one report takes.
+        """Return the part of the requested key list that fits into one report.
 
         Also continues to clear storage.
         """
@@ -142,10 +144,10 @@ class RankExecutor:
         pieces = (each.take() for each in self._tellings.values())
         return tuple(piece for piece in pieces if piece is not None)
 
-    # -- what was done -----------------------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------------
 
     def take_done(self) -> dict[int, Done]:
-        """Return orders that ended since the last call, by id, and late ones once."""
+        """Return the orders that ended since the last call, by id, and once those that are late."""
         ended = [order_id for order_id, each in self._under_way.items() if each.job.done]
         for order_id in ended:
             each = self._under_way.pop(order_id)
@@ -168,7 +170,7 @@ class RankExecutor:
 
     def _takes_too_long(self, each: _UnderWay) -> bool:
         limit_s = TIMEOUT_S[each.order.verb.value] + LATE_S
-        if each.order.verb is Verb.FIND:  # for requests, not for storage
+        if each.order.verb is Verb.FIND:  # the limit is the requests' patience
             limit_s = each.order.patience_s
         return self._clock() - each.since > limit_s
 
@@ -177,14 +179,14 @@ class RankExecutor:
         return tuple(self._mover.scrub())
 
     def take_breakers(self) -> dict[tuple[int, str], BreakerState]:
-        """Whether storage is left alone, where that is another than at the last call."""
+        """Return the breaker states that changed since the last call."""
         now = {name: self._mover.breaker(name) for name in self._breakers}
         news = {(self._rank, name): now[name] for name in now if now[name] != self._breakers[name]}
         self._breakers = now
         return news
 
     def close(self, timeout_s: float) -> bool:
-        """Finish what was begun. False where that took too long: the tiers are in use then."""
+        """Finish what was begun. Return False on timeout: the tiers are still in use then."""
         return not self._mover.close(timeout_s)
 
 
@@ -199,7 +201,7 @@ def _done(ended: _UnderWay) -> Done:
 
 
 def _found(order: RankOrder, job: FindJob) -> Done:
-    """Report a look-up's result, or that there is none."""
+    """Report a look-up's result, or its failure."""
     outcomes = job.outcomes
     if job.error is not None:
         outcomes = [Outcome.FAILED] * len(keys_in(order.keys))

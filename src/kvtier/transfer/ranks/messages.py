@@ -15,40 +15,43 @@ class Verb(Enum):
     """Operations on blocks."""
 
     WRITE = "write"
-    """From slots in memory to storage."""
+    """Copy from slots in memory to storage."""
     READ = "read"
-    """From storage to slots in memory."""
+    """Copy from storage to slots in memory."""
     FIND = "find"
-    """Say which of these storage has, where it has to be asked."""
+    """Report which of these blocks storage has, if it has to be asked."""
     DROP = "drop"
-    """Storage need not keep them."""
+    """Tell storage that it need not keep the blocks."""
     ERASE = "erase"
-    """Not in storage any more, not even after a restart."""
+    """Drop the blocks permanently, even after a restart."""
     HURRY = "hurry"
-    """Somebody waits now for what an earlier order reads."""
+    """Make an earlier read urgent: something waits for it now."""
     WITHDRAW = "withdraw"
-    """Nobody wants any more what an earlier order reads."""
+    """Cancel an earlier read that is no longer needed."""
     DIGEST = "digest"
-    """Say what was kept since an earlier life, as digests of buckets of keys."""
+    """Report recovered keys as digests of buckets."""
     LIST = "list"
-    """Say the keys themselves, some with each report."""
+    """Report recovered keys, some with each report."""
     CLEAR = "clear"
-    """Delete recovered blocks that nobody has requested, also from what a restart finds."""
+    """Delete recovered blocks that nothing has requested, also from what a restart would find."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankOrder:
-    """Every rank does the same with its shard of the same blocks.
+    """An order. Every rank does the same with its shard of the same blocks.
 
-    tier: the storage. names: the blocks. slots: theirs in memory, one per name, for ``WRITE`` and
-    ``READ``; for a ``READ`` that comes with a load of the engine's, their places in that load.
-    urgent: somebody waits for it. about: the order that is hurried or withdrawn.
-
-    ranks: whom it is for; () for all. num: for ``DIGEST``, of buckets; for ``LIST``, of keys per
-    report at most. buckets: how many there are, and a bit for each, the lowest one first, whose
-    keys are to be listed; None for all keys.
-
-    keys: for ``FIND``, one behind the other. patience_s: after which a ``FIND`` is late.
+    tier: the storage tier.
+    names: the blocks.
+    slots: their slots in memory, one per name, for ``WRITE`` and ``READ``. For a ``READ`` that
+    comes with a load of the engine's: their positions in that load.
+    urgent: whether something waits for it.
+    about: the order to hurry or withdraw.
+    ranks: the ranks that it is for; () for all.
+    num: for ``DIGEST`` the number of buckets; for ``LIST`` the maximum number of keys per report.
+    buckets: their number, and a bit for each, lowest first, of whose keys to list; None for all
+    keys.
+    keys: for ``FIND``, concatenated.
+    patience_s: time after which a ``FIND`` is late.
     """
 
     order_id: int
@@ -67,13 +70,16 @@ class RankOrder:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """An order to read, to write or to find that was carried out.
+    """Outcome of an order to read, write or find.
 
-    failed: positions of blocks that were not moved, or found. gone: those of them that storage does
-    not have; num_damaged: how many of these it had, but not as they were. num_ranks: where it has
-    ended. num_bytes, seconds: what was moved, and how long it took without the time in line.
-    withdrawn: it never began. is_late: somewhere it takes longer than anything should. Nobody
-    should wait for it, and its slots in memory are in use until all ranks have ended.
+    failed: positions of blocks that were not moved, or not found.
+    gone: those of ``failed`` that storage does not have, or has damaged.
+    num_damaged: how many of ``gone`` are damaged.
+    num_ranks: ranks in which the order has ended.
+    num_bytes, seconds: bytes moved, and the duration without the time in the queue.
+    withdrawn: whether it was cancelled before it began.
+    is_late: whether it exceeded its time limit in some rank. Nothing should wait for it then, but
+    its slots are in use until all ranks have ended.
     """
 
     failed: frozenset[int] = frozenset()
@@ -86,7 +92,7 @@ class Done:
     is_late: bool = False
 
     def and_also(self, other: Done) -> Done:
-        """Combine the outcomes of two groups of ranks: done only if both are."""
+        """Combine the outcomes of two groups of ranks: a block is done only if both are."""
         return Done(
             self.failed | other.failed,
             self.gone | other.gone,
@@ -103,7 +109,7 @@ class Done:
 class RecoveredBlocks:
     """Blocks recovered by a rank's storage: their number, and their keys if they are few.
 
-    The keys are concatenated; None means that they must be requested.
+    keys: concatenated; None if they must be requested.
     """
 
     num_keys: int = 0
@@ -112,10 +118,7 @@ class RecoveredBlocks:
 
 @dataclass(frozen=True, slots=True)
 class RecoveredKeys:
-    """Keys in a rank's answer to ``DIGEST`` or ``LIST``.
-
-    is_last: of the keys.
-    """
+    """Keys in a rank's answer to ``DIGEST`` or ``LIST``. is_last: no more keys follow."""
 
     rank: int
     tier: str
@@ -126,12 +129,13 @@ class RecoveredKeys:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """State of a rank; the last report counts.
+    """State of a rank; its last report counts.
 
-    num_open: slots in memory that can be used by now. found: by storage tier, what a restart found
-    there; only in a rank's first hello, and only where it has that storage. straight: the storage
-    tiers that blocks can come from straight to where the engine uses them; in the same hello.
-    num_blocks: by storage tier, how many blocks the rank has room for now.
+    num_open: slots in memory that can be used by now.
+    found: recovered blocks by storage tier of this rank; only in the first hello.
+    straight: storage tiers that can be read directly into the engine's memory; only in the first
+    hello.
+    num_blocks: blocks that the rank has room for now, by storage tier.
     """
 
     num_open: int
@@ -142,12 +146,15 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """From ranks, since their last report.
+    """Reports of ranks since their last report.
 
-    done: by order id. hellos: by rank. failed: slots in memory from or to which a copy of the
-    engine's went wrong. scrubbed: what was verified while storage was idle. steps: of the engine,
-    that were computed, of those asked for. pieces: of what ranks have kept. breakers: by rank and
-    storage tier, those that are another than before.
+    done: by order id.
+    hellos: by rank.
+    failed: slots in memory whose copy from or to the engine failed.
+    scrubbed: results of verification by idle storage.
+    steps: requested engine steps that were computed.
+    pieces: recovered keys.
+    breakers: breaker states that changed, by rank and storage tier.
     """
 
     done: Mapping[int, Done] = field(default_factory=dict)
@@ -163,7 +170,7 @@ class Report:
         return any((*told, self.breakers))
 
     def and_also(self, other: Report) -> Report:
-        """One report of several ranks."""
+        """Combine the reports of several ranks."""
         done = dict(self.done)
         for order_id, theirs in other.done.items():
             ours = done.get(order_id)

@@ -1,4 +1,4 @@
-"""In the deciding process: moves become orders to the ranks, and reports become ended jobs."""
+"""In the deciding process: turns moves into orders to ranks, and their reports into ended jobs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Moving:
 
 @dataclass(slots=True)
 class _Finding:
-    """A look-up that ranks make. num_ranks: that have to answer."""
+    """A look-up by the ranks. num_ranks: how many have to answer."""
 
     job: FindJob
     tier: str
@@ -54,18 +54,21 @@ class _Line:
 
 
 class RankMover(Mover):
-    """A move is done when every rank has said so; what one rank could not move has not moved.
+    """Moves blocks by orders to ranks. A move is done when every rank has reported it.
 
-    While a rank is late with a move, its slots stay in use, and no more moves along the same route
-    are accepted.
+    A block that one rank could not move counts as not moved. While a rank is late with a move, its
+    slots stay in use, and further moves along the same route are refused.
 
-    What a rank's own storage has kept, the ranks tell by themselves. A store has to be asked: each
-    rank asks for its shard, and a block is there where all have found it.
+    Ranks report by themselves what their own storage recovered. A store has to be asked: each rank
+    looks up its shard, and a block is found if all ranks found it.
 
-    storages: what each rank has of storage; those that don't find at once are asked. block_bytes:
-    of one rank. num_ranks: that say hello. num_storage_ranks: those of them that have the storage.
-    lookup_patience_s: after which ranks say that a look-up is late. device: the engine's memory,
-    whose places it knows itself: an order to read to it goes with the engine's own load.
+    storages: storage tiers of each rank; those that do not find at once are asked.
+    block_bytes: bytes of a block in one rank.
+    num_ranks: ranks that say hello.
+    num_storage_ranks: those of them that have the storage.
+    lookup_patience_s: time after which ranks report a look-up as late.
+    device: tier of the engine's memory, whose slots the engine itself knows: a read order to it is
+    sent with the engine's own load.
     """
 
     tells_late = True
@@ -109,7 +112,7 @@ class RankMover(Mover):
             if name not in self._adoptions
         }
 
-    # -- what the ladder wants ---------------------------------------------------------------------
+    # -- calls of the ladder -----------------------------------------------------------------------
 
     def begin(self, move: Move, urgent: bool = True) -> Job:
         is_read = move.src in self.storages
@@ -150,7 +153,7 @@ class RankMover(Mover):
         return max(ours + theirs, default=BreakerState.CLOSED)
 
     def _breaker(self, route: Route) -> Breaker | None:
-        """Return the breaker of a store that is read from, or written to."""
+        """Return the breaker of the store that the route reads from or writes to."""
         src, dst = route
         reads = self._breakers.get((src, Verb.READ))
         return reads or self._breakers.get((dst, Verb.WRITE))
@@ -160,7 +163,7 @@ class RankMover(Mover):
             self._order(Verb.HURRY, route[0], about=self._ids[job])
 
     def withdraw(self, route: Route, job: Job) -> bool:
-        """The ranks are told; whether it was in time, their reports say."""
+        """Order the ranks to withdraw; their reports say whether it was in time."""
         if job in self._ids:
             self._order(Verb.WITHDRAW, route[0], about=self._ids[job])
         return False
@@ -168,8 +171,8 @@ class RankMover(Mover):
     def find(self, tier: str, keys: Sequence[BlockKey]) -> FindJob:
         """Look up keys on all ranks.
 
-        For a store the result comes from asking it; otherwise it holds the keys that all ranks are
-        known to have and that nobody has asked for yet. An unknown key is absent until it is known.
+        A store is asked. Otherwise the job is done at once and holds the keys that all ranks are
+        known to have and that no look-up has found yet; a key counts as absent until that is known.
         """
         job = FindJob()
         if tier not in self._adoptions:
@@ -197,9 +200,9 @@ class RankMover(Mover):
         return self._adoptions[tier].num_unfound > 0
 
     def drop_unfound(self, tier: str) -> None:
-        """Nothing of an earlier life is wanted: not what ranks have yet to tell of, either.
+        """Drop all recovered blocks, including those that ranks have yet to report.
 
-        What a store has is others' as well.
+        Does nothing for a store, whose blocks are shared.
         """
         if tier not in self._adoptions:
             return
@@ -221,7 +224,7 @@ class RankMover(Mover):
         return scrubbed
 
     def close(self, timeout_s: float) -> set[str]:
-        """The ranks close what they have."""
+        """Do nothing: the ranks close their tiers."""
         return set()
 
     def _order(
@@ -247,15 +250,15 @@ class RankMover(Mover):
         ranks: tuple[int, ...] = (),
         buckets: tuple[int, bytes] | None = None,
     ) -> None:
-        """Ask ranks what they have kept."""
+        """Ask ranks for their recovered keys."""
         self._num_orders += 1
         order = RankOrder(self._num_orders, verb, tier, ranks=ranks, num=num, buckets=buckets)
         self._orders.append(order)
 
-    # -- what the engine carries -------------------------------------------------------------------
+    # -- messages in the engine's own -------------------------------------------------------------
 
     def take_orders(self) -> list[RankOrder]:
-        """Return the next orders of the ranks, in order; none until all have said hello."""
+        """Return the next orders for the ranks, in order; none until all have said hello."""
         if not self._has_heard_all:
             return []
         for tier, adoption in self._adoptions.items():
@@ -266,25 +269,25 @@ class RankMover(Mover):
         return orders
 
     def take_reads(self) -> list[RankOrder]:
-        """Those to the device, since the last call: to go with a load of the engine's."""
+        """Return the new read orders to the device, which go with the engine's own loads."""
         reads, self._reads = self._reads, []
         return reads
 
     @property
     def _has_heard_all(self) -> bool:
-        """Every rank has said hello."""
+        """Whether every rank has said hello."""
         adoptions = self._adoptions.values()
         has_heard = all(each.has_heard_all for each in adoptions)
         return has_heard and len(self._hellos) >= self._num_ranks
 
     @property
     def is_complete(self) -> bool:
-        """Every rank has said what it has."""
+        """Whether every rank has reported all it recovered."""
         return self._has_heard_all and all(each.is_complete for each in self._adoptions.values())
 
     @property
     def is_busy(self) -> bool:
-        """Orders are to be sent, or to be carried out; what is late is not waited for."""
+        """Whether orders are waiting to be sent or carried out; late ones do not count."""
         is_waited_for = any(line.num_moves > line.num_late for line in self._lines.values())
         is_waited_for |= len(self._finding) > self._num_late_finds
         is_erasing = any(each.has_to_erase for each in self._adoptions.values())
@@ -307,13 +310,13 @@ class RankMover(Mover):
         return min((each for each in told if each is not None), default=None)
 
     def hear(self, report: Report) -> None:
-        """Reports of some ranks, for each order once from each of them when it has ended."""
+        """Handle reports of ranks. Each rank reports an order once, when it has ended there."""
         for rank, hello in report.hellos.items():
             self._hellos[rank] = hello
             if hello.found is not None:
                 for tier, adoption in self._adoptions.items():
                     adoption.hello(rank, hello.found.get(tier, RecoveredBlocks()))
-                for tier in self.storages.keys() - hello.straight:  # what one rank can't, none does
+                for tier in self.storages.keys() - hello.straight:  # all ranks must support it
                     self.storages[tier] = replace(self.storages[tier], direct=Direct.OFF)
         for piece in report.pieces:
             self._adoptions[piece.tier].hear(piece)
@@ -352,7 +355,7 @@ class RankMover(Mover):
         job.seconds = all_done.seconds
 
     def _note_found(self, order_id: int, done: Done) -> None:
-        """Some ranks have said what they found, or that it takes too long."""
+        """Record what some ranks found, or that their look-up is late."""
         finding = self._finding[order_id]
         job = finding.job
         if done.is_late and not job.is_late:

@@ -1,4 +1,4 @@
-"""In a rank: tells, a piece at a time, what its storage has kept since an earlier life."""
+"""In a rank: reports the keys that its storage recovered, a piece at a time."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from kvtier.transfer.ranks.messages import RankOrder, RecoveredBlocks, Recovered
 from kvtier.types import BlockKey
 
 FEW_KEYS: Final = 1024
-"""So many are told with the first word, without being asked for."""
+"""Up to this many keys are sent with the first report, without a request."""
 PLACES_PER_PIECE: Final = 1 << 16
-"""Looked through at a time: milliseconds."""
+"""Entries examined at a time: milliseconds."""
 CLEARED_PER_STEP: Final = 1 << 12
 
 
 class Telling:
-    """Reports of one storage tier of this rank, ``rank``.
+    """Reports of the recovered keys of one storage tier of this rank.
 
-    kept: what an earlier life has left there. ranks: how many have such storage; digests are
-    computed at once where there are several.
+    tier: the storage tier.
+    rank: number of this rank.
+    kept: the recovered keys.
+    num_ranks: ranks that have such storage. If there are several, digests are computed at once.
     """
 
     def __init__(self, tier: str, rank: int, kept: KeptKeys, num_ranks: int) -> None:
@@ -57,9 +59,9 @@ class Telling:
         return RecoveredBlocks(num_keys, self._kept.in_order(0, num_keys).tobytes())
 
     def begin(self, order: RankOrder) -> None:
-        """Answer ``DIGEST`` or ``LIST``, if it is for this rank; or begin to ``CLEAR``.
+        """Begin to answer ``DIGEST`` or ``LIST`` if it is for this rank, or begin to ``CLEAR``.
 
-        Nothing is told any more then.
+        ``CLEAR`` cancels all answers.
         """
         if order.verb is Verb.CLEAR:
             self._orders.clear()
@@ -67,10 +69,10 @@ class Telling:
         elif not order.ranks or self._rank in order.ranks:
             self._orders.append(order)
 
-    # -- to tell -----------------------------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------------
 
     def take(self) -> RecoveredKeys | None:
-        """Return what the next report contains."""
+        """Return the next report, or None."""
         if not self._orders:
             return None
         order = self._orders[0]
@@ -90,14 +92,14 @@ class Telling:
     def _next(self, order: RankOrder) -> tuple[Keys, bool]:
         if order.buckets is not None:
             return self._next_of_buckets(order.num, *order.buckets)
-        # Those that would leave last come first: others may leave before they are told.
+        # Keys that would be evicted last come first: others may be evicted before their turn.
         end = self._kept.num_keys - self._at
         start = max(0, end - order.num)
         self._at += end - start
         return self._kept.in_order(start, end), start == 0
 
     def _next_of_buckets(self, num: int, num_buckets: int, bits: bytes) -> tuple[Keys, bool]:
-        """Look at one piece of all keys, of which about ``num`` are in the buckets at most."""
+        """Examine one piece of all keys; about ``num`` of them at most are in the buckets."""
         packed = np.frombuffer(bits, np.uint8)
         is_wanted = np.unpackbits(packed, count=num_buckets, bitorder="little").astype(bool)
         share = max(int(is_wanted.sum()) / num_buckets, 1 / MAX_BUCKETS)
@@ -106,7 +108,7 @@ class Telling:
         self._at = end
         return keys[is_wanted[buckets_of(keys, num_buckets)]], end >= self._kept.num_places
 
-    # -- to clear ----------------------------------------------------------------------------------
+    # -- clearing ----------------------------------------------------------------------------------
 
     @property
     def is_clearing(self) -> bool:
@@ -114,7 +116,7 @@ class Telling:
         return self._num_cleared is not None
 
     def take_cleared(self) -> list[BlockKey]:
-        """Keys to be dropped for good next."""
+        """Return the next keys to be dropped for good."""
         if self._num_cleared is None:
             return []
         end = self._num_cleared + CLEARED_PER_STEP

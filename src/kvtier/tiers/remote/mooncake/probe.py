@@ -1,4 +1,4 @@
-"""Whether a Mooncake master answers, asked in a process that can be ended: see ``mooncake.py``."""
+"""Check whether a Mooncake master answers, in a process that can be killed: see ``tier.py``."""
 
 from __future__ import annotations
 

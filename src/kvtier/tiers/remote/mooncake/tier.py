@@ -1,7 +1,7 @@
-"""``storage="mooncake://host:port"``: blocks in a Mooncake Store, an object each.
+"""``storage="mooncake://host:port"``: blocks as objects in a Mooncake Store.
 
-host:port is that of its master. Objects never change and the store makes room by itself. It lets in
-whoever reaches it, so only the secret of ``StoreOptions`` tells our blocks from others'.
+host:port is the address of its master. Objects are immutable, and the store evicts by itself. It
+has no access control, so only the secret of ``StoreOptions`` tells our blocks from others'.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ PORT: Final = 50051
 PROTOCOLS: Final = ("tcp", "rdma")
 NO_ROOM, NOT_FOUND, NOT_READY, IS_THERE, REPLICA_GONE = -200, -704, -703, -705, -712
 NO_ANSWER = -900
-"""Codes of the store. Every call to a master that is gone takes seconds until it says so."""
+"""Codes of the store. A call to a master that is gone takes seconds to return ``NO_ANSWER``."""
 GONE: Final = frozenset({NOT_FOUND, NOT_READY, REPLICA_GONE})
 LEAST_BYTES: Final = 16 << 20
 """Least size of a contributed memory segment."""
 MAX_CALLED: Final = 256
-"""Blocks of a call. Each call has its price, and so has handing over the turn: with half of them
-gets of 64 KiB are a tenth slower, and take a tenth more of the processor (by hand)."""
+"""Blocks per call. Each call and each change of turn has a fixed cost: with half as many, gets of
+64 KiB are a tenth slower and take a tenth more CPU time (measured by hand)."""
 MAX_TURNS: Final = 4
-"""Concurrent calls that move blocks: 1,024 blocks. Mooncake 0.3.13 has refused some of 2,048."""
+"""Concurrent calls that move blocks: 1,024 blocks. Mooncake 0.3.13 refused some calls at 2,048."""
 GIVES_WAY: Final = 5
-"""A third of a core, where somebody else wants it (nice(1))."""
+"""nice(1) value: a third of a core if another thread needs the core."""
 TURN_S: Final = 1.0
 """Longest wait of a transfer for its turn, so that a hanging one does not block the others."""
 KNOCK: Final = "kvtier.tiers.remote.mooncake.probe"
 KNOCK_S: Final = 10.0
-"""For a process to start, and a master to answer it."""
+"""Time for the probe process to start and for a master to answer it."""
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
 
@@ -59,13 +59,15 @@ class MooncakeOptions(StoreOptions):
     protocol: str = "tcp"
     """Transport: ``tcp`` or ``rdma``."""
     device: str = ""
-    """Network devices for rdma, like "mlx5_0,mlx5_1"; Mooncake chooses where nothing is said."""
+    """Network devices for rdma, like "mlx5_0,mlx5_1". Default: Mooncake chooses."""
     address: str = ""
-    """Under which others reach this process; else the one that it reaches the master from."""
+    """Address under which other processes reach this one. Default: the one used to reach the
+    master."""
     segment_bytes: int = 0
-    """Host memory that this process lends to the store, beside its own host tier. Like "16GiB"."""
+    """Host memory that this process contributes to the store, in addition to its host tier. Like
+    "16GiB"."""
     local_buffer_bytes: int = 16 << 20
-    """Memory of the store's own client."""
+    """Buffer size of the store's client."""
 
 
 def make_mooncake(site: StorageSite) -> StorageTier:
@@ -98,11 +100,11 @@ def make_mooncake(site: StorageSite) -> StorageTier:
 
 
 class StoreProcess:
-    """This process as one of the store: one for all docks.
+    """This process as a member of the store, shared by all bounce workers.
 
-    Its client waits by polling, a core for each call, and moves all bytes in one thread, which
-    needs a core too: so no more calls than half the cores move blocks at a time, four at most, and
-    threads that make calls give way to others.
+    Mooncake's client waits by polling, which takes a core per call, and moves all bytes in one
+    thread, which needs a core too. Therefore at most half the cores' number of calls, and at most
+    four, move blocks at a time, and threads that make calls run at a lower priority.
     """
 
     def __init__(self, location: Location, options: MooncakeOptions) -> None:
@@ -115,7 +117,7 @@ class StoreProcess:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """While blocks are moved. Waits for others that do, ``TURN_S`` at most."""
+        """Limit the concurrent calls that move blocks. Waits for a turn for at most ``TURN_S``."""
         has_turn = self._turns.acquire(timeout=TURN_S)
         try:
             yield
@@ -124,19 +126,19 @@ class StoreProcess:
                 self._turns.release()
 
     def client(self, rows: BounceRows) -> BounceClient:
-        """Raises ``Unreachable``."""
+        """Return a client for ``rows``. Raises ``Unreachable``."""
         with self._lock:
             if self._store is None:
                 self._store = self._set_up()
             self._num_users += 1
-        give_way(GIVES_WAY)  # behind the set-up: the client's threads inherit a priority
+        give_way(GIVES_WAY)  # after the set-up: the client's threads inherit the priority
         return MooncakeClient(self, self._store, self._options.prefix, rows)
 
     def _set_up(self) -> Any:
-        """Only with a master that has just answered somebody else.
+        """Set up the store's client, after a probe process has reached the master.
 
-        Until it answers, the client's set-up keeps all Python threads of its process from running,
-        for minutes.
+        If the master does not answer, the set-up blocks all Python threads of its process for
+        minutes.
         """
         from mooncake.store import MooncakeDistributedStore
 
@@ -162,7 +164,7 @@ class StoreProcess:
         return store
 
     def leave(self) -> None:
-        """The last one closes the store's client, and takes back what was lent."""
+        """Deregister one user. The last one closes the client, which withdraws its memory."""
         with self._lock:
             self._num_users -= 1
             store = None if self._num_users else self._store
@@ -173,7 +175,7 @@ class StoreProcess:
 
 
 class MooncakeClient(BounceClient):
-    """The store's client for one dock, whose rows are registered with it."""
+    """Client of the store for one bounce worker, whose rows are registered with it."""
 
     def __init__(self, process: StoreProcess, store: Any, prefix: str, rows: BounceRows) -> None:
         self._process = process
@@ -218,7 +220,7 @@ class MooncakeClient(BounceClient):
         outcomes, is_answering = [], NO_ANSWER not in found
         for name, code in zip(names, found, strict=True):
             there = code
-            if is_answering and code < 0 and code not in GONE:  # a value too long, maybe
+            if is_answering and code < 0 and code not in GONE:  # perhaps the value is too long
                 there = self._store.get_size(name)
                 is_answering = there != NO_ANSWER
             outcomes.append(self._outcome(code, there))
@@ -227,7 +229,8 @@ class MooncakeClient(BounceClient):
     def _outcome(self, code: int, there: int) -> Outcome:
         """Return the outcome of a read.
 
-        code: of a read. there: bytes of the value, or why they are not known.
+        code: result of the read.
+        there: size of the value, or an error code.
         """
         size = self._rows.value_bytes
         if code == size:
@@ -249,12 +252,12 @@ class MooncakeClient(BounceClient):
         return [THERE if code in (0, IS_THERE) else FAILED for code in codes]
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        """Whether somebody has a lease on them or not: who reads what is gone finds that out."""
+        """Remove keys even if they are leased; readers of a removed key get a miss."""
         codes = set()
         for name in self._names(keys):
             codes.add(self._store.remove(name, True))
             if NO_ANSWER in codes:
-                break  # nor will there be one for the rest
+                break  # the other keys would get no answer either
         if codes := codes - {0, *GONE}:
             raise Unreachable(f"the store says {min(codes)}")
 
@@ -268,7 +271,7 @@ class MooncakeClient(BounceClient):
 
 
 def _address_towards(host: str, port: int) -> str:
-    """This machine's, as it is seen from there. Nothing is sent."""
+    """Return this machine's address as seen from ``host``. Nothing is sent."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as line:
         line.connect(address)
@@ -276,7 +279,7 @@ def _address_towards(host: str, port: int) -> str:
 
 
 def _knock(address: str, master: str) -> None:
-    """Whether a process of its own gets an answer. Raises ``Unreachable``."""
+    """Check that a separate process gets an answer. Raises ``Unreachable``."""
     try:
         ended = run_module(KNOCK, address, master, timeout_s=KNOCK_S)
     except Overdue:

@@ -1,1 +1,1 @@
-"""Blocks in storage that NIXL plug-ins reach."""
+"""Blocks in storage that NIXL plug-ins access."""

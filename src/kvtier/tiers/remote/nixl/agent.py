@@ -1,4 +1,4 @@
-"""One plug-in of NIXL, and what it moves."""
+"""One NIXL plug-in and its transfers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvtier.tiers.remote.errors import Unreachable
 
 FIRST_PAUSE_S: Final = 20e-6
 LONGEST_PAUSE_S: Final = 1e-3
-"""Between two looks at a transfer: NIXL tells nobody when it is done."""
+"""Pauses between polls of a transfer: NIXL does not notify of its end."""
 READ, WRITE = "READ", "WRITE"
 
 Place = int
-"""The descriptor of an open file."""
+"""Descriptor of an open file."""
 Part = tuple[int, int, Place]
-"""Address, bytes, and the file that they are the first bytes of."""
+"""Address, size in bytes, and the file whose first bytes they are."""
 
 logger = logging.getLogger(__name__)
 if "NIXL_LOG_LEVEL" not in os.environ:
@@ -31,7 +31,7 @@ if "NIXL_LOG_LEVEL" not in os.environ:
 
 
 def _agent() -> Any:
-    """Without a plug-in."""
+    """Return an agent without a plug-in."""
     return nixl_agent(uuid4().hex, nixl_agent_config(enable_prog_thread=False, backends=[]))
 
 
@@ -47,7 +47,7 @@ def memory_kinds(plugin: str) -> frozenset[str]:
 
 
 class Agent:
-    """Moves bytes between rows and files. One thread uses it."""
+    """Moves bytes between rows and files. Used by one thread."""
 
     def __init__(self, plugin: str, params: dict[str, str], rows: BounceRows) -> None:
         self.plugin = plugin
@@ -56,18 +56,18 @@ class Agent:
         try:
             self._agent.create_backend(plugin, params)
             self._rows = self._register([(memory.address, memory.nbytes, 0, "")], "DRAM")
-        except Exception as error:  # of any kind: NIXL has no base for its own
+        except Exception as error:  # NIXL's errors have no common base
             raise Unreachable(f"the plug-in {plugin} does not begin ({_words(error)})") from error
 
     def _register(self, places: Sequence[tuple[int, int, int, str]], kind: str) -> Any:
         return self._agent.register_memory(list(places), kind, [self.plugin])
 
     def move(self, operation: str, transfers: Sequence[Sequence[Part]]) -> list[bool]:
-        """Return which of the transfers, all in flight together, moved all of their parts.
+        """Run transfers concurrently. Return which of them moved all of their parts.
 
-        Of one that has not, and has several parts, some may be under way until ``close``.
+        Parts of a failed transfer may stay in flight until ``close``.
         """
-        sizes: dict[Place, int] = {}  # as far as they are wanted; a file may be wanted twice
+        sizes: dict[Place, int] = {}  # largest size per file: a file may occur twice
         for _, size, place in (part for transfer in transfers for part in transfer):
             sizes[place] = max(size, sizes.get(place, 0))
         if not sizes:
@@ -89,7 +89,7 @@ class Agent:
                 self._agent.deregister_memory(files, [self.plugin])
 
     def _begin(self, operation: str, parts: Sequence[Part]) -> Any:
-        """None where it was refused."""
+        """Begin a transfer. Return None if it was refused."""
         agent = self._agent
         here = agent.get_xfer_descs([(address, size, 0) for address, size, _ in parts], "DRAM")
         there = agent.get_xfer_descs([(0, size, place) for _, size, place in parts], "FILE")

@@ -1,7 +1,7 @@
-"""Behaviour that a NIXL plug-in must show before blocks are trusted to it.
+"""Behaviour that a NIXL plug-in must show before it may store blocks.
 
-Some versions call a read done that has failed, or was cut short, and leave in memory what was there
-before; some give the error to another transfer.
+Some versions report a failed or truncated read as done and leave the previous content in memory;
+some report the error for another transfer.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LONGER_BYTES: Final = 4 * ALIGNMENT
 
 
 def check_contract(make_agent: Callable[[BounceRows], Agent], probe: Place) -> str:
-    """Returns the plug-in's name and version.
+    """Check a plug-in. Return its name and version.
 
-    Raises ``Unsound`` where a read that can't have succeeded is called done, ``Unreachable`` where
-    nothing can be written now.
+    Raises ``Unsound`` if a read that must fail is reported as done, ``Unreachable`` if nothing can
+    be written now.
 
-    probe: a file that may be written and read, and is empty.
+    probe: an empty file that may be written and read.
     """
     rows = BounceRows(NUM_PAGES, ALIGNMENT - HEADER_BYTES)
     content = np.frombuffer(rows.memory.owner, np.uint8)  # type: ignore[call-overload]

@@ -1,6 +1,6 @@
-"""A block as a file of its own, which a plug-in of NIXL reads and writes.
+"""Each block as a file that a NIXL plug-in reads and writes.
 
-A file is written under another name first, so that under its own it is whole.
+A file is written under a temporary name and renamed, so it is always complete under its own.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from kvtier.types import BlockKey
 FOLDER_MODE: Final = 0o700
 FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 NO_FILE: Final = (errno.ELOOP, errno.ENOTSUP, errno.ENXIO)
-"""A link, a pipe, a device or a socket is where a file should be."""
+"""Errors for a link, a pipe, a device or a socket in place of a file."""
 UNFINISHED: Final = ".part"
 """Suffix of unfinished files, which no reader opens."""
 MAX_PARTS: Final = 64
 """Parts of a transfer. NIXL submits this many to the kernel at once, so none is begun later."""
 MAX_FAILURES: Final = 3
-"""In a row: what comes behind them is not tried."""
+"""Consecutive failures after which the remaining parts are not tried."""
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
 
 
 @lru_cache
 def can_go_direct(folder: Path) -> bool:
-    """Past the page cache."""
+    """Whether files in ``folder`` can bypass the page cache (``O_DIRECT``)."""
     path = folder / _unfinished("direct")
     try:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_DIRECT", 0)
@@ -56,9 +56,9 @@ def _unfinished(name: str) -> str:
 
 
 class FilesClient(BounceClient):
-    """Files below a folder, in 256 folders, called by their keys in hex.
+    """Files in 256 folders below a folder, named by their keys in hex.
 
-    They end where a page does; what stands behind the block means nothing.
+    File sizes are multiples of the page size; bytes after the block are ignored.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FilesClient(BounceClient):
         self._file_bytes = rows.slot_bytes
         try:
             folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
-            make_folder(folder, "nixl")  # and see whose it is
+            make_folder(folder, "nixl")  # and check its owner
             is_direct = direct and can_go_direct(folder)
         except OSError as error:
             raise Unreachable(f"{folder}: {error.strerror}") from error
@@ -91,12 +91,12 @@ class FilesClient(BounceClient):
 
     @contextmanager
     def _folder_of(self, name: str, create: bool = False) -> Iterator[int]:
-        """The open folder of a file, which is no link, and belongs to this user or to root.
+        """Open the folder of a file: not a link, and owned by this user or root.
 
         Raises:
-            OSError: there is no such folder.
+            OSError: the folder does not exist or has another owner.
         """
-        path = f"{self._folder}/{name[:2]}"  # a Path would take longer than the call
+        path = f"{self._folder}/{name[:2]}"  # building a Path would take longer than the call
         try:
             descriptor = os.open(path, FOLDER)
         except FileNotFoundError:
@@ -116,7 +116,7 @@ class FilesClient(BounceClient):
         return [self._look(key) for key in keys]
 
     def _look(self, key: BlockKey) -> Outcome:
-        """A file of another length is none: it will be replaced."""
+        """Look up one key. A file of another length counts as absent: it will be replaced."""
         try:
             with self._folder_of(name := key.hex()) as folder:
                 found = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -129,7 +129,7 @@ class FilesClient(BounceClient):
     def _is_block(self, found: os.stat_result) -> bool:
         """Whether it may be a block's file.
 
-        A regular one of this user's or root's, of the right length.
+        It must be a regular file of the right length, owned by this user or root.
         """
         return (
             stat.S_ISREG(found.st_mode)
@@ -201,10 +201,10 @@ class FilesClient(BounceClient):
         return [has_moved for some in moved for has_moved in some]
 
     def _move_some(self, operation: str, parts: list[Part]) -> list[bool]:
-        """All in one transfer.
+        """Move all parts in one transfer.
 
-        Where that fails, which has one status for all, one by one, by an agent that has nothing
-        else under way.
+        A transfer has one status for all its parts. If it fails, they are moved one by one, by a
+        new agent that has nothing in flight.
         """
         if self._agent.move(operation, [parts]) == [True]:
             return [True] * len(parts)
@@ -227,7 +227,7 @@ class FilesClient(BounceClient):
 
 @contextmanager
 def _descriptors() -> Iterator[list[int]]:
-    """Are closed at the end."""
+    """Yield a list of descriptors, which are closed at the end."""
     opened: list[int] = []
     try:
         yield opened

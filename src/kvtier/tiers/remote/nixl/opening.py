@@ -1,7 +1,7 @@
-"""``storage="nixl://PLUGIN/..."``: blocks where a storage plug-in of NIXL has them.
+"""``storage="nixl://PLUGIN/..."``: blocks in the storage of a NIXL plug-in.
 
-A file each below a folder: ``nixl://POSIX/folder``. Plug-ins for objects are not used: OBJ of NIXL
-1.5.1 calls a read done that got fewer bytes than it wanted.
+Each block is a file below a folder: ``nixl://POSIX/folder``. Object plug-ins are not supported: OBJ
+of NIXL 1.5.1 reports a read as done that got fewer bytes than requested.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvtier.tiers.storage import StorageSite, StorageTier
 from kvtier.tiers.wrappers import ThrottledTier
 
 OLDEST: Final = (1, 5)
-"""Versions before it call failed reads done."""
+"""Earlier versions report failed reads as done."""
 TOO_NEW: Final = (2, 0)
-"""From here on nobody has tried."""
+"""Untested from this version on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class NixlOptions(StoreOptions):
     params: str = ""
     """Parameters of the NIXL plug-in: "name=value,name=value"."""
     direct: bool = True
-    """Past the page cache, where the file system can do that."""
+    """Whether to bypass the page cache if the file system supports it."""
 
 
 def make_nixl(site: StorageSite) -> StorageTier:
@@ -73,7 +73,7 @@ def _check_version(location: Location) -> None:
 
 
 def _connect(location: Location, options: NixlOptions, params: dict[str, str]) -> Connect:
-    plugin = location.host.upper()  # a URL knows no capitals there
+    plugin = location.host.upper()  # urlsplit gives the host in lower case
     try:
         from kvtier.tiers.remote.nixl.agent import memory_kinds
         from kvtier.tiers.remote.nixl.files import FilesClient

@@ -1,1 +1,1 @@
-"""Blocks in buckets of S3 and stores that speak its API."""
+"""Blocks in S3 buckets and compatible stores."""

@@ -23,15 +23,16 @@ Int64s = npt.NDArray[np.int64]
 NO_ROW: Final = -1
 MAX_GRAVES: Final = 1 << 20
 ADD_AT_ONCE: Final = 256
-"""Packs: some thousand blocks, a few milliseconds. A look-up has to wait for it."""
+"""Packs added per lock: some thousand blocks, a few milliseconds, for which look-ups wait."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackLocation:
     """Blocks of a call that are in one pack.
 
-    num_blocks: that the pack has. numbers: int64 [n], theirs in the call. at: int64 [n], theirs in
-    the pack, ascending.
+    num_blocks: blocks in the pack.
+    numbers: int64 [n], their positions in the call.
+    at: int64 [n], their positions in the pack, ascending.
     """
 
     pack: PackName
@@ -42,9 +43,10 @@ class PackLocation:
 
 @dataclass(slots=True)
 class _Row:
-    """A pack of which blocks are known.
+    """A pack with known blocks.
 
-    num_known: how many of them; num_buried: how many more are not to be found any more.
+    num_known: how many of its blocks are known.
+    num_buried: how many were deleted by graves.
     """
 
     name: PackName
@@ -55,10 +57,11 @@ class _Row:
 
 
 class Catalogue:
-    """At most ``num_blocks`` blocks: the oldest are forgotten for new ones. Any thread may use it.
+    """At most ``num_blocks`` blocks; the oldest are replaced by new ones. Thread-safe.
 
-    Blocks are in a ring, about in the order in which they became known: 40 bytes each, and a table
-    from keys to places in the ring. Places below ``_num_used`` have a block or are ``_left``.
+    Blocks are in a ring, about in the order in which they became known, with 40 bytes each, and a
+    table maps keys to places in the ring. Places below ``_num_used`` hold a block or are in
+    ``_left``.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -81,16 +84,17 @@ class Catalogue:
 
     @property
     def num_packs(self) -> int:
-        """Packs of which some block is known."""
+        """Packs with at least one known block."""
         return len(self._rows)
 
-    # -- questions ---------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------
 
     def places(self, keys: Keys, since: int = 0) -> list[PackLocation]:
-        """Return the locations of blocks, pack by pack, in the order of the call.
+        """Return the locations of blocks, one per pack, in the order of the call.
 
-        Blocks that are unknown, or only in packs older than the stamp ``since``, have none. keys:
-        V32 [n].
+        Blocks that are unknown, or only in packs older than the stamp ``since``, are omitted.
+
+        keys: V32 [n].
         """
         with self._lock:
             slots = self._slots(keys, since)
@@ -106,19 +110,19 @@ class Catalogue:
         return sorted(found, key=lambda place: int(place.numbers.min()))
 
     def have(self, keys: Sequence[BlockKey], since: int = 0) -> list[bool]:
-        """Whether each block is known, in a pack that is not older than ``since``."""
+        """Return whether each block is known in a pack that is not older than ``since``."""
         with self._lock:
             are_known: list[bool] = (self._slots(as_keys(keys), since) >= 0).tolist()
         return are_known
 
     def _slots(self, keys: Keys, since: int) -> Int64s:
-        """int64 [n]: the place of each block in the ring; -1 for none."""
+        """Return int64 [n]: the place of each block in the ring; -1 for none."""
         slots = self._table.find(keys)
         self._pass_over_old(slots, since)
         return slots
 
     def _pass_over_old(self, slots: Int64s, since: int) -> None:
-        """Those of packs that are older than ``since`` become -1."""
+        """Set places of blocks in packs older than ``since`` to -1."""
         if since:
             there = np.flatnonzero(slots >= 0)
             rows, which = np.unique(self._row_of[slots[there]], return_inverse=True)
@@ -128,15 +132,15 @@ class Catalogue:
     # -- changes -----------------------------------------------------------------------------------
 
     def next_stamp(self, now: int) -> int:
-        """One that is younger than all there were. now: what the clock says."""
+        """Return a stamp that is newer than all known ones. now: the clock, ns."""
         with self._lock:
             self._newest = max(now, self._newest + 1)
             return self._newest
 
     def add(self, packs: Sequence[Pack], since: int = 0) -> None:
-        """Add the blocks of a pack.
+        """Add the blocks of packs.
 
-        Those that are known already stay where they are, unless that is older than ``since``.
+        Blocks that are known already keep their location unless it is older than ``since``.
         """
         for at in range(0, len(packs), ADD_AT_ONCE):
             self._add(packs[at : at + ADD_AT_ONCE], since)
@@ -153,7 +157,7 @@ class Catalogue:
             if not len(new):
                 return
             new_keys = np.take(keys, new)
-            self._leave(self._table.find(new_keys))  # in packs that are too old
+            self._leave(self._table.find(new_keys))  # those in packs that are too old
             slots = self._make_room(len(new))
             rows = np.full(len(packs), NO_ROW, np.int32)
             some, nums = np.unique(pack_of[new], return_counts=True)
@@ -165,7 +169,7 @@ class Catalogue:
             self._table.put(new_keys, slots)
 
     def _new_ones(self, keys: Keys, stamps: npt.NDArray[np.uint64], since: int) -> Int64s:
-        """int64 [n]: which of these keys become known, each but once."""
+        """Return int64 [n]: positions of the keys that become known, each key once."""
         slots = self._table.find(keys)
         self._pass_over_old(slots, since)
         new = slots < 0
@@ -182,7 +186,7 @@ class Catalogue:
         return row
 
     def forget(self, keys: Sequence[BlockKey], pack: PackName | None = None) -> None:
-        """The blocks are not there any more. pack: only those that are in this one."""
+        """Remove blocks that no longer exist. pack: only those in this pack."""
         with self._lock:
             slots = self._table.find(as_keys(keys))
             slots = slots[slots >= 0]
@@ -192,9 +196,10 @@ class Catalogue:
             self._leave(slots)
 
     def lose(self, key: BlockKey, pack: PackName) -> None:
-        """A pack that ``key`` was in is not there any more.
+        """Remove the blocks of a deleted pack that contained ``key``.
 
-        Where ``key`` is elsewhere by now, that is seen when somebody wants one of its other blocks.
+        If ``key`` has another location by now, the loss is noticed at a read of another of its
+        blocks.
         """
         with self._lock:
             (slot,) = self._table.find(as_keys([key])).tolist()
@@ -202,9 +207,9 @@ class Catalogue:
                 self._leave(np.flatnonzero(self._row_of == row))
 
     def bury(self, graves: Sequence[Grave]) -> list[PackName]:
-        """The blocks are not to be found any more, in packs that are not younger than that.
+        """Remove blocks from packs that are not newer than their graves.
 
-        Returns packs that have no other blocks now, and never had.
+        Returns packs all of whose blocks are buried.
         """
         with self._lock:
             for grave in graves:
@@ -225,12 +230,12 @@ class Catalogue:
             self._leave(np.array(dead, np.int64))
             return empty
 
-    # -- the ring ----------------------------------------------------------------------------------
+    # -- ring --------------------------------------------------------------------------------------
 
     def _make_room(self, num: int) -> Int64s:
         """Return int64 [num]: free places, then unused ones, then those of the oldest blocks.
 
-        The oldest blocks are forgotten.
+        The oldest blocks are removed.
         """
         left = [self._left.pop() for _ in range(min(num, len(self._left)))]
         never = range(self._num_used, min(self._capacity, self._num_used + num - len(left)))
@@ -245,7 +250,7 @@ class Catalogue:
         return np.concatenate([slots, oldest])
 
     def _leave(self, slots: Int64s) -> None:
-        """Forget the blocks in these places, each of which has one; those below 0 are none."""
+        """Remove the blocks in these places, which must be in use; negative places are ignored."""
         slots = np.unique(slots[slots >= 0])
         if not len(slots):
             return
@@ -260,7 +265,7 @@ class Catalogue:
                 self._free_rows.append(row)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where the books do not add up."""
+        """Raise AssertionError if the structures are inconsistent."""
         with self._lock:
             used = np.flatnonzero(self._row_of != NO_ROW)
             assert len(self._table) == len(used) <= self._capacity, "a block in no place, or in two"

@@ -1,4 +1,4 @@
-"""Packs and manifests in a bucket, looked at and removed."""
+"""Inspection and removal of packs and manifests in a bucket."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 HEADER_BYTES: Final = PackShape(1, 0).header_bytes(MAX_BLOCKS)
-"""The longest header of a pack."""
+"""Size of the longest pack header."""
 AT_ONCE: Final = 16
-"""Requests."""
+"""Concurrent requests."""
 
 
 class S3Keeper(StoreKeeper):
     """Keeper of a bucket.
 
-    A manifest goes when the bucket has none of its packs any more, and no pack is left that one of
-    its graves may be about.
+    A manifest is removed when none of its packs exists any more and none of its graves can concern
+    an existing pack.
     """
 
     kind = "pack"
@@ -55,7 +55,7 @@ class S3Keeper(StoreKeeper):
                 f"{self.where}: the client refuses its settings ({type(error).__name__}); see the "
                 "environment's AWS_ variables"
             ) from None
-        # Before the packs: all packs of these manifests were written when those are listed.
+        # Listed before the packs, so that all packs of these manifests are in the later list.
         self._manifests: list[Listed] = []
         self._packs: set[str] = set()
 
@@ -121,7 +121,7 @@ class S3Keeper(StoreKeeper):
         return len(useless)
 
     async def _read(self, listed: Listed) -> Manifest | None:
-        """None for what is none of kvtier's."""
+        """Return the manifest; None if it is not kvtier's."""
         if listed.num_bytes > MAX_BYTES:
             return None
         try:
@@ -138,11 +138,11 @@ class S3Keeper(StoreKeeper):
             raise CacheError(f"{self.where} does not answer: {error}") from None
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no connection is kept."""
 
 
 async def _each(ask: Callable[[Item], Awaitable[Result]], items: Sequence[Item]) -> list[Result]:
-    """Return the results for each, a few at a time."""
+    """Return the results for all items, with ``AT_ONCE`` concurrent calls."""
     few = asyncio.Semaphore(AT_ONCE)
 
     async def one(item: Item) -> Result:

@@ -21,18 +21,20 @@ from kvtier.types import BlockKey
 logger = logging.getLogger(__name__)
 
 NUM_READS: Final = 16
-"""Manifests that are read at a time."""
+"""Concurrent reads of manifests."""
 NUM_MERGED: Final = 64
 MOST_AHEAD_NS: Final = 15 * 60 * 10**9
-"""A stamp that is further ahead is not adopted before its time has come: this process's own stamps
-would follow it. S3 refuses a client whose clock is this wrong."""
+"""A manifest whose stamp is further in the future is ignored until then: this process's own stamps
+would have to follow it. S3 refuses clients whose clock is off by this much."""
 
 
 class ManifestSync:
     """Publishes what this process writes, and reads what others have published.
 
-    The coroutines run in one event loop; all else may be called by any thread. max_age_ns: packs
-    that are older are not used; 0 for all. now_ns: the time of day.
+    The coroutines run in one event loop; other methods are thread-safe.
+
+    max_age_ns: age from which packs are not used; 0 for no limit.
+    now_ns: the time of day.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class ManifestSync:
         self.writer = os.urandom(8).hex()
         self._num_foreign = 0
         self._too_early: dict[str, int] = {}
-        """Manifests with a stamp far ahead, and the time from which on they are read again."""
+        """Manifests with a stamp far in the future, and the time from which they are read."""
         self._objects = objects
         self._catalogue = catalogue
         self._block_bytes = block_bytes
@@ -59,35 +61,35 @@ class ManifestSync:
         self._read: set[str] = set()
         self._publishing = asyncio.Lock()
         self._own: list[list[str]] = [[]]
-        """Manifests of ours that are there: small ones, merged ones, and so on."""
+        """Existing manifests of this process: small ones, merged ones, and so on."""
 
     @property
     def since(self) -> int:
-        """The stamp of the oldest pack that is used; 0 for any."""
+        """Stamp of the oldest usable pack; 0 for any."""
         return max(0, self._now_ns() - self._max_age_ns) if self._max_age_ns else 0
 
     @property
     def num_unread(self) -> int:
         """Manifests that are not used.
 
-        Not understood, of blocks of another size, or stamped far ahead.
+        They are not understood, have another block size, or are stamped far in the future.
         """
         return self._num_foreign + len(self._too_early)
 
     @property
     def num_pending(self) -> int:
-        """Packs and graves that nobody else knows of yet."""
+        """Packs and graves that are not published yet."""
         return len(self._packs) + len(self._graves)
 
     def add(self, keys: Keys) -> None:
-        """Note a pack that was written."""
+        """Record a pack that was written."""
         with self._lock:
             pack = Pack(self._catalogue.next_stamp(self._now_ns()), keys)
             self._packs.append(pack)
         self._catalogue.add([pack], self.since)
 
     def bury(self, keys: Sequence[BlockKey]) -> list[PackName]:
-        """Blocks are not to be found any more, by nobody. Returns packs that are of no use now."""
+        """Bury blocks, so that no process finds them. Return packs that are useless now."""
         with self._lock:
             stamp = self._catalogue.next_stamp(self._now_ns())
             graves = [Grave(stamp, key) for key in keys]
@@ -95,7 +97,7 @@ class ManifestSync:
         return self._catalogue.bury(graves)
 
     async def publish(self) -> None:
-        """Tell others what is pending. Raises what ``Objects`` raises; it is pending still then."""
+        """Publish what is pending. Raises what ``Objects`` raises; it stays pending then."""
         async with self._publishing:
             with self._lock:
                 packs, graves = self._packs[:], list(self._graves.values())
@@ -110,10 +112,10 @@ class ManifestSync:
                         del self._graves[grave.key]
 
     async def _write(self, content: bytes) -> str:
-        """Returns where it is.
+        """Write a manifest and return its path.
 
-        Never over a manifest that is there: a copy of this process (a virtual machine's snapshot)
-        may call itself the same.
+        An existing manifest is never overwritten: a copy of this process (a virtual machine's
+        snapshot) may use the same name.
         """
         while True:
             path = manifest_path(self.writer, self._number)
@@ -126,9 +128,10 @@ class ManifestSync:
             return path
 
     async def merge(self) -> None:
-        """Merge many manifests of this process into one, so that a list of all is short.
+        """Merge manifests of this process, so that listings stay short.
 
-        ``NUM_MERGED`` small ones first, then as many merged ones. Raises what ``Objects`` raises.
+        ``NUM_MERGED`` small ones become one, then as many merged ones. Raises what ``Objects``
+        raises.
         """
         for level, paths in enumerate(self._own):
             if len(paths) >= NUM_MERGED:
@@ -137,11 +140,11 @@ class ManifestSync:
     async def _merge(self, level: int, paths: Sequence[str]) -> None:
         contents = []
         for path in paths:
-            with suppress(Missing):  # the bucket's own rules have deleted it
+            with suppress(Missing):  # deleted by the bucket's lifecycle rules
                 contents.append(await self._objects.get(path))
         read = [each for each in map(Manifest.from_bytes, contents) if each is not None]
         if sum(map(len, contents)) > MAX_BYTES or not read:
-            del self._own[level][: len(paths)]  # they stay as they are
+            del self._own[level][: len(paths)]  # keep them unmerged
             return
         since = self.since
         packs = [pack for each in read for pack in each.packs if pack.stamp >= since]
@@ -154,9 +157,9 @@ class ManifestSync:
         await self._objects.delete(paths)
 
     async def poll(self) -> None:
-        """Read what others have published since.
+        """Read newly published manifests of others.
 
-        Raises what ``Objects`` raises; what was read by then is known.
+        Raises what ``Objects`` raises; manifests read before the error count.
         """
         before = set(self._read)
         listed = await self._objects.names("manifests")

@@ -14,8 +14,9 @@
       stamp    8
       key     32
 
-Numbers are little-endian. Stamps order what is said of a key: a grave is of the packs that are not
-younger. They are nanoseconds of the writer's clock, moved on where it is behind what it has read.
+Numbers are little-endian. Stamps order statements about a key: a grave applies to packs that are
+not newer. A stamp is the writer's clock in nanoseconds, or more if stamps that it has read are
+ahead.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ MAX_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """A pack that was written. keys: V32 [num_blocks], of its blocks, in their order."""
+    """A pack that was written. keys: V32 [num_blocks], of its blocks, in order."""
 
     stamp: int
     keys: Keys
@@ -52,7 +53,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Grave:
-    """A block that is not to be found any more."""
+    """A deleted block, which must not be found in packs up to ``stamp``."""
 
     stamp: int
     key: BlockKey
@@ -68,7 +69,7 @@ class Manifest:
 
     @property
     def newest(self) -> int:
-        """The youngest stamp; 0 where there is none."""
+        """The newest stamp; 0 if there is none."""
         stamps = [pack.stamp for pack in self.packs] + [grave.stamp for grave in self.graves]
         return max(stamps, default=0)
 
@@ -84,7 +85,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest | None:
-        """None where that is no manifest, or not as it was written."""
+        """Parse a manifest. Return None if it is invalid or damaged."""
         try:
             return cls._read(content)
         except StructError:

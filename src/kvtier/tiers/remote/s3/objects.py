@@ -1,4 +1,4 @@
-"""Objects in a bucket, and what may go wrong with them, in words that hold no secret."""
+"""Objects in a bucket, and errors whose messages contain no secrets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 CONNECT_S: Final = 2.0
 REQUEST_S: Final = 120.0
-"""Every request is ended by who waits for it; this is for what nobody waits for."""
+"""Time limit of requests that nothing waits for; callers end theirs earlier."""
 NUM_RETRIES: Final = 2
 RETRY_S: Final = 5.0
 WRONG_SETTINGS: Final = frozenset(
@@ -46,20 +46,20 @@ WRONG_SETTINGS: Final = frozenset(
         "TokenRefreshRequired",
     }
 )
-"""Codes of S3 that no waiting mends."""
+"""S3 error codes that retries cannot fix."""
 
 
 class Missing(Exception):  # noqa: N818 - an outcome
-    """There is no such object, or not this version of it."""
+    """The object, or the requested version of it, does not exist."""
 
 
 class Taken(Exception):  # noqa: N818 - an outcome
-    """There is an object already."""
+    """The object exists already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An object, as a list says. written_s: when, by the store's clock; unix time."""
+    """An object in a listing. written_s: unix time by the store's clock."""
 
     path: str
     num_bytes: int
@@ -69,12 +69,14 @@ class Listed:
 class Objects:
     """Objects below a prefix.
 
-    All calls raise ``Missing``, ``Taken``, ``Refused``, ``Unreachable`` or ``Unsound``, and nothing
-    else; their messages have nothing of what the server said but its code.
+    All calls raise only ``Missing``, ``Taken``, ``Refused``, ``Unreachable`` or ``Unsound``. Of the
+    server's response, their messages contain only the error code.
 
-    Credentials are those of the environment, or of the machine's role. Requests are signed, but
-    where ``AWS_SKIP_SIGNATURE`` says no; sign_payload: what they bring, too, which blocks, having
-    checksums and perhaps tags of their own, do not need.
+    Credentials come from the environment or the machine's role. Requests are signed unless
+    ``AWS_SKIP_SIGNATURE`` is set.
+
+    sign_payload: whether bodies are signed, too. Blocks do not need that: they have checksums and
+    optional tags of their own.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Objects:
         region: str = "",
         sign_payload: bool = False,
     ) -> None:
-        # Under both names: the second one goes before what the environment says.
+        # Under both names: the second one takes precedence over the environment.
         names = ("endpoint", "aws_endpoint_url_s3") if endpoint else ()
         where = dict.fromkeys(names, endpoint)
         where |= {"region": region} if region else {}
@@ -107,7 +109,7 @@ class Objects:
         )
 
     async def put(self, path: str, content: object, create: bool = False) -> str:
-        """Returns the version. create: only where there is nothing yet, else ``Taken``."""
+        """Write an object and return its version. create: raise ``Taken`` if it exists."""
         mode = "create" if create else "overwrite"
         put = obstore.put_async(
             self._store,
@@ -119,14 +121,14 @@ class Objects:
         return (await _asked(put))["e_tag"] or ""
 
     async def get(self, path: str) -> bytes:
-        """A whole object, a small one."""
+        """Return a whole, small object."""
         found = await _asked(obstore.get_async(self._store, path))
         if found.meta["size"] > MAX_BYTES:
             raise Refused("it is too large")
         return bytes(await _asked(found.bytes_async()))
 
     async def part(self, path: str, start: int, end: int, version: str = "") -> memoryview:
-        """Some bytes of an object; all that there are of them. version: of this one only."""
+        """Return a range of bytes of an object, cut at its end. version: only of this version."""
         if version:
             options = obstore.get_async(
                 self._store, path, options={"range": (start, end), "if_match": version}
@@ -138,11 +140,11 @@ class Objects:
         )
 
     async def names(self, path: str) -> list[tuple[str, int]]:
-        """Path and size of each object below ``path``."""
+        """Return path and size of each object below ``path``."""
         return [(each.path, each.num_bytes) for each in await self.listed(path)]
 
     async def listed(self, path: str) -> list[Listed]:
-        """Yield each object below ``path``."""
+        """Return the objects below ``path``."""
         stream = obstore.list(self._store, path, chunk_size=1000)
         return [
             Listed(each["path"], each["size"], each["last_modified"].timestamp())
@@ -154,7 +156,7 @@ class Objects:
         return (await _asked(obstore.head_async(self._store, path)))["e_tag"] or ""
 
     async def delete(self, paths: Sequence[str]) -> None:
-        """Objects that are not there are passed over."""
+        """Delete objects; missing ones are ignored."""
         if paths:
             await _asked(obstore.delete_async(self._store, list(paths)))
 
@@ -164,7 +166,7 @@ async def _asked(answer: Awaitable[Result]) -> Result:
         return await answer
     except (BaseError, OSError, ValueError) as error:
         translated = _translated(error)
-    raise translated  # outside: the original, which may quote the server, is no part of it
+    raise translated  # outside ``except``: the original may quote the server
 
 
 def _translated(error: Exception) -> Exception:

@@ -1,4 +1,4 @@
-"""Blocks in a bucket of S3, or of a store that does the same: ``storage="s3://bucket/prefix"``."""
+"""Blocks in a bucket of S3 or a compatible store: ``storage="s3://bucket/prefix"``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.tiers.storage import StorageSite, StorageTier
 from kvtier.tiers.wrappers import ThrottledTier
 
 ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-"""Environment variables that name a server, the first one that is set."""
+"""Environment variables that name a server; the first one that is set counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,18 +27,19 @@ class S3Options(StoreOptions):
     region: str = ""
     """Region of the bucket. Default: ``AWS_REGION``."""
     pack_bytes: int = PACK_BYTES
-    """About the size of an object: as many blocks as fit, one at least. Like "16MiB"."""
+    """Approximate size of an object; at least one block. Like "16MiB"."""
     poll_s: float = 5.0
     """Interval of reading other writers' manifests, in seconds; 0 for only at the start."""
     publish_s: float = 1.0
-    """Interval of publishing written blocks to other readers, in seconds. A process that ends
-    without closing loses as much."""
+    """Interval of publishing written blocks to other readers, in seconds. A process that is killed
+    loses what it wrote in the last interval."""
     max_age_s: float = 0.0
-    """Older packs are not used; 0 for no limit. A little less than the bucket's own rule."""
+    """Maximum age of packs that are used; 0 for no limit. Set it a little below the bucket's
+    expiration rule."""
     requests: int = 8
-    """Packs that one call reads or writes at a time; each takes memory while it does."""
+    """Packs that one call reads or writes concurrently; each takes memory meanwhile."""
     sign_payload: bool = False
-    """Whether the bytes are signed beside the request, which takes 0.7 s of a core for each GB."""
+    """Whether the bytes are signed along with the request, which takes 0.7 s of a core per GB."""
 
 
 def make_s3(site: StorageSite) -> StorageTier:
@@ -83,12 +84,12 @@ def make_s3(site: StorageSite) -> StorageTier:
 
 
 def endpoint_of(options: S3Options) -> str:
-    """Return where the store is, by the options or by the environment; "" for AWS."""
+    """Return the store's address from the options or the environment; "" for AWS."""
     return _endpoint(options)[1]
 
 
 def _endpoint(options: S3Options) -> tuple[str, str]:
-    """Return what says where the store is, and what it says."""
+    """Return the name of the setting that gives the store's address, and the address."""
     if options.endpoint:
         return "endpoint", options.endpoint
     named = ((name, os.environ.get(name, "")) for name in ENDPOINTS)
@@ -96,7 +97,7 @@ def _endpoint(options: S3Options) -> tuple[str, str]:
 
 
 def check_location(location: Location, options: S3Options) -> None:
-    """Raise ``ConfigError`` for what can't be meant."""
+    """Raise ``ConfigError`` for invalid combinations."""
     if not location.host:
         raise ConfigError('storage: s3: no bucket; write it as "s3://bucket/prefix"')
     if location.user is not None or location.password is not None:

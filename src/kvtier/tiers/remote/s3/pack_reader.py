@@ -1,4 +1,4 @@
-"""Blocks out of packs: read beside the caller, checked and copied by the caller."""
+"""Reads blocks from packs: requests run in the background, callers verify and copy."""
 
 from __future__ import annotations
 
@@ -23,19 +23,22 @@ MAX_HEADERS: Final = 4096
 NONE: Final = np.empty(0, np.int64)
 
 GAP_BYTES: Final = 1 << 20
-"""So much is read in vain rather than asking twice: a request costs as much as some MB."""
+"""Unneeded bytes up to this many are read rather than split a request, which costs as much as some
+MB."""
 PART_BYTES: Final = 32 << 20
-"""About the most that is asked for in one request: several connections are faster than one. A pack
-of the usual size is one part, with its header: more requests cost servers more."""
+"""Approximate maximum size of a request: several connections are faster than one. A pack of the
+default size is one request, with its header: more requests cost servers more."""
 KEPT_BYTES: Final = (32 << 20) - (64 << 10)
-"""The largest piece that glibc's malloc ever keeps, nearly."""
+"""Slightly below the largest piece that glibc's malloc ever keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackPart:
     """One request: bytes ``start`` to ``end`` of a pack.
 
-    The part that begins at 0 has the header. wanted: the wanted blocks that lie entirely in it.
+    The part that begins at 0 has the header.
+
+    wanted: the requested blocks that lie entirely in it.
     """
 
     start: int
@@ -46,10 +49,10 @@ class PackPart:
 def parts_of(
     shape: PackShape, num_blocks: int, wanted: Int64s, with_header: bool
 ) -> list[PackPart]:
-    """Parts of a pack of ``num_blocks``, ascending.
+    """Return the parts of a pack of ``num_blocks`` to request, ascending.
 
-    wanted: int64 [n], numbers of blocks in it, ascending, one at least. with_header: it has a part
-    of its own, or stands at the beginning of the first.
+    wanted: int64 [n], positions of blocks in the pack, ascending, at least one.
+    with_header: include the header, as a part of its own or at the beginning of the first one.
     """
     begins = shape.offsets(num_blocks, wanted)
     ends = begins + shape.block_bytes
@@ -69,22 +72,21 @@ def parts_of(
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep the memory of an answer for the next one.
+    """Make malloc keep the memory of a response for the next one.
 
-    glibc's gives larger pieces back to the kernel than the process has freed so far, and fresh
-    pages cost more than the bytes that come in them. Here a piece is freed that is as large as it
-    ever keeps, which a process that has loaded a model has done anyway. See M_MMAP_THRESHOLD in
-    mallopt(3).
+    glibc returns pieces to the kernel that are larger than any freed so far, and fresh pages cost
+    more than the bytes read into them. This frees a piece of the maximum size that glibc keeps, as
+    any process that has loaded a model has done. See M_MMAP_THRESHOLD in mallopt(3).
     """
     np.empty(KEPT_BYTES, np.uint8)
 
 
 @dataclass(slots=True)
 class PackRequest:
-    """Blocks wanted from one pack.
+    """Blocks requested from one pack.
 
-    headers: one for each of its blocks, as soon as they are known. early: parts that arrived before
-    them.
+    headers: of all its blocks, once known.
+    early: parts that arrived before the headers.
     """
 
     place: PackLocation
@@ -93,7 +95,7 @@ class PackRequest:
 
 
 class PackReader:
-    """Reads, and remembers the headers of packs. Any thread may use it."""
+    """Reads packs and caches their headers. Thread-safe."""
 
     def __init__(self, objects: Objects, shape: PackShape, envelope: Envelope) -> None:
         self._objects = objects
@@ -115,7 +117,7 @@ class PackReader:
         return parts
 
     async def read(self, asked: PackRequest, part: PackPart) -> memoryview:
-        """Raises what ``Objects`` raises."""
+        """Return the bytes of a part. Raises what ``Objects`` raises."""
         return await self._objects.part(pack_path(asked.place.pack), part.start, part.end)
 
     def take(
@@ -126,12 +128,14 @@ class PackReader:
         keys: Keys,
         blocks: Pieces,
     ) -> tuple[Int64s, Int64s]:
-        """Copy the blocks of a part.
+        """Copy the blocks of a part to their destination.
 
-        Returns the numbers in the call of those that are right, and of the damaged ones: int64.
-        What comes before the header is told of with it.
+        Parts that arrive before the header are processed with it.
 
-        keys: V32 [n], and blocks: of the call.
+        keys: V32 [n], of the call.
+        blocks: of the call.
+
+        Returns positions in the call, int64: those of intact and those of damaged blocks.
         """
         parts = [(part, content)]
         if asked.headers is None:
@@ -159,13 +163,13 @@ class PackReader:
         keys: Keys,
         blocks: Pieces,
     ) -> tuple[Int64s, Bools]:
-        """Numbers in the call of the blocks of one part, and whether each was right."""
+        """Copy the blocks of one part. Return their positions in the call, and which are intact."""
         numbers, at = asked.place.numbers[part.wanted], asked.place.at[part.wanted]
         if not len(numbers) or len(content) != part.end - part.start:
             return numbers, np.zeros(len(numbers), bool)
         first = np.frombuffer(content, np.uint8).ctypes.data - part.start
         begins = first + self._shape.offsets(asked.place.num_blocks, at)
-        # A tag is taken of what was read: there each block lies in one piece, not in many.
+        # Tags are computed over the response, in which each block is one piece.
         read = Pieces.whole(begins, self._shape.block_bytes)
         crcs = copied_crcs(blocks.pick(numbers), read.cut(blocks.sizes))
         return numbers, self._envelope.are_blocks(headers[at], keys[numbers], read, crcs)
@@ -173,11 +177,10 @@ class PackReader:
     # -- headers -----------------------------------------------------------------------------------
 
     def _read_headers(self, place: PackLocation, content: memoryview) -> Headers:
-        """Read the headers of a pack's blocks.
+        """Parse the headers of a pack's blocks.
 
-        content: of the part that begins with them.
-
-        What is no header of such a pack is none of any block.
+        content: the part that begins with them. If it is invalid, all headers are zeros, which
+        match no block.
         """
         header = np.array(content[: self._shape.header_bytes(place.num_blocks)], np.uint8)
         headers = self._shape.read_header(header, place.num_blocks)
@@ -196,6 +199,6 @@ class PackReader:
             return self._headers.get(pack)
 
     def _forget(self, pack: PackName) -> None:
-        """Forget headers, which are then read anew."""
+        """Discard cached headers, so that they are read again."""
         with self._lock:
             self._headers.pop(pack, None)

@@ -1,4 +1,4 @@
-"""Several blocks in one object, and what stands before them.
+"""Packs: several blocks in one object, behind a header.
 
     magic    8   "kvtierP1"
     number   4   of blocks
@@ -10,9 +10,9 @@
       envelope     its key, size, checksum and tag: see ``envelope``
     zeros        up to a multiple of 4 KiB: the header ends here, and the first block begins
 
-Numbers are little-endian. A pack is called by the key of its last block, so that packs of a prompt
-lie under names that follow from the prompt, and by a hash of all its keys: two packs of one name
-are equal byte for byte, and it does not matter which of them is there.
+Numbers are little-endian. A pack is named by the key of its last block, so that the names of a
+prompt's packs follow from the prompt, and by a hash of all its keys. Packs of the same name are
+equal byte for byte, so it does not matter which of them was written last.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvtier.types import BlockKey
 Uint8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
 PackName = NewType("PackName", bytes)
-"""The key of the last block, and ``DIGEST_BYTES`` of a hash of all keys."""
+"""Key of the last block, and ``DIGEST_BYTES`` of a hash of all keys."""
 
 MAGIC: Final = b"kvtierP1"
 HEAD: Final = Struct("<8sIIQ")
@@ -52,7 +52,7 @@ malloc. With 16 MiB the fourth needs another heap, whose pages return to the ker
 DIGEST_BYTES: Final = 8
 NAME_BYTES: Final = 32 + DIGEST_BYTES
 MAX_BLOCKS: Final = 512
-"""In a pack: its header is read whenever a block is, and is to be small beside it."""
+"""Blocks per pack. The header is read with any block, so it must be small in comparison."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ class PackShape:
 
     @property
     def num_blocks(self) -> int:
-        """In a full pack."""
+        """Number of blocks of a full pack."""
         return min(MAX_BLOCKS, max(1, self.pack_bytes // self.block_bytes))
 
     def header_bytes(self, num_blocks: int) -> int:
-        """Return the header size of a pack of so many blocks."""
+        """Return the header size of a pack of ``num_blocks`` blocks."""
         return -(-(HEAD.size + num_blocks * ENTRY_BYTES) // ALIGNMENT) * ALIGNMENT
 
     def offset(self, num_blocks: int, at: int) -> int:
@@ -80,7 +80,7 @@ class PackShape:
         return self.header_bytes(num_blocks) + np.asarray(at, np.int64) * self.block_bytes
 
     def build(self, keys: Sequence[BlockKey], blocks: Pieces, envelope: Envelope) -> Uint8s:
-        """The bytes of a pack: a copy of its blocks, which lie in host memory."""
+        """Return the bytes of a pack, with a copy of its blocks, which are in host memory."""
         num_blocks = len(keys)
         made = np.empty(self.offset(num_blocks, num_blocks), np.uint8)
         header = made[: self.header_bytes(num_blocks)]
@@ -88,8 +88,8 @@ class PackShape:
         begin = made.ctypes.data + self.header_bytes(num_blocks)
         begins = begin + self.block_bytes * np.arange(num_blocks, dtype=np.uint64)
         packed = Pieces.whole(begins, self.block_bytes)
-        # As they lie in the pack: memory that somebody writes to meanwhile, against the rules,
-        # can't get a checksum that is not its own.
+        # Checksums of the copies: a source that is modified meanwhile, against the rules, still
+        # gets a checksum that matches its copy.
         crcs = copied_crcs(packed.cut(blocks.sizes), blocks)
         envelopes = envelope.headers(keys, packed, crcs)
         entries = b"".join(
@@ -106,7 +106,7 @@ class PackShape:
         header[: HEAD.size] = np.frombuffer(head, np.uint8)
 
     def read_header(self, header: Uint8s, num_blocks: int) -> Headers | None:
-        """The envelope header of each block; None where that is no header of such a pack."""
+        """Return the envelope header of each block; None if the header is invalid."""
         if len(header) != self.header_bytes(num_blocks):
             return None
         whole = header.tobytes()
@@ -126,9 +126,9 @@ class PackShape:
 
 
 def keys_in(header: bytes) -> tuple[int, list[bytes]] | None:
-    """Bytes of each block and their keys, by a pack's header, which may have more behind it.
+    """Return block size and keys from a pack's header, which may be followed by more bytes.
 
-    None where that is none, or not all of it.
+    None if it is invalid or truncated.
     """
     if len(header) < HEAD.size:
         return None

@@ -1,4 +1,4 @@
-"""Whether a store does what packs and manifests rely on."""
+"""Test that a store behaves as packs and manifests require."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from kvtier.tiers.remote.errors import Unsound
 from kvtier.tiers.remote.s3.objects import Objects, Taken
 
 PATH: Final = "self-test/probe"
-"""One object for all processes: what it is made with is what it has for ever."""
+"""One object shared by all processes; its content never changes."""
 PROBE: Final = bytes(range(64))
 START: Final = 8
 END: Final = 24
 
 
 async def self_test(objects: Objects) -> float:
-    """Test the store and return the seconds of one request.
+    """Test the store. Return the seconds of one request.
+
+    Lists first, so that a missing bucket is reported by its name.
 
     Raises ``Unsound`` if the store cannot be relied on, and what ``Objects`` raises.
-
-    Listed first: a bucket that is not there is called by its name then.
     """
     await objects.names("self-test")
     await _create(objects)
@@ -37,7 +37,7 @@ async def self_test(objects: Objects) -> float:
 
 
 async def _create(objects: Objects) -> bool:
-    """Whether it was made now."""
+    """Create the probe. Return whether it was created now."""
     try:
         await objects.put(PATH, PROBE, create=True)
     except Taken:

@@ -1,4 +1,4 @@
-"""The tier over a bucket: what is known here, and what is asked of the store."""
+"""Storage tier over a bucket."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ CLOSE_S: Final = 3.0
 class S3Settings:
     """Settings of the S3 tier.
 
-    where: the store, for people. num_requests: packs that a call moves at a time. The others are
-    options, see ``S3Options``.
+    where: the store, for messages.
+    num_requests: packs that a call moves concurrently.
+    The others are options, see ``S3Options``.
     """
 
     where: str
@@ -58,10 +59,10 @@ class S3Settings:
 class S3Tier(StorageTier):
     """Storage tier over a bucket; blocks are stored in packs.
 
-    Which pack has which block is known here, from what this process has written and from the
-    manifests of others. A look-up asks nobody.
+    The location of each block is known locally, from this process's writes and the manifests of
+    others, so a look-up makes no request.
 
-    The calling threads copy: a request never has anything to do with a caller's memory.
+    The calling threads copy: requests never access a caller's memory.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class S3Tier(StorageTier):
         return outcomes
 
     def _write(self, keys: Sequence[BlockKey], blocks: Pieces) -> Coroutine[Any, Any, str]:
-        """The blocks are copied at once, in the caller's thread."""
+        """Copy the blocks at once, on the caller's thread. Return the coroutine that writes."""
         content = self._shape.build(keys, blocks, self._envelope)
         return self._objects.put(pack_path(pack_name(as_keys(keys))), content)
 
@@ -183,7 +184,7 @@ class S3Tier(StorageTier):
                 outcomes[there] = Outcome.THERE
                 outcomes[damaged] = Outcome.DAMAGED
                 self._forget(asked.place.pack, [keys[number] for number in damaged.tolist()])
-            del result  # the next answer comes into its memory
+            del result  # so that the next response can use its memory
         told: list[Outcome] = outcomes.tolist()
         return told
 
@@ -203,7 +204,10 @@ class S3Tier(StorageTier):
             self._upkeep.note(str(error))
 
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
-        """For good: others are told, and packs without other blocks are deleted later, perhaps."""
+        """Drop blocks. If permanent, other processes are notified and empty packs deleted.
+
+        Their deletion is in the background and may not happen.
+        """
         if not for_good:
             self._catalogue.forget(keys)
             return
@@ -217,7 +221,7 @@ class S3Tier(StorageTier):
         if empty:
             self._loop.begin(partial(self._objects.delete, [pack_path(each) for each in empty]))
 
-    # -- the rest ----------------------------------------------------------------------------------
+    # -- upkeep ------------------------------------------------------------------------------------
 
     def findings(self) -> list[Finding]:
         catalogue, unread = self._catalogue, self._exchange.num_unread
@@ -230,9 +234,9 @@ class S3Tier(StorageTier):
         ]
 
     def exchange(self, timeout_s: float) -> None:
-        """Tell others now what was written, and learn what they have.
+        """Publish what was written, and read what others have published, now.
 
-        Raises ``TierError`` where that could not be done.
+        Raises ``TierError`` if that fails.
         """
 
         async def both() -> None:
@@ -245,11 +249,11 @@ class S3Tier(StorageTier):
             raise TierError(self.name, "exchange", str(error) or "no answer") from None
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where the books do not add up."""
+        """Raise AssertionError if the structures are inconsistent."""
         self._catalogue.check_invariants()
 
     def close(self) -> None:
-        """Others learn of what was written last, if that takes no longer than ``CLOSE_S``."""
+        """Publish the last writes, for at most ``CLOSE_S``, and close."""
         if self._exchange.num_pending and self._upkeep.is_sound:
             try:
                 self._loop.run(self._exchange.publish, CLOSE_S)
@@ -263,5 +267,5 @@ class S3Tier(StorageTier):
         self.abandon()
 
     def abandon(self) -> None:
-        """End as a process ends that is killed: nobody is told anything."""
+        """Close without publishing, as if the process were killed."""
         self._loop.close(CLOSE_S)

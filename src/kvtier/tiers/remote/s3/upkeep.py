@@ -17,22 +17,22 @@ logger = logging.getLogger(__name__)
 
 IN_USE: Final = "in use"
 OPEN_S: Final = 5.0
-"""So long a process waits at its start; what is not read by then is read in the background."""
+"""Longest wait at the start; manifests not read by then are read in the background."""
 FIRST_S: Final = 10.0
-"""For the self-test and the first look."""
+"""Time limit of the self-test and the first poll."""
 BACKGROUND_S: Final = 30.0
-"""For a look at what others have written, and for telling them."""
+"""Time limit of a poll, and of publishing."""
 RETRY_S: Final = 5.0
-"""Between attempts to reach a store that could not be reached at the start."""
+"""Pause between attempts to reach a store that could not be reached at the start."""
 
 
 class Upkeep:
     """Background work of one bucket.
 
-    where: the store, for people. poll_s: between polls for what others have written; 0 for only the
-    first.
-
-    is_sound: the store has passed its self-test. request_s: what a request cost then.
+    where: the store, for messages.
+    poll_s: interval of polls; 0 for only the first one.
+    is_sound: whether the store has passed its self-test.
+    request_s: seconds of a request during the self-test.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class Upkeep:
 
     @property
     def state(self) -> str:
-        """Describe the state of the bucket for people."""
+        """State of the bucket in words."""
         return f"not used: {self._refusal}" if self._refusal else self._trouble or IN_USE
 
     def open(self, loop: RequestLoop, publish_s: float) -> None:
-        """Begin.
+        """Begin the background work.
 
-        Raises ``ConfigError`` for a store that is not fit for use; one that can't be reached may
-        come later.
+        Raises ``ConfigError`` for a store that cannot be used; one that cannot be reached is
+        retried.
         """
         try:
             loop.begin(self.look).result(OPEN_S)
@@ -77,7 +77,7 @@ class Upkeep:
                 await self.look()
 
     async def look(self) -> None:
-        """Whether the store is fit for use, and what others have written. Raises nothing."""
+        """Run the self-test if necessary, then poll. Raises nothing."""
         try:
             time_s = BACKGROUND_S if self.is_sound else FIRST_S
             async with self._looking, asyncio.timeout(time_s):
@@ -88,7 +88,7 @@ class Upkeep:
                 self._was_polled = True
                 self.note("")
         except (Refused, Unsound) as error:
-            if self.is_sound:  # it did work; credentials may come back
+            if self.is_sound:  # it worked before; credentials may become valid again
                 self.note(str(error))
             else:
                 self._refusal = refusal(error, self._bucket)
@@ -117,7 +117,7 @@ class Upkeep:
             self.note(str(error))
 
     def note(self, reason: str) -> None:
-        """Note what is wrong; "" for nothing. It is logged when it begins and when it ends."""
+        """Record an error, "" for none. The beginning and the end of an error state are logged."""
         if reason and not self._trouble:
             logger.warning("the store does not answer store=%s reason=%r", self._where, reason)
         elif self._trouble and not reason:
@@ -126,7 +126,7 @@ class Upkeep:
 
 
 def refusal(error: Refused | Unsound, bucket: str) -> str:
-    """Why a store is not used, and what to do."""
+    """Return why a store is not used, and the remedy."""
     if isinstance(error, Unsound):
         return f"this store can't be used: {error}"
     if str(error) == "NoSuchBucket":

@@ -1,4 +1,4 @@
-"""Connections to a Valkey or Redis server, kept while nobody uses them, and what it is like."""
+"""Pool of connections to a Valkey or Redis server, and a test of the server."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LONGEST_S: Final = 3600.0
 PROBE_BYTES: Final = 96
 DATABASE: Final = re.compile("[0-9]{0,9}")
 REFUSALS: Final = ("NOAUTH", "WRONGPASS", "NOPERM", "ERR AUTH", "ERR DB index", "ERR invalid DB")
-"""Errors that another try does not mend."""
+"""Errors that retries cannot fix."""
 ANSWERS: Final = "answers"
-"""A server that can be used is said to."""
+"""State of a usable server."""
 REDIRECTS: Final = ("MOVED", "ASK", "CLUSTERDOWN")
-"""Errors of a server that has a part of the keys only."""
+"""Errors of a server that holds only a part of the keys."""
 ERROR_CODE: Final = re.compile(r"[A-Z][A-Z0-9_]{0,31}(?![^ ])")
 """The first word of a server's error."""
 
@@ -39,17 +39,17 @@ class ValkeyOptions(StoreOptions):
     prefix: str = "kvtier:"
     """Prefix of all keys."""
     max_age_s: int = 0
-    """After which a block goes, whatever room there is; 0 for never."""
+    """Expiry of a block in seconds, whether or not room is needed; 0 for never."""
     ca_file: str = ""
-    """File of certificate authorities trusted for the server, beside the system's."""
+    """File of certificate authorities trusted for the server, in addition to the system's."""
     cert_file: str = ""
-    """A certificate for this client, with its key."""
+    """Client certificate file, with its key."""
 
 
 class ConnectionPool:
-    """Connections to one server; any thread may use them.
+    """Connections to one server. Thread-safe.
 
-    Raises ``ConfigError`` for a URL without a server, and for certificates that can't be read.
+    Raises ``ConfigError`` for a URL without a server, and for unreadable certificates.
     """
 
     def __init__(self, location: Location, options: ValkeyOptions) -> None:
@@ -68,17 +68,17 @@ class ConnectionPool:
         self._lock = Lock()
         self._is_closed = False
         self.last_error = ""
-        """Why the last call that failed did."""
+        """Reason of the last failure."""
 
     @property
     def note(self) -> str:
-        """Return "with TLS", or nothing, for people."""
+        """ "with TLS", or ""."""
         return "with TLS" if self._tls else ""
 
     def use(self, work: Callable[[RespConnection], None], timeout_s: float) -> Exception | None:
-        """Do ``work`` with a connection that nobody else uses meanwhile.
+        """Run ``work`` with exclusive use of a connection.
 
-        Returns what went wrong with it; it is of no use any more then.
+        Returns its error, if any; the connection is closed then.
         """
         line: RespConnection | None = None
         try:
@@ -102,7 +102,7 @@ class ConnectionPool:
         with self._lock:
             if self._is_closed:
                 raise RespError("the tier is closed")
-            if not self._process.is_here:  # a forked child has its parent's connections
+            if not self._process.is_here:  # the connections are the parent's
                 self._process, self._idle = OwnerProcess(), []
             line = self._idle.pop() if self._idle else None
         if line is None:
@@ -140,7 +140,7 @@ class ConnectionPool:
         return line
 
     def test(self, prefix: bytes) -> str:
-        """Test the server and describe it in words.
+        """Test the server. Return its state in words.
 
         Raises ``ConfigError`` for a server that refuses the credentials, does not return what it
         was given, or belongs to a cluster.
@@ -192,7 +192,7 @@ class ConnectionPool:
         return isinstance(found, bytes) and b"cluster_enabled:1" in found
 
     def _policy(self, line: RespConnection) -> str:
-        """A remark where the server would rather be full than forget."""
+        """Return a remark if the server does not evict when it is full."""
         line.send([command(b"CONFIG", b"GET", b"maxmemory-policy")])
         try:
             found = line.reply()
@@ -216,9 +216,9 @@ def _encoded(text: str) -> bytes:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason in a few words.
+    """Return the reason of an error in a few words.
 
-    Of a server's error only the code in front is kept: the rest may repeat what was sent.
+    Of a server's error only the code is kept: the rest may repeat what was sent.
     """
     if isinstance(error, ReplyError):
         code = ERROR_CODE.match(str(error))

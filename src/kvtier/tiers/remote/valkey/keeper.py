@@ -1,4 +1,4 @@
-"""Blocks in a Valkey or Redis server, looked at and removed without the look counting as a use."""
+"""Inspection and removal of blocks in a Valkey or Redis server, without counting as a use."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from kvtier.tiers.remote.valkey.resp import (
 Answer = TypeVar("Answer")
 
 SCANNED: Final = b"1000"
-"""Keys that the server looks at for one answer."""
+"""Keys that the server examines per reply."""
 PATIENCE_S: Final = 30.0
 MAX_PAGES: Final = 1 << 20
-"""Limit of a scan's pages: a thousand million keys."""
+"""Limit of a scan's pages: 10^9 keys."""
 MAX_ENTRIES: Final = 1 << 24
-"""Blocks that a server has: 1 TiB of them in 64 KiB each."""
+"""Limit of blocks of a server: 1 TiB in blocks of 64 KiB."""
 GLOB: Final = b"\\*?[]"
-"""Have a meaning in a pattern."""
+"""Characters with a meaning in a pattern."""
 
 
 class ValkeyKeeper(StoreKeeper):
-    """Keys of the prefix and 32 bytes more, and no others, are taken for kvtier's."""
+    """Keeper of a server. Keys of the prefix plus exactly 32 bytes are taken for kvtier's."""
 
     kind = "block"
     age = "not used for {}"
@@ -55,7 +55,7 @@ class ValkeyKeeper(StoreKeeper):
         return state
 
     def entries(self) -> list[Entry]:
-        found: dict[bytes, Entry] = {}  # a scan may tell of a key twice
+        found: dict[bytes, Entry] = {}  # a scan may return a key twice
         cursor = b"0"
         for _ in range(MAX_PAGES):
             cursor, names = self._asked(partial(self._scan, cursor))
@@ -78,7 +78,7 @@ class ValkeyKeeper(StoreKeeper):
         raise RespError("a reply of another kind")
 
     def _facts(self, names: Sequence[bytes]) -> list[Entry]:
-        """Return the facts of those keys that still exist and are of a block's type."""
+        """Return entries for those keys that still exist and hold strings."""
 
         def ask(line: RespConnection) -> list[Entry]:
             asked = ((b"OBJECT", b"IDLETIME", name, b"STRLEN", name) for name in names)
@@ -120,7 +120,7 @@ class ValkeyKeeper(StoreKeeper):
         answers: list[Answer] = []
 
         def work(line: RespConnection) -> None:
-            # Or to look at a block would make it one that was just used.
+            # Otherwise inspecting a block would count as a use.
             line.send([command(b"CLIENT", b"NO-TOUCH", b"ON")])
             try:
                 line.reply()
@@ -136,7 +136,7 @@ class ValkeyKeeper(StoreKeeper):
         return answers[0]
 
     def _number(self, line: RespConnection) -> int | None:
-        """Return the next reply, a number; None where the key is gone or has another type."""
+        """Return the next reply, a number; None if the key is gone or has another type."""
         try:
             found = line.reply()
         except ReplyError as error:

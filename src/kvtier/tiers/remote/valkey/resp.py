@@ -1,7 +1,8 @@
-"""A connection to a server that speaks RESP2, as Valkey and Redis do.
+"""Connection to a server that speaks RESP2, such as Valkey and Redis.
 
-Values go from and to the memory that the caller names; no copy is made of them, but of the first
+Values are sent from and received into the caller's memory. They are not copied, except the first
 bytes of some.
+
 Source: the protocol's specification, valkey.io/topics/protocol.
 """
 
@@ -26,22 +27,23 @@ from kvtier.tiers.crc_join import block_crcs
 from kvtier.tiers.pieces import Pieces
 
 BUFFER_BYTES: Final = 16 << 10
-"""For replies that nobody has named memory for. What it holds of a value is copied once more."""
+"""Buffer for replies without memory of the caller's. Bytes of values that arrive in it are copied
+once more."""
 SMALL_BYTES: Final = 4 << 10
-"""Fewer come by way of the buffer, together with what follows."""
+"""Smaller reads go through the buffer, together with what follows."""
 LEAST_SHARE: Final = 0.75
-"""Share of the socket's current timeout. The timeout is lowered when less is left."""
+"""The socket's timeout is lowered when less than this share of it is left."""
 MOST_PARTS: Final = 512
 """Parts of a message passed to the system in one call."""
 MAX_REPLY_BYTES: Final = 64 << 20
-"""Strings of one reply, all together. Replies are allocated as long as the server says."""
+"""Total size of the strings of one reply. The server's length is allocated, so it is bounded."""
 MAX_ITEMS: Final = 1 << 20
-"""Entries of one reply, all its arrays together. A page of SCAN has some thousand."""
+"""Total entries of the arrays of one reply. A page of SCAN has some thousand."""
 MAX_DEPTH: Final = 4
-"""Arrays within arrays. A page of SCAN has two."""
+"""Nesting depth of arrays. A page of SCAN has two."""
 MAX_SKIPPED_BYTES: Final = 64 << 20
-"""A value of another size is read to its end up to this length. Behind a longer one the connection
-is closed."""
+"""Up to this size, a value of unexpected length is skipped; for a longer one the connection is
+closed."""
 TOO_LATE: Final = "it took too long"
 CLOSED: Final = "the server has closed the connection"
 NO_END: Final = "a value does not end where it should"
@@ -56,38 +58,39 @@ Part = bytes | memoryview
 
 
 class ReplyError(Exception):
-    """The server says why it did not do what it was told."""
+    """The server replied with an error."""
 
 
 def is_of_the_key(error: ReplyError) -> bool:
-    """Whether the error says that a key holds no string, and nothing about the server itself."""
+    """Whether the error is only about one key: it does not hold a string."""
     return str(error).startswith("WRONGTYPE")
 
 
 class RespError(OSError):
-    """The connection can't be used any more.
+    """The connection cannot be used any more.
 
-    It was closed, was too late, or speaks something else.
+    It was closed, exceeded its time limit, or does not speak RESP.
     """
 
 
 def command(*words: bytes) -> bytes:
-    """Return a command as it is sent."""
+    """Return a command, serialised."""
     return b"".join((b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)))
 
 
 class RespConnection:
-    """One thread uses it at a time.
+    """A connection. Used by one thread at a time.
 
-    ``until`` says how long its calls may take; what takes longer, and whatever else goes wrong, is
-    ``RespError``, and the connection is of no use then.
+    ``until`` sets the deadline of calls. Exceeding it, and any other failure, raises ``RespError``;
+    discard the connection then.
 
-    tls: None for none. Raises ``OSError`` where nobody answers by ``ends_at`` (``monotonic``).
+    tls: None for a plain connection.
+    Raises ``OSError`` if nothing answers by ``ends_at`` (``monotonic``).
     """
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, ends_at: float) -> None:
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._first = self._end = 0  # of what is in the buffer and was not read yet
+        self._first = self._end = 0  # unread part of the buffer
         self._ends_at = ends_at
         made = socket.create_connection((host, port), max(0.001, ends_at - time.monotonic()))
         try:
@@ -102,17 +105,17 @@ class RespConnection:
         self.until(ends_at)
 
     def until(self, ends_at: float) -> None:
-        """Calls may take until then."""
+        """Set the deadline of calls."""
         self._ends_at = ends_at
         self._limit(max(0.001, ends_at - time.monotonic()))
 
     def _limit(self, seconds: float) -> None:
-        """Return the time limit of a single system call."""
+        """Set the time limit of a single system call."""
         self._limit_s = seconds
         if not self._is_plain:
             self._socket.settimeout(seconds)
             return
-        # The system waits for whole values, which spares a call for each part of one.
+        # The kernel waits for whole values, which saves a system call per part.
         limit = pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -123,14 +126,14 @@ class RespConnection:
         if left_s <= 0:
             raise RespError(TOO_LATE)
         left_s = max(left_s, 0.001)
-        if left_s < LEAST_SHARE * self._limit_s:  # seldom: it is a call itself
+        if left_s < LEAST_SHARE * self._limit_s:  # rarely: it is a system call
             self._limit(left_s)
         return left_s
 
     # -- sending -----------------------------------------------------------------------------------
 
     def send(self, parts: Sequence[Part]) -> None:
-        """All of them, one after the other."""
+        """Send all parts in order."""
         left = iter(parts)
         while some := [memoryview(part) for part in islice(left, MOST_PARTS)]:
             if self._is_plain:
@@ -158,12 +161,12 @@ class RespConnection:
     def reply(self) -> bytes | int | list[object] | None:
         """Return the next reply, whole.
 
-        Its length, count and depth are bounded before memory is allocated for it.
+        Its length, count and depth are checked before memory is allocated for it.
 
         Raises:
             ReplyError: the server answers with an error.
             RespError: the reply is larger than ``MAX_REPLY_BYTES`` or ``MAX_ITEMS``, deeper than
-                ``MAX_DEPTH``, or no RESP.
+                ``MAX_DEPTH``, or not RESP.
         """
         return self._reply(_Budget())
 
@@ -172,7 +175,7 @@ class RespConnection:
         kind, rest = line[:1], line[1:]
         if kind == b"-":
             if depth:
-                raise RespError(NO_RESP)  # what follows it would be taken for the next reply
+                raise RespError(NO_RESP)  # the rest would be taken for the next reply
             raise ReplyError(rest.decode(errors="replace"))
         if kind == b"+":
             budget.take_bytes(len(rest))
@@ -196,11 +199,11 @@ class RespConnection:
         return bytes(value)
 
     def values(self, num: int) -> list[bytes | None]:
-        """Return the next ``num`` replies, which are short values; None where there is none.
+        """Return the next ``num`` replies, which are short values; None for a missing key.
 
         Raises:
             ReplyError: the server answers with an error other than that a key has another type.
-            RespError: the replies are longer than the buffer, or no strings.
+            RespError: a reply is longer than the buffer, or not a string.
         """
         found: list[bytes | None] = []
         while len(found) < num:
@@ -239,7 +242,7 @@ class RespConnection:
         return found
 
     def _fill_up(self) -> None:
-        """Some bytes more, behind those that are there."""
+        """Receive more bytes behind the unread ones."""
         left = self._end - self._first
         if left == len(self._buffer):
             raise RespError(TOO_LARGE)
@@ -250,11 +253,14 @@ class RespConnection:
     def values_into(
         self, places: Pieces, num_heads: int, num_due: int
     ) -> Iterator[tuple[int | None, int]]:
-        """The next values, each to its place.
+        """Receive the next values, each into its place.
 
-        Gives of each, in turn, how long it is, None where there is none, and its crc32c but for the
-        first ``num_heads`` pieces. Of what does not fill its place nothing goes there, and 0 is for
-        its checksum. num_due: replies that come after these. ``ReplyError`` as ``reply``.
+        Yields for each its length (None if missing) and the crc32c of its bytes without the first
+        ``num_heads`` pieces. A value of another length than its place is skipped and has 0 for a
+        checksum.
+
+        num_due: replies that come after these.
+        Raises ``ReplyError`` like ``reply``.
         """
         at, num = 0, len(places)
         while at < len(places):
@@ -270,14 +276,14 @@ class RespConnection:
                 yield num_bytes, crc
                 if num_bytes is not None and self._is_unread(num_bytes, places):
                     raise RespError(TOO_LARGE)
-                at, num = at + 1, 1  # there may be more that are not there
+                at, num = at + 1, 1  # more missing values may follow
 
     def _receive_values(
         self, places: Pieces, num_heads: int, num_due: int
     ) -> tuple[list[int], int]:
-        """As many as come one behind the other and fill their places.
+        """Receive consecutive values as long as they fill their places.
 
-        Their checksums, and why there are no more, 0 for another reply.
+        Returns their checksums and why no more followed: an error number, or 0 for another reply.
         """
         if not self._is_plain:
             return [], 0
@@ -314,14 +320,14 @@ class RespConnection:
         return num_bytes, crc
 
     def _is_unread(self, num_bytes: int, places: Pieces) -> bool:
-        """Whether a value is so long that it is left where it is, and its connection is closed."""
+        """Whether a value is too long to be skipped, so that its connection is closed."""
         return num_bytes > max(MAX_SKIPPED_BYTES, places.block_bytes)
 
     def _value_bytes(self) -> int | None:
-        """Return the length of the next value; None if there is none.
+        """Return the length of the next value; None if it is missing.
 
         The value has to be read by ``_read_into`` or ``_skip``, then ended by ``_end_value``.
-        Raises ``ReplyError`` as ``reply`` does.
+        Raises ``ReplyError`` like ``reply``.
         """
         line = self._line()
         if line[:1] == b"-":
@@ -331,7 +337,7 @@ class RespConnection:
         return _length(line[1:])
 
     def _read_into(self, view: memoryview) -> None:
-        """The next bytes, as many as there is room for."""
+        """Receive the next bytes until ``view`` is full."""
         num = 0
         while num < len(view):
             left = len(view) - num
@@ -339,13 +345,13 @@ class RespConnection:
                 if left >= SMALL_BYTES:
                     num += self._receive(view[num:], is_whole=True)
                     continue
-                self._fill()  # and more than is wanted now
+                self._fill()  # may receive more than needed now
             some = min(left, self._end - self._first)
             view[num : num + some] = self._buffer[self._first : self._first + some]
             self._first, num = self._first + some, num + some
 
     def _skip(self, num_bytes: int) -> None:
-        """The next bytes are of no interest."""
+        """Skip the next bytes."""
         while num_bytes:
             if self._first == self._end:
                 self._fill()
@@ -353,14 +359,14 @@ class RespConnection:
             self._first, num_bytes = self._first + num, num_bytes - num
 
     def _end_value(self) -> None:
-        """A value was read."""
+        """Read the end mark of a value."""
         end = bytearray(2)
         self._read_into(memoryview(end))
         if end != b"\r\n":
             raise RespError(NO_END)
 
     def _line(self) -> bytes:
-        """The next one, without its end."""
+        """Return the next line without its end."""
         line = b""
         while True:
             if self._first == self._end:
@@ -380,7 +386,7 @@ class RespConnection:
         self._first, self._end = 0, self._receive(self._buffer, is_whole=False)
 
     def _receive(self, view: memoryview, is_whole: bool) -> int:
-        """Some bytes, one at least."""
+        """Receive at least one byte into ``view``; return the number."""
         self._left_s()
         flags = socket.MSG_WAITALL if is_whole and self._is_plain else 0
         try:

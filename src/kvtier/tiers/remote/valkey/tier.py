@@ -1,8 +1,8 @@
-"""``storage="valkey://host"``: blocks in a Valkey or Redis server, a key and a value each.
+"""``storage="valkey://host"``: blocks as values in a Valkey or Redis server.
 
-A look-up fetches the headers of all blocks in one round trip; values go straight between the
-server's socket and the memory of the blocks. Nothing is deleted but what is damaged, or dropped for
-good: the server's ``maxmemory-policy`` makes room.
+A look-up fetches the headers of all blocks in one round trip. Values are transferred directly
+between the server's socket and the memory of the blocks. Only blocks that are damaged or dropped
+permanently are deleted; the server evicts by its ``maxmemory-policy``.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from kvtier.types import BlockKey, BlockName
 WINDOW_BYTES: Final = 16 << 20
 """Bytes of requested values not yet received; the server holds them in memory meanwhile."""
 VERIFIED_BYTES: Final = 4 << 20
-"""Are received and verified at a time."""
+"""Bytes that are received, then verified, at a time."""
 ASKED_KEYS: Final = 1024
-"""In one go."""
+"""Keys per request of a look-up."""
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
 
@@ -47,7 +47,7 @@ def make_valkey(site: StorageSite) -> StorageTier:
 
 
 def make_valkeys(site: StorageSite) -> StorageTier:
-    """For ``valkeys://`` and ``rediss://``: over TLS."""
+    """Make the tier of a ``valkeys://`` or ``rediss://`` URL, over TLS."""
     return _make("valkeys", site)
 
 
@@ -59,10 +59,10 @@ def _make(scheme: str, site: StorageSite) -> StorageTier:
 
 
 class ValkeyTier(StorageTier):
-    """Any process may read and write the same server: a block is the same whoever has put it.
+    """Blocks in a server that processes share: a block is the same whichever process wrote it.
 
-    A server that can't be reached is tried again with the next call. Raises ``ConfigError`` for one
-    that refuses who we are, does not give back what it was given, or belongs to a cluster.
+    A server that cannot be reached is tried again by the next call. Raises ``ConfigError`` for one
+    that refuses the credentials, does not return what it was given, or belongs to a cluster.
     """
 
     def __init__(self, site: StorageSite, location: Location, options: ValkeyOptions) -> None:
@@ -112,7 +112,7 @@ class ValkeyTier(StorageTier):
         return outcomes
 
     def _wants_headers(self, keys: Sequence[BlockKey]) -> bytes:
-        """A command for each; they differ in nothing but the key."""
+        """Return the commands for the headers of all keys; they differ only in the key."""
         blank = bytes(KEY_BYTES)
         one = command(b"GETRANGE", self._prefix + blank, b"0", b"%d" % (HEADER_BYTES - 1))
         start, end = one.split(blank)
@@ -124,7 +124,7 @@ class ValkeyTier(StorageTier):
         values = blocks.behind(headers)
         ahead = max(1, WINDOW_BYTES // self.bytes_per_block // 2)
         at_a_time = max(1, VERIFIED_BYTES // self.bytes_per_block)
-        arrived: dict[int, int] = {}  # by position, the checksum that it came with
+        arrived: dict[int, int] = {}  # checksum by position
 
         def read(line: RespConnection) -> None:
             num_asked = 0
@@ -159,7 +159,7 @@ class ValkeyTier(StorageTier):
         return outcomes
 
     def _forget(self, damaged: Sequence[BlockKey]) -> None:
-        """Or nobody could put the right ones there."""
+        """Delete damaged blocks, so that intact ones can be written."""
         if damaged:
             self._lines.use(partial(self._unlink, damaged), CONNECT_S)
 
@@ -200,12 +200,12 @@ class ValkeyTier(StorageTier):
     def _was_put(self, line: RespConnection) -> Outcome:
         try:
             return THERE if line.reply() == b"OK" else FAILED
-        except ReplyError:  # it is full, or only to be read
+        except ReplyError:  # full or read-only
             return FAILED
 
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
         if not keys or not for_good:
-            return  # others may have it still, and the server makes room
+            return  # other processes may still use it, and the server evicts by itself
         if error := self._lines.use(partial(self._unlink, keys), CONNECT_S):
             raise TierError(self.name, "drop", reason_of(error)) from None
 
