@@ -100,10 +100,10 @@ class OwedDrops:
 
 
 class Unanswered:
-    """Keys of look-ups that failed.
+    """Keys of look-ups that failed. Thread-safe.
 
-    Storage may have found them, and count them among those that its owner knows of; so it has to be
-    asked again. Any thread may use it.
+    Storage may have found these blocks and may count them as known to the owner, so it has to be
+    asked again.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class Unanswered:
                     self._keys.add(key)
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
-        """Nobody wants these any more."""
+        """Discard keys that are no longer needed."""
         if self._keys:
             with self._lock:
                 self._keys.difference_update(keys)
