@@ -1,4 +1,4 @@
-"""Devices: who moves bytes between accelerator memory and host memory."""
+"""Devices: copies between accelerator memory and host memory."""
 
 from __future__ import annotations
 

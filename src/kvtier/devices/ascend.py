@@ -1,24 +1,24 @@
-"""Huawei Ascend: CANN's runtime (AscendCL) by ctypes, over its C interface alone.
+"""Huawei Ascend: the C interface of CANN's runtime (AscendCL), by ctypes.
 
-What copying uses of it, since which version, and what is done without. Sources: acl_rt.h of CANN
-8.3 - 9.1, and what its runtime does with each argument (8.5 and 9.2).
+The table lists the calls that copies use, their first version, and the replacement if a call is
+missing. Sources: acl_rt.h of CANN 8.3 - 9.1, and the behaviour of its runtime (8.5 and 9.2).
 
     call                          since   missing, or refused with 207000
     aclrtMemcpyBatchAsync         8.3     aclrtMemcpyBatchAsyncV2, then 2-D and single copies. Chips
-                                          and drivers that can't do it say so at the first call
-    aclrtMemcpyBatchAsyncV2       9.1     the same without failIndex; used where the first is gone
+                                          and drivers without support refuse the first call
+    aclrtMemcpyBatchAsyncV2       9.1     the same without failIndex; used if the first is missing
     aclrtMemcpy2dAsync            -       needed: a page of all layers at once, host <-> device
     aclrtMemcpyAsync              -       needed
     aclrtHostRegisterV2           8.5     aclrtHostRegister
-    aclrtHostRegister             8.3     pageable memory: copies work, one after the other, slowly
-    aclrtCreateStreamWithConfig   -       needed: streams of our own, for the default one waits
-    aclrtCreateEventExWithFlag    -       needed: events that may be waited for more than once
+    aclrtHostRegister             8.3     pageable memory: copies work, but slowly, one by one
+    aclrtCreateStreamWithConfig   -       needed: own streams, because the default one blocks
+    aclrtCreateEventExWithFlag    -       needed: events that can be waited for more than once
 
 Traps. The attributes of a batch name the destination first, and in a location the id comes before
-the type: CUDA's have both the other way round. A batch goes one way, host to device or back, and
-host memory is HOST with id 0, wherever it lies. At most 4,096 copies, none of size 0. A batch that
-fails may have begun: wait for the stream before the memory is used or the copies done again. There
-are not many events that streams can wait for, so none is kept longer than it is needed.
+the type: CUDA has both in the opposite order. A batch has one direction, to the device or back, and
+host memory is HOST with id 0 on any NUMA node. At most 4,096 copies, none of size 0. A failed batch
+may have begun: synchronise the stream before the memory is used or the copies are retried. Events
+that streams can wait for are scarce, so they are released as early as possible.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ CALLS = (
 NOT_SUPPORTED, REPEATED_INIT = 207000, 100002
 PRIORITY, FAST_LAUNCH, FAST_SYNC = 0, 1, 2
 EVENT_SYNC, EVENT_PROGRESS = 1, 2
-"""Streams can wait for the event, and the host can ask about it."""
+"""Streams can wait for the event, and the host can query it."""
 EVENT_COMPLETE = 1
 """Status of a completed event. A completed stream reports 0."""
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
@@ -101,7 +101,7 @@ class AscendLocation(Structure):
 
 
 class AscendAttributes(Structure):
-    """aclrtMemcpyBatchAttr: the destination comes first; the rest has to be 0."""
+    """aclrtMemcpyBatchAttr: the destination comes first; the reserved bytes have to be 0."""
 
     _fields_ = (
         ("dst_location", AscendLocation),
@@ -111,13 +111,15 @@ class AscendAttributes(Structure):
 
 
 class AscendDriver(Driver):
-    """The NPU ``index`` of those that ``ASCEND_RT_VISIBLE_DEVICES`` leaves."""
+    """The NPU ``index`` among those in ``ASCEND_RT_VISIBLE_DEVICES``."""
 
     def __init__(self, index: int) -> None:
         self.name = f"npu:{index}"
         self._index = index
         self._acl = Library(NAMES, LIBRARY_VARIABLE, CALLS, _meaning)
-        if (code := self._acl.function("aclInit")(None)) != REPEATED_INIT:  # torch_npu was first
+        if (
+            code := self._acl.function("aclInit")(None)
+        ) != REPEATED_INIT:  # torch_npu has initialised it
             self._acl.check("aclInit", code)
         self._thread = threading.local()
         self.use()
@@ -126,7 +128,7 @@ class AscendDriver(Driver):
             Direction.LOAD: AscendAttributes(device, host),
             Direction.STORE: AscendAttributes(host, device),
         }
-        self._all = c_size_t(0)  # the one set of attributes holds from the first copy on
+        self._all = c_size_t(0)  # one set of attributes, from the first copy on
 
     def use(self) -> None:
         if not getattr(self._thread, "is_set", False):
@@ -185,7 +187,7 @@ class AscendDriver(Driver):
         self._acl.call(
             BATCH if first else BATCH_V2,
             copies.dst.ctypes.data,
-            copies.size.ctypes.data,  # there is room for what is copied, and for no more
+            copies.size.ctypes.data,  # size of each destination
             copies.src.ctypes.data,
             copies.size.ctypes.data,
             len(copies),
@@ -236,7 +238,11 @@ class AscendDriver(Driver):
 
 
 class AscendDevice(DriverDevice):
-    """An Ascend NPU. name: "npu" or "npu:1". compute_stream: torch_npu's, by default."""
+    """An Ascend NPU.
+
+    name: "npu" or "npu:1".
+    compute_stream: default: torch_npu's.
+    """
 
     file_library = "nds"
 

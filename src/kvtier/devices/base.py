@@ -1,4 +1,4 @@
-"""The seam of devices: who copies bytes between accelerator memory and host memory."""
+"""The seam of devices: copies between accelerator memory and host memory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ class Direction(Enum):
     """Direction of a batch of copies; each has a worker thread and a stream of its own."""
 
     LOAD = "load"
-    """Towards the device."""
+    """To the device."""
     STORE = "store"
-    """Away from the device."""
+    """From the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A piece of memory that blocks live in.
+    """A piece of memory that holds blocks.
 
-    address: of the first byte, as the device's copy calls want it. kind: "host" or a device name.
-    owner: keeps the memory alive; a device may know its type (a tensor, an mmap).
+    address: of the first byte, as the device's copy calls expect it.
+    kind: "host" or a device name.
+    owner: object that keeps the memory alive; its type (a tensor, an mmap) may matter to a device.
     """
 
     address: int
@@ -42,8 +43,9 @@ class Memory:
 class CopyBatch:
     """Many small copies between two memories. Offsets and sizes: int64 [num_copies], bytes.
 
-    Destinations don't overlap; the order of the copies is free. num_bytes: the sum of the sizes,
-    worked out where it is not given.
+    Destinations do not overlap; the copies may run in any order.
+
+    num_bytes: the sum of the sizes; computed if not given.
     """
 
     src: Memory
@@ -60,7 +62,7 @@ class CopyBatch:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of ``kvtier doctor``: what was looked for, what was found, why not better."""
+    """One line of ``kvtier doctor``: topic, result, and why the result is not better."""
 
     topic: str
     found: str
@@ -68,10 +70,7 @@ class Finding:
 
 
 class Fence(ABC):
-    """A point in a device's work: in its compute, or in the copies of one direction.
-
-    Any thread may use it, as often as it likes.
-    """
+    """A point in a device's work, in its compute or the copies of one direction. Thread-safe."""
 
     @property
     @abstractmethod
@@ -80,14 +79,14 @@ class Fence(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when all work before this point is done.
+        """Wait until all work before this point is done.
 
-        ``DeviceError`` where some of it failed; nothing of it may be used then.
+        Raises ``DeviceError`` if some of it failed; discard all its results then.
         """
 
     @abstractmethod
     def hold_compute(self) -> None:
-        """Compute that the calling thread queues from now on starts after this point."""
+        """Make compute that the calling thread queues from now on start after this point."""
 
 
 class CopyQueue(ABC):
@@ -95,15 +94,15 @@ class CopyQueue(ABC):
 
     The caller guarantees
         one thread at a time; every offset and size of a batch lies inside its memories; the
-        memories stay alive, and the destinations unread, until a later fence has passed or
-        ``drain`` has returned.
+            memories stay alive, and the destinations unread, until a later fence has passed or
+            ``drain`` has returned.
     The implementer provides
-        batch after batch in order, the copies within a batch in any; the two directions of a device
-        may overlap. ``hold_for`` and ``fence`` are cheap. A device without streams may do all of
-        its work in ``submit``, and wait in ``hold_for``.
+        batches in order, the copies within a batch in any order; the two directions of a device may
+            overlap. ``hold_for`` and ``fence`` are cheap. A device without streams may do all of
+            its work in ``submit``, and wait in ``hold_for``.
     Outcomes and errors
-        ``submit`` raises ``DeviceError`` where it was refused, and the fences of copies that failed
-        later raise it; after either some copies may be in flight still, until ``drain`` returns.
+        ``submit`` raises ``DeviceError`` if it is refused, and the fences of copies that failed
+            later raise it. In both cases copies may still be in flight until ``drain`` returns.
     """
 
     @abstractmethod
@@ -116,14 +115,14 @@ class CopyQueue(ABC):
 
     @abstractmethod
     def fence(self) -> Fence:
-        """The point after everything that was submitted so far."""
+        """Return the point after everything that was submitted so far."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Return when nothing that was submitted is in flight any more, whatever became of it."""
+        """Wait until nothing is in flight any more, successful or not."""
 
     def close(self) -> None:
-        """Give it back, where it came from ``Device.make_queue``; nothing may be in flight."""
+        """Release a queue made by ``Device.make_queue``; nothing may be in flight."""
         return
 
 
@@ -135,7 +134,7 @@ class Device(ABC):
     The implementer provides
         a queue for each direction; ``fence`` is cheap and never waits.
     Outcomes and errors
-        a device without page-locking answers ``page_lock`` with False.
+        a device without page-locking returns False from ``page_lock``.
     """
 
     name: str
@@ -145,26 +144,26 @@ class Device(ABC):
 
     @abstractmethod
     def queue(self, direction: Direction) -> CopyQueue:
-        """The queue of a direction, the same one each time."""
+        """Return the queue of a direction, always the same one."""
 
     def make_queue(self, direction: Direction) -> CopyQueue:
-        """One more queue of a direction, for a thread of its own, which closes it.
+        """Make an additional queue of a direction, for one thread, which closes it.
 
-        ``DeviceError`` where the device has no more.
+        Raises ``DeviceError`` if the device has no more.
         """
         raise DeviceError(f"{self.name} has one queue a direction, and it is in use")
 
     def use(self) -> None:
-        """Make this the calling thread's device, for libraries that ask which one that is."""
+        """Make this the calling thread's current device, for libraries that depend on it."""
         return
 
     @abstractmethod
     def fence(self) -> Fence:
-        """The point after all compute work that was queued on this device so far."""
+        """Return the point after all compute work that was queued on this device so far."""
 
     @abstractmethod
     def page_lock(self, memory: Memory) -> bool:
-        """Make host memory directly readable by the device. True where that worked."""
+        """Make host memory directly accessible to the device. Return whether that worked."""
 
     @abstractmethod
     def unlock(self, memory: Memory) -> None:
@@ -175,32 +174,32 @@ class Device(ABC):
         """Describe the copy path in use, and why a faster one is not used."""
 
     def allocate(self, nbytes: int) -> Memory:
-        """Memory of the device, to measure with. ``DeviceError`` where there is none."""
+        """Allocate device memory for measurements. Raises ``DeviceError`` if that fails."""
         raise DeviceError(f"{self.name} gives no {nbytes} bytes to measure with")
 
     def free(self, memory: Memory) -> None:
-        """Give such memory back."""
+        """Free memory from ``allocate``."""
         del memory
 
     def prepare(self, again: bool = False) -> None:
-        """Measure what helps to copy faster, where that was not done on this machine before.
+        """Measure the copy paths, unless that was done before on this machine.
 
-        To be called before the device is used. again: also where it was done.
+        Call it before the device is used. again: measure in any case.
         """
         return
 
     def close(self) -> None:
-        """Give streams and the like back. Nothing may be in flight."""
+        """Release streams and other resources. Nothing may be in flight."""
         return
 
     def ways(self) -> Mapping[str, Callable[[CopyBatch, Direction], None]]:
-        """Ways to copy that ``copy`` chooses from, each by its name, to be measured."""
+        """Return the copy paths that ``copy`` chooses from, by name, to be measured."""
         return {}
 
     def copy(self, batch: CopyBatch, direction: Direction) -> None:
-        """Copy the whole batch, and return when the bytes are there.
+        """Copy the whole batch and wait for it.
 
-        ``DeviceError`` where some may not be; nothing is in flight then.
+        Raises ``DeviceError`` if some bytes may not have arrived; nothing is in flight then.
         """
         queue = self.queue(direction)
         try:
@@ -212,5 +211,5 @@ class Device(ABC):
 
     @property
     def numa_node(self) -> int | None:
-        """The NUMA node of the host memory nearest to the device, where that is known."""
+        """NUMA node of the host memory nearest to the device; None if unknown."""
         return None

@@ -1,4 +1,4 @@
-"""Measure which way of copying is fastest, of those that bring the right bytes."""
+"""Measure the copy paths of a device, and verify that they copy correctly."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 COPY_BYTES = (2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10, 1 << 20)
 NUM_COPIES = (16, 128, 1024, 4096)
 MAX_TOTAL_BYTES = 64 << 20
-"""Bytes of one measurement, and of the memory taken on each side."""
+"""Size of one measurement, and of the memory allocated on each side."""
 REPEATS = 3
 NUM_CHECKED = 16
-"""Copies that are looked at, byte by byte, per size."""
+"""Copies that are compared byte by byte, per size."""
 
 
 def calibrate(
@@ -31,11 +31,10 @@ def calibrate(
     num_copies: Sequence[int] = NUM_COPIES,
     repeats: int = REPEATS,
 ) -> PathTable:
-    """Measure each of the device's ways, in both directions.
+    """Measure each of the device's copy paths, in both directions.
 
-    One that fails or brings wrong bytes is left out.
-
-    Takes a second or two, and 64 MiB on both sides: ``DeviceError`` where there are not so many.
+    Paths that fail or copy wrong bytes are omitted. Takes a second or two, and 64 MiB on both
+    sides. Raises ``DeviceError`` if that memory is not available.
     """
     rows: list[Measured] = []
     ways = {CopyPath(name): copy for name, copy in device.ways().items()}
@@ -59,7 +58,7 @@ def calibrate(
 def _measure(
     ways: Mapping[CopyPath, Copy], direction: Direction, batch: CopyBatch, repeats: int
 ) -> Iterator[Measured]:
-    """The paths, interleaved."""
+    """Yield the measured rate of each path; the runs of the paths are interleaved."""
     seconds: dict[CopyPath, list[float]] = {path: [] for path in ways}
     for _ in range(repeats):
         for path, times in seconds.items():
@@ -80,7 +79,7 @@ def _is_right(
     direction: Direction,
     copy_bytes: int,
 ) -> bool:
-    """Whether a few copies of this size arrive."""
+    """Whether a few copies of this size arrive intact."""
     try:
         if rig.brings_the_right_bytes(copy, plain_copy, direction, copy_bytes, NUM_CHECKED):
             return True

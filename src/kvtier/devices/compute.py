@@ -10,15 +10,18 @@ Handle = int
 """A stream or an event, as a driver knows it."""
 
 ComputeStream = Callable[[], Handle | None]
-"""The stream that the calling thread computes on, when all that it queued before has really been
-handed to the driver; None where compute is done when its call returns."""
+"""Returns the stream on which the calling thread computes, after all work that it queued was
+submitted to the driver. None if compute is done when its call returns."""
 
 
 def torch_compute(name: str, handle: str) -> ComputeStream:
-    """The current stream of torch. handle: the attribute of its streams that a driver understands.
+    """Return a function that returns torch's current stream.
 
-    It is read anew each time: torch_npu keeps a queue of its own in front of the driver, and
-    reading the attribute empties it. Raises ``DeviceError`` where torch can't compute there.
+    The function reads the attribute at each call: torch_npu has its own queue in front of the
+    driver, and reading the attribute flushes it.
+
+    handle: attribute of torch's streams with the driver's handle.
+    Raises ``DeviceError`` if torch cannot compute on the device.
     """
     try:
         import torch

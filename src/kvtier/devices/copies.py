@@ -1,4 +1,4 @@
-"""Copies by address, for a vendor's driver."""
+"""Copies by address, for driver calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Copies:
 
     @classmethod
     def of(cls, batch: CopyBatch) -> Copies:
-        """The copies of a batch, without empty ones."""
+        """Return the copies of a batch, without empty ones."""
         dst = (batch.dst_offset + batch.dst.address).view(np.uint64)
         src = (batch.src_offset + batch.src.address).view(np.uint64)
         size = np.ascontiguousarray(batch.size).view(np.uint64)
@@ -31,11 +31,11 @@ class Copies:
         return cls(dst, src, size) if keep.all() else cls(dst[keep], src[keep], size[keep])
 
     def host_side(self, direction: Direction) -> UInt64s:
-        """``src`` of a load, ``dst`` of a store."""
+        """Return ``src`` for a load, ``dst`` for a store."""
         return self.src if direction is Direction.LOAD else self.dst
 
     def pieces(self, max_copies: int) -> list[Copies]:
-        """The same in pieces of at most ``max_copies``."""
+        """Return the copies in pieces of at most ``max_copies``."""
         if len(self) <= max_copies:
             return [self]
         starts = range(0, len(self), max_copies)
@@ -43,9 +43,10 @@ class Copies:
         return [Copies(self.dst[part], self.src[part], self.size[part]) for part in parts]
 
     def cut(self, side: UInt64s, edges: UInt64s) -> Copies:
-        """The same with no copy across an edge.
+        """Return the copies, split so that none crosses an edge.
 
-        side: ``dst`` or ``src``, the one with the edges, which are sorted addresses.
+        side: ``dst`` or ``src``: the side that has the edges.
+        edges: sorted addresses.
         """
         last = side + self.size - np.uint64(1)
         num_inside = np.searchsorted(edges, last, "right") - np.searchsorted(edges, side, "right")

@@ -1,4 +1,4 @@
-"""The CPU as a device: its memory is host memory, a copy is a batched memcpy."""
+"""The CPU as a device: its memory is host memory, and a copy is a batched memcpy."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvtier.devices.synchronous import Passed, SynchronousQueue
 
 
 class CpuDevice(Device):
-    """Batched copies by the native core, or by its pure-Python twin. Compute is synchronous, too.
+    """Batched copies by the native core or its pure-Python twin. Compute is synchronous, too.
 
-    threads: per batch; by default half of the cores, at most four, for the other half computes.
+    threads: per batch. Default: half of the cores, at most four; the other half computes.
     """
 
     name = "cpu"
 
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads or max(1, min(4, (os.cpu_count() or 1) // 2))
-        self._queue = SynchronousQueue(self._copy)  # it keeps no state: one does for both ways
+        self._queue = SynchronousQueue(self._copy)  # stateless: shared by both directions
 
     def queue(self, direction: Direction) -> CopyQueue:
         return self._queue

@@ -1,7 +1,7 @@
-"""NVIDIA: the CUDA driver by ctypes.
+"""NVIDIA: the CUDA driver API, by ctypes.
 
-The driver and not the runtime: ``cudaMemcpyBatchAsync`` changed its arguments with CUDA 13 and
-kept its name, while ``cuGetProcAddress("cuMemcpyBatchAsync", 12080)`` gives the same form on every
+The runtime API is not used: ``cudaMemcpyBatchAsync`` changed its arguments in CUDA 13 under the
+same name, while ``cuGetProcAddress("cuMemcpyBatchAsync", 12080)`` returns the same form on every
 driver that has it. Source: CUDA Driver API, 12.2 to 13.5.
 """
 
@@ -34,7 +34,7 @@ BATCH = Call(
     without="2-D and single copies",
 )
 BATCH_VERSION = 12080
-"""The form with ``failIdx``; asked for by number, every newer driver gives it."""
+"""Version of the form with ``failIdx``; every newer driver provides it on request."""
 
 _POINTER, _ANSWER = c_void_p, POINTER(c_void_p)
 CALLS = (
@@ -72,7 +72,7 @@ CALLS = (
 )
 
 STREAM_NON_BLOCKING = 1
-"""The stream does not wait for the legacy one, nor that for it."""
+"""The stream does not synchronise with the legacy default stream."""
 EVENT_BLOCKING_SYNC, EVENT_DISABLE_TIMING = 1, 2
 REGISTER_PORTABLE, REGISTER_MAPPED = 1, 2
 USE_HOST_POINTER = 91
@@ -80,8 +80,8 @@ USE_HOST_POINTER = 91
 NOT_READY, NOT_SUPPORTED = 600, 801
 MEMORY_HOST, MEMORY_DEVICE = 1, 2
 ORDER_STREAM, ORDER_ANY = 1, 3
-"""When a batch reads its sources: in the stream's order, or whenever it likes. A load may do as it
-likes, for what lies in a host slot is finished; what a store reads was computed just now."""
+"""When a batch reads its sources: in stream order, or at any time. Loads may use the latter,
+because host slots are complete; the source of a store was computed just before."""
 
 
 class CudaLocation(Structure):
@@ -125,23 +125,25 @@ class Copy2D(Structure):
 
 
 class CudaDriver(Driver):
-    """The accelerator ``index`` of those that ``CUDA_VISIBLE_DEVICES`` leaves."""
+    """The GPU ``index`` among those in ``CUDA_VISIBLE_DEVICES``."""
 
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"
         self._cuda = Library(NAMES, LIBRARY_VARIABLE, CALLS, _meaning)
         self._cuda.call("cuInit", 0)
         self._device = self._cuda.number("cuDeviceGet", index)
-        self._context = self._cuda.handle("cuDevicePrimaryCtxRetain", self._device)  # torch's, too
+        self._context = self._cuda.handle(
+            "cuDevicePrimaryCtxRetain", self._device
+        )  # shared with torch
         self._why_no_batch = self._find_batch()
         self._orders = {
             Direction.LOAD: CudaAttributes(ORDER_ANY),
             Direction.STORE: CudaAttributes(ORDER_STREAM),
         }
-        self._all = c_size_t(0)  # the one set of attributes holds from the first copy on
+        self._all = c_size_t(0)  # one set of attributes, from the first copy on
 
     def _find_batch(self) -> str:
-        """Bind the batch call; or why there is none."""
+        """Bind the batch call. Return why it is missing, "" if it is not."""
         version = self._version
         if self._cuda.has("cuGetProcAddress_v2"):
             found, status = c_void_p(), c_int()
@@ -175,7 +177,7 @@ class CudaDriver(Driver):
 
     @property
     def sees_host_addresses(self) -> bool:
-        """Whether programs find page-locked memory at the address that the host uses."""
+        """Whether kernels access page-locked memory at the host's address."""
         return bool(self._cuda.number("cuDeviceGetAttribute", USE_HOST_POINTER, self._device))
 
     # -- streams and events -----------------------------------------------------------------------
@@ -276,7 +278,11 @@ class CudaDriver(Driver):
 
 
 class CudaDevice(DriverDevice):
-    """An NVIDIA GPU. name: "cuda" or "cuda:1". compute_stream: torch's, by default."""
+    """An NVIDIA GPU.
+
+    name: "cuda" or "cuda:1".
+    compute_stream: default: torch's.
+    """
 
     file_library = "cufile"
 
@@ -291,7 +297,7 @@ class CudaDevice(DriverDevice):
 
 
 def _kernel(name: str) -> Kernel | None:
-    """Small copies by a program on torch's GPU ``name``; None without Triton."""
+    """Return the kernel for small copies on torch's GPU ``name``; None without Triton."""
     try:
         from kvtier.devices.kernel import TritonKernel
     except ImportError as error:

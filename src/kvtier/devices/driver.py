@@ -1,4 +1,4 @@
-"""Driver operations that copying needs: streams, events, copies, page-locking."""
+"""Driver operations that copies need: streams, events, copies, page-locking."""
 
 from __future__ import annotations
 
@@ -16,112 +16,115 @@ from kvtier.devices.copies import Copies
 
 
 class Driver(ABC):
-    """One accelerator, through its vendor's library. Every call is the driver's, at once.
+    """One accelerator, through its vendor's library; each method is one driver call.
 
-    Streams are the driver's own and never its default one, which would wait for everybody. Raises
-    ``DriverError``. Any thread may call, after ``use``.
+    Streams are created by kvtier; the default stream, which would synchronise with all others, is
+    never used. Raises ``DriverError``. Thread-safe after ``use``.
     """
 
     name: str
-    """As torch names the device: "cuda:0", "npu:1"."""
+    """Name of the device in torch: "cuda:0", "npu:1"."""
     max_copies: int = 4096
-    """Copies in one batch call."""
+    """Maximum number of copies in one batch call."""
 
     @abstractmethod
     def use(self) -> None:
-        """Make the accelerator the calling thread's. Cheap when it is already."""
+        """Make the accelerator the calling thread's current one. Cheap if it already is."""
 
     @abstractmethod
     def describe(self) -> list[Finding]:
-        """Name and version, for ``kvtier doctor``."""
+        """Return name and version, for ``kvtier doctor``."""
 
     @property
     def identity(self) -> str:
-        """Names what decides how fast copies are: accelerator and versions."""
+        """Name of everything that determines copy speed: accelerator and versions."""
         return ", ".join(f"{each.found}, {each.note}" for each in self.describe())
 
     @cached_property
     def numa_node(self) -> int | None:
-        """NUMA node of the host memory nearest to the accelerator, where that is known."""
+        """NUMA node of the host memory nearest to the accelerator; None if unknown."""
         return None
 
     # -- streams and events -----------------------------------------------------------------------
 
     @abstractmethod
     def new_stream(self) -> Handle:
-        """A stream that waits for no other by itself."""
+        """Create a stream that does not synchronise with other streams."""
 
     @abstractmethod
     def free_stream(self, stream: Handle) -> None:
-        """Give a stream back whose work is done."""
+        """Destroy a stream whose work is done."""
 
     @abstractmethod
     def synchronize(self, stream: Handle) -> None:
-        """Return when the stream's work is done."""
+        """Wait until the stream's work is done."""
 
     @abstractmethod
     def hold_stream(self, stream: Handle, event: Handle) -> None:
-        """Make everything enqueued on ``stream`` from now on start after ``event``."""
+        """Make work queued on ``stream`` from now on start after ``event``."""
 
     @abstractmethod
     def record(self, stream: Handle) -> Handle:
-        """A new event after the work that ``stream`` has been given so far."""
+        """Create an event after the work that was queued on ``stream`` so far."""
 
     @abstractmethod
     def has_passed(self, event: Handle) -> bool:
-        """Whether that work is done."""
+        """Whether the work before the event is done."""
 
     @abstractmethod
     def wait(self, event: Handle) -> None:
-        """Return when that work is done."""
+        """Wait until the work before the event is done."""
 
     @abstractmethod
     def forget(self, event: Handle) -> None:
-        """Give an event back that nobody asks about any more."""
+        """Destroy an event."""
 
     # -- copies, all of them asynchronous ---------------------------------------------------------
 
     @property
     @abstractmethod
     def why_no_batch(self) -> str:
-        """Why there is no batch call; "" where there is one."""
+        """Why there is no batch call; "" if there is one."""
 
     @abstractmethod
     def copy_batch(self, copies: Copies, direction: Direction, stream: Handle) -> None:
-        """At most ``max_copies`` in one call. The arrays stay alive until the copies are done."""
+        """Queue at most ``max_copies`` copies in one call.
+
+        The arrays must stay alive until the copies are done.
+        """
 
     @abstractmethod
     def copy_each(self, copies: Copies, direction: Direction, stream: Handle) -> None:
-        """One call per copy."""
+        """Queue the copies with one call each."""
 
     @abstractmethod
     def copy_rows(self, rows: CopyRows, direction: Direction, stream: Handle) -> None:
-        """One call per rectangle."""
+        """Queue the rectangles with one call each."""
 
     @abstractmethod
     def is_refusal(self, code: int) -> bool:
-        """Whether this code of a batch call means that the machine can't do it."""
+        """Whether this error code of a batch call means that the machine does not support it."""
 
     # -- memory -----------------------------------------------------------------------------------
 
     @abstractmethod
     def allocate(self, nbytes: int) -> int:
-        """Memory of the accelerator, to measure with."""
+        """Allocate accelerator memory for measurements. Return its address."""
 
     @abstractmethod
     def free(self, address: int) -> None:
-        """Give such memory back."""
+        """Free memory from ``allocate``."""
 
     max_lock_bytes: int = 64 << 30
-    """Bytes of one registration at most: larger ones fail beyond some hundred GiB."""
+    """Maximum size of one registration: larger ones fail beyond some hundred GiB."""
 
     @abstractmethod
     def lock(self, address: int, nbytes: int) -> None:
-        """Page-lock host memory, and let the accelerator reach it. Both in whole pages."""
+        """Page-lock host memory and map it for the accelerator. Address and size: whole pages."""
 
     @abstractmethod
     def unlock(self, address: int) -> None:
-        """Undo ``lock`` of the memory that begins there."""
+        """Undo ``lock`` of the memory that begins at ``address``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +143,7 @@ class CopyRows:
     height: npt.NDArray[np.int64]
 
     def each(self) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """Rectangle after rectangle: dst, src, dst_pitch, src_pitch, width, height."""
+        """Yield, per rectangle: dst, src, dst_pitch, src_pitch, width, height."""
         columns = (self.dst, self.src, self.dst_pitch, self.src_pitch, self.width, self.height)
         return zip(*(column.tolist() for column in columns), strict=True)
 

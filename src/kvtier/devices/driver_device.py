@@ -1,4 +1,4 @@
-"""A device over a vendor's driver: queues on streams, and the fastest copies that it grants."""
+"""Device over a vendor's driver: queues on streams, and the fastest supported copy path."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 UInt64s = npt.NDArray[np.uint64]
 Range = tuple[int, int]
-"""Begin and end of a piece: addresses, in whole pages."""
+"""Begin and end of a page-aligned piece of memory: addresses."""
 
 
 class LockedRanges:
-    """Disjoint ranges of addresses. Never changes, so any thread may look.
+    """Disjoint, immutable ranges of addresses. Thread-safe.
 
-    A driver copies from one page-locked piece at a time, also where two are neighbours.
+    A driver call can copy only within one page-locked piece, even if two pieces are adjacent.
     """
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
@@ -43,7 +43,7 @@ class LockedRanges:
         table = np.array(self._ranges, np.uint64).reshape(-1, 2)
         self._begins, self._ends = table[:, 0].copy(), table[:, 1].copy()
         self.edges = np.unique(table)
-        """Addresses at which a copy has to be cut: uint64, sorted."""
+        """Addresses at which copies must be split: uint64, sorted."""
 
     def plus(self, ranges: Iterable[Range]) -> LockedRanges:
         """Return these ranges and the ones given."""
@@ -55,7 +55,7 @@ class LockedRanges:
         return LockedRanges([each for each in self._ranges if each not in gone])
 
     def contain(self, begin: UInt64s, size: UInt64s) -> bool:
-        """Whether each of these pieces lies in a range. Both uint64 [num_pieces]."""
+        """Whether each of these pieces lies in one range. Both uint64 [num_pieces]."""
         at = np.searchsorted(self._begins, begin, "right") - 1
         if not len(self._begins) or (at < 0).any():
             return not len(begin)
@@ -63,9 +63,10 @@ class LockedRanges:
 
 
 class DriverDevice(Device):
-    """Copies on a stream per direction, ordered by events, from memory that it page-locks.
+    """Copies on one stream per direction, ordered by events, with page-locked host memory.
 
-    compute_stream: where the engine computes. kernel: copies small fragments, where there is one.
+    compute_stream: the stream that the engine computes on.
+    kernel: copies small fragments, if available.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class DriverDevice(Device):
         return self.stream_queue(direction)
 
     def stream_queue(self, direction: Direction) -> StreamQueue:
-        """The queue of a direction, as what it is."""
+        """Return the queue of a direction."""
         with self._lock:
             if direction not in self._queues:
                 self.driver.use()
@@ -128,7 +129,7 @@ class DriverDevice(Device):
         return {path.value: partial(self.copy_by, path) for path in self.paths.usable}
 
     def copy_by(self, path: CopyPath, batch: CopyBatch, direction: Direction) -> None:
-        """As ``copy``, by this path or not at all."""
+        """Copy like ``copy``, but only by this path."""
         queue = self.stream_queue(direction)
         try:
             queue.submit(batch, path)
@@ -172,7 +173,7 @@ class DriverDevice(Device):
             self.locked = self.locked.minus(pieces)
 
     def _unlock(self, pieces: Iterable[tuple[int, int]]) -> None:
-        """An accelerator that is lost can't give memory back, and must not keep us from ending."""
+        """Unlock pieces. Errors are only logged: a lost device must not prevent shutdown."""
         for start, end in pieces:
             try:
                 self.driver.use()
@@ -181,14 +182,14 @@ class DriverDevice(Device):
                 logger.info("%s unlock bytes=%d error=%s", self.name, end - start, error)
 
     def _pieces(self, memory: Memory) -> list[tuple[int, int]]:
-        """Pieces that may be page-locked at once: (begin, end), whole pages."""
+        """Return pieces that can each be page-locked in one call: (begin, end), whole pages."""
         end = memory.address + -(-memory.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         step = self.driver.max_lock_bytes
         return [(at, min(at + step, end)) for at in range(memory.address, end, step)]
 
     def close(self) -> None:
         if not self.process.is_here:
-            return  # drivers know nothing of forks: what a child gives back is its parent's
+            return  # drivers do not support forks: the resources are the parent's
         with self._lock:
             for queue in self._queues.values():
                 queue.close()
@@ -213,7 +214,7 @@ class DriverDevice(Device):
 
 
 class EventFence(Fence):
-    """A point in a stream."""
+    """A point in a stream, marked by an event."""
 
     def __init__(self, device: DriverDevice, event: Handle) -> None:
         self._device = device
@@ -255,7 +256,7 @@ class StreamQueue(CopyQueue):
         self._device = device
         self._direction = direction
         self._stream = device.driver.new_stream()
-        # Arrays of addresses that the driver may still read, each kept until a fence after it.
+        # Arrays of addresses that the driver may still read, kept until a later fence passes.
         self._unfenced: list[object] = []
         self._fenced: deque[tuple[EventFence, list[object]]] = deque()
 
@@ -267,7 +268,7 @@ class StreamQueue(CopyQueue):
             fence.wait()
 
     def submit(self, batch: CopyBatch, only: CopyPath | None = None) -> None:
-        """Queue all copies of the batch. only: by this path, or not at all."""
+        """Queue all copies of the batch. only: the one path to use."""
         self._device.driver.use()
         while self._fenced and self._fenced[0][0].passed:
             self._fenced.popleft()
@@ -289,13 +290,13 @@ class StreamQueue(CopyQueue):
         try:
             self._device.driver.use()
             self._device.driver.synchronize(self._stream)
-        except DriverError as error:  # what failed was reported where it was noticed first
+        except DriverError as error:  # the error was reported where it was noticed first
             logger.info("%s drained error=%s", self._device.name, error)
         self._unfenced.clear()
         self._fenced.clear()
 
     def close(self) -> None:
-        """Give the stream back."""
+        """Destroy the stream."""
         self.drain()
         try:
             self._device.driver.free_stream(self._stream)

@@ -1,4 +1,4 @@
-"""Choose a device back end by name, from what the machine has."""
+"""Choose a device back end by name, from those available on the machine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BACK_ENDS = {
     "cuda": ("cuda", "hip", "torch"),
     "npu": ("ascend", "torch"),
 }
-"""Per kind of device, as torch calls it, the plug-ins that are tried, best first. Every other kind
-is served by the plug-in of its name, if there is one, and else by torch's own copies."""
+"""Plug-ins to try, best first, by torch's kind of device. Other kinds use the plug-in of the same
+name, if any, then torch's own copies."""
 
 
 def find_device(name: str) -> Device:
-    """The back end for ``name``: "cpu", or what torch calls an accelerator ("cuda", "npu:0").
+    """Return the back end for ``name``: "cpu", or torch's name of an accelerator ("cuda", "npu:0").
 
-    Raises ``DeviceError`` that says for each back end why it can't be used.
+    Raises ``DeviceError`` that says for each back end why it cannot be used.
     """
     device, misses = look_for(name)
     if device is None:
@@ -34,7 +34,7 @@ def find_device(name: str) -> Device:
 
 
 def look_for(name: str) -> tuple[Device | None, list[Finding]]:
-    """The first back end for ``name`` that works, and why those before it do not."""
+    """Return the first back end for ``name`` that works, and why those before it do not."""
     misses: list[Finding] = []
     kind = name.partition(":")[0]
     own = (kind,) if kind in known_plugins("devices") else ()

@@ -1,8 +1,8 @@
-"""AMD: the HIP runtime by ctypes.
+"""AMD: the HIP runtime, by ctypes.
 
-``hipMemcpyBatchAsync`` came with ROCm 7.1 in the form of CUDA 12.8. Until HIP 7.13 it refuses
-attributes (801), from then on it wants them. More than 8,192 copies in a call have faulted, and
-where graphs are replayed meanwhile it has overtaken them: ``KVTIER_BATCH_COPY=off`` does without.
+ROCm 7.1 introduced ``hipMemcpyBatchAsync`` in the form of CUDA 12.8. Before HIP 7.13 it refuses
+attributes (801), since then it requires them. More than 8,192 copies in a call have faulted, and
+batches have overtaken graphs that were replayed: ``KVTIER_BATCH_COPY=off`` disables the call.
 Source: HIP runtime API, 6.0 to 7.13.
 """
 
@@ -68,16 +68,13 @@ EVENT_BLOCKING_SYNC, EVENT_DISABLE_TIMING = 1, 2
 REGISTER_PORTABLE, REGISTER_MAPPED = 1, 2
 NO_DEVICE, NOT_READY, NOT_SUPPORTED = 100, 600, 801
 KIND = {Direction.LOAD: 1, Direction.STORE: 2}
-"""Host to device, device to host."""
+"""Kinds of copies: host to device, device to host."""
 TAKES_ATTRIBUTES = 7 * 10**7 + 13 * 10**5
-"""HIP 7.13, as ``hipRuntimeGetVersion`` counts: major, minor, patch."""
+"""HIP 7.13 in the format of ``hipRuntimeGetVersion``: major, minor, patch."""
 
 
 class HipDriver(Driver):
-    """The accelerator ``index`` of those that ``HIP_VISIBLE_DEVICES`` leaves.
-
-    torch calls it cuda, too.
-    """
+    """The GPU ``index`` among those in ``HIP_VISIBLE_DEVICES``. torch calls it cuda, too."""
 
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"
@@ -91,7 +88,7 @@ class HipDriver(Driver):
             Direction.LOAD: CudaAttributes(ORDER_ANY),
             Direction.STORE: CudaAttributes(ORDER_STREAM),
         }
-        self._all = c_size_t(0)  # the one set of attributes holds from the first copy on
+        self._all = c_size_t(0)  # one set of attributes, from the first copy on
 
     def use(self) -> None:
         self._hip.call("hipSetDevice", self._index)
@@ -193,7 +190,7 @@ class HipDriver(Driver):
             flags = REGISTER_PORTABLE | REGISTER_MAPPED
             self._hip.call("hipHostRegister", address, nbytes, flags)
         except DriverError:
-            self._hip.function("hipGetLastError")()  # or torch would report it later as its own
+            self._hip.function("hipGetLastError")()  # clear it, or torch would report it later
             raise
 
     def unlock(self, address: int) -> None:
@@ -203,7 +200,8 @@ class HipDriver(Driver):
 class HipDevice(DriverDevice):
     """An AMD GPU.
 
-    name: as torch has it, "cuda" or "cuda:1". compute_stream: torch's, by default.
+    name: "cuda" or "cuda:1", as in torch.
+    compute_stream: default: torch's.
     """
 
     file_library = "hipfile"

@@ -1,8 +1,9 @@
-"""Small copies by a kernel: a GPU that reads and writes page-locked host memory itself.
+"""Small copies by a kernel: the GPU itself reads and writes page-locked host memory.
 
-Below some 32 KiB a copy costs a GPU's copy engine more than its bytes. A few programs, each on a
-multiprocessor of its own, do copy after copy instead; they are few, for the others compute.
-Needs Triton, and host memory that the GPU sees at the address that the host uses.
+Below some 32 KiB the fixed cost of a copy exceeds that of its bytes on a GPU's copy engine.
+Instead, a few programs, each on its own multiprocessor, do one copy after another; they are few, so
+that the other multiprocessors can compute. Needs Triton, and host memory that the GPU sees at the
+host's address.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvtier.devices.compute import Handle
 from kvtier.devices.copies import Copies
 
 MAX_PROGRAMS = 16
-"""Multiprocessors that are used at most."""
+"""Maximum number of multiprocessors used."""
 WORDS = 1024
 """Words of 8 bytes that a program moves at a time."""
 NUM_WARPS = 4
@@ -42,9 +43,9 @@ def copy_words(dst_of, src_of, num_words_of, num_copies, words: tl.constexpr):
 
 
 def launch(table: torch.Tensor) -> None:
-    """Copy what ``table`` says: int64 [3, num_copies] = dst, src, words.
+    """Launch the copies of a table on the current stream.
 
-    Where it lies, on the current stream.
+    table: int64 [3, num_copies] = dst, src, words; in device memory.
     """
     num_copies = table.shape[1]
     grid = (min(MAX_PROGRAMS, num_copies),)
@@ -52,7 +53,7 @@ def launch(table: torch.Tensor) -> None:
 
 
 class TritonKernel:
-    """Copies on one GPU of torch's."""
+    """Copies on one GPU of torch."""
 
     def __init__(self, name: str) -> None:
         self._device = torch.device(name)
@@ -63,7 +64,7 @@ class TritonKernel:
         return not int(bits) % ALIGNMENT
 
     def copy(self, copies: Copies, direction: Direction, stream: Handle) -> object:
-        """Queue the copies on ``stream``. Either way is the same to the kernel."""
+        """Queue the copies on ``stream``. Both directions use the same kernel."""
         del direction
         words = np.stack([copies.dst, copies.src, copies.size >> np.uint64(3)]).view(np.int64)
         with (

@@ -1,4 +1,4 @@
-"""A vendor's driver library, bound when the program runs: no header, no toolkit, no build flag."""
+"""A vendor's driver library, bound at run time: no header, no toolkit, no build flag."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from typing import Any
 from kvtier.errors import DeviceError
 
 Function = Callable[..., int]
-"""A C function that returns 0 or the code of an error. ctypes releases the GIL around it."""
+"""A C function that returns 0 or an error code. ctypes releases the GIL during the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a driver.
+    """One function of a driver.
 
-    arguments: ctypes types. since: versions that have it. without: what is done where it is
-    missing; "" for a call that nothing works without.
+    arguments: ctypes types.
+    since: the version that introduced it.
+    without: what is used if it is missing; "" if it is required.
     """
 
     name: str
@@ -31,7 +32,7 @@ class Call:
 
 
 class DriverError(DeviceError):
-    """A driver answered a call with an error. code: the vendor's number for it."""
+    """A driver call returned an error. code: the vendor's error code."""
 
     def __init__(self, call: str, code: int, meaning: str) -> None:
         super().__init__(f"{call} answered {code} ({meaning})")
@@ -40,11 +41,13 @@ class DriverError(DeviceError):
 
 
 class Library:
-    """The calls of one shared library, by name.
+    """The functions of one shared library, by name.
 
-    names: file names to try, in this order. override: an environment variable that names the file
-    instead. calls: what to bind. meaning: the words for a code. Raises ``DeviceError`` where no
-    file can be loaded, or one lacks a call that is needed.
+    names: file names to try, in this order.
+    override: environment variable that names the file instead.
+    calls: functions to bind.
+    meaning: returns the text for an error code.
+    Raises ``DeviceError`` if no file can be loaded, or a required function is missing.
     """
 
     def __init__(
@@ -72,11 +75,11 @@ class Library:
 
     @property
     def path(self) -> str:
-        """The file that was loaded."""
+        """Name of the loaded file."""
         return str(self._library._name)
 
     def bind(self, call: Call, function: Any) -> None:
-        """Add a call that was found in another way."""
+        """Add a function that was looked up in another way."""
         function.argtypes, function.restype = call.arguments, call.returns
         self._functions[call.name] = function
         self.missing = [each for each in self.missing if each.name != call.name]
@@ -85,15 +88,15 @@ class Library:
         return name in self._functions
 
     def function(self, name: str) -> Function:
-        """The function itself, for a loop: its caller looks at the code."""
+        """Return the function itself, for loops; the caller checks its result."""
         return self._functions[name]
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call ``name``; ``DriverError`` unless it answers 0."""
+        """Call ``name``. Raises ``DriverError`` unless it returns 0."""
         self.check(name, self._functions[name](*arguments))
 
     def check(self, name: str, code: int) -> None:
-        """``DriverError`` unless ``code`` is 0."""
+        """Raise ``DriverError`` unless ``code`` is 0."""
         if code:
             raise DriverError(name, code, self._meaning(self, code))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def pci_numa_node(bus_id: str, root: Path = Path("/")) -> int | None:
-    """NUMA node of the PCI device at ``bus_id`` ("0000:3B:00.0"); None where nobody says so.
+    """Return the NUMA node of the PCI device at ``bus_id`` ("0000:3B:00.0"); None if unknown.
 
     root: where ``sys`` is mounted.
     """

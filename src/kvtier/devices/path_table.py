@@ -1,6 +1,6 @@
-"""Measured copy paths: the fastest one by size and number of copies, kept in a file.
+"""Measured copy paths: the fastest one by size and number of copies, saved in a file.
 
-The file lies in the user's cache folder, one per accelerator and its versions.
+The files are in the user's cache folder, one per accelerator and its versions.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvtier.system.user_cache import cache_folder
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-"""Format version of the file. A table of another version is measured anew."""
+"""Format version of the file. If it differs, the paths are measured again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """``num_copies`` scattered copies of ``copy_bytes`` each, by one path.
+    """Rate of ``num_copies`` scattered copies of ``copy_bytes`` each by one path.
 
-    bytes_per_s: the median of a few times, from handing them over to the last byte's arrival.
+    bytes_per_s: median of several runs, from submission to the arrival of the last byte.
     """
 
     direction: Direction
@@ -41,9 +41,9 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class PathTable:
-    """Measurements of one accelerator, and a look-up of the best path.
+    """Measurements of one accelerator, with a look-up of the best path.
 
-    tried: all paths that could have been used. One without rows was left out.
+    tried: all paths that were available. One without rows was omitted.
     """
 
     rows: tuple[Measured, ...]
@@ -52,7 +52,7 @@ class PathTable:
     def best_first(
         self, direction: Direction, num_copies: int, copy_bytes: float
     ) -> Sequence[CopyPath]:
-        """The paths by what was measured nearest to this, the fastest first."""
+        """Return the paths by the rate of the nearest measurement, fastest first."""
 
         def distance(row: Measured) -> float:
             return abs(log2(row.copy_bytes / copy_bytes)) + abs(log2(row.num_copies / num_copies))
@@ -66,7 +66,7 @@ class PathTable:
         return sorted(nearest, key=lambda path: -nearest[path].bytes_per_s)
 
     def findings(self) -> list[Finding]:
-        """For ``kvtier doctor``: per direction the fastest path by size, and how fast it is."""
+        """Return for ``kvtier doctor`` the fastest path by size and its rate, per direction."""
         return [self._finding(direction) for direction in Direction]
 
     def _finding(self, direction: Direction) -> Finding:
@@ -89,7 +89,7 @@ def _size(nbytes: int) -> str:
 
 
 def table_path(identity: str, folder: Path | None = None) -> Path:
-    """The file of an accelerator and its versions."""
+    """Return the file of an accelerator and its versions."""
     name = blake2b(identity.encode(), digest_size=8).hexdigest()
     return (folder or cache_folder()) / f"copy-paths-{name}.json"
 
@@ -121,7 +121,7 @@ def load_table(path: Path) -> PathTable | None:
 
 
 def save_table(table: PathTable, path: Path, identity: str) -> bool:
-    """Write the table, whole or not at all. False where the folder can't be written."""
+    """Write the table atomically. Return False if the folder cannot be written."""
     content = {
         "version": VERSION,
         "accelerator": identity,

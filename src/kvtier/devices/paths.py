@@ -1,4 +1,4 @@
-"""Ways to have many small copies done, and which of them to take."""
+"""Copy paths: ways to do many small copies, and the choice among them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ BATCH_VARIABLE = "KVTIER_BATCH_COPY"
 
 
 class CopyPath(StrEnum):
-    """Ways to hand many small copies to an accelerator."""
+    """Ways to submit many small copies to an accelerator."""
 
     BATCH = "batch"
-    """One call of the driver for all of them."""
+    """One driver call for all copies."""
     KERNEL = "kernel"
-    """A program on the accelerator that reads and writes host memory itself."""
+    """A kernel on the accelerator that reads and writes host memory itself."""
     ROWS = "rows"
-    """A 2-D copy per rectangle, where they form any."""
+    """One 2-D copy per rectangle, if the copies form any."""
     EACH = "each"
-    """A call per copy."""
+    """One call per copy."""
 
 
 UNMEASURED = (CopyPath.BATCH, CopyPath.ROWS, CopyPath.EACH)
@@ -40,30 +40,30 @@ UNMEASURED = (CopyPath.BATCH, CopyPath.ROWS, CopyPath.EACH)
 
 
 class Ranking(Protocol):
-    """Measured time of each path."""
+    """Measured ranking of the paths."""
 
     def best_first(
         self, direction: Direction, num_copies: int, copy_bytes: float
     ) -> Sequence[CopyPath]:
-        """The paths that do such copies right, the fastest first."""
+        """Return the paths that do such copies correctly, fastest first."""
 
 
 class Kernel(Protocol):
-    """Copies by a program on the accelerator."""
+    """Copies by a kernel on the accelerator."""
 
     def takes(self, copies: Copies) -> bool:
-        """Whether it can do these."""
+        """Whether it can do these copies."""
 
     def copy(self, copies: Copies, direction: Direction, stream: Handle) -> object:
-        """Queue them. Returns what has to stay alive until they are done."""
+        """Queue the copies. Return objects that must stay alive until they are done."""
 
 
 class CopyPaths:
-    """Hands copies to the driver, by the fastest path that does them.
+    """Submits copies to the driver by the fastest path that can do them.
 
-    The batch call may be missing, or be refused when it is first tried: then it is done without,
-    and said once. ``KVTIER_BATCH_COPY`` in the environment: "off" never uses it, "on" does not do
-    without it, "auto" tries it.
+    The batch call may be missing, or refused at its first use; the other paths are used then, and
+    the reason is logged once. Environment variable ``KVTIER_BATCH_COPY``: "off" never uses it, "on"
+    requires it, "auto" tries it.
     """
 
     def __init__(self, driver: Driver, kernel: Kernel | None = None) -> None:
@@ -90,7 +90,7 @@ class CopyPaths:
 
     @property
     def usable(self) -> list[CopyPath]:
-        """Return the paths that can be tried."""
+        """The paths that can be tried."""
         known = [path for path in CopyPath if path not in self.why_not]
         return [path for path in known if path is not CopyPath.KERNEL or self._kernel is not None]
 
@@ -102,11 +102,12 @@ class CopyPaths:
         is_reachable: bool,
         only: CopyPath | None = None,
     ) -> list[object]:
-        """Queue all copies on ``stream``. Returns what has to stay alive until they are done.
+        """Queue all copies on ``stream``. Return objects that must stay alive until they are done.
 
-        is_reachable: the accelerator's programs can read and write the host's side; any other
-        memory would end them. only: this path, for measuring; ``DeviceError`` where it can't do
+        is_reachable: whether kernels can access the host's side; accessing other memory would kill
         them.
+        only: the one path to use, for measurements. Raises ``DeviceError`` if it cannot do the
+        copies.
         """
         if not len(copies):
             return []
@@ -116,7 +117,7 @@ class CopyPaths:
             try:
                 alive = self._try(path, copies, direction, stream)
             except (DriverError, RuntimeError) as error:
-                # Copies before the one that was refused may be under way, from arrays that go now.
+                # Copies before the refused one may be in flight, from arrays that are freed now.
                 with suppress(DriverError):
                     self._driver.synchronize(stream)
                 if only is not None or not self._does_without(path, error):
@@ -139,7 +140,7 @@ class CopyPaths:
     def _try(
         self, path: CopyPath, copies: Copies, direction: Direction, stream: Handle
     ) -> list[object] | None:
-        """Queue the copies by ``path``; None where it can't do such copies."""
+        """Queue the copies by ``path``; return None if it cannot do such copies."""
         if path is CopyPath.BATCH:
             pieces = copies.pieces(self._driver.max_copies)
             for piece in pieces:
@@ -160,10 +161,10 @@ class CopyPaths:
         return []
 
     def _does_without(self, path: CopyPath, error: Exception) -> bool:
-        """Whether to do without ``path`` from now on.
+        """Whether to disable ``path`` from now on.
 
-        The first batch may be refused for any reason: where the copies themselves are wrong, single
-        ones fail, too.
+        The first batch may be refused for any reason: if the copies themselves are invalid, single
+        copies fail, too.
         """
         if path is CopyPath.BATCH:
             is_refusal = isinstance(error, DriverError) and self._driver.is_refusal(error.code)
@@ -179,6 +180,6 @@ class CopyPaths:
         logger.info("%s copies without path=%s: %s", self._driver.name, path.value, reason)
 
     def finding(self) -> Finding:
-        """For ``kvtier doctor``."""
+        """Return the copy path in use, for ``kvtier doctor``."""
         found = "one batch call" if CopyPath.BATCH in self.usable else "2-D and single copies"
         return Finding("copy path", found, "; ".join(self.why_not.values()))

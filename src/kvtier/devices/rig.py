@@ -1,4 +1,4 @@
-"""Memory on both sides and copies between them, to measure with and to see that bytes arrive."""
+"""Memory on both sides and test copies between them, for measurement and verification."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 from kvtier.devices.base import CopyBatch, Device, Direction, Memory
 
 NUM_LAYERS = 32
-"""Copies that a block consists of: contiguous in host memory, one per layer on the device."""
+"""Copies per block: contiguous in host memory, one per layer on the device."""
 
 Copy = Callable[[CopyBatch, Direction], None]
-"""Copies a batch, and returns when the bytes are there."""
+"""Copies a batch and waits for it."""
 
 
 class Rig:
-    """``nbytes`` of host memory, page-locked if the device can, and as much of the device's."""
+    """``nbytes`` of host memory, page-locked if possible, and as much device memory."""
 
     def __init__(self, host: Memory, at_device: Memory, is_locked: bool) -> None:
         self.nbytes = host.nbytes
@@ -29,7 +29,7 @@ class Rig:
         self._random = np.random.default_rng(0)
 
     def scattered(self, direction: Direction, copy_bytes: int, num_copies: int) -> CopyBatch:
-        """``num_copies`` of ``copy_bytes`` each: blocks of layers, blocks in random order."""
+        """Return ``num_copies`` copies of ``copy_bytes``: blocks of layers, in random order."""
         num_layers = min(NUM_LAYERS, num_copies)
         num_blocks = num_copies // num_layers
         host_block = self._random.permutation(num_blocks)[:, None]
@@ -40,16 +40,16 @@ class Rig:
         return self._batch(direction, at_host, at_device, copy_bytes)
 
     def contiguous(self, direction: Direction, nbytes: int) -> CopyBatch:
-        """One copy of ``nbytes``."""
+        """Return one copy of ``nbytes``."""
         start = np.zeros(1, np.int64)
         return self._batch(direction, start, start, nbytes)
 
     def brings_the_right_bytes(
         self, copy: Copy, plain_copy: Copy, direction: Direction, copy_bytes: int, num_copies: int
     ) -> bool:
-        """Whether ``copy`` moves scattered copies of a direction, and touches nothing else.
+        """Whether ``copy`` does scattered copies of a direction correctly and changes nothing else.
 
-        plain_copy: known to be right, for what surrounds it.
+        plain_copy: a trusted copy, for the memory around them.
         """
         batch = self.scattered(direction, copy_bytes, num_copies)
         area = self._bytes[: min(self.nbytes, 2 * batch.num_bytes)]
@@ -86,7 +86,7 @@ class Rig:
 
 @contextmanager
 def open_rig(device: Device, nbytes: int) -> Iterator[Rig]:
-    """A rig with ``nbytes`` on either side; ``DeviceError`` where the device has not so much."""
+    """Yield a rig with ``nbytes`` on either side. Raises ``DeviceError`` if the device has less."""
     arena = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     view = np.frombuffer(arena, np.uint8)
     view[:: mmap.PAGESIZE] = 0

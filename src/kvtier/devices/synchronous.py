@@ -1,4 +1,4 @@
-"""For devices whose copies are done when the call returns."""
+"""Queue and fence of devices whose copies are done when the call returns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvtier.devices.base import CopyBatch, CopyQueue, Fence
 
 
 class Passed(Fence):
-    """Everything before this point was done when it was made."""
+    """A fence that has always passed."""
 
     @property
     def passed(self) -> bool:
@@ -22,7 +22,7 @@ class Passed(Fence):
 
 
 class SynchronousQueue(CopyQueue):
-    """Copies in ``submit``, by a function that returns when the bytes are there."""
+    """Copies in ``submit``, by a function that returns when the bytes have arrived."""
 
     def __init__(self, copy: Callable[[CopyBatch], None]) -> None:
         self._copy = copy

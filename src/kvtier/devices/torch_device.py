@@ -1,7 +1,7 @@
 """Any torch device, through torch's own streams, events and copies.
 
-The reference path for accelerators: correct wherever ``torch.get_device_module`` knows the device
-type, one asynchronous ``copy_`` per fragment. Faster paths bind the driver and replace ``copy``.
+The reference path for accelerators: correct on every device type that ``torch.get_device_module``
+supports, with one asynchronous ``copy_`` per fragment. Faster devices bind the driver.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 def tensor_memory(tensor: torch.Tensor) -> Memory:
-    """The memory under a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     if not tensor.is_contiguous():
         raise DeviceError(f"a pool must be contiguous, got strides {tensor.stride()}")
     return Memory(tensor.data_ptr(), tensor.nbytes, str(tensor.device.type), tensor)
 
 
 def _flat_bytes(memory: Memory) -> torch.Tensor:
-    """uint8 [nbytes] over the same bytes, whatever owns them."""
+    """Return uint8 [nbytes] over the same memory."""
     if isinstance(memory.owner, torch.Tensor):
         return memory.owner.reshape(-1).view(torch.uint8)
     return torch.frombuffer(memory.owner, dtype=torch.uint8, count=memory.nbytes)
@@ -52,12 +52,12 @@ class _EventFence(Fence):
         self._event.wait(self._device.compute_stream())
 
     def hold(self, stream: torch.Stream) -> None:
-        """Work that ``stream`` is given from now on starts after this point."""
+        """Make work that ``stream`` is given from now on start after this point."""
         stream.wait_event(self._event)
 
 
 class _StreamQueue(CopyQueue):
-    """``Tensor.copy_`` on a stream of its own."""
+    """Copies by ``Tensor.copy_`` on its own stream."""
 
     def __init__(self, device: TorchDevice) -> None:
         self._device = device
@@ -79,7 +79,7 @@ class _StreamQueue(CopyQueue):
         return _EventFence(self._device, event)
 
     def drain(self) -> None:
-        with suppress(RuntimeError):  # what failed was reported by a fence
+        with suppress(RuntimeError):  # the error was reported by a fence
             self._stream.synchronize()
 
 
@@ -142,7 +142,7 @@ class TorchDevice(Device):
         return _EventFence(self, event)
 
     def compute_stream(self) -> torch.Stream:
-        """The stream that the calling thread computes on."""
+        """Return the stream that the calling thread computes on."""
         stream = self.module.current_stream(self.device)
         assert isinstance(stream, torch.Stream)
         return stream
@@ -154,7 +154,7 @@ class TorchDevice(Device):
             raise DeviceError(f"{self.name}: no {nbytes} bytes: {error}") from error
 
     def page_lock(self, memory: Memory) -> bool:
-        """CUDA and HIP register the arena in place; other devices copy from pageable memory."""
+        """Register the memory on CUDA and HIP; other devices copy from pageable memory."""
         register = getattr(self._cudart, "cudaHostRegister", None)
         if register is None:
             return False
@@ -169,7 +169,7 @@ class TorchDevice(Device):
 
     @cached_property
     def _cudart(self) -> Any:
-        """The runtime as torch binds it; None for a device that is not CUDA or HIP."""
+        """The CUDA or HIP runtime as torch binds it; None for other devices."""
         is_cuda = self.device.type == "cuda"
         return torch.cuda.cudart() if is_cuda else None  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""Telemetry: one record per request, and metrics made from them."""
+"""Telemetry: a record per request, and the metrics derived from it."""
 
 from __future__ import annotations
 

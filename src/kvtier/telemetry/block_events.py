@@ -3,13 +3,13 @@
     the cache's thread            the publisher's thread
     BlockLog  -- appends -->      BlockEvents  -->  BlockStored, BlockRemoved, AllBlocksCleared
 
-The cache's thread appends what it has in its hands anyway: a prompt's labels and blocks, or blocks
-that moved. What routers want to know instead is found out on the other side: a hash for each block,
-its tokens, its parent. The hash is
+The cache's thread appends only what it has at hand: a prompt's labels and blocks, or blocks that
+moved. The publisher's thread derives what routers need: each block's hash, tokens and parent. The
+hash is
 
     hash[-1] = BLAKE3(namespace)        hash[i] = BLAKE3(hash[i-1] || label[i])
 
-of eight bytes each, so equal prompts of one model and tenant have equal hashes in every process,
+with eight bytes each, so equal prompts of one model and tenant have equal hashes in every process
 and after every restart.
 """
 
@@ -28,17 +28,18 @@ from kvtier.grouping import runs_of
 from kvtier.types import DEVICE, DISK, HOST, BlockId, Label
 
 Event = Mapping[str, object]
-"""As it is sent: a field "type", then those of the type."""
+"""An event as it is sent: a field "type", then the fields of that type."""
 Array = npt.NDArray[np.int64]
 T = TypeVar("T", bound=np.generic)
 
 MOST_BLOCKS = 1 << 18
-"""Blocks of changes that wait for the publisher. They hold their prompts' tokens: 64 MiB where a
-block has 64 of them. More are not told, and everybody who listens has to begin anew."""
+"""Maximum number of blocks in changes that wait for the publisher. They hold the tokens of their
+prompts: 64 MiB at 64 tokens per block. Beyond it, changes are lost and all subscribers have to
+start again."""
 MOST_CHANGES = 1 << 16
 MOST_RECENT = 1 << 16
-"""Blocks whose tokens are remembered, so that what comes to a slower tier soon after is told with
-them, too: 25 MB where a block has 64."""
+"""Blocks whose tokens are remembered, so that an event for a slower tier soon afterwards has them,
+too: 25 MB at 64 tokens per block."""
 
 CLEARED: Event = {"type": "AllBlocksCleared"}
 HASH_BYTES = 8
@@ -47,14 +48,14 @@ PLACE = 0xFFFF_FFFF
 """Mask of a block number's lower half, the row in the index. Rows are reused; the upper half counts
 the earlier uses."""
 NOBODY = -1
-"""In the place of a block's number."""
+"""Marks a place without a block."""
 
 MEDIA = {DEVICE: "GPU", HOST: "CPU"}
 """Medium names in the event protocol. The first is the engine's own memory, whatever its device."""
 
 
 class PromptBlocks(NamedTuple):
-    """Tiers of a prompt's blocks, one tier for each."""
+    """The blocks of a prompt, with the tier of each."""
 
     namespace: bytes
     labels: Sequence[Label]
@@ -63,7 +64,7 @@ class PromptBlocks(NamedTuple):
 
 
 class BlocksMoved(NamedTuple):
-    """Blocks that came to a tier, or left it."""
+    """Blocks that were added to a tier or removed from it."""
 
     tier: str
     blocks: Sequence[BlockId]
@@ -74,15 +75,12 @@ Change = PromptBlocks | BlocksMoved
 
 
 class BlockLog:
-    """Changes on their way from the thread that owns a cache to the one that publishes.
-
-    Neither waits for the other, and it can't grow without bound.
-    """
+    """Bounded queue of changes from the cache's thread to the publisher's thread. Neither waits."""
 
     def __init__(self) -> None:
         self._changes: deque[Change] = deque()
-        self._num_put = 0  # written by one thread
-        self._num_taken = 0  # written by the other
+        self._num_put = 0  # written by the cache's thread
+        self._num_taken = 0  # written by the publisher's thread
         self._was_lost = False
 
     def prompt(
@@ -92,15 +90,15 @@ class BlockLog:
         blocks: Sequence[BlockId],
         tiers: Sequence[str],
     ) -> None:
-        """A prompt's blocks are known, some of them perhaps only now."""
+        """Append a prompt's blocks, some of which may be new."""
         self._put(PromptBlocks(namespace, labels, blocks, tiers))
 
     def moved(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
-        """Blocks came to ``tier``, or leave it."""
+        """Append blocks that were added to ``tier``, or are removed from it."""
         self._put(BlocksMoved(tier, blocks, is_removed))
 
     def lose(self) -> None:
-        """Nothing that was told holds any more."""
+        """Note that changes were lost: readers have to start again."""
         self._was_lost = True
 
     def _put(self, change: Change) -> None:
@@ -115,7 +113,7 @@ class BlockLog:
         self._changes.append(change)
 
     def take(self) -> tuple[list[Change], bool]:
-        """Return the events since the last call, and whether some were lost."""
+        """Return the changes since the last call, and whether some were lost."""
         was_lost, self._was_lost = self._was_lost, False
         changes = [self._changes.popleft() for _ in range(len(self._changes))]
         self._num_taken += sum(len(change.blocks) for change in changes)
@@ -123,13 +121,14 @@ class BlockLog:
 
 
 class BlockEvents:
-    """Makes events of changes: each residency is told once when it begins and once when it ends.
+    """Turns changes into events: one when a block enters a tier, one when it leaves.
 
-    Of a block that no prompt has named yet, what storage had kept for instance, nothing is told
-    before one does.
+    Blocks that no prompt has contained yet, for example recovered ones, have no events until one
+    does. Memory: 21 bytes per block that the cache can hold.
 
-    tiers: of the cache. shared: those of them that other processes fill, too. block_size: tokens.
-    Memory: 21 bytes for each block that the cache can hold.
+    tiers: of the cache.
+    shared: those of them that other processes fill, too.
+    block_size: tokens.
     """
 
     def __init__(self, tiers: Sequence[str], shared: Sequence[str], block_size: int) -> None:
@@ -140,16 +139,16 @@ class BlockEvents:
         self.clear()
 
     def clear(self) -> None:
-        """Nothing was told, and nothing is known."""
-        # By place.
-        self._blocks = np.zeros(0, np.int64)  # whose place it is
-        self._hashes = np.zeros(0, np.uint64)  # 0: no prompt has named it
-        self._parents = np.zeros(0, np.uint32)  # one more than a place
-        self._where = np.zeros(0, np.uint8)  # a bit for each tier that has it
+        """Forget all blocks."""
+        # Indexed by place.
+        self._blocks = np.zeros(0, np.int64)  # the block at this place
+        self._hashes = np.zeros(0, np.uint64)  # 0: in no prompt yet
+        self._parents = np.zeros(0, np.uint32)  # the parent's place + 1
+        self._where = np.zeros(0, np.uint8)  # bit set of the tiers that have it
         self._recent: OrderedDict[int, bytes] = OrderedDict()  # tokens
 
     def of(self, changes: Sequence[Change]) -> Iterator[Event]:
-        """Return the events for readers."""
+        """Yield the events of some changes."""
         for change in _joined(changes):
             places = self._places(change.blocks)
             if isinstance(change, PromptBlocks):
@@ -160,7 +159,7 @@ class BlockEvents:
                 yield from self._came(change.tier, places)
 
     def _places(self, blocks: Sequence[BlockId]) -> Array:
-        """Return the tiers of blocks; blocks that were there before are forgotten."""
+        """Return the places of blocks; places with an earlier block are reset."""
         numbers = np.asarray(blocks, np.int64)
         places = numbers & PLACE
         try:
@@ -192,7 +191,7 @@ class BlockEvents:
             untold[part] |= ~self._where[places[part]] & bit
             self._where[places[part]] |= bit
         if not untold.any():
-            return  # as of most prompts: whatever is asked twice
+            return  # as for most prompts: repeated ones
         labels = list(prompt.labels[: len(places)])
         tokens = [label[: self._block_bytes] for label in labels]
         if not is_named.all():
@@ -228,10 +227,10 @@ class BlockEvents:
             self._recent.popitem(last=False)
 
     def _stored(self, tier: str, places: Array, tokens: Sequence[bytes]) -> Event:
-        """Blocks that follow each other.
+        """Return the event of consecutive blocks.
 
-        tokens: of each; none where nobody remembers them, as of engines that know no more: who
-        reads it knows the hash, or passes over it.
+        tokens: of each block. If they are not remembered, the event has none; readers that do not
+        know the hash ignore it.
         """
         above = int(self._parents[places[0]]) if tokens else 0
         return {
@@ -273,7 +272,7 @@ class BlockEvents:
 
 
 def _joined(changes: Sequence[Change]) -> Iterator[Change]:
-    """Removals that follow each other as one: a full tier is left by a block or two at a time."""
+    """Merge consecutive removals from a tier: a full tier evicts one or two blocks at a time."""
 
     def leaves(change: Change) -> str:
         return change.tier if isinstance(change, BlocksMoved) and change.is_removed else ""
@@ -301,7 +300,7 @@ def _ids(tokens: Sequence[bytes]) -> list[int]:
 
 
 def _medium(tier: str, is_shared: bool) -> dict[str, str]:
-    """As vLLM's readers know it: where there are several of a medium, ownership names which."""
+    """Return the medium as vLLM's readers know it; ``ownership`` names the storage tier."""
     if tier in MEDIA:
         return {"medium": MEDIA[tier], "locality": "LOCAL"}
     where = "REMOTE" if is_shared or tier != DISK else "LOCAL"

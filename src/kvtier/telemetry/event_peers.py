@@ -1,8 +1,8 @@
-"""Limits on the connections to the publisher's sockets: how many, and how far behind.
+"""Limits on the connections to the publisher's sockets: their number, and how far they lag.
 
-ZeroMQ accepts whoever comes and keeps what each of them has not read. Its monitor tells of every
-connection with its descriptor; a connection is ended by shutting that down, and ZeroMQ gives back
-what it kept for it.
+ZeroMQ accepts every connection and buffers what a peer has not read. Its monitor reports each
+connection's descriptor. A connection is ended by shutting its descriptor down; ZeroMQ then frees
+its buffer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_PEERS = 64
-"""Connections to one address."""
+"""Maximum number of connections to one address."""
 NUM_REFUSED = 64
-"""Connections that ZeroMQ may have accepted before they are refused."""
+"""Connections that ZeroMQ may have accepted beyond it before they are refused."""
 MOST_BEHIND_BYTES = 16 << 20
-"""A subscriber that has not taken so much is disconnected, so that no more is kept for all."""
+"""A subscriber that lags by more than this is disconnected, which bounds the buffers."""
 STUCK_S = 10.0
-"""Somebody who asked for a replay and takes nothing for so long is disconnected."""
+"""A replay client that reads nothing for this long is disconnected."""
 SWEEP_S = 1.0
 """Interval at which connections are checked."""
 
@@ -41,8 +41,10 @@ SWEEP_S = 1.0
 class _Peer:
     """A connected reader of events.
 
-    name: the addresses of both ends. at_empty: ``published_bytes`` when nothing was unsent; unsent:
-    bytes at the last look, unchanged since ``since``.
+    name: addresses of both ends.
+    at_empty: ``published_bytes`` when nothing was unsent.
+    unsent: unsent bytes at the last check.
+    since: when ``unsent`` changed last.
     """
 
     name: tuple[object, object]
@@ -53,7 +55,7 @@ class _Peer:
 
 @dataclass(slots=True)
 class _Door:
-    """A socket's monitor, and its connections by descriptor. is_replay: it answers questions."""
+    """Monitor of a socket, with its connections by descriptor. is_replay: it serves replays."""
 
     monitor: zmq.Socket[bytes]
     is_replay: bool
@@ -61,9 +63,9 @@ class _Door:
 
 
 class EventPeers:
-    """Watches the connections of some sockets on a thread of its own, from ``start`` to ``close``.
+    """Watches the connections of some sockets on its own thread, from ``start`` to ``close``.
 
-    published_bytes: of all messages so far, kept up to date by the publisher.
+    published_bytes: total of all messages so far, updated by the publisher.
     """
 
     def __init__(self) -> None:
@@ -79,7 +81,7 @@ class EventPeers:
 
     @property
     def num_peers(self) -> list[int]:
-        """Connections of each socket, in the order of ``watch``."""
+        """Number of connections per socket, in the order of ``watch``."""
         return [len(door.peers) for door in self._doors]
 
     def watch(self, watched: zmq.Socket[bytes], is_replay: bool) -> None:
@@ -120,7 +122,7 @@ class EventPeers:
                     self._sweep(door, swept)
 
     def _hear(self, door: _Door) -> bool:
-        """Take one message of a monitor. False for its last."""
+        """Handle one message of a monitor. Return False for its last one."""
         import zmq
         from zmq.utils.monitor import recv_monitor_message
 
@@ -156,7 +158,7 @@ class EventPeers:
                             "events: a reader is disconnected, it takes nothing replay=%s",
                             door.is_replay,
                         )
-            except OSError:  # it has gone
+            except OSError:  # it was closed
                 door.peers.pop(descriptor, None)
 
     def _is_behind(self, door: _Door, peer: _Peer, unsent: int, now: float) -> bool:
@@ -171,9 +173,9 @@ class EventPeers:
 
 @contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """A descriptor of our own for a connection of ZeroMQ's, which may close its own at any time.
+    """Yield a duplicate of a descriptor of ZeroMQ, which may close its own at any time.
 
-    Raises ``OSError`` where it has. Whose connection it is, ``_name`` tells.
+    Raises ``OSError`` if it has. Compare ``_name`` to recognise a reused descriptor.
     """
     own = os.dup(descriptor)
     try:

@@ -1,4 +1,4 @@
-"""A bound on how fast a log can grow, whatever clients do."""
+"""Rate limit for logs, so that clients cannot make them grow without bound."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from threading import Lock
 BURST = 10
 PER_S = 0.2
 MAX_KINDS = 256
-"""Kinds of records that are told apart; all others are one more kind."""
+"""Kinds of records that are counted separately; all others share one more kind."""
 
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+")
 
@@ -25,12 +25,12 @@ class _Kind:
 
 
 class LogRate(logging.Filter):
-    """Lets ``BURST`` warnings of a kind pass, then one every five seconds with the number left out.
+    """Lets ``BURST`` warnings of a kind pass, then one every five seconds with the number dropped.
 
-    A kind is a logger and the first line of a message, before its values are filled in.
+    A kind is a logger and the first line of a message before its values are filled in. Attach it to
+    a handler, which sees the records of all loggers. Records below WARNING always pass.
 
-    For a handler, where it sees every logger's records. Records below WARNING pass: who asks for
-    them wants them all. now: a clock, seconds.
+    now: clock, seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -64,7 +64,7 @@ class LogRate(logging.Filter):
 
 
 def _append(record: logging.LogRecord, num_suppressed: int) -> None:
-    """As one more value, so that a formatter still knows which is which."""
+    """Append the number as one more argument, so that formatters still see separate values."""
     if isinstance(record.args, tuple):
         text = str(record.msg) if record.args else str(record.msg).replace("%", "%%")
         record.msg, record.args = f"{text} suppressed=%d", (*record.args, num_suppressed)

@@ -1,8 +1,8 @@
-"""Logs: one line for each event, as text or JSON, at a bounded rate, wherever kvtier runs.
+"""Logs: one line per event, as text or JSON, with a rate limit.
 
-A message is some words, then ``key=value`` as often as it takes: ``load given up after_s=2.500``.
-As JSON the values are fields of their own. No message has text or tokens of a prompt, an answer or
-a secret in it: that is up to whoever writes it, and tests look through all that is logged.
+A message is some words, then ``key=value`` pairs: ``load given up after_s=2.500``. In JSON the
+values are separate fields. No message contains text or tokens of a prompt or an answer, or a
+secret; tests check all log output for that.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from kvtier.telemetry.log_rate import LogRate
 from kvtier.types import LogFormat
 
 VARIABLE = "KVTIER_LOG_FORMAT"
-"""In the environment: "text" or "json", for ``kvtier serve`` and inside of engines."""
+"""Environment variable: "text" or "json", for ``kvtier serve`` and inside engines."""
 
 _VALUE = re.compile(r"(?:\b(\w+)=)?%([-+ #0]*\d*(?:\.\d+)?)([diouxXeEfFgGcrsa%])")
 
 
 @runtime_checkable
 class Told(Protocol):
-    """A value that knows what it is in JSON; its ``str`` goes into text."""
+    """A value with a JSON form of its own; in text its ``str`` is used."""
 
     def as_json(self) -> dict[str, object]: ...
 
 
 class TextLines(logging.Formatter):
-    """A line for an event; where it has a traceback, indented lines below it."""
+    """One line per event; a traceback follows as indented lines."""
 
     default_msec_format = "%s.%03d"
 
@@ -51,7 +51,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """An object in each line: time, level, logger, event, and the event's values by their names."""
+    """One object per line: time, level, logger, event, and the event's values by name."""
 
     def format(self, record: logging.LogRecord) -> str:
         event, fields = taken_apart(record)
@@ -73,7 +73,7 @@ class JsonLines(logging.Formatter):
 
 
 def taken_apart(record: logging.LogRecord) -> tuple[str, Mapping[str, object]]:
-    """A message's words, and its values by their names."""
+    """Return a message's words, and its values by name."""
     if not isinstance(record.args, tuple) or not record.args:
         return record.getMessage(), {}
     values = iter(record.args)
@@ -108,11 +108,11 @@ def _indented(text: str) -> str:
     return "".join(f"\n  {printable(line)}" for line in text.splitlines())
 
 
-# -- where they go ---------------------------------------------------------------------------------
+# -- handlers -------------------------------------------------------------------------------------
 
 
 def handler(wanted: LogFormat) -> logging.Handler:
-    """To stderr, in that format, at a bounded rate."""
+    """Return a handler that writes to stderr in this format, with a rate limit."""
     made = logging.StreamHandler()
     made.setFormatter(JsonLines() if wanted is LogFormat.JSON else TextLines())
     made.addFilter(LogRate())
@@ -120,13 +120,13 @@ def handler(wanted: LogFormat) -> logging.Handler:
 
 
 def log_to_stderr(level: str, wanted: LogFormat) -> None:
-    """For a program of ours: everybody's records."""
+    """Set up logging of a kvtier program: all records go to stderr."""
     logging.basicConfig(level=level.upper(), handlers=[handler(wanted)])
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.root.level))
 
 
 class _Through(logging.Handler):
-    """To the handlers of an engine's logger, those of a moment later as well."""
+    """Passes records to the current handlers of an engine's logger."""
 
     def __init__(self, theirs: logging.Logger) -> None:
         super().__init__()
@@ -137,11 +137,10 @@ class _Through(logging.Handler):
 
 
 def log_in_engine(theirs: logging.Logger) -> None:
-    """Inside of an engine: to where its own records go, looking as they do.
+    """Set up logging inside an engine: records go to the engine's own handlers.
 
-    Or in the format that ``KVTIER_LOG_FORMAT`` names, to stderr. At a bounded rate in any case.
-
-    Nothing happens where somebody has said how kvtier logs, or when called again.
+    ``KVTIER_LOG_FORMAT`` selects stderr in that format instead. Both have a rate limit. Does
+    nothing if kvtier's logger is configured already, or on a second call.
     """
     ours = logging.getLogger("kvtier")
     if ours.handlers or ours.level != logging.NOTSET:
@@ -161,7 +160,7 @@ def log_in_engine(theirs: logging.Logger) -> None:
 
 
 def _from_environment() -> tuple[LogFormat | None, str]:
-    """The format, and what is wrong with it."""
+    """Return the format and an error message, if any."""
     text = os.environ.get(VARIABLE, "")
     if not text:
         return None, ""

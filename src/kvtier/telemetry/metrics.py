@@ -1,7 +1,7 @@
 """Prometheus metrics: names, types, units and labels in one table.
 
-``prometheus_client`` is imported when metrics are made and not before: on import it reads the
-folder of multi-process metrics, which an engine sets after it has loaded its plug-ins.
+``prometheus_client`` is imported only when metrics are created: on import it reads the folder of
+multi-process metrics, which an engine sets after it has loaded its plug-ins.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ AGES_S = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0, 100000.0)
 class RequestRecord:
     """Record of what the cache did for one request, completed when its lease ends.
 
-    hit_blocks: reused blocks by the tier they were found in. load_bytes, load_s: copied to the
-    device for it, and from the start of the copy until ready. arrivals: which blocks of the prompt
-    had come when, in seconds from the same start.
+    hit_blocks: reused blocks by the tier they were found in.
+    load_bytes: bytes copied to the device for it.
+    load_s: time from the start of the copy until ready.
+    arrivals: blocks of the prompt and their arrival, in seconds from the same start.
     """
 
     num_asked_blocks: int = 0
@@ -39,8 +40,8 @@ class RequestRecord:
 class MetricSpec:
     """Name, type and labels of one metric. Values are in base units.
 
-    buckets: upper bounds of a histogram's buckets. over_processes: how prometheus_client joins a
-    gauge that several processes of a server report.
+    buckets: upper bounds of a histogram's buckets.
+    over_processes: how prometheus_client merges a gauge of several processes of a server.
     """
 
     name: str
@@ -228,16 +229,16 @@ UNDER_VLLM = {
     "kvtier_used_chunks": "kvtier_used_slots",
     "kvtier_chunks": "kvtier_slots",
 }
-"""Metrics that have other names under vLLM: from the name there, without prefix, to kvtier's."""
+"""Metrics with other names under vLLM: from the name there, without prefix, to kvtier's."""
 
 MOST_OBSERVED = 4096
-"""Largest number of observations kept per metric and label values until they are taken."""
+"""Maximum number of observations kept per metric and label values until they are taken."""
 
 
 class Metrics:
-    """The metrics of one cache, in a registry of their own.
+    """The metrics of one cache, in their own registry.
 
-    is_exposed: False if an engine takes the numbers into its own metrics, or if nobody reads them;
+    is_exposed: False if an engine exports the numbers in its own metrics, or if nothing reads them;
     the registry is empty then.
     """
 
@@ -294,7 +295,7 @@ class Metrics:
             self._observed[name].setdefault(tuple(labels.values()), empty).append(value)
 
     def _with_labels(self, metrics: Mapping[str, T], name: str, labels: Mapping[str, str]) -> T:
-        """The one that counts for these labels; to find it among all costs more than to count."""
+        """Return the metric with these labels. Cached: the look-up costs more than counting."""
         at = name, *labels.items()
         found = cast("T | None", self._found.get(at))
         if found is None:
@@ -307,27 +308,24 @@ class Metrics:
         self._recent[at] = self._recent.get(at, 0.0) + value
 
     def take_recent(self) -> Counts:
-        """Sums of what was counted and observed since the last call, by name and labels.
+        """Return sums of what was counted and observed since the last call, by name and labels.
 
-        For an engine with metrics of its own.
+        For an engine with its own metrics.
         """
         recent, self._recent = self._recent, {}
         return recent
 
     def take_levels(self) -> Counts:
-        """The gauges that were set since the last call."""
+        """Return the gauges that were set since the last call."""
         levels, self._levels = self._levels, {}
         return levels
 
     def keep_observations(self, names: Iterable[str]) -> None:
-        """From now on ``take_observations`` has those of these histograms."""
+        """Keep the single observations of these histograms for ``take_observations``."""
         self._observed = {name: {} for name in names}
 
     def take_observations(self) -> Observations:
-        """Return the single observations since the last call.
-
-        Only the last ones if they are many.
-        """
+        """Return the single observations since the last call; only the latest if there are many."""
         taken: Observations = {}
         for name, by_labels in self._observed.items():
             for labels, values in by_labels.items():
@@ -345,7 +343,7 @@ class Metrics:
             self.observe("kvtier_load_seconds", record.load_s)
 
     def occupancy(self, used: Mapping[str, int], slots: Mapping[str, int]) -> None:
-        """Slots in use and in all, per tier."""
+        """Set the slots in use and in total, per tier."""
         for tier, num_slots in slots.items():
             self.gauge("kvtier_slots", num_slots, tier=tier)
             self.gauge("kvtier_used_slots", used[tier], tier=tier)

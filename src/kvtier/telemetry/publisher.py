@@ -1,9 +1,9 @@
-"""Events of blocks over ZeroMQ, in the format that vLLM and SGLang publish and routers read.
+"""Block events over ZeroMQ, in the format that vLLM and SGLang publish and routers read.
 
     PUB     topic, number, [time, [event, ...]]
-    ROUTER  a number asked for  -->  "", topic, number, batch  for each kept from it on, then an end
+    ROUTER  a requested number  -->  "", topic, number, batch  for each kept from it on, then an end
 
-A number has eight bytes, big-endian, and counts batches from 0. A batch is msgpack, an array; its
+A number has eight bytes, big-endian, and counts batches from 0. A batch is a msgpack array; its
 events are maps.
 """
 
@@ -33,34 +33,34 @@ TICK_S = 0.1
 MOST_EVENTS = 256
 """Largest number of events in one batch."""
 MOST_UNREAD = 1000
-"""Batches that wait for one subscriber. What is too much for a slow one is lost to it: the numbers
-tell it so, and it may ask for them again."""
+"""Batches queued per subscriber. A slow one loses further batches; it sees the gap in the numbers
+and may request a replay."""
 MOST_UNREAD_ANSWERS = 16
-"""Batches that wait for one who asked for a replay. The next ones follow when it has read some."""
+"""Batches queued per replay client. The next ones follow when it has read some."""
 ANSWERS_AT_ONCE = 64
-"""Batches of one replay before the next one has its turn."""
+"""Batches of one replay that are sent before the next replay continues."""
 SEND_BUFFER_BYTES = 256 << 10
 """Send buffer of the kernel for one connection."""
 HANDSHAKE_MS = 5000
-"""Limit of a connection's handshake."""
+"""Time limit of a connection's handshake."""
 ANSWER_PAUSE_S = 0.005
-"""Until it is seen again who has read."""
+"""Interval of retries while replay clients have not read."""
 MOST_KEPT, MOST_KEPT_BYTES = 10_000, 64 << 20
-"""Batches that can be asked for again."""
+"""Limits of the batches that can be replayed."""
 END = (-1).to_bytes(8, "big", signed=True)
-"""In the place of a number: the last message of a replay."""
+"""Number of the last message of a replay."""
 CLOSE_MS = 1000
 """Longest wait at close for the last batches to be delivered."""
 QUESTION_BYTES = 1024
-"""A longer message is no question for a replay, and is not read."""
+"""Maximum size of a replay request; longer messages are not read."""
 
 
 class Publisher:
-    """Publishes what is in ``log``, from ``start`` to ``close``, on a thread of its own.
+    """Publishes the changes in ``log`` on its own thread, from ``start`` to ``close``.
 
-    endpoint, replay: addresses to bind, such as "tcp://127.0.0.1:5557"; "" for no replay. topic: in
-    front of every batch. Raises ``ConfigError`` where an address can't be bound, or a package is
-    missing.
+    endpoint, replay: addresses to bind, such as "tcp://127.0.0.1:5557"; "" for no replay.
+    topic: prefix of every batch.
+    Raises ``ConfigError`` if an address cannot be bound or a package is missing.
     """
 
     def __init__(self, log: BlockLog, endpoint: str, replay: str = "", topic: str = "") -> None:
@@ -82,9 +82,9 @@ class Publisher:
         self._stop = Event()
         self._thread = Thread(target=self._run, name="kvtier-events", daemon=True)
         self._replay: zmq.Socket[bytes] | None = None
-        self._answers: dict[bytes, int] = {}  # by who asked: the number to send next
+        self._answers: dict[bytes, int] = {}  # number to send next, by client
         self._peers = EventPeers()
-        self._poller = zmq.Poller()  # made once: one for each wait costs as much as the wait
+        self._poller = zmq.Poller()  # creating it costs as much as a wait
         try:
             self._pub = self._bind(zmq.PUB, endpoint, MOST_UNREAD)
             if replay:
@@ -105,7 +105,7 @@ class Publisher:
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         is_replay = kind == zmq.ROUTER
         if is_replay:
-            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so where somebody does not read
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # report clients that do not read
         self._peers.watch(socket, is_replay)
         try:
             socket.bind(endpoint)
@@ -118,7 +118,7 @@ class Publisher:
 
     @property
     def endpoints(self) -> list[str]:
-        """Return the endpoints of events and replay, for callers that bound port 0."""
+        """The endpoints of events and replay, for callers that bound port 0."""
         import zmq
 
         sockets = [self._pub] if self._replay is None else [self._pub, self._replay]
@@ -130,10 +130,7 @@ class Publisher:
         return self._peers.max_descriptors
 
     def start(self, events: BlockEvents) -> None:
-        """Start publishing.
-
-        events: of the cache whose log it is.
-        """
+        """Start publishing. events: translates the changes of the cache."""
         self._events = events
         self._thread.start()
 
@@ -147,16 +144,17 @@ class Publisher:
             self._context.destroy(linger=CLOSE_MS)
 
     def _run(self) -> None:
-        self._send([CLEARED])  # what an earlier life has told holds no more
+        self._send([CLEARED])  # events of an earlier process are void
         while not self._stop.is_set():
             self._guarded(self._wait)
             self._guarded(self._publish)
         self._guarded(self._publish)
 
     def _wait(self) -> None:
-        """Until the next batch is due.
+        """Wait until the next batch is due.
 
-        Questions are heard at once, and replays go on meanwhile, as fast as they are read.
+        Replay requests are received at once, and replays continue meanwhile, as fast as they are
+        read.
         """
         if self._replay is None:
             self._stop.wait(TICK_S)
@@ -170,7 +168,7 @@ class Publisher:
                 self._answer(self._replay, asker)
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Readers of a publisher that has failed know nothing, rather than what is wrong."""
+        """Run ``work``. On failure, make readers start again rather than keep wrong state."""
         try:
             work()
         except Exception:
@@ -181,7 +179,7 @@ class Publisher:
     def _publish(self) -> None:
         assert self._events is not None, "it was started"
         changes, was_lost = self._log.take()
-        if was_lost:  # of what remains, nobody knows what it is behind
+        if was_lost:  # the remaining changes cannot be ordered
             logger.warning("events lost, readers begin anew changes=%d", len(changes))
             self._events.clear()
             self._send([CLEARED])
@@ -208,7 +206,7 @@ class Publisher:
             self._num_kept_bytes -= len(self._kept.popleft()[1])
 
     def _hear(self, replay: zmq.Socket[bytes]) -> None:
-        """Somebody has missed something. A question takes the place of the asker's last one."""
+        """Receive a replay request. It replaces the client's earlier one."""
         frames = replay.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != len(END):
             logger.warning("no replay, the question has frames=%d", len(frames))
@@ -216,7 +214,7 @@ class Publisher:
         self._answers[frames[0]] = int.from_bytes(frames[2], "big")
 
     def _answer(self, replay: zmq.Socket[bytes], asker: bytes) -> None:
-        """Send the asker some more of its replay, as much as it has room for."""
+        """Send the client more of its replay, as much as its queue has room for."""
         import zmq
 
         oldest = self._kept[0][0] if self._kept else self._num_sent
@@ -230,15 +228,15 @@ class Publisher:
                 replay.send_multipart([asker, b"", b"", END, b""], zmq.NOBLOCK)
                 del self._answers[asker]
         except zmq.Again:
-            return  # it has not read what it was sent
+            return  # its queue is full
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            del self._answers[asker]  # it has gone
+            del self._answers[asker]  # it disconnected
 
 
 def is_local(endpoint: str) -> bool:
-    """Whether only programs on this machine can reach it."""
+    """Whether only programs on this machine can reach the endpoint."""
     local = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:", "ipc://", "inproc://")
     return endpoint.startswith(local)
 

@@ -1,7 +1,7 @@
-"""Spans of requests, for whoever collects OpenTelemetry's traces.
+"""Spans of requests for OpenTelemetry.
 
-They are made when all is over, from times that were noted anyway, beside the thread that computes.
-Where to, how many and under which name is said by OpenTelemetry's own environment variables.
+They are created after the request, from recorded times, outside the compute thread. OpenTelemetry's
+own environment variables configure destination, sampling and service name.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 Attributes = Mapping[str, str | int | float | bool]
 
 EXPORTERS = {"otlp": "otlp_proto_http"}
-"""OpenTelemetry's names of exporters, where their entry points have another one."""
+"""OpenTelemetry's names of exporters whose entry points have another name."""
 CLOSE_S = 3.0
 """Longest wait at close for the last spans to be delivered."""
 
 
 def _ns(perf_s: float) -> int:
-    """Nanoseconds since 1970 of a ``time.perf_counter``."""
+    """Return a ``time.perf_counter`` as nanoseconds since 1970."""
     return time.time_ns() - int((time.perf_counter() - perf_s) * 1e9)
 
 
 class RequestSpan:
-    """One request. Times are those of ``time.perf_counter``; attributes are put under "kvtier."."""
+    """Span of one request. Times are ``time.perf_counter``; attributes get the prefix "kvtier."."""
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
         from opentelemetry.trace import set_span_in_context
@@ -47,7 +47,7 @@ class RequestSpan:
     def child(
         self, name: str, began_s: float, ended_s: float, attributes: Attributes, error: str = ""
     ) -> None:
-        """A part of it, over by now; the request may be over, too."""
+        """Add a completed part of the request, which may itself be over."""
         if not self.is_recording:
             return
         began = _ns(began_s)
@@ -56,15 +56,15 @@ class RequestSpan:
         span.end(began + max(0, int((ended_s - began_s) * 1e9)))
 
     def end(self, attributes: Attributes, error: str = "") -> None:
-        """The answer is complete, or never will be."""
+        """End the span: the answer is complete, or has failed."""
         _fill(self._span, attributes, error)
         self._span.end()
 
 
 class Traces:
-    """Makes spans and hands them to an exporter.
+    """Creates spans and passes them to an exporter.
 
-    close: of the exporter, where it is ours.
+    close: closes the exporter if kvtier made it.
     """
 
     def __init__(self, tracer: Tracer, close: Callable[[], object] | None) -> None:
@@ -72,7 +72,7 @@ class Traces:
         self._close = close
 
     def begin(self, name: str, headers: Mapping[str, str], began_s: float) -> RequestSpan:
-        """Begin a request's span, below this process's current span or its ``traceparent``."""
+        """Begin a request's span, below this process's span or the ``traceparent`` header."""
         from opentelemetry.trace import SpanKind
 
         span = self._tracer.start_span(
@@ -81,10 +81,7 @@ class Traces:
         return RequestSpan(self._tracer, span)
 
     def close(self) -> None:
-        """Send what is left.
-
-        A collector that does not answer is waited for no longer than ``CLOSE_S``.
-        """
+        """Send the remaining spans, waiting at most ``CLOSE_S`` for the collector."""
         if self._close is not None:
             thread = Thread(target=self._close, name="kvtier-traces-end", daemon=True)
             thread.start()
@@ -96,7 +93,7 @@ def _parent(headers: Mapping[str, str]) -> Context | None:
     from opentelemetry.trace import get_current_span
 
     if get_current_span().get_span_context().is_valid:
-        return None  # whatever watches the server has read the headers already
+        return None  # the server's own instrumentation has read the headers
     return extract(headers)
 
 
@@ -109,10 +106,10 @@ def _fill(span: Span, attributes: Attributes, error: str) -> None:
 
 
 def open_traces(version: str) -> Traces:
-    """Traces to where the environment says.
+    """Return traces as configured by the environment.
 
-    To the provider that this process has, or else to one of our own. Raises ``ConfigError`` for
-    what is missing or unknown.
+    Uses the provider of this process if there is one. Raises ``ConfigError`` for a missing package
+    or an unknown exporter.
     """
     try:
         from opentelemetry import trace
