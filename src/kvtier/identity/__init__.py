@@ -1,11 +1,11 @@
-"""Identity of a model's weights, by all bytes of the files that decide on its KV.
+"""Identity of a model's weights, by all bytes of the files that determine its KV.
 
-    files.py       which files these are, and how they looked
+    files.py       which files these are, and their stamps
     content.py     their bytes, hashed in parallel
-    memory.py      what they held when they last looked so, in the user's cache folder
-    identify.py    start here: what is known at once, what is read, what is checked afterwards
+    memory.py      their digests by stamp, in the user's cache folder
+    identify.py    start here: what is known at once, what is read, what is verified afterwards
 
-Engines and connectors put the result into their namespace. Nothing here knows any engine.
+Engines and connectors put the result into their namespace. Nothing here depends on an engine.
 """
 
 from kvtier.identity.files import is_counted, process_start_ns

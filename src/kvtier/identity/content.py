@@ -1,8 +1,8 @@
-"""All bytes of files, hashed in parallel.
+"""Hashes of all bytes of files, in parallel.
 
-A file is cut into parts, and its digest is that of its size and of its parts' digests: so one large
-file keeps several threads, and a fast disk, as busy as many do. Files are read, not mapped: one
-that is cut short while it is mapped ends the process.
+A file is cut into parts, and its digest is that of its size and its parts' digests. So one large
+file keeps several threads and a fast disk as busy as many files do. Files are read, not mapped:
+truncating a mapped file would kill the process.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from kvtier.system.process import give_way, num_cores
 
 PART_BYTES = 64 << 20
 BUFFER_BYTES = 1 << 20
-"""Stays in a core's own cache between reading and hashing."""
+"""Fits into a core's own cache between reading and hashing."""
 MAX_THREADS = 8
-"""Each hashes several GB/s: more would only wait for memory."""
+"""Each thread hashes several GB/s: more threads would only wait for memory."""
 
 
 class Stopped(Exception):  # noqa: N818 - asked for, no failure
-    """Somebody does not want to know any more."""
+    """Hashing was stopped on request."""
 
 
 def num_threads() -> int:
-    """As many as this process may use cores, within reason."""
+    """Return the number of hash threads: the available cores, at most ``MAX_THREADS``."""
     return min(MAX_THREADS, num_cores())
 
 
 def hash_files(
     paths: Sequence[Path], threads: int, stop: Event, is_polite: bool = False
 ) -> list[bytes]:
-    """32 bytes per file. is_polite: whoever else wants a core has it first.
+    """Return a digest of 32 bytes per file.
 
-    OSError for a file that can't be read or becomes shorter meanwhile, ``Stopped`` after ``stop``.
+    is_polite: run at low priority.
+    Raises ``OSError`` for a file that cannot be read or becomes shorter meanwhile, ``Stopped``
+    after ``stop``.
     """
     sizes = [path.stat().st_size for path in paths]
     parts = [

@@ -1,4 +1,4 @@
-"""The files of a model that decide on its KV, and how they looked."""
+"""The files of a model that determine its KV, and their stamps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Self
 COUNTED = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".npz", ".tensors", ".json", ".py"}
 )
-"""Weights, what says how they are computed with, and code."""
+"""Suffixes of weights, of their configuration, and of code."""
 SAY_NOTHING = frozenset(
     {
         "added_tokens.json",
@@ -27,15 +27,15 @@ SAY_NOTHING = frozenset(
 )
 """Files about text and sampling only. They are not part of the identity: keys hold token ids."""
 GRAIN_NS = 2 * 10**9
-"""File systems count time in steps of up to this: a file may change once more within one, and look
-the same."""
+"""Upper bound of the time resolution of file systems: within it a file may change again without a
+new time."""
 TELLING_SINCE_NS = 946_684_800 * 10**9
-"""The year 2000: images that are built to be reproducible set all times to an earlier one."""
+"""The year 2000: reproducible images set all times to an earlier one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Stamp of a file: sizes and times in ns since 1970. No user can set ``ctime_ns``."""
+    """Size, times (ns since 1970) and inode of a file. No user can set ``ctime_ns``."""
 
     size: int
     mtime_ns: int
@@ -52,18 +52,18 @@ class Stamp:
 
 
 def is_counted(path: Path) -> bool:
-    """Whether a file of this name decides on KV."""
+    """Whether a file of this name determines KV."""
     return path.suffix in COUNTED and path.name not in SAY_NOTHING
 
 
 Files = Mapping[Path, Stamp | None]
-"""By path, in order; None for a link to what is not there."""
+"""Stamps by path, in order; None for a dangling link."""
 
 
 def model_files(model: Path) -> Files:
-    """The files that count, of a folder, without those of its folders.
+    """Return the relevant files of a folder, without its subfolders, or the file ``model``.
 
-    Or the one that ``model`` is. OSError where that can't be read.
+    Raises ``OSError`` if that cannot be read.
     """
     if not model.is_dir():
         return {model: Stamp.of(model.stat())}
@@ -82,12 +82,10 @@ def model_files(model: Path) -> Files:
 
 
 def telling(stamps: Mapping[str, Stamp], now_ns: int) -> set[str]:
-    """Return the files whose stamps would show a change after ``now_ns``.
+    """Return the files whose stamps would reveal a change after ``now_ns``.
 
-    Reading them began at that moment.
-
-    Not those that changed a moment before, or "later"; nor those whose times were made up: before
-    anybody had such files, or to the second the same for all of them.
+    ``now_ns`` is when reading them began. Excluded are files that changed just before or later, and
+    files with artificial times: before 2000, or identical to the second for all of them.
     """
     times = {stamp.mtime_ns for stamp in stamps.values()}
     if len(stamps) > 1 and len(times) == 1 and not next(iter(times)) % 10**9:
@@ -100,7 +98,7 @@ def telling(stamps: Mapping[str, Stamp], now_ns: int) -> set[str]:
 
 
 def process_start_ns() -> int | None:
-    """When this process began, in ns since 1970, to about 10 ms; None where nobody says."""
+    """Return the start of this process in ns since 1970, to about 10 ms; None if unknown."""
     try:
         text = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
         ticks = int(text.rpartition(")")[2].split()[19])

@@ -1,8 +1,8 @@
-"""Finds out which weights were loaded: remembered, or read while they are loaded.
+"""Identifies the loaded weights: from memory, or by reading them while they are loaded.
 
-begin()   notes how the files look, before anybody loads them; recalls or begins to read
-settle()  they were loaded: who are they? Waits for the reading
-check()   in the background: what was only remembered is read after all
+begin()   notes the files' stamps before the weights are loaded; recalls or begins to read
+settle()  returns the identity of the loaded weights; waits for the reading
+check()   reads in the background what was only recalled
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from kvtier.identity.memory import WeightsMemory
 logger = logging.getLogger(__name__)
 
 SMALL_FILE_BYTES = 1 << 20
-"""Smaller ones are read each time: configurations, and code."""
+"""Smaller files are always read: configurations and code."""
 SMALL_MODEL_BYTES = 1 << 30
-"""Is read in a fraction of a second, and never remembered."""
+"""A smaller model is read in a fraction of a second, and never remembered."""
 NUM_POLITE_THREADS = 2
-"""For what nobody waits for."""
+"""Threads for reading in the background."""
 
 
 class Basis(Enum):
-    """Why an identity is believed."""
+    """Evidence for an identity."""
 
     READ = "read"
     """This process has read all bytes."""
     REMEMBERED = "remembered"
-    """The files look as they did when all bytes were read."""
+    """The files have the same stamps as when all bytes were read."""
     GIVEN = "given"
-    """Somebody says so, who knows what can't be read."""
+    """The user gave the identity."""
     UNKNOWN = "unknown"
-    """Nobody can say what was loaded: a name that no other process has, nor had."""
+    """The loaded weights cannot be determined: the name is unique to this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
     """Identity of a model's weights.
 
-    digest: in hex; equal weights with equal configuration and code have the same.
+    digest: hex; equal for equal weights, configuration and code.
     """
 
     digest: str
@@ -66,9 +66,11 @@ def unknown(reason: str) -> Identity:
 class Identification:
     """Identification of the weights at ``models``: folders or files that are used together.
 
-    memory: None for none. since_ns: files that changed later than this were perhaps loaded before
-    they did; for callers that come after the loading. small_bytes: a model of up to this size is
-    always read. One thread calls ``begin`` and ``settle``, ``read`` runs on any, once at a time.
+    memory: None for none.
+    since_ns: for callers that start after the loading: files that changed later than this may
+    differ from what was loaded.
+    small_bytes: a model of up to this size is always read.
+    One thread calls ``begin`` and ``settle``; ``read`` runs on any thread, one call at a time.
     """
 
     def __init__(
@@ -96,16 +98,16 @@ class Identification:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all files that count."""
+        """Total size of the relevant files."""
         return sum(stamp.size for stamp in self._files.values() if stamp is not None)
 
     @property
     def is_small(self) -> bool:
-        """Whether it is read in no time."""
+        """Whether the model is read quickly and not remembered."""
         return self.num_bytes <= self._small_bytes
 
     def begin(self) -> None:
-        """Recall, or begin to read, on threads of its own."""
+        """Recall the identity, or begin to read the files in the background."""
         self._known = self._recall()
         if self._known is None:
             self._reader = Thread(target=self.read, name="kvtier-weights", daemon=True)
@@ -125,8 +127,8 @@ class Identification:
     def check(self, then: Callable[[Identity], None]) -> None:
         """Read all bytes in the background, and call ``then`` on that thread; not after ``stop``.
 
-        What was remembered and is not what was read is forgotten; who has loaded what is unknown
-        then, for the files look as they did, and are others.
+        If the digest differs from the remembered one, that is forgotten and the result is unknown:
+        the files have the same stamps but other content, so it is uncertain what was loaded.
         """
 
         def read() -> None:
@@ -138,17 +140,17 @@ class Identification:
         self._reader.start()
 
     def stop(self) -> None:
-        """Nobody wants to know any more. Waits for the threads, not for the reading."""
+        """Cancel the reading, and wait for its threads."""
         self._stop.set()
         if self._reader is not None:
             self._reader.join()
 
     def read(self, threads: int | None = None, is_polite: bool = False) -> Identity:
-        """Read all bytes: who lies there, if that is who lay there at the beginning."""
+        """Read all bytes and return the identity; unknown if the files changed in the meantime."""
         self._read = self._identify(threads or num_threads(), is_polite)
         return self._read
 
-    # -- how ---------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def _look(self) -> Files:
         return {path: stamp for model in self._models for path, stamp in model_files(model).items()}
@@ -186,9 +188,9 @@ class Identification:
         return found
 
     def _digest(self, held: dict[Path, str]) -> str:
-        """Return the digest of all files: their names below each model, and contents.
+        """Return the digest of all files: their names below each model, and their contents.
 
-        Of a dead link, its name.
+        A dangling link counts with its name only.
         """
         hasher = blake3()
         for model in self._models:
@@ -199,13 +201,13 @@ class Identification:
                 for piece in (name, held.get(path, "")):
                     hasher.update(len(os.fsencode(piece)).to_bytes(8, "little"))
                     hasher.update(os.fsencode(piece))
-            hasher.update(b"\xff" * 8)  # no length of a name: the next model
+            hasher.update(b"\xff" * 8)  # not a valid length: marks the next model
         return hasher.hexdigest()
 
-    # -- what is remembered ------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def _recall(self) -> Identity | None:
-        """From memory, and from the small files' bytes."""
+        """Return the identity from memory and from the bytes of the small files, if possible."""
         if self._memory is None or self._trouble or self.is_small:
             return None
         records = self._memory.recall(self._key)

@@ -1,11 +1,11 @@
-"""Digests of files read before, by their stamps, kept in the user's cache folder.
+"""Digests of files read before, by their stamps, in the user's cache folder.
 
     weights/<hash of the model's path>.json
     {"version": 1, "model": path,
      "files": {path: [size, mtime_ns, ctime_ns, inode, digest]}, "check": hash of the rest}
 
-A file per model, replaced as a whole: processes never wait for each other, the last one to write is
-believed. Whatever is damaged, or might be somebody else's work, is as good as not there.
+There is one file per model, replaced atomically: processes never wait for each other, and the last
+writer wins. A file that is damaged or that others could have written is ignored.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ VERSION = 1
 MAX_BYTES = 4 << 20
 """Largest size of one model's file: entries for about ten thousand weight files."""
 MAX_MODELS = 64
-"""The one that was written longest ago is forgotten first."""
+"""Maximum number of files; the oldest is removed first."""
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 Records = Mapping[str, tuple[Stamp, str]]
-"""By path: how a file looked, and the digest of what it held, in hex."""
+"""By path: the stamp of a file, and the digest of its content in hex."""
 
 
 class WeightsMemory:
     """Remembers digests of weights by the stamps of their files.
 
-    folder: made when something is remembered; by default below the user's cache folder.
+    folder: created when something is remembered. Default: in the user's cache folder. A folder that
+    others own or may write to is not used.
 
-    One that others own, or may write to, is not used.
-
-    Nothing raises: what can't be remembered is read again.
+    Never raises: what cannot be remembered is read again.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -71,7 +70,7 @@ class WeightsMemory:
             return {}
 
     def remember(self, model: str, records: Records) -> bool:
-        """In the place of what was remembered of this model. False where that can't be written."""
+        """Replace what was remembered of this model. Return False if that cannot be written."""
         content = _format(model, records)
         if len(content) > MAX_BYTES:
             return False
@@ -87,13 +86,13 @@ class WeightsMemory:
         return True
 
     def forget(self, model: str) -> None:
-        """Nothing is known of this model any more."""
+        """Remove what was remembered of this model."""
         with suppress(OSError), self._open_folder() as folder:
             os.unlink(_name(model), dir_fd=folder)
 
     @contextmanager
     def _open_folder(self) -> Iterator[int]:
-        """All files are reached through what was looked at here, whatever is renamed meanwhile."""
+        """Yield the checked folder, through whose descriptor all files are reached."""
         fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             _refuse_foreign(os.fstat(fd), "the folder")
@@ -112,7 +111,7 @@ def _name(model: str) -> str:
 
 
 def _read(folder: int, name: str) -> bytes | None:
-    # Not blocking: a pipe of that name would be waited for otherwise.
+    # Non-blocking: opening a pipe of that name would wait otherwise.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     with os.fdopen(os.open(name, flags, dir_fd=folder), "rb") as file:
         found = os.fstat(file.fileno())
@@ -136,7 +135,7 @@ def _replace(folder: int, name: str, content: bytes) -> None:
 
 
 def _prune(folder: int) -> None:
-    """Keep the newest files only; what a process left behind when it was killed goes, too."""
+    """Keep only the newest files; temporary files of killed processes are removed, too."""
     written: list[tuple[int, str]] = []
     for name in os.listdir(folder):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""KV memory as data: what a block holds, and where its bytes lie."""
+"""KV memory as data: the content of a block, and the addresses of its bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group of layers that share one kind of attention, and what each keeps per token."""
+"""A group of layers that share one kind of attention, and their content per token."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from kvtier.errors import LayoutError
 
 
 class Attention(StrEnum):
-    """Kinds of attention, by what a prefix leaves behind."""
+    """Kinds of attention, by the KV that a prefix has."""
 
     FULL = "full"
     """K and V of every token, per KV head (MHA, GQA, MQA)."""
     LATENT = "latent"
-    """One compressed latent and one rotary key per token (MLA): parts of different width."""
+    """One compressed latent and one rotary key per token (MLA), which have different widths."""
     SLIDING = "sliding"
     """K and V of the last ``window`` tokens."""
     RECURRENT = "recurrent"
-    """A state of fixed size, kept as a snapshot at the block's end."""
+    """A state of fixed size; a snapshot at the block's end."""
 
 
 class DType(StrEnum):
-    """Element types that KV is kept in."""
+    """Element types of KV."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -40,9 +40,10 @@ class DType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the tensors that a layer keeps: ``[num_tokens, num_heads, dim]``.
+    """One of the tensors of a layer: ``[num_tokens, num_heads, dim]``.
 
-    per_token: False for a state kept once per block (recurrent layers): ``[1, num_heads, dim]``.
+    per_token: False for a state with one copy per block (recurrent layers): ``[1, num_heads,
+    dim]``.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Part:
 class KVGroup:
     """Layers of one kind. A block is ``block_size`` tokens of all its layers and parts.
 
-    window: tokens that a sliding layer still sees; 0 for every other kind.
+    window: tokens that a sliding layer attends to; 0 for every other kind.
     """
 
     attention: Attention
@@ -70,7 +71,7 @@ class KVGroup:
 
     def __post_init__(self) -> None:
         try:
-            # The fingerprint is made of the fields as written: "float32" has to be DType.FLOAT32.
+            # The fingerprint uses the repr of fields: "float32" has to become DType.FLOAT32.
             object.__setattr__(self, "dtype", DType(self.dtype))
         except ValueError:
             known = ", ".join(DType)
@@ -87,7 +88,7 @@ class KVGroup:
             )
 
     def tokens_of(self, part: Part) -> int:
-        """Entries along the token axis of ``part`` in one block."""
+        """Return the entries along the token axis of ``part`` in one block."""
         return self.block_size if part.per_token else 1
 
     @property
@@ -98,12 +99,12 @@ class KVGroup:
 
     @property
     def fingerprint(self) -> str:
-        """Names the block's content, not its arrangement: equal where blocks can be exchanged."""
+        """Name of the block's content, not of its arrangement: equal if blocks can be exchanged."""
         return blake2b(repr(self).encode(), digest_size=8).hexdigest()
 
 
 def _make_integers(sizes: Part | KVGroup, *names: str) -> None:
-    """Make the fields plain ints, from any kind of integer."""
+    """Convert the fields to plain ints, from any integer type."""
     for name in names:
         value = getattr(sizes, name)
         try:
@@ -115,7 +116,7 @@ def _make_integers(sizes: Part | KVGroup, *names: str) -> None:
 def full_attention(
     num_layers: int, num_kv_heads: int, head_dim: int, dtype: DType, block_size: int
 ) -> KVGroup:
-    """K and V per KV head: MHA, GQA and MQA models (Llama, Qwen3)."""
+    """Return a group with K and V per KV head: MHA, GQA and MQA models (Llama, Qwen3)."""
     parts = (Part("k", num_kv_heads, head_dim), Part("v", num_kv_heads, head_dim))
     return KVGroup(Attention.FULL, num_layers, parts, dtype, block_size)
 
@@ -123,7 +124,7 @@ def full_attention(
 def latent_attention(
     num_layers: int, kv_lora_rank: int, rope_dim: int, dtype: DType, block_size: int
 ) -> KVGroup:
-    """Compressed latent and rotary key per token: MLA models (DeepSeek-V2, V3)."""
+    """Return a group with a latent and a rotary key per token: MLA models (DeepSeek-V2, V3)."""
     parts = (Part("latent", 1, kv_lora_rank), Part("rope", 1, rope_dim))
     return KVGroup(Attention.LATENT, num_layers, parts, dtype, block_size)
 
@@ -131,7 +132,7 @@ def latent_attention(
 def sliding_attention(
     num_layers: int, num_kv_heads: int, head_dim: int, window: int, dtype: DType, block_size: int
 ) -> KVGroup:
-    """K and V of the last ``window`` tokens (Gemma3, GPT-OSS)."""
+    """Return a group with K and V of the last ``window`` tokens (Gemma3, GPT-OSS)."""
     parts = (Part("k", num_kv_heads, head_dim), Part("v", num_kv_heads, head_dim))
     return KVGroup(Attention.SLIDING, num_layers, parts, dtype, block_size, window)
 
@@ -139,14 +140,17 @@ def sliding_attention(
 def recurrent_state(
     num_layers: int, states: tuple[tuple[str, int, int], ...], dtype: DType, block_size: int
 ) -> KVGroup:
-    """Snapshots of fixed size at block ends (Qwen3-Next, Mamba). states: (name, rows, columns)."""
+    """Return a group with snapshots of fixed size at block ends (Qwen3-Next, Mamba).
+
+    states: (name, rows, columns).
+    """
     parts = tuple(Part(name, rows, columns, per_token=False) for name, rows, columns in states)
     return KVGroup(Attention.RECURRENT, num_layers, parts, dtype, block_size)
 
 
 def opaque(num_bytes: int) -> KVGroup:
-    """Blocks of so many bytes that only their engine can read.
+    """Return a group of blocks of ``num_bytes`` whose content only their engine understands.
 
-    The part keeps its name: slabs are known by it.
+    The part's name must not change: slabs are identified by it.
     """
     return KVGroup(Attention.FULL, 1, (Part("chunk", 1, num_bytes),), DType.UINT8, block_size=1)

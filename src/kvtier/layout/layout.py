@@ -1,12 +1,12 @@
 """Layout of KV memory: named axes in an order, and the strides that follow.
 
-An element is named by (part, layer, block, token, head, dim). A layout is an order of these six
-axes over one memory; everything else is arithmetic:
+An element has the index (part, layer, block, token, head, dim). A layout is an order of these six
+axes over one memory; the addresses follow:
 
     address(part, l, b, t, h, d) = offset[part] + l*layer + b*block + t*token + h*head + d*dim
 
-Parts may differ in width (MLA): inside the ``PART`` axis they follow each other, so axes outside
-it stride over all parts together and axes inside it over one part alone.
+Parts may differ in width (MLA). They are adjacent inside the ``PART`` axis, so axes outside it
+stride over all parts together, and axes inside it over one part only.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Axis(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PartStrides:
-    """Bytes from one index to the next along each axis, and where the part begins.
+    """Strides of one part along each axis, in bytes, and its offset.
 
-    layers: where each layer begins instead, for pools of a tensor per layer.
+    layers: offset of each layer instead, for pools with a tensor per layer.
     """
 
     offset: int
@@ -51,9 +51,9 @@ class PartStrides:
 class Layout:
     """``num_blocks`` blocks of a group, arranged in one memory of ``nbytes`` bytes.
 
-    order: outermost axis first; () for a pool of several tensors. parts: strides, in the order of
-    ``group.parts``. Made by ``arrange`` or ``over_tensors``; equal layouts place every element
-    alike.
+    order: outermost axis first; () for a pool of several tensors.
+    parts: strides, in the order of ``group.parts``.
+    Create it by ``arrange`` or ``over_tensors``. Equal layouts have equal addresses.
     """
 
     group: KVGroup
@@ -62,7 +62,7 @@ class Layout:
     parts: tuple[PartStrides, ...]
     nbytes: int
 
-    def __hash__(self) -> int:  # of all fields it would cost more than a look-up that needs it
+    def __hash__(self) -> int:  # a hash of all fields would cost more than the look-ups that use it
         return hash((self.num_blocks, self.nbytes))
 
     @property
@@ -72,10 +72,10 @@ class Layout:
 
 
 def arrange(group: KVGroup, order: tuple[Axis, ...], num_blocks: int) -> Layout:
-    """Lay ``num_blocks`` blocks out in ``order``, without gaps.
+    """Return the layout of ``num_blocks`` blocks in ``order``, without gaps.
 
-    order: each axis once, outermost first; ``DIM`` last, for no known KV layout splits a head.
-    Outside ``PART`` all parts have to be equally long.
+    order: each axis once, outermost first; ``DIM`` last, because no known KV layout splits a head.
+    Raises ``LayoutError`` unless all parts have equal lengths along the axes outside ``PART``.
     """
     if sorted(axis.value for axis in order) != sorted(axis.value for axis in Axis):
         raise LayoutError(f"a layout needs each of {[a.value for a in Axis]} once, got {order}")
@@ -118,7 +118,7 @@ def arrange(group: KVGroup, order: tuple[Axis, ...], num_blocks: int) -> Layout:
 
 
 def _count(group: KVGroup, part: Part, axis: Axis, num_blocks: int) -> int:
-    """Entries along ``axis`` in one part."""
+    """Return the entries along ``axis`` in one part."""
     return {
         Axis.LAYER: group.num_layers,
         Axis.BLOCK: num_blocks,

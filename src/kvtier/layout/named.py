@@ -1,4 +1,4 @@
-"""The arrangements in use, each as an order of axes. A new one is a new line, not a new branch."""
+"""Layouts in use, each as an order of axes. A new one is a new line, not a new branch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from kvtier.layout.group import KVGroup
 from kvtier.layout.layout import Axis, Layout, arrange
 
 ORDERS: dict[str, tuple[Axis, ...]] = {
-    # Device pools: what attention kernels read, one layer at a time.
+    # Device pools, which attention kernels read one layer at a time.
     "layer_first": (Axis.LAYER, Axis.PART, Axis.BLOCK, Axis.TOKEN, Axis.HEAD, Axis.DIM),
-    # K of all layers, then V of all layers: pools kept as two tensors.
+    # K of all layers, then V of all layers: pools of two tensors.
     "part_first": (Axis.PART, Axis.LAYER, Axis.BLOCK, Axis.TOKEN, Axis.HEAD, Axis.DIM),
-    # A whole block in one piece: our host, disk and remote tiers.
+    # Contiguous blocks: kvtier's host, disk and remote tiers.
     "block_first": (Axis.BLOCK, Axis.LAYER, Axis.PART, Axis.TOKEN, Axis.HEAD, Axis.DIM),
     # SGLang's host pools, by SGLang's names.
     "page_first": (Axis.PART, Axis.BLOCK, Axis.TOKEN, Axis.LAYER, Axis.HEAD, Axis.DIM),
@@ -22,7 +22,7 @@ ORDERS: dict[str, tuple[Axis, ...]] = {
 
 
 def named_layout(name: str, group: KVGroup, num_blocks: int) -> Layout:
-    """The arrangement called ``name`` (a key of ``ORDERS``) for blocks of ``group``."""
+    """Return the layout called ``name`` (a key of ``ORDERS``) for blocks of ``group``."""
     if name not in ORDERS:
         raise LayoutError(f"no layout is called {name!r}; use one of {', '.join(sorted(ORDERS))}")
     return arrange(group, ORDERS[name], num_blocks)

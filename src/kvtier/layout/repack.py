@@ -1,4 +1,4 @@
-"""Copy blocks between any two layouts, element by element: the oracle for every faster path."""
+"""Copies blocks between any two layouts, element by element: the oracle for the faster paths."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def part_view(memory: Bytes, layout: Layout, part: int) -> Bytes:
-    """A view of one part: uint8 [num_blocks, num_layers, num_tokens, num_heads, dim * itemsize].
+    """Return a view of one part, which writes to the memory.
 
-    memory: uint8 [>= layout.nbytes], contiguous. Writing to the view writes to the memory. Raises
-    ``LayoutError`` for a pool of several tensors, whose layers lie anywhere.
+    The view is uint8 [num_blocks, num_layers, num_tokens, num_heads, dim * itemsize].
+
+    memory: uint8 [>= layout.nbytes], contiguous.
+    Raises ``LayoutError`` for a pool of several tensors, whose layers have arbitrary addresses.
     """
     strides = layout.parts[part]
     if strides.layers:
@@ -30,7 +32,10 @@ def part_view(memory: Bytes, layout: Layout, part: int) -> Bytes:
 
 
 def layer_view(memory: Bytes, layout: Layout, part: int, layer: int) -> Bytes:
-    """A view of one layer of a part: uint8 [num_blocks, num_tokens, num_heads, dim * itemsize]."""
+    """Return a view of one layer of a part, which writes to the memory.
+
+    The view is uint8 [num_blocks, num_tokens, num_heads, dim * itemsize].
+    """
     is_flat = memory.dtype == np.uint8 and memory.ndim == 1 and memory.flags.c_contiguous
     if not is_flat or memory.nbytes < layout.nbytes:
         raise LayoutError(

@@ -1,8 +1,8 @@
 """Contiguous pieces of a block, in one layout and between two.
 
-Between two layouts a block falls into *fragments*: pieces that are contiguous on both sides. Their
-offsets are the same for every block up to a stride, so they are worked out, and merged where they
-are neighbours, once per pair of layouts, and a batch of copies is one broadcast:
+Between two layouts a block consists of *fragments*: pieces that are contiguous on both sides. Their
+offsets are the same for every block up to a stride. So they are computed and merged once per pair
+of layouts, and a batch of copies is one broadcast:
 
     src(b, f) = src_offset[f] + b * src_stride[f]        dst(b, f) likewise
 """
@@ -24,10 +24,7 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragments:
-    """Copy plan of one block between two layouts.
-
-    All arrays int64 [num_fragments], bytes.
-    """
+    """Copy plan of one block between two layouts. All arrays int64 [num_fragments], bytes."""
 
     src_offset: Int64s
     src_stride: Int64s
@@ -40,7 +37,7 @@ class Fragments:
         return _begins(blocks, self.src_offset, self.src_stride)
 
     def dst(self, blocks: Int64s) -> Int64s:
-        """The same in the destination."""
+        """Return destination offsets of each block's fragments: int64 [num_blocks, n], bytes."""
         return _begins(blocks, self.dst_offset, self.dst_stride)
 
 
@@ -48,9 +45,11 @@ class Fragments:
 class SteppedFragments:
     """Copy plan of one block between two layouts, a few layers at a time.
 
-    fragments: all of them, those of the first step first. counts: of each step, which brings the
-    layers from ``i * layers_per_step`` on; num_bytes: of each step. can_touch: whether neighbouring
-    blocks are neighbours in it on both sides, with nothing between them.
+    fragments: of all steps, in order.
+    layers_per_step: step i copies the layers from ``i * layers_per_step`` on.
+    counts: fragments of each step.
+    num_bytes: bytes of each step.
+    can_touch: per step, whether fragments of adjacent blocks are adjacent on both sides.
     """
 
     fragments: Fragments
@@ -86,7 +85,7 @@ def spans(layout: Layout, block: int, layer: int) -> Int64s:
 
 @lru_cache(maxsize=64)
 def fragments(src: Layout, dst: Layout) -> Fragments:
-    """Largest pieces that are contiguous in both layouts, whatever the block, by ``dst`` offset."""
+    """Return the largest pieces that are contiguous in both layouts, by ``dst`` offset."""
     if src.group != dst.group:
         raise LayoutError(
             f"blocks of {src.group} can't be copied into blocks of {dst.group}: make both tiers "
@@ -97,10 +96,10 @@ def fragments(src: Layout, dst: Layout) -> Fragments:
 
 @lru_cache(maxsize=256)
 def stepped_fragments(src: Layout, dst: Layout, layers_per_step: int) -> SteppedFragments:
-    """The same pieces, ``layers_per_step`` layers after each other.
+    """Return the fragments in steps of ``layers_per_step`` layers.
 
-    Where a piece spans layers that would fall apart, as between two layouts that keep a whole block
-    together, all layers are one step: many small copies would cost more than they could hide.
+    If a fragment spans layers that the steps would separate, for example between two layouts with
+    contiguous blocks, there is one step: many small copies would cost more than they hide.
     """
     whole, num_layers = fragments(src, dst), src.group.num_layers
     steps = [
@@ -123,11 +122,11 @@ Row = tuple[int, int, int, int, int]
 
 
 def _rows(src: Layout, dst: Layout, layers: range) -> list[Row]:
-    """The fragments of some layers by ``dst`` offset, merged."""
+    """Return the fragments of some layers by ``dst`` offset, merged."""
     rows: list[Row] = []
     for index, (src_part, dst_part) in enumerate(zip(src.parts, dst.parts, strict=True)):
         axes = ("layer", "token", "head")
-        # Layers of a pool of several tensors lie anywhere: each is walked by itself.
+        # Layers of a pool of several tensors have arbitrary addresses: iterate over each.
         is_alone = bool(src_part.layers or dst_part.layers)
         for some in [range(at, at + 1) for at in layers] if is_alone else [layers]:
             run, rest = _common_run(src, index, src_part, dst_part, axes, len(some))
@@ -151,9 +150,9 @@ def _as_arrays(rows: list[Row]) -> Fragments:
 
 
 def _begins(blocks: Int64s, offset: Int64s, stride: Int64s) -> Int64s:
-    """offset[f] + blocks[b] * stride[f].
+    """Return offset[f] + blocks[b] * stride[f].
 
-    One addition where the strides are equal, as they are in most layouts.
+    Equal strides, as in most layouts, need only one addition.
     """
     if (stride == stride[0]).all():
         return np.asarray(np.add.outer(blocks * stride[0], offset))
@@ -161,7 +160,7 @@ def _begins(blocks: Int64s, offset: Int64s, stride: Int64s) -> Int64s:
 
 
 def _merged(rows: list[Row]) -> list[Row]:
-    """Neighbours on both sides with the same strides as one."""
+    """Merge fragments with the same strides that are adjacent on both sides."""
     merged: list[Row] = []
     for to, to_stride, at, at_stride, size in rows:
         if merged:
@@ -183,7 +182,7 @@ def _common_run(
     axes: tuple[str, ...],
     num_layers: int = 1,
 ) -> tuple[int, dict[str, int]]:
-    """Bytes contiguous on both sides, and the axes (with extents) that remain to be walked."""
+    """Return the bytes contiguous on both sides, and the remaining axes with their extents."""
     part = layout.group.parts[index]
     extents = {
         "layer": num_layers,
@@ -200,7 +199,7 @@ def _common_run(
 
 
 def _offsets(extents: dict[str, int], src: PartStrides, dst: PartStrides) -> list[tuple[int, int]]:
-    """Offsets of every combination of the remaining axes, on both sides."""
+    """Return the offsets of every combination of the remaining axes, on both sides."""
     return [
         (
             sum(i * getattr(src, axis) for i, axis in zip(at, extents, strict=True)),

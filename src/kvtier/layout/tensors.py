@@ -1,4 +1,4 @@
-"""Pools that an engine keeps as several tensors: one per layer, K and V together or apart."""
+"""Pools that an engine holds as several tensors: one per layer, K and V together or separate."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvtier.layout.layout import Layout, PartStrides
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Location of one part (K, V or latent) of one layer.
+    """Address and strides of one part (K, V or latent) of one layer.
 
-    address: of block 0. block, token, head: bytes from one to the next; the elements of a head lie
-    side by side.
+    address: of block 0.
+    block, token, head: strides in bytes; the elements of a head are contiguous.
     """
 
     address: int
@@ -27,10 +27,11 @@ class TensorSlice:
 def over_tensors(
     group: KVGroup, places: Sequence[Sequence[TensorSlice]], num_blocks: int
 ) -> tuple[int, Layout]:
-    """The layout of ``num_blocks`` blocks that lie in many tensors, as one memory around them all.
+    """Return the layout of ``num_blocks`` blocks in many tensors, as one memory around them all.
 
-    places: by part, then by layer. Returns the address where that memory begins, and the layout.
-    What lies between the tensors is somebody else's: no copy between layouts touches it.
+    places: by part, then by layer.
+    Returns the address where that memory begins, and the layout. Copies between layouts do not
+    access the gaps between the tensors.
     """
     if [len(part) for part in places] != [group.num_layers] * len(group.parts):
         raise LayoutError(

@@ -1,4 +1,4 @@
-"""Decide what to copy and what to recompute. Pure: no I/O, and time is an argument."""
+"""Decide what to load and what to recompute. Pure functions: no I/O, and time is an argument."""
 
 from __future__ import annotations
 

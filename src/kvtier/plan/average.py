@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 SMOOTHING = 0.2
-"""Weight of the newest observation: about ten observations to forget an old regime. The first few
-count alike: the very first one has often paid for something that comes only once."""
+"""Weight of the newest observation: an old regime is forgotten after about ten. The first few count
+equally, because the very first one often includes one-time costs."""
 
 
 def size_class(size: int) -> int:
-    """Powers of four: 0 for up to 3, 10 for 1 to 4 Mi."""
+    """Return the class of a size, by powers of four: 0 for up to 3, 10 for 1 to 4 Mi."""
     return (max(size, 1).bit_length() - 1) // 2
 
 
 FEW = 5
-"""Fewer observations than this are too few to rely on: below it each of them moves the average by
-more than ``SMOOTHING``."""
+"""Fewer observations than this are unreliable: each of them moves the average by more than
+``SMOOTHING``."""
 
 
 class Average:
-    """Mean of all observations at first, and of the newest ones later."""
+    """Mean of the first observations, then exponential moving average."""
 
     __slots__ = ("num_seen", "value")
 

@@ -1,4 +1,4 @@
-"""Write budget of a disk that wears."""
+"""Write budget of a disk with limited endurance."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ DAY_S = 86400
 
 
 class WriteBudget:
-    """A token bucket: at most ``bytes_per_day`` in the long run, whatever happens in between.
+    """Token bucket of written bytes: on average at most ``bytes_per_day``.
 
-    bytes_per_day: 0 for no limit. burst_bytes: saved up at most; None for an hour's worth.
-    clock: seconds, ever growing.
+    bytes_per_day: 0 for no limit.
+    burst_bytes: maximum saved up; None for an hour's worth.
+    clock: seconds, monotonic.
     """
 
     def __init__(
@@ -38,13 +39,13 @@ class WriteBudget:
     def allows(self) -> bool:
         """Whether anything may be written now.
 
-        A write larger than what is left is allowed while anything is left; what follows waits
-        until it is earned back. So a batch is never too large for the bucket.
+        A write larger than the remaining budget is allowed while any is left, so no batch is too
+        large for the bucket. Later writes wait until the excess is earned back.
         """
         return self.left_bytes >= 1
 
     def spend(self, num_bytes: int) -> None:
-        """So many are being written."""
+        """Spend ``num_bytes`` of the budget."""
         if self.bytes_per_day:
             self._fill()
             self._level -= num_bytes

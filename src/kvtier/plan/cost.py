@@ -1,8 +1,8 @@
 """Costs of copies and prefill, learned from measured times.
 
-A copy of n bytes between two tiers is estimated from the moving average of seconds per byte in its
-size class (powers of four: small copies pay for latency, large ones for bandwidth). A class not
-seen yet borrows from the nearest one that was. For prefill see ``prefill.py``.
+The cost of a copy of n bytes between two tiers is the moving average of seconds per byte in its
+size class (powers of four: latency dominates small copies, bandwidth large ones). A class without
+measurements uses the nearest one that has some. For prefill see ``prefill.py``.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from kvtier.plan.prefill import PrefillCost, PrefillModel
 
 Route = tuple[str, str]
 Ways = Mapping[str, tuple[Route, ...]]
-"""Per tier the copies that bring a block from there to the device, in their order."""
+"""Per tier, the copies that bring a block from there to the device, in order."""
 
 
 def ways_of(memories: Sequence[str], storages: Sequence[str], direct: Container[str]) -> Ways:
-    """The ways of a row of tiers.
+    """Return the ways of the tiers.
 
-    memories: fastest first; blocks go from one to the next. storages: blocks come into the slowest
-    of these memories. direct: storages that they come from straight into the fastest; all, where
-    that is the only one.
+    memories: fastest first; blocks are copied from one to the next.
+    storages: blocks are read into the slowest of the memories.
+    direct: storages that are read directly into the fastest memory.
     """
     steps = [(slow, fast) for fast, slow in pairwise(memories)]
     ways = {slow: tuple(reversed(steps[: at + 1])) for at, (slow, _) in enumerate(steps)}
@@ -37,13 +37,15 @@ def ways_of(memories: Sequence[str], storages: Sequence[str], direct: Container[
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """A snapshot that a plan is made from.
+    """Snapshot of the costs that a plan is made from.
 
-    seconds_per_byte: per route and size class. prefill: None while unknown.
-    queued_s: per route, work that stands in line already; infinite where nothing moves. ways: from
-    each tier to the device. least_s: per route, what a copy takes at least, also before one was
-    measured. num_copies: how many measurements each of ``seconds_per_byte`` rests on.
-    num_prefills: the same of ``prefill``.
+    seconds_per_byte: per route and size class.
+    prefill: None while unknown.
+    queued_s: per route, the work already queued; infinite if the route is unusable.
+    ways: copies from each tier to the device.
+    least_s: per route, the minimum duration of a copy, also before one was measured.
+    num_copies: number of measurements behind each of ``seconds_per_byte``.
+    num_prefills: number of measurements behind ``prefill``.
     """
 
     seconds_per_byte: Mapping[Route, Mapping[int, float]] = field(default_factory=dict)
@@ -55,9 +57,9 @@ class Costs:
     num_prefills: int = 0
 
     def copy_s(self, route: Route, num_bytes: int) -> float:
-        """Estimated seconds to copy ``num_bytes`` along ``route``, without waiting in line.
+        """Return the estimated seconds to copy ``num_bytes`` along ``route``, without queueing.
 
-        ``least_s`` for a route never measured: the first copy is allowed, and measured.
+        ``least_s`` for a route without measurements: the first copy is allowed, and measured.
         """
         if not num_bytes:
             return 0.0
@@ -73,9 +75,9 @@ class Costs:
         return classes[_nearest(classes, num_bytes)] if classes else 0
 
     def bends(self, route: Route, low: int, high: int) -> list[int]:
-        """Return the sizes between ``low`` and ``high`` at which another line of ``copy_s`` begins.
+        """Return the sizes between ``low`` and ``high`` at which the slope of ``copy_s`` changes.
 
-        A size class, or what takes longer than ``least_s``.
+        These are the bounds of size classes, and the sizes that exceed ``least_s``.
         """
         found = [4**power for power in range(high.bit_length() // 2 + 1)]
         least_s = self.least_s.get(route, 0.0)
@@ -85,10 +87,10 @@ class Costs:
         return [size for size in found if low < size <= high]
 
     def load_s(self, num_bytes: Mapping[str, int]) -> float:
-        """Estimated seconds to bring bytes from where they are to the device.
+        """Return the estimated seconds to bring bytes from their tiers to the device.
 
-        num_bytes: per tier that blocks come from. Its line counts for a tier that is named, even
-        with 0 bytes: blocks on their way arrive when their turn comes.
+        num_bytes: per source tier. The queue of a tier counts even with 0 bytes: blocks in flight
+        arrive only after it.
         """
         totals: dict[Route, int] = {}
         for tier, total in num_bytes.items():
@@ -100,7 +102,7 @@ class Costs:
         )
 
     def prefill_s(self, first: int, end: int) -> float:
-        """Estimated seconds to compute the tokens of a prompt from ``first`` up to ``end``.
+        """Return the estimated seconds to compute the tokens ``first`` up to ``end`` of a prompt.
 
         Infinite while unknown.
         """
@@ -110,18 +112,18 @@ class Costs:
 
 
 class CostModel:
-    """Collects observations; ``snapshot`` gives what the planner needs."""
+    """Collects observations; ``snapshot`` returns the costs for the planner."""
 
     def __init__(self) -> None:
         self._copies: dict[Route, dict[int, Average]] = {}
         self._prefill = PrefillModel()
 
     def has_seen(self, route: Route) -> bool:
-        """Whether a copy along ``route`` was ever observed."""
+        """Whether a copy along ``route`` was ever measured."""
         return route in self._copies
 
     def observe_copy(self, route: Route, num_bytes: int, seconds: float) -> None:
-        """A copy along ``route`` took ``seconds``, without the time it stood in line."""
+        """Record that a copy along ``route`` took ``seconds``, without its time in the queue."""
         if num_bytes > 0 and seconds > 0:
             classes = self._copies.setdefault(route, {})
             classes.setdefault(size_class(num_bytes), Average()).add(seconds / num_bytes)
@@ -134,23 +136,23 @@ class CostModel:
         return classes[_nearest(classes, num_bytes)].value * num_bytes
 
     def expected_prefill_s(self, first: int, end: int) -> float:
-        """Return the expected prefill time by the newest estimate, seconds; 0 if there is none.
+        """Return the expected prefill time by the latest estimate, seconds; 0 if there is none.
 
-        The estimate may be some observations old: nothing is fitted for this call.
+        The estimate may be some observations old: this call fits nothing.
         """
         recent = self._prefill.recent
         return 0.0 if recent is None else recent.seconds(first, end)
 
     @property
     def recent_prefill(self) -> PrefillCost | None:
-        """The newest estimate that there is, the same object until there is another; None for none.
+        """Latest estimate, the same object until there is a new one; None if there is none.
 
-        Nothing is fitted for this alone.
+        This property fits nothing by itself, apart from ``PrefillModel.recent``.
         """
         return self._prefill.recent
 
     def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
-        """Computing ``num_tokens`` of a prompt, after ``num_before`` others, took ``seconds``."""
+        """Record that computing ``num_tokens`` after ``num_before`` others took ``seconds``."""
         self._prefill.observe(num_before, num_tokens, seconds)
 
     def snapshot(
@@ -159,7 +161,7 @@ class CostModel:
         ways: Ways | None = None,
         least_s: Mapping[Route, float] | None = None,
     ) -> Costs:
-        """The estimates as they are now; later observations don't change it."""
+        """Return the current estimates; later observations do not change them."""
         copies = {
             route: {key: average.value for key, average in classes.items()}
             for route, classes in self._copies.items()
@@ -180,7 +182,7 @@ class CostModel:
 
 
 def _nearest(classes: Collection[int], num_bytes: int) -> int:
-    """The size class that was seen and is nearest to that of ``num_bytes``; the larger of two."""
+    """Return the measured size class nearest to that of ``num_bytes``; the larger of two."""
     wanted = size_class(num_bytes)
     if wanted in classes:
         return wanted

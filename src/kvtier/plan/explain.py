@@ -1,9 +1,8 @@
-"""A decision of the planner, in words and figures.
+"""Explains a decision of the planner in words and figures.
 
-Where each part of a prompt came from, what was compared, and what it would have cost otherwise.
-
-Nothing is decided here, and nothing is estimated anew that a plan says: all of it is read from what
-the plan was made from, which a lease keeps anyway. So it costs nothing until somebody asks.
+Shows the source of each part of a prompt, the alternatives, and their estimated costs. It decides
+and estimates nothing: everything is read from the inputs of the plan, which a lease keeps anyway.
+So it costs nothing until it is requested.
 """
 
 from __future__ import annotations
@@ -20,16 +19,17 @@ from kvtier.plan.operations import Cut, Plan
 from kvtier.types import DEVICE, Match
 
 COMPUTED = "computed"
-"""In the place of a tier: the part that was in none, or was faster to compute."""
+"""Source of the part that was in no tier, or was faster to compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Inputs of a plan at the time it was made.
 
-    num_tokens: of the prompt. block_size: tokens; blocks of it may be wider than the cache's own.
-    grain_blocks: cuts were multiples of it. is_weighed: False where everything found is loaded,
-    whatever it costs.
+    num_tokens: length of the prompt.
+    block_size: tokens; may be a multiple of the cache's own.
+    grain_blocks: cuts are multiples of this.
+    is_weighed: False if everything found is loaded regardless of cost.
     """
 
     match: Match
@@ -46,10 +46,13 @@ class Decision:
 class Actual:
     """Outcome of a plan as far as it is known; times in seconds.
 
-    arrivals: positions of blocks, and when they had arrived, from the plan on. load_s: until all
-    had. compute_s: of the prompt, in all. waited_s: before the plan. first_token_s: from the
-    request's arrival on. num_failed_loads: before this plan. overlaps: it was computed while it
-    was still being loaded.
+    arrivals: positions of blocks, and when they arrived after the plan.
+    load_s: time until all had arrived.
+    compute_s: total for the prompt.
+    waited_s: time before the plan.
+    first_token_s: time since the request's arrival.
+    num_failed_loads: failed loads before this plan.
+    overlaps: whether the prompt was computed while it was still being loaded.
     """
 
     arrivals: Sequence[tuple[range, float]] = ()
@@ -68,10 +71,11 @@ UNKNOWN = Actual()
 class ExplainedPart:
     """Tokens ``first`` up to ``end``.
 
-    source: the tier where they were found, or ``COMPUTED``. predicted_s, actual_s: to bring them to
-    the device, or to compute them; None where nobody knows. compute_s: the estimate for computing
-    them. num_measured: what ``predicted_s`` rests on, the least of its steps. is_coming: they were
-    on their way already.
+    source: the tier where they were found, or ``COMPUTED``.
+    predicted_s, actual_s: time to load or compute them; None if unknown.
+    compute_s: estimated time to compute them.
+    num_measured: measurements behind ``predicted_s``, the fewest of its steps.
+    is_coming: whether they were in flight already.
     """
 
     first: int
@@ -88,10 +92,10 @@ class ExplainedPart:
 class Explanation:
     """Explanation of one decision.
 
-    rejected: the choices next to the one that was made, by how much they reuse.
-
-    weak: what was estimated from fewer than ``FEW`` measurements, and how many there were. left:
-    what was found and not used: first token, end, tier. notes: sentences.
+    rejected: the alternatives closest to the chosen cut, with the tokens that they reuse.
+    weak: estimates from fewer than ``FEW`` measurements, with the number of these.
+    left: parts found but not used: first token, end, tier.
+    notes: sentences.
     """
 
     num_tokens: int
@@ -105,7 +109,7 @@ class Explanation:
     notes: tuple[str, ...] = field(default=())
 
     def as_json(self) -> dict[str, object]:
-        """Plain data; null for what nobody knows."""
+        """Return plain data; null if unknown."""
         actual = self.actual
         return {
             "prompt_tokens": self.num_tokens,
@@ -148,7 +152,7 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        """The same in ``key=value``, for a log."""
+        """Return ``key=value`` pairs for a log."""
         by_source: dict[str, int] = {}
         for part in self.parts:
             by_source[part.source] = by_source.get(part.source, 0) + part.end - part.first
@@ -169,7 +173,7 @@ class Explanation:
 
 
 def explain(decision: Decision, actual: Actual = UNKNOWN) -> Explanation:
-    """Read a decision. Cost: O(blocks of the match)."""
+    """Explain a decision. Cost: O(blocks of the match)."""
     plan, size = decision.plan, decision.block_size
     num_reused = min(plan.num_reused_blocks * size, decision.num_tokens)
     return Explanation(
@@ -186,7 +190,7 @@ def explain(decision: Decision, actual: Actual = UNKNOWN) -> Explanation:
 
 
 def _reused(decision: Decision, actual: Actual) -> Iterator[ExplainedPart]:
-    """The runs of blocks that were found in one tier, up to the cut."""
+    """Yield the runs of blocks found in one tier, up to the cut."""
     costs, size = decision.costs, decision.block_size
     runs = list(_runs(decision.match, 0, decision.plan.num_reused_blocks))
     tier_s = _seconds_by_tier(decision, runs)
@@ -225,7 +229,7 @@ def _computed(decision: Decision, actual: Actual, first: int) -> Iterator[Explai
 
 
 def _runs(match: Match, first: int, end: int) -> Iterator[tuple[str, bool, range]]:
-    """Neighbours that are alike: their tier, whether they are on their way, their positions."""
+    """Yield runs of similar blocks: their tier, whether they are in flight, their positions."""
     for tier, run in runs_of(match.tiers[first:end], first):
         for is_coming, part in runs_of(match.in_flight[run.start : run.stop], run.start):
             yield tier, is_coming, part
@@ -234,9 +238,9 @@ def _runs(match: Match, first: int, end: int) -> Iterator[tuple[str, bool, range
 def _seconds_by_tier(
     decision: Decision, runs: Sequence[tuple[str, bool, range]]
 ) -> dict[str, float]:
-    """The plan's seconds of loading, shared out: each step of the way by the bytes that took it.
+    """Distribute the plan's load time over the tiers, each step by the bytes copied.
 
-    So they add up to what the plan says.
+    So the parts add up to the plan's load time.
     """
     costs = decision.costs
     num_bytes: dict[str, int] = {}
@@ -258,14 +262,14 @@ def _seconds_by_tier(
 
 
 def _num_measured(decision: Decision, tier: str, num_blocks: int) -> int:
-    """Return the count of the least measured step on the way from ``tier``."""
+    """Return the number of measurements of the least measured step from ``tier``."""
     size = num_blocks * decision.bytes_per_block
     costs = decision.costs
     return min((costs.num_measured(route, size) for route in costs.ways[tier]), default=0)
 
 
 def _rejected(plan: Plan) -> Iterator[Cut]:
-    """To compute everything, to use what needs no load, and to reuse all that could be."""
+    """Yield the alternatives: compute everything, reuse what needs no load, reuse everything."""
     chosen = plan.num_reused_blocks
     told = {chosen}
     free = [cut for cut in plan.compared if not cut.load_s]
@@ -277,7 +281,7 @@ def _rejected(plan: Plan) -> Iterator[Cut]:
 
 
 def _weak(decision: Decision) -> Iterator[tuple[str, int]]:
-    """Return the steps that were weighed with too few measurements."""
+    """Yield the steps that were estimated from too few measurements."""
     if not decision.is_weighed:
         return
     costs, num_blocks = decision.costs, dict[str, int]()

@@ -1,4 +1,4 @@
-"""Blocks that cuts need from below the device: linear where neighbours are alike."""
+"""Blocks that each cut needs from below the device, as piecewise linear functions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from kvtier.types import DEVICE, GroupMatch
 class GroupRoom:
     """Inputs of a plan about one group of layers.
 
-    num_free_slots: slots of its device column that could be had, by eviction if need be.
-    num_staging_slots: the same of the tier below, which blocks from further down pass through; None
-    for any number. rule: which blocks a cut needs.
+    num_free_slots: slots of its device column that are free or evictable.
+    num_staging_slots: the same of the tier below, through which blocks of lower tiers pass; None
+    for no limit.
+    rule: which blocks a cut needs.
     """
 
     bytes_per_block: int
@@ -38,9 +39,10 @@ class NeedKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Cuts ``start + 1`` up to ``end``: from each to the next the same kinds come and go.
+    """Cuts ``start + 1`` up to ``end``, between which each step changes the needs in the same way.
 
-    counts: blocks of each kind that the cut at ``start`` needs. slopes: what a step adds to them.
+    counts: blocks of each kind that the cut at ``start`` needs.
+    slopes: change of the counts per step.
     """
 
     start: int
@@ -49,14 +51,14 @@ class Stretch:
     slopes: Mapping[NeedKind, int]
 
     def counts_at(self, cut: int) -> dict[NeedKind, int]:
-        """Blocks of each kind that ``cut`` needs; those of which it needs any."""
+        """Return the blocks of each kind that ``cut`` needs, without kinds of 0."""
         steps = cut - self.start
         found = {kind: num + steps * self.slopes[kind] for kind, num in self.counts.items()}
         return {kind: num for kind, num in found.items() if num}
 
 
 def coming_runs(match: GroupMatch, group: int) -> Iterator[tuple[NeedKind, range]]:
-    """The runs of a group's blocks that are elsewhere than on the device."""
+    """Yield the runs of a group's blocks that are not on the device."""
     tiers, in_flight = match.tiers[group], match.in_flight[group]
     for tier, run in runs_of(tiers):
         if tier is not None and tier != DEVICE:
@@ -65,7 +67,7 @@ def coming_runs(match: GroupMatch, group: int) -> Iterator[tuple[NeedKind, range
 
 
 def stretches(match: GroupMatch, rooms: Sequence[GroupRoom]) -> Iterator[Stretch]:
-    r"""Return all cuts of a match, in order, as stretches.
+    r"""Yield all cuts of a match, in order, as stretches.
 
     If a group needs its last W blocks, a run enters with its first block and leaves W blocks later.
 
@@ -85,7 +87,7 @@ def stretches(match: GroupMatch, rooms: Sequence[GroupRoom]) -> Iterator[Stretch
     places = sorted(place for place in bends if place <= match.num_blocks)
     for start, end in pairwise(places):
         slopes.update(bends[start])
-        counts.update(dict.fromkeys(slopes, 0))  # so that every kind is named
+        counts.update(dict.fromkeys(slopes, 0))  # include every kind
         yield Stretch(start, end, counts.copy(), slopes.copy())
         for kind, slope in slopes.items():
             counts[kind] += (end - start) * slope

@@ -1,4 +1,4 @@
-"""A plan, as values: printable, comparable, replayable."""
+"""A plan as values: printable, comparable, replayable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvtier.types import BlockId
 
 MOST_COMPARED = 32
-"""Cuts that a plan remembers: a prompt that lies in pieces has thousands."""
+"""Maximum number of cuts that a plan keeps: a fragmented prompt has thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A place up to which a prompt could be reused, and what that is expected to cost.
+    """A length up to which a prompt could be reused, and its expected cost.
 
-    Seconds to load what is not on the device, and to compute the rest.
+    load_s: to load what is not on the device.
+    recompute_s: to compute the rest.
     """
 
     num_blocks: int
@@ -45,12 +46,14 @@ class Cut:
 class Plan:
     """Plan of one request: its operations and their expected cost.
 
-    copies: to be run in this order. num_reused_blocks: the cut, up to which every group will have
-    what it needs on the device when all copies succeed; prefill starts after it. load_s,
-    recompute_s: estimated seconds for the copies and for the prefill of the rest. all_recompute_s:
-    the same with nothing reused. compared: the cuts that the planner chose from, shortest first,
-    without that of nothing; ``MOST_COMPARED`` at most, spread evenly, where there were more.
-    num_declined_blocks: behind the cut, up to the longest that there could have been.
+    copies: to be run in this order.
+    num_reused_blocks: the cut. Up to it every group has what it needs on the device when all copies
+    succeed; prefill starts after it.
+    load_s, recompute_s: estimated seconds of the copies, and of the prefill of the rest.
+    all_recompute_s: estimated seconds of the prefill without any reuse.
+    compared: the cuts that were compared, shortest first, without the empty one; at most
+    ``MOST_COMPARED``, evenly spread.
+    num_declined_blocks: usable blocks after the cut.
     """
 
     copies: tuple[Copy, ...] = ()
@@ -63,7 +66,7 @@ class Plan:
 
     @property
     def num_copied_blocks(self) -> int:
-        """A block counts once for each group that copies it."""
+        """Number of copied blocks; a block counts once per group."""
         return sum(len(copy.blocks) for copy in self.copies)
 
     def __str__(self) -> str:

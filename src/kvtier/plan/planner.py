@@ -1,4 +1,4 @@
-"""Load or recompute: the cheapest way to have a prompt's KV on the device."""
+"""Load or recompute: the cheapest way to get a prompt's KV onto the device."""
 
 from __future__ import annotations
 
@@ -49,23 +49,25 @@ def plan_groups(
     grain_blocks: int = 1,
     deadline_s: float | None = None,
 ) -> Plan:
-    """Choose how much of what is cached to reuse.
+    """Choose how much of the cached prefix to reuse.
 
     For every possible cut c (a multiple of ``grain_blocks``) the cost is
 
         load(blocks that c needs, of each group, that are not on the device)
         + prefill(c * block_size up to num_tokens)
 
-    and the cheapest cut wins, the longer one where two cost the same. Blocks on their way to the
-    device cost what is left of their copy, for which the line they stand in is the estimate.
+    The cheapest cut wins; of equal ones the longest. Blocks in flight to the device cost the rest
+    of their copy, estimated by its queue.
 
-    rooms: of each group of the match. num_tokens: the prompt's length; the cut leaves at least one
-    token to compute, for its logits. deadline_s: a load estimated to take longer is not begun.
+    rooms: one per group of the match.
+    num_tokens: length of the prompt. The cut leaves at least one token to compute, for its logits.
+    deadline_s: a load with a longer estimate is not begun.
 
-    No cut is cheaper than the one that is found. Between the places where a run of blocks begins or
-    ends, a copy comes to another size class, or a limit is reached, the cost of the load is a
-    straight line; prefill costs a line less a square, so the sum is lowest at one of the two ends.
-    Cost: O(blocks) to find the runs of blocks that are alike, and a few microseconds for each.
+    The cut found is optimal. The load's cost is linear between the points where a run of blocks
+    begins or ends, a copy reaches another size class, or a limit is reached. Prefill costs a linear
+    term minus a square, so the sum is lowest at one of the two ends.
+
+    Cost: O(blocks) to find the runs of similar blocks, and a few microseconds for each run.
     """
     cuts = _on_the_grid(match.cuts, grain_blocks, (num_tokens - 1) // block_size)
     loads = _Loads(costs, rooms, deadline_s)
@@ -95,13 +97,13 @@ def plan_groups(
 
 
 def _spread(cuts: Sequence[Cut]) -> tuple[Cut, ...]:
-    """As many of ``cuts`` as a plan remembers, the last one among them."""
+    """Return at most ``MOST_COMPARED`` of the cuts, including the last one."""
     step = -(-len(cuts) // MOST_COMPARED) or 1
     return tuple(cuts[::-step][::-1])
 
 
 def _on_the_grid(cuts: Sequence[int], grain_blocks: int, longest: int) -> Sequence[int]:
-    """Those that are multiples of ``grain_blocks``, up to ``longest``."""
+    """Return the cuts that are multiples of ``grain_blocks``, up to ``longest``."""
     cuts = cuts[: bisect_right(cuts, longest)]
     if grain_blocks == 1:
         return cuts
@@ -120,9 +122,9 @@ class _Loads:
     deadline_s: float | None
 
     def candidates(self, stretch: Stretch, cuts: Sequence[int]) -> Iterator[tuple[int, float]]:
-        """Return the ``cuts`` of a stretch that may be cheapest, ascending, with load seconds.
+        """Yield the ``cuts`` of a stretch that may be cheapest, ascending, with load seconds.
 
-        These are the ends of straight lines, as far as there is room and time.
+        These are the ends of linear pieces, as far as room and deadline allow.
         """
         for first, end in pairwise([*self._edges(stretch), stretch.end + 1]):
             low, high = bisect_left(cuts, first), bisect_left(cuts, end) - 1
@@ -130,11 +132,11 @@ class _Loads:
                 continue
             for at in self._in_time(stretch, cuts, low, high):
                 load_s = self._load_s(stretch, cuts[at])
-                if load_s < inf:  # else nothing moves on some way
+                if load_s < inf:  # infinite: a route is unusable
                     yield cuts[at], load_s
 
     def _edges(self, stretch: Stretch) -> list[int]:
-        """The first cut of each straight piece, ascending."""
+        """Return the first cut of each linear piece, ascending."""
         edges = {stretch.start + 1, stretch.end}
         if stretch.end - stretch.start > 2:
             for base, slope, sizes in (*self._routes(stretch), *self._limits(stretch)):
@@ -142,7 +144,7 @@ class _Loads:
         return sorted(edge for edge in edges if stretch.start < edge <= stretch.end)
 
     def _routes(self, stretch: Stretch) -> Iterator[tuple[int, int, Sequence[int]]]:
-        """Return per route: bytes at the start, bytes per step, and where the copy cost bends."""
+        """Yield per route: bytes at the start, bytes per step, and where the slope changes."""
         before, step = self._route_bytes(stretch.counts), self._route_bytes(stretch.slopes)
         for route, slope in step.items():
             if slope:
@@ -160,14 +162,14 @@ class _Loads:
         return num_bytes
 
     def _limits(self, stretch: Stretch) -> Iterator[tuple[int, int, Sequence[int]]]:
-        """Return per limit: the bounded value at the start, its growth per step, and its bound."""
+        """Yield per limit: the bounded value at the start, its growth per step, and its bound."""
         used, step = self._slots(stretch.counts), self._slots(stretch.slopes)
         for before, slope, limit in zip(used, step, self._most(), strict=True):
             if slope and limit is not None:
                 yield before, slope, (limit + 1,)
 
     def _slots(self, counts: Mapping[NeedKind, int]) -> list[int]:
-        """Device slots of each group, and slots on the way there."""
+        """Return, per group, the device slots and the staging slots that the blocks need."""
         used = [0] * (2 * len(self.rooms))
         for kind, num in counts.items():
             if not kind.in_flight:
@@ -187,7 +189,7 @@ class _Loads:
     def _in_time(
         self, stretch: Stretch, cuts: Sequence[int], low: int, high: int
     ) -> tuple[int, ...]:
-        """The ends of those of ``cuts[low : high + 1]`` whose load is estimated to be in time.
+        """Return the ends of the range in ``cuts[low : high + 1]`` whose load meets the deadline.
 
         A longer copy may be faster: large copies have a better rate.
         """
@@ -212,15 +214,15 @@ class _Loads:
 
 
 def _steps(base: int, slope: int, size: int) -> int:
-    """After how many steps of ``slope`` from ``base`` on one is on the other side of ``size``.
+    """Return after how many steps of ``slope`` from ``base`` the value has crossed ``size``.
 
-    At it or above on the way up, below it on the way down.
+    Rising: it is at or above ``size``. Falling: it is below.
     """
     return -((base - size) // slope) if slope > 0 else (base - size) // -slope + 1
 
 
 def _copies(match: GroupMatch, group: int, room: GroupRoom, cut: int) -> list[Copy]:
-    """One copy per source tier, for the blocks that are not on the device or on their way to it."""
+    """Return one copy per source tier, for blocks neither on the device nor in flight to it."""
     sources: dict[str, list[Sequence[BlockId]]] = {}
     needed = room.rule.needed(cut)
     for kind, run in coming_runs(match, group):

@@ -4,12 +4,12 @@ A piece of n tokens that follows c others takes
 
     call_s  +  n * token_s  +  n * (c + n / 2) * pair_s
 
-seconds: for every call, for every token, and for every token that another one attends to. What is
-seen depends on what is reused: over a warm cache it is the short ends of long prompts only, and
-their seconds per token are not those of a whole prompt. So the three are told apart. Pieces are
-gathered in classes by n and by c (powers of four), each with a moving average, and the fit goes
-through the classes: what was learnt of one kind of piece stays while others are seen, but counts
-for less and less.
+seconds: per call, per token, and per token that another one attends to. The observed pieces depend
+on what is reused: with a warm cache they are the short ends of long prompts, whose seconds per
+token differ from those of a whole prompt. Therefore the three terms are fitted separately. Pieces
+are grouped in classes by n and by c (powers of four), each with a moving average, and the fit is
+over the classes. So a class is remembered, with decreasing weight, while other classes are
+observed.
 """
 
 from __future__ import annotations
@@ -24,42 +24,41 @@ from kvtier.plan.average import Average, size_class
 Floats = npt.NDArray[np.float64]
 
 FITS = ((1,), (1, 2), (0, 1), (0, 1, 2))
-"""Terms fitted (of call, token, pair), fewest first."""
+"""Sets of fitted terms (0: call, 1: token, 2: pair), fewest first."""
 GOOD_FIT = 0.01
-"""Relative error below which more terms are not worth it."""
+"""Relative error below which further terms are not tried."""
 FEWEST_UNFITTED, MOST_UNFITTED = 8, 256
-"""Observations after which ``recent`` is fitted again, where nobody else wants to know: as many as
-there were by then, within these bounds."""
+"""Bounds of the number of observations after which ``recent`` fits again: as many as there were at
+the last fit."""
 HALF_LIFE = 100
-"""Observations of other classes after which one counts half; never less than a hundredth."""
+"""Observations of other classes after which a class has half its weight; never below a
+hundredth."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
     """Estimated cost of prefill.
 
-    token_s: per token, the calls' own time included. pair_s: per token and token before it.
+    token_s: seconds per token, including the calls' fixed time.
+    pair_s: seconds per token and token before it.
     """
 
     token_s: float
     pair_s: float = 0.0
 
     def seconds(self, first: int, end: int) -> float:
-        """To compute the tokens of a prompt from ``first`` up to ``end``."""
+        """Return the seconds to compute the tokens of a prompt from ``first`` up to ``end``."""
         pairs = (end * end - first * first) / 2
         return self.token_s * (end - first) + self.pair_s * pairs
 
     @property
     def doubles_at_tokens(self) -> float:
-        """So many tokens into a prompt one takes twice as long as the first.
-
-        0 where all take as long.
-        """
+        """Position in a prompt at which a token takes twice as long as the first; 0 if never."""
         return max(1.0, self.token_s / self.pair_s) if self.pair_s > 0 else 0.0
 
 
 class _Pieces:
-    """The average piece of a class."""
+    """Average piece of a class."""
 
     def __init__(self) -> None:
         self.num_tokens, self.num_before, self.seconds = Average(), Average(), Average()
@@ -72,7 +71,7 @@ class _Pieces:
 
 
 class PrefillModel:
-    """Collects observations; ``cost`` is the estimate they give."""
+    """Collects observations; ``cost`` is the resulting estimate."""
 
     def __init__(self) -> None:
         self._classes: dict[tuple[int, int], _Pieces] = {}
@@ -81,7 +80,7 @@ class PrefillModel:
         self._num_seen = self._num_fitted = 0
 
     def observe(self, num_before: int, num_tokens: int, seconds: float) -> None:
-        """``num_tokens`` tokens were computed that follow ``num_before`` others."""
+        """Record that ``num_tokens`` tokens after ``num_before`` others took ``seconds``."""
         if num_tokens <= 0 or seconds <= 0:
             return
         key = size_class(num_tokens), size_class(num_before)
@@ -95,12 +94,12 @@ class PrefillModel:
 
     @property
     def num_seen(self) -> int:
-        """Return the number of observed pieces."""
+        """Number of observed pieces."""
         return self._num_seen
 
     @property
     def cost(self) -> PrefillCost | None:
-        """None while nothing was observed."""
+        """Current estimate; None without observations."""
         if self._cost is None and self._classes:
             self._cost = self._recent = self._fit()
             self._num_fitted = self._num_seen
@@ -108,7 +107,7 @@ class PrefillModel:
 
     @property
     def recent(self) -> PrefillCost | None:
-        """``cost`` as it was when it was last asked for, and not long ago.
+        """An estimate that may be some observations old.
 
         A fit takes a hundred times as long as an observation.
         """
@@ -118,7 +117,7 @@ class PrefillModel:
         return self._recent
 
     def _fit(self) -> PrefillCost:
-        """Least squares of the relative errors, no term below zero."""
+        """Fit by least squares of the relative errors, with no term below zero."""
         seconds = np.array([pieces.seconds.value for pieces in self._classes.values()])
         rows = np.array([pieces.row() for pieces in self._classes.values()]) / seconds[:, None]
         ages = self._num_seen - np.array([pieces.last_seen for pieces in self._classes.values()])
@@ -139,7 +138,7 @@ class PrefillModel:
 
 
 def _solve(rows: Floats, weights: Floats) -> Floats:
-    """Coefficients with which every row gives 1, as nearly as can be."""
+    """Return the coefficients with which every row gives 1, as nearly as possible."""
     rows = rows * weights[:, None]
     scale = np.abs(rows).max(axis=0)
     scale[scale == 0] = 1.0

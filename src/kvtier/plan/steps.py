@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 Observe = Callable[[int, int, float], object]
-"""Told of tokens before, tokens computed, and seconds: ``CostModel.observe_prefill``, or who passes
-it on."""
+"""Receives tokens before, tokens computed, and seconds, as ``CostModel.observe_prefill`` does."""
 MIN_STEP_TOKENS = 32
 """A step that computes fewer tokens says little about prefill."""
 
 
 class StepClock:
-    """Tells ``observe`` what steps take. Time is an argument."""
+    """Measures an engine's steps and passes their times to ``observe``. Time is an argument."""
 
     def __init__(self, observe: Observe) -> None:
         self._observe = observe
@@ -21,10 +20,10 @@ class StepClock:
         self._last_end_s = 0.0
 
     def begin(self, now_s: float, pieces: Sequence[tuple[int, int]]) -> int | None:
-        """The engine is about to compute.
+        """Record that the engine begins a step.
 
-        pieces: per prompt the tokens before, and those to compute. A number, if it should be told
-        when this step has ended.
+        pieces: per prompt, the tokens before and the tokens to compute.
+        Returns a number for ``end``, or None if the end of this step is not needed.
         """
         num_tokens = sum(num for _, num in pieces)
         if num_tokens < MIN_STEP_TOKENS:
@@ -35,7 +34,7 @@ class StepClock:
         return self._num_steps
 
     def end(self, step: int, now_s: float) -> None:
-        """A step has ended. Of two that overlap the second one began when the first had ended."""
+        """Record the end of a step. Overlapping steps are counted one after the other."""
         began = self._steps.pop(step, None)
         if began is not None:
             start_s, num_before, num_tokens = began

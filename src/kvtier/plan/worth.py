@@ -1,4 +1,4 @@
-"""Load or recompute, for engines that ask before they have a place on the device."""
+"""Load or recompute, for engines that ask before they have device slots."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvtier.plan.planner import plan_load
 from kvtier.types import DEVICE, BlockId, Match
 
 MAX_CUTS = 64
-"""Places at which a prompt may be cut: with thousands of blocks, several of them go together."""
+"""Maximum number of cuts considered: of a longer prompt, several blocks are treated as one."""
 MAX_PATIENCE_S = 10.0
-"""While nothing is known about prefill yet."""
+"""Limit of ``patience_s``, also while the prefill cost is unknown."""
 
 Tell = Callable[[Decision], object]
-"""Told of what was decided, to explain it."""
+"""Receives a decision, to explain it."""
 
 
 def end_worth_loading(
@@ -30,12 +30,14 @@ def end_worth_loading(
     num_staging_slots: int | None,
     tell: Tell | None = None,
 ) -> int:
-    """The token up to which loading beats computing.
+    """Return the token up to which loading is faster than computing.
 
-    tiers: of the blocks behind the ``first`` tokens, which the device has; they end at the token
-    ``found``. num_tokens: of the prompt. block_size: tokens; 0 where each block needs others beside
-    it, so that all are loaded or none. num_staging_slots: see ``num_worth_loading``. tell: where
-    blocks are weighed one by one.
+    tiers: of the blocks after the ``first`` tokens, which are on the device; they end at token
+    ``found``.
+    num_tokens: length of the prompt.
+    block_size: tokens; 0 if each block needs others beside it, so that all are loaded or none.
+    num_staging_slots: see ``num_worth_loading``.
+    tell: called if blocks are weighed one by one.
     """
     if block_size:
         num = num_worth_loading(
@@ -62,11 +64,12 @@ def num_worth_loading(
     num_staging_slots: int | None,
     tell: Tell | None = None,
 ) -> int:
-    """Decide how many of a prompt's first blocks to load rather than compute.
+    """Return how many of a prompt's first blocks to load rather than compute.
 
-    tiers: of each block, from the prompt's start; those on the device cost nothing. num_tokens: of
-    the prompt. num_staging_slots: blocks that could be brought from storage; None where they need
-    no room on the way, or can do without.
+    tiers: of each block, from the prompt's start; those on the device cost nothing.
+    num_tokens: length of the prompt.
+    num_staging_slots: blocks that can be read from storage now; None if they need no room in the
+    staging tier.
     """
     order = list(costs.ways)
     width = -(-len(tiers) // MAX_CUTS) or 1
@@ -75,7 +78,7 @@ def num_worth_loading(
     plan = plan_load(
         match,
         costs,
-        # A hit of the whole prompt counts as one: the engine computes its last token again.
+        # A full hit is allowed: the engine itself recomputes the last token.
         num_tokens=max(num_tokens, len(wide) * width * block_size) + 1,
         block_size=block_size * width,
         bytes_per_block=bytes_per_block * width,
@@ -88,14 +91,14 @@ def num_worth_loading(
 
 
 def _slowest(tiers: Sequence[str], order: Sequence[str]) -> str:
-    """Load time of several neighbouring blocks; blocks on the device cost nothing."""
+    """Return the slowest of the tiers of neighbouring blocks; the device is the fastest."""
     return max(tiers, key=lambda tier: order.index(tier) if tier in order else -1)
 
 
 def is_worth_loading(costs: Costs, num_bytes: Mapping[str, int], first: int, end: int) -> bool:
-    """Whether loading bytes beats computing the tokens from ``first`` up to ``end``.
+    """Whether loading is faster than computing the tokens from ``first`` up to ``end``.
 
-    Bytes are given by the tier that has them.
+    num_bytes: per source tier.
     """
     return costs.load_s(num_bytes) <= costs.prefill_s(first, end)
 
@@ -103,6 +106,6 @@ def is_worth_loading(costs: Costs, num_bytes: Mapping[str, int], first: int, end
 def patience_s(costs: Costs, first: int, end: int) -> float:
     """Return how long a prompt may wait for KV of tokens ``first`` to ``end``, in seconds.
 
-    It never waits longer than computing them would take.
+    At most as long as computing them would take.
     """
     return min(MAX_PATIENCE_S, costs.prefill_s(first, end))

@@ -1,6 +1,6 @@
-"""Traces of what an engine was asked: salted hashes, lengths and times; no text, no token ids.
+"""Traces of requests: salted hashes, lengths and times; no text, no token ids.
 
-``Recorder`` writes them beside the requests, ``kvtier replay`` reads them.
+``Recorder`` writes them during serving, ``kvtier replay`` reads them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Names of blocks in a recorded trace: a salted hash of the prompt up to the block's end.
+"""Keys of blocks in a recorded trace: a salted hash of the prompt up to the block's end.
 
     key[-1] = BLAKE3(salt; tenant)       key[i] = BLAKE3(key[i-1] || tokens of block i)
 
-cut to eight bytes. Of an engine that names whole prefixes itself, tenant included:
+cut to eight bytes. If the engine has its own hashes of prefixes, which include the tenant:
 
     key[i] = BLAKE3(salt; its hash of the prompt up to the end of block i)
 
-Equal prefixes of one tenant have equal keys, which is all that a replay needs. Without the salt
-nobody can try prompts until one fits, so it is never written anywhere.
+Equal prefixes of one tenant have equal keys, which is all that a replay needs. Prompts cannot be
+guessed from the keys without the salt, which is never written.
 """
 
 from __future__ import annotations
@@ -23,13 +23,18 @@ from kvtier.errors import ConfigError
 from kvtier.keys import next_keys, token_labels
 
 SALT_VARIABLE = "KVTIER_RECORD_SALT"
-"""Processes that find the same text here give the same prefixes the same keys."""
+"""Environment variable with the salt. Processes with the same value give equal prefixes equal
+keys."""
 LEAST_SALT = 16
-"""Characters. Fewer can be guessed."""
+"""Minimum length in characters: shorter ones can be guessed."""
 
 
 class Chains:
-    """Keys under one salt. salt: 32 secret bytes. block_tokens: tokens per key."""
+    """Keys under one salt.
+
+    salt: 32 secret bytes.
+    block_tokens: tokens per key.
+    """
 
     def __init__(self, salt: bytes, block_tokens: int) -> None:
         if block_tokens < 1:
@@ -39,16 +44,16 @@ class Chains:
 
     @property
     def name(self) -> str:
-        """The same for equal salts; tells nothing of the salt but that."""
+        """Name of the salt: equal for equal salts, and reveals nothing else."""
         return blake3(b"kvtier record", key=self._salt).hexdigest(8)
 
     def keys(
         self, tokens: Sequence[int] | npt.NDArray[np.integer], tenant: str = ""
     ) -> npt.NDArray[np.uint64]:
-        """uint64 [len(tokens) // block_tokens]; a last, partial block has none.
+        """Return uint64 [len(tokens) // block_tokens]: the keys of all full blocks.
 
-        tenant: requests of different ones share no key. Raises ``ConfigError`` for what are no
-        token ids.
+        tenant: requests of different tenants share no key.
+        Raises ``ConfigError`` for invalid token ids.
         """
         start = blake3(tenant.encode(), key=self._salt).digest()
         hashes = b"".join(
@@ -57,9 +62,9 @@ class Chains:
         return np.frombuffer(hashes, "<u8").astype(np.uint64)
 
     def keys_of_hashes(self, hashes: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-        """uint64 [len(hashes)].
+        """Return uint64 [len(hashes)]: the keys of prefixes.
 
-        hashes: an engine's own, each of a whole prefix that ends with a block of ``block_tokens``.
+        hashes: an engine's own, each of a prefix that ends with a block of ``block_tokens``.
         """
         hasher = blake3(key=self._salt)
         found = []
@@ -70,7 +75,7 @@ class Chains:
 
 
 def salt_from_environment() -> bytes:
-    """Return the salt of ``KVTIER_RECORD_SALT``, or a random one that only this process has."""
+    """Return the salt of ``KVTIER_RECORD_SALT``, or a random one of this process."""
     text = os.environ.get(SALT_VARIABLE, "")
     if not text:
         return os.urandom(32)

@@ -1,10 +1,10 @@
-"""The file that a recording is: JSON lines, a header and then a request each.
+"""File format of a recording: JSON lines, a header followed by one line per request.
 
     {"kvtier_trace": 1, "block_tokens": 128, "salt": "…", "started": 1764000000.0}
     [seconds since started, input tokens, output tokens, row, keep, "keys"]
 
-A request's keys are the first ``keep`` of those of request ``row`` (0 for the first line behind the
-header) and then ``keys``: eight bytes each, little-endian, in base64. docs/formats/trace.md.
+A request's keys are the first ``keep`` keys of request ``row`` (0 for the first line after the
+header), followed by ``keys``: eight bytes each, little-endian, in base64. docs/formats/trace.md.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ import numpy.typing as npt
 MARK = "kvtier_trace"
 VERSION = 1
 MAX_KNOWN = 1 << 20
-"""Keys that the writer remembers, to name a prefix rather than write it again: about 100 MB."""
+"""Keys that the writer remembers to refer to a prefix instead of repeating it: about 100 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
     """Header of a recording.
 
-    salt: names the salt; equal names mean that equal keys are equal prefixes.
-
+    salt: name of the salt; recordings with equal names have equal keys for equal prefixes.
     started: seconds since 1970.
     """
 
@@ -46,7 +45,7 @@ class Header:
 
 
 class LineWriter:
-    """Lines of the requests of one file, in its order."""
+    """Formats the requests of one file, in order."""
 
     def __init__(self) -> None:
         self._rows: dict[int, int] = {}
@@ -57,10 +56,10 @@ class LineWriter:
     ) -> str:
         """Return the line of one request.
 
-        keys: uint64 [n], each of a whole prefix: where one is known, all before it are.
+        keys: uint64 [n], each of a whole prefix: if one is known, all before it are.
         """
         names = keys.tolist()
-        low, high = 0, len(names)  # the first low are known, the high-th is not
+        low, high = 0, len(names)  # keys below low are known, key high is not
         while low < high:
             middle = (low + high) // 2
             if names[middle] in self._rows:
@@ -78,5 +77,5 @@ class LineWriter:
 
 
 def unpacked(text: str) -> npt.NDArray[np.uint64]:
-    """The keys of a line; ``ValueError`` where they are none."""
+    """Return the keys of a line. Raises ``ValueError`` if they are invalid."""
     return np.frombuffer(base64.b64decode(text, validate=True), "<u8").astype(np.uint64)

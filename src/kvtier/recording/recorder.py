@@ -1,4 +1,4 @@
-"""Writes what was asked to a file, in a thread of its own, and never makes a request wait."""
+"""Writes requests to a file on its own thread, so that no request waits."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ MAX_QUEUED = 4096
 MAX_QUEUED_TOKENS = 8 << 20
 """Largest number of tokens of requests queued for writing, which bounds their memory."""
 HASH_TOKENS = 8
-"""A hash of a prefix takes as much memory as so many tokens."""
+"""Memory of a prefix hash, in tokens."""
 FLUSH_S = 1.0
 LEAST_BYTES = 1 << 20
 TAIL_BYTES = 16 << 20
-"""Bytes at the end of the file that are searched for the end of the last complete line."""
+"""Bytes at the end of the file that are searched for the last complete line."""
 
 
 Keys = npt.NDArray[np.uint64]
@@ -44,9 +44,9 @@ Keys = npt.NDArray[np.uint64]
 class _Asked:
     """One request to be written.
 
-    keys: makes them, in the writer's thread.
-
-    held: what it keeps in memory until then, in tokens. began: ``time.monotonic`` at its arrival.
+    keys: creates the keys, on the writer's thread.
+    held: memory that it holds until then, in tokens.
+    began: ``time.monotonic`` at its arrival.
     """
 
     began: float
@@ -57,16 +57,18 @@ class _Asked:
 
 
 class Recorder:
-    """Records requests to ``path``. Close it.
+    """Records requests to ``path``. Call ``close`` at the end.
 
-    The file's directory must be there. A file that holds a recording already is continued, unless
-    it is a link or another user's. When it has half of ``max_bytes`` it becomes
-    ``path`` with ".1" behind it, in the place of an older one, and a new one is begun: so the last
-    requests are kept, in ``max_bytes`` at most. chains: makes the keys. count: told of each
-    request whether it was written, from any thread.
+    The file's directory must exist. An existing recording is continued, unless it is a link or
+    another user's. When the file reaches half of ``max_bytes`` it is renamed to ``path`` + ".1",
+    replacing an older one, and a new file is begun. So the latest requests are kept in at most
+    ``max_bytes``.
 
-    Raises ``ConfigError`` where the file can't be written, is something else, or is another's: one
-    recorder at a time writes to it.
+    chains: creates the keys.
+    count: called for each request with whether it was written, on any thread.
+
+    Raises ``ConfigError`` if the file cannot be written, is not a recording, belongs to another
+    user or is in use by another recorder.
     """
 
     def __init__(
@@ -99,13 +101,12 @@ class Recorder:
     def offer(
         self, began: float, tokens: Sequence[int], output_tokens: int, tenant: str = ""
     ) -> None:
-        """Record an answered request.
+        """Queue an answered request. Thread-safe; never waits for the disk.
 
-        Takes a moment, whatever the disk does; where too much waits to be written already, the
-        request is left out and counted.
+        If the queue is full, the request is dropped and counted.
 
-        began: ``time.monotonic`` at its arrival. tokens: of its prompt; not changed from now on.
-        From any thread.
+        began: ``time.monotonic`` at its arrival.
+        tokens: of its prompt; must not change any more.
         """
         make_keys = partial(self._chains.keys, tokens, tenant)
         self._queue_up(_Asked(began, len(tokens), output_tokens, make_keys, len(tokens)))
@@ -113,9 +114,9 @@ class Recorder:
     def offer_hashes(
         self, began: float, hashes: Sequence[bytes], input_tokens: int, output_tokens: int
     ) -> None:
-        """The same of an engine that names prefixes itself.
+        """Queue a request of an engine that has its own hashes of prefixes.
 
-        hashes: of the prompt's blocks, a last, partial one has none; see ``Chains.keys_of_hashes``.
+        hashes: of the prompt's full blocks; see ``Chains.keys_of_hashes``.
         """
         make_keys = partial(self._chains.keys_of_hashes, hashes)
         held = HASH_TOKENS * len(hashes)
@@ -133,7 +134,7 @@ class Recorder:
         self._count(False)
 
     def close(self) -> None:
-        """Write what waits, and close the file. Safe to call twice."""
+        """Write the queued requests and close the file. Safe to call twice."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -161,7 +162,7 @@ class Recorder:
             return
         try:
             keys = asked.keys()
-        except ValueError:  # no token ids: this one is left out, not those that follow
+        except ValueError:  # invalid token ids: drop this request only
             self._count(False)
             return
         if not self._has_failed:
@@ -181,9 +182,9 @@ class Recorder:
         self._num_bytes += len(line)
 
     def _begin(self) -> None:
-        """Write a header; rows are counted from it on.
+        """Write a header; row numbers start after it.
 
-        Only it has the time of day, which may be set while requests come.
+        Only the header has the time of day, which may be changed while requests arrive.
         """
         self._started = time.monotonic()
         self._lines = LineWriter()
@@ -192,7 +193,7 @@ class Recorder:
         self._num_bytes = self._file.tell()
 
     def _guarded(self, write: Callable[[], object]) -> None:
-        """Run ``work``; an error of writing ends the recording, and nothing else."""
+        """Run ``write``. On a write error, stop recording and log it; nothing is raised."""
         try:
             write()
         except (OSError, ValueError) as error:
@@ -202,7 +203,7 @@ class Recorder:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open the file behind its last whole line. What a crash cut short is taken off."""
+    """Open the file after its last complete line; a partial line of a crash is removed."""
     if not path.parent.is_dir():
         raise ConfigError(f"record: there is no directory {path.parent}; make it first")
     try:
@@ -233,7 +234,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _lock(path: Path, file: BinaryIO) -> None:
-    """Until the file is closed. Lines of two writers would name each other's rows."""
+    """Lock the file until it is closed: two writers would refer to each other's rows."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

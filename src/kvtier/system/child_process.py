@@ -1,6 +1,6 @@
-"""A process of its own for what may hang, end its process or keep its threads from running.
+"""Child process for calls that may hang, crash, or block all threads of their process.
 
-It gets a time limit, and is killed at it.
+It has a time limit, at which it is killed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 KILLED_S: Final = 2.0
-"""For a killed process to be gone. One that hangs in the kernel is left behind."""
+"""Longest wait for a killed process. One that hangs in the kernel is left behind."""
 
 
 class Overdue(Exception):  # noqa: N818 - what it is
-    """It did not end in time. Says what became of it."""
+    """The process exceeded its time limit. The message says whether it could be killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A process that has ended. code: its exit status, or the number of a signal, negative."""
+    """A process that has ended. code: its exit status, or the negated signal number."""
 
     code: int
     output: str
@@ -42,10 +42,11 @@ class Ended:
 def run_module(
     module: str, *arguments: str, timeout_s: float, variables: Mapping[str, str] | None = None
 ) -> Ended:
-    """As ``python -m``, with ``variables`` in its environment, too.
+    """Run ``python -m`` with a time limit.
 
-    Returns ``KILLED_S`` after ``timeout_s`` at the latest. Raises ``Overdue``, and ``OSError`` if
-    no process can be begun.
+    variables: added to the environment.
+    Returns at the latest ``KILLED_S`` after ``timeout_s``. Raises ``Overdue``, and ``OSError`` if
+    no process can be started.
     """
     child = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
@@ -68,7 +69,7 @@ def run_module(
 
 
 def _kill(child: subprocess.Popen[str]) -> str:
-    """Kill the process and return its exit."""
+    """Kill the process and return the outcome in words."""
     child.kill()
     try:
         child.communicate(timeout=KILLED_S)

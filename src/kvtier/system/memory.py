@@ -10,8 +10,10 @@ from typing import NamedTuple
 class Hierarchy(NamedTuple):
     """One version of control groups, and its files for memory.
 
-    controller: its name in ``/proc/self/cgroup``, "" for version 2. mount: where the groups are.
-    cached: the line of ``memory.stat`` that counts cached files.
+    controller: its name in ``/proc/self/cgroup``, "" for version 2.
+    mount: where the groups are.
+    limit, usage: file names.
+    cached: line of ``memory.stat`` that counts cached files.
     """
 
     controller: str
@@ -31,7 +33,7 @@ HIERARCHIES = (
         "total_inactive_file",
     ),
 )
-"""Versions 2 and 1."""
+"""Control groups of version 2 and 1."""
 
 
 def available_bytes(root: Path = Path("/")) -> tuple[int, str]:
@@ -50,14 +52,14 @@ def available_bytes(root: Path = Path("/")) -> tuple[int, str]:
             group = root / hierarchy.mount / name.relative_to("/")
             limit, usage = _number(group / hierarchy.limit), _number(group / hierarchy.usage)
             if limit is not None and usage is not None:
-                # The kernel gives cached files up when asked; a model that was just read is one.
+                # The kernel frees cached files on demand, for example a model that was just read.
                 used = max(0, usage - (_field(group / "memory.stat", hierarchy.cached) or 0))
                 limits.append((limit - used, f"memory limit of the control group {name}"))
     return min(limits, default=(1 << 62, "no limit known"))
 
 
 def total_bytes(root: Path = Path("/")) -> tuple[int, str]:
-    """Return the bytes that there are, used or not, and what limits them, as ``available_bytes``.
+    """Return the total bytes, used or not, and what limits them, as ``available_bytes`` does.
 
     root: where ``proc`` and ``sys`` are mounted.
     """
@@ -76,8 +78,8 @@ def total_bytes(root: Path = Path("/")) -> tuple[int, str]:
 def _groups(root: Path, controller: str) -> Iterator[PurePosixPath]:
     """Yield the process's own group and those above it, up to the root that is mounted here.
 
-    In a container ``/proc/self/cgroup`` may name a path of the host. Only the mounted root is there
-    then: groups that don't exist have no files.
+    In a container ``/proc/self/cgroup`` may name a path of the host, while only the root is
+    mounted: groups that do not exist have no files.
     """
     own = PurePosixPath("/")
     for line in _read(root / "proc/self/cgroup").splitlines():
@@ -91,13 +93,13 @@ def _groups(root: Path, controller: str) -> Iterator[PurePosixPath]:
 
 
 def _number(path: Path) -> int | None:
-    """The only number in a file; None where there is no file, or a word such as "max" in it."""
+    """Return the only number in a file; None if the file is missing or has a word such as "max"."""
     text = _read(path).strip()
     return int(text) if text.isdigit() else None
 
 
 def _field(path: Path, name: str) -> int | None:
-    """The number after ``name`` in a file of "name number" lines; None where there is none."""
+    """Return the number after ``name`` in a file of "name number" lines; None if missing."""
     for line in _read(path).splitlines():
         words = line.split()
         if words and words[0] == name:

@@ -1,9 +1,8 @@
-"""This process: the cores that it may use, and what it owns.
+"""This process: its cores, and the resources that it owns.
 
-A forked child has a copy of everything, threads excepted.
-
-The copy shares files, locks and registrations with the original, so that closing it, or only
-letting it go when the child exits, would take them from the parent.
+A forked child has a copy of everything except threads. The copy shares files, locks and
+registrations with the original, so closing it, or releasing it at the child's exit, would take them
+from the parent.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from kvtier.errors import Closed
 
 
 def num_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def give_way(by: int) -> None:
-    """Lower this thread's priority, as far as the system knows priorities of threads.
+    """Lower this thread's priority, if the system has priorities of threads.
 
-    There is no way back.
+    This cannot be undone.
     """
     if sys.platform == "linux":
         nice = os.getpriority(os.PRIO_PROCESS, os.getpid()) + by
@@ -35,7 +34,7 @@ def give_way(by: int) -> None:
 
 
 class OwnerProcess:
-    """The process that made this object. Costs a system call to ask."""
+    """The process that created this object. Each check costs a system call."""
 
     __slots__ = ("pid",)
 
@@ -44,11 +43,11 @@ class OwnerProcess:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is that process, and not a child that was forked from it."""
+        """Whether this is that process and not a forked child."""
         return os.getpid() == self.pid
 
     def must_be_here(self, what: str) -> None:
-        """Raise ``Closed`` in a forked child. what: is of no use there."""
+        """Raise ``Closed`` in a forked child. what: names the object in the message."""
         if not self.is_here:
             raise Closed(
                 f"{what} belongs to process {self.pid}, and process {os.getpid()} was forked from "

@@ -1,4 +1,4 @@
-"""Folder of this user's programs for data that can be recomputed."""
+"""Folder in the user's cache directory for data that can be recomputed."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/kvtier``, or ``~/.cache/kvtier``; perhaps not there yet."""
+    """Return ``$XDG_CACHE_HOME/kvtier`` or ``~/.cache/kvtier``, which may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
