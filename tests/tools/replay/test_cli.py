@@ -195,7 +195,7 @@ def test_a_line_is_solid_only_where_the_trace_can_tell(conversations: Path) -> N
         axes = Figure().add_subplot()
         told = [at < num_told for at in range(6)]
         plots._worth(axes, points, told, "#000000", None)
-        solid = [line for line in axes.get_lines() if line.get_label() == "worth"]
+        solid = [line for line in axes.get_lines() if line.get_label() == "value"]
         assert sum(len(line.get_xdata()) for line in solid) == num_told
         pale = [line for line in axes.get_lines() if line.get_label() == "can't tell"]
         assert len(pale) == (num_told < 6)

@@ -128,7 +128,7 @@ def _bars(result: TtftResult | None, store: StoreResult | None) -> list[Bar]:
 
 
 def _cards(result: ServeResult) -> list[Verdict]:
-    """The findings that the bars at the top don't show already."""
+    """Return the findings that the bars at the top do not show."""
     shown = {"Time to first token", *PLACES.values()} if result.ttft is not None else set()
     cards = [verdict for verdict in verdicts(result) if verdict.title not in shown]
     if result.ttft is not None:
@@ -137,7 +137,7 @@ def _cards(result: ServeResult) -> list[Verdict]:
         cards.insert(
             0,
             Verdict(
-                "Prompt not computed again",
+                "Prompt tokens from cache",
                 percent(tokens / asked),
                 f"{tokens:,} of {asked:,} prompt tokens of the later passes came from the cache.",
             ),

@@ -76,15 +76,15 @@ def saved(result: ReplayResult) -> tuple[str, str]:
 def _worth(
     axes: Axes, points: Sequence[Point], is_told: Sequence[bool], colour: str, best: Point | None
 ) -> None:
-    """Draw what sizes are worth.
+    """Draw the value and the cost of sizes.
 
-    Solid only where the trace can tell, which is from the smallest size on.
+    The value's line is solid up to the largest size that the trace supports.
     """
     at = [point.num_bytes for point in points]
     worth = [point.saved for point in points]
     num_told = sum(is_told)
     if num_told:
-        axes.plot(at[:num_told], worth[:num_told], color=colour, linewidth=2, label="worth")
+        axes.plot(at[:num_told], worth[:num_told], color=colour, linewidth=2, label="value")
     if num_told < len(points):
         begin = max(0, num_told - 1)
         axes.plot(
@@ -93,7 +93,7 @@ def _worth(
         )  # fmt: skip
     axes.plot(
         at, [point.price for point in points], color=MUTED, linewidth=1.4, dashes=(4, 2),
-        label="price",
+        label="cost",
     )  # fmt: skip
     for point, told in zip(points, is_told, strict=True):
         axes.plot(
@@ -106,7 +106,7 @@ def _worth(
     top = max(*(point.saved for point in points), min(point.price for point in points))
     axes.set_ylim(min(0.0, *(point.saved for point in points)), 1.15 * top if top > 0 else 1.0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: money(value)))
-    axes.set_ylabel("an hour")
+    axes.set_ylabel("per hour")
     axes.legend(frameon=False, labelcolor=INK, loc="best")
 
 

@@ -15,6 +15,7 @@ from kvtier.tools.replay.summary import (
     SIZE_COLUMNS,
     WEAK,
     WRITTEN,
+    accelerators,
     headline,
     hit_rows,
     money,
@@ -68,17 +69,16 @@ def render_report(result: ReplayResult) -> str:
         hit_rows=hit_rows(result),
         hits=picture(
             plots.hits(result),
-            "Share of all blocks that a tier of each size would have had, alone. The optimum keeps "
-            "what is needed soonest, and would have to know the future.",
+            "Share of all blocks that one tier of each size hits. The optimum knows the future: it "
+            "evicts the block whose next use is furthest away.",
             "Hit ratio by size, a line for each policy.",
         )
         if result.host
         else None,
         saved=picture(
             plots.saved(result),
-            "What the accelerator time that is saved in an hour is worth, and what the memory "
-            f"costs. {WEAK}",
-            "Worth and price of host memory and of a disk, by size.",
+            f"Value of the accelerator time saved per hour, and cost of the memory. {WEAK}",
+            "Value and cost of host memory and of a disk, by size.",
         )
         if result.host
         else None,
@@ -96,25 +96,23 @@ def _cards(result: ReplayResult) -> list[Card]:
     busy = facts.computing_s / facts.window_s if facts.window_s else 0.0
     cards = [
         Card(
-            "Prompts alone keep busy",
+            "Prefill without reuse",
             f"{number(busy)} accelerators" if facts.window_s else "–",
-            f"All {facts.tokens:,} prompt tokens, computed without any reuse, take "
-            f"{ago(facts.computing_s)}.",
+            f"Computing all {facts.tokens:,} prompt tokens takes {ago(facts.computing_s)}.",
         ),
         Card(
-            "Could be reused",
+            "Reusable blocks",
             percent(facts.ceiling),
-            f"{facts.num_references - facts.num_unique:,} of {facts.num_references:,} blocks were "
-            f"there before; the different ones take {capacity(unique_bytes(result))}.",
+            f"{facts.num_references - facts.num_unique:,} of {facts.num_references:,} blocks "
+            f"occurred before. Distinct blocks take {capacity(unique_bytes(result))}.",
         ),
     ]
     if evidence.age_p50_s is not None and evidence.age_p90_s is not None:
         cards.append(
             Card(
-                "Used again after",
+                "Median time to reuse",
                 ago(evidence.age_p50_s),
-                f"Half of the blocks that are used again; nine in ten within "
-                f"{ago(evidence.age_p90_s)}.",
+                f"90 % of the reused blocks are reused within {ago(evidence.age_p90_s)}.",
             )
         )
     if result.gained is not None and result.choice is not None and result.choice.net > 0:
@@ -125,10 +123,10 @@ def _cards(result: ReplayResult) -> list[Card]:
         )
         cards.append(
             Card(
-                "Saved every hour",
+                "Saved per hour",
                 f"{seconds(result.gained.value)} of accelerator time",
-                f"The work of {number(result.gained.value / 3600)} accelerators. 95 % sure: "
-                f"{low} to {high}. After its price, {money(result.choice.net)} an hour is left.",
+                f"The work of {accelerators(result.gained.value / 3600)}. 95 % sure: {low} to "
+                f"{high}. Net of its cost, {money(result.choice.net)} per hour.",
             )
         )
     ours = result.curves.get(result.policy, ())
@@ -138,10 +136,10 @@ def _cards(result: ReplayResult) -> list[Card]:
         gap, size = max(gaps)
         cards.append(
             Card(
-                "Left by the policy",
+                "Gap to the optimum",
                 f"{100 * gap:.1f} points",
-                f"So much more of the blocks the optimum would find at {capacity(size)}, where "
-                f"{policy_name(result.policy)} is furthest from it.",
+                f"The largest difference of hit ratios between {policy_name(result.policy)} and "
+                f"the optimum, at {capacity(size)}.",
             )
         )
     return cards

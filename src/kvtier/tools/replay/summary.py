@@ -141,7 +141,7 @@ def _verdict(result: ReplayResult, choice: SizeChoice) -> list[str]:
         found.append(f"It can't be told whether {bought} would pay: the trace varies too much.")
     found.append(
         f"Each hour, this saves {seconds(result.gained.value)} of accelerator time ({sure}), the "
-        f"work of {_accelerators(result.gained.value / 3600)}, worth "
+        f"work of {accelerators(result.gained.value / 3600)}, worth "
         f"{money(result.gained.value / 3600 * hour)} at {money(hour)} an hour, for {money(price)} "
         f"an hour of memory paid off over {result.machine.years:g} years."
     )
@@ -243,7 +243,7 @@ def setup_cells(result: ReplayResult, setup: Setup) -> list[str]:
     ]
 
 
-def _accelerators(count: float) -> str:
+def accelerators(count: float) -> str:
     """Return "1.7 accelerators", or "2.2 % of an accelerator" below one."""
     if count < 1:
         return f"{percent(count)} of an accelerator"
