@@ -33,7 +33,7 @@ def test_settings_are_read_and_sglangs_own_are_left_to_it() -> None:
     ("extra", "sentence"),
     [
         ({}, "disk_path and disk_capacity are missing; kvtier sglang-args prints"),
-        ({**DISK, "storage": "valkey://host"}, "stand for each other"),
+        ({**DISK, "storage": "valkey://host"}, "exclude each other"),
         ({"disk_capacity": 1}, "disk_path: '' with disk_capacity: 1; give both, a folder"),
         ({**DISK, "disk_pth": "x"}, "no setting is called 'disk_pth'; did you mean 'disk_path'?"),
         ({**DISK, "zzz": 1}, "no setting is called 'zzz'; known: disk_path"),

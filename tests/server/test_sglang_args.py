@@ -53,7 +53,7 @@ def test_stores_stand_behind_the_disk_of_the_linker() -> None:
     assert given["disk_path"] == "/nvme/kv"
     done = CliRunner().invoke(app, ["sglang-args", *stores])
     assert done.exit_code == 2
-    assert "one store stands here" in " ".join(done.stderr.split())
+    assert "one store is allowed here" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("host", [[], ["--host-capacity", "64GiB"]])

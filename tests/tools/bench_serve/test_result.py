@@ -126,7 +126,7 @@ def test_target_is_met_or_not_only_where_the_runs_can_tell(
     (target,) = samples.serve_result(overhead=made).targets
     row = json.loads(json.dumps(target.as_json(), allow_nan=False))
     assert row["met"] is met
-    assert target_words(target).endswith(f"wanted at most 1.0\u00a0%: {words}")
+    assert target_words(target).endswith(f"target at most 1.0\u00a0%: {words}")
     low, high = row["interval_95"]
     if num_pairs < 6:
         assert low is high is None
@@ -279,7 +279,7 @@ def test_cost_from_few_pairs_is_no_finding() -> None:
         assert verdict.figure == "too small a run to tell"
         told = [headline(result), verdict.meaning, *conclusion(result)]
         told += map(target_words, result.targets)
-        assert not any("\u00a0%" in each.replace("wanted at most 1.0\u00a0%", "") for each in told)
+        assert not any("\u00a0%" in each.replace("target at most 1.0\u00a0%", "") for each in told)
 
 
 def test_no_digit_is_told_that_the_runs_do_not_know() -> None:

@@ -45,7 +45,7 @@ def policy_of(
         reason = "this SGLang does not tell of whole prompts"
     else:
         return settings.eviction_policy
-    logger.info("kvtier: what was used longest ago leaves first: %s", reason)
+    logger.info("kvtier: eviction policy lru: %s", reason)
     return LRU
 
 

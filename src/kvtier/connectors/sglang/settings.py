@@ -29,20 +29,20 @@ class StorageSettings(StoreSettings):
     )
 
     hold_s: int = 60
-    """Seconds for which a page that SGLang was told of is not given up, if it is never read."""
+    """Seconds for which a page that was reported to SGLang is held for its read."""
 
     def __post_init__(self) -> None:
         StoreSettings.__post_init__(self)
         if not self.disk_path and not self.storage:
             raise self.wrong(
-                "disk_path and disk_capacity are missing; kvtier sglang-args prints all that is "
-                "wanted"
+                "disk_path and disk_capacity are missing; kvtier sglang-args prints all required "
+                "settings"
             )
         if self.disk_path and self.storage:
-            raise self.wrong("disk_path and storage stand for each other here; give one of them")
+            raise self.wrong("disk_path and storage exclude each other here; give one of them")
         if len(self.stores) > 1:
             raise self.wrong(
-                f"storage: one store stands here, and not {len(self.stores)}; give one, or use the "
+                f"storage: one store is allowed here, not {len(self.stores)}; give one, or use the "
                 "linker"
             )
         if self.hold_s < 1:

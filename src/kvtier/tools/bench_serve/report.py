@@ -24,7 +24,7 @@ from kvtier.tools.report.machine import Fact
 from kvtier.tools.report.page import render_page, write_page
 from kvtier.tools.report.stats import Estimate, Summary
 from kvtier.tools.report.svg import SvgPicture, picture
-from kvtier.tools.report.target import target_figure, target_interval, wanted
+from kvtier.tools.report.target import target_bound, target_figure, target_interval
 
 DAMAGES = {
     Damage.SWAPPED: "two blocks swapped",
@@ -89,7 +89,7 @@ def render_report(result: ServeResult) -> str:
                 "meaning": target.meaning,
                 "value": target_figure(target),
                 "interval": target_interval(target),
-                "wanted": wanted(target),
+                "bound": target_bound(target),
                 "outcome": target.outcome,
                 "deviation": target.deviation,
             }

@@ -72,21 +72,21 @@ class Target:
         return row
 
 
-def wanted(target: Target) -> str:
-    """ "at least 95.0 %"."""
+def target_bound(target: Target) -> str:
+    """Return "at least 95.0 %"."""
     return f"{'at least' if target.at_least else 'at most'} {percent(target.wanted)}"
 
 
 def target_figure(target: Target) -> str:
-    """ "95.3 %"; nothing where the figure may be on either side of the target."""
+    """Return "95.3 %", or "" if the figure may be on either side of the target."""
     is_told = target.met is not None or target.found.low == target.found.high
     return percent(target.found.value) if is_told else ""
 
 
 def target_interval(target: Target) -> str:
-    """ "95 % sure: 95.1 % to 95.5 %".
+    """Return "95 % sure: 95.1 % to 95.5 %".
 
-    Nothing for a count, where there is none, and where it says nothing about the target.
+    Returns "" for a count, without an interval, or if the target does not apply to the run.
     """
     found = target.found
     if not target.comparable or not found.is_bounded or found.low == found.high:
@@ -95,10 +95,10 @@ def target_interval(target: Target) -> str:
 
 
 def target_words(target: Target) -> str:
-    """ "T1: 95.3 % (95 % sure: 95.1 % to 95.5 %), wanted at least 95.0 %: met"."""
+    """Return "T1: 95.3 % (95 % sure: 95.1 % to 95.5 %), target at least 95.0 %: met"."""
     figure, interval = target_figure(target), target_interval(target)
     if interval:
         figure = f"{figure} ({interval})" if figure else interval
     remark = f" ({target.deviation})" if target.deviation else ""
-    said = f"{figure}, wanted" if figure else "wanted"
-    return f"{target.target_id}: {said} {wanted(target)}: {target.outcome}{remark}"
+    said = f"{figure}, target" if figure else "target"
+    return f"{target.target_id}: {said} {target_bound(target)}: {target.outcome}{remark}"

@@ -259,7 +259,7 @@ class S3Tier(StorageTier):
                 self._loop.run(self._exchange.publish, CLOSE_S)
             except Exception as error:
                 logger.warning(
-                    "others do not know what was written last store=%s num_packs=%d reason=%r",
+                    "manifest not published store=%s num_packs=%d reason=%r",
                     self.settings.where,
                     self._exchange.num_pending,
                     str(error) or "no answer",
