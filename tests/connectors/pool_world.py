@@ -117,16 +117,16 @@ class PoolWorld:
     def places(self, *numbers: int) -> list[BlockLocation]:
         """Return the locations of blocks; those that storage recovered are adopted."""
         keys = [key_of(number) for number in numbers]
-        self.pool.cache.adopt_recovered(keys)
-        return self.pool.cache.locate_all(keys)
+        self.pool.adopt_recovered(keys)
+        return self.pool.locate_all(keys)
 
     def settle(self) -> None:
         assert self.pool.drain(60)
-        self.pool.cache.poll()
+        self.pool.poll()
 
     def close(self) -> None:
         self.storage.let_go()
         self.settle()
-        self.pool.cache.check_invariants()
+        self.pool.check_invariants()
         assert self.engine.close(60)
         assert self.pool.close()

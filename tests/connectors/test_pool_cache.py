@@ -45,7 +45,7 @@ def test_what_left_host_memory_comes_back_from_storage(world: PoolWorld) -> None
         world.settle()
     assert world.places(1, 2, 3) == [BlockLocation.STORAGE] * 3
     keys = [key_of(1), key_of(2), key_of(3)]
-    assert world.pool.cache.promote(keys) == 3
+    assert world.pool.promote(keys) == 3
     world.settle()
     assert world.places(1, 2, 3) == [BlockLocation.MEMORY] * 3
     assert world.finish(world.pool.load(keys, [9, 8, 7]), [9, 8, 7])
@@ -119,7 +119,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(first=st.integers(0, 20), num=st.integers(1, 5))
     def load(self, first: int, num: int) -> None:
         keys = [key_of(number) for number in range(first, first + num)]
-        places = self.world.pool.cache.locate_all(keys)
+        places = self.world.pool.locate_all(keys)
         num_there = next((at for at, p in enumerate(places) if p is not BlockLocation.MEMORY), num)
         pages = self._free_pages()[:num_there]
         if num_there and len(pages) == num_there:
@@ -128,11 +128,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(first=st.integers(0, 20), num=st.integers(1, 5))
     def promote(self, first: int, num: int) -> None:
         keys = [key_of(number) for number in range(first, first + num)]
-        places = self.world.pool.cache.locate_all(keys)
+        places = self.world.pool.locate_all(keys)
         pairs = zip(keys, places, strict=True)
-        self.world.pool.cache.promote(
-            [key for key, place in pairs if place is BlockLocation.STORAGE]
-        )
+        self.world.pool.promote([key for key, place in pairs if place is BlockLocation.STORAGE])
 
     @rule(call=st.sampled_from(["get", "put"]))
     def break_storage(self, call: str) -> None:
@@ -155,7 +153,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def poll(self) -> None:
-        self.world.pool.cache.poll()
+        self.world.pool.poll()
 
     @rule()
     def settle(self) -> None:
@@ -163,7 +161,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def slots_add_up(self) -> None:
-        self.world.pool.cache.check_invariants()
+        self.world.pool.check_invariants()
 
     def teardown(self) -> None:
         for store, _ in self.stores:

@@ -209,7 +209,7 @@ class UnderSglang:
             self._store = MemoryStorage(opaque(SLOT_BYTES), 16, shelf, STORE, facts)
         storages = [] if self._store is None else [self._store]
         self._pools = PoolWorld(shelf=shelf, storages=storages, lookup_deadline_s=PATIENCE_S)
-        self._cache = self._pools.pool.cache
+        self._cache = self._pools.pool
         assert self._pools.keep(*(at for at in numbers if place[at] == "M"))
         self._pools.settle()
         if self._store is not None:

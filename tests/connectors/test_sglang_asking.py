@@ -42,7 +42,7 @@ class World:
 
     def look(self, rid: str, *numbers: int) -> None:
         keys = [key_of(number) for number in numbers]
-        places, asked = self.pools.pool.cache.begin_lookup(keys)
+        places, asked = self.pools.pool.begin_lookup(keys)
         cuts = self.bringing.cuts(
             rid, WaitingPrompt(0, 160), keys, {"kv": places}, {"kv": 0}, asked
         )
@@ -54,7 +54,7 @@ class World:
         return req
 
     def choose(self, made: Any) -> Any:
-        self.pools.pool.cache.poll()  # as SGLang has the linker do in each step
+        self.pools.pool.poll()  # as SGLang has the linker do in each step
         return self.gate.choose(made, False, lambda: take_first(made))
 
     def until_heard(self) -> None:
@@ -63,7 +63,7 @@ class World:
         end_s = time.monotonic() + PATIENCE_S
         while any(visit.wait(0.0) is RankWait.ANSWERS for visit in self.bringing._visits.values()):
             assert time.monotonic() < end_s, "nothing is heard"
-            self.pools.pool.cache.poll()
+            self.pools.pool.poll()
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_log_has_once_what_was_decided(caplog: pytest.LogCaptureFixture) -> None
     assert pools.keep(0, 1)
     bringing = PromptPromotion({"kv": pools.pool}, PAGE, always=False)
     keys = [key_of(0), key_of(1)]
-    places = {"kv": pools.pool.cache.begin_lookup(keys)[0]}
+    places = {"kv": pools.pool.begin_lookup(keys)[0]}
     for _ in range(3):
         bringing.cuts("again\nforged", WaitingPrompt(0, 3 * PAGE), keys, places, {"kv": 0})
     (line,) = [record.getMessage() for record in caplog.records]

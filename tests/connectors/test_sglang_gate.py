@@ -39,7 +39,7 @@ class World:
 
     def look(self, rid: str, *numbers: int, prompt: WaitingPrompt = PROMPT) -> list[int]:
         keys = [key_of(number) for number in numbers]
-        places = {"kv": self.pools.pool.cache.begin_lookup(keys)[0]}
+        places = {"kv": self.pools.pool.begin_lookup(keys)[0]}
         return self.bringing.cuts(rid, prompt, keys, places, {"kv": 0})
 
     def request(self, *numbers: int) -> Any:
@@ -148,7 +148,7 @@ def test_window_needs_only_what_lies_before_the_cut() -> None:
     assert window.keep(2, 3)
     caches = {"kv": full.pool, "swa": window.pool}
     keys = [key_of(number) for number in range(5)]
-    places = {name: cache.cache.locate_all(keys) for name, cache in caches.items()}
+    places = {name: cache.locate_all(keys) for name, cache in caches.items()}
     assert places["swa"][:2] == [BlockLocation.NOWHERE] * 2
     bringing = PromptPromotion(caches, PAGE, always=True)
     assert bringing.cuts("r", PROMPT, keys, places, {"kv": 0, "swa": 2}) == [4]

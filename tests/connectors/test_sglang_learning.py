@@ -43,9 +43,9 @@ class Told:
         self.asked: list[list[int]] = []
         self.behind: list[tuple[list[int], int]] = []
         self.fails = False
-        self.asking = PromptReporter(pools.pool.cache, PAGE)
-        monkeypatch.setattr(pools.pool.cache, "asked", self._asked)
-        monkeypatch.setattr(pools.pool.cache, "continues", self._continues)
+        self.asking = PromptReporter(pools.pool, PAGE)
+        monkeypatch.setattr(pools.pool, "asked", self._asked)
+        monkeypatch.setattr(pools.pool, "continues", self._continues)
 
     def _asked(self, keys: Sequence[bytes]) -> None:
         if self.fails:

@@ -234,7 +234,7 @@ def test_what_was_promised_is_forgotten_with_the_caches(worlds: Callable[..., Wo
     world = worlds()
     world.promise(*WANTED)
     world.loading.forget_promised()
-    world.pools[Name.KV].pool.cache.clear()
+    world.pools[Name.KV].pool.clear()
     assert world.pools[Name.KV].keep(*WANTED)  # again, by the same names
     world.queue("r", WANTED)
     assert world.num_held() == [len(WANTED)]

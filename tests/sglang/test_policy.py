@@ -60,7 +60,7 @@ def _served(prompts: Sequence[Sequence[int]], policy: str) -> list[int]:
         host_capacity=ROOM * PAGE_BYTES,
         eviction_policy=policy,
     )
-    cache, now_s = tree.linker._linked["kv"].cache.cache, 0.0
+    cache, now_s = tree.linker._linked["kv"].cache, 0.0
     assert tree.linker._linked["kv"].cache.host.num_slots == ROOM
     cache._clock = lambda: now_s
     found = []
@@ -96,7 +96,7 @@ def test_the_linkers_policy_is_told_of_whole_prompts_and_of_answers(
 ) -> None:
     hook()
     tree = Tree(FULL, core=core)
-    cache = tree.linker._linked["kv"].cache.cache
+    cache = tree.linker._linked["kv"].cache
     asked: list[list[bytes]] = []
     behind: list[tuple[list[bytes], bytes]] = []
     monkeypatch.setattr(cache, "asked", asked.append)

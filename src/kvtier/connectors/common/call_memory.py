@@ -24,10 +24,10 @@ class CallMemory(LentMemory):
     time.
     """
 
-    def __init__(self, sizes: npt.NDArray[np.int64], num_slots: int, name: str = HOST) -> None:
+    def __init__(self, sizes: npt.NDArray[np.int64], num_slots: int) -> None:
         num_bytes = int(sizes.sum())
         nowhere = Memory(0, num_bytes * num_slots, "host", None)
-        super().__init__(name, nowhere, named_layout("block_first", opaque(num_bytes), num_slots))
+        super().__init__(HOST, nowhere, named_layout("block_first", opaque(num_bytes), num_slots))
         self.sizes = sizes
         self._addresses = np.zeros((num_slots, len(sizes)), np.uint64)
         self._unused = SlotPool(num_slots)

@@ -56,14 +56,14 @@ class Load:
     job: CopyJob
 
 
-class PoolCache:
-    """One thread calls. A block is a page of the pool.
+class PoolCache(KeyedCache):
+    """A keyed cache that copies the pages of a device pool itself. A block is a page.
 
     pool: of one group. ends: for each of the engine's layers, how many of the pool's shares belong
     to it or to those before it. storages: fastest first. engine: copies between the device and
     ``host``. digest: of the namespace, b"" while nobody knows it. bytes_per_day: of the disk.
     lookup_deadline_s: how long somebody may wait to hear what a store has. policy: says what leaves
-    each tier first; all but LRU follow from the requests that ``cache`` is told of. metrics: what
+    each tier first; all but LRU follow from the requests that ``asked`` is told of. metrics: what
     is counted; nothing shows it where there are none.
     """
 
@@ -79,7 +79,6 @@ class PoolCache:
         lookup_deadline_s: float = 0.0,
         policy: str = LRU,
         metrics: Metrics | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         tiers: dict[str, MemoryTier | StorageTier] = {host.name: host}
         tiers |= {each.name: each for each in storages}
@@ -89,10 +88,10 @@ class PoolCache:
         self._ends = ends
         self._storages = storages
         self._engine = engine
-        self._mover = LocalMover(tiers, None, clock)
+        self._mover = LocalMover(tiers, None)
         self._mover.start()
         index = make_key_index(tuple(tiers), digest, tuple(tiers), policy)
-        self.ladder = build_ladder(
+        ladder = build_ladder(
             index,
             tiers,
             self._mover,
@@ -102,11 +101,11 @@ class PoolCache:
                 piece_blocks=max(1, PIECE_BYTES // self.bytes_per_block),
                 lookup_patience_s=lookup_deadline_s,
             ),
-            clock=clock,
+            clock=time.monotonic,
             device=DEVICE,
             metrics=metrics,
         )
-        self.cache = KeyedCache(index, self.ladder, digest, clock)
+        super().__init__(index, ladder, digest, time.monotonic)
 
     # -- from the device --------------------------------------------------------------------------
 
@@ -119,10 +118,10 @@ class PoolCache:
         keys: in prompt order. depths: of each, its place in the prompt. pages: of each, on the
         device.
         """
-        room = self.cache.reserve(keys)
+        room = self.reserve(keys)
         if room is None:
             num = min(len(keys), self.ladder.eviction.num_available(HOST))
-            room = self.cache.reserve(keys[:num])
+            room = self.reserve(keys[:num])
         if room is None or not room.keys:
             return Store(keys, depths, (), None)
         page_of = dict(zip(keys, pages, strict=True))
@@ -141,19 +140,19 @@ class PoolCache:
                 for key, depth in zip(store.asked, store.depths, strict=True)
                 if key in new
             ]
-            self.cache.commit([key for key, _ in mine], [depth for _, depth in mine])
+            self.commit([key for key, _ in mine], [depth for _, depth in mine])
         else:
-            self.cache.abort(store.new)
-        self.cache.adopt_recovered(store.asked)
-        self.cache.touch(store.asked)
+            self.abort(store.new)
+        self.adopt_recovered(store.asked)
+        self.touch(store.asked)
         there = (BlockLocation.MEMORY, BlockLocation.STORAGE)
-        return all(place in there for place in self.cache.locate_all(store.asked))
+        return all(place in there for place in self.locate_all(store.asked))
 
     # -- to the device ----------------------------------------------------------------------------
 
     def load(self, keys: Sequence[bytes], pages: Sequence[int]) -> Load:
         """Begin to copy blocks that are in host memory to ``pages``, layer by layer."""
-        slots = self.cache.hold(keys)
+        slots = self.hold(keys)
         num_bytes = len(keys) * self.bytes_per_block
         num_layers = len(self._ends)
         width = layers_per_step(num_layers, num_bytes)
@@ -175,14 +174,14 @@ class PoolCache:
             seconds = load.job.seconds
             self.ladder.account.moved((HOST, DEVICE), load.job.num_bytes, seconds)
             self.ladder.account.observe_copy((HOST, DEVICE), load.job.num_bytes, seconds)
-        self.cache.release(load.keys)
+        self.release(load.keys)
         return load.job.succeeded
 
     # -- upkeep -----------------------------------------------------------------------------------
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is on its way between host memory and storage."""
-        return self.ladder.transfers.drain(timeout_s, self.cache.poll)
+        return self.ladder.transfers.drain(timeout_s, self.poll)
 
     def close(self) -> bool:
         """Finish what is under way; nothing moves from or to the device any more.

@@ -110,7 +110,7 @@ class KvtierLinker(UnifiedCacheLinker):
         caches = {name: each.cache for name, each in self._linked.items()}
         self._bringing = PromptPromotion(caches, self._page_size, settings.always_loads)
         self.gate = scheduler_hooks.QueueGate(self._bringing)
-        self.asking = PromptReporter(caches[KV].cache, self._page_size)
+        self.asking = PromptReporter(caches[KV], self._page_size)
         self._prompt = WaitingPrompt(0, 0)
         self._loading = Loading(
             self._linked, self._page_size, self.layer_done_counter, self._after_forward
@@ -162,7 +162,7 @@ class KvtierLinker(UnifiedCacheLinker):
         keys = page_keys(next(each for each in transfers if each.name == PoolName.KV).keys)
         self.asking.look_up(keys)
         looks = {
-            name: each.cache.cache.begin_lookup(keys, has_gaps=name != KV)
+            name: each.cache.begin_lookup(keys, has_gaps=name != KV)
             for name, each in self._linked.items()
         }
         places = {name: found for name, (found, _) in looks.items()}
@@ -250,7 +250,7 @@ class KvtierLinker(UnifiedCacheLinker):
         They complete in order. SGLang asks in each step.
         """
         for linked in self._linked.values():
-            linked.cache.cache.poll()
+            linked.cache.poll()
         num = 0
         while num < len(self._offloads) and self._offloads[num].done:
             num += 1
@@ -277,7 +277,7 @@ class KvtierLinker(UnifiedCacheLinker):
             offload.is_whole = False
         self._loading.forget_promised()
         for linked in self._linked.values():
-            linked.cache.cache.clear()
+            linked.cache.clear()
         self._names.forget()
 
     def after_new_weights(self) -> None:

@@ -123,11 +123,11 @@ class Loading:
         for name, linked in self._linked.items():
             pairs = zip(keys, places[name], strict=False)
             self._promised[name] = [key for key, place in pairs if place is BlockLocation.MEMORY]
-            linked.cache.cache.hold(self._promised[name])
+            linked.cache.hold(self._promised[name])
 
     def _let_go(self) -> None:
         for name, keys in self._promised.items():
-            self._linked[name].cache.cache.release(keys)
+            self._linked[name].cache.release(keys)
         self._promised.clear()
 
     # -- queued ------------------------------------------------------------------------------------
@@ -154,13 +154,13 @@ class Loading:
     def _hold(self, transfer: PoolTransfer) -> LoadPart:
         linked, keys = self._linked[transfer.name.value], page_keys(transfer.keys)
         pages = linked.pool.pages(transfer.device_indices)
-        places = linked.cache.cache.locate_all(keys)
+        places = linked.cache.locate_all(keys)
         if any(place is not BlockLocation.MEMORY for place in places):
             raise LookupError(f"pages of pool {transfer.name} have left host memory")
         if linked.pool.name == KV:
-            for tier, num in Counter(linked.cache.cache.origins(keys)).items():
+            for tier, num in Counter(linked.cache.origins(keys)).items():
                 self._account.hit(tier, num)
-        linked.cache.cache.hold(keys)
+        linked.cache.hold(keys)
         return LoadPart(linked, keys, pages)
 
     def cancel(self, rid: str) -> bool:
@@ -241,7 +241,7 @@ class Loading:
 
 def _release(parts: Iterable[LoadPart]) -> None:
     for part in parts:
-        part.linked.cache.cache.release(part.keys)
+        part.linked.cache.release(part.keys)
 
 
 def _by_pool(parts: Iterable[LoadPart]) -> Iterator[LoadPart]:

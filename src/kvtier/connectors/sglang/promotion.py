@@ -181,7 +181,7 @@ class PromptPromotion:
         """Describe the pages of a look-up. ready, reachable: lengths of prefixes, in pages."""
         first, page_size = prompt.num_cached, self._page_size
         caches = list(self._caches.values())
-        kv = self._caches[KV].cache
+        kv = self._caches[KV]
         return FoundBlocks(
             first,
             prompt.num_tokens,
@@ -206,8 +206,8 @@ class PromptPromotion:
             there = zip(keys[first:], places[name][first:], strict=False)
             coming = [key for key, place in there if place is not BlockLocation.MEMORY]
             stored = zip(keys[first:], places[name][first:], strict=False)
-            cache.cache.promote([key for key, place in stored if place is BlockLocation.STORAGE])
-            watches.append(cache.cache.watch(coming))
+            cache.promote([key for key, place in stored if place is BlockLocation.STORAGE])
+            watches.append(cache.watch(coming))
         return watches
 
     # -- to wait or not ----------------------------------------------------------------------------

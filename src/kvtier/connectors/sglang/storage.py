@@ -134,8 +134,8 @@ class KvtierStorage(HiCacheStorage):
             policy,
         )
 
-    def _slab(self, name: str = KV) -> PoolSlab:
-        return self._opened()[name]
+    def _slab(self) -> PoolSlab:
+        return self._opened()[KV]
 
     def _opened(self) -> dict[str, PoolSlab]:
         if not self._slabs:  # before 0.5.23 nobody says that all pools are known
