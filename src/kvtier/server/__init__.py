@@ -1,7 +1,7 @@
-"""The OpenAI-compatible server on top of the embedded engine.
+"""OpenAI-compatible server on top of the embedded engine.
 
-Each name is imported when it is first used: settings can be checked, and a port bound, before
-torch and the web framework are there.
+Each name is imported on first use: settings can be checked, and a port bound, before torch and the
+web framework are imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a running generation to the HTTP answer, whole or streamed, for both endpoints."""
+"""Turns a running generation into the HTTP answer, whole or streamed, for both endpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Whole:
-    """One finished choice."""
+    """One complete choice."""
 
     text: str = ""
     tokens: list[TextToken] = field(default_factory=list)
@@ -47,17 +47,17 @@ class AnswerForm(ABC):
 
     @abstractmethod
     def whole(self, wholes: Sequence[Whole]) -> list[CompletionChoice] | list[ChatChoice]:
-        """The choices of a whole answer."""
+        """Return the choices of a whole answer."""
 
     @abstractmethod
     def chunk(
         self, index: int, piece: TextPiece
     ) -> list[list[CompletionChoice]] | list[list[ChatChunkChoice]]:
-        """The choices of each chunk that tells ``piece``; often one chunk, sometimes none."""
+        """Return the choices of each chunk for ``piece``; often one chunk, sometimes none."""
 
 
 class Answerer:
-    """Answers one HTTP request. answer_id: names the answer, in the API and in the log."""
+    """Answers one HTTP request. Its id names the answer in the API and in the log."""
 
     def __init__(
         self, service: Service, request: Request, asked: GenerationRequest, form: AnswerForm
@@ -76,13 +76,13 @@ class Answerer:
         self._has_first = False
 
     async def answer(self, generation: Generation) -> Response:
-        """The response, whole or streamed. Takes care of ``generation`` in any case."""
+        """Return the response, whole or streamed. Always closes ``generation``."""
         pieces = self._timed(generation.pieces())
         try:
             if not self._asked.stream:
                 work = self._collect(generation, pieces)
                 return await unless_gone(work, self._request.receive)
-            # Begin the stream with the first text, so that an error before it has its own status.
+            # Start the stream with the first text: an earlier error gets its own HTTP status.
             first = await unless_gone(_first(pieces), self._request.receive)
         except BaseException as error:
             generation.close()

@@ -1,4 +1,4 @@
-"""The API: which path is answered by whom."""
+"""The API: its paths and middleware."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvtier.server.service import Service
 
 
 def make_app(service: Service) -> FastAPI:
-    """The ASGI application that serves ``service``."""
+    """Return the ASGI application that serves ``service``."""
     app = FastAPI(title="kvtier", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     app.include_router(completions_router(service))
@@ -42,7 +42,7 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/v1/models")
     async def list_models() -> ModelList:
-        """The one model that is served."""
+        """Return the one model that is served."""
         return {"object": "list", "data": [model()]}
 
     @app.get("/v1/models/{name:path}")
@@ -52,7 +52,7 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> HealthAnswer:
-        """Ready to serve. While the server shuts down this is an error like everything else."""
+        """Return that the server is ready. During shutdown this is an error, as for all paths."""
         engine = service.engine
         return {
             "status": "ok",
@@ -63,12 +63,12 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """The server's metrics, then the cache's."""
+        """Return the server's metrics, then the cache's."""
         text = service.metrics.text() + await cache_metrics.read()
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     def describe() -> dict[str, Any]:
-        """As FastAPI does it, with the bodies that it does not read."""
+        """Return FastAPI's OpenAPI schema, with the bodies that it does not parse."""
         if app.openapi_schema is None:
             described = get_openapi(title=app.title, version=app.version, routes=app.routes)
             described.setdefault("components", {}).setdefault("schemas", {}).update(components())
@@ -76,7 +76,7 @@ def make_app(service: Service) -> FastAPI:
         return app.openapi_schema
 
     app.openapi = describe  # type: ignore[method-assign]
-    # Added last means outermost.
+    # The last one added is the outermost.
     app.add_middleware(RequestGate, service=service)
     app.add_middleware(Observe, service=service)
     return app

@@ -1,4 +1,4 @@
-"""Request bodies: read in bounded time, at a bounded pace, into bounded memory."""
+"""Reads request bodies with limits on time, rate and memory."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from kvtier.server.pace import Pace
 from kvtier.server.scan import Bounds, Scan
 
 SMALL_BYTES = 64 << 10
-"""Up to this a body is read at once; a longer one waits for its turn."""
+"""A body up to this size is read at once; a longer one waits for a slot."""
 
 PIECE_BYTES = 64 << 10
 NUM_LARGE = 4
-"""Large bodies that are in memory together."""
+"""Slots: large bodies in memory at a time."""
 MAX_WAITING = 32
-"""Large bodies that wait for their turn; each holds what came with its first packets."""
+"""Large bodies that may wait for a slot; each holds its first packets."""
 
 READ_S_PER_BYTE = 2e-9
-"""Seconds per byte that the server takes to receive a body."""
+"""Seconds per byte that the server needs to receive a body."""
 
 DISCARDED_BYTES = 64 << 20
 DISCARDED_S = 5.0
-"""The rest of a body that is refused is read on and thrown away within these bounds: a client that
-is still sending does not see the answer."""
+"""The rest of a refused body is read and discarded within these bounds: a client that is still
+sending does not see the answer."""
 STRANGERS_BYTES, STRANGERS_S = 64 << 10, 1.0
-"""The same for those that were refused without a look at the body."""
+"""The same bounds for requests that are refused before their body is read."""
 
 
 @dataclass(slots=True)
 class Body:
-    """One request's body. A large one keeps others out until ``release``."""
+    """One request's body. A large one occupies a slot until ``release``."""
 
     content: bytes
     _turn: asyncio.Semaphore | None = None
@@ -47,7 +47,7 @@ class Body:
         self.is_large = self._turn is not None
 
     def release(self) -> None:
-        """Nothing of the body is needed any more. Safe to call twice."""
+        """Free the body and its slot. Safe to call twice."""
         self.content = b""
         self.is_released = True
         turn, self._turn = self._turn, None
@@ -58,7 +58,8 @@ class Body:
 class Bodies:
     """Reads the bodies of one server. Belongs to the event loop's thread.
 
-    timeout_s: for a whole body, of a large one from its turn on. pace: of large ones.
+    timeout_s: limit for a whole body; for a large one the time after it got a slot.
+    pace: of large ones.
     """
 
     def __init__(self, max_bytes: int, timeout_s: float, bounds: Bounds, pace: Pace) -> None:
@@ -70,10 +71,10 @@ class Bodies:
         self._pace = pace
 
     async def read(self, scope: Scope, receive: Receive) -> Body | None:
-        """The whole body; None where the client is gone.
+        """Return the whole body; None if the client has disconnected.
 
-        ``ApiError`` for one that is too long, too slow or of too many parts, and where too many
-        large ones wait already.
+        Raises ``ApiError`` for a body that is too long, too slow or has too many parts, and if too
+        many large ones are waiting.
         """
         turn: asyncio.Semaphore | None = None
         scan, parts, num_bytes, more = Scan(self._bounds), list[bytes](), 0, True
@@ -90,7 +91,7 @@ class Bodies:
                     num_bytes += len(part)
                     if num_bytes > self._max_bytes:
                         raise body_too_long(self._max_bytes)
-                    # First the scan: what can be refused at once takes nobody's turn.
+                    # Scan first: a body that is refused at once needs no slot.
                     await self._scan(scan, part, num_bytes)
                     parts.append(part)
                     if turn is None and num_bytes > SMALL_BYTES:
@@ -111,7 +112,7 @@ class Bodies:
         return Body(b"".join(parts), turn)
 
     async def refuse(self, scope: Scope, receive: Receive, error: ApiError) -> None:
-        """Get the body of a request out of the way that is answered with ``error`` unread."""
+        """Discard the body of a request that is answered with ``error`` without reading it."""
         await self._discard(scope, receive, error, STRANGERS_BYTES, STRANGERS_S)
 
     async def _take_turn(self) -> asyncio.Semaphore:
@@ -128,9 +129,9 @@ class Bodies:
         return self._turns
 
     async def _scan(self, scan: Scan, part: bytes, num_bytes: int) -> None:
-        """Scan a piece of a body.
+        """Scan a piece of a body. Beyond ``SMALL_BYTES`` it keeps to the pace of large bodies.
 
-        num_bytes: that have come so far. Of what is long only the beginning does not wait.
+        num_bytes: received so far, including this piece.
         """
         for at in range(0, len(part), PIECE_BYTES):
             end = num_bytes - len(part) + min(at + PIECE_BYTES, len(part))
@@ -166,7 +167,7 @@ class Bodies:
 
 
 async def _is_short(receive: Receive) -> bool:
-    """Read on. Whether the body ends soon."""
+    """Read on. Return whether the body ends soon."""
     num_bytes, more = 0, True
     while more and num_bytes < SMALL_BYTES:
         message = await receive()
@@ -181,5 +182,5 @@ def _give_back(turn: asyncio.Semaphore | None) -> None:
 
 
 def _declared_bytes(scope: Scope) -> int:
-    """Return the body's declared length. h11 has checked that it is a number."""
+    """Return the body's declared length, which h11 has validated."""
     return next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)

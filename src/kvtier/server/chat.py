@@ -44,7 +44,7 @@ class ChatForm(AnswerForm):
         ]
 
     def chunk(self, index: int, piece: TextPiece) -> list[list[ChatChunkChoice]]:
-        """A first chunk names the role, the next ones bring the text, the last one says the end."""
+        """Return chunks: the first one has the role, the next ones text, the last one the end."""
         chunks = []
         if index not in self._begun:
             self._begun.add(index)
@@ -82,7 +82,7 @@ def chat_router(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
     async def create_chat_completion(request: Request) -> Response:
-        """The assistant's next turn in a conversation."""
+        """Return the assistant's next turn in a conversation."""
         body, prompt = await service.prepare(request, ChatRequest, prepare)
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         orders = service.orders(
@@ -112,7 +112,7 @@ def chat_router(service: Service) -> APIRouter:
         turns = [_turn(message) for message in body.messages]
         try:
             text = tokenizer.render_chat(turns)
-        except Exception as error:  # a template may raise what it likes
+        except Exception as error:  # a template may raise anything
             why = " ".join(str(error).split()).rstrip(".")[:200]
             raise bad_request(
                 f"The model's chat template refuses these messages: {why}.", "messages"
@@ -123,7 +123,7 @@ def chat_router(service: Service) -> APIRouter:
 
 
 def _turn(message: ChatMessage) -> dict[str, str]:
-    """A message as chat templates know it: developer is the newer word for system."""
+    """Return a message for chat templates, with ``developer`` as the older ``system``."""
     role = "system" if message.role == "developer" else message.role
     turn = {"role": role, "content": message.content}
     return turn if message.name is None else {**turn, "name": message.name}

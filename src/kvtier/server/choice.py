@@ -1,4 +1,4 @@
-"""One choice of an answer: from tokens to text, cut at stop strings."""
+"""One choice of an answer: turns tokens into text, cut at stop strings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvtier.engine import Detokenizer, Token
 class StopMatcher:
     """Passes text through until a stop string occurs in it.
 
-    Together the pieces given out are the whole text, cut at the first place where a stop string
-    begins, however the text was split. What may still become a stop string is held back.
+    The emitted pieces together are the whole text, cut at the first position where a stop string
+    begins, however the text was split. Text that may still become a stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -22,19 +22,19 @@ class StopMatcher:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """The text that is certain now."""
+        """Add text. Return the text that is certain now."""
         if self.stopped or not self._stops:
             return "" if self.stopped else text
         self._pending += text
         found, held = self._found(), self._held()
         if found is not None and found <= held:
             return self._cut(found)
-        # A stop that began earlier may still be completed, even where a later one is complete.
+        # An earlier, incomplete stop string may still be completed, before the complete one.
         given, self._pending = self._pending[:held], self._pending[held:]
         return given
 
     def flush(self) -> str:
-        """Return the text that was held back; the answer has ended."""
+        """Return the text that was held back, at the end of the answer."""
         found = self._found()
         if found is not None:
             return self._cut(found)
@@ -68,7 +68,7 @@ class StopMatcher:
 
 @dataclass(frozen=True, slots=True)
 class TextToken:
-    """A generated token, and where its text begins: characters from the start of the answer."""
+    """A generated token and the offset of its text, in characters from the start of the answer."""
 
     token: Token
     offset: int
@@ -76,7 +76,7 @@ class TextToken:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """Text that became certain, with its tokens. finish_reason: in the last piece only."""
+    """Text that became certain, with its tokens. finish_reason: only in the last piece."""
 
     text: str
     tokens: tuple[TextToken, ...]
@@ -84,9 +84,9 @@ class TextPiece:
 
 
 class AnswerChoice:
-    """Collects the tokens of one request of the engine.
+    """Collects the tokens of one engine request.
 
-    prefix: text to give out before the first token's.
+    prefix: text to emit before the first token's.
     """
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], prefix: str = "") -> None:
@@ -104,9 +104,9 @@ class AnswerChoice:
         return self._matcher.stopped
 
     def push(self, token: Token) -> TextPiece:
-        """Return the text that the token made certain, maybe empty.
+        """Add a token. Return the text that it made certain, possibly empty.
 
-        Nothing counts after a stop string.
+        Tokens after a stop string are ignored.
         """
         if self.stopped:
             return TextPiece("", ())
@@ -117,7 +117,7 @@ class AnswerChoice:
         return self._give(self._matcher.push(text))
 
     def finish(self, reason: str) -> TextPiece:
-        """The last piece. reason: why the engine ended; a stop string overrides it."""
+        """Return the last piece. reason: why the engine ended; a stop string overrides it."""
         if not self.stopped:
             text = self._matcher.push(self._detokenizer.flush())
             given = self._give(text if self.stopped else text + self._matcher.flush())
@@ -138,8 +138,8 @@ class AnswerChoice:
         return TextPiece(prefix + text, tuple(tokens))
 
     def _is_given(self, token: TextToken, end: int) -> bool:
-        """Whether the token's text is out; of a cut answer, whether some of it is.
+        """Whether the token's text was emitted; in a cut answer, whether some of it was.
 
-        A token without text, part of a character for instance, goes with the text after it.
+        A token without text, such as a part of a character, is emitted with the text after it.
         """
         return token.offset < self._num_given and (self.stopped or end <= self._num_given)

@@ -18,39 +18,39 @@ class ServerConfig:
     port: int = 8000
     """TCP port; 0 takes any free one."""
     api_key: str | Sequence[str] | None = field(default=None, repr=False)
-    """Clients must send it, or one of several, as bearer token; None asks for none."""
+    """API key, or several, one of which clients must send as bearer token; None for open access."""
     metrics_open: bool = False
-    """Whether ``/metrics`` is served without a key, as ``/health`` is."""
+    """Whether ``/metrics`` is served without a key, like ``/health``."""
     ssl_certfile: str | None = None
-    """Certificate in PEM, with those in between: the server speaks HTTPS, and no HTTP."""
+    """Certificate chain in PEM. If set, the server speaks only HTTPS."""
     ssl_keyfile: str | None = None
-    """Its key in PEM; None where that is in the same file."""
+    """Private key in PEM; None if it is in the certificate's file."""
     served_model_name: str | None = None
-    """The model's name in the API; None takes the engine's."""
+    """Name of the model in the API. Default: the engine's."""
     max_body_bytes: int = 8 << 20
-    """Longest request body."""
+    """Maximum size of a request body."""
     max_connections: int = 1024
-    """Open connections; fewer where the system allows fewer open files. A few more are there for
+    """Open connections; fewer if the open-file limit is lower. A few more are reserved for
     ``/health``, ``/metrics`` and the live page."""
     header_timeout_s: float = 10.0
-    """Longest time until a connection has sent a complete request header."""
+    """Time limit for a connection to send a complete request header."""
     body_timeout_s: float = 30.0
-    """Longest time until a request's body has arrived."""
+    """Time limit for a request's body to arrive."""
     write_timeout_s: float = 60.0
     """Longest time for which a client may leave its answer unread."""
     max_choices: int = 64
-    """Prompts times ``n`` of one HTTP request."""
+    """Maximum of prompts times ``n`` of one HTTP request."""
     default_chat_tokens: int = 1024
-    """max_tokens of a chat that names none; less where the context has less room."""
+    """Default of max_tokens in chats; less if the context has less room."""
     shutdown_grace_s: float = 30.0
-    """Longest time for which requests in flight go on after SIGTERM."""
+    """Longest time for requests in flight to finish after SIGTERM."""
     record: str = ""
     """File that requests are recorded to, as salted hashes, lengths and times; "" for none."""
     record_max_bytes: int = 1 << 30
-    """Space that the recording may take; older requests leave."""
+    """Maximum size of the recording; the oldest requests are deleted."""
 
     traces: bool = False
-    """Send spans to where OpenTelemetry's environment variables say."""
+    """Export spans as configured by OpenTelemetry's environment variables."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -75,13 +75,13 @@ class ServerConfig:
 
     @property
     def api_keys(self) -> tuple[str, ...]:
-        """All keys; none where nobody is asked for one."""
+        """All keys; empty for open access."""
         if self.api_key is None:
             return ()
         return (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key)
 
     def _check_keys(self) -> None:
-        """No message may hold a key."""
+        """Check the keys. No message may contain a key."""
         if self.api_key is not None and not self.api_keys:
             raise ConfigError("api_key: there is no key; set one, or leave the option out")
         for key in self.api_keys:

@@ -1,4 +1,4 @@
-"""One connection: uvicorn's HTTP/1.1, watched by the doorman, and answering in the API's shape."""
+"""HTTP/1.1 connection of uvicorn, with the doorman's limits and errors in the API's shape."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvtier.server.errors import bad_request, header_too_long
 MAX_HEADER_BYTES = 16 << 10
 MAX_PIECES = 4096
 PIECE_BYTES = 256
-"""A body may come in ``MAX_PIECES`` pieces, and in one more for each ``PIECE_BYTES`` of it: what a
-piece costs does not depend on its size."""
+"""A body may come in ``MAX_PIECES`` pieces, plus one for each ``PIECE_BYTES`` of it: the cost of a
+piece does not depend on its size."""
 
 
 _END = re.compile(rb"\n\r?\n")
 
 
 class _Parser(h11.Connection):
-    """Counts the pieces that a body comes in, and keeps the error that ended the conversation."""
+    """Counts the pieces of a body, and keeps the status of the error that ended the connection."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
@@ -53,7 +53,7 @@ class _Parser(h11.Connection):
         return event
 
     def _refuse_long_header(self) -> None:
-        """h11's own bound is for headers that come in several packets."""
+        """Refuse a long header in one packet; h11's own limit applies only to several packets."""
         received, _ = self.trailing_data
         if len(received) > MAX_HEADER_BYTES and not _END.search(received, 0, MAX_HEADER_BYTES):
             raise h11.RemoteProtocolError("header too long", error_status_hint=431)
@@ -62,7 +62,7 @@ class _Parser(h11.Connection):
 class HttpConnection(H11Protocol):
     """Connection class that uvicorn instantiates.
 
-    raw: what an encrypted connection is sent through.
+    raw: transport below TLS; None for plain HTTP.
     """
 
     def __init__(
@@ -84,23 +84,23 @@ class HttpConnection(H11Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """See ``doorman.Client``."""
+        """Bytes written for the client that it has not read yet."""
         num_encrypted = 0 if self._raw is None else self._raw.get_write_buffer_size()
         return self.transport.get_write_buffer_size() + num_encrypted
 
     def abort(self) -> None:
-        """Close at once, whatever is still to be sent."""
+        """Close at once, discarding unsent data."""
         self.transport.abort()
 
     @property
     def num_body_bytes(self) -> int:
-        """Return the bytes received of the current request's body."""
+        """Bytes received of the current request's body."""
         return self.conn.num_bytes
 
     async def discard(self, num_bytes: int) -> None:
-        """Throw away what comes until it was so much, without a look at it.
+        """Read and discard the next ``num_bytes`` bytes unparsed.
 
-        The connection is of no use afterwards: the next answer must close it.
+        The connection cannot be used afterwards: the next answer must close it.
         """
         self._num_unwanted = num_bytes
         self.flow.resume_reading()
@@ -131,7 +131,7 @@ class HttpConnection(H11Protocol):
             self._doorman.asks(self)
 
     def on_response_complete(self) -> None:
-        self._doorman.waits(self)  # before: the next request may be here already
+        self._doorman.waits(self)  # first: the next request may have arrived already
         super().on_response_complete()
         self._hang_up()
 
@@ -149,11 +149,11 @@ class HttpConnection(H11Protocol):
             self._raw.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """The end of a conversation that is no HTTP. msg: uvicorn's, which says no more."""
+        """Answer invalid HTTP and close the connection. msg: uvicorn's, which is not used."""
         self._doorman.waits(self)
         self._doorman.note("invalid_http")
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()  # an answer is on its way: it ends here
+            self.transport.close()  # cuts the answer in progress
             self._hang_up()
             return
         if self.conn.status == 431:

@@ -1,4 +1,4 @@
-"""Connections: how many there may be, how long they may wait, and whose turn it is to leave."""
+"""Limits on connections: their number, their time limits, and which one is closed for a new one."""
 
 from __future__ import annotations
 
@@ -16,38 +16,40 @@ from kvtier.live.files import PATHS
 logger = logging.getLogger(__name__)
 
 NUM_RESERVED = 64
-"""Connections beyond the limit, on which only ``MONITOR_PATHS`` are served."""
+"""Connections beyond the limit that only serve ``MONITOR_PATHS``."""
 MONITOR_PATHS = frozenset({"/health", "/metrics"}) | PATHS
-"""The page among them: a flood is when people look."""
+"""Paths served on reserved connections, including the live page, which is needed during
+overload."""
 BACKLOG = 16
-"""Connections that the event loop accepts in one turn."""
+"""Connections that the event loop accepts per iteration."""
 NUM_UNKNOWN = 5 * BACKLOG
-"""Connections that are open beyond those that the doorman knows: one is accepted in one turn of the
-event loop, gets its transport in the next, comes to the doorman in the third, and what that closes
-is closed in the fourth."""
+"""Connections that are open but not known to the doorman: a connection is accepted in one iteration
+of the event loop, gets its transport in the next and reaches the doorman in the third; what that
+closes is closed in the fourth."""
 NUM_SPARE_FILES = 64
-"""Open files that are left to the rest of the process."""
+"""Open files reserved for the rest of the process."""
 
 
 class Peer(Protocol):
-    """A connection, as the doorman knows it."""
+    """A connection, from the doorman's view."""
 
     @property
     def unsent_bytes(self) -> int:
-        """Return the bytes written for the client that it has not read yet."""
+        """Bytes written for the client that it has not read yet."""
 
     def abort(self) -> None:
         """Close at once."""
 
 
 class Doorman:
-    """Knows every connection of a server. Belongs to the event loop's thread.
+    """Tracks every connection of a server. Belongs to the event loop's thread.
 
-    A connection waits until a whole header has come, and again after each answer. Where there are
-    too many, the one that waits longest has to leave: so connections that ask nothing can't keep
-    others out. Nobody who was let in to ask is thrown out for somebody else.
+    A connection is idle until it has sent a whole header, and again after each answer. If there are
+    too many, the one that has been idle longest is closed, so that idle connections cannot block
+    others. A connection with a request is never closed in favour of another.
 
-    on_close: told the reason of each connection that the doorman closes. now: a clock, seconds.
+    on_close: called with the reason for each connection that the doorman closes.
+    now: clock, seconds.
     """
 
     def __init__(
@@ -64,17 +66,17 @@ class Doorman:
         self._on_close = on_close
         self._now = now
         self._all: set[Peer] = set()
-        self._waiting: dict[Peer, float] = {}  # since when; the first one waits longest
-        self._unread: dict[Peer, tuple[int, float]] = {}  # so many bytes unsent, since when
+        self._waiting: dict[Peer, float] = {}  # idle since; the longest first
+        self._unread: dict[Peer, tuple[int, float]] = {}  # unsent bytes, unchanged since
 
     @property
     def header_timeout_s(self) -> float:
-        """Return how long a connection may stay without a whole header."""
+        """Time limit for a connection to send a whole header."""
         return self._header_timeout_s
 
     @property
     def tick_s(self) -> float:
-        """Return the interval of calls to ``sweep``."""
+        """Interval of calls to ``sweep``."""
         return min(1.0, self._header_timeout_s / 4, self._write_timeout_s / 4)
 
     def came(self, client: Peer) -> None:
@@ -85,13 +87,13 @@ class Doorman:
             self._drop_idle()
 
     def waits(self, client: Peer) -> None:
-        """It has no request: it is new, or was answered."""
+        """Note that a connection is idle: it is new, or was answered."""
         self._waiting.pop(client, None)
         if client in self._all:
             self._waiting[client] = self._now()
 
     def asks(self, client: Peer) -> None:
-        """A whole request header has come."""
+        """Note that a whole request header has arrived."""
         self._waiting.pop(client, None)
 
     def left(self, client: Peer) -> None:
@@ -100,24 +102,24 @@ class Doorman:
         self._unread.pop(client, None)
 
     def note(self, reason: str) -> None:
-        """A connection is being closed since it speaks another language."""
+        """Count a connection that is being closed because of another protocol."""
         self._on_close(reason)
 
     def dismiss(self) -> None:
-        """Close all that are still there: nobody reads what they were sent, and now never will."""
+        """Close all remaining connections; unsent data is lost."""
         for client in list(self._all):
             self.left(client)
             client.abort()
 
     def make_room(self) -> bool:
-        """Whether one that asks may stay; those that ask nothing may have to leave for it."""
+        """Return whether a connection with a request may stay; may close idle ones for it."""
         while len(self._all) > self._max:
             if not self._drop_idle():
                 return False
         return True
 
     def sweep(self) -> None:
-        """Close what has waited too long, for a header or for its client to read."""
+        """Close connections that exceeded a time limit: for their header, or for reading."""
         now = self._now()
         late = [
             client
@@ -140,7 +142,7 @@ class Doorman:
             self._close(client, "write_timeout")
 
     def _drop_idle(self) -> bool:
-        """Close the connection that waits longest and owes its client nothing."""
+        """Close the connection that has been idle longest and has no unsent data."""
         idle = next((each for each in self._waiting if not each.unsent_bytes), None)
         if idle is not None:
             self._close(idle, "room")
@@ -153,7 +155,7 @@ class Doorman:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process open as many files as the system allows it."""
+    """Raise this process's open-file limit to the system's maximum."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -162,8 +164,8 @@ def raise_descriptor_limit() -> None:
 def room_for_connections(num_others: int = 0) -> float:
     """Return how many connections this process may open beside its files.
 
-    num_others: descriptors that connections to other addresses may use, such as the events'.
-    Raises ``ConfigError`` where those are too few for a server.
+    num_others: descriptors reserved for connections to other addresses, such as the events'.
+    Raises ``ConfigError`` if those are too few for a server.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
@@ -180,7 +182,7 @@ def room_for_connections(num_others: int = 0) -> float:
 
 
 def possible_connections(wanted: int, num_others: int = 0) -> int:
-    """``wanted``, or as many as there is room for among the files that this process may open.
+    """Return ``wanted``, or fewer if the open-file limit is lower.
 
     num_others: see ``room_for_connections``.
     """

@@ -1,4 +1,4 @@
-"""Errors as the API shows them: one clear sentence in the shape that clients know."""
+"""Errors of the API: one clear sentence in the OpenAI error format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 RETRY_AFTER_S = 1
-"""Value of ``Retry-After`` when the queue is full: about one short request."""
+"""Value of ``Retry-After`` if the queue is full: about one short request."""
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _SHOWN_CHARACTERS = 60
@@ -20,7 +20,10 @@ _SHOWN_CHARACTERS = 60
 class ApiError(Exception):
     """A request that is answered with an error.
 
-    status: of HTTP. message: one sentence. param: the field at fault. code: for programs.
+    status: HTTP status.
+    message: one sentence.
+    param: the field at fault.
+    code: for programs.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class ApiError(Exception):
         }
 
     def response(self) -> Response:
-        # In ASCII: a field's name may hold what UTF-8 can't.
+        # In ASCII: a field's name may contain surrogates, which UTF-8 cannot encode.
         content = json.dumps(self.body)
         return Response(content, self.status, self.headers, media_type="application/json")
 
@@ -82,7 +85,7 @@ def body_too_long(limit_bytes: int) -> ApiError:
         f"The request body is longer than {limit_bytes} bytes, the limit of this server; "
         "shorten the prompt or raise --max-body-bytes.",
         code="request_too_large",
-        headers={"Connection": "close"},  # else the rest of the body would be read
+        headers={"Connection": "close"},  # otherwise the rest of the body would be read
     )
 
 
@@ -105,7 +108,7 @@ def body_late(limit_s: float) -> ApiError:
 
 
 def crowded(what: str) -> ApiError:
-    """Return the error of too much of something. what: the thing."""
+    """Return the error for an exceeded limit. what: a clause that names it."""
     return ApiError(
         503,
         f"{what}; try again later.",
@@ -141,10 +144,10 @@ def internal_error(request_id: str) -> ApiError:
 
 
 def show(value: object) -> str:
-    """A value from a request, short enough and safe to put into a message."""
+    """Return a value from a request, shortened and escaped for a message."""
     text = ""
     try:
-        # Piece by piece: the value may be long, and its beginning is all that is shown.
+        # Piece by piece: the value may be long, and only its beginning is shown.
         short = value[:_SHOWN_CHARACTERS] if isinstance(value, str) else value
         for piece in json.JSONEncoder().iterencode(short):
             text += piece
@@ -156,7 +159,7 @@ def show(value: object) -> str:
 
 
 def from_validation(errors: Sequence[Mapping[str, object]]) -> ApiError:
-    """One sentence from what pydantic found; the first finding is the one that is told."""
+    """Return one sentence about the first of pydantic's findings."""
     first = errors[0]
     kind, message, found = str(first["type"]), str(first["msg"]), first.get("input")
     location = first["loc"]
@@ -175,7 +178,7 @@ def from_validation(errors: Sequence[Mapping[str, object]]) -> ApiError:
 
 
 def _field_name(location: Sequence[object]) -> str:
-    """``messages[0].content`` from ("messages", 0, "content")."""
+    """Return ``messages[0].content`` for ("messages", 0, "content")."""
     name = ""
     for part in location:
         if isinstance(part, int):
@@ -186,7 +189,7 @@ def _field_name(location: Sequence[object]) -> str:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Every error that leaves ``app`` has the API's shape."""
+    """Give every error that leaves ``app`` the API's format."""
 
     @app.exception_handler(ApiError)
     async def _api(request: Request, error: ApiError) -> Response:
@@ -194,7 +197,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ClientGone)
     async def _gone(request: Request, error: ClientGone) -> Response:
-        return Response(status_code=499)  # nobody reads it; it is the status in the metrics
+        return Response(status_code=499)  # for the metrics; the client is gone
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:

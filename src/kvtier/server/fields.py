@@ -1,4 +1,4 @@
-"""Fields of requests that come in several shapes, brought into one. Errors are whole sentences."""
+"""Parses request fields that have several forms into one. Errors are whole sentences."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _check_text(name: str, text: str) -> None:
 
 
 def parse_prompts(value: object) -> list[Prompt]:
-    """The prompts of a completion request: text or token ids, one or many."""
+    """Return the prompts of a completion request: text or token ids, one or many."""
     prompts: list[Prompt]
     if isinstance(value, str):
         prompts = [value]
@@ -72,7 +72,7 @@ def parse_prompts(value: object) -> list[Prompt]:
 
 
 def parse_stops(value: object) -> tuple[str, ...]:
-    """Stop strings: none, one, or up to four."""
+    """Return the stop strings: none, one, or up to four."""
     if value is None:
         return ()
     stops = [value] if isinstance(value, str) else value
@@ -90,7 +90,7 @@ def parse_stops(value: object) -> tuple[str, ...]:
 
 
 def parse_content(value: object) -> str:
-    """The text of a message: a string, or a list of text parts."""
+    """Return the text of a message: a string, or a list of text parts."""
     parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
     if not isinstance(parts, list):
         raise ValueError(f"content is {show(value)}, but must be a text or a list of text parts")
@@ -109,7 +109,7 @@ def parse_content(value: object) -> str:
 
 
 def parse_hinted(value: object) -> Hint | None:
-    """Parse the hints of a client; null is none."""
+    """Parse the hints of a client; null means none."""
     return None if value is None else parse_hint(value)
 
 
@@ -119,7 +119,7 @@ def _check_field(value: str, info: ValidationInfo) -> str:
 
 
 def none_is(default: object) -> BeforeValidator:
-    """Null in a request means the default."""
+    """Return a validator that replaces null by the default."""
     return BeforeValidator(lambda value: default if value is None else value)
 
 

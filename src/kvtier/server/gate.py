@@ -30,28 +30,28 @@ ENDPOINTS = {
     "/metrics": "metrics",
     LIVE_PATH: "live",
 }
-"""Labels in the metrics; every other path is "other"."""
+"""Labels of paths in the metrics; every other path is "other"."""
 
 ID_PREFIXES = {"completions": "cmpl", "chat": "chatcmpl"}
 OPEN_PATHS = frozenset({"/health"})
-"""Need no API key. Nor do the page's files: they are the same everywhere, and the page asks for the
-key before it shows anything."""
+"""Paths that need no API key. The live page's files need none either: they are public, and the page
+asks for the key before it shows data."""
 
 
 class ApiKeys:
-    """Tells a key from what is none in a time that depends on neither.
+    """Verifies API keys in constant time.
 
-    Digests of equal length are compared, in full, with every key: neither how much of a key was
-    right, nor how long it is, nor which one it was shows in the time.
+    Digests of equal length are compared, in full, with every key. So the time reveals neither how
+    much of a key was right, nor its length, nor which key it was.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
-        # Of this process only: what is known of digests elsewhere is of no use.
+        # Random per process, so that digests cannot be precomputed.
         self._secret = os.urandom(32)
         self._digests = tuple(self._digest(key.encode()) for key in keys)
 
     def has(self, sent: bytes) -> bool:
-        """Whether ``sent`` is one of them."""
+        """Whether ``sent`` is one of the keys."""
         digest = self._digest(sent)
         is_known = False
         for each in self._digests:
@@ -63,7 +63,7 @@ class ApiKeys:
 
 
 class Observe:
-    """Outermost: names, counts and times requests, and answers where the server itself failed."""
+    """Outermost middleware: identifies, counts and times requests, and answers internal errors."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -76,7 +76,7 @@ class Observe:
         endpoint = ENDPOINTS.get(scope["path"], "other")
         request_id = f"{ID_PREFIXES.get(endpoint, 'req')}-{uuid.uuid4().hex}"
         began = time.perf_counter()
-        # status: set by whoever knows better than the status line that was sent.
+        # status: overrides the status line that was sent.
         state = {"request_id": request_id, "began": began, "status": None}
         scope["state"] = {**scope.get("state", {}), **state}
         sent: list[int] = []
@@ -94,7 +94,7 @@ class Observe:
         try:
             await self._app(scope, receive, send_named)
         except asyncio.CancelledError:
-            # The server must go, and this client does not read what it asked for.
+            # The server shuts down, and this client does not read its answer.
             if not self._service.is_closing:
                 raise
             logger.warning("given up id=%s", request_id)
@@ -117,9 +117,9 @@ class Observe:
 
 
 class RequestGate:
-    """Refuses who is one too many, has no key, comes after the shutdown began or sends too much.
+    """Refuses requests over a limit, without a key, or after the shutdown began.
 
-    The app finds the body, read, in the request's state.
+    Puts the body into the request's state.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -147,7 +147,7 @@ class RequestGate:
             body.release()
 
     async def _admit(self, scope: Scope, receive: Receive) -> Body | None:
-        """The body of a request that may pass; None where its client is gone."""
+        """Return the body of an admitted request; None if its client has disconnected."""
         bodies = self._service.bodies
         try:
             self._check_room(scope)

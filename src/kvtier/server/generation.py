@@ -1,4 +1,4 @@
-"""The bridge between the event loop and the engine's thread: one HTTP request's choices."""
+"""Bridge between the event loop and the engine's thread: the choices of one HTTP request."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ class ChoiceOrder:
 
 
 class Generation:
-    """The choices of one HTTP request, each a request of the engine.
+    """The choices of one HTTP request, each a request to the engine.
 
-    began: ``time.monotonic`` when it did. salt: its tenant's. explains: its usage says where each
-    prompt came from. span: of its trace, where there is one. hint: what the client knows of its
-    conversation.
-
-    Belongs to the event loop's thread. Always ``close`` it: that aborts what still runs.
+    began: ``time.monotonic`` at its start.
+    salt: cache salt of its tenant.
+    explains: whether its usage explains the source of each prompt.
+    span: of its trace, if any.
+    hint: the client's hints about its conversation.
+    Belongs to the event loop's thread. Always ``close`` it, which aborts running choices.
     """
 
     def __init__(
@@ -103,19 +104,19 @@ class Generation:
             raise shutting_down() from error
 
     def _put(self, at: int, event: Token | Completion) -> None:
-        """Called on the engine's thread. The loop may be gone when the server is."""
+        """Queue an event. Called on the engine's thread; the loop may be closed at shutdown."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, (at, event))
 
     def _put_stored(self, span: RequestSpan, stored: PrefixStored) -> None:
-        """The same of what was stored, which may be told when all else is over."""
+        """Add a span for stored blocks. May be called after the request has ended."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(tell_stored, span, stored, time.perf_counter())
 
     async def pieces(self) -> AsyncIterator[tuple[int, TextPiece]]:
-        """(choice, piece) as they become certain, until every choice has ended.
+        """Yield (choice, piece) as pieces become certain, until every choice has ended.
 
-        Raises ``ApiError`` where a choice could not be completed.
+        Raises ``ApiError`` if a choice could not be completed.
         """
         while len(self._completions) < len(self._choices):
             at, event = await self._events.get()
@@ -146,7 +147,7 @@ class Generation:
 
     @property
     def counts(self) -> Usage:
-        """Tokens of the request so far; a prompt counts once, whatever ``n`` is."""
+        """Tokens of the request so far; a prompt counts once for any ``n``."""
         num_prompt = sum(len(order.prompt) for order in self._orders if order.is_first)
         num_generated = sum(choice.num_tokens for choice in self._choices)
         return {
@@ -171,14 +172,11 @@ class Generation:
 
     @property
     def completions(self) -> list[Completion]:
-        """Return the completions of the choices that have ended."""
+        """The completions of the choices that have ended."""
         return [self._completions[at] for at in sorted(self._completions)]
 
     def prompts(self) -> list[tuple[Sequence[int], int]]:
-        """Return the token ids of each prompt, and how many were generated after it so far.
-
-        All choices together.
-        """
+        """Return the token ids of each prompt, and how many tokens its choices have so far."""
         found: list[tuple[Sequence[int], int]] = []
         for order, choice in zip(self._orders, self._choices, strict=True):
             if order.is_first:
@@ -189,13 +187,13 @@ class Generation:
         return found
 
     def cut_short(self) -> None:
-        """The server must go: end every choice, which ``pieces`` tells as an error."""
+        """End every choice because of a shutdown; ``pieces`` raises the error."""
         self._was_cut_short = True
         for handle in self._handles:
             handle.abort()
 
     def close(self) -> None:
-        """Abort what still runs. Safe to call twice."""
+        """Abort running choices. Safe to call twice."""
         for handle in self._handles:
             if not handle.done:
                 handle.abort()

@@ -1,4 +1,4 @@
-"""The listening socket of a server: bind it, listen on it, name it."""
+"""The server's listening socket."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def listen(bound: socket.socket, num_waiting: int) -> None:
-    """Let clients connect. Raises ``ConfigError`` where another process listens there by now.
+    """Let clients connect. Raises ``ConfigError`` if another process listens on the port by now.
 
-    num_waiting: connections that the system keeps until they are accepted.
+    num_waiting: connections that the system queues until they are accepted.
     """
     try:
         bound.listen(num_waiting)

@@ -1,4 +1,4 @@
-"""The live page, and what it asks for each second."""
+"""The live page and its data."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from kvtier.server.service import Service
 
 
 class Live:
-    """The picture of this server, made anew when somebody looks; on the event loop's thread.
+    """Current picture of this server; belongs to the event loop's thread.
 
-    However many look, the engine is asked once in ``LEAST_PAUSE_S``. Nobody looks: nothing is read.
+    The engine is read at most once per ``LEAST_PAUSE_S`` for all viewers, and not at all without
+    viewers.
     """
 
     def __init__(self, service: Service) -> None:
@@ -34,7 +35,7 @@ class Live:
     async def content(self) -> bytes:
         """Return the picture as JSON; see ``live.Picture``."""
         if time.monotonic() - self._looked_s >= LEAST_PAUSE_S or not self._content:
-            self._looked_s = time.monotonic()  # those who ask while this one waits get the last
+            self._looked_s = time.monotonic()  # concurrent callers get the previous picture
             theirs = await self._cache.read()
             families: Iterable[Metric] = [*self._service.metrics.registry.collect(), *theirs]
             self._history.add(Reading.of(families, time.monotonic()))
@@ -47,7 +48,7 @@ def _collect(registry: CollectorRegistry) -> list[Metric]:
 
 
 def live_router(service: Service) -> APIRouter:
-    """``/``, its files, and ``LIVE_PATH``."""
+    """Return the router of ``/``, its files, and ``LIVE_PATH``."""
     router = APIRouter(include_in_schema=False)
     live = Live(service)
 

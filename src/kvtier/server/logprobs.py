@@ -1,4 +1,4 @@
-"""Log probabilities in the shapes of the two endpoints."""
+"""Log probabilities in the formats of the two endpoints."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from kvtier.server.choice import TextToken
 from kvtier.server.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON does not have."""
 
 
 def completion_logprobs(
     tokens: Sequence[TextToken], tokenizer: Tokenizer, num_top: int
 ) -> CompletionLogprobs:
-    """Four lists, one entry per token.
+    """Return four lists with one entry per token.
 
-    num_top: alternatives per token; the chosen one comes on top of them where it is not among them.
+    num_top: alternatives per token; the chosen one is added if it is not among them.
     """
     texts = [tokenizer.token_text(each.token.token_id) for each in tokens]
     tops: list[dict[str, float]] = []
@@ -36,7 +36,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(tokens: Sequence[TextToken], tokenizer: Tokenizer, num_top: int) -> ChatLogprobs:
-    """One object per token, each with its ``num_top`` alternatives."""
+    """Return one object per token, each with its ``num_top`` alternatives."""
     content: list[TokenLogprob] = []
     for each in tokens:
         token = each.token
@@ -47,7 +47,7 @@ def chat_logprobs(tokens: Sequence[TextToken], tokenizer: Tokenizer, num_top: in
 
 def _entry(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> TopLogprob:
     text = tokenizer.token_text(token_id)
-    # A token that is part of a character has no text of its own, and so no bytes that we know.
+    # A token that is part of a character has no text of its own, so its bytes are unknown.
     known = "\ufffd" not in text
     return {
         "token": text,

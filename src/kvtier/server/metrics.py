@@ -1,6 +1,6 @@
-"""Counts what clients of the server see.
+"""Metrics about the server's clients.
 
-Its table, and the cache's own metrics, are in ``kvtier.telemetry``.
+Their table, and the cache's own metrics, are in ``kvtier.telemetry``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 10
 
 
 class ServerMetrics:
-    """The metrics of one server, in a registry of their own. Used by the event loop's thread.
+    """The metrics of one server, in their own registry. Used by the event loop's thread.
 
-    num_running, num_waiting: asked when the metrics are read.
+    num_running, num_waiting: called when the metrics are read.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class ServerMetrics:
         self._requests.labels(endpoint, str(status)).inc()
 
     def closed(self, reason: str) -> None:
-        """The server closed a connection."""
+        """Count a connection that the server closed."""
         self._closed.labels(reason).inc()
 
     def recorded(self, written: bool) -> None:
-        """A request was recorded, or left out. From any thread."""
+        """Count a request that was recorded or dropped. Thread-safe."""
         self._recorded.labels("written" if written else "dropped").inc()
 
     def first_token(self, endpoint: str, seconds: float) -> None:
         self._ttft.labels(endpoint).observe(seconds)
 
     def answered(self, endpoint: str, seconds: float, usage: Usage) -> None:
-        """A request got its whole answer."""
+        """Count a request that got its whole answer."""
         self._e2e.labels(endpoint).observe(seconds)
         self._prompt_tokens.inc(usage["prompt_tokens"])
         self._cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
@@ -96,11 +96,12 @@ T = TypeVar("T")
 
 
 class CacheMetrics(Generic[T]):
-    """The cache's metrics, which only the engine's thread can read: between two of its steps.
+    """The cache's metrics, which only the engine's thread can read, between two of its steps.
 
-    Everybody who asks meanwhile gets the same, and nobody waits longer than ``PATIENCE_S``.
+    Concurrent callers share one reading, and none waits longer than ``PATIENCE_S``.
 
-    read: of a registry, on the engine's thread. last: for those who ask before it was first read.
+    read: reads a registry, on the engine's thread.
+    last: result until the first reading.
     """
 
     PATIENCE_S = 2.0
@@ -112,7 +113,7 @@ class CacheMetrics(Generic[T]):
         self._last = last
 
     async def read(self) -> T:
-        """As things are; where the engine does not come to it, as they were before."""
+        """Return the current metrics, or the previous ones if the engine takes too long."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.wrap_future(self._engine.call_later(self._read))
         done, _ = await asyncio.wait({self._reading}, timeout=self.PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Long requests, slowly: so that short ones are served beside them."""
+"""Throttle for long requests, so that short ones are served meanwhile."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Callable
 from threading import Lock
 
 PAUSE = 7.0
-"""After a piece of work others have this many times as long."""
+"""Length of the pause after a piece of work, relative to its duration."""
 
 
 class Pace:
-    """Says when the next piece of work may begin; what is alone need not wait.
+    """Says when the next piece of work may begin.
 
-    One for all that is to keep it together; safe to use from any thread. now: a clock, seconds.
+    One object paces all work that uses it. Thread-safe.
+
+    now: clock, seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -23,10 +25,10 @@ class Pace:
 
     @property
     def wait_s(self) -> float:
-        """Return how long to wait before a piece of work."""
+        """Seconds to wait before the next piece of work."""
         return max(0.0, self._next - self._now())
 
     def worked(self, spent_s: float) -> None:
-        """A piece of work is done, and took ``spent_s``."""
+        """Record a piece of work that took ``spent_s``."""
         with self._lock:
             self._next = max(self._now(), self._next) + PAUSE * spent_s

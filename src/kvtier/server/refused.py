@@ -1,7 +1,7 @@
-"""Parameters of the API that this server does not have.
+"""API parameters that this server does not support.
 
-A parameter that would change the answer is refused unless it has the value that changes nothing;
-one that only labels the request is ignored. null is the same as leaving a parameter out.
+A parameter that would change the answer is refused unless it has a neutral value; one that only
+labels the request is ignored. null counts as absent.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from kvtier.server.errors import ApiError, bad_request, show
 from kvtier.server.schemas import ChatMessage, ChatRequest, GenerationRequest, StreamOptions
 
 _LONGEST_NAME = 64
-"""Characters of an unknown parameter that are compared with those that we have."""
+"""Characters of an unknown parameter that are compared with the known ones."""
 
 LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "service_tier"})
-"""Ignored: they say something about the request, not about the answer."""
+"""Ignored parameters, which concern the request and not the answer."""
 
 HARMLESS: Mapping[str, tuple[object, ...]] = {
     "audio": (),
@@ -43,11 +43,11 @@ HARMLESS: Mapping[str, tuple[object, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""Refused, unless one of these values."""
+"""Refused parameters, with the neutral values that are accepted."""
 
 
 def refuse_unsupported(request: GenerationRequest) -> None:
-    """Raise ``ApiError`` where the request asks for what this server does not do."""
+    """Raise ``ApiError`` if the request asks for something unsupported."""
     for name, value in (request.model_extra or {}).items():
         _refuse_parameter(name, value, list(type(request).model_fields))
     options = request.stream_options

@@ -1,4 +1,4 @@
-"""Answers of the API, as plain data."""
+"""Answers of the API as plain data."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ class PromptTokensDetails(TypedDict):
 class Usage(TypedDict):
     """Token counts of an answer.
 
-    prompt_tokens_details: of a whole answer, and in the last chunk.
-
-    kvtier: where it was asked for, an explanation of each prompt, in their order; null of one that
-    ended before its turn came.
+    prompt_tokens_details: in a whole answer and in the last chunk.
+    kvtier: on request, an explanation per prompt, in order; null for one that ended before it was
+    scheduled.
     """
 
     prompt_tokens: int
@@ -84,8 +83,8 @@ class ChatChunkChoice(TypedDict):
 class Answer(TypedDict):
     """A whole answer, or one chunk of a streamed one.
 
-    usage: of a whole answer, and in the last chunk where the request asked for it; in the chunks
-    before that one null, or the tokens so far.
+    usage: in a whole answer, and on request in the last chunk; before that null, or the tokens so
+    far.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""Runs the server: its socket, its signals, its end."""
+"""Runs the server: socket, signals, shutdown."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from kvtier.server.tls import Certificate, Handshake, open_certificate
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5
-"""After the grace: for the last bytes to reach their clients."""
+"""Time after the grace period for the last bytes to reach their clients."""
 
 
 QUEUE = 1024
-"""Connections that the system keeps until the event loop takes them, ``BACKLOG`` at a time."""
+"""Connections that the system queues until the event loop accepts them, ``BACKLOG`` at a time."""
 
 
 class _Uvicorn(uvicorn.Server):
-    """Uvicorn without its own signal handling, which ends the process by the signal again."""
+    """uvicorn without its signal handling, which re-raises the signal to end the process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -43,10 +43,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves an engine, which must have been started and is not closed by this.
+    """Serves an engine, which must be started and is not closed by this class.
 
-    listener: from ``bind``; the server closes it. Raises ``ConfigError`` for a certificate that
-    can't be used.
+    listener: from ``bind``; the server closes it.
+    Raises ``ConfigError`` for a certificate that cannot be used.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig, listener: socket.socket) -> None:
@@ -56,24 +56,26 @@ class HttpServer:
         self._config = config
         self._listener = listener
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Made here, used by the loop of ``run``: they belong to it from their first wait on.
+        # Created here, bound to the loop of ``run`` by their first wait.
         self._stop = asyncio.Event()
         self._stop_at_once = asyncio.Event()
 
     def run(self, on_ready: Callable[[str], None], handle_signals: bool = False) -> None:
-        """Serve until ``stop``, or SIGTERM or SIGINT where ``handle_signals`` is set.
+        """Serve until ``stop``, or SIGTERM or SIGINT if ``handle_signals`` is set.
 
-        The first signal begins the shutdown, a second one cuts it short. on_ready: called with the
-        URL as soon as clients can connect. Returns when the last request has its answer. Raises
-        ``ConfigError`` where another process has taken the port meanwhile.
+        The first signal begins the shutdown, a second one cuts it short. Returns when the last
+        request has its answer.
+
+        on_ready: called with the URL as soon as clients can connect.
+        Raises ``ConfigError`` if another process has taken the port meanwhile.
         """
         listen(self._listener, QUEUE)
         asyncio.run(self._serve(on_ready, handle_signals))
 
     def stop(self) -> None:
-        """Begin the shutdown; again: cut it short. From any thread, while ``run`` runs."""
+        """Begin the shutdown; a second call cuts it short. Thread-safe, while ``run`` runs."""
         assert self._loop is not None, "stop is for a server that runs"
-        with contextlib.suppress(RuntimeError):  # it ended meanwhile
+        with contextlib.suppress(RuntimeError):  # the loop ended meanwhile
             self._loop.call_soon_threadsafe(self._on_stop)
 
     def _on_stop(self) -> None:
@@ -93,7 +95,7 @@ class HttpServer:
         grace_s = self._config.shutdown_grace_s
         settings = uvicorn.Config(
             make_app(service),
-            # A class to uvicorn: what makes a protocol from its own arguments.
+            # uvicorn calls this like a class, to create a protocol.
             http=cast(type[asyncio.Protocol], self._protocol(service.doorman)),
             backlog=BACKLOG,
             ws="none",
@@ -109,7 +111,7 @@ class HttpServer:
         watching = asyncio.create_task(_watch(service.doorman, self._certificate))
         try:
             await _until(serving, lambda: server.started)
-            listen(self._listener, QUEUE)  # again: uvicorn has made the queue shorter
+            listen(self._listener, QUEUE)  # again: uvicorn has reduced the backlog
             on_ready(self.url)
             logger.info("serving url=%s model=%s", self.url, service.model_name)
             stop = asyncio.create_task(self._stop.wait())
@@ -134,7 +136,7 @@ class HttpServer:
         )
 
     async def _finish(self, service: Service, grace_s: float) -> None:
-        """Wait for the requests in flight, as long as the grace or a second stop lets us."""
+        """Wait for the requests in flight, until the grace period is over or ``stop`` comes."""
         hurry = asyncio.create_task(self._stop_at_once.wait())
         finish = asyncio.create_task(service.finish(grace_s))
         await asyncio.wait({hurry, finish}, return_when=asyncio.FIRST_COMPLETED)
@@ -145,7 +147,7 @@ class HttpServer:
 
 
 def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Tell in one line that no connection could be accepted; asyncio tries again by itself."""
+    """Log in one line that no connection could be accepted; asyncio retries by itself."""
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         logger.error("connections not accepted error=%s", error.strerror)
@@ -162,7 +164,7 @@ async def _watch(doorman: Doorman, certificate: Certificate | None) -> None:
 
 
 async def _until(serving: asyncio.Task[None], is_ready: Callable[[], bool]) -> None:
-    """Return when the server listens; raise what it raises where it can't."""
+    """Wait until the server listens. Raises its error if it cannot."""
     while not is_ready():
         if serving.done():
             serving.result()

@@ -1,4 +1,4 @@
-"""Count the parts of a JSON body while it arrives, before anything is built from it."""
+"""Counts the parts of a JSON body while it arrives, before anything is built from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUMBERS = bytes(0 if byte in _IN_NUMBER else 1 for byte in range(256))
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The most that a body may have. text_bytes: of one string, as it is written in the body."""
+    """Limits of a body. text_bytes: of one string, as written in the body."""
 
     text_bytes: int
     values: int = 262_144
@@ -29,10 +29,10 @@ class Bounds:
 
 
 class Scan:
-    """Counts the parts of one body, piece by piece; the first one too many raises ``ApiError``.
+    """Counts the parts of one body, piece by piece. Raises ``ApiError`` when a limit is exceeded.
 
-    It reads no JSON. Up to a body's first mistake it sees what a parser would see, and a parser
-    stops there, so that parsing what was scanned never costs more than the bounds allow.
+    It does not parse JSON. Up to a body's first error it counts what a parser would see, and a
+    parser stops there. So parsing a scanned body never costs more than the limits allow.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -44,7 +44,7 @@ class Scan:
 
     def add(self, piece: bytes) -> None:
         """Count the next bytes of the body; some 64 KiB at a time take less than a millisecond."""
-        # Pairs of backslashes leave nothing, so that one before a quote escapes it.
+        # Remove pairs of backslashes: one that is left before a quote escapes it.
         piece = (self._carried + piece).replace(b"\\\\", b"  ")
         self._carried = piece[-1:] if piece.endswith(b"\\") else b""
         if self._carried:
@@ -58,9 +58,9 @@ class Scan:
         self._count_structure(b" ".join(parts[first::2]))
 
     def _count_strings(self, strings: list[bytes], begun: bool) -> None:
-        """Count the strings of a piece.
+        """Count the strings of a piece; the last one may continue in the next piece.
 
-        begun: whether the first one goes on from the piece before. The last may go on, too.
+        begun: whether the first one continues from the previous piece.
         """
         if not strings:
             return
@@ -75,10 +75,7 @@ class Scan:
             )
 
     def _count_structure(self, text: bytes) -> None:
-        """Count brackets and commas of a piece.
-
-        text: what stands outside of strings.
-        """
+        """Count brackets and commas of a piece. text: the bytes outside of strings."""
         bounds = self._bounds
         self._num_values += text.count(b",")
         if self._num_values >= bounds.values:

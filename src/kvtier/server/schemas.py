@@ -17,9 +17,8 @@ Count = Annotated[int, Field(strict=True)]
 class StreamOptions(BaseModel):
     """Options of a streamed answer.
 
-    include_usage: one more chunk at the end, with the usage of the whole request.
-
-    continuous_usage_stats: with it, the tokens so far in every chunk, too.
+    include_usage: add a last chunk with the usage of the whole request.
+    continuous_usage_stats: also report the tokens so far in every chunk.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -30,7 +29,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """Fields of both endpoints. null is the same as leaving the field out."""
+    """Fields of both endpoints. null counts as absent."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -46,13 +45,13 @@ class GenerationRequest(BaseModel):
     user: Text | None = None
     """Ignored."""
 
-    # -- what the API does not have, but this server does -----------------------------------------
+    # -- extensions -------------------------------------------------------------------------------
     top_k: Annotated[Count, Field(ge=-1), AfterValidator(lambda k: max(k, 0)), none_is(0)] = 0
     """Choose among the k likeliest tokens; 0 or -1 for all."""
     ignore_eos: Flag = False
-    """Go on to max_tokens."""
+    """Continue to max_tokens."""
     cache_salt: Annotated[Text, Field(max_length=1024), none_is("")] = ""
-    """Requests reuse each other's prefixes only under equal salts."""
+    """Requests share cached prefixes only under equal salts."""
     kvtier: Hinted = None
     """Hints about the conversation: which blocks will be used again, and until when."""
 
@@ -96,7 +95,7 @@ def takes(schema: type[BaseModel]) -> dict[str, object]:
 
 
 def components() -> dict[str, object]:
-    """OpenAPI's descriptions of the requests, by name."""
+    """Return OpenAPI's descriptions of the requests, by name."""
     _, described = models_json_schema(
         [(CompletionRequest, "validation"), (ChatRequest, "validation")],
         ref_template=f"{_COMPONENTS}{{model}}",

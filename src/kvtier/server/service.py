@@ -1,4 +1,4 @@
-"""State that the endpoints share: engine, settings, and requests in flight."""
+"""State shared by the endpoints: engine, settings, and requests in flight."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ T = TypeVar("T")
 
 
 def parse(content: bytes, content_type: str, schema: type[B]) -> B:
-    """The request that ``content`` holds; ``ApiError`` says what is wrong with it.
+    """Parse a request. Raises ``ApiError`` that says what is wrong with it.
 
-    content: has passed a ``Scan``, which bounds the time and the memory that this takes.
+    content: has passed a ``Scan``, which bounds the time and memory of parsing.
     """
     if not content:
         raise bad_request("The body is empty; send a JSON object.", code="invalid_json")
@@ -65,7 +65,7 @@ def parse(content: bytes, content_type: str, schema: type[B]) -> B:
 
 def _load(content: bytes) -> object:
     try:
-        # UTF-8 and nothing else: in UTF-16 the scan would have seen other quotes than the parser.
+        # UTF-8 only: in UTF-16 the scan would have seen other quotes than the parser.
         value: object = json.loads(content.decode(), object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise bad_request(
@@ -81,7 +81,7 @@ def _load(content: bytes) -> object:
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An object, whose keys must differ: of two equal ones, programs choose differently."""
+    """Return an object with unique keys: programs disagree on which of two equal keys counts."""
     made = dict(pairs)
     if len(made) < len(pairs):
         seen: set[str] = set()
@@ -104,10 +104,10 @@ class Encode(Protocol):
 
 
 ESCAPED = 6
-"""Bytes of a character in JSON at most, where it is written as \\u and four digits."""
+r"""Maximum bytes of a character in JSON, written as \u and four digits."""
 
 PROBE_CHARACTERS_PER_TOKEN = 16
-"""A text longer than this, for each token there is room for, is tried before it is tokenized."""
+"""Of a text longer than this per available token, the beginning is tokenized first."""
 
 
 class Service:
@@ -142,7 +142,7 @@ class Service:
             Bounds(ESCAPED * self._max_text_bytes),
             self._pace,
         )
-        # Long requests wait for each other, short ones for short ones, and the metrics for nobody.
+        # Long requests wait for long ones, short ones for short ones; metrics never wait.
         self._short = ThreadPoolExecutor(2, thread_name_prefix="kvtier-tokenizer")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="kvtier-tokenizer-long")
         self._recorder = self._open_recorder()
@@ -153,9 +153,9 @@ class Service:
     async def prepare(
         self, request: Request, schema: type[R], work: Callable[[R, Encode], T]
     ) -> tuple[R, T]:
-        """Parse the body of ``request``, then do ``work`` on it; both beside the event loop.
+        """Parse the body of ``request``, then run ``work`` on it; both off the event loop.
 
-        work: gets what the body asks for, and a function that tokenizes.
+        work: gets the parsed request and a function that tokenizes.
         """
         body: Body = request.state.body
         content_type = request.headers.get("content-type", "")
@@ -177,7 +177,7 @@ class Service:
             body.release()
 
     def check(self, request: GenerationRequest, num_prompts: int = 1) -> None:
-        """Raise ``ApiError`` for another model, parameters we don't have, and too many choices."""
+        """Raise ``ApiError`` for another model, unsupported parameters and too many choices."""
         self.check_model(request.model)
         refuse_unsupported(request)
         num_choices = num_prompts * request.n
@@ -198,12 +198,12 @@ class Service:
             )
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Return the prompt's tokens; ``ApiError`` where they leave no room for an answer.
+        """Return the prompt's tokens. Raises ``ApiError`` if they leave no room for an answer.
 
         special_tokens: whether the tokenizer adds its own, such as BOS.
 
-        Megabytes take seconds, so what is far too long is told before all of it is tokenized: where
-        the beginning alone is too long, the whole is, too.
+        Tokenizing megabytes takes seconds. Therefore a prompt that is far too long is refused
+        early: if its beginning alone is too long, the whole prompt is.
         """
         limit = self.engine.info.max_model_tokens
         num_bytes = len(text) if text.isascii() else len(text.encode())
@@ -224,9 +224,9 @@ class Service:
         return prompt
 
     def _encode_slowly(self, body: Body, text: str, *, special_tokens: bool = False) -> list[int]:
-        """The same, after a while in which the processor was left to others."""
+        """Like ``encode``, but at the pace of long requests."""
         while (wait_s := self._pace.wait_s) and not self._cut_short.wait(wait_s):
-            pass  # others have worked meanwhile: those that are still read keep to the same pace
+            pass  # other long requests have used the pace meanwhile
         self._check_not_cut_short()
         if body.is_released:
             raise ClientGone
@@ -241,7 +241,7 @@ class Service:
         return bad_request(message + note, code="context_length_exceeded")
 
     def _room(self, prompt: Sequence[int]) -> int:
-        """Tokens that the answer may have; ``ApiError`` where there are none."""
+        """Return the tokens available for the answer. Raises ``ApiError`` if there are none."""
         limit = self.engine.info.max_model_tokens
         if len(prompt) >= limit:
             raise self._too_long(
@@ -260,10 +260,10 @@ class Service:
         num_logprobs: int | None,
         echo: str = "",
     ) -> list[ChoiceOrder]:
-        """The ``n`` choices of one prompt.
+        """Return the ``n`` choices of one prompt.
 
-        max_tokens: None takes the default, or what there is room for; more than there is room for
-        is an error.
+        max_tokens: None for the default, limited by the available room; a value above the available
+        room is an error.
         """
         room = self._room(prompt)
         if max_tokens is not None and max_tokens > room:
@@ -293,7 +293,7 @@ class Service:
     def start(
         self, request: Request, asked: GenerationRequest, orders: Sequence[ChoiceOrder]
     ) -> Generation:
-        """Hand the choices to the engine: all of them, or none and an ``ApiError``."""
+        """Submit the choices to the engine: all of them, or none and raise ``ApiError``."""
         self._check_not_cut_short()
         explains = wants_explanation(request)
         span = None
@@ -320,7 +320,7 @@ class Service:
 
     def _ended(self, generation: Generation) -> None:
         if generation not in self._generations:
-            return  # it was refused, or has ended before
+            return  # refused, or ended before
         self._generations.discard(generation)
         if self._recorder is not None:
             for prompt, num_generated in generation.prompts():
@@ -344,7 +344,7 @@ class Service:
             self._idle.set()
 
     async def finish(self, grace_s: float) -> None:
-        """Take no new requests; let those in flight go on for ``grace_s``, then cut them short."""
+        """Refuse new requests; let those in flight continue for ``grace_s``, then end them."""
         self.is_closing = True
         try:
             await asyncio.wait_for(self._idle.wait(), grace_s)
@@ -359,7 +359,7 @@ class Service:
             generation.cut_short()
 
     def close(self) -> None:
-        """The last request is gone."""
+        """Release resources after the last request."""
         for executor in (self._short, self._long):
             executor.shutdown(wait=False, cancel_futures=True)
         if self._recorder is not None:

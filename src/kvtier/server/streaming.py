@@ -1,4 +1,4 @@
-"""Server-sent events, and clients that leave."""
+"""Server-sent events, and detection of disconnected clients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def encode_event(value: Mapping[str, object]) -> bytes:
 
 
 async def unless_gone(work: Coroutine[object, object, T], receive: Receive) -> T:
-    """The result of ``work``. Where the client leaves first, work is cancelled: ``ClientGone``.
+    """Return the result of ``work``. If the client disconnects first, cancel it: ``ClientGone``.
 
     receive: of a request whose body has been read.
     """
@@ -53,9 +53,10 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A stream of server-sent events. events: each already encoded.
+    """A stream of server-sent events.
 
-    on_end is called in any case, with whether the client got everything.
+    events: each already encoded.
+    on_end: always called at the end, with whether the client got everything.
     """
 
     media_type = "text/event-stream"

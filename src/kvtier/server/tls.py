@@ -1,8 +1,7 @@
-"""TLS: the certificate, and what a connection is until both sides agree on it.
+"""TLS: the certificate, and the handshake of new connections.
 
-The handshake is the server's own business, and not asyncio's: so the doorman knows a connection
-from its first moment, and one that never ends its handshake costs no more than one that never ends
-its header.
+The server does the handshake itself, not asyncio. So the doorman knows a connection from its first
+moment, and an unfinished handshake costs no more than an unfinished header.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ _Seen = tuple[tuple[int, int, int], ...]
 
 
 class Certificate:
-    """The server's certificate and key, read again when their files have changed.
+    """The server's certificate and key, reloaded when their files change.
 
-    keyfile: None where both are in one file. Raises ``ConfigError`` where they can't be used. Later
-    on, files that can't be used change nothing, and are tried again when they change.
+    keyfile: None if both are in one file.
+    Raises ``ConfigError`` if they cannot be used. If reloaded files cannot be used, the old ones
+    stay in use, and the files are retried when they change again.
     """
 
     def __init__(self, certfile: str, keyfile: str | None) -> None:
@@ -42,11 +42,11 @@ class Certificate:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For a new connection; those that are open keep theirs."""
+        """Context for new connections; open ones keep theirs."""
         return self._context
 
     def refresh(self) -> None:
-        """Read the files again, if they are others than before."""
+        """Reload the files if they have changed."""
         seen = self._look()
         if seen == self._seen:
             return
@@ -54,13 +54,13 @@ class Certificate:
         try:
             self._context = self._read()
         except ConfigError as error:
-            # It may be half written, or the key may follow.
+            # It may be half written, or the key may be replaced next.
             logger.warning("certificate not replaced error=%s", error)
         else:
             logger.info("certificate replaced file=%s", self._certfile)
 
     def _look(self) -> _Seen:
-        """Return what distinguishes these files from others; () while one is missing."""
+        """Return the identity of the files; () while one is missing."""
         paths = [self._certfile, *([] if self._keyfile is None else [self._keyfile])]
         try:
             found = [path.stat() for path in paths]
@@ -90,7 +90,7 @@ class Certificate:
 
 
 def open_certificate(config: ServerConfig) -> Certificate | None:
-    """The one that ``config`` names; None where the server speaks plain HTTP."""
+    """Return the certificate of ``config``; None for plain HTTP."""
     if config.ssl_certfile is None:
         return None
     return Certificate(config.ssl_certfile, config.ssl_keyfile)
@@ -101,7 +101,7 @@ class _Encrypted(Exception):  # noqa: N818 - what was found, not what failed
 
 
 def _no_password() -> str:
-    """Without this one OpenSSL asks at the terminal."""
+    """Raise instead of letting OpenSSL ask at the terminal."""
     raise _Encrypted
 
 
@@ -115,15 +115,15 @@ def _must_be_readable(name: str, path: Path) -> None:
 
 
 def _reason(error: ssl.SSLError) -> str:
-    """OpenSSL's word for it, as words."""
+    """Return OpenSSL's reason as words."""
     return (error.reason or "no PEM").lower().replace("_", " ")
 
 
 class Handshake(asyncio.Protocol):
-    """A connection until it is encrypted; then a ``HttpConnection`` has it.
+    """A connection until it is encrypted; then ``HttpConnection`` takes over.
 
-    config, server_state, app_state: uvicorn's, for the ``HttpConnection``. timeout_s: limit for
-    the last bytes of a connection that is being closed.
+    config, server_state, app_state: uvicorn's, for the ``HttpConnection``.
+    timeout_s: limit for the last bytes of a connection that is being closed.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Handshake(asyncio.Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """See ``doorman.Client``. What a handshake sends fits into the system's buffers."""
+        """0: the data of a handshake fits into the system's buffers."""
         return 0
 
     def abort(self) -> None:
@@ -158,13 +158,13 @@ class Handshake(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._raw = transport
-        # Nothing may be read before it is known what it means.
+        # Nothing may be read before the TLS protocol is set.
         transport.pause_reading()
         self._doorman.came(self)
         self._task = asyncio.get_running_loop().create_task(self._agree())
 
     def data_received(self, data: bytes) -> None:
-        """The first request may come in one packet with the end of the handshake."""
+        """Keep data of the first request that shares a packet with the end of the handshake."""
         self._early += data
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -183,11 +183,11 @@ class Handshake(asyncio.Protocol):
             connection.data_received(bytes(self._early))
 
     async def _encrypted(self) -> asyncio.Transport | None:
-        """None where the client is gone, or speaks something else."""
+        """Return the encrypted transport; None if the handshake failed or the client left."""
         if self._raw.is_closing():
             return None
         try:
-            # The doorman's patience is the one that counts: the loop's own must not end before.
+            # The doorman's time limit applies: the loop's own must not end before it.
             return await asyncio.get_running_loop().start_tls(
                 self._raw,
                 self,
@@ -198,6 +198,6 @@ class Handshake(asyncio.Protocol):
             )
         except ssl.SSLError:
             self._doorman.note("tls")
-        except OSError:  # gone, or closed by the doorman
+        except OSError:  # disconnected, or closed by the doorman
             pass
         return None

@@ -14,7 +14,7 @@ from kvtier.telemetry.traces import Attributes, RequestSpan
 def tell(
     span: RequestSpan, completions: Sequence[Completion], usage: Usage, model: str, error: str
 ) -> None:
-    """The request is over; completions: of its choices that have ended."""
+    """End the span of a request. completions: of its choices that have ended."""
     for completion in completions:
         _tell_choice(span, completion)
     attributes: Attributes = {
@@ -60,7 +60,7 @@ def _tell_choice(span: RequestSpan, completion: Completion) -> None:
 
 
 def tell_stored(span: RequestSpan, stored: PrefixStored, ended_s: float) -> None:
-    """A copy to a slower memory has ended at ``ended_s``."""
+    """Add a span for a copy to a slower tier that ended at ``ended_s``."""
     attributes: Attributes = {
         "tier": stored.tier,
         "blocks": stored.num_blocks,
