@@ -219,7 +219,10 @@ def test_auto_is_short_of_nothing_but_room(name: str, tmp_path: Path) -> None:
         disk = tensors.disk(tmp_path, direct=Direct.AUTO)
         assert disk.facts.direct is Direct.AUTO
         line = line_of(disk, "disk to device")
-        assert (line.found, line.note) == ("through host memory", "straight where that is short")
+        assert (line.found, line.note) == (
+            "through host memory",
+            "direct while that is full",
+        )
 
 
 @pytest.mark.parametrize(

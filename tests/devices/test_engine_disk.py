@@ -116,7 +116,7 @@ def test_after_a_restart_prompts_come_straight_from_disk(
     assert again.hit_tokens == {DEVICE: 256}
     assert same(cold, warm)
     assert same(cold, again)
-    assert told["disk to device"].found == "straight"
+    assert told["disk to device"].found == "direct"
     assert told["disk to accelerator"].found.startswith("GPU-direct: ")
 
 

@@ -59,7 +59,7 @@ def test_after_a_restart_prompts_come_straight_from_disk(
     assert again.hit_tokens == {DEVICE: 256}
     assert same(cold, warm)
     assert same(cold, again)
-    assert findings["disk to device"].found == "straight"
+    assert findings["disk to device"].found == "direct"
 
 
 def test_a_disk_beside_host_memory_may_be_read_straight(tmp_path: Path, prompt: list[int]) -> None:

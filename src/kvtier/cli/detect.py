@@ -231,7 +231,7 @@ def _of(device: Device, kind: str) -> list[Finding]:
 
 
 def page_locking(device: Device) -> Finding:
-    """Whether ``device`` can copy straight from host memory, tried on a little of it."""
+    """Whether ``device`` can copy directly from host memory, tried on a little of it."""
     topic = f"{device.name}: page-locking"
     if device.name == "cpu":
         return Finding(topic, "not needed", "device memory is host memory")
@@ -241,4 +241,4 @@ def page_locking(device: Device) -> Finding:
     if not device.page_lock(memory):
         return Finding(topic, "no", "not granted: copies go through pageable memory")
     device.unlock(memory)
-    return Finding(topic, "yes", "the device copies straight from the host tier")
+    return Finding(topic, "yes", "the device copies directly from the host tier")

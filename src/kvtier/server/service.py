@@ -107,7 +107,7 @@ ESCAPED = 6
 r"""Maximum bytes of a character in JSON, written as \u and four digits."""
 
 PROBE_CHARACTERS_PER_TOKEN = 16
-"""Of a text longer than this per available token, the beginning is tokenized first."""
+"""A text with more characters than this per available token: its beginning is tokenized first."""
 
 
 class Service:

@@ -132,7 +132,7 @@ def test_whole_pages_go_straight_once_they_are_trusted(
         world.check_pool()
         assert world.fake.count("copies") == copies, "none of them was in host memory"
         assert world.fake.num_transfers > 0
-        assert line_of(tier, "disk to device").found == "straight"
+        assert line_of(tier, "disk to device").found == "direct"
         kind = world.pool.memory.kind
         assert kind in tier.facts.reaches
         assert not tier.facts.can_write_from(kind), "nobody computes a checksum there"
@@ -245,7 +245,10 @@ def test_beside_a_host_tier_auto_goes_straight_at_need(name: str, tmp_path: Path
         assert tier.facts.direct is Direct.AUTO
         assert world.pool.memory.kind in tier.facts.reaches
         line = line_of(tier, "disk to device")
-        assert (line.found, line.note) == ("through host memory", "straight where that is short")
+        assert (line.found, line.note) == (
+            "through host memory",
+            "direct while that is full",
+        )
         world.fill_pool(0)
         assert tier.get(keys(), world.in_pool(), 60) == THERE
         world.check_pool()
@@ -301,14 +304,14 @@ def test_compatibility_mode_is_called_what_it_is(
         tier.close()
         tier = world.open(direct=Direct.ON)
         line = line_of(tier, "disk to device")
-        assert line.found == "straight, in compatibility mode"
+        assert line.found == "direct, in compatibility mode"
         assert "every byte goes through host memory" in line_of(tier, "disk to accelerator").note
         world.fill_pool(0)
         assert tier.get(keys(), world.in_pool(), 60) == THERE
         world.check_pool()
         assert world.fake.num_transfers > 0
     warned = [line.getMessage() for line in caplog.records if line.levelname == "WARNING"]
-    assert any("way=straight, in compatibility mode" in each for each in warned)
+    assert any("way=direct, in compatibility mode" in each for each in warned)
 
 
 def test_where_the_machine_is_direct_compatibility_mode_is_forbidden(
@@ -405,7 +408,7 @@ def test_a_library_that_fails_again_and_again_is_left_alone_for_a_while(
 
 def line_of_straight(tier: DiskTier) -> str:
     """Return why blocks do not go straight now."""
-    lines = [line.note for line in tier.findings() if line.topic == "straight from disk"]
+    lines = [line.note for line in tier.findings() if line.topic == "direct reads"]
     return lines[0] if lines else ""
 
 

@@ -112,7 +112,7 @@ def test_blocks_go_straight_where_every_allocation_was_told_of(
         world.check_pool()
         went_straight = world.fake.num_transfers > 0 and world.fake.count("copies") == copies
         assert went_straight == is_whole
-        assert (line_of(tier, "disk to device").found == "straight") == is_whole
+        assert (line_of(tier, "disk to device").found == "direct") == is_whole
 
 
 @pytest.mark.parametrize("name", REGISTERING)
@@ -201,7 +201,7 @@ def test_a_block_that_no_registration_holds_takes_the_buffer_and_nobody_is_to_bl
             assert world.fake.num_transfers > before
             assert world.fake.count("copies") - copies == 8 + is_known, "of one block; one is cut"
         assert tier.blocks.slots.num_quarantined == 0
-        assert not [each for each in tier.findings() if each.topic == "straight from disk"]
+        assert not [each for each in tier.findings() if each.topic == "direct reads"]
 
 
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.MUCH, Fault.CUT])

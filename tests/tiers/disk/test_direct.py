@@ -137,7 +137,7 @@ def test_whole_pages_need_no_buffer(
         assert disk.put(names(), pieces, 60) == THERE
         content_of(pool)[:] = 0
         assert disk.get(keys(), pieces, 60) == THERE
-        assert way_of(disk).found == "straight"
+        assert way_of(disk).found == "direct"
     assert np.array_equal(content_of(pool), expected)
 
 

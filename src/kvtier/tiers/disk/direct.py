@@ -80,7 +80,7 @@ class Way:
         return not self.reason and self.probe is not None and self.probe.is_bounced
 
     def __str__(self) -> str:
-        return "straight, in compatibility mode" if self.is_compatible else "straight"
+        return "direct, in compatibility mode" if self.is_compatible else "direct"
 
 
 def find_way(options: DiskOptions, pool: Pool | None, slot_bytes: int, is_direct: bool) -> Way:
@@ -163,7 +163,7 @@ def check_direct(direct: Direct, pool: Pool | None, reason: str) -> None:
         )
     if direct is Direct.ON and reason:
         raise ConfigError(
-            f"direct: on, and blocks can't go straight between the disk and {pool}: {reason}; "
+            f"direct: on, and direct reads don't work between the disk and {pool}: {reason}; "
             "leave it at auto, or choose a block_size that makes pieces of whole pages"
         )
 
@@ -172,7 +172,7 @@ def check_library(options: DiskOptions, device: Device, reason: str) -> None:
     """The same of an accelerator, whose library can't. reason: why; "" where it can."""
     if options.direct is Direct.ON and reason:
         raise ConfigError(
-            f"direct: on, and blocks can't go straight between {options.path} and {device.name}: "
+            f"direct: on, and direct reads don't work between {options.path} and {device.name}: "
             f"{reason}; leave it at auto"
         )
 
@@ -183,9 +183,9 @@ def way_of(direct: Direct, pool: Pool, has_host: bool, way: Way) -> Finding:
     if direct is Direct.OFF:
         return Finding(topic, "through host memory", "direct is off")
     if has_host and direct is Direct.AUTO:
-        note = f"{way} where that is short"
+        note = f"{way} while that is full"
         if way.reason:
-            note = f"also where that is short: {way.reason}"
+            note = f"also while that is full: {way.reason}"
         return Finding(topic, "through host memory", note)
     if way.reason:
         return Finding(topic, "through a buffer", way.reason)
@@ -214,8 +214,8 @@ def check_verify(verify: Verify, can_check: bool) -> None:
     """
     if verify is Verify.ALWAYS and not can_check:
         raise ConfigError(
-            "verify: always, and the device computes no checksums, so that no block could go "
-            "straight to it; use sampled, or direct=off"
+            "verify: always, and the device computes no checksums, so no block could be read "
+            "directly to it; use sampled, or direct=off"
         )
 
 

@@ -154,7 +154,7 @@ class DiskPart:
             return
         if has_host and self.way.reason:
             return
-        what = f"{options.path}, straight to {pool.device.name}"
+        what = f"{options.path}, direct to {pool.device.name}"
         health = DiskHealth(what, ["read"], options.errors_until_off, clock)
         try:
             self.accelerator = Accelerator(
@@ -457,7 +457,7 @@ class DiskPart:
         if self.way.probe is not None:
             lines.append(self.way.probe.finding())
         if self.accelerator is not None and (state := self.accelerator.state()):
-            lines.append(Finding("straight from disk", "not now", state))
+            lines.append(Finding("direct reads", "not now", state))
         return lines
 
     def close(self) -> None:
