@@ -1,6 +1,6 @@
 """The embedded engine: transformers models over a paged, tiered KV cache.
 
-Each name is imported when it is first used: settings can be checked before torch is there.
+Each name is imported on first use: settings can be checked before torch is imported.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
-"""Attention of decoding: one new token of each of many sequences.
+"""Attention of decode steps: one new token for each of many sequences.
 
 Contexts are gathered from the pool tile by tile, padded to the longest of the tile, and attended to
-with one call per tile; so a layer's calls grow with the tokens that are read, not with the
-sequences. Which rows are gathered, and what is padding, is the same in every layer and found once
-per step.
+with one call per tile. So the number of calls depends on the tokens read, not on the sequences. The
+gathered rows and the padding are the same in every layer and computed once per step.
 
-A tile is small enough to stay in a processor's cache between the gather and the attention. A
-sequence that would need most of one alone is not gathered where its slots are neighbours: there is
-no other to share the call with.
+A tile fits into a processor's cache between the gather and the attention. A sequence that fills
+most of a tile has one of its own, and is not gathered if its slots are contiguous.
 
-What a sequence gets does not depend on the others: whether it stands alone is decided by its own
-length, lengths are rounded up to whole vectors, so that every sum is taken in the same order in any
-tile, and padding adds exact zeros. (The products with the model's weights are another matter:
+A sequence's result does not depend on the others: its tile depends only on its own length if it is
+alone, lengths are rounded up to whole vectors, so that sums have the same order in any tile, and
+padding adds exact zeros. (This does not hold for the products with the model's weights:
 docs/decisions/0022.)
 """
 
@@ -29,25 +27,26 @@ from kvtier.engine.paged import PagedKV, Span
 from kvtier.engine.pool import KVPool, Rows
 
 VECTOR = 16
-"""Lengths are padded to multiples of this: the float32 lanes of the widest vectors there are."""
+"""Lengths are padded to multiples of this: the float32 lanes of the widest vector registers."""
 
 CPU_TILE_BYTES = 1 << 20
-"""K of one tile. The next cache up is four to eight times slower to read from."""
+"""K of one tile. The next cache level is four to eight times slower to read."""
 
 DEVICE_TILE_BYTES = 128 << 20
-"""The same where calls are dear: a bound for the memory that it takes."""
+"""K of one tile on devices with expensive calls; limits the memory of a tile."""
 
 PADDING_TOKENS = 512
-"""Padding that is cheaper than another call."""
+"""Padding up to this size is cheaper than another call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Sequences ``first .. last`` of a step, which are attended to together.
+    """Sequences ``first .. last`` of a step, which share one attention call.
 
-    length: of each context, padding included. where: its rows in the pool; those of padding are
-    rows of the sequence itself, for others may hold what is no number. mask: [num_sequences, 1, 1,
-    length], to add to scores; None without padding.
+    length: of each context, including padding.
+    where: its rows in the pool. Padding uses rows of the sequence itself, because others may hold
+    NaN.
+    mask: [num_sequences, 1, 1, length], added to scores; None without padding.
     """
 
     first: int
@@ -97,7 +96,7 @@ class BatchKV(PagedKV):
         value: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """Query heads that share a KV head stand where else the new tokens of one sequence do."""
+        """Attend; query heads that share a KV head are folded into the token axis."""
         num_heads, num_sequences, dim = query.shape[1:]
         heads = key.shape[1]
         queries = query[0].transpose(0, 1).reshape(num_sequences, heads, num_heads // heads, dim)
@@ -121,12 +120,12 @@ class BatchKV(PagedKV):
         return joined.reshape(1, num_sequences, num_heads, -1)
 
     def _context(self, layer: int, part: int, tile: Tile) -> torch.Tensor:
-        """[num_sequences, num_heads, length, dim], until the next call."""
+        """Return [num_sequences, num_heads, length, dim], valid until the next call."""
         rows = self._pool.gather(layer, part, tile.where)
         return rows.view(-1, tile.length, *rows.shape[1:]).transpose(1, 2)
 
     def _cut(self, whole: torch.Tensor, tile: Tile, at: int) -> torch.Tensor:
-        """The same of contexts that the model has expanded."""
+        """Return the same part of contexts that the model has expanded."""
         heads = whole[0, :, at : at + tile.num_rows]
         return heads.view(len(heads), -1, tile.length, heads.shape[-1]).transpose(0, 1)
 
@@ -158,10 +157,12 @@ class BatchKV(PagedKV):
 
 
 def tiles(ends: Sequence[int], tile_tokens: int) -> Iterator[tuple[int, int]]:
-    """(first, last) of the sequences of each tile. ends: their lengths, ascending.
+    """Yield (first, last) of the sequences of each tile.
 
-    A tile has ``tile_tokens`` at most. At most a fifth of it is padding beyond whole vectors, or as
-    little as does not matter.
+    A tile has at most ``tile_tokens`` rows unless a sequence alone needs more. At most a fifth of
+    it is padding beyond whole vectors, or a negligible amount.
+
+    ends: lengths of the sequences, ascending.
     """
     first = num_used = 0
     for at, end in enumerate(ends):
@@ -181,14 +182,14 @@ def is_alone(length: int, tile_tokens: int) -> bool:
 
 
 def padded(length: int) -> int:
-    """As long as the vectors that it takes."""
+    """Return the length rounded up to whole vectors."""
     return -(-length // VECTOR) * VECTOR
 
 
 def _table(
     slots: Sequence[Sequence[int]], block_size: int, ends: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """[num_sequences, blocks of the longest padded]: the slots of each; 0 where it has no more."""
+    """Return [num_sequences, blocks of the longest padded]: the slots of each, filled with 0."""
     width = -(-padded(int(ends[-1])) // block_size)
     table = np.zeros((len(slots), width), np.int64)
     for row, each, end in zip(table, slots, ends.tolist(), strict=True):

@@ -1,8 +1,8 @@
-"""Reads a checkpoint's directory, and refuses what would be served as another model.
+"""Reads a checkpoint's directory, and refuses it if it would be served as another model.
 
-transformers completes a checkpoint that lacks weights with random ones, ignores weights that the
-configuration has no layer for, and can run code that lies beside them. Here each of these is a
-``ConfigError``: KV must depend on nothing but the files that its name was computed from.
+transformers fills in missing weights at random, ignores weights without a layer in the
+configuration, and can run code from the checkpoint. Here each of these is a ``ConfigError``: KV
+must depend only on the files that its name was computed from.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_REASON = 300
 
 
 def read_config(directory: Path) -> PreTrainedConfig:
-    """Return the configuration in ``config.json``; code of the checkpoint's own never runs."""
+    """Return the configuration in ``config.json``; code from the checkpoint never runs."""
     path = directory / "config.json"
     raw = _read_object(path)
     kind = raw.get("model_type")
@@ -70,7 +70,7 @@ def read_config(directory: Path) -> PreTrainedConfig:
 def read_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model with weights that all come from files of ``directory``.
 
-    Raises ``ConfigError`` where files and configuration don't have the same tensors.
+    Raises ``ConfigError`` if files and configuration have different tensors.
     """
     _refuse_files_elsewhere(directory, config)
     module: PreTrainedModel
@@ -104,7 +104,7 @@ def read_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype) 
 
 
 def read_eos_token_ids(directory: Path, config: PreTrainedConfig) -> tuple[int, ...]:
-    """Return the tokens that end an answer: those of ``generation_config.json``, if it has any."""
+    """Return the tokens that end an answer; ``generation_config.json`` takes precedence."""
     found = getattr(config, "eos_token_id", None)
     path = directory / "generation_config.json"
     if path.is_file():
@@ -124,12 +124,12 @@ def read_eos_token_ids(directory: Path, config: PreTrainedConfig) -> tuple[int, 
 
 @contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Turn whatever a library raises over a file into a ``ConfigError`` of one sentence."""
+    """Turn any exception of a library about a file into a ``ConfigError`` of one sentence."""
     try:
         yield
     except (ConfigError, MemoryError):
         raise
-    except Exception as error:  # libraries raise what they like: KeyError, SafetensorError, ...
+    except Exception as error:  # any type: KeyError, SafetensorError, ...
         why = " ".join(str(error).split()).rstrip(".:")
         if isinstance(error, UnpicklingError):  # torch advises to let the file run code
             why = "the file holds more than tensors"
@@ -151,7 +151,7 @@ def _read_object(path: Path) -> Mapping[str, object]:
 
 
 def _refuse_files_elsewhere(directory: Path, config: PreTrainedConfig) -> None:
-    """Refuse weights in files that the model's identity is not computed from."""
+    """Refuse weights in files that the model's identity does not include."""
     named = {getattr(config, "transformers_weights", None): directory / "config.json"}
     for index in sorted(directory.glob("*.index.json")):
         files = _read_object(index).get("weight_map")
@@ -167,10 +167,10 @@ def _refuse_files_elsewhere(directory: Path, config: PreTrainedConfig) -> None:
 
 @contextmanager
 def _unmerged_named(directory: Path) -> Iterator[None]:
-    """Name tensors that transformers could not merge into one, such as those of experts.
+    """Report the names of tensors that transformers could not merge, such as those of experts.
 
-    They are told only in its report of a load, which is kept out of the log: ``ConfigError`` says
-    the same.
+    transformers names them only in its load report, which is filtered from the log because the
+    ``ConfigError`` contains the names.
     """
     unmerged: list[str] = []
 
@@ -195,7 +195,7 @@ def _unmerged_named(directory: Path) -> Iterator[None]:
 
 
 def _unused(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:
-    """Leave out layers that predict further tokens: they come after those of the model."""
+    """Return the keys without layers that predict further tokens, which follow the model's own."""
     first = config.num_hidden_layers
     further = getattr(config, "num_nextn_predict_layers", None)
     further = further if isinstance(further, int) else 0

@@ -1,4 +1,4 @@
-"""Settings of the embedded engine, and what came of them."""
+"""Settings of the embedded engine, and the resulting facts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of the engine: what to run, where, and how much at once."""
+    """Settings of the engine: model, device, and limits."""
 
     model: str = "kvtier-tiny"
-    """A built-in model's name, or a local directory in Hugging Face format."""
+    """Name of a built-in model, or a local directory in Hugging Face format."""
     device: str = "auto"
     """"auto", "cpu", or what torch calls an accelerator: "cuda", "npu:0"."""
     dtype: str = "auto"
@@ -23,29 +23,28 @@ class EngineConfig:
     block_size: int = BLOCK_SIZE
     """Tokens per block."""
     chunk_tokens: int = CHUNK_TOKENS
-    """The prefill grid: prompts are computed in chunks that end at its multiples."""
+    """Prefill grid: prompts are computed in chunks that end at its multiples."""
     device_capacity: str | int = "256MiB"
     """Size of the device KV pool."""
     max_running: int = 64
     """Requests that are decoded together."""
     max_queue: int = 512
-    """Requests that may wait; one more is refused."""
+    """Maximum number of waiting requests; further ones are refused."""
     max_model_tokens: int = 0
-    """Prompt and output of one request; 0 for what the model allows."""
+    """Limit of prompt plus output per request; 0 for the model's own."""
     prefix_cache: bool = True
-    """Reuse prefixes. Off computes every prompt from its start."""
+    """Whether prefixes are reused. If off, every prompt is computed from its start."""
     follow_loads: bool = True
-    """Begin to compute while the prefix is still being loaded, layer by layer, where nobody else
-    is held up by it."""
+    """Begin to compute while the prefix is still being loaded, layer by layer, if that delays no
+    other request."""
     threads: int = 0
-    """Threads that torch computes with; 0 leaves torch's own choice."""
+    """Number of torch's compute threads; 0 for torch's default."""
     events: str = ""
-    """Address to publish what comes to tiers and leaves them, for routers: "tcp://127.0.0.1:5557";
-    "" for none."""
+    """Address to publish block events for routers: "tcp://127.0.0.1:5557"; "" for none."""
     events_replay: str = ""
-    """Address where they are asked for what somebody has missed; "" for none."""
+    """Address for replays of missed events; "" for none."""
     events_topic: str = ""
-    """In front of every batch of them."""
+    """Topic of every batch of events."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     """The tiers below the device."""
 
@@ -72,7 +71,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts of a running engine, after everything automatic was decided."""
+    """Facts of a running engine, with all automatic settings resolved."""
 
     model_name: str
     device: str
@@ -86,4 +85,4 @@ class EngineInfo:
     chunk_tokens: int
     bytes_per_block: int
     context_note: str = ""
-    """A sentence for requests that are too long, where the limit is not the model's own."""
+    """A sentence for requests that are too long, if the limit is not the model's own."""

@@ -1,4 +1,4 @@
-"""The engine: a thread that owns model, pool and cache, and serves requests from any thread."""
+"""The engine: a thread that owns model, pool and cache, and serves requests from all threads."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ IDLE_WAIT_S = 0.05
 
 
 class Engine:
-    """Serves one model. Made ready by the constructor, running between ``start`` and ``close``.
+    """Serves one model. Ready after construction, runs between ``start`` and ``close``.
 
-    ``submit``, ``call`` and the handles may be used from any thread.
+    ``submit``, ``call`` and the handles are thread-safe.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -95,7 +95,7 @@ class Engine:
             context_note=_context_note(limits),
         )
         self._namespace = Namespace(
-            model.identity.digest,  # not its name: a renamed folder holds the same model
+            model.identity.digest,  # not the name: renaming a folder does not change the model
             model.made_by,
             group.dtype.value,
             group.fingerprint,
@@ -126,7 +126,7 @@ class Engine:
                 self._events, config.events, config.events_replay, config.events_topic
             )
             self._publisher.start(self._cache.block_events())
-        # What is stored under a name that may be wrong outlives the moment when that is found out.
+        # Do not write to storage under an unverified name: it would persist if it is wrong.
         self._cache.let_archive(model.identity.basis is Basis.READ)
         if self._weights is not None and model.identity.basis is Basis.REMEMBERED:
             self._weights.check(lambda found: self._inbox.put(partial(self._hear, found)))
@@ -147,14 +147,15 @@ class Engine:
     ) -> RequestHandle:
         """Queue a request.
 
-        prompt: token ids. salt: requests share KV only under equal salts. explain: the completion
-        is to say where the prompt came from. hint: what is known of its conversation; see
-        ``kvtier.hints``.
+        prompt: token ids.
+        salt: requests share KV only under equal salts.
+        explain: include the source of the prompt's KV in the completion.
+        hint: hints about its conversation; see ``kvtier.hints``.
+        on_token, on_done: called on the engine thread; they must return fast.
+        on_stored: the same, for each copy that stored computed blocks, also after the end.
 
-        on_token, on_done: called on the engine thread; they must return fast. on_stored: the same,
-        of each copy that has stored what was computed, also after the end.
-        Raises ``RequestError`` for input that can't be served, ``EngineBusy`` when the queue is
-        full, ``Closed`` after ``close`` and in a forked child.
+        Raises ``RequestError`` for an invalid request, ``EngineBusy`` if the queue is full,
+        ``Closed`` after ``close`` and in a forked child.
         """
         self._process.must_be_here("the engine")
         params = params or SamplingParams()
@@ -181,11 +182,11 @@ class Engine:
         return RequestHandle(request, self._abort)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run ``function`` on the engine thread, between two steps, and give its result."""
+        """Run ``function`` on the engine thread, between two steps, and return its result."""
         return self.call_later(function).result()
 
     def call_later(self, function: Callable[[], T]) -> Future[T]:
-        """The same without waiting for it. It runs at once where no engine thread runs."""
+        """Schedule ``function`` like ``call``. It runs at once if no engine thread runs."""
         self._process.must_be_here("the engine")
         future: Future[T] = Future()
 
@@ -202,10 +203,7 @@ class Engine:
         return future
 
     def follow_loads(self, is_on: bool) -> None:
-        """Change ``EngineConfig.follow_loads`` for requests that come from now on.
-
-        To be called through ``call``.
-        """
+        """Change ``EngineConfig.follow_loads`` for later requests. Use it through ``call``."""
         self._scheduler.follow_loads = is_on
 
     def clear_tier(self, tier: str) -> None:
@@ -213,7 +211,7 @@ class Engine:
         self.call(lambda: self._cache.clear(tier))
 
     def drain(self, timeout_s: float = 60.0) -> bool:
-        """Wait until nothing runs and every copy has ended. False when that takes too long."""
+        """Wait until no request runs and every copy has ended. Return False on timeout."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             if self.call(
@@ -227,7 +225,7 @@ class Engine:
 
     @property
     def cache(self) -> Cache:
-        """The cache; to be touched through ``call`` only."""
+        """The cache; use it only through ``call``."""
         return self._cache
 
     @property
@@ -240,7 +238,7 @@ class Engine:
 
     @property
     def events_endpoints(self) -> list[str]:
-        """Return the endpoints of events and of their replay."""
+        """The endpoints of events and of their replay."""
         return [] if self._publisher is None else self._publisher.endpoints
 
     @property
@@ -255,7 +253,7 @@ class Engine:
     # -- life -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start the engine thread."""
         self._process.must_be_here("the engine")
         self._inbox.must_be_open()
         if self._thread is None:
@@ -264,9 +262,9 @@ class Engine:
             atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Take no more requests, let running ones go on for ``grace_s``, abort the rest, stop.
+        """Refuse new requests, let running ones continue for ``grace_s``, abort the rest, stop.
 
-        Nothing happens in a forked child, which comes here when it exits.
+        In a forked child, which calls this at exit, it does nothing.
         """
         if not self._process.is_here:
             return
@@ -309,7 +307,7 @@ class Engine:
             try:
                 self._take_in(wait=not is_busy)
                 is_busy = self._scheduler.step()
-            except Exception as error:  # a broken promise inside: nobody may wait for ever
+            except Exception as error:  # internal error: no request may wait forever
                 logger.exception("step failed")
                 self._scheduler.fail_all(f"The engine failed: {error}")
                 is_busy = False
@@ -322,8 +320,8 @@ class Engine:
             on_done(completion)
 
     def _take_in(self, wait: bool) -> None:
-        """Take requests and calls from the inbox. wait: for one, for a moment."""
-        # A load or a store on its way is noticed by polling: look again soon.
+        """Take requests and calls from the inbox. wait: wait briefly for one."""
+        # The end of a copy is noticed by polling: poll again soon.
         patience_s = 0.0005 if self._scheduler.has_requests else IDLE_WAIT_S
         for item in self._inbox.take(patience_s if wait else 0.0):
             if isinstance(item, Request):
@@ -336,10 +334,10 @@ class Engine:
         return replace(self._namespace, salt=salt).digest
 
     def _hear(self, found: Identity) -> None:
-        """All bytes of the weights were read: they are those that were remembered, or they are not.
+        """Handle the verification of the weights against the remembered identity.
 
-        Then nobody knows whose KV was loaded under that name: it is not looked at again, and this
-        process keeps what it computes to itself.
+        If they differ, it is unknown whose KV was loaded under the old name. That KV is not used
+        any more, and this process does not share the KV that it computes.
         """
         if found.digest == self._identity.digest:
             self._cache.let_archive(True)
@@ -355,11 +353,11 @@ class Engine:
         self._scheduler.rename(self._namespace_of)
 
     def _abort(self, request: Request) -> None:
-        """From any thread."""
+        """Abort a request. Thread-safe."""
         self._inbox.put(partial(self._scheduler.abort, request))
 
     def _refuse_bad(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raise ``RequestError`` with one clear sentence for what can't be served."""
+        """Raise ``RequestError`` with one clear sentence for an invalid request."""
         if not prompt:
             raise RequestError("The prompt is empty; give at least one token.")
         if complaint := params.complaint():
@@ -379,7 +377,7 @@ class Engine:
 
 
 def _device_name(wanted: str) -> str:
-    """The device to run on; "auto" takes the accelerator that torch finds, else the CPU."""
+    """Return the device to run on; "auto" is torch's accelerator, else the CPU."""
     if wanted != "auto":
         try:
             torch.device(wanted)
@@ -391,9 +389,9 @@ def _device_name(wanted: str) -> str:
 
 
 def _context_note(limits: Mapping[str, int]) -> str:
-    """Say what limits the context below what the model takes.
+    """Return which setting limits the context below the model's limit; "" if none does.
 
-    limits: tokens, by what sets them; the model's comes first.
+    limits: tokens, by setting; the model's comes first.
     """
     setting = min(limits, key=lambda each: limits[each])
     model, most = next(iter(limits.items()))

@@ -1,4 +1,4 @@
-"""Pass on hints of requests and their senders to the cache at the right moments."""
+"""Passes hints of requests on to the cache at the right moments."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kvtier.engine.request import Request, Stage
 
 
 class Hints:
-    """Each request is told of once when it begins to wait, and once when it waits no more.
+    """Tells the cache once when a request begins to wait and once when it stops.
 
-    Nothing is done in between, however many wait.
+    Waiting itself costs nothing.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -19,30 +19,30 @@ class Hints:
         self._new: deque[Request] = deque()
 
     def came(self, request: Request) -> None:
-        """A request stands in line. Its turn may come in this very step."""
+        """Note a queued request, which may be scheduled in this very step."""
         self._new.append(request)
 
     def tell_who_waits(self) -> None:
-        """All that came since the last call and had no turn."""
+        """Report the requests that were queued since the last call and are still waiting."""
         while self._new:
             request = self._new.popleft()
             if request.stage is Stage.WAITING:
                 self._wait(request, True)
 
     def begins(self, request: Request) -> None:
-        """Its turn has come, and the cache knows its prompt."""
+        """Note that a request was scheduled and the cache has its prompt."""
         self._wait(request, False)
         if request.hint is not None:
             self._cache.hint(request.namespace, request.labels, request.hint.at_begin)
 
     def ends(self, request: Request) -> None:
-        """Before its lease is given back, so that it counts for what is stored then."""
+        """Note that a request ends, before its lease is released: hints affect its stores."""
         self.goes(request)
         if request.hint is not None and request.lease is not None:
             self._cache.hint(request.namespace, request.labels, request.hint.at_end)
 
     def goes(self, request: Request) -> None:
-        """It waits no more under this name."""
+        """Note that a request no longer waits under its namespace."""
         self._wait(request, False)
 
     def _wait(self, request: Request, is_waiting: bool) -> None:

@@ -1,4 +1,4 @@
-"""Requests and calls from any thread to the engine thread, handled between two steps."""
+"""Queue of requests and calls from all threads to the engine thread."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ Call = Callable[[], None]
 
 
 class Inbox:
-    """Requests and calls, in the order in which they came.
+    """Requests and calls, in order of arrival.
 
-    most: requests that may be without an end at a time. All but ``take`` may be called from any
-    thread.
+    All methods but ``take`` are thread-safe. most: maximum number of unfinished requests.
     """
 
     def __init__(self, most: int) -> None:
@@ -28,13 +27,13 @@ class Inbox:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that were let in, and have not ended."""
+        """Admitted requests that have not ended."""
         return self._num_unfinished
 
     def let_in(self) -> None:
         """Admit one more request.
 
-        Raises ``EngineBusy`` where there are too many, ``Closed`` after ``close``.
+        Raises ``EngineBusy`` if there are too many, ``Closed`` after ``close``.
         """
         with self._lock:
             self.must_be_open()
@@ -45,23 +44,23 @@ class Inbox:
             self._num_unfinished += 1
 
     def note_end(self) -> None:
-        """One that was let in has ended."""
+        """Note that an admitted request has ended."""
         with self._lock:
             self._num_unfinished -= 1
 
     def must_be_open(self) -> None:
-        """Raises ``Closed`` after ``close``."""
+        """Raise ``Closed`` after ``close``."""
         if self._is_closed:
             raise Closed("the engine is closed; make a new one")
 
     def close(self) -> bool:
-        """Let no more requests in. False where that was so already."""
+        """Admit no more requests. Return False if it was closed already."""
         with self._lock:
             was_open, self._is_closed = not self._is_closed, True
         return was_open
 
     def put(self, item: Request | Call) -> None:
-        """For the engine thread: a request that was let in, or a call."""
+        """Queue an admitted request or a call for the engine thread."""
         self._items.put(item)
 
     def wake(self) -> None:
@@ -69,7 +68,7 @@ class Inbox:
         self._items.put(None)
 
     def take(self, wait_s: float = 0.0) -> Iterator[Request | Call]:
-        """All that is there by now. wait_s: how long to wait where there is nothing."""
+        """Yield all queued items. wait_s: how long to wait if there are none."""
         while True:
             try:
                 item = self._items.get(block=wait_s > 0, timeout=wait_s)

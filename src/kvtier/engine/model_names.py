@@ -1,4 +1,4 @@
-"""Names of models: which are built in, and where the others lie. Imports no torch."""
+"""Names of models, built-in or local. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BUILTIN = Path(__file__).parent / "builtin"
 
 
 class RandomName(StrEnum):
-    """Models that are made when they are asked for; see ``random_models``."""
+    """Models that are generated on request; see ``random_models``."""
 
     GQA = "random-gqa"
     LLAMA = "random-llama"
@@ -20,9 +20,9 @@ class RandomName(StrEnum):
 
 
 def find_model(name: str) -> Path | RandomName:
-    """Return the directory of the model ``name``, or the name of one without a directory.
+    """Return the directory of the model ``name``, or the name of a generated model.
 
-    Raises ``ConfigError`` where there is no such model.
+    Raises ``ConfigError`` if there is no such model.
     """
     if name in list(RandomName):
         return RandomName(name)

@@ -1,4 +1,4 @@
-"""Models the engine can run: find, check, load, and say what KV they leave behind."""
+"""Models that the engine can run: find, check, load, and describe their KV."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvtier.errors import ConfigError
 from kvtier.identity import Basis, Identification, Identity, WeightsMemory
 from kvtier.layout import DType, KVGroup, full_attention, latent_attention
 
-# A server is no terminal, and a benchmark has its own bar.
+# Servers have no terminal, and benchmarks have their own progress bar.
 logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 DEFAULT = "kvtier-tiny"
@@ -32,15 +32,16 @@ LATENT = ("deepseek_v3",)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 STEADY_ROTARY = ("default", "linear", "yarn", "llama3")
-"""Rotary embeddings whose frequencies are the same whatever the length of a context."""
+"""Rotary embeddings whose frequencies do not depend on the length of the context."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model ready to run, with its tokenizer.
 
-    identity: of its weights, their configuration and code. weights: who found that out, and can
-    check it; None for weights that are made here. made_by: what else decides on the bits of KV.
+    identity: of its weights, configuration and code.
+    weights: determined the identity and can verify it; None for generated weights.
+    made_by: everything else that determines the bits of KV.
     """
 
     name: str
@@ -54,7 +55,7 @@ class LoadedModel:
 
 
 def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
-    """The model called ``name``: built in, or a local directory in Hugging Face format."""
+    """Load the model called ``name``: built-in, or a local directory in Hugging Face format."""
     directory = find_model(name)
     if isinstance(directory, RandomName):
         return _random_model(directory, device, dtype_name)
@@ -79,7 +80,7 @@ def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
 
 
 def refuse_unsupported(config: PreTrainedConfig, name: str) -> None:
-    """Raise ``ConfigError`` for attention whose prefixes this engine can't restore yet."""
+    """Raise ``ConfigError`` for attention whose prefixes this engine cannot restore."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     odd = sorted(kinds - {"full_attention"})
     if odd:
@@ -114,7 +115,7 @@ def refuse_unsupported(config: PreTrainedConfig, name: str) -> None:
 
 
 def choose_dtype(name: str, device: torch.device, config: PreTrainedConfig) -> torch.dtype:
-    """auto: float32 on CPU, where few processors compute in bfloat16; else the model's own."""
+    """Return the dtype; auto is float32 on CPU, where bfloat16 is slow, else the model's own."""
     if name == "auto":
         own = getattr(config, "dtype", None)
         if device.type == "cpu" or not isinstance(own, torch.dtype):
@@ -128,7 +129,7 @@ def choose_dtype(name: str, device: torch.device, config: PreTrainedConfig) -> t
 
 
 def kv_group(config: PreTrainedConfig, dtype: torch.dtype, block_size: int) -> KVGroup:
-    """Return the layout of what the model keeps per token, as transformers caches it."""
+    """Return the layout of the model's KV per token, as transformers caches it."""
     kind = DType(str(dtype).removeprefix("torch."))
     layers = config.num_hidden_layers
     if config.model_type in LATENT:
@@ -159,7 +160,7 @@ def _place(module: PreTrainedModel, device: torch.device) -> PreTrainedModel:
 
 @contextmanager
 def _identified(directory: Path) -> Iterator[Identification]:
-    """The files are looked at before they are loaded, and read meanwhile; no more if that fails."""
+    """Yield the identification, which reads the files while they are loaded; stop it on failure."""
     weights = Identification([directory], WeightsMemory())
     weights.begin()
     try:
@@ -170,6 +171,6 @@ def _identified(directory: Path) -> Iterator[Identification]:
 
 
 def _made_by(device: torch.device) -> str:
-    """Other versions, or another kind of device, may round differently."""
+    """Return the versions and the kind of device, on which rounding may depend."""
     versions = f"transformers {transformers.__version__} torch {torch.__version__}"
     return f"kvtier {kvtier.__version__} {versions} {device.type}"

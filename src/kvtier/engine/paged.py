@@ -1,12 +1,11 @@
-"""Attention over the paged pool: no copy of the cache per request, shared prefixes stored once.
+"""Attention over the paged pool: no copy of the cache per request; shared prefixes exist once.
 
-transformers gives each layer's new K and V to ``update`` of its cache object, and then calls the
-attention function with whatever that returns. What this engine gives it as a cache object knows
-the sequences of one forward: ``PromptKV`` a chunk of one prompt, ``BatchKV`` (``batch.py``) one
-token of each of many sequences.
+transformers passes each layer's new K and V to ``update`` of its cache object, then calls the
+attention function with the result. This engine's cache object knows the sequences of one forward:
+``PromptKV`` a chunk of one prompt, ``BatchKV`` (``batch.py``) one token of each of many sequences.
 
-Models that keep a latent (MLA) expand it between ``update`` and attention. They get whole contexts
-back from ``update``, and attention finds them expanded.
+Models with a latent (MLA) expand it between ``update`` and attention. For them ``update`` returns
+whole contexts, which attention receives expanded.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ class PagedKV(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new K and V: [1, num_heads, num_tokens, dim], packed.
 
-        Comes before any use of the layer's context.
+        It is called before any use of the layer's context.
 
-        Returns for latent attention the contexts of all sequences, packed in the same form;
-        otherwise what it was given, for attention reads the pool itself.
+        Returns the contexts of all sequences for latent attention, packed in the same form;
+        otherwise its arguments, because attention reads the pool itself.
         """
 
     @abstractmethod
@@ -67,22 +66,21 @@ class PagedKV(ABC):
         value: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """Attention of packed queries [1, num_heads, num_tokens, dim], each over its own context.
+        """Attend with packed queries [1, num_heads, num_tokens, dim], each over its own context.
 
-        [1, num_tokens, num_heads, value dim].
-
-        key, value: what ``update`` returned, expanded where the model keeps a latent.
+        key, value: results of ``update``, expanded if the model has a latent.
+        Returns [1, num_tokens, num_heads, value dim].
         """
 
 
 class PromptKV(PagedKV):
     """A chunk of one prompt.
 
-    Where its slots are neighbours the context is a view of the pool, otherwise one layer's context
-    is gathered block by block for the time of the call. Both have the same shape and strides, so
-    the result does not depend on where blocks lie.
+    If its slots are contiguous the context is a view of the pool; otherwise one layer's context is
+    gathered block by block for the call. Both have the same shape and strides, so the result does
+    not depend on the location of blocks.
 
-    gate: passed before the context of a layer is used, where some of it may still be on its way.
+    gate: passed before the context of a layer is used, while some of it may still be in flight.
     """
 
     def __init__(self, pool: KVPool, span: Span, gate: LayerGate | None = None) -> None:
@@ -121,7 +119,7 @@ class PromptKV(PagedKV):
         return result.reshape(1, num_heads, length, values.shape[3]).transpose(1, 2).contiguous()
 
     def _context(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the whole context: [1, num_heads, end, dim], until the next call."""
+        """Return K and V of the context: [1, num_heads, end, dim], valid until the next call."""
         key, value = (
             self._pool.read(layer, part, self._blocks, self._span.end)[None].transpose(1, 2)
             for part in (0, 1)

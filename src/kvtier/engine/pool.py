@@ -1,4 +1,4 @@
-"""The device tier's memory as tensors: one flat pool, layer first, one view per layer and part."""
+"""The device tier's memory as tensors: one flat pool, layer first, a view per layer and part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtier.types import Slot
 PAGE_BYTES = 4096
 
 Rows = slice | torch.Tensor
-"""Rows of a view: neighbours as a slice, anything else as indices."""
+"""Rows of a view: a slice if contiguous, otherwise indices."""
 
 
 class KVPool:
@@ -50,7 +50,7 @@ class KVPool:
             self._views.append(views)
 
     def tier(self) -> DeviceTier:
-        """The pool as the cache's device tier."""
+        """Return the pool as the cache's device tier."""
         return DeviceTier(self.memory, self.layout)
 
     @property
@@ -58,25 +58,22 @@ class KVPool:
         return self._device.type == "cpu"
 
     def tokens_in(self, num_bytes: int) -> int:
-        """Tokens whose first part, in one layer, is so many bytes; at least one."""
+        """Return how many tokens' first part, in one layer, has this size; at least one."""
         part = self.group.parts[0]
         return max(1, num_bytes // (part.num_heads * part.dim * self.dtype.itemsize))
 
     def on_device(self, values: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> torch.Tensor:
-        """As a tensor where the pool is."""
+        """Return the values as a tensor on the pool's device."""
         return torch.from_numpy(values).to(self._device)
 
     def as_indices(self, rows: Rows) -> torch.Tensor:
-        """One index for each row."""
+        """Return one index for each row."""
         if isinstance(rows, slice):
             return torch.arange(rows.start, rows.stop, device=self._device)
         return rows
 
     def rows(self, slots: Sequence[Slot], start: int, end: int) -> Rows:
-        """Return the rows in each view of tokens ``start ..
-
-        end`` of a sequence with these slots.
-        """
+        """Return the rows of tokens ``start .. end`` of a sequence with these slots."""
         size = self.group.block_size
         first, last = start // size, (end - 1) // size
         if _are_neighbours(slots, first, last):
@@ -89,7 +86,7 @@ class KVPool:
     def blocks(self, slots: Sequence[Slot], num_tokens: int) -> Rows:
         """Return the location of the first ``num_tokens`` tokens.
 
-        Rows if neighbours, else block numbers.
+        Rows if contiguous, else block numbers.
         """
         last = (num_tokens - 1) // self.group.block_size
         if _are_neighbours(slots, 0, last):
@@ -106,9 +103,10 @@ class KVPool:
             view.index_copy_(0, rows, values)
 
     def read(self, layer: int, part: int, where: Rows, num_tokens: int) -> torch.Tensor:
-        """The context that ``blocks`` found: [num_tokens, num_heads, dim].
+        """Return the context at a result of ``blocks``: [num_tokens, num_heads, dim].
 
-        A view of the pool if it can be; else a copy, which the next one of this part overwrites.
+        It is a view of the pool if possible, else a copy that the next call for this part
+        overwrites.
         """
         view = self._views[layer][part]
         if isinstance(where, slice):
@@ -117,12 +115,12 @@ class KVPool:
         return self._select(part, blocks, where).flatten(0, 1)[:num_tokens]
 
     def gather(self, layer: int, part: int, rows: Rows) -> torch.Tensor:
-        """The same of single rows: [num_rows, num_heads, dim]."""
+        """Return single rows: [num_rows, num_heads, dim]; a view or a copy, as ``read``."""
         view = self._views[layer][part]
         return view[rows] if isinstance(rows, slice) else self._select(part, view, rows)
 
     def _select(self, part: int, view: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-        """A copy in memory that is used again: new memory for each would cost more than that."""
+        """Copy rows into a reused buffer: allocating new memory would cost more than the copy."""
         shape = (len(where), *view.shape[1:])
         if self._gathered[part].numel() < prod(shape):
             self._gathered[part] = view.new_empty(prod(shape))
@@ -131,11 +129,11 @@ class KVPool:
 
 
 def _zeros_from_a_page(num: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[num], from the beginning of a page on, so that a disk can be read straight into it.
+    """Return a page-aligned tensor [num] of zeros, so that a disk can be read directly into it.
 
-    Zeroed, so that every page is there before the first request is timed. Of a CPU's memory large
-    pages, where it grants them: copies, checksums and direct reads cost less there. Core dumps
-    leave it out.
+    Zeroing makes all pages resident before the first request is timed. CPU memory uses huge pages
+    if available, which makes copies, checksums and direct reads cheaper. It is excluded from core
+    dumps.
     """
     whole = torch.empty(num + PAGE_BYTES // dtype.itemsize, dtype=dtype, device=device)
     first = -whole.data_ptr() % PAGE_BYTES // dtype.itemsize

@@ -1,4 +1,4 @@
-"""Models with seeded random weights: for tests and measurements, not for text."""
+"""Models with seeded random weights, for tests and measurements."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvtier.engine.paged import ATTENTION
 
 @dataclass(frozen=True, slots=True)
 class RandomModel:
-    """A family and the sizes that its configuration gets.
+    """A model family with the sizes of its configuration.
 
-    on_device: whether the weights are made where they are used; they depend on the device then, but
-    a large model is there in seconds.
+    on_device: generate the weights on the target device. They depend on the device then, but a
+    large model takes only seconds.
     """
 
     family: type[PreTrainedConfig]
@@ -70,12 +70,12 @@ RANDOM: dict[str, RandomModel] = {
     RandomName.MLA: RandomModel(DeepseekV3Config, _MLA),
     RandomName.LLAMA_8B: RandomModel(LlamaConfig, _LLAMA_8B, on_device=True),
 }
-"""One small model for each kind of attention, and one of the shape of Llama-3-8B, for accelerators:
-its vocabulary is that of the built-in model."""
+"""One small model per kind of attention, and one of the shape of Llama-3-8B, for accelerators, with
+the vocabulary of the built-in model."""
 
 
 def random_config(name: str, vocab_size: int) -> PreTrainedConfig:
-    """The configuration of a model of ``RANDOM``: no special tokens."""
+    """Return the configuration of a model of ``RANDOM``, without special tokens."""
     made = RANDOM[name]
     config = made.family.from_dict({**made.sizes, "vocab_size": vocab_size})
     if made.on_device:
@@ -87,7 +87,7 @@ def random_config(name: str, vocab_size: int) -> PreTrainedConfig:
 def random_module(
     name: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """The model, its weights from seed 0, on ``device`` or on the CPU."""
+    """Return the model with weights from seed 0, on ``device`` or on the CPU."""
     place = device if RANDOM[name].on_device else torch.device("cpu")
     with torch.random.fork_rng(devices=[]), place:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""One request: what was asked, where it stands, what came of it."""
+"""One request: its input, state and outcome."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kvtier.types import Label
 logger = logging.getLogger(__name__)
 
 Turn = tuple[int, int]
-"""A request's place in line: the lowest is next."""
+"""A request's place in the queue: the lowest is next."""
 
 
 class RequestError(CacheError, ValueError):
-    """The request can't be served as it is; the message says why and what to change."""
+    """The request cannot be served as it is; the message says why and what to change."""
 
 
 class EngineBusy(CacheError):  # noqa: N818 - a state, not a failure
@@ -38,7 +38,8 @@ class EngineBusy(CacheError):  # noqa: N818 - a state, not a failure
 class Token:
     """One generated token.
 
-    logprob: None where it was not asked for. top_logprobs: (token id, log probability), best first.
+    logprob: None if not requested.
+    top_logprobs: (token id, log probability), best first.
     """
 
     token_id: int
@@ -51,10 +52,12 @@ class Completion:
     """Outcome of a request.
 
     finish_reason: "stop", "length", "abort" or "error" (then ``error`` says why).
-    num_cached_tokens: prompt tokens that were not computed; hit_tokens: the same by tier.
-    ttft_s, e2e_s: from submission to the first token, and to the end.
-    logits: float32 [num_tokens, vocab_size] where ``keep_logits`` was asked for. explanation: where
-    it was asked for, of a request whose turn came. marks: when what happened.
+    num_cached_tokens: prompt tokens that were not computed.
+    hit_tokens: the same by tier.
+    ttft_s, e2e_s: time from submission to the first token, and to the end.
+    logits: float32 [num_tokens, vocab_size] if ``keep_logits`` is set.
+    explanation: on request, if the request was scheduled.
+    marks: times of its events.
     """
 
     token_ids: tuple[int, ...]
@@ -73,11 +76,13 @@ class Completion:
 
 @dataclass(slots=True)
 class Marks:
-    """When what happened to a request, by ``time.perf_counter``; 0 for what did not.
+    """Times of a request's events by ``time.perf_counter``; 0 if they did not happen.
 
-    fetch: match, plan and the start of its copies; where a load failed, the last time. load_s: from
-    then on until all of its prefix was there. load_bytes: copied to the device for it. prefill: the
-    first chunk's begin and the last one's end. prefill_s: what all chunks took.
+    fetch: match, plan and start of copies; of repeated ones the last.
+    load_s: time from then until all of its prefix had arrived.
+    load_bytes: bytes copied to the device for it.
+    prefill: begin of the first chunk and end of the last one.
+    prefill_s: total time of all chunks.
     """
 
     submitted: float = 0.0
@@ -104,14 +109,18 @@ class Stage(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """The engine's own view of a request. Touched by the engine thread only.
+    """The engine's state of a request. Used by the engine thread only.
 
-    num_computed: tokens whose KV is in the pool. labels: of the prompt's whole grid cells.
-    salt: as it was submitted. namespace: where its KV is looked up, said by the engine thread.
-    turn: among those that wait, and those that are computed.
-    may_follow: its prefill has not tried yet to begin before its lease is ready. has_followed: it
-    has, and that counted. wants_explanation: of where its prompt came from. hint: what its sender
-    knows. is_waited_for: the cache was told that it waits.
+    num_computed: tokens whose KV is in the pool.
+    labels: of the prompt's whole grid cells.
+    salt: as submitted.
+    namespace: where its KV is looked up; set by the engine thread.
+    turn: place among waiting requests and prefills.
+    may_follow: its prefill may try once to begin before its lease is ready.
+    has_followed: whether that succeeded.
+    wants_explanation: whether to explain the source of its prompt's KV.
+    hint: the client's hints.
+    is_waited_for: whether the cache was told that it waits.
     """
 
     prompt: Sequence[int]
@@ -151,7 +160,7 @@ class Request:
         return self.tokens[-1].token_id
 
     def add(self, token: Token, logits: npt.NDArray[np.float32] | None) -> None:
-        """The next token was chosen."""
+        """Add the next token."""
         if not self.tokens:
             self.marks.first_token = time.perf_counter()
             self.first_token_s = self.marks.first_token - self.submitted
@@ -162,7 +171,7 @@ class Request:
             self.on_token(token)
 
     def note_lease(self, lease: Lease) -> None:
-        """Its lease is about to end: keep what it tells."""
+        """Keep the records of its lease, which is about to end."""
         self.marks.load_s, self.marks.load_bytes = lease.record.load_s, lease.record.load_bytes
         is_logged = logger.isEnabledFor(logging.DEBUG)
         if lease.decision is not None and (self.wants_explanation or is_logged):
@@ -182,7 +191,7 @@ class Request:
         )
 
     def finish(self, reason: str, error: str = "") -> None:
-        """Make the completion and tell whoever waits. The first ending counts."""
+        """Create the completion and notify waiters. Only the first call counts."""
         if self.finished.is_set():
             return
         self.stage = Stage.DONE
@@ -207,7 +216,7 @@ class Request:
 
 
 class RequestHandle:
-    """The caller's end of a request. Safe to use from any thread."""
+    """The caller's handle of a request. Thread-safe."""
 
     def __init__(self, request: Request, abort: Callable[[Request], None]) -> None:
         self._request = request
@@ -218,7 +227,7 @@ class RequestHandle:
         return self._request.finished.is_set()
 
     def result(self, timeout_s: float | None = None) -> Completion:
-        """Wait for the end. TimeoutError when ``timeout_s`` passed first; the request goes on."""
+        """Wait for the end. Raises TimeoutError after ``timeout_s``; the request continues."""
         if not self._request.finished.wait(timeout_s):
             raise TimeoutError(f"the request did not end within {timeout_s} s")
         assert self._request.completion is not None

@@ -17,15 +17,15 @@ from kvtier.transfer import LayerGate
 from kvtier.types import Slot
 
 WARM_UP_TOKENS = 4096
-"""Context of the longest piece that is computed."""
+"""Longest context of the warm-up."""
 
 
 class ModelRunner:
     """Forwards over the paged pool.
 
-    A prefill chunk always runs alone, so its KV depends on its prompt and its place on the grid,
-    never on what else is being served. Decoding batches requests; the size of a batch changes the
-    rounding of its logits.
+    A prefill chunk always runs alone, so its KV depends only on its prompt and its place on the
+    grid, never on other requests. Decoding batches requests; the batch size changes the rounding of
+    logits.
     """
 
     def __init__(self, model: PreTrainedModel, pool: KVPool) -> None:
@@ -39,20 +39,21 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Compute the KV of a prompt's tokens ``span.start .. span.end``.
 
-        token_ids: those tokens. gate: of the loads of what lies before them; returns when these
-        have ended, and raises the gate's ``DeviceError`` where they don't.
-        Returns the logits after the last one: float32 [vocab_size], CPU.
+        token_ids: those tokens.
+        gate: of the loads of earlier tokens. The call returns when these have ended, and raises the
+        gate's ``DeviceError`` if they take too long.
+        Returns the logits of the last token: float32 [vocab_size], CPU.
         """
         positions = torch.arange(span.start, span.end)
         kv = PromptKV(self._pool, span, gate)
         logits = self._forward(torch.tensor(token_ids), positions, kv, keep=1)[-1]
         if gate is not None:
-            gate.wait()  # before the device is waited for, which has no time limit
+            gate.wait()  # first: waiting for the device has no time limit
         return logits.float().cpu()
 
     @torch.inference_mode()
     def decode(self, token_ids: Sequence[int], spans: Sequence[Span]) -> torch.Tensor:
-        """One more token for each sequence.
+        """Compute one more token for each sequence.
 
         Returns logits: float32 [num_sequences, vocab_size], on the model's device.
         """
@@ -72,7 +73,7 @@ class ModelRunner:
     def _forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKV, keep: int
     ) -> torch.Tensor:
-        """Logits of the last ``keep`` tokens of the row; 0 keeps all."""
+        """Return the logits of the last ``keep`` tokens of the row; 0 keeps all."""
         output = self._model(
             input_ids=token_ids[None].to(self._device),
             position_ids=positions[None].to(self._device),
@@ -88,17 +89,17 @@ class ModelRunner:
 def warm_up(
     runner: ModelRunner, info: EngineInfo, observe: Callable[[int, int, float], None]
 ) -> None:
-    """Run the model, and tell ``observe`` what prefill costs.
+    """Run the model, and pass measured prefill times to ``observe``.
 
-    Of a chunk, of a short one, and of one with much before it.
+    It measures a whole chunk, a short one, and one after a long context. The pool is empty, so it
+    may overwrite any blocks.
 
-    observe: takes the tokens before, those computed, and seconds. The pool is empty, so the blocks
-    that this writes to are nobody's.
+    observe: takes the tokens before, those computed, and seconds.
     """
     chunk = min(info.chunk_tokens, info.max_model_tokens - 1)
     far = min(WARM_UP_TOKENS, info.max_model_tokens - 1) - chunk
     slots = [Slot(slot) for slot in range((far + chunk) // info.block_size + 1)]
-    runner.prefill([0] * chunk, Span(slots, 0, chunk))  # pays for what comes only once
+    runner.prefill([0] * chunk, Span(slots, 0, chunk))  # pays the one-time costs
     for first, num_tokens in ((0, chunk), (0, max(1, chunk // 4)), (far, chunk)):
         span = Span(slots, first, first + num_tokens)
         observe(first, num_tokens, _least_seconds(partial(runner.prefill, [0] * num_tokens, span)))

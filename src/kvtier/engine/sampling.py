@@ -1,4 +1,4 @@
-"""From logits to the next tokens, of all sequences of a step at once."""
+"""Sampling: chooses the next tokens of all sequences of a step from their logits."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would overflow in float32."""
 
 TILE_LOGITS = 1 << 18
-"""Logits that are worked on together: what of them lies in a processor's cache."""
+"""Logits that are processed together, so that they stay in a processor's cache."""
 
 STRETCH = 128
-"""Logits of which the maximum is found first; the sizes of most vocabularies are multiples."""
+"""Group of logits whose maxima are searched first; divides most vocabulary sizes."""
 
 FEW_LOGITS = 1 << 14
-"""So few are searched sooner than four calls are made."""
+"""Below this size one search is faster than four calls."""
 
 NO_TOKEN = -1
 """Result of sampling from logits that are not numbers."""
 
 LEADING_SHIFT = 20
-"""Leaves the exponent of a float32 and three bits of its fraction."""
+"""Keeps the exponent of a float32 and three bits of its fraction."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling settings of one request, and its conditions to end.
+    """Sampling settings of one request, and its stop conditions.
 
-    temperature: 0 is greedy, and so is what lies below ``GREEDY_BELOW``. top_k: 0 keeps all tokens.
-    seed: equal seeds give equal choices from equal logits. num_logprobs: alternatives reported for
-    each token, beside its own log probability; None computes neither. keep_logits: keep every
-    step's.
+    temperature: 0 and values below ``GREEDY_BELOW`` are greedy.
+    top_k: 0 keeps all tokens.
+    seed: equal seeds give equal choices from equal logits.
+    num_logprobs: alternatives reported per token, beside its own log probability; None computes
+    neither.
+    keep_logits: keep the logits of every step.
     """
 
     max_tokens: int = 16
@@ -64,10 +66,10 @@ class SamplingParams:
 
 
 class Sampler:
-    """One request's random numbers.
+    """Random numbers of one request.
 
-    They come from the host, and from nothing but its seed: so a seed means the same on every device
-    and in any company.
+    They are generated on the host from its seed only, so a seed gives the same results on every
+    device and in any batch.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -80,16 +82,16 @@ class Sampler:
         return self.params.temperature < GREEDY_BELOW
 
     def draw(self) -> float:
-        """The next number: 0 <= x < 1, one for each token that is sampled."""
+        """Return the next number: 0 <= x < 1, one per sampled token."""
         return self._random.random()
 
 
 def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """The next token of each sequence, or ``NO_TOKEN``.
+    """Return the next token of each sequence, or ``NO_TOKEN``.
+
+    Each row is processed independently of the others.
 
     logits: float32 [num_sequences, vocab_size], on any device.
-
-    Every row is worked on by itself, so what it gives does not depend on the others.
     """
     token_ids: list[int] = most_likely(logits).tolist()
     sampled = [at for at, each in enumerate(samplers) if not each.is_greedy]
@@ -103,10 +105,12 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
 
 
 def most_likely(logits: torch.Tensor) -> torch.Tensor:
-    """``logits.argmax(-1)``: int64 [num_rows].
+    """Return ``logits.argmax(-1)``: int64 [num_rows].
 
-    On CPUs that looks at one number after another, while a maximum is found by whole vectors: so
-    only the stretch that has it is searched. logits: [num_rows, vocab_size].
+    On CPUs argmax is scalar while max is vectorised. Therefore only the stretch with the maximum is
+    searched.
+
+    logits: [num_rows, vocab_size].
     """
     num_rows, vocab_size = logits.shape
     if vocab_size % STRETCH or logits.numel() < FEW_LOGITS:
@@ -118,10 +122,10 @@ def most_likely(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """One token for each row.
+    """Return one token for each row.
 
-    The first at which the sum of the probabilities that were kept exceeds the share of their total
-    that was drawn.
+    It is the first one at which the cumulated probability of the kept tokens exceeds the drawn
+    share of their total.
     """
     asked = [each.params for each in samplers]
     scaled = logits / torch.tensor([[each.temperature] for each in asked])
@@ -140,7 +144,7 @@ def _sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
 
 
 def _keep_top_k(scaled: torch.Tensor, top_k: Sequence[int]) -> None:
-    """Set to minus infinity what is below each row's ``top_k`` largest."""
+    """Set logits below each row's ``top_k`` largest to minus infinity."""
     vocab_size = scaled.shape[1]
     cut = [row for row, count in enumerate(top_k) if 0 < count < vocab_size]
     if not cut:
@@ -153,12 +157,12 @@ def _keep_top_k(scaled: torch.Tensor, top_k: Sequence[int]) -> None:
 
 
 def _keep_nucleus(probabilities: torch.Tensor, share: float) -> None:
-    """Set to 0 all but the fewest tokens whose probabilities add up to ``share``.
+    """Set all to 0 but the fewest tokens whose probabilities add up to ``share``.
 
-    Of equal ones the first stay. probabilities: float32 [vocab_size], changed in place.
+    Of equal ones the first are kept. Only a few are sorted: the bits of a non-negative float have
+    its order, so the mass of each of their leading values tells where the nucleus ends.
 
-    Only a few are sorted: the bits of a float that is not negative have its order, so the mass of
-    each of their leading values says among which tokens the nucleus ends.
+    probabilities: float32 [vocab_size], changed in place.
     """
     leading = probabilities.view(torch.int32) >> LEADING_SHIFT
     mass = torch.bincount(leading, probabilities.double())
@@ -177,9 +181,9 @@ def _keep_nucleus(probabilities: torch.Tensor, share: float) -> None:
 def logprobs(
     logits: torch.Tensor, token_id: int, num_top: int
 ) -> tuple[float, tuple[tuple[int, float], ...]]:
-    """Log probability of ``token_id``, and the ``num_top`` best tokens with theirs, best first.
+    """Return the log probability of ``token_id``, and the ``num_top`` best tokens with theirs.
 
-    logits: float32 [vocab_size], untouched by temperature.
+    The best come first. logits: float32 [vocab_size], before temperature.
     """
     logs = logits.log_softmax(-1)
     if not num_top:

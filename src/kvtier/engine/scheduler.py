@@ -1,19 +1,17 @@
-"""Continuous batching: who is admitted, what runs next. Owned by the engine thread.
+"""Continuous batching: admission and order of execution. Owned by the engine thread.
 
-Requests are admitted in turn (``waiting.py``), as soon as the device tier has room for all they may
-need, so nothing that runs ever has to be thrown out. A request that waits for storage lets others
-pass.
+Requests are admitted by turn (``waiting.py``), once the device tier has room for all the blocks
+that they may need, so a running request is never preempted. A request that waits for storage lets
+others pass.
 
-A step computes chunks of prompts, whoever's turn it is, and then one more token for everybody who
-already generates. Chunks are computed one after another, for each has to be alone in its forward
-to give the same bits every time; and a prompt is computed to its end before the next one begins,
-for a prompt that is half done is of use to nobody. How many chunks: as many as take about as long
-as the tokens after them. So those that generate are held up by as much again as they take
-themselves, and prompts get half of the time however many generate; one chunk a step, as long as few
-do.
+A step computes chunks of prompts, by turn, and then one more token for every decoding request.
+Chunks are computed one at a time, because each has to be alone in its forward for reproducible
+bits. A prompt is computed to its end before the next one begins, because half a prefill is useless.
+A step has as many chunks as take about as long as its decode. So prefill gets about half of the
+time for any number of decoding requests; with few of them a step has one chunk.
 
-A prompt whose prefix is still being loaded waits for it, and lets the others compute. Where there
-are no others it begins at once, and follows the load layer by layer.
+A prompt whose prefix is being loaded waits for it while others compute. If there are no others, it
+begins at once and follows the load layer by layer.
 """
 
 from __future__ import annotations
@@ -43,11 +41,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PROMPT_TOKENS = 4
-"""Tokens of prompts that are computed in a step for each sequence that generates: about as much
-work as its one token, which is multiplied alone but reads its whole context."""
+"""Prompt tokens computed per step and decoding sequence: about as much work as the sequence's one
+token, which is multiplied alone but reads its whole context."""
 
 COMMIT_CHUNKS = 8
-"""Chunks of a prompt that are committed together. Nobody looks for them before its prefill ends;
+"""Chunks of a prompt that are committed together. They are not needed before its prefill ends, but
 the stores of a very long prompt should begin earlier."""
 
 OTHER_WEIGHTS = (
@@ -56,7 +54,7 @@ OTHER_WEIGHTS = (
 )
 
 MAX_LOADS = 3
-"""Loads of one request that may fail before it computes everything itself."""
+"""Failed loads of one request after which it computes everything itself."""
 
 
 class Scheduler:
@@ -90,7 +88,7 @@ class Scheduler:
         self._hints.came(request)
 
     def abort(self, request: Request) -> None:
-        """End a request in the next step. One that has ended stays as it is."""
+        """End a request in the next step, unless it has ended."""
         self._aborted.append(request)
 
     @property
@@ -98,7 +96,7 @@ class Scheduler:
         return bool(self.running or self._waiting)
 
     def step(self) -> bool:
-        """Do a bit of everything that can be done. False when there was nothing to do."""
+        """Do one step of everything that can be done. Return False if there was nothing to do."""
         self._cache.poll()
         self._end_aborted()
         self._admit()
@@ -114,7 +112,7 @@ class Scheduler:
         return bool(num_chunks or decoding)
 
     def num_blocks(self, request: Request) -> int:
-        """Blocks that a request may come to need: prompt and output."""
+        """Return the blocks that a request may need: prompt and output."""
         num_tokens = len(request.prompt) + request.params.max_tokens
         return -(-num_tokens // self._info.block_size)
 
@@ -133,7 +131,7 @@ class Scheduler:
         self._waiting.read_ahead()
 
     def _fetch(self, request: Request) -> bool:
-        """Take a lease for the request. False when there is no room now."""
+        """Take a lease for the request. Return False if there is no room now."""
         began = time.perf_counter()
         request.lease = self._cache.fetch(
             request.namespace,
@@ -156,13 +154,13 @@ class Scheduler:
         return True
 
     def _check_load(self, request: Request) -> None:
-        """A load has ended: begin with the prefill, or ask again for what needs no load."""
+        """After a load has ended, begin the prefill, or fetch again without the load."""
         lease = request.lease
         assert lease is not None
         if not lease.ready:
             return
         if lease.broken:
-            # What was lost is not offered again; a load that came too late may be late again.
+            # Lost blocks are not found again; a late load may be late again.
             request.num_broken_loads += 1
             request.may_load = not lease.late and request.num_broken_loads < MAX_LOADS
             self._refetch(request)
@@ -170,7 +168,7 @@ class Scheduler:
         request.stage = Stage.PREFILL
 
     def _refetch(self, request: Request) -> None:
-        """Give the lease back and take a new one; without room, go back to its place in line."""
+        """Release the lease and take a new one; without room, return to the queue."""
         assert request.lease is not None
         self._cache.release(request.lease, record=False)
         if not self._fetch(request):
@@ -181,7 +179,7 @@ class Scheduler:
     # -- prefill ----------------------------------------------------------------------------------
 
     def _prefill(self) -> int:
-        """Compute chunks of prompts, as many as this step may. Gives their number."""
+        """Compute the chunks of prompts of this step. Return their number."""
         num_decoding = sum(r.stage is Stage.DECODE for r in self.running)
         num_tokens = max(1, PROMPT_TOKENS * num_decoding)
         num_chunks = 0
@@ -195,11 +193,10 @@ class Scheduler:
         return num_chunks
 
     def _begin_early(self) -> int:
-        """Nobody computes: let the first request that can follow its load, layer by layer.
+        """Let the first request that can do so follow its load, layer by layer.
 
-        Gives the number of chunks, 0 or 1.
-
-        Once for each lease: where it comes to nothing, the request waits as the others do.
+        Called while nothing else computes, and once per lease: if it fails, the request waits as
+        usual. Returns the number of chunks, 0 or 1.
         """
         for request in self.running:
             assert request.lease is not None
@@ -211,7 +208,7 @@ class Scheduler:
         return 0
 
     def _has_arrived(self, request: Request) -> bool:
-        """Whether all that a request computed upon is there: only then does it count."""
+        """Whether all KV that a request's computation used has arrived: else discard it."""
         self._cache.poll()
         assert request.lease is not None
         return request.lease.ready and not request.lease.broken
@@ -219,10 +216,9 @@ class Scheduler:
     def _prefill_chunk(self, request: Request, gate: LayerGate | None = None) -> int:
         """Compute the prompt up to the next point of the grid.
 
-        Gives the number of tokens; 0 where it came to nothing.
-
-        gate: of loads that are still on their way. Where they fail or take too long the request
-        goes on loading, as if it had not been computed.
+        gate: of loads in flight. If they fail or take too long, the computation is discarded and
+        the request continues to load.
+        Returns the number of tokens; 0 if they were discarded.
         """
         lease = request.lease
         assert lease is not None
@@ -292,7 +288,7 @@ class Scheduler:
     # -- decode -----------------------------------------------------------------------------------
 
     def _decode(self, requests: list[Request]) -> None:
-        """One more token for each of ``requests``."""
+        """Compute one more token for each of ``requests``."""
         spans = [
             Span(r.lease.slots, r.num_computed, r.num_computed + 1) for r in requests if r.lease
         ]
@@ -309,7 +305,7 @@ class Scheduler:
             self._guarded(request, partial(self._add, token_id=token_id, logits=logits))
 
     def _add(self, request: Request, token_id: int, logits: torch.Tensor) -> None:
-        """The next token was chosen from ``logits`` (float32 [vocab_size]); it may be the last."""
+        """Add a token chosen from ``logits`` (float32 [vocab_size]); it may be the last one."""
         if token_id == NO_TOKEN:
             raise ValueError("the model's logits are no numbers")
         params = request.params
@@ -325,7 +321,7 @@ class Scheduler:
     # -- endings ----------------------------------------------------------------------------------
 
     def _guarded(self, request: Request, work: Callable[[Request], T]) -> T | None:
-        """Run one request's share of a step: what fails there ends this request and no other."""
+        """Run one request's part of a step; an error ends only this request."""
         try:
             return work(request)
         except Exception as error:
@@ -356,10 +352,12 @@ class Scheduler:
                 self._end(request, "abort")
 
     def rename(self, namespace_of: Callable[[str], bytes]) -> None:
-        """KV that was found so far may be that of another model: it is found no more.
+        """Change the namespaces, because the KV found so far may be another model's.
 
-        namespace_of: by salt. What did not give a token yet begins anew; what gave some after KV
-        that was found ends with an error. One that computed all of its KV goes on.
+        Requests without a token begin again. Requests that generated tokens from cached KV end with
+        an error. Those that computed all of their KV continue.
+
+        namespace_of: by salt.
         """
         for request in self._everybody():
             self._waiting.end_prefetch(request)
@@ -380,7 +378,7 @@ class Scheduler:
             self._end(request, "error", error)
 
     def abort_all(self) -> None:
-        """End every request as it is."""
+        """Abort every request."""
         for request in self._everybody():
             self._end(request, "abort")
 

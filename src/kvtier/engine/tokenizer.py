@@ -1,4 +1,4 @@
-"""Text to tokens and back, token by token."""
+"""Converts text to tokens and back, token by token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError
 _UNFINISHED = "\ufffd"
 
 _FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken")
-"""Vocabularies, as different tokenizers write them."""
+"""Vocabulary files of the different tokenizers."""
 
 
 class Tokenizer:
@@ -30,7 +30,7 @@ class Tokenizer:
                 directory, local_files_only=True, trust_remote_code=False
             )
             own = self._tokenizer.get_vocab().keys() - self._tokenizer.get_added_vocab().keys()
-        if not own:  # some tokenizers are made without their files, and then know no text
+        if not own:  # some tokenizers load without their files, with an empty vocabulary
             raise _missing(directory)
         self._tokenizer.model_max_length = sys.maxsize  # the engine refuses what is too long
 
@@ -48,11 +48,11 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ``token_ids``; special tokens are left out."""
+        """Return the text of ``token_ids`` without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token, special ones included."""
+        """Return the text of one token, including special ones."""
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
     @property
@@ -60,7 +60,7 @@ class Tokenizer:
         return bool(self._tokenizer.chat_template)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text of a conversation, ready for the assistant's next turn."""
+        """Return the text of a conversation, ready for the assistant's next turn."""
         text = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
         )
@@ -70,9 +70,9 @@ class Tokenizer:
     def max_token_bytes(self) -> int:
         """UTF-8 bytes of the longest token's text.
 
-        A text of more than so many for each token of a context does not fit into it. (Where a
-        tokenizer first shortens the text, as by composing accents, that is true of any text that
-        has other words than the longest token.)
+        A text with more bytes per token of a context does not fit into it. (If a tokenizer first
+        shortens the text, for example by composing accents, this holds for any text that has other
+        words than the longest token.)
         """
         added = self._tokenizer.get_added_vocab()
         tokens = [token for token in self._tokenizer.get_vocab() if token not in added]
@@ -82,15 +82,15 @@ class Tokenizer:
         return max([own, *(len(token.encode()) for token in added)])
 
     def detokenizer(self) -> Detokenizer:
-        """A new one for one stream of tokens."""
+        """Return a new detokenizer for one stream of tokens."""
         return Detokenizer(self)
 
 
 class Detokenizer:
-    """Text of a growing sequence, given out when it is certain: never half a character.
+    """Text of a growing sequence, returned once it is certain: never half a character.
 
-    A token's text may depend on its neighbours, so the last few tokens are decoded again with
-    each new one, and only what they add is given out.
+    A token's text may depend on its neighbours. Therefore the last few tokens are decoded again
+    with each new one, and only the difference is returned.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -100,12 +100,12 @@ class Detokenizer:
         self._given = 0
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token; often its own, sometimes nothing."""
+        """Add a token. Return the text that became certain; often its own, sometimes none."""
         self._ids.append(token_id)
         return self._take(hold=True)
 
     def flush(self) -> str:
-        """Return the text that was held back, as well as it can be shown."""
+        """Return the text that was held back, as far as it can be displayed."""
         return self._take(hold=False)
 
     def _take(self, hold: bool) -> str:

@@ -1,4 +1,4 @@
-"""Requests whose turn has not come: in line, or out of it while storage is read for them."""
+"""Waiting requests: queued, or set aside while storage is read for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier.engine.request import Request, Stage, Turn
 from kvtier.types import PrefetchPolicy
 
 NUM_LOOKS = 16
-"""Requests that wait for storage and are asked in one step whether they still have to."""
+"""Requests waiting for storage that are checked per step."""
 
 PATIENCE = 4
 """Limit of a prompt's wait for later ones, in multiples of its own length."""
@@ -20,19 +20,19 @@ PATIENCE = 4
 class RequestLine:
     """Waiting requests, the lowest turn first.
 
-    In the order of arrival a short prompt would stand behind long ones for as long as all of these
-    take. Shortest first gives the best mean, but a long prompt may wait for ever. Sharing every
-    step among all that wait makes everybody as late as the last. So a prompt's turn is
+    In order of arrival a short prompt would wait for all long ones before it. Shortest first has
+    the best mean, but a long prompt may starve. Sharing every step among all makes every request as
+    late as the last. So a prompt's turn is
 
-        tokens to compute before it, had all been served as they came
+        tokens to compute before it, had all been served in order of arrival
         + PATIENCE * tokens to compute of its own
 
-    The lowest comes first, and is computed to its end unless a lower one comes. A short prompt
-    passes the long ones just before it. A long one waits longer than in the order of arrival by
-    what comes within ``PATIENCE`` times its own length after it, and no longer. Among prompts of
-    one length that is the order of arrival.
+    The lowest turn comes first, and is computed to its end unless a lower one arrives. A short
+    prompt passes the long ones just before it. A long one is delayed, compared to the order of
+    arrival, only by what arrives within ``PATIENCE`` times its own length after it. Prompts of
+    equal length keep the order of arrival.
 
-    A turn is given once and never changes, so a request costs nothing while it waits.
+    A turn never changes, so a waiting request costs nothing.
     """
 
     def __init__(self) -> None:
@@ -41,18 +41,18 @@ class RequestLine:
         self._num_requests = 0
 
     def join(self, request: Request, num_tokens: int) -> None:
-        """A new request comes. num_tokens: of its prompt, as far as they have to be computed."""
+        """Queue a new request. num_tokens: of its prompt that have to be computed."""
         request.turn = (self._num_tokens + PATIENCE * num_tokens, self._num_requests)
         self._num_tokens += num_tokens
         self._num_requests += 1
         self.rejoin(request)
 
     def rejoin(self, request: Request) -> None:
-        """One that had left comes back to its place."""
+        """Return a request to its place."""
         insort(self._requests, request, key=_turn)
 
     def leave(self, request: Request) -> bool:
-        """Its turn has come, or it has gone. False where it was not in line."""
+        """Remove a request. Return False if it was not queued."""
         at = bisect_left(self._requests, request.turn, key=_turn)
         if at == len(self._requests) or self._requests[at] is not request:
             return False
@@ -75,16 +75,16 @@ def _turn(request: Request) -> Turn:
 
 
 class WaitingRequests:
-    """Waiting requests, and their blocks that are being read from storage meanwhile.
+    """Waiting requests, and prefetches from storage for them.
 
-    Who has to wait for storage lets others pass, and comes back to its place in line.
+    A request that has to wait for storage lets others pass, and returns to its place later.
     """
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._line = RequestLine()
-        self._reading: deque[Request] = deque()  # out of line as long as storage is read for them
-        self._unread: deque[Request] = deque()  # storage was not asked for them yet
+        self._reading: deque[Request] = deque()  # set aside while storage is read for them
+        self._unread: deque[Request] = deque()  # not prefetched yet
 
     def __len__(self) -> int:
         return len(self._line) + len(self._reading)
@@ -93,22 +93,22 @@ class WaitingRequests:
         yield from (*self._line, *self._reading)
 
     def join(self, request: Request, num_tokens: int) -> None:
-        """A new request comes. num_tokens: of its prompt, as far as they have to be computed."""
+        """Queue a new request. num_tokens: of its prompt that have to be computed."""
         self._line.join(request, num_tokens)
         self._unread.append(request)
 
     def rejoin(self, request: Request) -> None:
-        """One whose turn had come found no room after all."""
+        """Return a scheduled request that found no room."""
         self._line.rejoin(request)
         self._unread.appendleft(request)
 
     def leave(self, request: Request) -> None:
-        """It runs now, or it has gone."""
+        """Remove a request that runs now or has ended."""
         if not self._line.leave(request) and request in self._reading:
             self._reading.remove(request)
 
     def whose_turn(self) -> Request | None:
-        """The first in line. Those before it that have to wait for storage are out of line now."""
+        """Return the next request. Those before it that wait for storage are set aside."""
         while self._line:
             request = self._line.first
             if not self._waits_for_storage(request):
@@ -118,9 +118,9 @@ class WaitingRequests:
         return None
 
     def look_at_storage(self) -> None:
-        """Return requests that need not wait for storage any more to the line.
+        """Return requests that no longer wait for storage to the queue.
 
-        Some of them are checked in each step, in turn.
+        Each step checks some of them, in turn.
         """
         for _ in range(min(NUM_LOOKS, len(self._reading))):
             request = self._reading.popleft()
@@ -130,12 +130,12 @@ class WaitingRequests:
                 self._line.rejoin(request)
 
     def read_ahead(self) -> None:
-        """Have storage read for those who came, as far as there is room."""
+        """Start prefetches for new requests, as far as there is room."""
         while self._unread and self._prefetch(self._unread[0]):
             self._unread.popleft()
 
     def end_prefetch(self, request: Request) -> None:
-        """Release what was read for a request."""
+        """Release the prefetched blocks of a request."""
         if request.prefetch is not None:
             self._cache.end_prefetch(request.prefetch)
             request.prefetch = None
@@ -150,7 +150,7 @@ class WaitingRequests:
         return request.prefetch is not None and self._cache.is_worth_waiting(request.prefetch)
 
     def _prefetch(self, request: Request) -> bool:
-        """Have storage read for a waiting request, once. False when there is no room for it now."""
+        """Start a waiting request's prefetch, once. Return False if there is no room for it now."""
         waits = request.stage is Stage.WAITING
         if waits and request.prefetch is None and request.may_load and request.labels:
             request.prefetch = self._cache.prefetch(request.namespace, request.labels)
