@@ -80,7 +80,7 @@ class TransferEngine:
             turn.wait()
             done.wait()
         except BaseException:
-            queue.drain()  # nobody may use the memories while a copy is in flight
+            queue.drain()  # the memories must not be used while a copy is in flight
             raise
         return ()
 

@@ -187,7 +187,7 @@ class ConnectionPool:
         line.send([command(b"INFO", b"cluster")])
         try:
             found = line.reply()
-        except ReplyError:  # not everybody may ask
+        except ReplyError:  # this user may not ask
             return False
         return isinstance(found, bytes) and b"cluster_enabled:1" in found
 
@@ -196,7 +196,7 @@ class ConnectionPool:
         line.send([command(b"CONFIG", b"GET", b"maxmemory-policy")])
         try:
             found = line.reply()
-        except ReplyError:  # not everybody may ask
+        except ReplyError:  # this user may not ask
             return ""
         if isinstance(found, list) and found[1:] == [b"noeviction"]:
             return "; it keeps what it has when it is full: set its maxmemory-policy to allkeys-lru"
