@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import obstore
 from obstore.exceptions import (
@@ -21,11 +22,18 @@ from obstore.store import S3Store
 from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
 from kvtier.tiers.remote.s3.manifests import MAX_BYTES
 
+if TYPE_CHECKING:
+    from obstore import ListStream, ObjectMeta
+
 Result = TypeVar("Result")
 
 CONNECT_S: Final = 2.0
 REQUEST_S: Final = 120.0
 """Time limit of requests that nothing waits for; callers end theirs earlier."""
+PAGE: Final = 1000
+"""Entries of a list that are read at a time."""
+MAX_LISTED: Final = 1 << 24
+"""Limit of the entries of one list."""
 NUM_RETRIES: Final = 2
 RETRY_S: Final = 5.0
 WRONG_SETTINGS: Final = frozenset(
@@ -144,11 +152,11 @@ class Objects:
         return [(each.path, each.num_bytes) for each in await self.listed(path)]
 
     async def listed(self, path: str) -> list[Listed]:
-        """Return the objects below ``path``."""
-        stream = obstore.list(self._store, path, chunk_size=1000)
+        """Return the objects below ``path``; a list that does not end is ``Unreachable``."""
+        pages = obstore.list(self._store, path, chunk_size=PAGE)
         return [
             Listed(each["path"], each["size"], each["last_modified"].timestamp())
-            for each in await _asked(stream.collect_async())
+            for each in await _asked(_whole(pages))
         ]
 
     async def version(self, path: str) -> str:
@@ -159,6 +167,22 @@ class Objects:
         """Delete objects; missing ones are ignored."""
         if paths:
             await _asked(obstore.delete_async(self._store, list(paths)))
+
+
+async def _whole(pages: ListStream[Sequence[ObjectMeta]]) -> list[ObjectMeta]:
+    """Return all entries of a list.
+
+    The client requests pages until one has entries, so the time of that is limited, too.
+    """
+    found: list[ObjectMeta] = []
+    now = asyncio.get_running_loop().time
+    async with asyncio.timeout(REQUEST_S) as limit:
+        async for page in pages:
+            found += page
+            if len(found) > MAX_LISTED:
+                raise Unreachable("a list that does not end")
+            limit.reschedule(now() + REQUEST_S)
+    return found
 
 
 async def _asked(answer: Awaitable[Result]) -> Result:

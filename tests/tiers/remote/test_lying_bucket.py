@@ -1,0 +1,75 @@
+"""Answers that no S3 server gives: what asked for them ends as with one that does not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvtier.errors import CacheError, ConfigError
+from tests.servers import BUCKET
+from tests.tiers.remote.scripted_bucket import (
+    Answer,
+    Question,
+    ScriptedBucket,
+    listing,
+    refusal,
+    unaltered,
+)
+
+pytest.importorskip("obstore")
+
+from kvtier.tiers.remote.keeper import StoreKeeper
+from kvtier.tiers.remote.pruning import make_keeper
+from kvtier.tiers.remote.s3 import objects
+
+SECRET = "open-sesame"
+
+
+@pytest.fixture
+def liar(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedBucket]:
+    monkeypatch.setattr(objects, "NUM_RETRIES", 0)
+    made = ScriptedBucket()
+    yield made
+    made.close()
+
+
+def keeper_of(server: ScriptedBucket) -> StoreKeeper:
+    return make_keeper(f"s3://{BUCKET}/x?endpoint={server.url}")
+
+
+def test_honest_answers_are_read(liar: ScriptedBucket) -> None:
+    keeper = keeper_of(liar)
+    assert "ms a request" in keeper.test()
+    assert keeper.entries() == []
+
+
+def test_list_of_endless_pages_ends(liar: ScriptedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "MAX_LISTED", 5000)
+    page = Answer(body=listing({f"x/packs/{at}": 1 for at in range(100)}, more="again"))
+    liar.alter = lambda asked, _: unaltered(asked, page)
+    with pytest.raises(CacheError, match="does not answer: a list that does not end"):
+        keeper_of(liar).entries()
+
+
+def test_list_of_endless_empty_pages_ends(
+    liar: ScriptedBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "REQUEST_S", 0.5)
+    liar.alter = lambda asked, _: unaltered(asked, Answer(body=listing({}, more="again")))
+    with pytest.raises(CacheError, match="does not answer: no answer"):
+        keeper_of(liar).entries()
+
+
+@pytest.mark.parametrize("code", [f"\x1b[2J{SECRET}", f"ERR {SECRET}", f"{SECRET} ERR", ""])
+@pytest.mark.parametrize("status", [403, 500])
+def test_text_of_a_server_is_told_nowhere(liar: ScriptedBucket, status: int, code: str) -> None:
+    def refuse(asked: Question, _: Answer) -> bytes:
+        return unaltered(asked, refusal(status, f"{code}</Code><Message>{SECRET}</Message><Code>"))
+
+    liar.alter = refuse
+    with pytest.raises((CacheError, ConfigError), match=f"status {status}") as caught:
+        keeper_of(liar).test()
+    shown = f"{caught.value} {caught.value.__cause__!r} {caught.value.__context__!r}"
+    assert SECRET not in shown
+    assert "\x1b" not in shown
