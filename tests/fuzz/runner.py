@@ -13,7 +13,8 @@ A target is a module in ``tests/fuzz/targets`` that has
     OUTCOMES: frozenset[str]
         Each of them must occur in a run, so that a target that refuses everything is noticed.
 
-and may have ``CPU_S``, ``WALL_S`` and ``MEMORY_BYTES``, its own limits for one case.
+and may have ``CPU_S``, ``WALL_S`` and ``MEMORY_BYTES``, its own limits for one case, and
+``INPUTS``, where a case makes several inputs: that many times fewer cases are run.
 """
 
 from __future__ import annotations
