@@ -131,3 +131,21 @@ def test_location_for_people_has_nothing_of_the_credentials() -> None:
     assert (location.host, location.port, location.path) == ("::1", 6379, "3")
     assert str(location) == "valkey://[::1]:6379/3"
     assert "pass" not in repr(location)
+    s3 = read_location("s3", "//bucket/x?endpoint=http%3A//hunter:2026%40127.0.0.1%3A1")
+    assert "hunter" not in repr(s3)
+
+
+@pytest.mark.parametrize(
+    ("rest", "sentence"),
+    [
+        ("//127.0.0.1:1/0#hunter", "no # is read"),
+        ("//127.0.0.1:1/a@b", "credentials do not belong into a path"),
+        ("//kv:hun\nter@127.0.0.1:1", "is no URL"),
+        ("//a%00b", "is no URL"),
+        ("//a b", "is no URL"),
+        ("//a\\b", "is no URL"),
+    ],
+)
+def test_what_would_be_read_as_something_else_is_refused(rest: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read_location("valkey", rest)

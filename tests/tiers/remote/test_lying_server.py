@@ -202,7 +202,14 @@ SECRET = "open-sesame"
 
 
 @pytest.mark.parametrize(
-    "said", [f"-ERR unknown {SECRET}\r\n", f"-{SECRET} ERR\r\n", f"-\x1b[2J{SECRET}\r\n", "-\r\n"]
+    "said",
+    [
+        f"-ERR unknown {SECRET}\r\n",
+        f"-WRONGPASS {SECRET}\r\n",
+        f"-{SECRET} ERR\r\n",
+        f"-\x1b[2J{SECRET}\r\n",
+        "-\r\n",
+    ],
 )
 def test_text_of_a_server_is_told_nowhere(
     liar: ScriptedServer, said: str, caplog: pytest.LogCaptureFixture
@@ -213,9 +220,13 @@ def test_text_of_a_server_is_told_nowhere(
     with pytest.raises(TierError) as caught:
         tier.drop([stored_key(1)], for_good=True)
     keeper = make_keeper(f"valkey://127.0.0.1:{liar.port}")
+    with pytest.raises(CacheError) as tested:
+        keeper.test()
+    liar.alter = lambda words, reply: said.encode() if words[0] == b"SCAN" else reply
     with pytest.raises(CacheError) as asked:
         keeper.entries()
-    shown = [str(caught.value), str(asked.value), caplog.text]
+    liar.alter = lambda _, __: said.encode()
+    shown = [str(caught.value), str(tested.value), str(asked.value), caplog.text]
     try:
         again = open_tier(liar.port, "said")
         shown += [str(again.findings())]

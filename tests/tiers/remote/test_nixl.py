@@ -216,6 +216,23 @@ class TestFiles(DockedStoreTests):
         assert sorted(elsewhere.iterdir()) == before
         tier.close()
 
+    @pytest.mark.parametrize("what", ["file", "folder"])
+    def test_what_is_another_users_is_not_used(
+        self, what: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tier = self.open_tier("theirs")
+        user = User(tier)
+        assert user.put(1) == [THERE]
+        path = file_of(self.folder / "theirs", stored_key(1))
+        owner = os.geteuid()
+        if owner:
+            monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+        else:  # its files are everybody's
+            os.chown(path if what == "file" else path.parent, 1, -1)
+        assert user.find(1) in ([ABSENT], [FAILED])
+        assert user.get(1) in ([DAMAGED], [FAILED])
+        tier.close()
+
     def test_folders_and_files_are_for_this_user_alone(self) -> None:
         before = os.umask(0)
         try:

@@ -527,6 +527,7 @@ def hashed(num: int, tokens: int, every: float = 1000, **fields: object) -> list
             "prompts have about 16 tokens .* for example --block-tokens 16",
         ),
         (hashed(300, 48), "for example --block-tokens 49"),
+        (hashed(300, 2048), "for example --block-tokens 2048"),
         (
             hashed(300, 512, every=1),
             "read in ms, 300 requests .* come within 0.299 s, more than .* unit",
