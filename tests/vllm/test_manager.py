@@ -54,6 +54,7 @@ class Scheduler:
         num_disk: int = 8,
         direct: Direct = Direct.OFF,
         block_sizes: tuple[int, ...] = (STEP,),
+        follows_hints: bool = True,
     ) -> None:
         names = Known(None, BLOCK_BYTES, "vllm")  # type: ignore[arg-type]
         facts = {DISK: replace(DiskTier.facts, direct=direct)}
@@ -65,6 +66,7 @@ class Scheduler:
             policy,
             bytes_per_day=0,
             publishes_events=True,
+            follows_hints=follows_hints,
         )
         self.costs = self.manager.ladder.costs
         hello = Hello(num_host, {DISK: RecoveredBlocks()}, frozenset({DISK}))
@@ -465,12 +467,15 @@ def test_groups_that_are_cut_otherwise_have_least_recently_used_first() -> None:
     assert not scheduler.manager.cache.learns
 
 
-@pytest.mark.parametrize(("hint", "found"), [(None, 0), ({"back_in_s": 60}, 2)])
+@pytest.mark.parametrize(
+    ("hint", "follows_hints", "found"),
+    [(None, True, 0), ({"back_in_s": 60}, True, 2), ({"back_in_s": 60}, False, 0)],
+)
 def test_after_a_flood_a_conversation_is_there_if_its_request_said_so(
-    hint: object, found: int
+    hint: object, follows_hints: bool, found: int
 ) -> None:
     """Two blocks are the quarter of the tier that a client may raise."""
-    scheduler = Scheduler(num_host=8, num_disk=0)
+    scheduler = Scheduler(num_host=8, num_disk=0, follows_hints=follows_hints)
     talk = scheduler.request("talk", KEYS[:2], kv_transfer_params={"kvtier": hint})
     scheduler.store(talk, KEYS[:2])
     scheduler.manager.on_request_finished(talk)

@@ -252,6 +252,14 @@ def test_reset_cache_finds_nothing_of_before(valkey: str) -> None:
         assert world.load(1, 2) == 0
 
 
+@pytest.mark.parametrize(("client_hints", "are_followed"), [("on", True), ("off", False)])
+def test_hints_of_clients_can_be_switched_off(
+    valkey: str, client_hints: str, are_followed: bool
+) -> None:
+    with replica(valkey, client_hints=client_hints) as world:
+        assert world.manager._follows_hints == are_followed
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
