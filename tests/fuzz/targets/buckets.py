@@ -77,11 +77,18 @@ def a_list(rng: random.Random, answer: Answer) -> bytes:
             return text.encode()
 
 
+def flipped(content: bytes, rng: random.Random) -> bytes:
+    """Return content of the same length with another byte in it, rather near its end."""
+    made = bytearray(content)
+    made[-1 - rng.randrange(min(len(made), 1 << rng.randrange(13)))] ^= rng.randrange(1, 256)
+    return bytes(made)
+
+
 def an_answer(rng: random.Random, asked: Question, answer: Answer) -> bytes:
     """Return an answer that may be well formed, and may be none."""
     has_body = asked.method != "HEAD"
     made = Answer(answer.status, dict(answer.headers), answer.body)
-    match rng.randrange(10):
+    match rng.randrange(15):
         case 0:
             made.status = rng.choice(STATUSES)
         case 1:
@@ -95,11 +102,13 @@ def an_answer(rng: random.Random, asked: Question, answer: Answer) -> bytes:
             made.headers["content-range"] = f"bytes {first}-{rng.choice(LENGTHS)}/{size}"
         case 5:
             made.body = a_list(rng, answer)
-        case 6:
+        case 6 | 7 | 8:
             made.body = rng.choice((b"", damage(answer.body, rng), rng.randbytes(4096)))
-        case 7:
+        case 9 | 10 | 11 if answer.body:
+            made.body = flipped(answer.body, rng)
+        case 12:
             made = refusal(rng.choice(STATUSES), rng.choice(CODES))
-        case 8:
+        case 13:
             made.headers = {"transfer-encoding": "chunked"}
             size = b"%x" % rng.choice(LENGTHS)
             return made.to_bytes() + rng.choice((size, b"-1", b"x", b"")) + b"\r\nabc\r\n"
@@ -133,13 +142,15 @@ def attempt(rng: random.Random, folder: Path) -> str:
     prepare()
 
     def alter(asked: Question, answer: Answer) -> bytes:
-        if rng.random() > share:
+        if rng.random() > share or about not in f"{asked.name} {asked.query.get('prefix')}":
             return answer.to_bytes(asked.method != "HEAD")
         if denial is not None:
             return denial.to_bytes(asked.method != "HEAD")
         return b"" if rng.random() < 0.05 else an_answer(rng, asked, answer)
 
-    share, denial = 0.0, refusal(403, rng.choice(CODES)) if rng.random() < 0.25 else None
+    denial = refusal(403, rng.choice(CODES[:2])) if rng.random() < 0.2 else None
+    about = rng.choice(("", "packs", "manifests", "self-test")) if denial is None else ""
+    share = 0.0
     server = ScriptedBucket(alter, ends=True)
     try:
         earlier = open_tier(server.url)
