@@ -30,7 +30,7 @@ NUM_BLOCKS = 4
 MEMORY_BYTES = 1 << 30
 """The client's threads and the server's have stacks of their own."""
 CALL_S = 2.0
-"""Of a call. What an answer claims and does not bring is waited for so long."""
+"""Time limit of a call, which waits this long for bytes that an answer claims and does not send."""
 LENGTHS = (0, 1, 4, 95, 96, 4096, 1 << 20, 1 << 26, 1 << 31, 20_000_000_000, 1 << 63, 10**30)
 TEXTS = (
     *("", " ", "-1", "x", "1_0", "nan", '""', "*", 'W/"x"', "\x1b[2J", "\xff", "x" * 5000),
