@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from contextlib import suppress
 
 LOOPBACK = "127.0.0.1"
 OK, NULL = b"+OK\r\n", b"$-1\r\n"
+ERROR = re.compile(rb"-[^\r\n]*\r\n")
+"""A complete error reply. A client goes on after it, so the connection stays."""
 
 Alter = Callable[[list[bytes], bytes], bytes]
 """Returns what is sent in the place of the right reply to a command; b"" ends the connection."""
@@ -59,7 +62,7 @@ class ScriptedServer:
                 if not reply:
                     return
                 line.sendall(reply)
-                if self._ends and reply != right and not reply.startswith(b"-"):
+                if self._ends and reply != right and not ERROR.fullmatch(reply):
                     return
 
     def _reply(self, words: list[bytes]) -> bytes:
