@@ -34,6 +34,8 @@ OPTIONS = {
     "explain": ("--prompt-file", __file__),
     "top": ("--once",),
     "watch": ("--port", "0"),
+    "ping": (),
+    "describe": (),
 }
 EXPLAINED = {
     "prompt_tokens": 3,
@@ -173,7 +175,7 @@ def told(url: str, timeout_s: float = PATIENCE_S) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("command", ["explain", "top", "watch"])
+@pytest.mark.parametrize("command", OPTIONS)
 def test_a_key_goes_to_the_named_server_only(
     command: str, stack: ExitStack, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +263,7 @@ def test_a_password_in_an_address_is_refused_and_not_told(given: str) -> None:
 
 @pytest.mark.parametrize("given", ["two words", "ké", "line\nline", "a\tb"])
 def test_a_key_that_no_header_can_send_is_refused_and_not_told(given: str) -> None:
-    for command in ("explain", "top", "watch"):
+    for command in OPTIONS:
         code, output = kvtier(command, "http://127.0.0.1:1", "--api-key", given, *OPTIONS[command])
         assert code == 2
         assert "the key has characters that no header can send" in output
@@ -275,7 +277,7 @@ def test_the_environments_key_is_taken_out_of_it(monkeypatch: pytest.MonkeyPatch
     assert take_key(None) is None
 
 
-@pytest.mark.parametrize("command", ["explain", "top", "watch"])
+@pytest.mark.parametrize("command", OPTIONS)
 def test_the_process_list_does_not_show_a_key(command: str, server: Server) -> None:
     """Looked at when the server has been asked: it keeps the command waiting."""
     process = subprocess.Popen(

@@ -381,6 +381,20 @@ def test_a_name_is_shown_as_text_in_a_terminal() -> None:
     assert shown.getvalue().count(evil) >= 3
 
 
+def test_a_terminal_tells_bytes_engines_and_a_slab_that_was_cut_short() -> None:
+    """As the page does: what is bought is in bytes, what is spared is engines."""
+    saved, slot_bytes = "kvtier_saved_seconds_total", 'kvtier_slot_bytes{tier="disk"}'
+    state = 'kvtier_breaker_state{tier="disk"}'
+    values = {KVTIER: 1, **DISK, slot_bytes: 1 << 30, state: 3, saved: 0}
+    seen = Seen(picture(values, {**values, saved: 294.5}, every_s=60.0).as_json())
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(draw(seen, "http://h"))
+    (disk,) = (line for line in shown.getvalue().splitlines() if line.startswith("disk "))
+    assert "100 GiB" in disk
+    assert "slab cut short" in disk
+    assert "prefill time saved 4.91 min (now 4.9 engines)" in shown.getvalue()
+
+
 @pytest.mark.parametrize(("height", "says_so"), [(12, True), (80, False)])
 def test_a_low_terminal_says_that_lines_were_cut(height: int, says_so: bool) -> None:
     history = History()

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from kvtier.tools.dashboard import ALERTS, ROWS, SERIES, EngineKind, Panel, make_rules
+from kvtier.tools.dashboard.panels import names_in
 from tests.server.program import program
 
 from .exporter import exporting
@@ -110,11 +111,10 @@ def test_a_panel_shows_what_a_real_server_exports(asked: Prometheus, panel: Pane
     for query in panel.queries:
         found = asked.ask(_filled(query.text, REAL))
         _check(found, query.legend)
-        names = {
-            series.name
-            for series in panel.series
-            if series.name in query.text and series.engine is EngineKind.KVTIER
-        }
+        named = [SERIES[name] for name in names_in(query.text)]
+        if named[0].engine is not EngineKind.KVTIER:
+            continue
+        names = {each.name for each in named if each.engine is EngineKind.KVTIER}
         is_there = {name for name in names if {name, f"{name}_count"} & exported}
         _, quantile, enough = query.text.rpartition(" and ")
         if names and names == is_there and not names & QUIET:
@@ -133,7 +133,7 @@ def test_a_real_server_exports_the_series_of_the_tables(asked: Prometheus) -> No
 
 
 def test_what_is_shown_is_what_the_server_counted(asked: Prometheus) -> None:
-    found = next(panel for panel in PANELS if panel.title == "Found, by tier")
+    found = next(panel for panel in PANELS if panel.title == "Prompt tokens by source")
     shares = {
         str(sample["metric"]["tier"]): float(sample["value"][1])
         for sample in asked.ask(_filled(found.queries[0].text, REAL))

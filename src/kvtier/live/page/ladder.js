@@ -50,7 +50,6 @@ export class Ladder {
     const inside = width - 24;
     const fits = (text) => (text.length * 6.4 > inside ? text.slice(0, Math.floor(inside / 6.4) - 1) + "…" : text);
     const used = tier.slots === null ? (tier.fill === null ? "" : `${share(tier.fill)} in use`)
-     
       : width > 200 && tier.capacity_bytes !== null ? `${size(tier.used_bytes)} of ${size(tier.capacity_bytes)} in use`
       : width > 200 ? `${count(tier.used)} of ${count(tier.slots)} blocks in use` : `${share(tier.fill)} in use`;
     const served = hits && hits.recent !== null ? `${share(hits.recent)} of prompt tokens` : "";
