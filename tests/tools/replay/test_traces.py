@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -489,6 +490,21 @@ def test_bombs_are_refused(
     path.write_bytes(gzip.compress(text) if packing == "gzip" else zstd(text))
     with pytest.raises(ConfigError, match=sentence):
         read_traces([path], OPTIONS)
+
+
+def test_a_line_is_not_unpacked_beyond_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.tools.replay.traces.lines.MAX_LINE", 1_000_000)
+    path = tmp_path / "trace"
+    path.write_bytes(gzip.compress(b" " * (32 << 20)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match="a line of more than 1,000,000 characters"):
+            read_traces([path], OPTIONS)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
