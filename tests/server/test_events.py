@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import resource
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,7 +17,9 @@ import zmq
 from kvtier.config import CacheConfig
 from kvtier.engine import Engine, EngineConfig, SamplingParams
 from kvtier.errors import ConfigError
+from kvtier.server import ServerConfig, Service
 from kvtier.telemetry.block_events import BlockEvents, BlockLog
+from kvtier.telemetry.event_peers import MOST_PEERS, NUM_REFUSED
 from kvtier.telemetry.publisher import END, Publisher, is_local
 from kvtier.types import DEVICE, HOST, BlockId
 from tests.telemetry.test_block_events import Reader
@@ -217,6 +222,21 @@ def test_an_engine_tells_routers_what_it_has() -> None:
         engine.submit(prompt, SamplingParams(max_tokens=1)).result(60)
         wait_until(lambda: _has(reads, {DEVICE: num, HOST: 2 * num}), "a load is told")
         assert reads.reader().ever == told.ever, "the same hashes again"
+
+
+def test_a_server_leaves_descriptors_to_readers_of_its_events(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both addresses: what is published, and what is asked for again."""
+    plain = EngineConfig(model=MODEL, device_capacity="16MiB", threads=1)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1000, 1000))
+    found = []
+    for config in (plain, replace(plain, events=ANY_PORT, events_replay=ANY_PORT)):
+        with Engine(config) as engine:
+            Service(engine, ServerConfig(max_connections=5000)).close()
+        found.append(int(re.findall(r"connections limited max=(\d+)", caplog.text)[-1]))
+    without, beside = found
+    assert without - beside >= 2 * (MOST_PEERS + NUM_REFUSED)
 
 
 def _has(reads: Router, wanted: dict[str, int]) -> bool:
