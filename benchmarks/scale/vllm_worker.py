@@ -63,7 +63,7 @@ def waiting(num: int) -> Callable[[], None]:
     visits = [manager.visit(f"request {at}") for at in range(NUM_WAITING)]
     for visit in visits:  # nobody loses patience while the others arrive
         assert visit.wait is not None
-        visit.wait = dataclasses.replace(visit.wait, until=float("inf"))
+        visit.wait = dataclasses.replace(visit.wait, until_s=float("inf"))
 
     def step() -> None:
         manager.hear(Report())

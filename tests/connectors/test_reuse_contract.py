@@ -7,7 +7,7 @@ that it waited for has come.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,16 +17,18 @@ import pytest
 from kvtier import connectors
 from kvtier.connectors.sglang.device_pools import KV
 from kvtier.connectors.sglang.promotion import PromptPromotion, WaitingPrompt
-from kvtier.connectors.sglang.wait_reasons import RankWait
 from kvtier.connectors.vllm.counts import RECOMPUTED, Counts
 from kvtier.connectors.vllm.promotion import Promotion
 from kvtier.connectors.vllm.prompt import Shape
 from kvtier.connectors.vllm.request_state import Advice, RequestState
 from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.waiters import WaitState
 from kvtier.ladder import Ladder
 from kvtier.layout import opaque
-from kvtier.testing import MemoryStorage, StoredBlocks
+from kvtier.testing import FaultyStorage, MemoryStorage, StoredBlocks
 from kvtier.tiers import StorageFacts
+from kvtier.transfer.ranks import Done, RankOrder, Verb
+from kvtier.transfer.ranks.digests import keys_in
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 from tests.connectors import pool_world
 from tests.connectors.pool_world import SLOT_BYTES, PoolWorld
@@ -34,10 +36,12 @@ from tests.connectors.slab_world import BLOCK_BYTES, memory
 from tests.connectors.test_slab_calls import Caller
 from tests.connectors.test_slab_calls import key_of as slab_key_of
 from tests.keyed import keyed_world
-from tests.keyed.reuse_cases import BLOCK_TOKENS, CASES, Case
+from tests.keyed.reuse_cases import BLOCK_TOKENS, CASES, WAITS, Case, WaitCase
 
 STORE = "store"
 PATIENCE_S = 30.0
+LONG_S = 20.0
+"""Longer than any request waits."""
 NUM_TOKENS = 1
 """Of a prompt, behind its last block."""
 
@@ -49,7 +53,7 @@ class Answer(NamedTuple):
     waits: bool = False
 
 
-WAITS = Answer(waits=True)
+WAITING = Answer(waits=True)
 Ask = Callable[[], Answer]
 
 
@@ -70,9 +74,14 @@ class UnderVllm:
         self.now_s = 100.0
         self._case = case
         self._keys = keyed_world.KEYS[: len(case.behind)]
-        engine = keyed_world.Engine(num_host=16, says_hello=False, clock=lambda: self.now_s)
-        self._engine, cache = engine, engine.cache
         by_place = {letter: [] for letter in "MSAU."} | self._by_place()
+        engine = keyed_world.Engine(
+            num_host=16,
+            says_hello=False,
+            stores=[STORE] if by_place["U"] else (),
+            clock=lambda: self.now_s,
+        )
+        self._engine, cache = engine, engine.cache
         engine.hello(0, *map(keyed_world.name, by_place["S"] + by_place["A"]))
         if by_place["M"]:
             engine.store(by_place["M"])
@@ -80,7 +89,6 @@ class UnderVllm:
         if by_place["A"]:
             cache.adopt_recovered(by_place["A"])
             assert cache.promote(by_place["A"]) == len(by_place["A"])
-        self._unknown = by_place["U"]
         self.counts = Counts()
         learn(engine.ladder, case, keyed_world.BLOCK_BYTES)
         self._promotion = Promotion(
@@ -110,13 +118,13 @@ class UnderVllm:
         """As ``KvtierConnector.get_num_new_matched_tokens``."""
         num_tokens = self._end(len(self._keys)) + NUM_TOKENS
         if self._promotion.must_wait(self._visit, self._first):
-            return WAITS
+            return WAITING
         for _ in range(10):
             found = self._look_up()
             if found is None:
                 advice = self._promotion.advise(self._visit, self._first, num_tokens)
                 if advice is Advice.WAIT:
-                    return WAITS
+                    return WAITING
                 if advice is Advice.COMPUTE:
                     return Answer()
             elif not found:
@@ -132,9 +140,8 @@ class UnderVllm:
         """As vLLM looks up a prefix, and ``TierManager.lookup`` answers."""
         visit, num, is_pending = self._visit, 0, False
         visit.begin_look_up(self._first)
-        places, _ = self._engine.cache.begin_lookup(self._keys)
-        for key, place in zip(self._keys, places, strict=True):
-            at = BlockLocation.UNKNOWN if key in self._unknown else place
+        places, visit.asked = self._engine.cache.begin_lookup(self._keys)
+        for key, at in zip(self._keys, places, strict=True):
             end = visit.context.get_offload_key_position(key) or 0
             if visit.limit is not None and end > visit.limit:
                 break
@@ -146,6 +153,29 @@ class UnderVllm:
             is_pending |= at is not BlockLocation.MEMORY
             num += 1
         return None if is_pending else num * BLOCK_TOKENS
+
+    def happen(self, event: str) -> None:
+        """See ``WaitCase``."""
+        if event == "t":
+            self.now_s += LONG_S
+            return
+        self._orders = [*self._orders, *self._engine.mover.take_orders()]
+        verb = Verb.FIND if event == "a" else Verb.READ
+        for order in [each for each in self._orders if each.verb is verb]:
+            num = len(keys_in(order.keys)) if event == "a" else len(order.names)
+            missing = frozenset() if event == "r" else frozenset(range(num))
+            self._engine.finish(order, Done(missing, missing if event == "a" else frozenset()))
+            self._orders.remove(order)
+
+    _orders: Sequence[RankOrder] = ()
+
+    def state(self) -> WaitState:
+        """vLLM hears only whether a request waits; ``must_wait`` forgets a wait that is over."""
+        wait, now_s = self._visit.wait, self.now_s
+        assert wait is not None
+        state = wait.state(now_s)
+        assert self._promotion.must_wait(self._visit, self._first) == (state is not WaitState.OVER)
+        return state
 
     def ask_for_window(self, num_blocks: int) -> int:
         """Return the number of tokens worth loading, where only the last blocks are needed."""
@@ -207,17 +237,18 @@ class UnderSglang:
         if "U" in case.blocks:  # a store that has answered for some of the blocks
             facts = StorageFacts(is_shared=True)
             self._store = MemoryStorage(opaque(SLOT_BYTES), 16, shelf, STORE, facts)
-        storages = [] if self._store is None else [self._store]
+        storages = [] if self._store is None else [FaultyStorage(self._store)]
         self._pools = PoolWorld(shelf=shelf, storages=storages, lookup_deadline_s=PATIENCE_S)
+        self._reads = storages[0] if storages else self._pools.storage
         self._cache = self._pools.pool
         assert self._pools.keep(*(at for at in numbers if place[at] == "M"))
         self._pools.settle()
         if self._store is not None:
             self._hear_of([key for at, key in enumerate(self._keys) if place[at] == "S"])
             self._store.open_finds.clear()
+            self._reads.hold("get")
         else:
-            reads = self._pools.storage
-            (reads.fail if case.has_failed else reads.hold)("get")
+            (self._reads.fail if case.has_failed else self._reads.hold)("get")
             self._cache.promote([key for at, key in enumerate(self._keys) if place[at] == "A"])
         storage = DISK if self._store is None else STORE
         learn(self._pools.pool.ladder, case, SLOT_BYTES, storage)
@@ -242,20 +273,43 @@ class UnderSglang:
             with self._promotion.ahead():
                 self._look_up()
         self._is_new = False
-        if self._promotion.wait("r") is not RankWait.OVER:
-            return WAITS
+        if self._promotion.wait("r") is not WaitState.OVER:
+            return WAITING
         cuts = self._look_up()
         return Answer(cuts[-1] if cuts else 0)
 
     def _look_up(self) -> list[int]:
-        places, asked = self._cache.begin_lookup(self._keys)
-        return self._promotion.cuts("r", self._prompt, self._keys, {KV: places}, {KV: 0}, asked)
+        places, self._pending = self._cache.begin_lookup(self._keys)
+        return self._promotion.cuts(
+            "r", self._prompt, self._keys, {KV: places}, {KV: 0}, self._pending
+        )
+
+    def happen(self, event: str) -> None:
+        """See ``WaitCase``."""
+        match event:
+            case "t":
+                self.now_s += LONG_S
+            case "a":
+                assert self._store is not None
+                self._store.open_finds.set()
+                for lookup in self._pending:
+                    assert lookup.job.wait(PATIENCE_S)
+                self._cache.poll()
+            case "f":
+                self._reads.fail("get")
+                self.arrive()
+            case "r":
+                self.arrive()
+
+    def state(self) -> WaitState:
+        return self._promotion.wait("r")
 
     def arrive(self) -> None:
-        self._pools.storage.let_go()
+        self._reads.let_go()
         self._pools.settle()
 
     def close(self) -> None:
+        self._reads.let_go()
         if self._store is not None:
             self._store.open_finds.set()
         self._pools.close()
@@ -298,10 +352,33 @@ def check(case: Case, made: UnderVllm | UnderSglang) -> None:
         if case.has_failed:
             made.arrive()
         before = made.ask()
-    assert before == (WAITS if case.waits_for else Answer(case.loads))
+    assert before == (WAITING if case.waits_for else Answer(case.loads))
     if case.waits_for and "U" not in case.blocks:
         made.arrive()
         assert made.ask() == Answer(case.waits_for)
+
+
+def check_wait(case: WaitCase, made: UnderVllm | UnderSglang) -> None:
+    assert made.ask() == WAITING
+    for event in case.happens:
+        made.happen(event)
+    assert made.state() is case.state
+
+
+@pytest.mark.parametrize("case", WAITS, ids=str)
+def test_vllm_waits(case: WaitCase) -> None:
+    made = UnderVllm(case.case)
+    check_wait(case, made)
+    made.close()
+
+
+@pytest.mark.parametrize("case", WAITS, ids=str)
+def test_sglang_waits(case: WaitCase) -> None:
+    made = UnderSglang(case.case)
+    try:
+        check_wait(case, made)
+    finally:
+        made.close()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.connectors.sglang.promotion import PromptPromotion, WaitingPrompt
 from kvtier.connectors.sglang.scheduler_hooks import QueueGate
-from kvtier.connectors.sglang.wait_reasons import RankWait
+from kvtier.keyed.waiters import WaitState
 from kvtier.layout import opaque
 from kvtier.testing import MemoryStorage, StoredBlocks
 from kvtier.tiers import StorageFacts
@@ -61,9 +61,15 @@ class World:
         """The store has answered, and a step has noticed."""
         self.store.open_finds.set()
         end_s = time.monotonic() + PATIENCE_S
-        while any(visit.wait(0.0) is RankWait.ANSWERS for visit in self.bringing._visits.values()):
+        while any(
+            visit.wait.state(0.0) is WaitState.ANSWERS for visit in self.bringing._visits.values()
+        ):
             assert time.monotonic() < end_s, "nothing is heard"
             self.pools.pool.poll()
+
+    def _await_answers(self) -> bool:
+        visits = self.bringing._visits.values()
+        return any(visit.wait.state(0.0) is WaitState.ANSWERS for visit in visits)
 
 
 @pytest.fixture
@@ -79,13 +85,13 @@ def test_request_waits_for_the_answer_and_then_for_what_comes(world: World) -> N
     req = world.request(0, 1, 2, 99)
     made = scheduler([req])
     assert world.choose(made) == []
-    assert world.bringing.wait(req.rid) is RankWait.ANSWERS
+    assert world.bringing.wait(req.rid) is WaitState.ANSWERS
     assert world.choose(made) == []
     assert world.cuts == [[]], "it is looked up once while it waits"
     world.until_heard()
     assert world.choose(made) == []
     assert world.choose(made) == []
-    assert world.bringing.wait(req.rid) is RankWait.READS
+    assert world.bringing.wait(req.rid) is WaitState.READS
     world.pools.settle()
     assert world.choose(made) == [req.rid]
     world.look("turn", 0, 1, 2, 99)
@@ -111,7 +117,7 @@ def test_others_pass_meanwhile(world: World) -> None:
 
 def test_ranks_look_again_when_all_have_heard(world: World) -> None:
     """Each look-up is a reduction of SGLang's: all make it in the same step, or none."""
-    others = [int(RankWait.ANSWERS)]
+    others = [int(WaitState.ANSWERS)]
     req = world.request(0, 1)
     made = scheduler([req], lambda at: others[at])
     assert world.choose(made) == []
@@ -128,7 +134,7 @@ def test_ranks_look_again_when_all_have_heard(world: World) -> None:
 
 
 def test_rank_that_asked_nobody_looks_again_with_the_others(world: World) -> None:
-    others = [int(RankWait.ANSWERS)]
+    others = [int(WaitState.ANSWERS)]
     req = world.request()
     made = scheduler([req], lambda at: others[at])
     assert world.choose(made) == []

@@ -1,4 +1,4 @@
-"""Cases of load, wait or compute: one table, for the function and for each connector.
+"""Cases of load, wait or compute, and of waits: tables for the functions and for each connector.
 
 Blocks of a prompt are letters, in prompt order:
 
@@ -9,6 +9,8 @@ Blocks of a prompt are letters, in prompt order:
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from kvtier.keyed.waiters import WaitState
 
 BLOCK_TOKENS = 16
 PREFILL_S = 0.016
@@ -85,4 +87,42 @@ CASES = [
     Case("unknown, slow even from memory", "UUUU", load_s=1.0),
     Case("unknown behind storage", "SSUU", waits_for=4),
     Case("unknown, waited too long", "MMUU", loads=2, waited_s=5 * PREFILL_S),
+    Case("unknown behind slow storage", "SSUU", promote_s=1.0),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class WaitCase:
+    """A request that waits, and what it waits for after something has happened.
+
+    blocks: as in ``Case``: it waits for reads (S) or for the answer of a store (U).
+    happens: in this order: reads end (r) or fail (f), the store answers (a), its time is up (t).
+    """
+
+    name: str
+    blocks: str
+    happens: str
+    state: WaitState
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def case(self) -> Case:
+        return Case(self.name, self.blocks)
+
+
+WAITS = [
+    WaitCase("reads", "SS", "", WaitState.READS),
+    WaitCase("reads behind memory", "MS", "", WaitState.READS),
+    WaitCase("reads have ended", "SS", "r", WaitState.OVER),
+    WaitCase("a read has failed", "SS", "f", WaitState.OVER),
+    WaitCase("too long for reads", "SS", "t", WaitState.OVER),
+    WaitCase("an answer", "UU", "", WaitState.ANSWERS),
+    WaitCase("the answer is there", "UU", "a", WaitState.OVER),
+    WaitCase("too long for an answer", "UU", "t", WaitState.OVER),
+    WaitCase("reads and an answer", "SU", "", WaitState.ANSWERS),
+    WaitCase("reads have ended before the answer", "SU", "r", WaitState.ANSWERS),
+    WaitCase("the answer is there before reads have ended", "SU", "a", WaitState.OVER),
+    WaitCase("both are there", "SU", "ra", WaitState.OVER),
 ]

@@ -398,18 +398,18 @@ class KeyedCache:
             if block is not None:
                 yield block, tuple(map(State, states[at * num : (at + 1) * num]))
 
-    def watch(self, keys: Sequence[bytes]) -> StorageWaiter:
-        """Return a waiter for blocks on their way into memory; it is over when another look is due.
+    def wait_for_reads(self, keys: Sequence[bytes]) -> StorageWaiter:
+        """Return a waiter for those of the blocks that are on their way into memory.
 
         keys: in prompt order.
         """
-        watch = StorageWaiter()
+        waiter = StorageWaiter()
         blocks, states = self._index.find_all(keys)
         in_memory = zip(blocks, states[:: len(self._tiers)], strict=True)
         coming = [block for block, state in in_memory if state == WRITING and block is not None]
-        moving = self._copies.watch(watch, coming)
-        self.ladder.wait_for(watch, self._index.slots(moving, self.memory))
-        return watch
+        moving = self._copies.keep_waiting(waiter, coming)
+        self.ladder.wait_for(waiter, self._index.slots(moving, self.memory))
+        return waiter
 
     def poll(self) -> None:
         """Notice transfers that have ended."""

@@ -33,7 +33,7 @@ class EngineCopies:
         self._reserved: set[BlockId] = set()
         self._held: Counter[BlockId] = Counter()
         self._doubted: set[BlockId] = set()
-        self._watches = StorageWaiters()
+        self._waiters = StorageWaiters()
 
     @property
     def doubted(self) -> Collection[BlockId]:
@@ -80,16 +80,16 @@ class EngineCopies:
         for slot in self._index.slots(blocks, self._memory):
             del self._by_slot[slot]
         self._reserved.difference_update(blocks)
-        self._watches.ended(blocks)
+        self._waiters.ended(blocks)
 
-    def watch(self, watch: StorageWaiter, coming: Sequence[BlockId]) -> list[BlockId]:
-        """Keep ``watch`` waiting until the last reserved block of ``coming`` has been copied.
+    def keep_waiting(self, waiter: StorageWaiter, coming: Sequence[BlockId]) -> list[BlockId]:
+        """Keep ``waiter`` waiting until the last reserved block of ``coming`` has been copied.
 
         coming: in prompt order, on their way to memory. Returns those that are not reserved.
         """
         moving = [block for block in coming if block not in self._reserved]
         if len(moving) < len(coming):
-            self._watches.add(watch, next(b for b in reversed(coming) if b in self._reserved))
+            self._waiters.add(waiter, next(b for b in reversed(coming) if b in self._reserved))
         return moving
 
     # -- from memory -------------------------------------------------------------------------------

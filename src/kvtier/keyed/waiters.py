@@ -1,17 +1,73 @@
-"""Waiters of requests: a request is looked at again when what it waits for has arrived."""
+"""Waits of requests for blocks: whether a request goes on waiting, and signals that end a wait."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
 
 from kvtier.transfer import Transfer, Waiter
 from kvtier.types import BlockId
 
 
-class StorageWaiter(Waiter):
-    """Over when what was on its way into memory is so no more, or some of it failed.
+class WaitState(IntEnum):
+    """State of a wait. Where several ranks wait for the same request, the greatest state counts."""
 
-    waits_for_store: of a block that the engine copies into memory itself.
+    OVER = 0
+    """The request is looked up again, or computed."""
+    READS = 1
+    """Blocks are on their way into memory."""
+    ANSWERS = 2
+    """Storage was asked whether it has blocks."""
+
+
+class Awaited(Protocol):
+    """Something that a request waits for."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has happened, or will not happen."""
+
+
+@dataclass(slots=True, eq=False)
+class Signal:
+    """Over as soon as somebody says so."""
+
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A request's wait, which ``state`` decides for every engine.
+
+    until_s: the time at which it ends in any case, by the caller's clock. reads: blocks on their
+    way into memory. answers: look-ups in storage.
+    """
+
+    until_s: float
+    reads: Sequence[Awaited] = ()
+    answers: Sequence[Awaited] = ()
+
+    def state(self, now_s: float) -> WaitState:
+        """Return whether the request goes on waiting, and for what. Changes nothing.
+
+        The first answer ends the wait, since there may be more to read then. Until it comes, reads
+        that have ended don't: another look would wait for the same answer. Without answers the wait
+        ends when all reads have.
+        """
+        if now_s >= self.until_s:
+            return WaitState.OVER
+        if self.answers:
+            is_answered = any(each.is_over for each in self.answers)
+            return WaitState.OVER if is_answered else WaitState.ANSWERS
+        return WaitState.OVER if all(each.is_over for each in self.reads) else WaitState.READS
+
+
+class StorageWaiter(Waiter):
+    """Over when none of its blocks is on its way into memory any more, or one of them failed.
+
+    waits_for_store: whether it waits for a block that the engine copies into memory itself.
     """
 
     def __init__(self) -> None:
@@ -24,7 +80,7 @@ class StorageWaiter(Waiter):
         return self._is_broken or (self.ready and not self.waits_for_store)
 
     def take(self, transfer: Transfer, now: float) -> None:
-        """Nothing is held: another look says what there is."""
+        """Do nothing: another look says what there is."""
 
     def failed(self, transfer: Transfer) -> None:
         self._is_broken = True
@@ -34,20 +90,20 @@ class StorageWaiter(Waiter):
 class StorageWaiters:
     """Waiters for blocks that the engine itself copies into memory, which no transfer reports.
 
-    A watch is on one block, the last of its prompt, which mostly comes last: where hundreds wait
-    for the same prompt, each piece of it that is stored concerns nobody.
+    A waiter is registered for one block, the last of its prompt, which mostly arrives last. So a
+    store of any other block costs nothing, even if hundreds of requests wait for the same prompt.
     """
 
     def __init__(self) -> None:
-        self._watches: dict[BlockId, list[StorageWaiter]] = {}
+        self._waiters: dict[BlockId, list[StorageWaiter]] = {}
 
-    def add(self, watch: StorageWaiter, block: BlockId) -> None:
-        """``watch`` is not over before the store of ``block`` has ended."""
-        self._watches.setdefault(block, []).append(watch)
-        watch.waits_for_store = True
+    def add(self, waiter: StorageWaiter, block: BlockId) -> None:
+        """Keep ``waiter`` waiting until the store of ``block`` has ended."""
+        self._waiters.setdefault(block, []).append(waiter)
+        waiter.waits_for_store = True
 
     def ended(self, blocks: Sequence[BlockId]) -> None:
-        """The stores of these blocks have ended, well or not."""
-        for block in blocks if self._watches else ():
-            for watch in self._watches.pop(block, ()):
-                watch.waits_for_store = False
+        """Note that the stores of these blocks have ended, well or not."""
+        for block in blocks if self._waiters else ():
+            for waiter in self._waiters.pop(block, ()):
+                waiter.waits_for_store = False

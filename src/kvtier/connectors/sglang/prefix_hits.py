@@ -31,9 +31,8 @@ class SidePool:
 class PrefixHits:
     """Prefixes of a prompt that all pools can restore.
 
-    cuts: lengths of prefixes that all pools can restore, ascending.
-
-    by_pool: the longest one of each alone; pools that have none are not named.
+    cuts: lengths of prefixes that all pools can restore, ascending; a range where there is one
+    pool. by_pool: the longest one of each alone; pools that have none are not named.
     """
 
     cuts: Sequence[int]
@@ -50,7 +49,7 @@ def common_hits(kv: tuple[str, int], sides: Mapping[str, SidePool]) -> PrefixHit
     kv: name of the pool that all others stand beside, and how many of the first pages it has.
     """
     name, num_pages = kv
-    common = list(range(1, num_pages + 1))
+    common: Sequence[int] = range(1, num_pages + 1)
     by_pool = {name: num_pages} if num_pages else {}
     for side, pool in sides.items():
         own = pool.cuts(num_pages)

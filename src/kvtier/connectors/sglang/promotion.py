@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvtier.connectors.common.pool_cache import PoolCache
 from kvtier.connectors.sglang.device_pools import KV
 from kvtier.connectors.sglang.prefix_hits import SidePool, common_hits
-from kvtier.connectors.sglang.wait_reasons import RankWait
 from kvtier.errors import printable
 from kvtier.keyed.cache import BlockLocation
 from kvtier.keyed.reuse import FoundBlocks, LoadUpTo, Waited, WaitUntil, decide
-from kvtier.keyed.waiters import StorageWaiter
+from kvtier.keyed.waiters import StorageWaiter, Wait, WaitState
 from kvtier.ladder import PendingLookup
 from kvtier.plan import Decision, Tell, explain
 
 logger = logging.getLogger(__name__)
 
-READY = (BlockLocation.MEMORY,)
-MAY_COME = (*READY, BlockLocation.ARRIVING, BlockLocation.STORAGE, BlockLocation.UNKNOWN)
+NOWHERE, MEMORY, UNKNOWN = BlockLocation.NOWHERE, BlockLocation.MEMORY, BlockLocation.UNKNOWN
 MOST_VISITS = 4096
 """Requests that are remembered where nobody says which have gone."""
 
@@ -42,25 +41,14 @@ class WaitingPrompt:
 
 @dataclass(slots=True)
 class PromptState:
-    """A request that something is brought for, or asked.
+    """A request whose blocks are promoted, or looked up in stores.
 
-    until_s: when it has waited for long enough. began_s, over_s: when it began to wait, and when it
-    was found to be over.
+    began_s: when it began to wait. over_s: when its wait was found to be over.
     """
 
-    until_s: float
-    began_s: float = 0.0
+    wait: Wait
+    began_s: float
     over_s: float | None = None
-    watches: list[StorageWaiter] = field(default_factory=list)
-    asked: Sequence[PendingLookup] = ()
-
-    def wait(self, now_s: float) -> RankWait:
-        if now_s >= self.until_s:
-            return RankWait.OVER
-        if self.asked and not any(question.is_over for question in self.asked):
-            return RankWait.ANSWERS
-        are_over = all(watch.is_over for watch in self.watches)
-        return RankWait.OVER if are_over else RankWait.READS
 
 
 class PromptPromotion:
@@ -115,9 +103,9 @@ class PromptPromotion:
         how many pages before a cut must be there; 0 for all of them. asked: what stores were asked
         about them, and is worth waiting for.
         """
-        ready, reachable = _cuts(places, needs, READY), _cuts(places, needs, MAY_COME)
+        ready, reachable = _ready_cuts(places, needs), _reachable_cuts(places, needs)
         visit, now_s = self._visits.get(rid), self._clock()
-        may_wait = self._brings and (visit is None or bool(visit.asked))
+        may_wait = self._brings and (visit is None or bool(visit.wait.answers))
         began_s = visit.began_s if visit else now_s
         decision = decide(
             self._found(prompt, keys, ready, reachable),
@@ -131,8 +119,11 @@ class PromptPromotion:
         num_weighed = weighed[-1] if weighed else 0
         if isinstance(decision, WaitUntil):
             end, loads = decision.end, decision.ready
-            watches = self._bring(keys[: self._num_pages(prompt, end)], places, needs)
-            self._visits[rid] = PromptState(decision.until_s, began_s, None, watches, asked)
+            num_wanted = self._num_pages(prompt, end)
+            reads = self._bring(keys[:num_wanted], places, needs)
+            is_unknown = asked and any(UNKNOWN in each[:num_wanted] for each in places.values())
+            wait = Wait(decision.until_s, reads, asked if is_unknown else ())
+            self._visits[rid] = PromptState(wait, began_s)
             while len(self._visits) > MOST_VISITS:
                 self._visits.pop(next(iter(self._visits)))
         else:
@@ -140,11 +131,11 @@ class PromptPromotion:
             if decision.given_up is not None:
                 num_weighed = 0
             if visit is not None and may_wait:
-                visit.watches, visit.asked = [], ()
+                visit.wait = Wait(visit.wait.until_s)
         if not asked:  # else some of them may be nowhere
             self._note_declined(rid, num_weighed - self._num_pages(prompt, end))
         num_loads = self._num_pages(prompt, loads)
-        return [cut for cut in ready if cut <= num_loads]
+        return list(ready[: bisect_right(ready, num_loads)])
 
     def _num_pages(self, prompt: WaitingPrompt, end: int) -> int:
         """Return how many pages behind those of the device end at a token or before."""
@@ -185,8 +176,8 @@ class PromptPromotion:
         return FoundBlocks(
             first,
             prompt.num_tokens,
-            [first + cut * page_size for cut in ready],
-            [first + cut * page_size for cut in reachable],
+            _ends(ready, first, page_size),
+            _ends(reachable, first, page_size),
             lambda end: kv.sources(keys[: self._num_pages(prompt, end)]),
             page_size if len(caches) == 1 else 0,
             sum(cache.bytes_per_block for cache in caches),
@@ -200,27 +191,28 @@ class PromptPromotion:
         needs: Mapping[str, int],
     ) -> list[StorageWaiter]:
         """Begin to bring what the pools need for a cut after ``keys``."""
-        watches: list[StorageWaiter] = []
+        reads: list[StorageWaiter] = []
         for name, cache in self._caches.items():
             first = max(0, len(keys) - needs[name]) if needs[name] else 0
             there = zip(keys[first:], places[name][first:], strict=False)
-            coming = [key for key, place in there if place is not BlockLocation.MEMORY]
+            coming = [key for key, place in there if place is not MEMORY]
             stored = zip(keys[first:], places[name][first:], strict=False)
             cache.promote([key for key, place in stored if place is BlockLocation.STORAGE])
-            watches.append(cache.watch(coming))
-        return watches
+            reads.append(cache.wait_for_reads(coming))
+        return reads
 
     # -- to wait or not ----------------------------------------------------------------------------
 
-    def wait(self, rid: str) -> RankWait:
-        """Return what a request waits for; nothing once it is time to compute."""
+    def wait(self, rid: str) -> WaitState:
+        """Return what a request waits for on this rank, and note the end of its wait."""
         visit = self._visits.get(rid)
         if visit is None:
-            return RankWait.OVER
-        wait = visit.wait(self._clock())
-        if wait is RankWait.OVER and visit.over_s is None:
-            visit.over_s = self._clock()
-        return wait
+            return WaitState.OVER
+        now_s = self._clock()
+        state = visit.wait.state(now_s)
+        if state is WaitState.OVER and visit.over_s is None:
+            visit.over_s = now_s
+        return state
 
     def waited_s(self, rid: str) -> float:
         """Return how long a request has waited for its promotion."""
@@ -239,14 +231,36 @@ class PromptPromotion:
         self._visits.clear()
 
 
-def _cuts(
-    places: Mapping[str, Sequence[BlockLocation]],
-    needs: Mapping[str, int],
-    wanted: Collection[BlockLocation],
+def _ready_cuts(
+    places: Mapping[str, Sequence[BlockLocation]], needs: Mapping[str, int]
 ) -> Sequence[int]:
-    """Lengths of prefixes for which every pool has what it needs in ``wanted`` places."""
-    there = {name: [place in wanted for place in each] for name, each in places.items()}
-    kv = there.pop(KV)
-    num_pages = kv.index(False) if False in kv else len(kv)
-    sides = {name: SidePool(flags, needs[name]) for name, flags in there.items()}
-    return common_hits((KV, num_pages), sides).cuts
+    """Return the lengths of prefixes, ascending, for which memory has what every pool needs."""
+    kv = places[KV]
+    num_pages = next((at for at, place in enumerate(kv) if place is not MEMORY), len(kv))
+    sides = {name: [place is MEMORY for place in places[name]] for name in needs if name != KV}
+    return _common_cuts(num_pages, sides, needs)
+
+
+def _reachable_cuts(
+    places: Mapping[str, Sequence[BlockLocation]], needs: Mapping[str, int]
+) -> Sequence[int]:
+    """``_ready_cuts``, once everything is in memory that may come there."""
+    kv = places[KV]
+    num_pages = kv.index(NOWHERE) if NOWHERE in kv else len(kv)
+    sides = {name: [place is not NOWHERE for place in places[name]] for name in needs if name != KV}
+    return _common_cuts(num_pages, sides, needs)
+
+
+def _common_cuts(
+    num_pages: int, sides: Mapping[str, Sequence[bool]], needs: Mapping[str, int]
+) -> Sequence[int]:
+    """Return a range where the KV is the only pool: no list of its pages is made then."""
+    pools = {name: SidePool(are_there, needs[name]) for name, are_there in sides.items()}
+    return common_hits((KV, num_pages), pools).cuts
+
+
+def _ends(cuts: Sequence[int], first: int, page_size: int) -> Sequence[int]:
+    """Return the tokens at which prefixes end. cuts: in pages behind ``first`` tokens."""
+    if isinstance(cuts, range):
+        return range(first + page_size, first + page_size * len(cuts) + 1, page_size)
+    return [first + cut * page_size for cut in cuts]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvtier.connectors.sglang.prompt_reporting import keys_up_to
-from kvtier.connectors.sglang.wait_reasons import RankWait
+from kvtier.keyed.waiters import WaitState
 
 if TYPE_CHECKING:  # a process that does not ask for kvtier pays for nothing
     from kvtier.connectors.sglang.promotion import PromptPromotion
@@ -88,15 +88,15 @@ class QueueGate:
 
     def _is_held(self, rid: str, wait: int) -> bool:
         """wait: of all ranks together. When all have heard what stores have, all look again."""
-        if wait == RankWait.ANSWERS:
+        if wait == WaitState.ANSWERS:
             self._asking.add(rid)
         elif rid in self._asking:
             self._asking.discard(rid)
             self._looked_up.discard(rid)
             return True
-        return wait != RankWait.OVER
+        return wait != WaitState.OVER
 
-    def _wait(self, req: Any, cache: Any) -> RankWait:
+    def _wait(self, req: Any, cache: Any) -> WaitState:
         if req.rid not in self._looked_up:  # the same on all ranks: they reduce what they find
             self._looked_up.add(req.rid)
             with self._bringing.ahead():

@@ -11,12 +11,13 @@ import logging
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvtier.connectors.vllm.counts import IMPATIENT, RECOMPUTED, Counts
 from kvtier.connectors.vllm.prompt import Shape
-from kvtier.connectors.vllm.request_state import Advice, RequestState, WaitReason
+from kvtier.connectors.vllm.request_state import Advice, RequestState
 from kvtier.errors import printable
 from kvtier.keyed.cache import BlockLocation, KeyedCache
 from kvtier.keyed.reuse import (
@@ -29,6 +30,7 @@ from kvtier.keyed.reuse import (
     end_without_room,
     reads_directly,
 )
+from kvtier.keyed.waiters import Awaited, Signal, Wait, WaitState
 from kvtier.plan import Costs, Tell, explain
 from kvtier.tiers import Room
 from kvtier.types import HOST, LoadPolicy
@@ -37,6 +39,20 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey
 
 logger = logging.getLogger(__name__)
+
+COMING = (BlockLocation.ARRIVING, BlockLocation.STORAGE)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskAnswer:
+    """Over when the ranks' disks have said whether they have a block."""
+
+    cache: KeyedCache
+    key: bytes
+
+    @property
+    def is_over(self) -> bool:
+        return self.cache.locate(self.key) is not BlockLocation.UNKNOWN
 
 
 class Promotion:
@@ -66,11 +82,12 @@ class Promotion:
         self._knows_storage = knows_storage
         self._counts = counts
         self._clock = clock
-        self._num_ended_loads = 0
+        self._next_load = Signal()
 
     def load_ended(self) -> None:
-        """A copy of vLLM's to the device has ended: whoever waits for one looks again."""
-        self._num_ended_loads += 1
+        """Note that a copy of vLLM's to the device has ended: requests that wait for one go on."""
+        self._next_load.is_over = True
+        self._next_load = Signal()
 
     def sources(self, places: Mapping[OffloadKey, BlockLocation]) -> list[str]:
         """Return the tier that each block would be read from.
@@ -104,28 +121,19 @@ class Promotion:
     # -- to wait or not ----------------------------------------------------------------------------
 
     def must_wait(self, visit: RequestState, first: int) -> bool:
-        """Whether a request has to wait, and nothing has happened since that could change that.
+        """Return whether a request goes on waiting. Otherwise its wait is forgotten.
 
-        It need not look its blocks up again. first: tokens that it has already.
+        It is looked up again once the device has other tokens of it than when it began to wait.
+        first: tokens that the device has.
         """
-        wait = visit.wait
-        if wait is None:
+        if visit.wait is None:
             return False
-        if (
-            wait.first == first
-            and self._clock() < wait.until
-            and wait.num_ended_loads in (None, self._num_ended_loads)
-            and not any(sign.is_over for sign in wait.signs)
-            and (wait.unknown is None or self._is_unknown(wait.unknown))
-        ):
+        if visit.unknown is not None:
+            self._cache.adopt_recovered([visit.unknown])
+        if first == visit.num_computed and visit.wait.state(self._clock()) is not WaitState.OVER:
             return True
-        visit.wait = None
+        visit.wait = visit.unknown = None
         return False
-
-    def _is_unknown(self, key: OffloadKey) -> bool:
-        """Whether the ranks' disks have not yet said whether they have a block."""
-        self._cache.adopt_recovered([key])
-        return self._cache.locate(key) is BlockLocation.UNKNOWN
 
     def advise(self, visit: RequestState, first: int, num_tokens: int) -> Advice:
         """Translate the decision on a request, and begin to promote the blocks that it waits for.
@@ -190,7 +198,7 @@ class Promotion:
             return self._look_up_to(visit, ends, limit)
         if not visit.straight.isdisjoint(wanted):
             return Advice.LOOK_AGAIN
-        self._wait(visit, found.first, wait.until_s)
+        self._wait(visit, wait.until_s)
         return Advice.WAIT
 
     def _look_up_to(
@@ -202,26 +210,27 @@ class Promotion:
         self._counts.add(RECOMPUTED, visit.declined_ahead)
         return Advice.LOOK_AGAIN
 
-    def _wait(self, visit: RequestState, first: int, until_s: float) -> None:
-        """Note what has to happen before another look is worth it.
+    def _wait(self, visit: RequestState, until_s: float) -> None:
+        """Note what a request waits for.
 
-        Where nothing is on its way to memory, vLLM waits for a load of its own.
+        If nothing is on its way to memory, vLLM itself waits for the end of a load.
         """
-        unknown = next(
-            (key for key, at in visit.places.items() if at is BlockLocation.UNKNOWN), None
-        )
-        coming = [
-            key
-            for key, at in visit.places.items()
-            if at in (BlockLocation.ARRIVING, BlockLocation.STORAGE) and key not in visit.straight
-        ]
-        if coming or unknown is not None:
-            watches = [self._cache.watch(coming)] if coming else []
-            if self._knows_storage():  # then stores were asked for it
-                unknown = None
-            visit.wait = WaitReason(first, until_s, [*watches, *visit.asked], unknown)
-        elif visit.places:
-            visit.wait = WaitReason(first, until_s, num_ended_loads=self._num_ended_loads)
+        coming, unknown = [], None
+        for key, at in visit.places.items():
+            if at is BlockLocation.UNKNOWN:
+                unknown = key if unknown is None else unknown
+            elif at in COMING and key not in visit.straight:
+                coming.append(key)
+        answers: list[Awaited] = [] if unknown is None else list(visit.asked)
+        visit.unknown = None if self._knows_storage() else unknown
+        if visit.unknown is not None:
+            answers.append(DiskAnswer(self._cache, visit.unknown))
+        reads: list[Awaited] = []
+        if coming:
+            reads.append(self._cache.wait_for_reads(coming))
+        elif not answers:
+            reads.append(self._next_load)
+        visit.wait = Wait(until_s, reads, answers)
 
     # -- to load or to compute ---------------------------------------------------------------------
 

@@ -10,28 +10,11 @@ from typing import TYPE_CHECKING
 from kvtier.connectors.vllm.key_scope import ALL, EVERYWHERE, KeyScope
 from kvtier.connectors.vllm.prompt import blocks_of
 from kvtier.keyed.cache import BlockLocation
-from kvtier.keyed.waiters import StorageWaiter
+from kvtier.keyed.waiters import Wait
 from kvtier.ladder import PendingLookup
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext
-
-
-@dataclass(frozen=True, slots=True)
-class WaitReason:
-    """Why a request waits.
-
-    first: tokens that it had when it was told to. until: when it has waited for long enough. signs:
-    it is time for another look when one of these is over. unknown: a block of which the ranks'
-    disks have not said whether they have it. num_ended_loads: how many loads of vLLM's had ended by
-    then, where it waits for one.
-    """
-
-    first: int
-    until: float
-    signs: Sequence[StorageWaiter | PendingLookup] = ()
-    unknown: OffloadKey | None = None
-    num_ended_loads: int | None = None
 
 
 @dataclass(slots=True)
@@ -61,7 +44,8 @@ class RequestState:
     num_computed: int = 0
     found: dict[OffloadKey, BlockLocation] | None = None
     asked: Sequence[PendingLookup] = ()
-    wait: WaitReason | None = None
+    wait: Wait | None = None
+    unknown: OffloadKey | None = None
     places: dict[OffloadKey, BlockLocation] = field(default_factory=dict)
     promoted: set[OffloadKey] = field(default_factory=set)
     straight: set[OffloadKey] = field(default_factory=set)
