@@ -80,7 +80,7 @@ class TierReplay:
             clock=lambda: self._now * DAY_S / day_s,
         )
         if doubles_at_blocks:
-            self._index.set_doubling(doubles_at_blocks)
+            self._index.set_recompute_slope(doubles_at_blocks)
         self._cache = KeyedCache(self._index, self._ladder, lambda: NAMESPACE, self._clock)
 
     def _clock(self) -> float:
@@ -91,7 +91,7 @@ class TierReplay:
         text = keys.tobytes()
         path = [text[at : at + KEY_BYTES] for at in range(0, len(text), KEY_BYTES)]
         places = self._cache.locate_all(path)
-        self._cache.asked(path)
+        self._cache.on_request(path)
         found = next((at for at, it in enumerate(places) if it not in PREFIX), len(path))
         hits = self._bring(path[:found])
         self.num_from_host += places[:hits].count(BlockLocation.MEMORY)

@@ -65,7 +65,7 @@ class LearnedTier:
         Seconds of this thread's CPU for each of their blocks.
         """
         for keys in self._prompts[::ASKED_AGAIN]:
-            self._index.asked(keys, self._now)
+            self._index.on_request(keys, self._now)
         keys = new_keys(BATCH_PROMPTS * PROMPT_BLOCKS)
         self._prompts = [keys[at : at + PROMPT_BLOCKS] for at in range(0, len(keys), PROMPT_BLOCKS)]
         began = time.thread_time()
@@ -81,7 +81,7 @@ class LearnedTier:
         index = self._index
         self._now += SECONDS_APART
         index.find_all(keys)
-        index.asked(keys, self._now)
+        index.on_request(keys, self._now)
         new = index.admit_keys(keys, HOST, self._num_free)
         if self._num_free:
             self._num_free -= len(new)

@@ -199,7 +199,7 @@ class Cache:
         if new_slots is None:
             return False
         self._observer.planned(lease, plan)
-        self._index.asked(lease.namespace, lease.labels, self._clock())
+        self._index.on_request(lease.namespace, lease.labels, self._clock())
         for copy in plan.copies:
             slots, new_slots = new_slots[: len(copy.blocks)], new_slots[len(copy.blocks) :]
             self._ladder.loads.load(copy, slots)

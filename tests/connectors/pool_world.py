@@ -48,7 +48,7 @@ class PoolWorld:
         self,
         num_host: int = 8,
         num_stored: int = 16,
-        shelf: StoredBlocks | None = None,
+        stored_blocks: StoredBlocks | None = None,
         engine: TransferEngine | None = None,
         storages: Sequence[StorageTier] = (),
         lookup_deadline_s: float = 0.0,
@@ -62,7 +62,9 @@ class PoolWorld:
         pool = PagedPool([shares], NUM_PAGES, 1, SLOT_BYTES, "cpu", self.buffers)
         self.device = CpuDevice()
         self.engine = engine or TransferEngine(self.device)
-        self.storage = FaultyStorage(MemoryStorage(group, num_stored, shelf or StoredBlocks()))
+        self.storage = FaultyStorage(
+            MemoryStorage(group, num_stored, stored_blocks or StoredBlocks())
+        )
         self.digest = DIGEST
         host = HostTier(group, num_host * SLOT_BYTES, self.device)
         self.pool = PoolCache(

@@ -111,9 +111,9 @@ class World:
 
 
 def memory(
-    num_slots: int, shelf: StoredBlocks | None = None, facts: StorageFacts | None = None
+    num_slots: int, stored_blocks: StoredBlocks | None = None, facts: StorageFacts | None = None
 ) -> MemoryStorage:
-    return MemoryStorage(GROUP, num_slots, shelf or StoredBlocks(), facts=facts)
+    return MemoryStorage(GROUP, num_slots, stored_blocks or StoredBlocks(), facts=facts)
 
 
 def open_world(worlds: list[World], tier: StorageTier, most_queued: int = 100) -> World:

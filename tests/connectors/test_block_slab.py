@@ -147,11 +147,11 @@ def test_changes_are_told_in_order(worlds: list[World]) -> None:
 
 
 def test_restart_finds_blocks_and_does_not_write_them_again(worlds: list[World]) -> None:
-    shelf = StoredBlocks()
-    before = World(memory(4, shelf))
+    stored_blocks = StoredBlocks()
+    before = World(memory(4, stored_blocks))
     before.store(1, 2)
     before.slab.close()
-    tier = memory(4, shelf)
+    tier = memory(4, stored_blocks)
     world = open_world(worlds, tier)
     assert tier.num_unfound == 2
     assert world.load(1) == [1]
@@ -161,11 +161,11 @@ def test_restart_finds_blocks_and_does_not_write_them_again(worlds: list[World])
 
 
 def test_recovered_blocks_are_adopted_along_a_prompt_or_one_by_one(worlds: list[World]) -> None:
-    shelf = StoredBlocks()
-    before = World(memory(6, shelf))
+    stored_blocks = StoredBlocks()
+    before = World(memory(6, stored_blocks))
     before.store(1, 2, 3, 5)
     before.slab.close()
-    tier = memory(6, shelf)
+    tier = memory(6, stored_blocks)
     world = open_world(worlds, tier)
     keys = [key_of(number) for number in (1, 2, 3, 4, 5)]
     assert world.slab.adopt_recovered([key_of(9), *keys[:2]]) == keys[:2]
@@ -177,11 +177,11 @@ def test_recovered_blocks_are_adopted_along_a_prompt_or_one_by_one(worlds: list[
 
 
 def test_start_of_a_prompt_leaves_last_after_a_restart_too(worlds: list[World]) -> None:
-    shelf = StoredBlocks()
-    before = World(memory(3, shelf))
+    stored_blocks = StoredBlocks()
+    before = World(memory(3, stored_blocks))
     before.store(1, 2, 3)
     before.slab.close()
-    world = open_world(worlds, memory(3, shelf))
+    world = open_world(worlds, memory(3, stored_blocks))
     world.slab.touch(world.slab.adopt_recovered([key_of(number) for number in (1, 2, 3)]))
     world.slab.take_changes()
     world.store(9)
@@ -192,11 +192,11 @@ def test_start_of_a_prompt_leaves_last_after_a_restart_too(worlds: list[World]) 
 def test_what_was_found_without_room_for_it_is_a_miss_and_leaves_nothing(
     worlds: list[World],
 ) -> None:
-    shelf = StoredBlocks()
-    before = World(memory(2, shelf))
+    stored_blocks = StoredBlocks()
+    before = World(memory(2, stored_blocks))
     before.store(1)
     before.slab.close()
-    tier = memory(2, shelf)
+    tier = memory(2, stored_blocks)
     world = open_world(worlds, tier)
     tier.open_writes.clear()
     world.submit(False, [2, 3])
@@ -208,11 +208,11 @@ def test_what_was_found_without_room_for_it_is_a_miss_and_leaves_nothing(
 
 
 def test_other_namespace_finds_nothing(worlds: list[World]) -> None:
-    shelf = StoredBlocks()
-    before = World(memory(4, shelf))
+    stored_blocks = StoredBlocks()
+    before = World(memory(4, stored_blocks))
     before.store(1)
     before.slab.close()
-    other = World(memory(4, shelf), digest=b"e" * 32)
+    other = World(memory(4, stored_blocks), digest=b"e" * 32)
     assert other.find(1) is BlockLocation.NOWHERE
     other.slab.close()
 
@@ -233,11 +233,11 @@ def test_namespace_that_can_not_be_stored_is_refused_at_once(
 
 
 def test_slab_is_left_alone_until_blocks_have_names(worlds: list[World]) -> None:
-    shelf = StoredBlocks()
-    before = World(memory(4, shelf))
+    stored_blocks = StoredBlocks()
+    before = World(memory(4, stored_blocks))
     before.store(1)
     before.slab.close()
-    world = open_world(worlds, memory(4, shelf))
+    world = open_world(worlds, memory(4, stored_blocks))
     world.slab.digest = b""
     assert world.find(1) is BlockLocation.NOWHERE
     world.store(2)

@@ -155,8 +155,8 @@ def test_rows_of_a_finished_job_can_be_used_for_other_blocks(worlds: list[World]
 
 
 def test_queued_stores_are_finished_before_the_end() -> None:
-    shelf = StoredBlocks()
-    tier = memory(8, shelf)
+    stored_blocks = StoredBlocks()
+    tier = memory(8, stored_blocks)
     world = World(tier)
     tier.open_writes.clear()
     for number in range(4):
@@ -164,13 +164,13 @@ def test_queued_stores_are_finished_before_the_end() -> None:
     tier.open_writes.set()
     world.slab.close()
     assert tier.closed
-    assert len(shelf.blocks) == 4
+    assert len(stored_blocks.blocks) == 4
 
 
 def test_stores_that_take_too_long_are_dropped_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.connectors.common.block_slab.CLOSE_WAIT_S", 0.01)
-    shelf = StoredBlocks()
-    tier = memory(8, shelf)
+    stored_blocks = StoredBlocks()
+    tier = memory(8, stored_blocks)
     world = World(tier)
     tier.open_writes.clear()
     for number in range(4):
@@ -186,7 +186,7 @@ def test_stores_that_take_too_long_are_dropped_at_the_end(monkeypatch: pytest.Mo
     monkeypatch.setattr(LocalMover, "close", let_go)
     world.slab.close()
     assert tier.closed
-    assert len(shelf.blocks) == 1, "the one that was under way"
+    assert len(stored_blocks.blocks) == 1, "the one that was under way"
 
 
 def test_write_that_does_not_end_keeps_the_memory_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

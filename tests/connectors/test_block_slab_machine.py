@@ -17,8 +17,8 @@ class Model(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.shelf = StoredBlocks()
-        self.tier = memory(5, self.shelf)
+        self.stored_blocks = StoredBlocks()
+        self.tier = memory(5, self.stored_blocks)
         self.world = World(self.tier, most_queued=4)
 
     numbers = st.lists(st.integers(0, 11), min_size=1, max_size=5)
@@ -54,7 +54,7 @@ class Model(RuleBasedStateMachine):
     def restart(self) -> None:
         self.world.slab.close()
         spoiled = self.tier.spoiled
-        self.tier = memory(5, self.shelf)
+        self.tier = memory(5, self.stored_blocks)
         self.tier.spoiled = spoiled
         self.world = World(self.tier, most_queued=4)
 

@@ -79,18 +79,18 @@ def test_load_that_fails_is_told_of_and_leaves_host_memory_as_it_is() -> None:
 
 
 def test_another_process_finds_what_storage_has() -> None:
-    shelf = StoredBlocks()
-    first = PoolWorld(shelf=shelf)
+    stored_blocks = StoredBlocks()
+    first = PoolWorld(stored_blocks=stored_blocks)
     assert first.keep(1, 2)
     first.close()
-    second = PoolWorld(shelf=shelf)
+    second = PoolWorld(stored_blocks=stored_blocks)
     assert second.places(1, 2, 3) == [
         BlockLocation.STORAGE,
         BlockLocation.STORAGE,
         BlockLocation.NOWHERE,
     ]
     second.close()
-    stranger = PoolWorld(shelf=shelf)
+    stranger = PoolWorld(stored_blocks=stored_blocks)
     stranger.digest = b"x" * 32
     assert stranger.places(1, 2) == [BlockLocation.NOWHERE] * 2
     stranger.close()

@@ -229,16 +229,18 @@ class UnderSglang:
         numbers = range(len(case.behind))
         place = dict(zip(numbers, case.behind, strict=True))
         self._keys = [pool_world.key_of(number) for number in numbers]
-        shelf = StoredBlocks()
-        earlier = PoolWorld(shelf=shelf)
+        stored_blocks = StoredBlocks()
+        earlier = PoolWorld(stored_blocks=stored_blocks)
         assert earlier.keep(*(at for at in numbers if place[at] in "SAU"))
         earlier.close()
         self._store: MemoryStorage | None = None
         if "U" in case.blocks:  # a store that has answered for some of the blocks
             facts = StorageFacts(is_shared=True)
-            self._store = MemoryStorage(opaque(SLOT_BYTES), 16, shelf, STORE, facts)
+            self._store = MemoryStorage(opaque(SLOT_BYTES), 16, stored_blocks, STORE, facts)
         storages = [] if self._store is None else [FaultyStorage(self._store)]
-        self._pools = PoolWorld(shelf=shelf, storages=storages, lookup_deadline_s=PATIENCE_S)
+        self._pools = PoolWorld(
+            stored_blocks=stored_blocks, storages=storages, lookup_deadline_s=PATIENCE_S
+        )
         self._reads = storages[0] if storages else self._pools.storage
         self._cache = self._pools.pool
         assert self._pools.keep(*(at for at in numbers if place[at] == "M"))

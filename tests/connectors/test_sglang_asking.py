@@ -29,12 +29,12 @@ class World:
     """
 
     def __init__(self, lookup_deadline_s: float = PATIENCE_S) -> None:
-        shelf = StoredBlocks()
-        first = PoolWorld(shelf=shelf)
+        stored_blocks = StoredBlocks()
+        first = PoolWorld(stored_blocks=stored_blocks)
         assert first.keep(*range(6))
         first.close()
         facts = StorageFacts(is_shared=True)
-        self.store = MemoryStorage(opaque(SLOT_BYTES), 16, shelf, "store", facts)
+        self.store = MemoryStorage(opaque(SLOT_BYTES), 16, stored_blocks, "store", facts)
         self.pools = PoolWorld(storages=[self.store], lookup_deadline_s=lookup_deadline_s)
         self.bringing = PromptPromotion({"kv": self.pools.pool}, PAGE, always=True)
         self.gate = QueueGate(self.bringing)

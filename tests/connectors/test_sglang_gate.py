@@ -27,11 +27,11 @@ class World:
     """
 
     def __init__(self, always: bool = True) -> None:
-        shelf = StoredBlocks()
-        first = PoolWorld(shelf=shelf)
+        stored_blocks = StoredBlocks()
+        first = PoolWorld(stored_blocks=stored_blocks)
         assert first.keep(*range(NUM_STORED))
         first.close()
-        self.pools = PoolWorld(shelf=shelf)
+        self.pools = PoolWorld(stored_blocks=stored_blocks)
         self.now_s = 0.0
         self.bringing = PromptPromotion({"kv": self.pools.pool}, PAGE, always, lambda: self.now_s)
         self.gate = QueueGate(self.bringing)

@@ -120,21 +120,21 @@ def test_long_call_goes_in_turns() -> None:
 
 
 def test_restart_finds_what_was_acknowledged() -> None:
-    shelf = StoredBlocks()
-    before = Caller(memory(4, shelf))
+    stored_blocks = StoredBlocks()
+    before = Caller(memory(4, stored_blocks))
     before.store(1, 2)
     before.calls.close()
-    after = Caller(memory(4, shelf))
+    after = Caller(memory(4, stored_blocks))
     assert after.num_found(1, 2, 3) == 2
     assert after.load(1, 2) == [True, True]
     after.calls.close()
 
 
 def test_store_that_others_use_is_asked_what_it_has() -> None:
-    shelf, facts = StoredBlocks(), StorageFacts(evicts=True, is_shared=True)
-    first = Caller(memory(8, shelf, facts))
+    stored_blocks, facts = StoredBlocks(), StorageFacts(evicts=True, is_shared=True)
+    first = Caller(memory(8, stored_blocks, facts))
     assert first.store(1, 2, 3) == [True] * 3
-    second = Caller(memory(8, shelf, facts))
+    second = Caller(memory(8, stored_blocks, facts))
     assert second.num_found(1, 2, 3, 4) == 3
     assert second.load(1, 2, 3) == [True] * 3
     second.tier.was_asked.clear()

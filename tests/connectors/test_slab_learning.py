@@ -16,7 +16,7 @@ from tests.index.policies.traffic import TRAFFIC
 def _serve(caller: Caller, path: list[int], tells: bool) -> int:
     """A request, as SGLang's controller brings it: how much of it was found."""
     if tells:
-        caller.calls.asked([key_of(number) for number in path])
+        caller.calls.on_request([key_of(number) for number in path])
     found = caller.num_found(*path)
     if found:
         assert caller.load(*path[:found]) == [True] * found

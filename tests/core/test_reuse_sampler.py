@@ -38,11 +38,11 @@ class Tiers:
             self._num_slots += len(keys)
             self.index.begin_write_all(blocks, tier, slots)
             self.index.commit_all(blocks, tier, self.clock.now)
-        self.returns.came(keys, blocks)
+        self.returns.on_admit(keys, blocks)
 
     def evict(self, num: int, tier: str = HOST) -> None:
         leaving = self.index.evict(tier, num)
-        self.returns.left(leaving, tier)
+        self.returns.on_evict(leaving, tier)
         self.index.forget_all(leaving, tier)
 
     def returned(self, tier: str = HOST) -> float:
@@ -72,7 +72,7 @@ def test_it_returns_once_for_each_time_that_it_left(tiers: Tiers) -> None:
     for _ in range(3):
         tiers.evict(1)
         tiers.come(b"a")
-        tiers.returns.came([b"a"], [tiers.index.make([b"a"])[0]])
+        tiers.returns.on_admit([b"a"], [tiers.index.make([b"a"])[0]])
     assert tiers.returned() == 3
 
 

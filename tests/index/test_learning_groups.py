@@ -74,7 +74,7 @@ def test_native_index_and_its_twin_do_the_same_with_groups(policy: str) -> None:
 def test_blocks_of_a_place_leave_together_and_from_the_end_of_the_prompt(
     any_index: KeyIndex,
 ) -> None:
-    any_index.asked(both(PLACES[:3]), 0.0)
+    any_index.on_request(both(PLACES[:3]), 0.0)
     put(any_index, both(PLACES[:3]))
     assert left(any_index, 1) == both(PLACES[2:3])
     assert left(any_index, 9) == [*both(PLACES[1:2]), *both(PLACES[:1])]
@@ -82,7 +82,7 @@ def test_blocks_of_a_place_leave_together_and_from_the_end_of_the_prompt(
 
 
 def test_a_place_stays_while_one_of_its_blocks_is_held(any_index: KeyIndex) -> None:
-    any_index.asked(both(PLACES[:3]), 0.0)
+    any_index.on_request(both(PLACES[:3]), 0.0)
     blocks = put(any_index, both(PLACES[:3]))
     any_index.lease(blocks[2:3], HOST)
     assert left(any_index, 9) == both(PLACES[2:3])
@@ -95,7 +95,7 @@ def test_a_group_may_have_no_block_at_a_place(any_index: KeyIndex) -> None:
     full = [place + FULL for place in PLACES[:4]]
     state = PLACES[3] + STATE
     for now in (0.0, 1.0):
-        any_index.asked([*full, state], now)
+        any_index.on_request([*full, state], now)
         put(any_index, [] if now else [*full, state])
     assert left(any_index, 1) == [full[3], state]
     assert left(any_index, 2) == [full[2], full[1]]
@@ -103,7 +103,7 @@ def test_a_group_may_have_no_block_at_a_place(any_index: KeyIndex) -> None:
 
 
 def test_what_one_group_has_lost_comes_back_to_its_place(any_index: KeyIndex) -> None:
-    any_index.asked(both(PLACES[:2]), 0.0)
+    any_index.on_request(both(PLACES[:2]), 0.0)
     blocks = put(any_index, both(PLACES[:2]))
     any_index.lose(blocks[1], HOST)
     any_index.check_invariants()
@@ -119,7 +119,7 @@ def test_on_the_disk_a_place_lies_behind_what_it_lies_behind_in_memory(
     any_index: KeyIndex,
 ) -> None:
     put(any_index, both(PLACES[:3]))
-    any_index.asked(both(PLACES[:3]), 0.0)
+    any_index.on_request(both(PLACES[:3]), 0.0)
     for key in both(PLACES[:3]):
         put(any_index, [key], DISK)
     assert left(any_index, 1, DISK) == both(PLACES[2:3])
@@ -154,7 +154,7 @@ class Groups:
         keys = [name + group for name in path for group in self.groups]
         if num_groups == 1:
             keys = list(path)
-        self.cache.asked(keys)
+        self.cache.on_request(keys)
         is_there = np.array(
             [at is BlockLocation.MEMORY for at in self.cache.locate_all(keys)], bool
         )

@@ -42,7 +42,7 @@ class LearningMachine(IndexMachine):
     @rule(path=paths, passes=st.sampled_from([0, 1, 60]))
     def asked(self, path: Path, passes: int) -> None:
         self.now += passes
-        self.index.asked(path[0], path[1:], float(self.now))
+        self.index.on_request(path[0], path[1:], float(self.now))
 
     @rule(
         path=paths,
@@ -75,13 +75,15 @@ class LearningMachine(IndexMachine):
         assert least_chance or list(admitted[:num_free]) == absent[:num_free]
 
     @rule(at_blocks=st.sampled_from([0.0, 2.0, 64.0]))
-    def set_doubling(self, at_blocks: float) -> None:
-        self.index.set_doubling(at_blocks)
+    def set_recompute_slope(self, at_blocks: float) -> None:
+        self.index.set_recompute_slope(at_blocks)
 
     @rule(tier=st.sampled_from(LEARNING), num_blocks=st.sampled_from([1, 2, 50]))
     def set_room(self, tier: str, num_blocks: int) -> None:
         self.index.set_room(tier, num_blocks)
-        self.index.asked(NS, [Label(b"x")], float(self.now))  # what is too much is forgotten then
+        self.index.on_request(
+            NS, [Label(b"x")], float(self.now)
+        )  # what is too much is forgotten then
 
 
 @pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
@@ -109,7 +111,7 @@ class Host:
     def request(self, labels: Sequence[Label], now: float) -> int:
         """The blocks that were there, from the first one on."""
         index = self.index
-        index.asked(NS, labels, now)
+        index.on_request(NS, labels, now)
         states = index.states(NS, labels, HOST)
         found = [*(state is State.READY for state in states), False].index(False)
         slots = [Slot(number) for number in range(len(labels))]

@@ -52,7 +52,7 @@ class LearningMachine(KeyIndexMachine):
     @rule(keys=some_keys, passes=st.sampled_from([0.0, 1.0, 60.0]))
     def asked(self, keys: list[bytes], passes: float) -> None:
         self.now += passes
-        self.index.asked(self.in_order(keys), self.now)
+        self.index.on_request(self.in_order(keys), self.now)
 
     @rule(
         keys=some_keys,
@@ -89,13 +89,13 @@ class LearningMachine(KeyIndexMachine):
         assert least_chance or has_places or admitted[:num_free] == keys[:num_free]
 
     @rule(at_blocks=st.sampled_from([0.0, 2.0, 64.0]))
-    def set_doubling(self, at_blocks: float) -> None:
-        self.index.set_doubling(at_blocks)
+    def set_recompute_slope(self, at_blocks: float) -> None:
+        self.index.set_recompute_slope(at_blocks)
 
     @rule(tier=some_tier, num_blocks=st.sampled_from([1, 2, 50]))
     def set_room(self, tier: str, num_blocks: int) -> None:
         self.index.set_room(tier, num_blocks)
-        self.index.asked(KEYS[:1], self.now)  # what is too much is forgotten then
+        self.index.on_request(KEYS[:1], self.now)  # what is too much is forgotten then
 
 
 @pytest.mark.parametrize("policy", LEARNING)
@@ -113,7 +113,7 @@ def left(index: KeyIndex, num: int, tier: str = HOST) -> list[bytes]:
 
 
 def test_a_prompt_leaves_from_its_end_and_what_is_held_stays(any_index: KeyIndex) -> None:
-    any_index.asked(KEYS[:5], 0.0)
+    any_index.on_request(KEYS[:5], 0.0)
     blocks = put(any_index, KEYS[:5])
     any_index.lease(blocks[1:2], HOST)
     assert left(any_index, 9) == KEYS[4:1:-1]
@@ -123,14 +123,14 @@ def test_a_prompt_leaves_from_its_end_and_what_is_held_stays(any_index: KeyIndex
 
 
 def test_an_answer_leaves_before_its_question(any_index: KeyIndex) -> None:
-    any_index.asked(KEYS[:2], 0.0)
+    any_index.on_request(KEYS[:2], 0.0)
     put(any_index, KEYS[:2])
     for at in (2, 3, 4):
         any_index.continues(KEYS[at : at + 1], KEYS[at - 1])
         put(any_index, KEYS[at : at + 1])
         put(any_index, KEYS[at : at + 1], DISK)
     put(any_index, KEYS[:2], DISK)
-    any_index.asked(KEYS[:5], 1.0)
+    any_index.on_request(KEYS[:5], 1.0)
     assert left(any_index, 9) == KEYS[4::-1]
     any_index.check_invariants()
 
@@ -139,7 +139,7 @@ def test_in_storage_a_block_lies_behind_what_it_lies_behind_in_memory(any_index:
     """Nobody has asked for it since storage has it."""
     for key in KEYS[:3]:
         put(any_index, [key])
-    any_index.asked(KEYS[:3], 0.0)
+    any_index.on_request(KEYS[:3], 0.0)
     for key in KEYS[:3]:
         put(any_index, [key], DISK)
     assert left(any_index, 1, DISK) == [KEYS[2]]
@@ -158,7 +158,7 @@ def test_a_flood_of_prompts_is_left_out_once_it_is_known(index: KeyIndex) -> Non
         found = [*(state == State.READY for state in states[:: len(TIERS)]), False].index(False)
         if number > 600 and len(keys) == 20:
             hits, asked = hits + found, asked + 20
-        index.asked(keys, now)
+        index.on_request(keys, now)
         held = [block for block in blocks[:found] if block is not None]
         index.lease(held, HOST)
         admitted = keys[found:]
@@ -177,12 +177,12 @@ def test_a_flood_of_prompts_is_left_out_once_it_is_known(index: KeyIndex) -> Non
 
 def test_what_has_a_priority_stays_for_its_time(index: KeyIndex) -> None:
     for at in (0, 4):
-        index.asked(KEYS[at : at + 4], float(at))
+        index.on_request(KEYS[at : at + 4], float(at))
         put(index, KEYS[at : at + 4])
     index.retain(KEYS[:4], Said(Word.KEEP, 90, 0, 2, 60.0), 4.0)
     assert left(index, 6) == [*KEYS[3:1:-1], *KEYS[:3:-1]]
     put(index, KEYS[4:6])
-    index.asked(KEYS[4:6], 60.0)
+    index.on_request(KEYS[4:6], 60.0)
     assert left(index, 2) == KEYS[1::-1]
     index.check_invariants()
 
@@ -201,7 +201,7 @@ def test_what_was_made_beforehand_holds_keys_of_any_size_and_more_of_them(key_by
         if at % 400 == 300:
             free += index.forget_all(index.evict(HOST, 30), HOST)
         prompt = keys[at : at + 20]
-        index.asked(prompt, float(at))
+        index.on_request(prompt, float(at))
         blocks = index.make(prompt)
         index.begin_write_all(blocks, HOST, [Slot(free.pop()) for _ in blocks])
         index.commit_all(blocks, HOST, float(at))

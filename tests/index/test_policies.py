@@ -73,6 +73,6 @@ def test_without_the_native_core_lru_is_used_and_the_log_says_so(
     keyed = make_key_index((HOST,), lambda: b"", (HOST,))
     assert [record.getMessage() for record in caplog.records] == [expected, expected]
     index.insert(b"namespace", [b"a", b"b"], HOST, [Slot(0), Slot(1)], 1.0)
-    index.asked(b"namespace", [b"a", b"b"], 1.0)
+    index.on_request(b"namespace", [b"a", b"b"], 1.0)
     assert index.slots(index.evict(HOST, 2), HOST) == [1, 0]
     assert keyed.policies == "lru"

@@ -82,11 +82,11 @@ class Engine:
         rank: int,
         *found: BlockKey,
         num_open: int | None = None,
-        straight: frozenset[str] = frozenset({DISK}),
+        direct: frozenset[str] = frozenset({DISK}),
     ) -> None:
         num_open = self.host.num_slots if num_open is None else num_open
         kept = {DISK: RecoveredBlocks(len(found), b"".join(found))}
-        self.hear(Report(hellos={rank: Hello(num_open, kept, straight)}))
+        self.hear(Report(hellos={rank: Hello(num_open, kept, direct)}))
 
     def hear(self, report: Report) -> None:
         self.mover.hear(report)

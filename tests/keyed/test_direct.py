@@ -27,7 +27,7 @@ def on_disk(direct: Direct = Direct.ON, **settings: int) -> Engine:
 
 def read(engine: Engine, *numbers: int) -> RankOrder:
     keys = [KEYS[number] for number in numbers]
-    assert engine.cache.straight.read(keys, range(10, 10 + len(keys))) == [DISK] * len(keys)
+    assert engine.cache.direct_reads.read(keys, range(10, 10 + len(keys))) == [DISK] * len(keys)
     (order,) = engine.mover.take_reads()
     assert order.verb is Verb.READ
     assert names(order) == tuple(map(name, keys))
@@ -89,26 +89,26 @@ def test_a_cache_that_is_emptied_meanwhile_is_empty() -> None:
     engine.check()
 
 
-def test_nothing_goes_straight_while_a_read_hangs() -> None:
+def test_nothing_goes_directly_while_a_read_hangs() -> None:
     engine = on_disk()
     order = read(engine, 0)
-    assert engine.cache.straight.how(KEYS[1]) is Direct.ON
+    assert engine.cache.direct_reads.how(KEYS[1]) is Direct.ON
     engine.finish(order, Done(num_ranks=0, is_late=True))
-    assert engine.cache.straight.how(KEYS[1]) is Direct.OFF
+    assert engine.cache.direct_reads.how(KEYS[1]) is Direct.OFF
     assert not engine.ladder.is_busy, "nobody waits for it"
     engine.finish(order, Done())
-    assert engine.cache.straight.how(KEYS[1]) is Direct.ON
+    assert engine.cache.direct_reads.how(KEYS[1]) is Direct.ON
     engine.check()
 
 
 def test_what_one_rank_can_not_none_does() -> None:
     engine = Engine(num_ranks=2, says_hello=False, direct=Direct.AUTO)
     engine.hello(0, name(KEYS[0]))
-    assert engine.cache.straight.is_for_all
-    engine.hello(1, name(KEYS[0]), straight=frozenset())
+    assert engine.cache.direct_reads.is_for_all
+    engine.hello(1, name(KEYS[0]), direct=frozenset())
     assert engine.find(KEYS[0]) is BlockLocation.STORAGE
-    assert engine.cache.straight.how(KEYS[0]) is Direct.OFF
-    assert not engine.cache.straight.is_for_all
+    assert engine.cache.direct_reads.how(KEYS[0]) is Direct.OFF
+    assert not engine.cache.direct_reads.is_for_all
 
 
 def test_all_ranks_have_to_read_it() -> None:

@@ -124,9 +124,9 @@ class KeyedMachine(RuleBasedStateMachine):
         assert all(self.engine.find(key) is BlockLocation.ARRIVING for key in keys[:num])
 
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True))
-    def read_straight(self, keys: list[bytes]) -> None:
+    def read_direct(self, keys: list[bytes]) -> None:
         keys = [key for key in keys if self.engine.find(key) is BlockLocation.STORAGE]
-        self.cache.straight.read(keys, range(PAGES, PAGES + len(keys)))
+        self.cache.direct_reads.read(keys, range(PAGES, PAGES + len(keys)))
         for order in self.engine.mover.take_reads():
             self.under_way += [(order, 0), (order, 1)]
 

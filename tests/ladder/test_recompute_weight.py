@@ -19,7 +19,7 @@ class Told:
     def __init__(self) -> None:
         self.at_blocks: list[float] = []
 
-    def set_doubling(self, at_blocks: float) -> None:
+    def set_recompute_slope(self, at_blocks: float) -> None:
         self.at_blocks.append(at_blocks)
 
 

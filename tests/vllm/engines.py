@@ -107,10 +107,10 @@ def one_by_one(llm: Any, prompts: list[Prompt]) -> list[tuple[int, Answer]]:
 
 
 def moved_from_disk(before: tuple[float, float] = (0, 0)) -> tuple[float, float]:
-    """Bytes, since ``before``: straight to the device, and to host memory."""
+    """Bytes, since ``before``: directly to the device, and to host memory."""
     name = "vllm:kvtier_moved_bytes_total"
-    straight, through = (count(name, src="disk", dst=dst) for dst in ("device", "host"))
-    return straight - before[0], through - before[1]
+    past_host, through = (count(name, src="disk", dst=dst) for dst in ("device", "host"))
+    return past_host - before[0], through - before[1]
 
 
 def count(name: str, **labels: str) -> float:

@@ -108,7 +108,7 @@ def test_kv_comes_from_host_and_after_a_restart_from_disk(kind: str, tmp_path: P
 
 
 @pytest.mark.timeout(900)
-def test_kv_of_several_groups_comes_straight_from_disk(
+def test_kv_of_several_groups_comes_directly_from_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full attention and windows: what each has of a block is in pieces of the same sizes."""
@@ -123,8 +123,8 @@ def test_kv_of_several_groups_comes_straight_from_disk(
     with engine(config, tmp_path / "model", **OPTIONS) as llm:
         before = moved_from_disk()
         assert one_by_one(llm, prompts) == on_device
-        straight, through = moved_from_disk(before)
-        assert straight > 0
+        past_host, through = moved_from_disk(before)
+        assert past_host > 0
         assert through == 0
 
 

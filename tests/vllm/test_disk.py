@@ -154,7 +154,7 @@ def test_full_disk_is_no_reason_to_stop(
 
 
 @pytest.mark.timeout(900)
-def test_kv_comes_straight_from_disk(
+def test_kv_comes_directly_from_disk(
     alone: dict[str, list[tuple[int, Answer]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Past host memory: all of it, or what that has no room for; and what is damaged is found."""
@@ -217,8 +217,8 @@ def test_two_ranks_find_their_shards_after_a_restart(
         before = moved_from_disk()
         assert one_by_one(llm, PROMPTS) == on_device
         assert count("vllm:kvtier_loaded_chunks_total", tier="disk") > 0
-        straight, through = moved_from_disk(before)
-        assert (straight > 0, through > 0) == (direct == "on", direct == "off")
+        past_host, through = moved_from_disk(before)
+        assert (past_host > 0, through > 0) == (direct == "on", direct == "off")
     assert (tmp_path / "rank0" / "data.slab").stat().st_size <= 128 << 20, "half for each"
     assert (tmp_path / "rank1" / "data.slab").exists()
 

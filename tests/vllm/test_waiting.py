@@ -46,29 +46,29 @@ def keys(*numbers: int) -> list[OffloadKey]:
 
 def test_who_had_no_turn_waits_from_then_on_until_it_has() -> None:
     told = Told()
-    told.waiting.came(request("at once", (1, 2)))
-    told.waiting.came(request("later", (1, 2, 3, 4, 5)))
-    told.waiting.goes("at once")
+    told.waiting.on_queued(request("at once", (1, 2)))
+    told.waiting.on_queued(request("later", (1, 2, 3, 4, 5)))
+    told.waiting.on_dequeued("at once")
     told.waiting.end_step()
     assert told.take() == [(keys(2, 4), True)], "a block has two hashes, and the fifth is of none"
     told.waiting.end_step()
     assert told.take() == [], "once"
-    told.waiting.goes("later")
-    told.waiting.goes("later")
+    told.waiting.on_dequeued("later")
+    told.waiting.on_dequeued("later")
     assert told.take() == [(keys(2, 4), False)]
 
 
 def test_a_burst_is_told_of_a_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queued_requests, "MOST_BLOCKS", 3)
     told = Told()
-    told.waiting.came(request("long", range(12)))
+    told.waiting.on_queued(request("long", range(12)))
     for number in range(5):
-        told.waiting.came(request(str(number), (0, number)))
+        told.waiting.on_queued(request(str(number), (0, number)))
     told.waiting.end_step()
     assert told.take() == [(keys(1, 3, 5), True)], "its beginning"
     told.waiting.end_step()
     assert [keys for keys, _ in told.take()] == [keys(0), keys(1), keys(2)]
-    told.waiting.goes("3")
+    told.waiting.on_dequeued("3")
     told.waiting.end_step()
     assert told.take() == [(keys(4), True)]
 
@@ -81,7 +81,7 @@ def test_what_a_waiting_request_will_need_outlasts_a_flood(waits: bool, found: i
     scheduler.manager.on_request_finished(first)
     queue = QueuedRequests(1, 0, scheduler.manager.cache.wait)
     if waits:
-        queue.came(request("waits", (0, 1)))
+        queue.on_queued(request("waits", (0, 1)))
     queue.end_step()
     for at in (2, 4, 6):
         other = scheduler.request(f"other {at}", KEYS[at : at + 2])
@@ -89,5 +89,5 @@ def test_what_a_waiting_request_will_need_outlasts_a_flood(waits: bool, found: i
         scheduler.manager.on_request_finished(other)
     again = scheduler.request("waits", KEYS[:2])
     assert scheduler.look_up(again, KEYS[:2]).count(LookupResult.HIT) == found
-    queue.goes("waits")
+    queue.on_dequeued("waits")
     scheduler.manager.cache.check_invariants()

@@ -158,7 +158,7 @@ class BlockIndex(ABC):
         """
 
     @abstractmethod
-    def set_doubling(self, at_blocks: float) -> None:
+    def set_recompute_slope(self, at_blocks: float) -> None:
         """Set the depth, in blocks, at which a block is worth twice the first one, in proportion.
 
         Applies to all columns where a policy learns; 0: all are worth the same.

@@ -140,7 +140,7 @@ class KeyIndex(BlockIndex):
     # -- requests, where a policy learns -----------------------------------------------------------
 
     @abstractmethod
-    def asked(self, keys: Iterable[bytes], now: float) -> None:
+    def on_request(self, keys: Iterable[bytes], now: float) -> None:
         """Report a request that begins.
 
         To be told once of each, with all of its prompt from the first block on, known or not,
@@ -149,7 +149,7 @@ class KeyIndex(BlockIndex):
 
     @abstractmethod
     def retain(self, keys: Iterable[bytes], said: Said, now: float) -> None:
-        """Somebody says something of a prompt, which is given as to ``asked``.
+        """Somebody says something of a prompt, which is given as to ``on_request``.
 
         ValueError for what nobody can mean.
         """

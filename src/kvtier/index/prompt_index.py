@@ -158,7 +158,7 @@ class PromptIndex(BlockIndex):
         return Inserted(path, placed, num_new)
 
     @abstractmethod
-    def asked(self, namespace: bytes, labels: Sequence[Label], now: float) -> None:
+    def on_request(self, namespace: bytes, labels: Sequence[Label], now: float) -> None:
         """Report a request that begins.
 
         To be told once of each, with all of its prompt, before anything is written for it. labels:

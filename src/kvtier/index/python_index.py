@@ -172,10 +172,10 @@ class PythonIndex(PromptIndex):
 
     # -- what is worth its room -------------------------------------------------------------------
 
-    def asked(self, namespace: bytes, labels: Sequence[Label], now: float) -> None:
+    def on_request(self, namespace: bytes, labels: Sequence[Label], now: float) -> None:
         check_time(now)
         for policy, path, found in self._prompt(namespace, labels):
-            policy.asked(path, found, now)
+            policy.on_request(path, found, now)
 
     def retain(self, namespace: bytes, labels: Sequence[Label], said: Said, now: float) -> None:
         check_time(now)
@@ -210,9 +210,9 @@ class PythonIndex(PromptIndex):
         policy = self._policies[self._position[column]]
         return [blocks[at] for at in policy.admit(names, max(0, num_free), least_chance)]
 
-    def set_doubling(self, at_blocks: float) -> None:
+    def set_recompute_slope(self, at_blocks: float) -> None:
         for policy in self._policies:
-            policy.set_doubling(at_blocks)
+            policy.set_recompute_slope(at_blocks)
 
     def set_room(self, column: AnyColumn, num_blocks: int) -> None:
         self._policies[self._position[column]].set_room(num_blocks)

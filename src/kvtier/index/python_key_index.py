@@ -117,7 +117,7 @@ class PythonKeyIndex(KeyIndex):
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def asked(self, keys: Iterable[bytes], now: float) -> None:
+    def on_request(self, keys: Iterable[bytes], now: float) -> None:
         check_time(now)
 
     def retain(self, keys: Iterable[bytes], said: Said, now: float) -> None:
@@ -132,7 +132,7 @@ class PythonKeyIndex(KeyIndex):
     ) -> list[bytes]:
         return list(keys)
 
-    def set_doubling(self, at_blocks: float) -> None:
+    def set_recompute_slope(self, at_blocks: float) -> None:
         return
 
     def set_room(self, column: AnyColumn, num_blocks: int) -> None:

@@ -44,7 +44,7 @@ class BlockLocation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Blocks that came to a tier, or left it."""
+    """Blocks that entered a tier, or left it."""
 
     keys: list[bytes]
     tier: str
@@ -53,7 +53,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Room in memory for new blocks: their keys, their slots, and the keys that left for them."""
+    """Slots in memory for new blocks: keys and slots of these, and the keys evicted for them."""
 
     keys: list[bytes]
     slots: Sequence[Slot]
@@ -79,12 +79,17 @@ IN_MEMORY[[0, WRITING, State.EVICTING, READY]] = UNKNOWN_KEY, 1, 1, 2
 class KeyedCache:
     """Cache for engines that bring keys. Owned by one thread.
 
-    keys: bytes, the engine's. The fastest tier of ``ladder`` is the memory that the engine copies
-    from and to.
+    Keys are the engine's, as bytes. The engine copies from and to the fastest tier of ``ladder``,
+    which is called memory here.
 
-    namespace: digest of all else that decides on the bytes of a block, b"" while nobody knows it:
-    then nothing is written to storage, and nothing looked for there. clock: the ladder's.
-    knows_storage: whether storage has said all that it has; some of it may be found before.
+    Args:
+        index: blocks by key, shared with ``ladder``.
+        ladder: the tiers.
+        namespace: return the digest of all else that decides on the bytes of a block; b"" while
+            it is unknown. Nothing is written to storage, or looked up there, in that case.
+        clock: the ladder's.
+        knows_storage: return whether storage has said all that it has. Some of it may be found
+            before.
     """
 
     def __init__(
@@ -107,7 +112,7 @@ class KeyedCache:
         self._came_from = np.zeros(num_slots, np.int8)  # by slot: which of the tiers
         self._copies = EngineCopies(index, ladder)
         self._lookup = KeyedLookup(index, ladder, namespace, knows_storage)
-        self.straight = DirectReads(index, ladder, self._storage_of)
+        self.direct_reads = DirectReads(index, ladder, self._storage_of)
         self._changes: list[Change] = []
         ladder.transfers.on_change = self._note
 
@@ -207,7 +212,7 @@ class KeyedCache:
         return self._lookup.adopt(keys, stops_at_gap)
 
     def _is_doubted(self, block: BlockId) -> bool:
-        """Whether what memory has of the block, or is about to, is not to be used."""
+        """Whether the copy of a block in memory, or on its way there, must not be used."""
         if not self._lost and not self._copies.doubted:
             return False
         return block in self._copies.doubted or (block, self.memory) in self._lost
@@ -219,9 +224,9 @@ class KeyedCache:
         return None
 
     def sources(self, keys: Sequence[bytes]) -> list[str]:
-        """The tier that each would come from now.
+        """Return the tier that each block would be read from now. Changes nothing.
 
-        Memory, too, where it is on its way there, or nowhere.
+        It is memory for a block that is on its way there, and for one that is nowhere.
         """
         _, states = self._index.find_all(keys)
         by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
@@ -230,7 +235,7 @@ class KeyedCache:
         return [self._tiers[tier] for tier in is_there.argmax(axis=1).tolist()]
 
     def origins(self, keys: Sequence[bytes]) -> list[str]:
-        """The tiers that blocks in memory came from: storage, until they were used once."""
+        """Return the tiers that blocks in memory came from: storage, until they were used once."""
         slots = self._index.slots(self._known(keys), self.memory)
         return [self._tiers[tier] for tier in self._came_from[slots].tolist()]
 
@@ -239,34 +244,37 @@ class KeyedCache:
         """Whether a policy wants to hear of requests."""
         return bool(self._index.learning)
 
-    def asked(self, keys: Iterable[bytes]) -> None:
-        """Report a request that begins.
+    def on_request(self, keys: Iterable[bytes]) -> None:
+        """Report a request that begins, to policies that learn.
 
-        To be told once of each, with all blocks of its prompt, in its order, before anything is
+        keys: all blocks of its prompt, in its order. Call it once per request, before anything is
         reserved for it.
         """
-        self._index.asked(keys, self._clock())
+        self._index.on_request(keys, self._clock())
 
     def continues(self, keys: Iterable[bytes], before: bytes) -> None:
-        """Blocks of its answer come behind ``before``; see ``KeyIndex.continues``."""
+        """Place blocks of an answer behind ``before``; see ``KeyIndex.continues``."""
         self._index.continues(keys, before)
 
     def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> None:
-        """Somebody knows something of a prompt, of all blocks from its first one on.
+        """Take a hint on a prompt into account, from now on.
 
-        It counts from now on. block_size: tokens in each.
+        keys: all blocks of the prompt. block_size: tokens per block.
         """
         now = self._clock()
         for said in hint.said(block_size, now):
             self._index.retain(keys, said, now)
 
     def wait(self, keys: Collection[bytes], is_waiting: bool) -> None:
-        """The request of this prompt begins to wait for its turn, or waits no more, in pairs."""
+        """Note that the request of a prompt begins to wait for its turn, or waits no more.
+
+        Calls come in pairs.
+        """
         now = self._clock()
         self._index.retain(keys, waits(is_waiting, now), now)
 
     def touch(self, keys: Collection[bytes]) -> None:
-        """They were used just now, in prompt order: the first ones leave last."""
+        """Note a use of blocks, in prompt order. The first ones are evicted last."""
         blocks, _ = self._index.find_all(list(keys))
         self._use([block for block in blocks if block is not None])
 
@@ -282,11 +290,10 @@ class KeyedCache:
     # -- between the engine's device and memory ----------------------------------------------------
 
     def reserve(self, keys: Collection[bytes]) -> Reserved | None:
-        """Room in memory for those of ``keys`` that are not there, and are worth it.
+        """Reserve slots for those of ``keys`` that memory has not, and that are worth the room.
 
-        None where there is too little.
-
-        They count as used now, and the first ones leave last.
+        They count as used, and the first ones are evicted last. Returns None if there is too little
+        room.
         """
         new: Sequence[bytes]
         new, ready = self._missing(keys)
@@ -307,12 +314,12 @@ class KeyedCache:
         self.ladder.transient_blocks.note(blocks, [block for key, block in named if key in passing])
         self._use(blocks)
         self._came_from[slots] = 0
-        self.ladder.reuse_sampler.came(new, blocks)
+        self.ladder.reuse_sampler.on_admit(new, blocks)
         left = [key for each in self._changes[num_changes:] for key in each.keys]
         return Reserved(new, slots, left)
 
     def _missing(self, keys: Iterable[bytes]) -> tuple[list[bytes], list[BlockId]]:
-        """Those of ``keys`` that memory has not, and the blocks that it has ready."""
+        """Return those of ``keys`` that memory has not, and the blocks that it has ready."""
         asked = list(dict.fromkeys(keys))
         blocks, states = self._index.find_all(asked)
         in_memory = states[:: len(self._tiers)]
@@ -321,10 +328,11 @@ class KeyedCache:
         return new, [block for block, state in there if state == READY and block is not None]
 
     def commit(self, keys: Sequence[bytes], depths: Sequence[int], to_storage: bool = True) -> None:
-        """The engine has copied blocks into their slots; they go on to storage when it has time.
+        """Note that the engine has copied blocks into their slots, and queue their writes to storage.
 
-        keys: in prompt order. depths: place of each in its prompt. A block that was doubted
-        meanwhile is not there; one that was cleared is passed over.
+        A block that was distrusted meanwhile is given up. One that was cleared is skipped.
+
+        keys: in prompt order. depths: position of each block in its prompt.
         """
         blocks, _ = self._index.find_all(keys)
         kept = self._copies.commit(blocks, depths, self._clock())
@@ -333,37 +341,37 @@ class KeyedCache:
             self._archive(kept)
 
     def _archive(self, blocks: Sequence[BlockId]) -> None:
-        """They go on to storage, as soon as it is known what they are called there."""
+        """Queue writes to storage. They wait until the namespace is known."""
         self.ladder.write_queues.is_open = bool(self._namespace())
         self.ladder.storage_writer.enqueue(blocks)
 
     def abort(self, keys: Iterable[bytes]) -> None:
-        """Blocks were not copied into their slots."""
+        """Give up blocks that were not copied into their slots."""
         blocks, _ = self._index.find_all(list(keys))
         self._copies.abort(blocks)
 
     def hold(self, keys: Sequence[bytes]) -> Sequence[Slot]:
-        """Slots of blocks in memory, to be copied from. They stay until ``release``."""
+        """Return the slots of blocks in memory, to copy from. They are held until ``release``."""
         return self._copies.hold(self._known(keys))
 
     def release(self, keys: Collection[bytes]) -> None:
-        """The copies from them have ended. Blocks that were cleared meanwhile are passed over."""
+        """Release blocks whose copies have ended. Blocks that were cleared meanwhile are skipped."""
         blocks, _ = self._index.find_all(list(keys))
         self._came_from[self._copies.release(blocks)] = 0
         self.ladder.transfers.drop_lost()
 
     def distrust(self, slots: Collection[Slot]) -> None:
-        """A copy of the engine's from or to these slots went wrong: their blocks are not there."""
+        """Give up the blocks in slots for which a copy of the engine's went wrong."""
         self._copies.distrust(slots)
 
     # -- between memory and storage ----------------------------------------------------------------
 
     def promote(self, keys: Sequence[bytes], beside: Sequence[bytes] = ()) -> int:
-        """Bring blocks from storage into memory.
+        """Begin to read blocks from storage into memory.
 
-        Fewer of the first ones where there is no room for all. Returns how many.
+        If there is no room for all, the first ones are read. Returns how many.
 
-        beside: blocks of the same prompt that are in memory; they don't leave for these.
+        beside: blocks of the same prompt that are in memory; they are not evicted for these.
         """
         kept = self._ready(beside)
         self._index.lease(kept, self.memory)
@@ -372,7 +380,7 @@ class KeyedCache:
         return num
 
     def _ready(self, keys: Sequence[bytes]) -> list[BlockId]:
-        """Return the keys whose blocks are ready in memory."""
+        """Return the blocks that are ready in memory."""
         return [block for block, states in self._found(keys) if states[0] is READY]
 
     def _promote(self, keys: Sequence[bytes]) -> int:
@@ -384,14 +392,14 @@ class KeyedCache:
                 if storage is not None:
                     wanted.setdefault(storage, []).append(block)
         for storage, blocks in wanted.items():
-            self.ladder.reuse_sampler.came(self._index.keys(blocks), blocks)
+            self.ladder.reuse_sampler.on_admit(self._index.keys(blocks), blocks)
             for _, begun in self.ladder.loads.promote(blocks, storage):
                 slots = self._index.slots(begun, self.memory)
                 self._came_from[slots] = self._tiers.index(storage)
         return num
 
     def _found(self, keys: Sequence[bytes]) -> Iterator[tuple[BlockId, tuple[State, ...]]]:
-        """The blocks of those that are known, and where they stand."""
+        """Yield the blocks that the index knows, with their state in each tier."""
         blocks, states = self._index.find_all(keys)
         num = len(self._tiers)
         for at, block in enumerate(blocks):
@@ -417,19 +425,18 @@ class KeyedCache:
         self.ladder.poll()
 
     def clear(self) -> None:
-        """Forget everything, in storage as well, held or reserved blocks, too.
+        """Forget all blocks, also in storage, and also held and reserved ones.
 
-        Whoever empties a cache waits for its own copies, and never tells of their end. What is on
-        its way between tiers arrives nowhere.
+        The engine waits for its own copies first, and does not report their end. Blocks on their
+        way between tiers arrive nowhere.
         """
         self._copies.clear()
         self.ladder.clear()
 
     def end_copies(self) -> None:
-        """End the engine's own copies, and keep all blocks.
+        """End the engine's own copies, and keep all blocks but those that were being stored.
 
-        Blocks that were being stored are given up. The engine waits for its copies, and never tells
-        of their end.
+        The engine waits for its copies first, and does not report their end.
         """
         self._copies.clear()
 

@@ -9,11 +9,11 @@ from kvtier.ladder import Ladder
 from kvtier.types import BlockId, Direct, Slot
 
 StorageOf = Callable[[BlockId, Sequence[State]], str | None]
-"""The storage that a block would be read from, by where it stands."""
+"""Return the storage that a block would be read from, by its state in each tier."""
 
 
 class DirectReads:
-    """By the engine's keys; whether, and how, is the ladder's business."""
+    """Reads by the engine's keys. The ladder decides whether a block is read directly."""
 
     def __init__(self, index: KeyIndex, ladder: Ladder, storage_of: StorageOf) -> None:
         self._index = index
@@ -38,12 +38,12 @@ class DirectReads:
         return None if found is None else self._storage_of(*found)
 
     def read(self, keys: Sequence[bytes], places: Sequence[int]) -> list[str]:
-        """Begin to read blocks that are in storage.
+        """Begin to read blocks from storage into the engine's pages.
 
-        Their pages are the engine's, and nobody else's until the reads have ended; whether all has
-        arrived it hears from those who read.
+        Nobody else uses the pages until the reads have ended. Their outcome is reported by the ranks
+        that read.
 
-        places: of each, where it goes to. Returns the storage that each comes from.
+        places: destination of each block. Returns the storage that each block comes from.
         """
         sources = [self._source(key) for key in keys]
         for storage in dict.fromkeys(sources):

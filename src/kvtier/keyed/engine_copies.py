@@ -1,4 +1,4 @@
-"""The copies that an engine makes itself, between its device and memory: no transfer tells of them.
+"""Copies that an engine makes itself between its device and memory. No transfer reports them.
 
 reserve --> the engine copies to memory --> commit, or abort
 hold --> the engine copies from memory --> release
@@ -18,11 +18,10 @@ from kvtier.types import BlockId, Slot
 class EngineCopies:
     """Copies that an engine makes between the device and the ladder's fastest tier.
 
-    One thread calls.
+    Owned by one thread.
 
-    A block that is reserved is being written there, once; one that is held is ready there, and
-    leased once for each who holds it. An engine that lost count, for the cache was emptied
-    meanwhile, may end copies that are none: they are passed over.
+    A reserved block is being written, by one copy. A held block is ready, and leased once per hold.
+    After the cache was emptied an engine may end copies that are no longer known; they are skipped.
     """
 
     def __init__(self, index: KeyIndex, ladder: Ladder) -> None:
@@ -37,13 +36,13 @@ class EngineCopies:
 
     @property
     def doubted(self) -> Collection[BlockId]:
-        """Reserved blocks whose copy went wrong: nobody has told of its end yet."""
+        """Reserved blocks whose copy went wrong, until its end is reported."""
         return self._doubted
 
     # -- to memory ---------------------------------------------------------------------------------
 
     def reserve(self, blocks: Sequence[BlockId], slots: Sequence[Slot]) -> None:
-        """The engine is about to copy blocks that memory has not into slots that are theirs."""
+        """Note that the engine is about to copy new blocks into ``slots``."""
         self._index.begin_write_all(blocks, self._memory, slots)
         self._by_slot.update(zip(slots, blocks, strict=True))
         self._reserved.update(blocks)
@@ -51,10 +50,10 @@ class EngineCopies:
     def commit(
         self, blocks: Sequence[BlockId | None], depths: Sequence[int], now: float
     ) -> list[BlockId]:
-        """Copies to blocks, in prompt order, have ended.
+        """Note that copies to blocks, in prompt order, have ended.
 
-        Returns those that are in memory now; the doubted ones are not. depths: place of each in its
-        prompt.
+        Returns the blocks that are in memory now; doubted ones are not. depths: position of each
+        block in its prompt.
         """
         depth_of = {
             block: depth
@@ -69,14 +68,14 @@ class EngineCopies:
         return kept
 
     def abort(self, blocks: Iterable[BlockId | None]) -> None:
-        """Blocks were not copied into their slots, and give them back."""
+        """Give up blocks that were not copied into their slots, and free the slots."""
         mine = [block for block in blocks if block is not None and block in self._reserved]
         self._end(mine)
         self._doubted.difference_update(mine)
         self._ladder.eviction.give_back(self._index.abort_all(mine, self._memory))
 
     def _end(self, blocks: Sequence[BlockId]) -> None:
-        """The engine copies nothing to these any more: whoever watched them is told."""
+        """Forget copies that have ended, and tell their waiters."""
         for slot in self._index.slots(blocks, self._memory):
             del self._by_slot[slot]
         self._reserved.difference_update(blocks)
@@ -95,7 +94,7 @@ class EngineCopies:
     # -- from memory -------------------------------------------------------------------------------
 
     def hold(self, blocks: Sequence[BlockId]) -> Sequence[Slot]:
-        """Slots of blocks in memory, to be copied from. They stay until ``release``."""
+        """Return the slots of blocks in memory, to copy from. They are held until ``release``."""
         self._index.lease(blocks, self._memory)
         self._held.update(blocks)
         slots = self._index.slots(blocks, self._memory)
@@ -103,7 +102,7 @@ class EngineCopies:
         return slots
 
     def release(self, blocks: Iterable[BlockId | None]) -> Sequence[Slot]:
-        """Copies from blocks have ended. Returns the slots of those that were held."""
+        """Release blocks whose copies have ended. Return the slots of those that were held."""
         mine = [block for block in blocks if block is not None and self._held[block]]
         slots = self._index.slots(mine, self._memory)
         self._index.release(mine, self._memory)
@@ -118,7 +117,7 @@ class EngineCopies:
     # -- of both kinds -----------------------------------------------------------------------------
 
     def distrust(self, slots: Iterable[Slot]) -> None:
-        """A copy from or to these slots went wrong: what is in them is not to be used."""
+        """Give up the blocks in slots for which a copy went wrong."""
         for slot in slots:
             block = self._by_slot.get(slot)
             if block in self._reserved:
@@ -127,7 +126,7 @@ class EngineCopies:
                 self._ladder.transfers.lose([block], self._memory)
 
     def clear(self) -> None:
-        """None of them goes on, and nobody will tell of their end."""
+        """End all copies. Their end is not reported later."""
         self.release(list(self._held.elements()))
         self.abort(list(self._reserved))
 

@@ -184,7 +184,7 @@ def end_without_room(found: FoundBlocks, end: int) -> int:
 
 
 def reads_directly(how: Direct, *, lacks_room: bool, was_read: bool) -> bool:
-    """Whether a block is read from storage straight to the device.
+    """Whether a block is read from storage directly to the device.
 
     It is tried once per request: ``was_read`` says that it was, and did not arrive. lacks_room:
     memory has none for it.

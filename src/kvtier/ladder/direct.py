@@ -12,11 +12,10 @@ from kvtier.types import BlockId, Direct, Slot
 
 
 class DirectLoads:
-    """Reads from storage to memory of the engine's, past every tier.
+    """Reads from storage into the engine's own memory, past every tier.
 
-    The rule is that of every load: always, or where the memory on the way is short of room.
-
-    No tier has what has arrived there. Until it has, or has not, the blocks stay in storage.
+    As with every load, storage is read directly always, or if the memory on the way is short of
+    room. The blocks stay in storage until the read has ended. No tier has what has arrived.
     """
 
     def __init__(self, topology: Topology, mover: Mover, loads: Loads) -> None:
@@ -32,7 +31,7 @@ class DirectLoads:
         return is_above and (topology.direct | at_need).issuperset(topology.storages)
 
     def how(self, storage: str) -> Direct:
-        """Whether blocks come straight from there now: not while reads hang."""
+        """Return whether blocks are read directly from there now: not while reads hang."""
         device = self._topology.device
         if device is None or not self._mover.accepts((storage, device)):
             return Direct.OFF
@@ -41,6 +40,6 @@ class DirectLoads:
         return Direct.AUTO if storage in self._topology.direct_at_need else Direct.OFF
 
     def read(self, blocks: Sequence[BlockId], storage: str, places: Sequence[Slot]) -> None:
-        """Begin to read blocks that storage has. places: where they go to, as the mover knows."""
+        """Begin to read blocks from storage. places: their destinations, as the mover knows them."""
         assert self._topology.device is not None, "no engine has memory above the tiers"
         self._loads.load_direct(Copy(storage, self._topology.device, blocks), places)

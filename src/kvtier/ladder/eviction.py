@@ -129,7 +129,7 @@ class Eviction:
         if tier == self._topology.staging:
             num_blocks -= self._transient_blocks.make(num_blocks)
         leaving = self._index.evict(tier, max(0, num_blocks))
-        self._reuse_sampler.left(leaving, tier)
+        self._reuse_sampler.on_evict(leaving, tier)
         slots = self._leave(leaving, tier)
         self._topology.rooms[tier].free(slots)
         if slots:
@@ -186,7 +186,7 @@ class Eviction:
         if self._transfers.on_change is not None:
             self._transfers.on_change(tier, leaving, True)
         if tier == self._topology.staging:
-            self._transient_blocks.left(leaving)
+            self._transient_blocks.on_evict(leaving)
         if leaving and tier in self._topology.storages and (for_good or not self._evicts(tier)):
             keys = keys_of(self._index.names(leaving))
             self._mover.drop(tier, keys, for_good)

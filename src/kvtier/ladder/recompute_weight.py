@@ -6,13 +6,14 @@ from kvtier.index import BlockIndex
 from kvtier.plan import CostModel, PrefillCost
 
 CHANGED = 1.25
-"""Policies are told again when what they were told is off by as much."""
+"""Factor of change from which on policies are told again."""
 
 
 class RecomputeWeight:
-    """Tells the policies of ``index`` what the planner has measured of prefill.
+    """Tells the policies of ``index`` how the cost of recomputing a block grows with its depth.
 
-    Until then, and where attention costs nothing that could be seen, all blocks are worth the same.
+    The planner measures that. Until it has, and if the cost does not grow, all blocks are worth the
+    same.
 
     block_size: tokens of a block.
     """
@@ -25,10 +26,7 @@ class RecomputeWeight:
         self._told = 0.0
 
     def look(self) -> None:
-        """Tell of what has changed.
-
-        Constant time, and next to none where nothing was measured since.
-        """
+        """Tell the policies if the measured cost has changed. Constant time."""
         cost = self._costs.recent_prefill
         if cost is None or cost is self._seen:
             return
@@ -37,4 +35,4 @@ class RecomputeWeight:
         if self._told / CHANGED <= at_blocks <= self._told * CHANGED:
             return
         self._told = at_blocks
-        self._index.set_doubling(at_blocks)
+        self._index.set_recompute_slope(at_blocks)

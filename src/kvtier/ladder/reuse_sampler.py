@@ -1,4 +1,4 @@
-"""Evicted blocks that are wanted again: which tier should have kept them, and for how long."""
+"""Sample of evicted blocks that are requested again, by tier, and the time until they are."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ four times the sampled capacity has been evicted."""
 
 
 class ReuseSampler:
-    """A sample of blocks, by a hash of what names them: a block is in it every time, or never.
+    """Samples blocks by a hash of their names: a block is in the sample every time, or never.
 
-    It begins with all of them, and each time there are too many it becomes half as large. A block
-    of the sample stands for ``weight`` blocks, a power of two. What names a block is the
-    engine's key, or its own tokens where there is none: those that are alike count as one.
+    The sample begins with all blocks, and is halved each time there are too many. A block of the
+    sample stands for ``weight`` blocks, a power of two. The name of a block is the engine's key, or
+    the block's tokens if there is no key: blocks of equal tokens count as one.
 
-    Costs a test per block that was computed, loaded or evicted, 0.1 to 0.3 microseconds, and
-    nothing for one that is only looked up; two megabytes at most.
+    Cost: 0.1 to 0.3 microseconds per block that is computed, loaded or evicted, nothing for a
+    look-up; at most two megabytes.
     """
 
     def __init__(self, index: BlockIndex, metrics: Metrics, clock: Callable[[], float]) -> None:
@@ -37,14 +37,11 @@ class ReuseSampler:
 
     @property
     def weight(self) -> int:
-        """For how many blocks one of the sample stands."""
+        """Number of blocks that one of the sample stands for."""
         return self._mask + 1
 
-    def came(self, names: Sequence[bytes], blocks: Sequence[BlockId]) -> None:
-        """A request wanted blocks that were not where it needed them.
-
-        They were computed, or are being loaded.
-        """
+    def on_admit(self, names: Sequence[bytes], blocks: Sequence[BlockId]) -> None:
+        """Note blocks that a request needed, and that are now computed or loaded for it."""
         mask = self._mask
         chosen = [(at, mark) for at, mark in enumerate(map(hash, names)) if not mark & mask]
         for at, mark in chosen:
@@ -66,8 +63,8 @@ class ReuseSampler:
             for age_s in ages_s:
                 self._metrics.observe("kvtier_return_seconds", age_s, tier=tier)
 
-    def left(self, blocks: Sequence[BlockId], tier: str) -> None:
-        """They are leaving ``tier`` for others."""
+    def on_evict(self, blocks: Sequence[BlockId], tier: str) -> None:
+        """Note blocks that are evicted from ``tier``."""
         marks, now = self._marks, self._clock()
         chosen = [block for block in blocks if block in marks]
         for block in chosen:
@@ -98,6 +95,6 @@ class ReuseSampler:
         self._gone = OrderedDict(kept)
 
     def forget(self) -> None:
-        """Everything was cleared: what comes next returns from nowhere."""
+        """Forget all blocks, after the tiers were cleared."""
         self._marks.clear()
         self._gone.clear()

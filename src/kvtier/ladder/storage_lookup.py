@@ -28,9 +28,9 @@ from kvtier.types import BlockId, BlockKey, Label, Slot, keys_of
 
 THERE, ABSENT, _, FAILED = Outcome
 ABSENT_S = 5.0
-"""So long storage that takes its time is not asked again for what it had not."""
+"""Time in seconds for which slow storage is not asked again for a block that it had not."""
 MOST_ABSENT = 4096
-"""Prompts of which that is remembered."""
+"""Most prompts of which that is remembered."""
 
 _Name = tuple[str, BlockKey]
 
@@ -39,7 +39,8 @@ _Name = tuple[str, BlockKey]
 class PendingLookup:
     """A look-up in storage that is in flight.
 
-    began_s: when it was asked. is_over: it was answered, or is late: time for another look.
+    began_s: when it began. is_over: whether it was answered, or is late. Then the prompt is looked
+    up again.
     """
 
     question: Lookup
@@ -52,9 +53,9 @@ class PendingLookup:
 class LookupPatience:
     """Limit of a request's wait for a look-up.
 
-    limit_s: at most; storage that takes longer is late. costs: measured; an answer that takes as
-    long as computing is not waited for. block_size: tokens of a block; 0 where computing is not
-    weighed.
+    limit_s: the longest wait; storage that takes longer is late. costs: measured costs; a request
+    does not wait for an answer for as long as computing would take. block_size: tokens per block; 0
+    if computing is not weighed.
     """
 
     limit_s: float
@@ -68,10 +69,10 @@ class LookupPatience:
 
 
 class StorageLookup:
-    """Asks storage for the keys that the index does not know, and takes in what it has.
+    """Looks up keys in storage that the index does not know, and adopts the blocks that it has.
 
-    Where a look-up takes its time, the answer is for those that wait for it, and for the next
-    request that begins alike.
+    An answer that takes its time is for requests that wait for it, and for the next one that begins
+    alike.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class StorageLookup:
         return waits
 
     def _ask(self, question: Lookup) -> PendingLookup | None:
-        """None where nobody should wait for an answer."""
+        """Begin a look-up, or join the one in flight. None if nobody should wait for its answer."""
         name = (question.storage, question.name)
         if self._is_absent(name):
             return None
@@ -183,7 +184,7 @@ class StorageLookup:
         return name in self._absent and self._absent[name] > self._clock()
 
     def _begin(self, question: Lookup, before: PendingLookup | None = None) -> PendingLookup:
-        """before: what this goes on with."""
+        """Begin a look-up. before: the look-up that this one continues."""
         job = self._mover.find(question.storage, question.keys)
         asked = before or PendingLookup(question, job)
         asked.question, asked.job = question, job
@@ -203,7 +204,7 @@ class StorageLookup:
         return True
 
     def hear(self) -> None:
-        """Take in what storage has answered by now; so does every ``Ladder.poll``."""
+        """Take in the answers that have come by now. ``Ladder.poll`` calls it, too."""
         for asked in list(self._asked.values()):
             self._hear(asked)
 
@@ -219,7 +220,7 @@ class StorageLookup:
         self._give_up(asked)
 
     def _take_in(self, asked: PendingLookup) -> Lookup | None:
-        """An answer is there. The next question, if there is one."""
+        """Take in an answer. Return the next look-up of the prompt, if there is one."""
         question, job = asked.question, asked.job
         del self._asked[question.storage, question.name]
         adopt = partial(self._adopt, question.storage)
@@ -231,7 +232,7 @@ class StorageLookup:
         return more
 
     def _note_answer(self, question: Lookup, job: FindJob, is_last: bool) -> None:
-        """Storage has said what it has; behind that it has nothing for now."""
+        """Measure an answer, and remember the first block that storage had not."""
         storage = question.storage
         self._metrics.observe("kvtier_lookup_seconds", job.seconds, tier=storage)
         if len(question.keys) <= FIRST_KEYS:
@@ -253,7 +254,7 @@ class StorageLookup:
         return any(self._index.state(block, name) is not State.ABSENT for name in tiers)
 
     def forget(self) -> None:
-        """Nobody wants to hear what was asked until now."""
+        """Forget the look-ups in flight: their answers are not adopted."""
         for asked in self._asked.values():
             asked.is_over = True
         self._asked.clear()
@@ -296,10 +297,7 @@ class StorageLookup:
     # -- what was found ---------------------------------------------------------------------------
 
     def _adopt(self, storage: str, blocks: Sequence[BlockId]) -> int:
-        """Blocks were found: they are in ``storage`` from now on, as far as there is room for them.
-
-        Returns how many.
-        """
+        """Note that ``storage`` has blocks, as far as there is room. Return how many."""
         states = self._index.states_of(blocks, storage)
         new = blocks
         if states.count(State.ABSENT) < len(states):
@@ -312,9 +310,9 @@ class StorageLookup:
         return len(slots)
 
     def _leave(self, storage: str, blocks: Sequence[BlockId]) -> None:
-        """There is no room for blocks that were found.
+        """Drop blocks without room from storage.
 
-        Storage forgets them, and so does the index, by a write that does not come about.
+        The index forgets them by a write that is begun and aborted.
         """
         if blocks:
             self._mover.drop(storage, keys_of(self._index.names(blocks)))

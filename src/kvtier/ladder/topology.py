@@ -12,12 +12,12 @@ from kvtier.types import Direct
 class Topology:
     """Memories, fastest first, and storage tiers beside each other below the slowest of them.
 
-    Storage is read into ``staging``, the slowest memory, and written from there. Some may be read
-    straight into the fastest one: always (``direct``), or where ``staging`` is short of room.
+    Storage is read into ``staging``, the slowest memory, and written from there. Some storage may
+    be read directly into the fastest one: always (``direct``), or if ``staging`` is short of room.
 
     rooms: of all tiers, the memories first. storages: those of them that are storage, as they are
     now. device: memory of an engine's above the fastest tier, which is then what storage may be
-    read straight into; no tier has what is there.
+    read directly into; no tier has what is there.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class Topology:
 
     @property
     def direct(self) -> frozenset[str]:
-        """Storage that is read straight, whatever a request waits for."""
+        """Storage that is always read directly."""
         return self._those(Direct.ON)
 
     @property
     def direct_at_need(self) -> frozenset[str]:
-        """Storage that is read straight where ``staging`` is short of room."""
+        """Storage that is read directly if ``staging`` is short of room."""
         return self._those(Direct.AUTO)
 
     def _those(self, how: Direct) -> frozenset[str]:

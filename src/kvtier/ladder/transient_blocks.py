@@ -1,4 +1,4 @@
-"""Blocks that are in memory on their way only: they leave first, when they have passed on."""
+"""Transient blocks: in host memory only while they pass between device and storage."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class TransientBlocks:
         self._passed: dict[BlockId, None] = {}  # in the order in which they leave
 
     def note(self, blocks: Collection[BlockId], passing: Collection[BlockId]) -> None:
-        """``blocks`` come to memory; those of them that are ``passing`` are not to stay."""
-        self.left(blocks)
+        """Note blocks that enter memory. Those in ``passing`` are transient."""
+        self.on_evict(blocks)
         self._passing.update(passing)
 
-    def left(self, blocks: Collection[BlockId]) -> None:
-        """Blocks have left memory for others."""
+    def on_evict(self, blocks: Collection[BlockId]) -> None:
+        """Forget blocks that are evicted from memory."""
         if self._passing:
             self._passing.difference_update(blocks)
         if self._passed:
@@ -45,9 +45,9 @@ class TransientBlocks:
                 del self._passed[block]
 
     def passed(self, blocks: Sequence[BlockId]) -> None:
-        """A copy from memory has ended.
+        """Note that a copy of blocks from memory has ended.
 
-        Those that were to pass may leave, unless some storage is to have them still.
+        Transient ones may be evicted then, unless they wait for another write to storage.
         """
         if self._passing.isdisjoint(blocks):
             return
@@ -57,9 +57,9 @@ class TransientBlocks:
         self._passed.update(dict.fromkeys(reversed(over)))
 
     def make(self, num_blocks: int) -> int:
-        """Up to so many of those that have passed leave, but for those that somebody holds.
+        """Evict up to ``num_blocks`` transient blocks that have passed on and are not held.
 
-        Returns how many.
+        Returns how many were evicted.
         """
         gone: list[BlockId] = []
         while self._passed and len(gone) < num_blocks:

@@ -17,9 +17,9 @@ MOVING_SHARE = 4
 """One in this many source slots may be in a write to storage, since it cannot be evicted meanwhile.
 Writes from the device tier are also limited by the ring of host memory."""
 
-LONGEST_LINE = 1 << 16
-"""Blocks that wait for a write. Where storage is that far behind it will not catch up soon, and
-what has waited longest is not written: its next use offers it again."""
+LONGEST_QUEUE = 1 << 16
+"""Most blocks in the queue. Storage that is this far behind will not catch up soon. So the blocks
+that have waited longest are dropped; their next use queues them again."""
 
 
 LEAST_CHANCE = 0.125
@@ -31,13 +31,13 @@ is spent freely, since unspent budget has no use."""
 
 
 class WriteQueue:
-    """The queue in front of one storage tier.
+    """Queue of blocks to be written to one storage tier.
 
-    Blocks that wait in it hold nothing: one that leaves memory before its turn is not written, and
-    counted.
+    A queued block may be evicted from memory. It is not written then, and counted.
 
-    storage: the tier; blocks are written to it from the staging memory of ``topology``.
-    block_bytes: what a write of one costs of ``budget``. after_uses: when a block is worth a write.
+    storage: the tier. Blocks are written to it from the staging memory of ``topology``.
+    block_bytes: what a write of a block costs of ``budget``. after_uses: number of uses from which
+    on a block is worth a write.
     """
 
     def __init__(
@@ -59,21 +59,23 @@ class WriteQueue:
         self._block_bytes = block_bytes
         self._after_uses = after_uses
         self._budget = budget
-        self._most_moving = ring_blocks(block_bytes) if topology.staging == DEVICE else LONGEST_LINE
-        self._line: deque[BlockId] = deque()  # in the order in which they came
+        self._most_moving = (
+            ring_blocks(block_bytes) if topology.staging == DEVICE else LONGEST_QUEUE
+        )
+        self._queue: deque[BlockId] = deque()  # in the order in which they came
         self._waiting: set[BlockId] = set()  # the same
         self._num_moving = 0
 
     def __len__(self) -> int:
         """Blocks that wait for their turn."""
-        return len(self._line)
+        return len(self._queue)
 
     def __contains__(self, block: BlockId) -> bool:
         """Whether it waits for its turn."""
         return block in self._waiting
 
     def offer(self, blocks: Sequence[BlockId]) -> None:
-        """Blocks that are in memory, perhaps: those of them that are worth a write wait for it."""
+        """Queue those of ``blocks`` that are in memory and worth a write."""
         below = self._index.states_of(blocks, self.storage)
         if not has(below, State.ABSENT):
             return
@@ -85,22 +87,22 @@ class WriteQueue:
             for block, state, num_uses in zip(absent, above, uses, strict=True)
             if state is State.READY and num_uses >= self._after_uses and block not in self._waiting
         ]
-        self._line += new
+        self._queue += new
         self._waiting.update(new)
         # No longer than the memory: of a longer one, as many have left it already.
-        too_many = len(self._line) - min(LONGEST_LINE, self._room.num_open)
+        too_many = len(self._queue) - min(LONGEST_QUEUE, self._room.num_open)
         if too_many > 0:
             self._count(len(self._first(too_many)))
 
     def take(self, most: int) -> list[BlockId]:
-        """The next blocks to be written, up to ``most``, in the order in which they came.
+        """Take up to ``most`` blocks out of the queue, in the order in which they came.
 
-        Tell of those that are by ``began``.
+        ``began`` is to be told how many of them are being written.
         """
         share = min(max(1, self._room.num_open // MOVING_SHARE), self._most_moving)
         room = min(most, share - self._num_moving)
         taken: list[BlockId] = []
-        while self._line and len(taken) < room:
+        while self._queue and len(taken) < room:
             some = self._first(room - len(taken))
             taken += self._storable(some)
         if taken and not self._budget.allows:
@@ -109,7 +111,7 @@ class WriteQueue:
         return taken
 
     def began(self, num_blocks: int) -> None:
-        """So many of those that were taken are being written, until ``ended``."""
+        """Note that so many of the blocks taken are being written, until ``ended``."""
         self._num_moving += num_blocks
         self._budget.spend(num_blocks * self._block_bytes)
 
@@ -122,23 +124,23 @@ class WriteQueue:
         return float(LEAST_CHANCE**plenty) if is_full or plenty < 1.0 else 0.0
 
     def ended(self, num_blocks: int) -> None:
-        """So many are not on their way any more, written or not."""
+        """Note that so many writes have ended, well or not."""
         self._num_moving -= num_blocks
         assert self._num_moving >= 0, "more writes have ended than were begun"
 
     def clear(self) -> None:
-        """Nothing is to be written any more."""
-        self._line.clear()
+        """Empty the queue."""
+        self._queue.clear()
         self._waiting.clear()
 
     def _first(self, num: int) -> list[BlockId]:
-        """Those in front leave the line."""
-        some = [self._line.popleft() for _ in range(min(num, len(self._line)))]
+        """Take the first blocks out of the queue."""
+        some = [self._queue.popleft() for _ in range(min(num, len(self._queue)))]
         self._waiting.difference_update(some)
         return some
 
     def _storable(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        """Those of ``blocks`` that are in memory still, and not in storage yet."""
+        """Return those of ``blocks`` that are still in memory, and not yet in storage."""
         here = self._index.states_of(blocks, self._source)
         there = self._index.states_of(blocks, self.storage)
         self._count(len(blocks) - here.count(State.READY))

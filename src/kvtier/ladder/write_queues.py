@@ -62,7 +62,7 @@ class WriteQueues:
             queue.offer(blocks)
 
     def ended(self, tier: str, num_blocks: int) -> None:
-        """So many are not on their way to a tier any more, written or not."""
+        """Note that so many writes to a tier have ended, well or not."""
         self._queues[tier].ended(num_blocks)
 
     def least_chance(self, tier: str, is_full: bool) -> float:
@@ -76,7 +76,7 @@ class WriteQueues:
             for name, queue in self._queues.items()
         )
 
-    def are_in_line(self, blocks: Sequence[BlockId | None]) -> list[bool]:
+    def are_queued(self, blocks: Sequence[BlockId | None]) -> list[bool]:
         """Return which blocks wait for their write to storage; blocks being written do not."""
         queues = [queue for queue in self._queues.values() if len(queue)]
         if not queues:
@@ -84,6 +84,6 @@ class WriteQueues:
         return [block is not None and any(block in queue for queue in queues) for block in blocks]
 
     def clear(self) -> None:
-        """Nothing is to be written any more."""
+        """Empty all queues."""
         for queue in self._queues.values():
             queue.clear()

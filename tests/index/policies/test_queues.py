@@ -40,7 +40,7 @@ class Host:
         keys = [int(name).to_bytes(8, "big") for name in names(prompt).tolist()]
         blocks, states = self.index.find_all(keys)
         found = [*(state == State.READY for state in states), False].index(False)
-        self.index.asked(keys, now)
+        self.index.on_request(keys, now)
         held = [block for block in blocks[:found] if block is not None]
         self.index.lease(held, HOST)
         new = [key for key in keys[found:] if self.index.find(key) is None]

@@ -19,37 +19,39 @@ class _Hold:
 
 
 class Holds:
-    """Each ends by itself: whoever was told may never come.
+    """Holds on blocks of a storage tier, each with a time at which it ends by itself.
 
-    tier: the storage. most: blocks that can't leave at a time; more are not held.
+    So nothing is held for ever if the caller who was told of the blocks never loads them.
+
+    tier: the storage. most: blocks that can be kept from eviction at a time; more are not held.
     """
 
     def __init__(self, index: KeyIndex, tier: str, most: int) -> None:
         self._index = index
         self._tier = tier
         self._most = most
-        self._line: deque[_Hold] = deque()
+        self._held: deque[_Hold] = deque()
         self._by_first: dict[BlockId, deque[_Hold]] = {}
 
     def __len__(self) -> int:
         """Blocks that are held; one that several were told of counts for each."""
-        return sum(len(hold.blocks) for hold in self._line)
+        return sum(len(hold.blocks) for hold in self._held)
 
     def hold(self, blocks: Sequence[BlockId], until_s: float) -> None:
-        """They can't be evicted before ``until_s``, whatever becomes of what others were told.
+        """Keep blocks from eviction until ``until_s``, whatever becomes of other holds on them.
 
-        blocks: the storage has them all. until_s: never less than in the last call.
+        blocks: the storage has all of them. until_s: never less than in the last call.
         """
         num_stuck = self._index.num_held(self._tier) - self._index.num_evictable(self._tier)
         blocks = blocks[: max(0, self._most - num_stuck)]
         if blocks:
             self._index.lease(blocks, self._tier)
             hold = _Hold(blocks, until_s)
-            self._line.append(hold)
+            self._held.append(hold)
             self._by_first.setdefault(blocks[0], deque()).append(hold)
 
     def let_go(self, first: BlockId, num_blocks: int) -> None:
-        """So many blocks from ``first`` on were read by one who was told of them."""
+        """Release the first ``num_blocks`` of the oldest hold that begins with ``first``."""
         if hold := self._take(first):
             read, hold.blocks = hold.blocks[:num_blocks], hold.blocks[num_blocks:]
             self._index.release(read, self._tier)
@@ -57,14 +59,14 @@ class Holds:
                 self._by_first.setdefault(hold.blocks[0], deque()).append(hold)
 
     def expire(self, now_s: float) -> None:
-        """Let go of those whose time is over. Costs nothing while none's is."""
-        while self._line and (not self._line[0].blocks or self._line[0].until_s <= now_s):
-            self._end(self._line.popleft())
+        """Release the holds whose time is over. Constant time while there is none."""
+        while self._held and (not self._held[0].blocks or self._held[0].until_s <= now_s):
+            self._end(self._held.popleft())
 
     def clear(self) -> None:
         """Release all holds."""
-        while self._line:
-            self._end(self._line.popleft())
+        while self._held:
+            self._end(self._held.popleft())
 
     def _end(self, hold: _Hold) -> None:
         if hold.blocks:
@@ -75,7 +77,7 @@ class Holds:
             self._index.release(hold.blocks, self._tier)
 
     def _take(self, first: BlockId) -> _Hold | None:
-        """The oldest that begins with ``first``, to be put back under another one."""
+        """Take the oldest hold that begins with ``first`` out of the look-up by first block."""
         same = self._by_first.get(first)
         if not same:
             return None

@@ -6,7 +6,7 @@ A *share* is what one tensor keeps of a page. A block of n pages lies in its slo
 
 so that neighbouring pages of one tensor are neighbours in the slot, and one copy. Where an engine's
 compute follows a load, the shares of a layer stand together. Storage has a block's bytes in that
-order, too, and may read them straight to the pages.
+order, too, and may read them directly into the pages.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class PagedPool:
     # -- past host memory --------------------------------------------------------------------------
 
     @property
-    def why_not_straight(self) -> str:
-        """Why storage can't read blocks straight to these pages; "" where it can.
+    def why_not_direct(self) -> str:
+        """Return why storage can't read blocks directly into these pages; "" if it can.
 
         A read brings blocks of all groups: their pieces have the same sizes, or those of the
         largest one's first pieces.
@@ -157,8 +157,8 @@ class PagedPool:
                 )
         return ""
 
-    def straight(self, device: Device) -> Pool:
-        """This memory, of ``device``, as storage has to know it to read to it."""
+    def direct_pool(self, device: Device) -> Pool:
+        """Return this memory of ``device`` as storage has to know it to read into it."""
         first_two = np.arange(min(2, self._num_pages))
         pages = np.repeat(first_two[:, None], self.pages_per_block, axis=1)
         far = None if self.memory.kind in HOST_KINDS else device

@@ -117,14 +117,13 @@ class SlabCalls:
         """Whether a policy wants to hear of requests."""
         return self._slab.learns
 
-    def asked(self, keys: Sequence[bytes]) -> None:
-        """Report a request that begins.
+    def on_request(self, keys: Sequence[bytes]) -> None:
+        """Report a request that begins, to policies that learn.
 
-        To be told once of each, with all of its prompt from the first block on, where a policy
-        learns.
+        keys: its whole prompt, from the first block on. Call it once per request.
         """
         with self._lock:
-            self._slab.asked(keys)
+            self._slab.on_request(keys)
 
     def num_found(self, keys: Sequence[bytes], num_before: int = 0) -> int:
         """Return how many of the first of ``keys`` are found.

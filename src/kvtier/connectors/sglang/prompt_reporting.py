@@ -103,7 +103,7 @@ class PromptReporter:
             return  # not all of its tree is hashed
         at = id(req)
         self._told[at] = weakref.ref(req, lambda _: self._told.pop(at, None))
-        self._cache.asked([*page_keys(first), *keys])
+        self._cache.on_request([*page_keys(first), *keys])
 
     def _is_told(self, req: Any) -> bool:
         known = self._told.get(id(req))
@@ -113,15 +113,15 @@ class PromptReporter:
         """Note that the next store belongs to a node behind the page with the key ``parent``."""
         self._parent = parent
 
-    def store(self, keys: Sequence[bytes], asked: Container[bytes]) -> None:
+    def store(self, keys: Sequence[bytes], known: Container[bytes]) -> None:
         """A node's pages are about to be stored.
 
-        Those that are not among ``asked`` come behind those in front of them, as an answer does.
+        Those that are not among ``known`` come behind those in front of them, as an answer does.
         """
         parent, self._parent = self._parent, None
         if not self._cache.learns:
             return
-        first = next((at for at, key in enumerate(keys) if key not in asked), len(keys))
+        first = next((at for at, key in enumerate(keys) if key not in known), len(keys))
         with _quietly():
             if first == len(keys):
                 return

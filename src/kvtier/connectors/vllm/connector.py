@@ -152,7 +152,7 @@ class KvtierConnector(RecordedConnector):
         keyed: Any = RekeyedRequest(request, load) if load else request
         super().on_new_request(keyed)
         if self._waiting is not None:
-            self._waiting.came(keyed)
+            self._waiting.on_queued(keyed)
         visit = self._manager.visit(request.request_id)
         visit.scope = scope_of(request, self._counts_media, keeps_adapter=load is not None)
 
@@ -187,7 +187,7 @@ class KvtierConnector(RecordedConnector):
         assert isinstance(theirs, OffloadingConnectorMetadata)
         if self._waiting is not None:
             for each in scheduler_output.scheduled_new_reqs:
-                self._waiting.goes(each.req_id)
+                self._waiting.on_dequeued(each.req_id)
             self._waiting.end_step()
         return _with(
             TierMetadata,
@@ -209,7 +209,7 @@ class KvtierConnector(RecordedConnector):
 
     def _goes(self, request: Request) -> None:
         if self._waiting is not None:
-            self._waiting.goes(request.request_id)
+            self._waiting.on_dequeued(request.request_id)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta

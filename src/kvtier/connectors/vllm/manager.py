@@ -167,7 +167,7 @@ class TierManager(OffloadingManager):
         if visit.is_impatient and place is not BlockLocation.MEMORY:
             return LookupResult.MISS
         visit.places[key] = place
-        if place is BlockLocation.STORAGE and self.bringing.goes_straight(key, visit):
+        if place is BlockLocation.STORAGE and self.bringing.goes_direct(key, visit):
             return LookupResult.HIT
         return FOUND[place]
 
@@ -219,7 +219,7 @@ class TierManager(OffloadingManager):
         visit = self._visits.get(req_context.req_id)
         read = {} if visit is None else visit.begin_load(keys)
         held = [key for key in keys if key not in read]
-        sources = self.cache.straight.read(list(read), list(read.values()))
+        sources = self.cache.direct_reads.read(list(read), list(read.values()))
         for tier, num in Counter([*self.cache.origins(held), *sources]).items():
             self.counts.add(LOADED, num, tier)
         self._note_load(keys, req_context)
@@ -269,7 +269,7 @@ class TierManager(OffloadingManager):
         """The first time that its blocks matter: tell the policy of the request."""
         if self.cache.learns and visit.last_asked is None:
             keys = [key for key in self._path(visit.context) if visit.is_kept(key)]
-            self.cache.asked(keys)
+            self.cache.on_request(keys)
             visit.last_asked = keys[-1] if keys else b""
             self._hint(visit.context, at_end=False)
 
@@ -365,7 +365,7 @@ class TierManager(OffloadingManager):
         for visit in self._visits.values():
             visit.limit = visit.wait = None
             visit.promoted.clear()
-            visit.straight.clear()
+            visit.direct.clear()
             visit.read.clear()
             visit.used.clear()
 

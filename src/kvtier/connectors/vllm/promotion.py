@@ -56,12 +56,12 @@ class DiskAnswer:
 
 
 class Promotion:
-    """Translates decisions on one request at a time, from what its last look-up met.
+    """Translates decisions on requests: whether one waits, what is promoted, how much is loaded.
 
-    Whether it waits, what is promoted, how much is loaded.
+    A request is described by the blocks that its last look-up met.
 
-    host: the room of host memory. knows_storage: whether the ranks' disks have said all that they
-    have. counts: is told what is computed though it was there. clock: seconds.
+    host: the room of host memory. knows_storage: return whether the ranks' disks have said all that
+    they have. counts: counts blocks that are computed although they were there. clock: seconds.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Promotion:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
-        self._straight = cache.straight
+        self._direct_reads = cache.direct_reads
         self._host = host
         self._shape = shape
         self._always_loads = policy is LoadPolicy.ALWAYS
@@ -102,20 +102,20 @@ class Promotion:
         (storage,) = storages
         return [storage if place is BlockLocation.STORAGE else HOST for place in places.values()]
 
-    def goes_straight(self, key: OffloadKey, visit: RequestState) -> bool:
-        """Whether a block in storage is to be read straight to the device: once for a request.
+    def goes_direct(self, key: OffloadKey, visit: RequestState) -> bool:
+        """Whether a request's block in storage is to be read directly to the device.
 
-        What did not come that way is brought to host memory.
+        That is tried once. A block that did not arrive is promoted to host memory.
         """
-        if key in visit.straight:
+        if key in visit.direct:
             return True
         if not self._reads_directly(key, visit, lacks_room=False):
             return False
-        visit.straight.add(key)
+        visit.direct.add(key)
         return True
 
     def _reads_directly(self, key: OffloadKey, visit: RequestState, *, lacks_room: bool) -> bool:
-        how = self._straight.how(key)
+        how = self._direct_reads.how(key)
         return reads_directly(how, lacks_room=lacks_room, was_read=key in visit.read)
 
     # -- to wait or not ----------------------------------------------------------------------------
@@ -193,10 +193,10 @@ class Promotion:
                 if not self._reads_directly(key, visit, lacks_room=True):
                     limit = end_without_room(found, ends[key])
                     break
-                visit.straight.add(key)
+                visit.direct.add(key)
         if limit < found.reachable[-1]:
             return self._look_up_to(visit, ends, limit)
-        if not visit.straight.isdisjoint(wanted):
+        if not visit.direct.isdisjoint(wanted):
             return Advice.LOOK_AGAIN
         self._wait(visit, wait.until_s)
         return Advice.WAIT
@@ -204,7 +204,7 @@ class Promotion:
     def _look_up_to(
         self, visit: RequestState, ends: Mapping[OffloadKey, int], limit: int
     ) -> Advice:
-        """From its next look-up on, the request meets no block that ends beyond ``limit``."""
+        """Have the request look again, and meet no block that ends beyond ``limit``."""
         visit.limit = limit
         visit.declined_ahead = sum(end > limit for end in ends.values())
         self._counts.add(RECOMPUTED, visit.declined_ahead)
@@ -219,7 +219,7 @@ class Promotion:
         for key, at in visit.places.items():
             if at is BlockLocation.UNKNOWN:
                 unknown = key if unknown is None else unknown
-            elif at in COMING and key not in visit.straight:
+            elif at in COMING and key not in visit.direct:
                 coming.append(key)
         answers: list[Awaited] = [] if unknown is None else list(visit.asked)
         visit.unknown = None if self._knows_storage() else unknown
@@ -309,7 +309,7 @@ class Promotion:
             sources,
             block_size,
             self._shape.bytes_per_block,
-            None if self._straight.is_for_all else self._host.num_open,
+            None if self._direct_reads.is_for_all else self._host.num_open,
         )
 
     def _costs(self) -> Costs:

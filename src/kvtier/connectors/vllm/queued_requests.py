@@ -16,15 +16,16 @@ scheduler's thread. A burst of requests is reported over the following steps in 
 of a longer prompt only its beginning is reported."""
 
 Tell = Callable[[Sequence[OffloadKey], bool], None]
-"""Told of a prompt's blocks whether their request begins to wait, or waits no more."""
+"""Called with a prompt's blocks, and whether its request begins to wait or waits no more."""
 
 
 class QueuedRequests:
-    """Each request is told of once when it begins to wait, and once when it waits no more.
+    """Reports each request once when it begins to wait, and once when it waits no more.
 
-    One that has its turn in the step after it came is not told of at all.
+    A request that is scheduled in the first step after it came is not reported.
 
-    hashes_per_block: of vLLM's hashes. group: the KV group whose keys stand for those of all.
+    hashes_per_block: number of vLLM's hashes per block. group: the KV group whose keys stand for
+    those of all groups.
     """
 
     def __init__(self, hashes_per_block: int, group: int, tell: Tell) -> None:
@@ -34,19 +35,19 @@ class QueuedRequests:
         self._new: dict[str, Request] = {}
         self._told: dict[str, list[OffloadKey]] = {}
 
-    def came(self, request: Request) -> None:
+    def on_queued(self, request: Request) -> None:
         """Note that a request joins the queue."""
         self._new[request.request_id] = request
 
-    def goes(self, request_id: str) -> None:
-        """Its turn has come, or it has ended."""
+    def on_dequeued(self, request_id: str) -> None:
+        """Note that a request was scheduled, or has ended."""
         self._new.pop(request_id, None)
         keys = self._told.pop(request_id, None)
         if keys is not None:
             self._tell(keys, False)
 
     def end_step(self) -> None:
-        """Those that came before this step, and had no turn in it, wait."""
+        """Report requests that came before this step and were not scheduled in it."""
         num_left = MOST_BLOCKS
         while self._new and num_left > 0:
             request_id = next(iter(self._new))

@@ -23,11 +23,12 @@ class RequestState:
 
     num_computed: tokens that it had at its last look-up. found: where its blocks are, all of those
     behind these tokens; None before the first is asked for. asked: what stores were asked about
-    them. wait: why it waits, if it does.
+    them. wait: what it waits for, if it does. unknown: a block that it waits
+    to hear of from the ranks' disks.
 
     places: of the blocks that its last look-up met, in that look-up's order. promoted: blocks that
     were brought from storage for it. limit: no block that ends beyond this token is loaded.
-    straight: those on disk that are to be read straight to the device. read: those that were, until
+    direct: blocks on disk that are to be read directly to the device. read: those that were, until
     they are loaded from memory.
     waits_since: when it began to wait. is_impatient: it takes what is ready, and waits for nothing
     more. scope: which of its blocks may be kept, and where. used: those that were loaded or stored
@@ -48,7 +49,7 @@ class RequestState:
     unknown: OffloadKey | None = None
     places: dict[OffloadKey, BlockLocation] = field(default_factory=dict)
     promoted: set[OffloadKey] = field(default_factory=set)
-    straight: set[OffloadKey] = field(default_factory=set)
+    direct: set[OffloadKey] = field(default_factory=set)
     read: set[OffloadKey] = field(default_factory=set)
     limit: int | None = None
     waits_since: float | None = None
@@ -74,9 +75,9 @@ class RequestState:
 
     def num_ready(self, keys: Iterable[OffloadKey]) -> int:
         """Return how many of the first of ``keys`` can be loaded at once."""
-        num, memory, places, straight = 0, BlockLocation.MEMORY, self.places, self.straight
+        num, memory, places, direct = 0, BlockLocation.MEMORY, self.places, self.direct
         for key in keys:
-            if places[key] is not memory and key not in straight:
+            if places[key] is not memory and key not in direct:
                 break
             num += 1
         return num
@@ -84,19 +85,19 @@ class RequestState:
     def to_bring(self) -> list[OffloadKey]:
         """Return the blocks of the last look-up that have to come from storage to memory."""
         there = (key for key, place in self.places.items() if place is BlockLocation.STORAGE)
-        return [key for key in there if key not in self.straight]
+        return [key for key in there if key not in self.direct]
 
     def begin_load(self, keys: Collection[OffloadKey]) -> dict[OffloadKey, int]:
         """Blocks that its last look-up found are about to be loaded.
 
-        Those of them that are read straight, with their places among all.
+        Returns those of them that are read directly, with their positions among all.
         """
         read = {
             key: at
             for at, key in enumerate(keys)
-            if key in self.straight and self.places.get(key) is BlockLocation.STORAGE
+            if key in self.direct and self.places.get(key) is BlockLocation.STORAGE
         }
-        self.straight.clear()
+        self.direct.clear()
         self.read.difference_update(keys)
         self.read.update(read)
         return read

@@ -110,9 +110,9 @@ class TierWorker(OffloadingWorker):
         self._failed_loads: list[int] = []
         self._failed_slots: set[Slot] = set()
         found = None if self._executor is None else self._executor.found()
-        straight = (each.name for each in self._storages if each.facts.direct is not Direct.OFF)
+        direct = (each.name for each in self._storages if each.facts.direct is not Direct.OFF)
         self._hello = Hello(
-            self._host.num_open, found, frozenset(straight), self._num_blocks_in_storage()
+            self._host.num_open, found, frozenset(direct), self._num_blocks_in_storage()
         )
         self._is_told = False
         _log((*device.findings(), *self._host.findings()))
@@ -218,7 +218,7 @@ class TierWorker(OffloadingWorker):
         check_slots(tuple(touched), self._host.num_slots)
         groups = self._groups(pages, slots)
         if slots.reads:
-            self._copies[job_id] = self._read_straight(groups, slots, touched)
+            self._copies[job_id] = self._read_direct(groups, slots, touched)
             return True
         job = self._engine.submit([self._stage(groups, direction)], direction)
         self._copies[job_id] = PageCopy(direction, touched, job)
@@ -227,12 +227,12 @@ class TierWorker(OffloadingWorker):
     def _stage(self, groups: Sequence[GroupPages], direction: Direction) -> CopyBatch:
         return self._pool.stage(groups, self._host.memory, direction, self._host.seams)
 
-    def _read_straight(
+    def _read_direct(
         self, groups: Sequence[GroupPages], slots: HostSlots, touched: frozenset[Slot]
     ) -> PageCopy:
-        """A load of which some blocks come straight from storage, and the others from their slots.
+        """Begin a load that reads some blocks directly from storage, and others from their slots.
 
-        Both wait for what may still use these pages.
+        Both wait for whatever may still use these pages.
         """
         assert self._executor is not None, "a rank without storage is told to read from it"
         job, n = None, self._pages_per_block
@@ -297,9 +297,9 @@ class TierWorker(OffloadingWorker):
 def _storages(
     room: RankRoom, host: HostTier, pool: PagedPool, device: Device, rank: int
 ) -> list[StorageTier]:
-    """This rank's, fastest first; what can't be made leaves nothing open.
+    """Open the storage tiers of this rank, fastest first. A failure leaves nothing open.
 
-    pool: of ``device``, that blocks may come to straight from the disk.
+    pool: of ``device``; blocks may be read into it directly from the disk.
     """
     group, memory = host.layout.group, host.ready_memory
     made: list[StorageTier] = []
@@ -322,8 +322,8 @@ def _reached(direct: Direct, pool: PagedPool, device: Device) -> Pool | None:
     """The pages that the disk may read blocks to. Raises ``ConfigError``."""
     if direct is Direct.OFF:
         return None
-    if not (reason := pool.why_not_straight):
-        return pool.straight(device)
+    if not (reason := pool.why_not_direct):
+        return pool.direct_pool(device)
     if direct is Direct.ON:
         raise VllmSettings.wrong(f"disk_direct is on, and {reason}; leave it off")
     logger.info("disk to device: through host memory %s", reason)

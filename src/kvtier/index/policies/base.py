@@ -25,9 +25,9 @@ class EvictionPolicy(ABC):
     Outcomes
         ``victim`` gives None when there is no candidate. Nothing raises.
 
-    A policy that ``knows_prompts`` is told of more: ``asked`` for every request, before what it
-    brings enters the column, and ``entered`` for each block that begins to be written, or is there
-    at once. To it what it gives as a victim has left.
+    A policy that ``knows_prompts`` is told more: ``on_request`` of every request, before its blocks
+    enter the column, and ``entered`` of each block that begins to be written, or is there at once.
+    A block that it gave as a victim counts as gone.
 
     native_name: the native core's name for the very same policy. Where it is set in the class
     itself, the native index is used and the object only names the policy; otherwise the index in
@@ -61,7 +61,7 @@ class EvictionPolicy(ABC):
         """The column has room for so many blocks."""
         return
 
-    def asked(self, path: Sequence[int], found: Sequence[BlockId], now: float) -> None:
+    def on_request(self, path: Sequence[int], found: Sequence[BlockId], now: float) -> None:
         """Report a request that begins.
 
         path: names of its prefixes, 64 bits each. found: the first blocks, as far as the column has
@@ -70,10 +70,10 @@ class EvictionPolicy(ABC):
         return
 
     def retain(self, path: Sequence[int], found: Sequence[BlockId], said: Said, now: float) -> None:
-        """Somebody says something of a prompt, which is given as to ``asked``."""
+        """Take a hint on a prompt into account. The prompt is given as to ``on_request``."""
         return
 
-    def set_doubling(self, at_blocks: float) -> None:
+    def set_recompute_slope(self, at_blocks: float) -> None:
         """Set the depth, in blocks, at which a block is worth twice the first one, in proportion.
 
         0: all are worth the same.

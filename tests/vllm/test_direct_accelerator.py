@@ -38,7 +38,7 @@ from tests.fakes.storage import LIBRARIES, Fault, StorageFake
 from tests.tiers.disk.accelerated import KINDS, on_fake
 from tests.vllm.replica import NUM_PAGES as REPLICAS_PAGES
 from tests.vllm.replica import PAGE_BYTES, Replica
-from tests.vllm.test_straight import (
+from tests.vllm.test_direct import (
     GQA,
     LIKE_GROUPS,
     MLA,
@@ -160,22 +160,22 @@ def rank(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Far]:
 @pytest.mark.parametrize("sizes", [GQA, MLA], ids=["GQA", "MLA"])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_straight_brings_what_host_memory_brings(
+def test_a_direct_read_brings_what_host_memory_brings(
     name: str, sizes: tuple[int, ...], n: int, tmp_path: Path
 ) -> None:
     num_blocks = 4
     with far_rank(name, tmp_path, sizes, n, Direct.ON, Verify.SAMPLED) as rank:
-        assert rank.worker.take_report(frozenset()).hellos[0].straight == {DISK}
+        assert rank.worker.take_report(frozenset()).hellos[0].direct == {DISK}
         rank.store(num_blocks, range(num_blocks))
 
         @settings(max_examples=max(7, settings().max_examples // 3))
         @given(
-            straight=st.sets(st.integers(0, num_blocks - 1), min_size=1),
+            direct=st.sets(st.integers(0, num_blocks - 1), min_size=1),
             first=st.integers(0, n - 1),
             num_less=st.integers(0, n - 1),
             seed=st.integers(0, 2**32 - 1),
         )
-        def check(straight: set[int], first: int, num_less: int, seed: int) -> None:
+        def check(direct: set[int], first: int, num_less: int, seed: int) -> None:
             random = np.random.default_rng(seed)
             blocks = random.permutation(num_blocks).tolist()
             to = random.permutation(NUM_PAGES)[: num_blocks * n - first - num_less].tolist()
@@ -184,9 +184,9 @@ def test_straight_brings_what_host_memory_brings(
             rank.load(blocks, [], to, first)
             expected = rank.pages()
             rank.fill(before)
-            done = rank.load(blocks, sorted(straight), to, first)
+            done = rank.load(blocks, sorted(direct), to, first)
             assert done is not None
-            assert (done.failed, done.num_bytes) == (frozenset(), len(straight) * rank.slot_bytes)
+            assert (done.failed, done.num_bytes) == (frozenset(), len(direct) * rank.slot_bytes)
             np.testing.assert_array_equal(rank.pages(), expected)
             assert not np.array_equal(expected, before)
             assert rank.worker.take_failed_loads() == []
@@ -197,7 +197,7 @@ def test_straight_brings_what_host_memory_brings(
 
 @pytest.mark.parametrize("groups", [LIKE_GROUPS, SMALL_GROUP], ids=["alike", "a small one"])
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_blocks_of_several_groups_come_straight(
+def test_blocks_of_several_groups_come_directly(
     name: str, groups: list[range], tmp_path: Path
 ) -> None:
     with far_rank(name, tmp_path, n=2, groups=groups) as rank:
@@ -321,10 +321,10 @@ def test_where_every_block_is_verified_on_is_refused_and_auto_is_off(
 ) -> None:
     with pytest.raises(ConfigError, match="verify: always, and the device computes no checksums"):
         Far(name, tmp_path / "on", verify=Verify.ALWAYS)
-    for verify, straight in ((Verify.ALWAYS, frozenset()), (Verify.OFF, {DISK})):
+    for verify, direct in ((Verify.ALWAYS, frozenset()), (Verify.OFF, {DISK})):
         folder = tmp_path / verify.value
         with far_rank(name, folder, GQA, 1, Direct.AUTO, verify) as rank:
-            assert rank.worker.take_report(frozenset()).hellos[0].straight == straight
+            assert rank.worker.take_report(frozenset()).hellos[0].direct == direct
 
 
 @pytest.mark.parametrize("nth", [1, 2])
@@ -349,7 +349,7 @@ def test_a_refused_registration_is_told_and_leaves_nothing_behind(
 
 @pytest.mark.parametrize("direct", ["on", "auto"])
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_settings_of_vllm_bring_blocks_straight_from_disk(
+def test_settings_of_vllm_bring_blocks_directly_from_disk(
     name: str, direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From ``kv_connector_extra_config`` to bytes in the pages of two ranks.

@@ -1,4 +1,4 @@
-"""Blocks from disk straight to vLLM's tensors: who decides it, and what a rank does."""
+"""Blocks from disk directly to vLLM's tensors: who decides it, and what a rank does."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_where_it_is_on_a_block_on_disk_is_a_hit_at_once() -> None:
     manager.cache.check_invariants()
 
 
-def test_what_did_not_come_straight_is_brought_to_host_memory() -> None:
+def test_what_did_not_come_directly_is_brought_to_host_memory() -> None:
     """Once for a request: what failed may fail again and again."""
     scheduler = on_disk(Direct.ON)
     request = scheduler.request("again", KEYS[:2])
@@ -119,7 +119,7 @@ def test_where_it_is_auto_blocks_take_host_memory_while_it_has_room(direct: Dire
 @pytest.mark.parametrize(
     ("direct", "found"), [(Direct.AUTO, [HIT, HIT]), (Direct.OFF, [HIT, MISS])]
 )
-def test_what_host_memory_has_no_room_for_comes_straight(
+def test_what_host_memory_has_no_room_for_comes_directly(
     direct: Direct, found: list[LookupResult]
 ) -> None:
     scheduler = on_disk(direct, num_host=2)
@@ -153,21 +153,21 @@ def test_host_memory_that_is_all_in_use_keeps_nobody_waiting() -> None:
 
 
 def test_another_requests_hold_is_its_own() -> None:
-    """One loads a block from host memory, and one reads it straight.
+    """One loads a block from host memory, and one reads it directly.
 
     The first to end lets go of its own.
     """
     scheduler = on_disk(Direct.ON)
-    straight = scheduler.request("straight", KEYS[:1])
-    scheduler.look_up(straight, KEYS[:1])
-    (order,) = scheduler.manager.prepare_load(KEYS[:1], straight).reads
+    direct = scheduler.request("direct", KEYS[:1])
+    scheduler.look_up(direct, KEYS[:1])
+    (order,) = scheduler.manager.prepare_load(KEYS[:1], direct).reads
     scheduler.manager.cache.promote(KEYS[:1])
     scheduler.carry_out()
     held = scheduler.request("held", KEYS[:1])
     assert scheduler.look_up(held, KEYS[:1]) == [HIT]
     scheduler.manager.prepare_load(KEYS[:1], held)
     scheduler.manager.hear(Report(done={order.order_id: Done()}))
-    scheduler.manager.complete_load(KEYS[:1], straight)
+    scheduler.manager.complete_load(KEYS[:1], direct)
     assert scheduler.manager.ladder.eviction.num_available(HOST) == 3, (
         "the block that is held stays"
     )
@@ -272,16 +272,16 @@ class Rank:
         assert [each.job_id for each in self.worker.get_finished()] == [self._num_jobs]
 
     def load(
-        self, blocks: Sequence[int], straight: Sequence[int], to: list[int], first: int = 0
+        self, blocks: Sequence[int], direct: Sequence[int], to: list[int], first: int = 0
     ) -> Done | None:
-        """Load blocks to pages; those at ``straight`` from the disk. What a report says of it."""
-        held = [block for at, block in enumerate(blocks) if at not in straight]
-        names = tuple(NAMES[blocks[at]] for at in straight)
-        order = RankOrder(2, Verb.READ, DISK, names, tuple(map(Slot, straight)))
+        """Load blocks to pages; those at ``direct`` from the disk. What a report says of it."""
+        held = [block for at, block in enumerate(blocks) if at not in direct]
+        names = tuple(NAMES[blocks[at]] for at in direct)
+        order = RankOrder(2, Verb.READ, DISK, names, tuple(map(Slot, direct)))
         target = GPULoadStoreSpec(to, [len(to)], [first])
-        slots = HostSlots(held, straight, [order] if straight else [])
+        slots = HostSlots(held, direct, [order] if direct else [])
         self.copy(self.worker.submit_load, slots, target)
-        return self.done(2) if straight else None
+        return self.done(2) if direct else None
 
     def done(self, order_id: int) -> Done:
         for _ in range(60_000):
@@ -301,7 +301,7 @@ layers in the last group."""
 
 
 def check_groups(rank: Rank) -> None:
-    """Two blocks of each of two groups: straight brings what host memory brings."""
+    """Two blocks of each of two groups: a direct read brings what host memory brings."""
     n = rank.n
     pages = list(range(4 * n))
     source = GPULoadStoreSpec(pages, [2 * n, 2 * n], [0, 0])
@@ -313,13 +313,13 @@ def check_groups(rank: Rank) -> None:
 
     @settings(max_examples=max(10, settings().max_examples // 2))
     @given(
-        straight=st.sets(st.integers(0, 3), min_size=1),
+        direct=st.sets(st.integers(0, 3), min_size=1),
         firsts=st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)),
         num_less=st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)),
         seed=st.integers(0, 2**32 - 1),
     )
     def check(
-        straight: set[int], firsts: tuple[int, int], num_less: tuple[int, int], seed: int
+        direct: set[int], firsts: tuple[int, int], num_less: tuple[int, int], seed: int
     ) -> None:
         random = np.random.default_rng(seed)
         counts = [2 * n - first - less for first, less in zip(firsts, num_less, strict=True)]
@@ -330,12 +330,12 @@ def check_groups(rank: Rank) -> None:
         rank.copy(rank.worker.submit_load, HostSlots(range(4)), target)
         expected = rank.pages()
         rank.fill(before)
-        held = [at for at in range(4) if at not in straight]
+        held = [at for at in range(4) if at not in direct]
         order = RankOrder(
-            2, Verb.READ, DISK, tuple(NAMES[at] for at in sorted(straight)),
-            tuple(map(Slot, sorted(straight))),
+            2, Verb.READ, DISK, tuple(NAMES[at] for at in sorted(direct)),
+            tuple(map(Slot, sorted(direct))),
         )  # fmt: skip
-        rank.copy(rank.worker.submit_load, HostSlots(held, sorted(straight), [order]), target)
+        rank.copy(rank.worker.submit_load, HostSlots(held, sorted(direct), [order]), target)
         assert not rank.done(2).failed
         np.testing.assert_array_equal(rank.pages(), expected)
         assert not np.array_equal(expected, before)
@@ -364,22 +364,22 @@ def _random(rank: Rank, seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("sizes", [GQA, MLA], ids=["GQA", "MLA"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_straight_brings_what_host_memory_brings(
+def test_a_direct_read_brings_what_host_memory_brings(
     sizes: tuple[int, ...], n: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     num_blocks = 4
     rank = Rank(tmp_path_factory.mktemp("slab"), sizes, n)
-    assert rank.worker.take_report(frozenset()).hellos[0].straight == {DISK}
+    assert rank.worker.take_report(frozenset()).hellos[0].direct == {DISK}
     rank.fill(_random(rank, 1))
     rank.store(num_blocks, range(num_blocks))
 
     @given(
-        straight=st.sets(st.integers(0, num_blocks - 1), min_size=1),
+        direct=st.sets(st.integers(0, num_blocks - 1), min_size=1),
         first=st.integers(0, n - 1),
         num_less=st.integers(0, n - 1),
         seed=st.integers(0, 2**32 - 1),
     )
-    def check(straight: set[int], first: int, num_less: int, seed: int) -> None:
+    def check(direct: set[int], first: int, num_less: int, seed: int) -> None:
         random = np.random.default_rng(seed)
         blocks = random.permutation(num_blocks).tolist()
         to = random.permutation(NUM_PAGES)[: num_blocks * n - first - num_less].tolist()
@@ -388,9 +388,9 @@ def test_straight_brings_what_host_memory_brings(
         rank.load(blocks, [], to, first)
         expected = rank.pages()
         rank.fill(before)
-        done = rank.load(blocks, sorted(straight), to, first)
+        done = rank.load(blocks, sorted(direct), to, first)
         assert done is not None
-        assert (done.failed, done.num_bytes) == (frozenset(), len(straight) * rank.slot_bytes)
+        assert (done.failed, done.num_bytes) == (frozenset(), len(direct) * rank.slot_bytes)
         np.testing.assert_array_equal(rank.pages(), expected)
         assert not np.array_equal(expected, before)
         assert rank.worker.take_failed_loads() == []
@@ -401,11 +401,11 @@ def test_straight_brings_what_host_memory_brings(
 
 @pytest.mark.parametrize("groups", [LIKE_GROUPS, SMALL_GROUP], ids=["alike", "a small one"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_blocks_of_several_groups_come_straight(
+def test_blocks_of_several_groups_come_directly(
     groups: list[range], n: int, tmp_path: Path
 ) -> None:
     rank = Rank(tmp_path, n=n, groups=groups)
-    assert rank.worker.take_report(frozenset()).hellos[0].straight == {DISK}
+    assert rank.worker.take_report(frozenset()).hellos[0].direct == {DISK}
     check_groups(rank)
     rank.close()
 
@@ -416,7 +416,7 @@ def test_groups_in_other_pieces_are_refused_and_by_auto_take_host_memory(tmp_pat
     with pytest.raises(ConfigError, match=f"disk_direct is on, and the {reason}; leave it off"):
         Rank(tmp_path / "on", MLA, groups=groups)
     rank = Rank(tmp_path / "auto", MLA, groups=groups, direct=Direct.AUTO)
-    assert rank.worker.take_report(frozenset()).hellos[0].straight == frozenset()
+    assert rank.worker.take_report(frozenset()).hellos[0].direct == frozenset()
     rank.close()
 
 
@@ -491,7 +491,7 @@ def test_block_that_a_rank_has_lost_fails_the_load(rank: Rank) -> None:
 def test_rank_whose_tensors_begin_behind_a_page_says_so(tmp_path: Path) -> None:
     """As torch's do on a CPU, unless it is told to align them."""
     rank = Rank(tmp_path / "auto", direct=Direct.AUTO, behind=64)
-    assert rank.worker.take_report(frozenset()).hellos[0].straight == frozenset()
+    assert rank.worker.take_report(frozenset()).hellos[0].direct == frozenset()
     rank.close()
     with pytest.raises(ConfigError, match="begins 64 bytes behind the beginning of a page"):
         Rank(tmp_path / "on", behind=64)

@@ -93,7 +93,9 @@ class Tensors:
             folder, 8 * self.slot_bytes, **{"direct": Direct.ON, "verify": Verify.OFF, **options}
         )  # type: ignore[arg-type]
         arena = host_memory(self.slot_bytes)
-        disk = DiskTier(made, opaque(self.slot_bytes), arena, pool=self.pool.straight(self.device))
+        disk = DiskTier(
+            made, opaque(self.slot_bytes), arena, pool=self.pool.direct_pool(self.device)
+        )
         self.disks.append(disk)
         return disk
 
@@ -152,7 +154,7 @@ def store(disk: DiskTier, seed: int) -> Memory:
     num_pages=st.integers(1, 7),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_straight_or_by_host_memory_the_bytes_are_the_same(
+def test_directly_or_by_host_memory_the_bytes_are_the_same(
     tmp_path_factory: pytest.TempPathFactory,
     name: str,
     layout: str,
@@ -214,7 +216,7 @@ def test_whole_blocks_pass_no_host_memory(name: str, layout: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_auto_is_short_of_nothing_but_room(name: str, tmp_path: Path) -> None:
-    """As on a CPU: by way of host memory, straight where that has no room."""
+    """As on a CPU: by way of host memory, directly where that has no room."""
     with tensors_on(name, *LAYOUTS["GQA: an allocation a layer"]) as tensors:
         disk = tensors.disk(tmp_path, direct=Direct.AUTO)
         assert disk.facts.direct is Direct.AUTO

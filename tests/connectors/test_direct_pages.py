@@ -1,4 +1,4 @@
-"""Blocks that come from a disk straight to an engine's pages.
+"""Blocks that come from a disk directly to an engine's pages.
 
 Every byte that would come by way of host memory, and no other.
 """
@@ -56,7 +56,7 @@ class Tensors:
     def disk(self, folder: Path, direct: Direct, verify: Verify = Verify.ALWAYS) -> DiskTier:
         options = DiskOptions(folder, 8 * self.slot_bytes, direct=direct, verify=verify)
         device = CpuDevice(threads=1)
-        return DiskTier(options, opaque(self.slot_bytes), pool=self.pool.straight(device))
+        return DiskTier(options, opaque(self.slot_bytes), pool=self.pool.direct_pool(device))
 
 
 def store(disk: DiskTier, num_blocks: int, seed: int) -> Memory:
@@ -78,7 +78,7 @@ def store(disk: DiskTier, num_blocks: int, seed: int) -> Memory:
     verify=st.sampled_from(Verify),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_straight_or_by_host_memory_the_bytes_are_the_same(
+def test_directly_or_by_host_memory_the_bytes_are_the_same(
     sizes: list[int], n: int, pad: int, first: int, num_pages: int, verify: Verify, seed: int
 ) -> None:
     tensors, random = Tensors(sizes, n, pad), np.random.default_rng(seed)
@@ -133,7 +133,7 @@ def test_runs_of_blocks_have_the_pages_of_all(
     ],
     ids=["behind a page", "padded", "odd", "small"],
 )
-def test_what_can_not_come_straight_is_said_and_refused(
+def test_what_can_not_come_directly_is_said_and_refused(
     tensors: Tensors, reason: str, tmp_path: Path
 ) -> None:
     disk = tensors.disk(tmp_path / "auto", Direct.AUTO)
@@ -160,7 +160,7 @@ def test_groups_whose_blocks_are_in_other_pieces_are_told(
     sizes: list[list[int]], reason: str
 ) -> None:
     groups = [[PoolShare(4 * PAGE, 4 * PAGE, size) for size in group] for group in sizes]
-    assert PagedPool(groups, 2, 1, 12 * PAGE, "cpu", None).why_not_straight == reason
+    assert PagedPool(groups, 2, 1, 12 * PAGE, "cpu", None).why_not_direct == reason
 
 
 @pytest.mark.parametrize("verify", Verify)
