@@ -328,7 +328,7 @@ class KeyedCache:
         return new, [block for block, state in there if state == READY and block is not None]
 
     def commit(self, keys: Sequence[bytes], depths: Sequence[int], to_storage: bool = True) -> None:
-        """Note that the engine has copied blocks into their slots, and queue their writes to storage.
+        """Note that blocks are in their slots now, and queue their writes to storage.
 
         A block that was distrusted meanwhile is given up. One that was cleared is skipped.
 
@@ -355,7 +355,7 @@ class KeyedCache:
         return self._copies.hold(self._known(keys))
 
     def release(self, keys: Collection[bytes]) -> None:
-        """Release blocks whose copies have ended. Blocks that were cleared meanwhile are skipped."""
+        """Release blocks whose copies have ended. Those cleared meanwhile are skipped."""
         blocks, _ = self._index.find_all(list(keys))
         self._came_from[self._copies.release(blocks)] = 0
         self.ladder.transfers.drop_lost()

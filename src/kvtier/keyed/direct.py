@@ -40,8 +40,8 @@ class DirectReads:
     def read(self, keys: Sequence[bytes], places: Sequence[int]) -> list[str]:
         """Begin to read blocks from storage into the engine's pages.
 
-        Nobody else uses the pages until the reads have ended. Their outcome is reported by the ranks
-        that read.
+        Nobody else uses the pages until the reads have ended. The ranks that read report the
+        outcome.
 
         places: destination of each block. Returns the storage that each block comes from.
         """

@@ -40,6 +40,6 @@ class DirectLoads:
         return Direct.AUTO if storage in self._topology.direct_at_need else Direct.OFF
 
     def read(self, blocks: Sequence[BlockId], storage: str, places: Sequence[Slot]) -> None:
-        """Begin to read blocks from storage. places: their destinations, as the mover knows them."""
+        """Begin to read blocks from storage. places: destinations, as the mover knows them."""
         assert self._topology.device is not None, "no engine has memory above the tiers"
         self._loads.load_direct(Copy(storage, self._topology.device, blocks), places)
