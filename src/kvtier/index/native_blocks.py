@@ -60,7 +60,7 @@ class NativeBlocks(BlockIndex):
     def abort_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
         return cast("Sequence[Slot]", self._core.abort(blocks, column))
 
-    def set_doubling(self, at_blocks: float) -> None:
+    def set_recompute_slope(self, at_blocks: float) -> None:
         self._core.set_doubling(at_blocks)
 
     def set_room(self, column: AnyColumn, num_blocks: int) -> None:

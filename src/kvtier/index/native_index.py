@@ -133,7 +133,7 @@ class NativeIndex(NativeBlocks, PromptIndex):
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def asked(self, namespace: bytes, labels: Sequence[Label], now: float) -> None:
+    def on_request(self, namespace: bytes, labels: Sequence[Label], now: float) -> None:
         self._core.asked(namespace, labels, now)
 
     def retain(self, namespace: bytes, labels: Sequence[Label], said: Said, now: float) -> None:

@@ -63,7 +63,7 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def asked(self, keys: Iterable[bytes], now: float) -> None:
+    def on_request(self, keys: Iterable[bytes], now: float) -> None:
         self._core.asked(dict.fromkeys(keys), now)
 
     def retain(self, keys: Iterable[bytes], said: Said, now: float) -> None:

@@ -154,7 +154,7 @@ class BlockSlab(KeyedCache):
         most_queued: blocks that may wait for the disk; more are refused, since each holds a row.
         bytes_per_day, lookup_patience_s: see ``LadderOptions``.
         tells_changes: whether ``take_changes`` is called.
-        policy: says what is evicted first; all but LRU want ``asked`` to be called.
+        policy: says what is evicted first; all but LRU need ``on_request`` to be called.
         metrics: what is counted; nothing shows it where there are none.
         clock: seconds.
 
@@ -285,8 +285,8 @@ class BlockSlab(KeyedCache):
         blocks, states = self._index.find_all(keys)
         by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
         in_memory = by_tier[:, 0] == State.READY
-        in_line = np.array(self.ladder.write_queues.are_in_line(blocks), bool)
-        moving = (by_tier == State.WRITING).any(axis=1) | in_line
+        queued = np.array(self.ladder.write_queues.are_queued(blocks), bool)
+        moving = (by_tier == State.WRITING).any(axis=1) | queued
         stored = by_tier[:, 1] == State.READY
         if self._lost:
             for at, block in enumerate(blocks):
@@ -341,7 +341,7 @@ class BlockSlab(KeyedCache):
         self._index.begin_write_all(blocks, self.memory, slots)
         self._index.commit_all(blocks, self.memory, self._clock())
         self._index.set_depths(blocks, depths)
-        self.ladder.reuse_sampler.came(keys, blocks)
+        self.ladder.reuse_sampler.on_admit(keys, blocks)
         self._use(blocks)
         stored = zip(blocks, self._index.states_of(blocks, self._tier.name), strict=True)
         self._lease([block for block, state in stored if state is State.READY])

@@ -63,8 +63,8 @@ class PoolCache(KeyedCache):
     to it or to those before it. storages: fastest first. engine: copies between the device and
     ``host``. digest: of the namespace, b"" while nobody knows it. bytes_per_day: of the disk.
     lookup_deadline_s: how long somebody may wait to hear what a store has. policy: says what leaves
-    each tier first; all but LRU follow from the requests that ``asked`` is told of. metrics: what
-    is counted; nothing shows it where there are none.
+    each tier first; all but LRU need ``on_request`` to be called. metrics: what is counted; nothing
+    shows it where there are none.
     """
 
     def __init__(

@@ -372,7 +372,7 @@ class SlabReads:
     learns = False
     """Its owner does."""
 
-    def asked(self, keys: Sequence[bytes]) -> None:
+    def on_request(self, keys: Sequence[bytes]) -> None:
         """Do nothing: the slab's owner is told."""
 
     def num_found(self, keys: Sequence[bytes], num_before: int = 0) -> int:

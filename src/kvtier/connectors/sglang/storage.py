@@ -109,7 +109,7 @@ class KvtierStorage(HiCacheStorage):
             self._settings, self._config, pages[KV].page_size, replica_of()
         )
         if self._slabs[KV].calls.learns:
-            self._joining = Joining(self._slabs[KV].calls.asked, pages[KV].page_size)
+            self._joining = Joining(self._slabs[KV].calls.on_request, pages[KV].page_size)
             PREFETCHES.listen(self._joining.note)
         WATCH.listen(self._observe_prefill)
         NEW_WEIGHTS.listen(self)

@@ -133,14 +133,14 @@ class Hello:
 
     num_open: slots in memory that can be used by now.
     found: recovered blocks by storage tier of this rank; only in the first hello.
-    straight: storage tiers that can be read directly into the engine's memory; only in the first
+    direct: storage tiers that can be read directly into the engine's memory; only in the first
     hello.
     num_blocks: blocks that the rank has room for now, by storage tier.
     """
 
     num_open: int
     found: Mapping[str, RecoveredBlocks] | None = None
-    straight: frozenset[str] = frozenset()
+    direct: frozenset[str] = frozenset()
     num_blocks: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -316,7 +316,7 @@ class RankMover(Mover):
             if hello.found is not None:
                 for tier, adoption in self._adoptions.items():
                     adoption.hello(rank, hello.found.get(tier, RecoveredBlocks()))
-                for tier in self.storages.keys() - hello.straight:  # all ranks must support it
+                for tier in self.storages.keys() - hello.direct:  # all ranks must support it
                     self.storages[tier] = replace(self.storages[tier], direct=Direct.OFF)
         for piece in report.pieces:
             self._adoptions[piece.tier].hear(piece)
