@@ -35,7 +35,7 @@ LIMITS: dict[str, int] = {
     "wide_prose": 0,
     "ladder_forwards": 4,
     "root_modules": 10,
-    "small_files_of_one_importer": 24,
+    "small_files_of_one_importer": 23,
 }
 
 
