@@ -31,7 +31,7 @@ class Tier:
     def request(self, keys: Keys, now: float) -> int:
         """The hits. All that is new is stored at once."""
         path = names(keys)
-        hits = self.policy.on_request(path, now)
+        hits = self.policy.asked(path, now)
         new = np.array([name for name in path.tolist() if name not in self.blocks], np.uint64)
         self.store(new, path)
         return int(hits)

@@ -38,11 +38,11 @@ def make() -> Make:
 def test_what_is_asked_for_is_found_as_far_as_it_was_stored(make: Make) -> None:
     policy = make(20)
     path = names(prompt(1, 8))
-    assert policy.on_request(path, 0.0) == 0
+    assert policy.asked(path, 0.0) == 0
     policy.entered(path[:5])
-    assert policy.on_request(path, 1.0) == 5
+    assert policy.asked(path, 1.0) == 5
     policy.entered(path)
-    assert policy.on_request(path, 2.0) == 8
+    assert policy.asked(path, 2.0) == 8
     assert policy.num_blocks() == 8
     policy.check_invariants()
 
@@ -55,7 +55,7 @@ def test_what_a_prompt_has_does_not_leave_for_what_it_brings(make: Make) -> None
     policy = make(20, 7, 1.0)
     for turn in range(400):  # a prompt that grows, and begins anew
         path = names(prompt(turn // 4, 10 * (1 + turn % 4)))
-        num_there = policy.on_request(path, float(turn))
+        num_there = policy.asked(path, float(turn))
         new = path[num_there:]
         num = policy.admits(new, NOTHING)
         left = policy.victims(num - (20 - policy.num_blocks()), NOTHING)
@@ -68,23 +68,23 @@ def test_a_prompt_leaves_from_its_end_and_what_is_kept_stays(make: Make) -> None
     policy = make(20)
     first, second = names(prompt(1, 8)), names(prompt(2, 8))
     for now, path in enumerate((first, second)):
-        policy.on_request(path, float(now))
+        policy.asked(path, float(now))
         policy.entered(path)
     assert policy.victims(3, NOTHING) == first[:4:-1].tolist()
     assert policy.victims(3, first[4:5]) == second[:4:-1].tolist()
     assert policy.victims(50, first[:5]) == second[4::-1].tolist()
-    assert policy.on_request(first, 2.0) == 5
+    assert policy.asked(first, 2.0) == 5
     policy.check_invariants()
 
 
 def test_blocks_of_an_answer_leave_before_what_they_lie_behind(make: Make) -> None:
     policy = make(20)
     path = names(prompt(1, 7))
-    policy.on_request(path[:4], 0.0)
+    policy.asked(path[:4], 0.0)
     policy.entered(path[:4])
     for end in (5, 6, 7):  # as it is made
         policy.entered(path[end - 2 : end])
-    assert policy.on_request(path, 1.0) == 7
+    assert policy.asked(path, 1.0) == 7
     policy.check_invariants()
     assert policy.victims(4, NOTHING) == path[:2:-1].tolist()
 
@@ -95,7 +95,7 @@ def test_what_nobody_has_asked_for_comes_to_its_place_when_somebody_does(make: M
     for at in (3, 0, 5, 1, 4, 2):
         policy.entered(path[at : at + 1])
         policy.check_invariants()
-    assert policy.on_request(path, 1.0) == 6
+    assert policy.asked(path, 1.0) == 6
     policy.check_invariants()
     assert policy.victims(9, NOTHING) == path[::-1].tolist()
 
@@ -103,15 +103,15 @@ def test_what_nobody_has_asked_for_comes_to_its_place_when_somebody_does(make: M
 def test_a_block_that_is_lost_takes_nothing_with_it(make: Make) -> None:
     policy = make(20)
     path = names(prompt(1, 9))
-    policy.on_request(path, 0.0)
+    policy.asked(path, 0.0)
     policy.entered(path)
-    policy.on_evict(path[3:5])
+    policy.left(path[3:5])
     policy.check_invariants()
     assert policy.num_blocks() == 7
-    assert policy.on_request(path, 1.0) == 3
+    assert policy.asked(path, 1.0) == 3
     policy.entered(path[3:5])
     policy.check_invariants()
-    assert policy.on_request(path, 2.0) == 9
+    assert policy.asked(path, 2.0) == 9
     policy.check_invariants()
     assert policy.victims(9, NOTHING) == path[::-1].tolist()
     assert policy.num_blocks() == 0
@@ -124,14 +124,14 @@ def test_a_block_behind_a_gap_stays_where_it_is(make: Make) -> None:
     def path(*blocks: int) -> np.ndarray:  # type: ignore[type-arg]
         return np.array(blocks, np.uint64)
 
-    policy.on_request(path(1, 2, 3), 0.0)
+    policy.asked(path(1, 2, 3), 0.0)
     policy.entered(path(1, 2, 3))
-    policy.on_evict(path(2))
-    policy.on_request(path(1, 2, 3, 5, 6, 7), 1.0)
+    policy.left(path(2))
+    policy.asked(path(1, 2, 3, 5, 6, 7), 1.0)
     policy.entered(path(2, 5, 6, 7))
     assert policy.victims(2, path(3, 5, 6, 7)) == [2, 1]
     assert policy.victims(3, path(3)) == [7, 6, 5]
-    assert policy.on_request(path(1, 2, 3, 5, 14), 2.0) == 0
+    assert policy.asked(path(1, 2, 3, 5, 14), 2.0) == 0
     policy.check_invariants()
     assert policy.num_blocks() == 1
     assert policy.victims(1, NOTHING) == [3]
@@ -140,7 +140,7 @@ def test_a_block_behind_a_gap_stays_where_it_is(make: Make) -> None:
 def test_a_full_tier_takes_nothing_in(make: Make) -> None:
     policy = make(3)
     path = names(prompt(1, 4))
-    policy.on_request(path, 0.0)
+    policy.asked(path, 0.0)
     policy.entered(path[:3])
     with pytest.raises(ValueError, match="room for 3 blocks, and all of it is used"):
         policy.entered(path[3:])
@@ -154,9 +154,9 @@ def test_bad_arguments_are_told(make: Make) -> None:
     wrong: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: make(0), ValueError, "0 is not in 1 .."),
         (lambda: make(5, 7, -1.0), ValueError, "doubles_at_blocks must be 0 or"),
-        (lambda: policy.on_request(path, float("nan")), ValueError, "finite number of seconds"),
+        (lambda: policy.asked(path, float("nan")), ValueError, "finite number of seconds"),
         (
-            lambda: policy.on_request(path[[0, 1, 0]], 0.0),
+            lambda: policy.asked(path[[0, 1, 0]], 0.0),
             ValueError,
             "no two of a prompt are alike",
         ),
@@ -228,10 +228,10 @@ def test_nothing_that_may_happen_upsets_it(
         path = names(np.concatenate([prompt(0, shared), prompt(number, length)]))
         absent = np.array([name for name in path.tolist() if name not in tier.blocks], np.uint64)
         if what < 3:
-            tier.policy.on_request(path, now)
+            tier.policy.asked(path, now)
             tier.store(absent, path)
         elif what < 5:
-            tier.policy.on_request(path, now)
+            tier.policy.asked(path, now)
         elif what == 5:  # some of it, perhaps not the first
             tier.store(absent[num // 2 : num], path)
         elif what == 6:  # behind what is there
@@ -245,7 +245,7 @@ def test_nothing_that_may_happen_upsets_it(
             tier.lose(num, path[:shared])
         else:
             gone = path[num : num + 2]
-            tier.policy.on_evict(gone)
+            tier.policy.left(gone)
             tier.blocks.difference_update(gone.tolist())
             tier.check()
 

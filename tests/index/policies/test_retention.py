@@ -34,7 +34,7 @@ def word(kind: Word, until: float = 1000.0) -> Said:
 
 
 def store(policy: Any, path: Keys, now: float) -> Keys:
-    policy.on_request(path, now)
+    policy.asked(path, now)
     policy.entered(path)
     return path
 
@@ -59,9 +59,9 @@ def test_a_priority_is_over_after_its_time(make: Make) -> None:
     first, second = some(policy, 2)
     policy.retain(first, keep(90, 100.0), 5.0)
     policy.retain(second, keep(10, 50.0), 5.0)
-    policy.on_request(names(prompt(9, 1)), 60.0)
+    policy.asked(names(prompt(9, 1)), 60.0)
     assert policy.victims(2, NOTHING) == second[:3:-1].tolist()
-    policy.on_request(names(prompt(9, 1)), 100.0)
+    policy.asked(names(prompt(9, 1)), 100.0)
     assert policy.victims(2, NOTHING) == first[:3:-1].tolist()
     policy.check_invariants()
 
@@ -78,14 +78,14 @@ def test_a_range_keeps_its_priority_when_the_prompt_is_used_again(make: Make) ->
     left = policy.victims(30, NOTHING)
     assert sorted(left) == sorted([*np.concatenate(others).tolist(), *left[:12]])
     assert policy.num_blocks() == 4
-    assert policy.on_request(names(system), 20.0) == 4
+    assert policy.asked(names(system), 20.0) == 4
     policy.check_invariants()
 
 
 def test_a_word_holds_for_what_is_still_to_come(make: Make) -> None:
     policy = make(40)
     path = names(prompt(1, 8))
-    policy.on_request(path, 0.0)
+    policy.asked(path, 0.0)
     policy.entered(path[:3])
     policy.retain(path, keep(90, 1000.0, 2, 6), 0.0)
     policy.check_invariants()
@@ -116,8 +116,8 @@ def test_back_is_over_when_it_is_back(make: Make) -> None:
     policy = make(40)
     first, second = some(policy, 2)
     policy.retain(first, word(Word.BACK), 2.0)
-    policy.on_request(first, 3.0)
-    policy.on_request(second, 4.0)
+    policy.asked(first, 3.0)
+    policy.asked(second, 4.0)
     assert policy.victims(1, NOTHING) == first[-1:].tolist()
 
 
@@ -132,8 +132,8 @@ def test_of_an_ended_session_only_what_is_its_own_leaves_first(make: Make) -> No
     policy.retain(longer, word(Word.ENDED), 4.0)
     assert policy.victims(5, NOTHING) == longer[:3:-1].tolist()
     assert policy.victims(3, NOTHING) == second[:3:-1].tolist(), "then the oldest, as usual"
-    assert policy.on_request(names(system), 5.0) == 4
-    assert policy.on_request(old, 6.0) == 6
+    assert policy.asked(names(system), 5.0) == 4
+    assert policy.asked(old, 6.0) == 6
     policy.check_invariants()
 
 
@@ -141,7 +141,7 @@ def test_an_ended_session_that_goes_on_is_as_others(make: Make) -> None:
     policy = make(60)
     first, second = some(policy, 2)
     policy.retain(second, word(Word.ENDED), 2.0)
-    policy.on_request(second, 3.0)
+    policy.asked(second, 3.0)
     assert policy.victims(1, NOTHING) == first[-1:].tolist()
     policy.check_invariants()
 
@@ -153,7 +153,7 @@ def test_what_a_request_waits_for_leaves_last_until_its_turn(make: Make) -> None
     policy.retain(paths[0], word(Word.WAITS), 3.0)
     policy.retain(paths[1], keep(100, 1000.0), 3.0)
     policy.retain(paths[0], word(Word.TURN), 3.0)  # of the one
-    policy.on_request(paths[0], 3.0)
+    policy.asked(paths[0], 3.0)
     assert policy.victims(12, NOTHING) == [*paths[2][::-1].tolist(), *paths[1][::-1].tolist()]
     policy.retain(paths[0], word(Word.TURN), 4.0)
     other = store(policy, names(prompt(9, 6)), 5.0)
@@ -176,16 +176,16 @@ def test_what_is_lower_is_not_let_in_where_only_what_is_higher_could_leave(make:
     policy.retain(first, keep(50, 100.0), 2.0)
     policy.retain(second, keep(40, 100.0), 2.0)
     new = names(prompt(9, 4))
-    policy.on_request(new, 3.0)
+    policy.asked(new, 3.0)
     policy.retain(new, keep(30, 100.0), 3.0)
     assert policy.admits(new, NOTHING) == 0
     policy.retain(new, keep(45, 100.0), 3.0)
     assert policy.admits(new, NOTHING) == 4
     assert policy.victims(4, NOTHING) == second[:1:-1].tolist()
     policy.entered(new)
-    policy.on_request(new, 100.0)
+    policy.asked(new, 100.0)
     later = names(prompt(10, 4))
-    policy.on_request(later, 101.0)
+    policy.asked(later, 101.0)
     assert policy.admits(later, NOTHING) == 4, "every word ends"
     policy.check_invariants()
 
@@ -218,7 +218,7 @@ def test_a_client_whose_words_are_over_may_raise_others(make: Make) -> None:
     policy.retain(paths[0], keep(80, 50.0), 6.0)  # what is raised may be said again
     left = policy.victims(12, NOTHING)
     assert left == [*paths[1][::-1].tolist(), *paths[2][::-1].tolist()], "no room for more"
-    policy.on_request(names(prompt(9, 1)), 60.0)
+    policy.asked(names(prompt(9, 1)), 60.0)
     path = store(policy, names(prompt(8, 8)), 61.0)
     policy.retain(path, keep(90, 200.0), 62.0)
     assert policy.victims(8, NOTHING) == [*paths[0][::-1].tolist(), *path[:5:-1].tolist()]
@@ -307,10 +307,10 @@ def test_no_hint_upsets_it(make: Make, steps: list[Step], capacity: int, seed: i
         path = names(np.concatenate([prompt(0, shared), prompt(number, length)]))
         absent = np.array([name for name in path.tolist() if name not in tier.blocks], np.uint64)
         if what < 3:
-            tier.policy.on_request(path, now)
+            tier.policy.asked(path, now)
             tier.store(absent, path)
         elif what == 3:
-            tier.policy.on_request(path, now)
+            tier.policy.asked(path, now)
         elif what == 4:  # some of it, perhaps not the first
             tier.store(absent[num // 2 : num], path)
         elif what < 10:
@@ -320,7 +320,7 @@ def test_no_hint_upsets_it(make: Make, steps: list[Step], capacity: int, seed: i
             tier.lose(num, path[:shared])
         elif what == 11:
             gone = path[num : num + 2]
-            tier.policy.on_evict(gone)
+            tier.policy.left(gone)
             tier.blocks.difference_update(gone.tolist())
             tier.check()
         else:  # what was asked for, in any order
@@ -328,7 +328,7 @@ def test_no_hint_upsets_it(make: Make, steps: list[Step], capacity: int, seed: i
                 tier.policy.entered(np.array([name], np.uint64))
                 tier.blocks.add(name)
                 tier.check()
-    tier.policy.on_request(names(prompt(99, 1)), now + MAX_TTL_S)
+    tier.policy.asked(names(prompt(99, 1)), now + MAX_TTL_S)
     assert len(tier.lose(capacity, NOTHING)) > 0 or not tier.blocks
 
 

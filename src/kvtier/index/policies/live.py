@@ -45,7 +45,7 @@ class LivePolicy(Counted):
             raise ConfigError(f"the learned policy needs the native core: {_hot.NATIVE_REASON}")
         self._core = _hot.LivePolicy(capacity_blocks, seed, doubles_at_blocks)
 
-    def on_request(self, keys: Keys, now_s: float) -> int:
+    def asked(self, keys: Keys, now_s: float) -> int:
         """A request begins; to be told once of each, before anything is stored for it.
 
         keys: uint64 [num_blocks], of all blocks of its prompt, resident or not. now_s: seconds
@@ -58,7 +58,7 @@ class LivePolicy(Counted):
         """Somebody says something of a prompt.
 
         Of what is resident of it, or was asked for and is to come. keys: of its blocks, from the
-        first one on. now_s: as for ``on_request``.
+        first one on. now_s: as for ``asked``.
         """
         self._core.retain(keys, said, now_s)
 
@@ -89,7 +89,7 @@ class LivePolicy(Counted):
         """
         return self._core.victims(num_blocks, kept)
 
-    def on_evict(self, keys: Keys) -> None:
+    def left(self, keys: Keys) -> None:
         """Blocks are not resident any more, for another reason.
 
         Those that were not are passed over.

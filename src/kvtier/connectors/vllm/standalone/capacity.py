@@ -65,7 +65,7 @@ class GuestTier:
         """
         path = Path(self, np.concatenate([NONE, *paths]))
         for names in paths:
-            found = self._live.on_request(names, now_s)
+            found = self._live.asked(names, now_s)
             if self._guests:
                 self._welcome(names[found:], path)
         return path
@@ -108,7 +108,7 @@ class GuestTier:
         if name in self._guests:
             del self._guests[name]
         else:
-            self._live.on_evict(np.array([name], np.uint64))
+            self._live.left(np.array([name], np.uint64))
 
     def make(
         self, num_blocks: int, new: Sequence[int], path: Path | None, held: Collection[int]
