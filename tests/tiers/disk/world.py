@@ -157,10 +157,12 @@ class World:
         """Claim the leading run of blocks that a restart found and nobody claimed."""
         claimed: list[Slot] = []
         for name in keys if self.tier.can_load else ():
+            num_before = self.tier.slots.num_unclaimed
+            if not num_before:
+                break
             wanted = as_keys([name])
             slots = self.tier.listed.find(wanted)
             slots[~self.tier.fit(wanted, slots)[0]] = -1
-            num_before = self.tier.slots.num_unclaimed
             self.tier.slots.hold(slots)
             if self.tier.slots.num_unclaimed == num_before:
                 break
