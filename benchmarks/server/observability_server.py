@@ -51,7 +51,7 @@ METHODS: dict[str, dict[type, tuple[str, ...]]] = {
     "metrics": {
         Metrics: ("count", "gauge", "observe", "record"),
         # ``ReuseSampler.left`` stays, or evicted blocks would stay marked: 0.1 us each.
-        ReuseSampler: ("came",),
+        ReuseSampler: ("on_admit",),
         CostMetrics: ("planned", "hit", "loaded", "moved", "saved", "observe_prefill"),
         Gauges: ("refresh",),
         ServerMetrics: ("request", "first_token", "answered"),

@@ -62,6 +62,7 @@ def impossible(folder: Path) -> dict[str, list[str]]:
         "remote prune": [f"valkey://{dead}", "--older-than", "7d"],
         "bench serve": ["--experiments", "none", "--no-report"],
         "bench copy": ["--size", "much"],
+        "bench url": [dead],
     }
 
 

@@ -44,7 +44,7 @@ class Told:
         self.behind: list[tuple[list[int], int]] = []
         self.fails = False
         self.asking = PromptReporter(pools.pool, PAGE)
-        monkeypatch.setattr(pools.pool, "asked", self._asked)
+        monkeypatch.setattr(pools.pool, "on_request", self._asked)
         monkeypatch.setattr(pools.pool, "continues", self._continues)
 
     def _asked(self, keys: Sequence[bytes]) -> None:
