@@ -99,7 +99,7 @@ def test_the_linkers_policy_is_told_of_whole_prompts_and_of_answers(
     cache = tree.linker._linked["kv"].cache
     asked: list[list[bytes]] = []
     behind: list[tuple[list[bytes], bytes]] = []
-    monkeypatch.setattr(cache, "asked", asked.append)
+    monkeypatch.setattr(cache, "on_request", asked.append)
     monkeypatch.setattr(cache, "continues", lambda keys, before: behind.append((keys, before)))
     question, answer = _tokens(range(4)), _tokens(range(6))
     keys = get_storage_hash_str(RadixKey(array("q", answer)), page_size=PAGE)
