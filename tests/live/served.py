@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.servers import free_port
 
-START_S = 120.0
+START_S = 600.0
 KEY = "the-page's-key"
 SMALL = (
     *("--device", "cpu", "--threads", "1", "--device-capacity", "6MiB"),
@@ -51,6 +51,7 @@ class Serve:
         while not self._answers():
             is_gone = self._process.poll() is not None
             if is_gone or time.monotonic() > end_s:
+                self.stop()
                 raise RuntimeError(f"no server: {self.log.read_text()[-2000:]}")
             time.sleep(0.1)
 
