@@ -154,8 +154,10 @@ check-deploy: setup
 	$(DEPLOY_TOOLS)/bin/hadolint deploy/docker/*.Dockerfile
 	$(DEPLOY_TOOLS)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose/compose.yaml
 	$(DEPLOY_TOOLS)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
-	$(DEPLOY_TOOLS)/bin/kubernetes-validate --strict $(filter-out %/kustomization.yaml,$(wildcard deploy/kubernetes/*.yaml))
+	$(DEPLOY_TOOLS)/bin/kubernetes-validate --strict \
+		$(filter-out %/kustomization.yaml %/monitor.yaml,$(wildcard deploy/kubernetes/*.yaml))
 	CIBW_ARCHS=x86_64,aarch64 $(DEPLOY_TOOLS)/bin/cibuildwheel --platform linux --print-build-identifiers
+	$(PIP_INSTALL) -q helm-python-sdk cloudcoil-models-prometheus-operator
 	$(BIN)/python -m pytest tests/deploy
 
 # Wanted: a compiler. 1 GB of packages is installed into build/release.

@@ -116,13 +116,16 @@ def test_kubernetes_is_given_what_the_manifests_name(calls: Path) -> None:
     namespace, secret = run(HEADS["kubernetes/server.yaml"], calls)
     assert namespace == ["kubectl", "create", "namespace", settings["namespace"]]
     assert secret[:4] == ["kubectl", "-n", settings["namespace"], "create"]
-    name, literal = secret[-2:]
-    key = literal.removeprefix("--from-literal=").partition("=")[0]
+    name, *literals = secret[6:]
+    keys = {each.removeprefix("--from-literal=").partition("=")[0] for each in literals}
     manifests = list(yaml.safe_load_all((folder / "server.yaml").read_text()))
     (found,) = (each for each in manifests if each["kind"] == "StatefulSet")
     (container,) = found["spec"]["template"]["spec"]["containers"]
     wanted = [each["valueFrom"]["secretKeyRef"] for each in container["env"] if "valueFrom" in each]
-    assert {"name": name, "key": key} in wanted
+    (monitor,) = yaml.safe_load_all((folder / "monitor.yaml").read_text())
+    wanted += [each["authorization"]["credentials"] for each in monitor["spec"]["endpoints"]]
+    assert {each["name"] for each in wanted} == {name}
+    assert {each["key"] for each in wanted} == keys
 
 
 def test_systemd_is_installed_from_what_is_there(calls: Path) -> None:

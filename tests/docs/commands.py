@@ -38,6 +38,7 @@ OTHERS = frozenset(
             "docker",
             "for",
             "install",
+            "helm",
             "kubectl",
             "openssl",
             "set",
@@ -50,7 +51,7 @@ OTHERS = frozenset(
 
 
 UsageError: Any = typer.BadParameter.__mro__[1]
-"""Of all that the parser refuses; typer has no name of its own for it."""
+"""Base class of everything that the parser refuses; typer has no name for it."""
 
 
 class CommandError(AssertionError):
@@ -210,7 +211,7 @@ def _check_module(module: str, words: Sequence[str]) -> None:
 
 
 SHARED_OPTIONS = '"--json"'
-"""Of every benchmark: ``benchmarks.report.output`` reads it."""
+"""Options that every benchmark has: ``benchmarks.report.output`` reads them."""
 
 
 def _check_pytest(words: Sequence[str]) -> None:
