@@ -11,9 +11,9 @@ from rich.console import Console
 
 from kvtier.live import History, Picture
 from kvtier.live.history import MOST_AGE_S
-from kvtier.live.questions import TOO_FEW, count, seconds, share, size
 from kvtier.live.scrape import Seen
 from kvtier.live.terminal import Fitted, draw
+from kvtier.live.wording import TOO_FEW, count, seconds, share, size
 
 from .texts import KVTIER, picture, reading, recorded
 
@@ -264,6 +264,12 @@ def test_the_server_says_which_model_which_version_and_since_when() -> None:
         (count(1.234e6), "1.23 M"),
         (size(0), "0 B"),
         (size(1536), "1.5 KiB"),
+        (size(1020 << 10), "1020 KiB"),
+        (size(5000 << 40), "5000 TiB"),
+        (size(1500 << 20, 4), "1.465 GiB"),
+        (seconds(-3.0), "0 s"),
+        (seconds(3e8), "3472 d"),
+        (count(999_960), "1000 k"),
         (size(3 << 30), "3 GiB"),
     ],
 )

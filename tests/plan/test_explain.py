@@ -174,9 +174,9 @@ def test_words_say_what_was_expected_what_it_took_and_what_else_there_was() -> N
     decision = _decide(_match("ddhhss"), _measured(9, disk_s=10.0), num_tokens=30)
     text = _shown(explain(decision, Actual([(range(2, 4), 0.004)], load_s=0.004, compute_s=0.5)))
     assert "model at server: 30 tokens, 16 of them reused" in text
-    assert "8-15 host memory 2.00 ms 4.00 ms about 200 ms" in text
+    assert "8-15 host memory 2 ms 4 ms about 200 ms" in text
     assert "16-29 computed 350 ms 500 ms" in text
-    assert "Loading 8 tokens took 4.00 ms; computing them would have taken about 200 ms." in text
+    assert "Loading 8 tokens took 4 ms; computing them would have taken about 200 ms." in text
     assert "Compared with reusing nothing: about 750 ms, against about 352 ms" in text
     assert "Not used: tokens 16-23, found in disk." in text
     assert "Too few" not in text

@@ -8,8 +8,6 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from kvtier.errors import ConfigError
-
 KEY_VARIABLE = "KVTIER_API_KEY"
 """Environment variable that holds the API key, or several keys separated by blanks."""
 _ARG_START, _ARG_END = 48, 49
@@ -39,11 +37,10 @@ def take_key(given: str | None) -> str | None:
     Raises:
         ConfigError: No header can carry the key.
     """
+    from kvtier.live.client import check_api_key
+
     keys = take_keys(None if given is None else [given])
-    key = keys[0] if keys else ""
-    if not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError("api_key: the key has characters that no header can send")
-    return key or None
+    return check_api_key(keys[0]) or None if keys else None
 
 
 def hide_arguments(secrets: Collection[str]) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.errors import printable
+from kvtier.live import wording
 from kvtier.plan.explain import COMPUTED
 from kvtier.types import DEVICE, DISK, HOST
 
@@ -173,12 +174,8 @@ def place(tier: str) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """ "0.35 ms", "12 ms", "1.2 s"; "?" for what nobody knows."""
-    if value is None:
-        return "?"
-    if value >= 1:
-        return f"{value:.2f} s"
-    return f"{value * 1e3:.0f} ms" if value >= 0.01 else f"{value * 1e3:.2f} ms"
+    """Format a time; "?" is one that nobody knows."""
+    return "?" if value is None else wording.seconds(value)
 
 
 def about(value: float | None) -> str:

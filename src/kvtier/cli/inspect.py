@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtier.errors import printable
-from kvtier.tools.report.figures import ago, size
+from kvtier.live.wording import seconds, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -111,7 +111,7 @@ def _summary(report: SlabReport, now: float) -> Table:
         ),
         ("state", state),
         ("oddities", ", ".join(oddities) or "none"),
-        ("made", f"{ago(now - report.made_at)} ago, format {report.format_version}"),
+        ("made", f"{seconds(round(now - report.made_at))} ago, format {report.format_version}"),
     )
     for name, value in rows:
         table.add_row(name, Text(value))
@@ -131,8 +131,8 @@ def _namespaces(report: SlabReport, now: float) -> Table:
             f"{each.num_blocks:,}",
             size(each.num_bytes),
             f"{each.longest_blocks:,}",
-            ago(now - each.newest_at),
-            ago(now - each.oldest_at),
+            seconds(round(now - each.newest_at)),
+            seconds(round(now - each.oldest_at)),
         )
     rest = report.namespaces[MAX_NAMESPACES:]
     if rest:
@@ -141,8 +141,8 @@ def _namespaces(report: SlabReport, now: float) -> Table:
             f"{sum(each.num_blocks for each in rest):,}",
             size(sum(each.num_bytes for each in rest)),
             f"{max(each.longest_blocks for each in rest):,}",
-            ago(now - max(each.newest_at for each in rest)),
-            ago(now - min(each.oldest_at for each in rest)),
+            seconds(round(now - max(each.newest_at for each in rest))),
+            seconds(round(now - min(each.oldest_at for each in rest))),
         )
     return table
 

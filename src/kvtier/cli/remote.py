@@ -14,7 +14,7 @@ import typer
 
 from kvtier.cli.command import CommandLine
 from kvtier.errors import ConfigError, printable
-from kvtier.tools.report.figures import ago, size
+from kvtier.live.wording import seconds, size
 
 if TYPE_CHECKING:
     from kvtier.tiers.remote.keeper import StoreKeeper
@@ -126,7 +126,8 @@ def _contents(there: Contents, keeper: StoreKeeper) -> str:
     told = f"{_count(there.num_entries, keeper.kind)}, {size(there.num_bytes)}"
     if there.oldest_s is None or there.newest_s is None:
         return told
-    return f"{told}; {keeper.age.format(f'{ago(there.newest_s)} to {ago(there.oldest_s)}')}"
+    newest, oldest = (seconds(round(each)) for each in (there.newest_s, there.oldest_s))
+    return f"{told}; {keeper.age.format(f'{newest} to {oldest}')}"
 
 
 def _show(found: Pruned, keeper: StoreKeeper, dry_run: bool) -> None:

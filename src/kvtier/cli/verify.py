@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtier.errors import printable
-from kvtier.tools.report.figures import size
+from kvtier.live.wording import size
 
 if TYPE_CHECKING:
     from rich.console import Console

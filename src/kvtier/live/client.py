@@ -104,6 +104,20 @@ def check_url(url: str) -> str:
     return whole
 
 
+def check_api_key(key: str) -> str:
+    """Return ``key``.
+
+    Raises:
+        ConfigError: No header can carry it. The message does not tell it.
+    """
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(
+            "api_key: a key has characters that no header can send; use printable ASCII without "
+            "blanks"
+        )
+    return key
+
+
 def server_url(url: str) -> str:
     """Return the address below which a server's paths are, from its own or that of its ``/v1``.
 

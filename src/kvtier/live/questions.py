@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from kvtier.live.dialects import KVTIER
 from kvtier.live.picture import PageAnswer, Picture, Tier
+from kvtier.live.wording import TOO_FEW, count, seconds, share, size
 from kvtier.types import DEVICE
 
-TOO_FEW = "too few to tell"
 LONG_LINE_S = 0.5
 """A line that requests notice."""
 WRONG_RATIO = 1.5
@@ -16,52 +16,6 @@ WRONG_RATIO = 1.5
 MANY_RETURN = 0.3
 """Share of evicted blocks that are requested again; a larger tier would have kept them."""
 WORTH_SHARE = 0.05
-
-
-def share(part: float | None) -> str:
-    """Format a share: ``0.384`` as 38 %."""
-    if part is None:
-        return TOO_FEW
-    if 0 < part < 0.005:
-        return "below 1 %"
-    return f"{100 * part:.0f} %"
-
-
-def seconds(value: float | None) -> str:
-    """With the unit that is read most easily."""
-    if value is None:
-        return TOO_FEW
-    for limit, unit, name in (
-        (0.9995e-3, 1e-6, "µs"),
-        (0.9995, 1e-3, "ms"),
-        (100, 1, "s"),
-        (7200, 60, "min"),
-        (48 * 3600, 3600, "h"),
-    ):
-        if value < limit:
-            return f"{value / unit:.3g} {name}" if value else "0 s"
-    return f"{value / 86400:.3g} d"
-
-
-def count(value: float | None) -> str:
-    """Short: 1234567 as 1.23 M."""
-    if value is None:
-        return TOO_FEW
-    for unit, name in ((1e9, " G"), (1e6, " M"), (1e4, " k")):
-        if value >= unit:
-            factor = 1e3 if name == " k" else unit
-            return f"{value / factor:.3g}{name}"
-    return f"{value:.0f}"
-
-
-def size(num_bytes: float | None) -> str:
-    """Format a size in powers of 1024."""
-    if num_bytes is None:
-        return TOO_FEW
-    for power, name in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if num_bytes >= 1 << power:
-            return f"{num_bytes / (1 << power):.3g} {name}"
-    return f"{num_bytes:.0f} B"
 
 
 def answer(picture: Picture) -> Iterator[PageAnswer]:

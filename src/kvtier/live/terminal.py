@@ -11,8 +11,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.live.questions import TOO_FEW, count, seconds, share, size
 from kvtier.live.scrape import Seen
+from kvtier.live.wording import TOO_FEW, count, seconds, share, size
 
 STATES = {
     0: Text("in use", "green"),

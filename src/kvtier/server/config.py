@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier.errors import ConfigError
+from kvtier.live.client import check_api_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,4 @@ class ServerConfig:
         for key in self.api_keys:
             if not key.strip():
                 raise ConfigError("api_key: the key is empty; set one, or leave the option out")
-            if any(each.isspace() for each in key) or not key.isprintable() or not key.isascii():
-                raise ConfigError(
-                    "api_key: a key has characters that no header can send; use printable ASCII "
-                    "without blanks"
-                )
+            check_api_key(key)

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -196,7 +197,7 @@ def test_a_line_is_solid_only_where_the_trace_can_tell(conversations: Path) -> N
         told = [at < num_told for at in range(6)]
         plots._worth(axes, points, told, "#000000", None)
         solid = [line for line in axes.get_lines() if line.get_label() == "value"]
-        assert sum(len(line.get_xdata()) for line in solid) == num_told
+        assert sum(np.size(line.get_xdata()) for line in solid) == num_told
         pale = [line for line in axes.get_lines() if line.get_label() == "can't tell"]
         assert len(pale) == (num_told < 6)
         assert all(line.get_alpha() < 0.5 for line in pale)

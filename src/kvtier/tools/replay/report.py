@@ -21,14 +21,13 @@ from kvtier.tools.replay.summary import (
     money,
     paragraphs,
     policy_name,
-    seconds,
     setup_cells,
     size_cells,
     size_mark,
     subtitle,
     unique_bytes,
 )
-from kvtier.tools.report.figures import ago, capacity, number, percent
+from kvtier.tools.report.figures import capacity, duration, number, percent
 from kvtier.tools.report.page import render_page, write_page
 from kvtier.tools.report.svg import picture
 
@@ -98,7 +97,7 @@ def _cards(result: ReplayResult) -> list[Card]:
         Card(
             "Prefill without reuse",
             f"{number(busy)} accelerators" if facts.window_s else "–",
-            f"Computing all {facts.tokens:,} prompt tokens takes {ago(facts.computing_s)}.",
+            f"Computing all {facts.tokens:,} prompt tokens takes {duration(facts.computing_s)}.",
         ),
         Card(
             "Reusable blocks",
@@ -111,20 +110,20 @@ def _cards(result: ReplayResult) -> list[Card]:
         cards.append(
             Card(
                 "Median time to reuse",
-                ago(evidence.age_p50_s),
-                f"90 % of the reused blocks are reused within {ago(evidence.age_p90_s)}.",
+                duration(evidence.age_p50_s),
+                f"90 % of the reused blocks are reused within {duration(evidence.age_p90_s)}.",
             )
         )
     if result.gained is not None and result.choice is not None and result.choice.net > 0:
         low, high = (
-            (seconds(max(0.0, result.gained.low)), seconds(result.gained.high))
+            (duration(max(0.0, result.gained.low)), duration(result.gained.high))
             if result.gained.is_bounded
             else ("?", "?")
         )
         cards.append(
             Card(
                 "Saved per hour",
-                f"{seconds(result.gained.value)} of accelerator time",
+                f"{duration(result.gained.value)} of accelerator time",
                 f"The work of {accelerators(result.gained.value / 3600)}. 95 % sure: {low} to "
                 f"{high}. Net of its cost, {money(result.choice.net)} per hour.",
             )

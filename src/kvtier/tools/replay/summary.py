@@ -8,7 +8,7 @@ from kvtier.tools.replay.evidence import LEAST_TURNS
 from kvtier.tools.replay.policies import OPTIMUM
 from kvtier.tools.replay.result import HitPoint, ReplayResult, Setup
 from kvtier.tools.replay.sizing import Point, SizeChoice
-from kvtier.tools.report.figures import GAP, TOO_FEW, ago, capacity, counted, number, percent
+from kvtier.tools.report.figures import TOO_FEW, capacity, counted, duration, number, percent
 
 CANT_TELL = "can't tell"
 RECOMMENDED = "<- recommended"
@@ -36,11 +36,6 @@ def money(amount: float) -> str:
     return f"{sign}${amount:,.2f}" if amount >= 0.1 or not amount else f"{sign}${amount:.2g}"
 
 
-def seconds(value: float) -> str:
-    """ "4.2 s", "310 s"."""
-    return f"{number(value)}{GAP}s"
-
-
 def headline(result: ReplayResult) -> str:
     """Return the result of the replay in one short sentence."""
     if result.choice is None or not _judged(result):
@@ -61,7 +56,7 @@ def subtitle(result: ReplayResult) -> str:
     """Return what was replayed, in two sentences."""
     facts = result.facts
     return (
-        f"{counted(facts.num_requests, 'request')} over {ago(facts.window_s)}, "
+        f"{counted(facts.num_requests, 'request')} over {duration(facts.window_s)}, "
         f"{facts.tokens:,} prompt tokens in blocks of {facts.block_tokens}. An unlimited "
         f"cache would hit {percent(facts.ceiling)} of the blocks and save "
         f"{percent(result.ceiling.time_ratio)} of the prefill time."
@@ -107,9 +102,9 @@ def _basis(result: ReplayResult) -> str:
     evidence = result.evidence
     text = (
         f"Evidence: {counted(evidence.num_reuses, 'request')} that share a prefix with an "
-        f"earlier one, over {ago(evidence.window_s)}; half of the reused blocks "
-        f"are reused within {ago(evidence.age_p50_s or 0)}, 90 % within "
-        f"{ago(evidence.age_p90_s or 0)}. Sizes are compared under the policy "
+        f"earlier one, over {duration(evidence.window_s)}; half of the reused blocks "
+        f"are reused within {duration(evidence.age_p50_s or 0)}, 90 % within "
+        f"{duration(evidence.age_p90_s or 0)}. Sizes are compared under the policy "
         f"{policy_name(result.policy)}, caches are empty at the start, and saved time has its "
         "price only if the accelerators have other work."
     )
@@ -140,7 +135,7 @@ def _verdict(result: ReplayResult, choice: SizeChoice) -> list[str]:
     else:
         found.append(f"It can't be told whether {bought} would pay: the trace varies too much.")
     found.append(
-        f"Each hour, this saves {seconds(result.gained.value)} of accelerator time ({sure}), the "
+        f"Each hour, this saves {duration(result.gained.value)} of accelerator time ({sure}), the "
         f"work of {accelerators(result.gained.value / 3600)}, worth "
         f"{money(result.gained.value / 3600 * hour)} at {money(hour)} an hour, for {money(price)} "
         f"an hour of memory paid off over {result.machine.years:g} years."
@@ -214,7 +209,7 @@ def size_cells(result: ReplayResult, point: Point, is_disk: bool) -> list[str]:
 
     Savings and their value are given only where the trace supports them.
     """
-    saves = [number(point.tokens_per_s), seconds(point.seconds_per_hour)]
+    saves = [number(point.tokens_per_s), duration(point.seconds_per_hour)]
     worth, more = money(point.saved), money(point.gain_per_gib)
     if not can_tell(result, point):
         saves, worth, more = ["–", "–"], "–", "–"
@@ -239,7 +234,7 @@ def setup_cells(result: ReplayResult, setup: Setup) -> list[str]:
         setup.name,
         setup_words(setup),
         *(percent(each / all_tokens) for each in (*found, all_tokens - sum(found))),
-        f"{seconds(setup.savings.total_s / hours)}/h" if hours else "–",
+        f"{duration(setup.savings.total_s / hours)}/h" if hours else "–",
     ]
 
 

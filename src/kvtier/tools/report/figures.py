@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvtier.live.wording import seconds, size
+
 if TYPE_CHECKING:
     from kvtier.tools.report.stats import Estimate
 
@@ -23,30 +25,14 @@ def milliseconds(value: float) -> str:
     return f"{number(value)}{GAP}ms"
 
 
-def size(num_bytes: float) -> str:
-    """Bytes for people: "1.5 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
-
-
 def capacity(num_bytes: float) -> str:
-    """A size that somebody chose: "64 GiB", "1.5 TiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g}{GAP}{unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g}{GAP}TiB"
+    """Format a size that somebody chose: "64 GiB", "1.5 TiB". No line breaks within it."""
+    return size(num_bytes, digits=4).replace(" ", GAP)
 
 
-def ago(seconds: float) -> str:
-    """A time for people: "3.2 h"."""
-    for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
-        if seconds < limit:
-            return f"{max(0.0, seconds) / divisor:.{0 if divisor == 1 else 1}f} {unit}"
-    return f"{seconds / 86400:.1f} d"
+def duration(value: float) -> str:
+    """Format a time: "4.2 s", "3.2 h". No line breaks within it."""
+    return seconds(value).replace(" ", GAP)
 
 
 def percent(share: float, signed: bool = False, digits: int = 1) -> str:
