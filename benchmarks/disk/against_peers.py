@@ -38,7 +38,7 @@ READ, WRITE = "read", "write"
 TIMES_FASTER = 1.5
 SHARE_OF_CPU = 0.2
 COLD = 0.95
-"""Of what a contestant read, this much has to come from the disk."""
+"""Share of what a contestant read that has to come from the disk."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,13 +25,13 @@ SIZES = {
     "max_position_embeddings": 8192,
     "vocab_size": 4096,
 }
-"""Of a Qwen3: 23 million weights, 12 KiB of KV per token in float32."""
+"""Sizes of a Qwen3: 23 million weights, 12 KiB of KV per token in float32."""
 KV_BYTES_PER_TOKEN = (
     2 * SIZES["num_hidden_layers"] * SIZES["num_key_value_heads"] * SIZES["head_dim"] * 4
 )
 SPREAD = 0.08
-"""Of the weights. At the usual 0.02 the next token hardly depends on the prompt, and wrong KV would
-not be noticed."""
+"""Standard deviation of the weights. At the usual 0.02 the next token hardly depends on the prompt,
+and wrong KV would not be noticed."""
 
 
 def make_model(folder: Path, sizes: Mapping[str, Any] = SIZES) -> Path:

@@ -34,7 +34,7 @@ STOP_S = 20.0
 PAUSE_S = 0.1
 QUIET_S = 5.0
 IDLE = 0.2
-"""Of a core: a server that takes less is quiet."""
+"""Share of a core below which a server is quiet."""
 REQUEST_S = 300.0
 JSON_BODY = {"Content-Type": "application/json"}
 

@@ -35,7 +35,7 @@ GROUP = full_attention(28, 8, 128, DType.BFLOAT16, 16)
 """Blocks of 1.75 MiB."""
 
 ONE_CALL = "one call"
-"""How it was before: ``madvise`` over everything, which holds the interpreter's lock."""
+"""Name of the former way: ``madvise`` over everything, which holds the interpreter's lock."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class Contestant:
     module: str
     options: dict[str, object] = field(default_factory=dict)
     environment: str | None = None
-    """Where it runs, if not in that of ``peer``."""
+    """Environment in which it runs, if not that of ``peer``."""
 
     @property
     def python(self) -> Path:

@@ -16,7 +16,7 @@ from kvtier.tiers.disk import DiskOptions, DiskTier, Verify
 from kvtier.types import BlockKey, BlockName
 
 LAYER_BYTES = 65_536
-"""Of a block of 16 tokens: K and V, 8 heads of 128, two bytes each."""
+"""Bytes of a block of 16 tokens in a layer: K and V, 8 heads of 128, two bytes each."""
 NAMESPACE = bytes(32)
 
 

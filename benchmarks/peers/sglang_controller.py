@@ -37,7 +37,7 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 PAGE, HEADS, HEAD_DIM = 64, 2, 128
 LAYER_BYTES = 2 * PAGE * HEADS * HEAD_DIM * 2
-"""Of a page: K and V in two bytes each, of a rank that has two heads."""
+"""Bytes of a page in a layer: K and V in two bytes each, of a rank that has two heads."""
 FOLDERS = ("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR")
 KEPT = 4
 """Batches for which a back end with a bound has room beyond what is stored."""

@@ -43,7 +43,7 @@ class Store(ABC):
     """
 
     version: str
-    """Of the project, as it is installed."""
+    """Version of the installed project."""
 
     def __init__(self, arena: Arena, folder: Path, num_blocks: int) -> None:
         self.arena, self.folder, self.num_blocks = arena, folder, num_blocks

@@ -65,7 +65,7 @@ CONTESTANTS = (*POLICIES, BY_TIME)
 OURS, LRU = "runs", "lru"
 REPLAY, TIERS, PAIR = "replay", "tiers", "pair"
 SEED = 11
-"""Of the sessions' beginnings, for which the targets are."""
+"""Seed of the sessions' beginnings; the targets hold for it."""
 WANTED = {
     "conversation": {0.005: 7.9, 0.01: 10.8, 0.02: 15.2, 0.05: 23.0, 0.1: 29.5, 0.2: 34.9},
     "agentic, 200 sessions": {0.005: 28.0, 0.01: 41.2, 0.02: 58.3, 0.05: 83.5, 0.1: 93.1},

@@ -45,7 +45,7 @@ from benchmarks.vllm.servers import with_kvtier
 
 POLICIES = ("lru", "runs")
 WARM_SHARE = 0.2
-"""Of the requests: until tiers are full, policies do not differ."""
+"""Share of the requests that are not counted: until tiers are full, policies do not differ."""
 RESAMPLES = 2000
 BLOCK_TOKENS = {"kvtier": 16, "vllm": 32}
 

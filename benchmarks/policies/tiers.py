@@ -58,7 +58,7 @@ class TierReplay:
     ) -> None:
         self.policy = policy
         self.num_from_host = 0
-        """Of the hits."""
+        """Hits in host memory."""
         self.num_history = 0
         """Not told."""
         self._now = 0.0

@@ -19,7 +19,7 @@ SHORTEST, LONGEST = 8, 80
 """Words of a prompt, of about four tokens each; as many short ones as long ones, by the
 logarithm."""
 LOOP_REQUESTS = 2
-"""What a client asks for in a round in which it asks again and again."""
+"""Requests of a client in a round in which it asks again and again."""
 WORDS = ("return", "self", "def", "import", "value", "None", "yield", "class", "raise", "while")
 OPTIONS = ("--max-running", "256", "--max-queue", "512", "--device-capacity", "768MiB")
 

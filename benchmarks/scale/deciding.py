@@ -28,7 +28,7 @@ OURS = "kvtier"
 ROOT = Path(__file__).parents[2]
 PAGE, PROMPT_TOKENS = 16, 1024
 GROUP_BLOCKS = 32 + 100 * 32
-"""Of 100 prompts that share their first half."""
+"""Blocks of 100 prompts that share their first half."""
 SGLANG_PHASES = {"hit": "look up a prompt of 64 blocks", "evict": "evict 512 blocks"}
 SGLANG = ROOT / ".peers" / "sglang" / "bin" / "python"
 VLLM = ROOT / ".peers" / "vllm" / "bin" / "python"

@@ -15,13 +15,13 @@ from kvtier.transfer.ranks import Done, Hello, RankMover, Report
 from kvtier.types import DISK, HOST
 
 KEY_BYTES = 36
-"""Of vLLM's: a SHA-256 and the number of a group."""
+"""Bytes of a key of vLLM's: a SHA-256 and the number of a group."""
 BLOCK_BYTES = 1 << 20
 FILL = 10_000
 """Blocks stored at a time."""
 NUM_TO_MOVE = 64
 PROMPT_BLOCKS = 6_250
-"""Of 100,000 tokens."""
+"""Blocks of a prompt of 100,000 tokens."""
 NAMESPACE = b"n" * 32
 
 

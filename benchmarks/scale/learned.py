@@ -19,8 +19,8 @@ QUICK_SIZES = (100_000, 200_000)
 PROMPT_BLOCKS = 20
 BATCH_PROMPTS = 1_000
 ASKED_AGAIN = 5
-"""Of the prompts of the batch before, each so many-th: so there is something to learn, and what was
-used just now is worth more than what was not for long."""
+"""Every n-th prompt of the batch before is asked again: there is something to learn, and what was
+used just now is worth more than what was not used for long."""
 SECONDS_APART = 0.01
 CALLS = 30
 CAPACITIES = 5

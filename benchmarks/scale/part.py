@@ -10,7 +10,7 @@ from math import log
 from kvtier.tools.report.stats import Estimate, median_with_interval
 
 LEAST_S, MOST_S = 1e-9, 1e9
-"""What a clock can tell apart; outside of it a median is as good as unknown."""
+"""Range of times that a clock can tell apart; a median outside of it is as good as unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ PROMPT_TOKENS = 3500
 NUM_ROUNDS = 31
 WANTED = 1.15
 ROUTE_FROM = {HOST: (HOST, DEVICE), DISK: (DISK, HOST)}
-"""Where a tier's own rate shows."""
+"""Route on which a tier's own rate shows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 BODY_BYTES = 8 << 20
 PATIENCE_S = 20.0
-"""What a request may take, slow ones included: bounds the load in time."""
+"""Longest time of a request, slow ones included: bounds the load in time."""
 DRIP_S = 0.25
 
 

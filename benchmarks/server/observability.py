@@ -51,7 +51,7 @@ ORDERS = (("on", "off", "off", "on"), ("off", "on", "on", "off"))
 METRICS_PATH = "/metrics"
 SCRAPE_S = 15.0
 NUM_LOOKS = 30
-"""That are counted, of each kind, when nobody asks for anything else."""
+"""Looks of each kind that are counted while nobody asks for anything else."""
 
 
 class Viewer:

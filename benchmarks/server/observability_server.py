@@ -58,7 +58,7 @@ METHODS: dict[str, dict[type, tuple[str, ...]]] = {
     },
     "events": {BlockLog: ("prompt", "_put"), Publisher: ("_wait",)},
 }
-"""What is called where something is told, by part."""
+"""Methods that are called where something is reported, by part."""
 
 
 class Switch:

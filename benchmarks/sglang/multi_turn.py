@@ -53,7 +53,7 @@ from benchmarks.sglang.servers import (
 
 DISK = "4GiB"
 SMALLEST_RATIO = 1.1
-"""Of host memory to the device's, above a slow disk."""
+"""Ratio of host memory to the device's, above a slow disk."""
 PARTS = MULTI_TURN, SECOND_PASS, NEW_PROMPTS, SLOW_DISK = (
     "multi-turn",
     "second-pass",
@@ -62,10 +62,10 @@ PARTS = MULTI_TURN, SECOND_PASS, NEW_PROMPTS, SLOW_DISK = (
 )
 NAMES = {"sglang": SGLANG, "hicache": HICACHE, "file": FILE, "kvtier": OURS, "linker": LINKER}
 SLOW_STARTS = 3
-"""Of the two servers of which one has a slow disk: two of a kind differ. A hundred prompts in all
-have a p99."""
+"""Starts of each of the two servers of which one has a slow disk: two of a kind differ. A hundred
+prompts in all have a p99."""
 WITHOUT = {OURS: HICACHE, LINKER: SGLANG}
-"""Of a contestant, what it is without kvtier."""
+"""Contestant without kvtier, by the one with it."""
 USUAL = Plan(
     Workload(num_conversations=9, num_active=8, turns=(12, 16), opening_tokens=(1800, 2300)),
     known_prompts=100,

@@ -16,11 +16,12 @@ from benchmarks.engines.servers import Server, Size
 from kvtier.tools.report.stats import median_with_interval
 
 FROM_DEVICE = 0.35
-"""Of the prompts, wanted."""
+"""Share of the prompts that shall come from the device."""
 ROOM = 0.4
-"""Of the prompts, for which the device has room: some of it is for the request that runs."""
+"""Share of the prompts for which the device has room: some of it is for the request that runs."""
 GROUPS = 6
-"""Of prompts, each with its share of those on the device: the interval is that of their ratios."""
+"""Groups of prompts, each with its share of those on the device: the interval is that of their
+ratios."""
 OUTPUT_TOKENS = 4
 TTFT_SAVED = -0.95
 KIND = "second pass"

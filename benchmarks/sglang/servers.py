@@ -25,7 +25,7 @@ OURS, LINKER = "SGLang + HiCache + kvtier", "SGLang + kvtier's linker"
 BLOCK = 64
 """SGLang's page size here, in tokens."""
 STAND_INS = ROOT / "tests" / "sglang" / "stand_ins"
-"""Of what SGLang imports and PyPI has not for a CPU."""
+"""Stand-ins for packages that SGLang imports and PyPI does not have for a CPU."""
 PLUGINS = ROOT / "benchmarks" / "stand_ins"
 """A slow disk under kvtier; memory that is not page-locked, for `file`."""
 PROMPTS, CACHED = "sglang:prompt_tokens_total", "sglang:cached_tokens_total"

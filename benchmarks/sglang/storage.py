@@ -38,11 +38,11 @@ from benchmarks.report.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier.tools.report.stats import Estimate
 
 PAGES = 128
-"""Of a batch, as SGLang's controller has it."""
+"""Pages of a batch, as in SGLang's controller."""
 ASKED = 512
 """Pages of a prompt that is looked up."""
 QUESTIONS = 20
-"""Of a round; the median counts."""
+"""Look-ups of a round; the median counts."""
 FILE, NIXL = "sglang file", "nixl"
 TIMES_SOONER = 20.0
 FAST_AS_NIXL = 1.0
