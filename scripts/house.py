@@ -30,7 +30,7 @@ SMALL_FILE_LINES = 70
 # The largest count that `--check` accepts. Lower a limit when its count falls; never raise it.
 LIMITS: dict[str, int] = {
     "vague_docstrings": 0,
-    "vague_attribute_docstrings": 60,
+    "vague_attribute_docstrings": 0,
     "doubled_class_names": 1,
     "wide_prose": 0,
     "ladder_forwards": 4,

@@ -9,7 +9,7 @@ from random import Random
 
 EFFORT = float(os.environ.get("KVTIER_EFFORT", "1"))
 MOST_CASES = 2
-"""Of one test with parameters, with less effort than all."""
+"""Cases of one test with parameters that run with less effort than all."""
 SAMPLE = os.environ.get("KVTIER_SAMPLE", "")
 """Another one chooses other cases."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from benchmarks.sglang.storage import (
 
 
 def _row(peer: str, rate: float, cpu: float) -> Row:
-    exact = {"gb_per_s_between": (rate, rate), "cpu_s_per_gb_between": (cpu, cpu)}
+    exact: Any = {"gb_per_s_between": (rate, rate), "cpu_s_per_gb_between": (cpu, cpu)}
     return Row(peer, peer, "1 MiB", READ, rate, rate, rate, cpu, **exact)
 
 

@@ -7,6 +7,7 @@ import json
 import tarfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ from benchmarks.vllm.servers import ENDLESS, LMCACHE, ON_DISK, OURS, VLLM, with_
 
 def test_answer_has_every_step_and_the_usage() -> None:
     step = {"tokens": ["a", "b"], "top_logprobs": [{"a": -0.5, "x": -1.0}, {"b": -0.25}]}
-    events = [
+    events: list[Any] = [
         {"choices": [{"text": "ab", "logprobs": step}], "usage": None},
         {"choices": [{"text": "c", "logprobs": {"tokens": ["c"], "top_logprobs": [{"c": 0.0}]}}]},
         {
@@ -267,7 +268,7 @@ def test_check_fails_where_nothing_came_from_below() -> None:
 
 
 def test_another_contestant_begins_each_time() -> None:
-    order = [in_turn(["a", "b", "c"], number)[0] for number in range(4)]  # type: ignore[list-item]
+    order = [in_turn(["a", "b", "c"], number)[0] for number in range(4)]
     assert order == ["a", "b", "c", "a"]
 
 

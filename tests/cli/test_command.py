@@ -21,7 +21,8 @@ def kvtier(*arguments: str, **variables: str) -> Result:
 
 def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Yield every command that can be called, with its name."""
-    for name, each in (group or typer.main.get_command(app)).commands.items():
+    root: Any = typer.main.get_command(app)
+    for name, each in (group or root).commands.items():
         if hasattr(each, "commands"):
             yield from commands(each, (*path, name))
         else:

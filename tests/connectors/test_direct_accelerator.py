@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,10 +89,10 @@ class Tensors:
         self._undo.callback(self.device.close)
         self.disks: list[DiskTier] = []
 
-    def disk(self, folder: Path, **options: object) -> DiskTier:
+    def disk(self, folder: Path, **options: Any) -> DiskTier:
         made = DiskOptions(
             folder, 8 * self.slot_bytes, **{"direct": Direct.ON, "verify": Verify.OFF, **options}
-        )  # type: ignore[arg-type]
+        )
         arena = host_memory(self.slot_bytes)
         disk = DiskTier(
             made, opaque(self.slot_bytes), arena, pool=self.pool.direct_pool(self.device)

@@ -119,7 +119,7 @@ def test_an_adapter_on_a_hub_is_known_by_its_number() -> None:
 
 def test_rekeyed_request_is_vllms_but_for_its_hashes() -> None:
     theirs = SimpleNamespace(request_id="one", block_hashes=[b"a" * 32])
-    first, second = (RekeyedRequest(theirs, salt) for salt in (b"one", b"two"))  # type: ignore[arg-type]
+    first, second = (RekeyedRequest(theirs, salt) for salt in (b"one", b"two"))
     assert first.request_id == "one"
     before = list(first.block_hashes)
     assert before not in (theirs.block_hashes, list(second.block_hashes))

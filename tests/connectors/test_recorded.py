@@ -194,7 +194,7 @@ def test_request_that_cant_be_read_fails_nothing(
         VllmSettings(record=str(tmp_path / "trace")), config(), 16, 0
     )
     assert made is not None
-    step(watch, [odd := Request("1", None)], ends=[odd])  # type: ignore[arg-type]
+    step(watch, [odd := Request("1", None)], ends=[odd])
     made.close()
     assert "a request was not recorded" in caplog.text
 

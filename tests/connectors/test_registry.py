@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ class Theirs:
 class Ours:
     theirs: type = Theirs
 
-    def __new__(cls, *arguments: object) -> object:
+    def __new__(cls, *arguments: object) -> Any:
         return cls.theirs(*arguments)
 
 

@@ -43,7 +43,7 @@ PATIENCE_S = 30.0
 LONG_S = 20.0
 """Longer than any request waits."""
 NUM_TOKENS = 1
-"""Of a prompt, behind its last block."""
+"""Tokens of a prompt behind its last block."""
 
 
 class Answer(NamedTuple):
@@ -74,7 +74,7 @@ class UnderVllm:
         self.now_s = 100.0
         self._case = case
         self._keys = keyed_world.KEYS[: len(case.behind)]
-        by_place = {letter: [] for letter in "MSAU."} | self._by_place()
+        by_place: dict[str, list[Any]] = {letter: [] for letter in "MSAU."} | self._by_place()
         engine = keyed_world.Engine(
             num_host=16,
             says_hello=False,

@@ -210,7 +210,7 @@ def test_those_who_ask_get_the_hooks_on_an_npu_only(
         raise RuntimeError("torch_npu detected, but NPU device is not available or visible.")
 
     contract = SimpleNamespace(COPIES=SimpleNamespace(differences=list))
-    monkeypatch.setitem(sys.modules, "kvtier.connectors.sglang.contract", contract)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "kvtier.connectors.sglang.contract", contract)
     assert registered(lambda: True, "1") == list(ascend_copies.COPIES.hooks)
     assert registered(lambda: False, "1") == []
     assert registered(lost, "1") == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,9 +26,10 @@ class Pool:
     def __init__(self, at: Callable[[int, int], int] | None = None) -> None:
         self.kv_buffer = torch.arange(2 * NUM_PAGES * PIECE, dtype=torch.int64).to(torch.uint8)
         self.num_asked = 0
+        self.keep: Any = None
         self._at = at or (lambda page, piece: (piece * NUM_PAGES + page) * PIECE)
 
-    def get_page_buffer_meta(self, indices):  # type: ignore[no-untyped-def]
+    def get_page_buffer_meta(self, indices):
         self.num_asked += 1
         pages = [int(index) // PAGE for index in indices[::PAGE]]
         base = self.kv_buffer.data_ptr()

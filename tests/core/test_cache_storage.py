@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -205,7 +206,7 @@ def test_only_what_host_memory_has_room_for_is_loaded(make_world: MakeWorld) -> 
 def test_a_load_that_finds_no_room_after_all_is_given_up(restarted: World) -> None:
     """Room is an upper bound: what is held in host memory may have to stay."""
     request = restarted.ask(LONG, load=False)
-    room = restarted.cache._tiers[HOST]
+    room: Any = restarted.cache._tiers[HOST]
     taken = room.allocate(room.num_free)
     blocks = restarted.cache.match(NS, request.labels).blocks
     for leg, _ in restarted.cache._ladder.loads.promote(blocks, DISK):
@@ -261,7 +262,7 @@ def test_write_that_fails_takes_nothing_from_others(
     put_by_another = dict(shelf.blocks)
     world.storage.unreachable = True
     world.serve(LONG)
-    mover = world.cache._ladder._mover
+    mover: Any = world.cache._ladder._mover
     until(world, lambda: all(gate.lane.is_idle for gate in mover._gates.values()))
     assert len(dropped) == (0 if is_shared else 4)
     assert len(shelf.blocks) == (4 if is_shared else 0)
@@ -299,7 +300,8 @@ def test_storage_that_hangs_is_left_open_at_the_end(
 
 def scrubbed(world: World) -> None:
     """Notice the scrub that ``poll`` has begun, if it has."""
-    for job in world.cache._ladder._mover._scrubs.values():
+    mover: Any = world.cache._ladder._mover
+    for job in mover._scrubs.values():
         assert job.wait(60)
     world.cache.poll()
 

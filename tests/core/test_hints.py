@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -168,18 +169,20 @@ def test_a_tier_half_full_of_what_must_not_leave_takes_others(world: World) -> N
     assert world.matched([39] * 8) == [HOST] * 4
 
 
-def test_many_that_wait_cost_nothing_in_between(world: World) -> None:
+def test_many_that_wait_cost_nothing_in_between(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step of the engine does not go through those that wait."""
     world.serve(TALK)
     calls = 0
     retain = world.cache._index.retain
 
-    def counted(*arguments: object) -> None:
+    def counted(*arguments: Any) -> None:
         nonlocal calls
         calls += 1
-        retain(*arguments)  # type: ignore[arg-type]
+        retain(*arguments)
 
-    world.cache._index.retain = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(world.cache._index, "retain", counted)
     for _ in range(500):
         wait(world, TALK, True)
     world.serve(OTHER)

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import accumulate, islice, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ def test_keys_that_were_computed_ahead_are_those_that_would_be_now(
     assert labels.computed_keys(NS) is None
     assert keys_along(NS, labels, first, num, before) == expected[1:][first : first + num]
     labels.compute_keys(NS)
-    part = labels[first:][:num]
+    part: Any = labels[first:][:num]
     assert part.computed_keys(NS) == expected[1:][first : first + num]
     assert part.computed_keys(b"another") is None
     assert keys_along(NS, labels, first, num, b"not asked for") == part.computed_keys(NS)
@@ -143,7 +144,7 @@ def test_labels_are_read_like_a_list(ids: list[int], data: st.DataObject) -> Non
     | st.lists(st.integers(0, 2**32 - 1), max_size=20),
     st.sampled_from([list, tuple, "i", "I", "q", "Q", "h", "d", np.int32, np.uint64, ">i8", set]),
 )
-def test_native_packing_and_its_twin_agree(ids: list[int], kind: object) -> None:
+def test_native_packing_and_its_twin_agree(ids: list[int], kind: Any) -> None:
     try:
         given = array(kind, ids) if isinstance(kind, str) and len(kind) == 1 else None
         if given is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -120,7 +119,7 @@ def test_the_collector_passes_over_what_the_index_and_the_slots_give() -> None:
     world = a_world(8)
     request = world.serve(a_prompt(8))
     match = world.cache.match(NS, token_labels(a_prompt(8), BLOCK_SIZE))
-    index = world.cache._index
+    index: Any = world.cache._index
     given: list[object] = [match.blocks, match.tiers, index.slots(match.blocks, DEVICE)]
     given += [index.states_of(match.blocks, HOST), index.names(match.blocks).keys]
     given.append(SlotPool(4).allocate(3))
@@ -136,9 +135,10 @@ def test_few_keys_are_hashed_of_a_prompt_that_storage_does_not_have() -> None:
     before.serve(a_prompt(num_blocks))
     before.close()
     world = a_world(num_blocks, shelf)
-    asked: list[int] = []
-    find = world.storage.find
-    world.storage.find = lambda keys, timeout_s: asked.append(len(keys)) or find(keys, timeout_s)
+    asked: Any = []
+    storage: Any = world.storage
+    find = storage.find
+    storage.find = lambda keys, timeout_s: asked.append(len(keys)) or find(keys, timeout_s)
     world.fetch([9] * (num_blocks * BLOCK_SIZE))
     assert asked == [FIRST_KEYS]
     world.fetch(a_prompt(num_blocks))
@@ -188,7 +188,7 @@ class SeenJob(Job):
 
 
 @pytest.fixture
-def under_way() -> Iterator[InFlight]:
+def under_way() -> InFlight:
     SeenJob.num_looks = 0
     return InFlight({HOST: DistantRoom(200_000)})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -37,11 +37,14 @@ def host_compute() -> None:
 
 
 def make_device(
-    fake: Fake, index: int = 0, compute_stream: ComputeStream = host_compute, **variables: str
+    fake: Fake,
+    index: int = 0,
+    compute_stream: ComputeStream = host_compute,
+    variables: Mapping[str, str] | None = None,
 ) -> DriverDevice:
     """The product's device over ``fake``. variables: of the environment."""
     library = {f"KVTIER_{fake.vendor.upper()}_LIBRARY": str(fake.path)}
-    with environment(**(library | variables)):
+    with environment(**(library | dict(variables or {}))):
         return MAKERS[fake.vendor](f"any:{index}", compute_stream)
 
 

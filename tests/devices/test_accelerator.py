@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -22,6 +24,12 @@ pytestmark = [
 ]
 
 
+def _tensor(memory: Memory) -> Any:
+    """The tensor that this memory is of."""
+    assert isinstance(memory.owner, torch.Tensor)
+    return memory.owner
+
+
 class OnAccelerator(DeviceSuite):
     """Memory and compute are torch's, on its current stream."""
 
@@ -30,15 +38,15 @@ class OnAccelerator(DeviceSuite):
         return tensor_memory(torch.zeros(nbytes, dtype=torch.uint8, device=FOUND.type))
 
     def fill(self, memory: Memory, data: Bytes) -> None:
-        memory.owner.copy_(torch.from_numpy(data.copy()))
+        _tensor(memory).copy_(torch.from_numpy(data.copy()))
         torch.accelerator.synchronize()
 
     def content(self, memory: Memory) -> Bytes:
-        return memory.owner.cpu().numpy().copy()
+        return _tensor(memory).cpu().numpy().copy()
 
     def compute(self, memory: Memory, value: int) -> None:
         for other in (value + 1, value + 2, value):  # some work, of which the last one counts
-            memory.owner.fill_(other % 256)
+            _tensor(memory).fill_(other % 256)
 
 
 class TestFoundDevice(OnAccelerator):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,8 @@ def engine(
     monkeypatch.setattr("kvtier.engine.engine.find_device", lambda name: device)
     monkeypatch.setattr("kvtier.transfer.staging.STEP_BYTES", 1)
     with Engine(replace(SMALL, model=model)) as engine:
-        pool = engine.cache._tiers["device"].memory
+        tier: Any = engine.cache._tiers["device"]
+        pool = tier.memory
         fake.adopt(pool.address, pool.nbytes)
         yield engine, fake
     assert isinstance(device, DriverDevice)

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,7 +125,7 @@ def test_later_batch_that_fails_is_an_error_and_leaves_nothing_behind(
 
 @pytest.mark.parametrize("variant", NEWEST)
 def test_batch_call_can_be_switched_off(fake: Fake) -> None:
-    device = make_device(fake, **{BATCH_VARIABLE: "off"})
+    device = make_device(fake, variables={BATCH_VARIABLE: "off"})
     with open_rig(device, 1 << 20) as rig:
         assert _is_right(device, rig)
     assert fake.count(BATCH_CALLS[fake.vendor]) == 0
@@ -137,9 +138,9 @@ def test_batch_call_can_be_switched_off(fake: Fake) -> None:
 def test_batch_call_that_has_to_be_is_not_done_without(fake: Fake) -> None:
     if fake.variant not in WITH_BATCH:
         with pytest.raises(DeviceError, match="KVTIER_BATCH_COPY=on in the environment, but"):
-            make_device(fake, **{BATCH_VARIABLE: "on"})
+            make_device(fake, variables={BATCH_VARIABLE: "on"})
         return
-    device = make_device(fake, **{BATCH_VARIABLE: "on"})
+    device = make_device(fake, variables={BATCH_VARIABLE: "on"})
     with open_rig(device, 1 << 20) as rig:
         fake.fail_call(BATCH_CALLS[fake.vendor], REFUSALS[fake.vendor])
         with pytest.raises(DeviceError, match=str(REFUSALS[fake.vendor])):
@@ -150,7 +151,7 @@ def test_batch_call_that_has_to_be_is_not_done_without(fake: Fake) -> None:
 @pytest.mark.parametrize("variant", NEWEST)
 def test_switch_that_is_no_switch_is_refused(fake: Fake) -> None:
     with pytest.raises(ConfigError, match="KVTIER_BATCH_COPY='maybe'.*use auto, on or off"):
-        make_device(fake, **{BATCH_VARIABLE: "maybe"})
+        make_device(fake, variables={BATCH_VARIABLE: "maybe"})
 
 
 @pytest.mark.parametrize("variant", WITH_BATCH)
@@ -291,7 +292,7 @@ def test_second_device_copies_with_its_own_memory(fake: Fake) -> None:
 def test_library_without_a_needed_call_is_refused_by_name(fake: Fake) -> None:
     wrong = Fake("hip713")
     with pytest.raises(DeviceError, match=r"has no cuInit.*KVTIER_CUDA_LIBRARY"):
-        make_device(fake, KVTIER_CUDA_LIBRARY=str(wrong.path))
+        make_device(fake, variables={"KVTIER_CUDA_LIBRARY": str(wrong.path)})
 
 
 # -- a forked child --------------------------------------------------------------------------------
@@ -303,7 +304,8 @@ def test_forked_child_gives_nothing_back(device: DriverDevice) -> None:
     fence = device.queue(Direction.LOAD).fence()
     child = os.fork()
     if child == 0:
-        type(device.driver).use = lambda driver: os._exit(1)  # before every other call
+        driver_type: Any = type(device.driver)
+        driver_type.use = lambda driver: os._exit(1)  # before every other call
         del fence
         device.close()
         os._exit(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -19,6 +21,12 @@ Bytes = npt.NDArray[np.uint8]
 GROUP = full_attention(2, 2, 4, DType.BFLOAT16, 2)
 
 
+def _tensor(memory: Memory) -> Any:
+    """The tensor that this memory is of."""
+    assert isinstance(memory.owner, torch.Tensor)
+    return memory.owner
+
+
 class TestTorchCpuDevice(DeviceSuite):
     def make_device(self) -> Device:
         return TorchDevice("cpu")
@@ -27,13 +35,13 @@ class TestTorchCpuDevice(DeviceSuite):
         return tensor_memory(torch.zeros(nbytes, dtype=torch.uint8))
 
     def fill(self, memory: Memory, data: Bytes) -> None:
-        memory.owner.copy_(torch.from_numpy(data.copy()))
+        _tensor(memory).copy_(torch.from_numpy(data.copy()))
 
     def content(self, memory: Memory) -> Bytes:
-        return memory.owner.numpy().copy()
+        return _tensor(memory).numpy().copy()
 
     def compute(self, memory: Memory, value: int) -> None:
-        memory.owner.fill_(value)
+        _tensor(memory).fill_(value)
 
 
 class TestDeviceTierOverATensor(MemoryTierSuite):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -102,9 +103,10 @@ class Bench:
         at_device = [Slot(slot) for slot in move.at_device]
         at_host = [Slot(slot) for slot in move.at_host]
         if move.direction is Direction.LOAD:
-            args = (self.host, at_host, self.pool, at_device)
+            args: Any = (self.host, at_host, self.pool, at_device)
             steps = stage_steps(*args) if in_steps else (stage(*args),)
-            src, dst = (self.expected_host, self.host), (self.expected_pool, self.pool)
+            src: Any = (self.expected_host, self.host)
+            dst: Any = (self.expected_pool, self.pool)
         else:
             args = (self.pool, at_device, self.host, at_host)
             steps = (stage(*args),)
@@ -145,10 +147,10 @@ def _bench(group: KVGroup, layout: str, device: Device, pool: Memory) -> Bench:
     rng = np.random.default_rng(1)
     host = HostTier(group, NUM_HOST * group.bytes_per_block, device)
     sizes = (pool_bytes(group), NUM_HOST * group.bytes_per_block)
-    content = [rng.integers(0, 256, size, np.uint8) for size in sizes]
-    memory_bytes(host.memory)[: len(content[1])] = content[1]
+    in_pool, in_host = (rng.integers(0, 256, size, np.uint8) for size in sizes)
+    memory_bytes(host.memory)[: len(in_host)] = in_host
     tier = DeviceTier(pool, pool_layout(group, layout, pool.address))
-    return Bench(device, tier, host, TransferEngine(device), *content)
+    return Bench(device, tier, host, TransferEngine(device), in_pool, in_host)
 
 
 @pytest.mark.parametrize("switch", ["auto", "off"])
@@ -169,7 +171,7 @@ def test_every_byte_goes_where_it_should_and_no_other_is_touched(
     fake.reset(seed, late_reads=seed % 2 == 1, max_delay_us=40 * (seed % 3))
     stream = fake.compute_stream()
     compute = host_compute if seed % 5 == 0 else (lambda: stream)
-    device = make_device(fake, 0, compute, **{BATCH_VARIABLE: switch})
+    device = make_device(fake, 0, compute, {BATCH_VARIABLE: switch})
     nbytes = pool_bytes(group)
     bench = _bench(group, layout, device, Memory(fake.allocate(nbytes), nbytes, "fake", None))
     fake.poke(bench.pool.memory.address, bench.expected_pool)

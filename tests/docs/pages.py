@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SHELL, PYTHON, OUTPUT = "sh", "python", "text"
 LANGUAGES = (SHELL, PYTHON, OUTPUT, "json", "yaml", "toml")
-"""That a block may be of; one without a language may hide a command."""
+"""Languages that a block may have; one without a language may hide a command."""
 
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>[\w-]*)(?P<rest>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```[ ]*$",

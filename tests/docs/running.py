@@ -21,7 +21,7 @@ from tests.docs.pages import ROOT, Block
 from tests.servers import free_ports
 
 COLUMNS = "110"
-"""Of the terminal that pages show."""
+"""Width of the terminal that pages show."""
 TIMEOUT_S = 900
 PORT = re.compile(r"(?:(?<=port[= ])|(?<=127\.0\.0\.1:))\d{4,5}\b")
 LINKED = ("benchmarks", "examples", "src", "tests")

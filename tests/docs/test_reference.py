@@ -12,6 +12,9 @@ import pytest
 import kvtier
 from tests.docs.pages import ROOT
 
+PUBLIC: list[str] = vars(kvtier)["__all__"]
+"""Names that the package exports; its stub does not list them."""
+
 REFERENCE = ROOT / "docs/reference"
 NAME = re.compile(r"`(\w+)`")
 
@@ -77,7 +80,7 @@ def test_public_names_are_there_and_need_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert set(kvtier.__all__) <= set(dir(kvtier))
+    assert set(PUBLIC) <= set(dir(kvtier))
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = kvtier.no_such_name  # type: ignore[attr-defined]
 
@@ -85,4 +88,4 @@ def test_public_names_are_there_and_need_no_torch() -> None:
 def test_a_type_checker_sees_the_same_public_names() -> None:
     stub = (ROOT / "src/kvtier/__init__.pyi").read_text(encoding="utf-8")
     named = set(re.findall(r"import (\w+) as \1\b", stub)) | {"__version__"}
-    assert named == set(kvtier.__all__)
+    assert named == set(PUBLIC)

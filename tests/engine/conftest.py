@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ SMALL = EngineConfig(
 
 
 def changed(
-    host: str | int | None = None, policy: WritePolicy | None = None, **changes: object
+    host: str | int | None = None, policy: WritePolicy | None = None, **changes: Any
 ) -> EngineConfig:
     """``SMALL`` with other values."""
     cache = SMALL.cache
@@ -37,7 +38,7 @@ def changed(
         cache = replace(cache, host_capacity=host)
     if policy is not None:
         cache = replace(cache, write_policy=policy)
-    return replace(SMALL, cache=cache, **changes)  # type: ignore[arg-type]
+    return replace(SMALL, cache=cache, **changes)
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
         engine.clear_tier(HOST)
         warm = engine.submit(PROMPT, GREEDY).result(PATIENCE_S)
         assert warm.hit_tokens == {DISK: 288}, warm.hit_tokens
-        assert np.array_equal(cold.logits, warm.logits)  # type: ignore[arg-type]
+        assert np.array_equal(cold.logits, warm.logits)
     engine.close()
 
 

@@ -22,7 +22,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from kvtier.engine.models import BUILTIN, DEFAULT, choose_dtype, load_model
+from kvtier.engine.model_names import BUILTIN
+from kvtier.engine.models import DEFAULT, choose_dtype, load_model
 from kvtier.engine.random_models import random_config
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ConfigError
@@ -35,7 +36,7 @@ CPU = torch.device("cpu")
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 ROOT = Path(__file__).parents[2]
 LAYERS = 5
-"""Of the built-in model."""
+"""Layers of the built-in model."""
 
 LONGROPE = {
     "rope_type": "longrope",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import current_thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import kvtier.keys
 from kvtier.engine import Engine, EngineConfig
 from kvtier.index import native_index
 from kvtier.keys import next_keys
-from kvtier.types import DEVICE, DISK, HOST, BlockKey, Label
+from kvtier.types import DEVICE, DISK, HOST, BlockKey, Label, LoadPolicy
 from tests.tiers.disk.faulty_disk import FaultyDisk
 
 from .asking import GREEDY, ask, same
@@ -25,10 +26,14 @@ from .conftest import SMALL, changed
 pytestmark = pytest.mark.engine
 
 
-def with_disk(folder: Path, model: str = "random-gqa", **settings: object) -> EngineConfig:
+def with_disk(folder: Path, model: str = "random-gqa", **settings: Any) -> EngineConfig:
     cache = replace(
-        SMALL.cache, disk_path=str(folder), disk_capacity="16MiB", load_policy="always", **settings
-    )  # type: ignore[arg-type]
+        SMALL.cache,
+        disk_path=str(folder),
+        disk_capacity="16MiB",
+        load_policy=LoadPolicy.ALWAYS,
+        **settings,
+    )
     return replace(SMALL, model=model, cache=cache)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -130,8 +131,12 @@ def test_a_waiting_request_costs_nothing(
         original = getattr(Cache, name)
 
         def counted(
-            cache: Cache, *args: object, original=original, name=name, **options: object
-        ) -> object:  # type: ignore[no-untyped-def]
+            cache: Cache,
+            *args: object,
+            original: Any = original,
+            name: str = name,
+            **options: object,
+        ) -> object:
             calls[name] += 1
             return original(cache, *args, **options)
 

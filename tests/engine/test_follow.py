@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from threading import Condition, Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,8 +80,8 @@ def leave_on_host(engine: Engine) -> None:
     engine.clear_tier(DEVICE)
 
     def scribble() -> None:
-        memory = engine.cache._tiers[DEVICE].memory  # type: ignore[attr-defined]
-        memory.owner.fill_(0.25)
+        pool: Any = engine.cache._tiers[DEVICE]
+        pool.memory.owner.fill_(0.25)
 
     engine.call(scribble)
 

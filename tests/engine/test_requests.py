@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_a_closed_engine_refuses(make: Make) -> None:
         ({"max_running": 0}, "max_running: 0 is below 1"),
     ],
 )
-def test_bad_settings_get_one_clear_sentence(changes: dict[str, object], sentence: str) -> None:
+def test_bad_settings_get_one_clear_sentence(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         Engine(changed(**changes))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,8 +65,8 @@ def test_one_changed_value_is_noticed(make: Make, text: str, model: str) -> None
     cold = run(engine, prompt)
 
     def change_one_value() -> None:
-        pool = engine.cache._tiers[DEVICE]
-        view = pool.memory.owner.view(-1)  # type: ignore[attr-defined]
+        pool: Any = engine.cache._tiers[DEVICE]
+        view = pool.memory.owner.view(-1)
         flat = np.frombuffer(view.numpy(), np.uint8)
         keys = part_view(flat, pool.layout, 0)
         slot = int(np.flatnonzero(keys.any(axis=(1, 2, 3, 4)))[5])

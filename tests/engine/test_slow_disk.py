@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.engine import Engine, SamplingParams
-from kvtier.types import DEVICE, DISK, HOST
+from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 from tests.core.world import count
 
 from .conftest import SMALL
@@ -40,7 +40,7 @@ def test_burst_over_a_slow_disk_leaves_host_memory_to_others_and_nobody_waits(
         disk_path=str(tmp_path / "slab"),
         disk_capacity="128MiB",
         disk_bytes_per_s="500kB",
-        load_policy="always",
+        load_policy=LoadPolicy.ALWAYS,
         eviction_policy="lru",  # one that learns lets in no more of prompts that nobody repeats
     )
     with Engine(replace(SMALL, cache=cache)) as engine:

@@ -21,8 +21,8 @@ from kvtier.identity import Identification, Identity, WeightsMemory
 from kvtier.identity.files import GRAIN_NS
 from kvtier.types import DEVICE, DISK
 
+from .asking import same
 from .conftest import SMALL
-from .test_disk import same
 
 pytestmark = pytest.mark.engine
 

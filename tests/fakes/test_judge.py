@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from ctypes import byref, c_size_t, c_uint64, c_void_p
+from typing import Any
 
 import numpy as np
 import pytest
@@ -343,7 +344,7 @@ def _reserved() -> ascend.AscendAttributes:
     ],
 )
 def test_cann_judges_a_batch(
-    npu: Fake, attributes: ascend.AscendAttributes, changes: dict[str, int], code: int
+    npu: Fake, attributes: ascend.AscendAttributes, changes: dict[str, Any], code: int
 ) -> None:
     answered, failed = _acl_batch(npu, attributes, **changes)
     assert answered == code

@@ -23,7 +23,7 @@ from kvtier.index.policies import (
     SievePolicy,
 )
 from kvtier.index.python_index import PythonIndex
-from kvtier.types import AnyColumn, BlockId, column_of
+from kvtier.types import AnyColumn, BlockId, Column, column_of
 
 INDEXES = ("native", "python")
 LEARNING: Mapping[str, type[EvictionPolicy]] = MappingProxyType(
@@ -94,7 +94,7 @@ def needed(rule: ReuseRule, cut: int) -> set[int]:
 rules_of_models = st.lists(
     st.builds(ReuseRule, st.sampled_from([None, None, 0, 1, 2, 3])), min_size=1, max_size=3
 ).filter(lambda rules: any(rule.num_last != 0 for rule in rules))
-"""Of one to three groups. Some group needs something: a cut that needs nothing keeps nothing."""
+"""Rules of one to three groups. At least one needs blocks: a cut that needs none keeps none."""
 
 
 class Both:
@@ -115,7 +115,9 @@ class Both:
         self._following = {tier: FollowingPolicy() for tier in learning}
         self.twin = make("python", tiers, rules)
         if learning:
-            policies = {tier: self._following.get(tier) or LruPolicy() for tier in tiers}
+            policies: dict[str | Column, EvictionPolicy] = {
+                tier: self._following.get(tier) or LruPolicy() for tier in tiers
+            }
             self.twin = PythonIndex(policies, rules)
 
     def __len__(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvtier.index import ALL, PromptIndex, ReuseRule, State
@@ -25,7 +27,9 @@ def labels(path: str) -> list[bytes]:
     return [label.encode() for label in path]
 
 
-def put(index: PromptIndex, path: str, *columns: str | Column, now: float = 1.0) -> list[BlockId]:
+def put(
+    index: PromptIndex, path: str, *columns: str | Column, now: float = 1.0
+) -> Sequence[BlockId]:
     """The whole path is ready in each of the columns; block i in slot i."""
     slots = [Slot(at) for at in range(len(path))]
     for column in columns:

@@ -28,7 +28,7 @@ class GroupMachine(IndexMachine):
 
     @initialize(rules=rules_of_models)
     def begin(self, rules: list[ReuseRule]) -> None:
-        self.rules = rules
+        self.reuse_rules = rules
         self.index = self.make_index_of(rules)
         self.columns = [Column(tier, group) for group in range(len(rules)) for tier in TIERS]
 
@@ -37,12 +37,12 @@ class GroupMachine(IndexMachine):
 
     def _num_needed(self, tier: AnyColumn, num_blocks: int) -> int:
         assert isinstance(tier, Column)
-        return len(needed(self.rules[tier.group], num_blocks))
+        return len(needed(self.reuse_rules[tier.group], num_blocks))
 
     @rule(path=paths, tier=st.sampled_from(TIERS), data=st.data())
     def compute(self, path: Path, tier: str, data: st.DataObject) -> None:
         """Every group has its part of the path, or of its end."""
-        for group in range(len(self.rules)):
+        for group in range(len(self.reuse_rules)):
             first = data.draw(st.integers(0, len(path) - 2))
             blocks = self.index.extend(path[0], path[1:])
             column = Column(tier, group)
@@ -57,20 +57,20 @@ class GroupMachine(IndexMachine):
 
     def _check_match(self, path: Path) -> None:
         assert self.index.match_groups(path[0], path[1:]) == self._expected_groups(path)
-        if [rule.num_last for rule in self.rules] == [None]:
+        if [rule.num_last for rule in self.reuse_rules] == [None]:
             assert self.index.match(path[0], path[1:]).over_groups().blocks == (
                 self._expected_groups(path).blocks
             )
 
     def _expected_groups(self, path: Path) -> GroupMatch:
         """From the definition of a cut, whatever lies behind it or in between."""
-        fastest: list[list[str | None]] = [[] for _ in self.rules]
-        arriving: list[list[bool]] = [[] for _ in self.rules]
+        fastest: list[list[str | None]] = [[] for _ in self.reuse_rules]
+        arriving: list[list[bool]] = [[] for _ in self.reuse_rules]
         num_known = next((n for n in range(2, len(path) + 1) if path[:n] not in self.model), None)
         end = len(path) - 1 if num_known is None else num_known - 2
         for length in range(2, end + 2):
             places = self.model[path[:length]].tiers
-            for group in range(len(self.rules)):
+            for group in range(len(self.reuse_rules)):
                 ready = [t for t in TIERS if places[Column(t, group)].state is State.READY]
                 is_written = places[Column(DEVICE, group)].state is State.WRITING
                 fastest[group].append(ready[0] if ready else None)
@@ -80,7 +80,7 @@ class GroupMachine(IndexMachine):
             for cut in range(1, end + 1)
             if all(
                 fastest[group][at] is not None
-                for group, rule in enumerate(self.rules)
+                for group, rule in enumerate(self.reuse_rules)
                 for at in needed(rule, cut)
             )
         ]

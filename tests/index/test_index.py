@@ -24,7 +24,7 @@ class Filled:
         self.index = index
         self._next = 0
 
-    def put(self, labels: str, tier: str = DEVICE, namespace: bytes = NS) -> list[BlockId]:
+    def put(self, labels: str, tier: str = DEVICE, namespace: bytes = NS) -> Sequence[BlockId]:
         """Make every block of the path ready in ``tier``, where it is not."""
         blocks = self.index.extend(namespace, self.labels(labels))
         for block in blocks:
@@ -37,7 +37,7 @@ class Filled:
         self.index.begin_write(block, tier, Slot(self._next))
         self._next += 1
 
-    def evict(self, tier: str = DEVICE, num_blocks: int = 99) -> list[BlockId]:
+    def evict(self, tier: str = DEVICE, num_blocks: int = 99) -> Sequence[BlockId]:
         chosen = self.index.evict(tier, num_blocks)
         for block in chosen:
             self.index.forget(block, tier)

@@ -38,7 +38,7 @@ def index(request: pytest.FixtureRequest) -> KeyIndex:
     return request.param(TIERS, lambda: NS)
 
 
-def put(index: KeyIndex, keys: list[bytes], tier: str = HOST) -> list[BlockId]:
+def put(index: KeyIndex, keys: list[bytes], tier: str = HOST) -> Sequence[BlockId]:
     """Blocks that are ready, in slots of their place in ``KEYS``."""
     blocks = index.make(keys)
     index.begin_write_all(blocks, tier, [Slot(KEYS.index(key)) for key in keys])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvtier.keyed.cache import BlockLocation
@@ -13,7 +15,7 @@ from .keyed_world import BLOCK_BYTES, KEYS, Engine, name, names
 SOME = KEYS[:3]
 
 
-def on_disk(direct: Direct = Direct.ON, **settings: int) -> Engine:
+def on_disk(direct: Direct = Direct.ON, **settings: Any) -> Engine:
     """``SOME`` of the keys are on disk, and not in memory."""
     engine = Engine(num_host=4, direct=direct, **settings)
     for key in SOME:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtier.keyed.cache import BlockLocation
 from kvtier.transfer.ranks import Done, Verb
-from kvtier.types import DISK, HOST
+from kvtier.types import DISK, HOST, Slot
 
 from .keyed_world import BLOCK_BYTES, KEYS, NS, Engine, name, names
 
@@ -219,7 +219,7 @@ def test_slot_that_has_another_block_by_now_is_not_distrusted() -> None:
         engine.carry_out()
     engine.cache.promote(KEYS[:1])
     engine.carry_out()
-    engine.cache.distrust([0])
+    engine.cache.distrust([Slot(0)])
     assert engine.find(KEYS[0]) is BlockLocation.MEMORY, "it was the other one that was copied"
 
 

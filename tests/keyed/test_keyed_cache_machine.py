@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 
 from kvtier.keyed.cache import BlockLocation
 from kvtier.transfer.ranks import Done, RankOrder, Verb
-from kvtier.types import DISK, HOST, Direct
+from kvtier.types import DISK, HOST, Direct, Slot
 from tests.snapshot import snapshot
 
 from .keyed_world import KEYS, Engine, name, names
@@ -82,9 +82,9 @@ class KeyedMachine(RuleBasedStateMachine):
         if is_doubted:
             for rank in self.ranks:
                 rank.slots[slot] = b"wrong"
-            self.cache.distrust([slot])
+            self.cache.distrust([Slot(slot)])
         if success:
-            self.cache.commit([key], [0])
+            self.cache.commit([key], [Slot(0)])
         else:
             self.cache.abort([key])
         if is_doubted or not success:
@@ -189,9 +189,9 @@ class KeyedMachine(RuleBasedStateMachine):
             while self.under_way:
                 order, rank = self.under_way.pop(0)
                 self.engine.finish(order, self.ranks[rank].carry_out(order, set()))
-        for rank in self.ranks:
-            assert set(rank.disk.values()) == self.engine.in_tier(DISK), "a rank knows of others"
-            assert all(name(key) == at for at, key in rank.disk.items())
+        for each in self.ranks:
+            assert set(each.disk.values()) == self.engine.in_tier(DISK), "a rank knows of others"
+            assert all(name(key) == at for at, key in each.disk.items())
 
 
 def test_what_is_found_is_the_right_block_whatever_fails() -> None:

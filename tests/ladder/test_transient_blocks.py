@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import pytest
 
 from kvtier.keyed.cache import BlockLocation
@@ -32,7 +30,7 @@ class Picky(Engine):
 
     def place(self, key: bytes) -> BlockLocation:
         (place,) = self.places([key])
-        return cast("BlockLocation", place)
+        return place
 
 
 @pytest.fixture

@@ -264,12 +264,13 @@ def test_as_many_blocks_have_to_leave_as_arrive() -> None:
 def test_memory_that_is_too_small_or_not_flat_is_refused() -> None:
     layout = named_layout("block_first", GROUPS["gqa"], 2)
     enough = layout.nbytes
-    for memory in (
+    wrong: tuple[Any, ...] = (
         np.zeros(enough - 1, np.uint8),
         np.zeros((2, enough), np.uint8),
         np.zeros(enough, np.int8),
         np.zeros(2 * enough, np.uint8)[::2],
-    ):
+    )
+    for memory in wrong:
         with pytest.raises(LayoutError, match=f"{enough} bytes"):
             part_view(memory, layout, 0)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvtier.live import History, Picture, Reading
 
 RECORDED = Path(__file__).parent / "recorded"
-"""Of real servers with kvtier under them, each before and after some requests; see its README."""
+"""Metrics of real servers with kvtier, each before and after some requests; see its README."""
 
 
 def recorded(engine: str, turn: int, at_s: float) -> Reading:

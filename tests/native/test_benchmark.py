@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,13 +42,14 @@ def test_copy_benchmark_reports_rows_and_targets(tmp_path: Path) -> None:
 
 def test_plan_benchmark_notices_a_wrong_address() -> None:
     from benchmarks.micro import copy_plan
+    from kvtier.transfer.staging import stage
 
     layers, blocks = (
         copy_plan._Pool("layer_first", 4, 0),
         copy_plan._Pool("block_first", 4, 1 << 44),
     )
-    args = layers, [2, 0], blocks, [1, 3]
-    batch = copy_plan.stage(*args)
+    args: Any = layers, [2, 0], blocks, [1, 3]
+    batch = stage(*args)
     copy_plan._check([batch], *args)
     batch.dst_offset[7] += 1
     with pytest.raises(SystemExit, match="wrong"):
@@ -84,7 +86,7 @@ def test_index_benchmark_reports_rows_and_targets(tmp_path: Path) -> None:
 
 def test_index_benchmark_notices_a_wrong_result() -> None:
     worker = index_worker.Kvtier("python", 16)
-    contest = index_worker.Contest(worker, 10, 64, 16)
+    contest: Any = index_worker.Contest(worker, 10, 64, 16)
     assert contest.run("insert", 0, 10)["wrong"] == 0
     assert contest.run("hit+slots", 0, 10)["wrong"] == 0
     contest.index.evict(64)

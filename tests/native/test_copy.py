@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -229,11 +230,11 @@ def test_fragments_outside_memory_are_refused_before_any_copy(
 
 
 @pytest.fixture
-def reloaded_hot(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], object]]:
+def reloaded_hot(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Runs a fresh copy of ``kvtier._hot`` with KVTIER_NATIVE set; the real one is untouched."""
     import importlib.util
 
-    def load(setting: str) -> object:
+    def load(setting: str) -> Any:
         monkeypatch.setenv("KVTIER_NATIVE", setting)
         spec = importlib.util.spec_from_file_location("fresh_hot", _hot.__file__)
         assert spec is not None
@@ -245,14 +246,14 @@ def reloaded_hot(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ob
     return load
 
 
-def test_the_environment_switches_the_core_off(reloaded_hot: Callable[[str], object]) -> None:
+def test_the_environment_switches_the_core_off(reloaded_hot: Callable[[str], Any]) -> None:
     module = reloaded_hot("off")
     assert module.NATIVE is False
     assert "KVTIER_NATIVE=off" in module.NATIVE_REASON
     assert module.copy_batch is reference_copy_batch
 
 
-def test_an_unknown_setting_is_refused(reloaded_hot: Callable[[str], object]) -> None:
+def test_an_unknown_setting_is_refused(reloaded_hot: Callable[[str], Any]) -> None:
     with pytest.raises(ValueError, match="KVTIER_NATIVE='fast'.*auto, on or off"):
         reloaded_hot("fast")
 

@@ -157,9 +157,9 @@ def test_index_is_not_made_of_what_it_is_not_made_of() -> None:
         ((-1,), "a group needs 0 blocks or more"),
         ((2**64,), "cannot fit"),
     ):
-        policies = ("lru",) * len(needed)
+        every = ("lru",) * len(needed)
         with pytest.raises(ValueError, match=words):
-            _hot.BlockTrie((DEVICE,), needed, policies, states, Labels, Match)
+            _hot.BlockTrie((DEVICE,), needed, every, states, Labels, Match)
 
 
 @needs_core

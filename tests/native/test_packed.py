@@ -22,7 +22,7 @@ def core(request: pytest.FixtureRequest) -> Any:
 
 
 def native() -> ModuleType:
-    return pytest.importorskip("kvtier._native", reason="the core is not built")  # type: ignore[no-any-return]
+    return pytest.importorskip("kvtier._native", reason="the core is not built")
 
 
 NUMBERS = st.lists(st.integers(0, 2**63 - 1), max_size=8)

@@ -23,7 +23,7 @@ Receive = Callable[..., tuple[npt.NDArray[np.uint32], bytes, int]]
 UNTOUCHED = 0xEE
 SOON_S = 30.0
 REPLIES = (b"$-1\r\n", b"-E\r\n", b"$0\r\n\r\n", b"+OK\r\n", b":12\r\n", b"*1\r\n$1\r\nx\r\n")
-"""That are none of the values that are waited for."""
+"""Replies that are none of the values that are waited for."""
 
 
 @pytest.fixture(params=["native", "reference"], scope="module")

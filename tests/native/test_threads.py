@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from kvtier.index.native_index import NativeIndex
 from kvtier.keys import Labels
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers.disk.io import IoEngine, open_engine
-from kvtier.types import IoKind
+from kvtier.types import IoKind, Slot
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -109,7 +110,8 @@ def test_threads_may_read_the_same_memory() -> None:
 def live(index: NativeIndex, number: int) -> None:
     """Blocks of a namespace come, are found, leased, used and named."""
     labels = Labels(random_bytes(64 * 32, 1).tobytes(), 64, 1, 0, 32)
-    space, slots = b"namespace %d" % number, list(range(number * 32, number * 32 + 32))
+    space = b"namespace %d" % number
+    slots = [Slot(at) for at in range(number * 32, number * 32 + 32)]
     blocks, _, num_new = index.insert(space, labels, "device", slots, 1.0)
     assert num_new == len(blocks) == 32
     assert list(index.match(space, labels).blocks) == blocks
@@ -231,7 +233,7 @@ def test_one_thread_reads_while_another_writes_and_a_third_closes(file: File, ki
 
     def work(n: int) -> None:
         if n < 2:
-            batch = [each[n * half : (n + 1) * half] for each in file.batch(n)]
+            batch: Any = [each[n * half : (n + 1) * half] for each in file.batch(n)]
             move = (engines[-1].read, engines[-1].write)[n]
             assert move(*batch).tolist() == batch[2].tolist()
         done.wait()

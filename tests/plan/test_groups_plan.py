@@ -183,7 +183,7 @@ def test_a_plan_weighs_few_cuts_of_long_runs(
     blocks = tuple(map(BlockId, range(num_blocks)))
     match = GroupMatch(blocks, tiers, flags, range(1, num_blocks + 1), num_blocks)
     rooms = [GroupRoom(1000, num_blocks, rule=rule) for rule in rules]
-    weighed = []
+    weighed: Any = []
     load_s = Costs.load_s
     monkeypatch.setattr(Costs, "load_s", lambda *given: weighed.append(given) or load_s(*given))
     rates = {HOST_TO_DEVICE: {4: 1e-6, 8: 1e-8}, DISK_TO_HOST: {6: 1e-7}}

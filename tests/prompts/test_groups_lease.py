@@ -50,7 +50,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @initialize(rules=rules_of_models)
     def begin(self, rules: list[ReuseRule]) -> None:
-        self.rules = rules
+        self.reuse_rules = rules
         self.index: Any = Both(TIERS, rules) if _hot.NATIVE else make("python", TIERS, rules)
 
     def _slots(self, num: int) -> list[Slot]:
@@ -61,7 +61,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def fill(self, path: tuple[bytes, ...], tier: str, data: st.DataObject) -> None:
         """A tier gets the path, of a group perhaps its end only."""
         self.now += 1
-        for group in range(len(self.rules)):
+        for group in range(len(self.reuse_rules)):
             first = data.draw(st.integers(0, len(path)))
             if first < len(path):
                 above = self.index.extend(NS, path[:first])
@@ -90,14 +90,14 @@ class LeaseMachine(RuleBasedStateMachine):
         each.lease.cut(cut)
         each.tiers = [
             {at: tier for at, tier in row.items() if at in needed(rule, cut)}
-            for rule, row in zip(self.rules, each.tiers, strict=True)
+            for rule, row in zip(self.reuse_rules, each.tiers, strict=True)
         ]
         each.is_cut = True
         assert each.lease.num_shared == cut
 
     def _is_possible(self, each: Held, cut: int) -> bool:
         """Whether the lease has all that the cut needs."""
-        groups = zip(self.rules, each.tiers, strict=True)
+        groups = zip(self.reuse_rules, each.tiers, strict=True)
         return all(at in row for rule, row in groups for at in needed(rule, cut))
 
     @precondition(lambda self: any(self._elsewhere(each) for each in self.held))
@@ -144,7 +144,7 @@ class LeaseMachine(RuleBasedStateMachine):
         lease, first = each.lease, each.lease.num_shared
         end = data.draw(st.integers(first, len(each.path)))
         labels, above = each.path[first:end], lease.blocks[-1] if lease.blocks else None
-        for group in range(len(self.rules)):
+        for group in range(len(self.reuse_rules)):
             slots = self._slots(len(labels))
             column = column_of(DEVICE, group)
             made = self.index.insert(NS, labels, column, slots, self.now, above, hold=True)
@@ -155,7 +155,7 @@ class LeaseMachine(RuleBasedStateMachine):
             lease.cut(end)
             each.tiers = [
                 {at: tier for at, tier in row.items() if at in needed(rule, end)}
-                for rule, row in zip(self.rules, each.tiers, strict=True)
+                for rule, row in zip(self.reuse_rules, each.tiers, strict=True)
             ]
 
     @precondition(lambda self: self.held)
@@ -170,7 +170,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(data=st.data(), num_blocks=st.integers(1, 8))
     def evict(self, data: st.DataObject, num_blocks: int) -> None:
         """Nothing that somebody holds leaves."""
-        group = data.draw(st.integers(0, len(self.rules) - 1))
+        group = data.draw(st.integers(0, len(self.reuse_rules) - 1))
         tier = data.draw(st.sampled_from(TIERS))
         leased = {block for block, column in self._leases() if column == Column(tier, group)}
         column = column_of(tier, group)

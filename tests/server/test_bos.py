@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -66,11 +67,11 @@ def test_the_text_of_a_completion_has_bos(client: openai.OpenAI, with_bos: Engin
 def test_a_conversation_has_only_what_its_template_writes(
     client: openai.OpenAI, with_bos: Engine
 ) -> None:
-    message = {"role": "user", "content": "What is a list?"}
+    message: Any = {"role": "user", "content": "What is a list?"}
     answer = client.chat.completions.create(
         model="model",
         messages=[message],
-        max_tokens=1,  # type: ignore[list-item]
+        max_tokens=1,
     )
     rendered = with_bos.tokenizer.encode(with_bos.tokenizer.render_chat([message]))
     assert answer.usage is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import httpx
 import openai
@@ -12,13 +13,13 @@ from .conftest import MODEL, Running
 
 pytestmark = pytest.mark.engine
 
-MESSAGES = [
+MESSAGES: Any = [
     {"role": "system", "content": "You explain Python."},
     {"role": "user", "content": "What does argparse do?"},
 ]
 
 
-def greedy(client: openai.OpenAI, messages: list[dict[str, object]] | None = None) -> str:
+def greedy(client: openai.OpenAI, messages: Any = None) -> str:
     answer = client.chat.completions.create(
         model=MODEL, messages=messages or MESSAGES, max_tokens=20, temperature=0
     )

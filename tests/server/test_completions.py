@@ -186,7 +186,7 @@ def test_a_stop_across_tokens_ends_the_text_before_it(client: openai.OpenAI, str
     whole = "".join(pieces)
     at = next(at for at in range(6, len(pieces)) if pieces[at] and pieces[at + 1])
     stop = pieces[at][-1] + pieces[at + 1][0]
-    asked = {
+    asked: Any = {
         "model": MODEL, "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "stop": [stop, "\0"],
     }  # fmt: skip
     if stream:
@@ -238,7 +238,13 @@ def test_logprobs_come_in_four_lists(client: openai.OpenAI) -> None:
 
 
 def test_logprobs_of_a_stream_are_those_of_the_whole(client: openai.OpenAI) -> None:
-    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "logprobs": 0}
+    asked: Any = {
+        "model": MODEL,
+        "prompt": PROMPT,
+        "max_tokens": 8,
+        "temperature": 0,
+        "logprobs": 0,
+    }
     whole = client.completions.create(**asked).choices[0].logprobs
     assert whole is not None
     assert whole.top_logprobs is None

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import openai
@@ -33,8 +34,8 @@ from .conftest import MODEL, Running, running
 
 pytestmark = pytest.mark.engine
 
-COMPLETION = {"model": MODEL, "prompt": "import", "max_tokens": 2}
-CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+COMPLETION: Any = {"model": MODEL, "prompt": "import", "max_tokens": 2}
+CHAT: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 
 
 def error_of(answer: httpx.Response, status: int) -> dict[str, str | None]:

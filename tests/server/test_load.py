@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import Iterator
 from threading import Event, Thread
+from typing import Any
 
 import httpx
 import openai
@@ -19,7 +20,7 @@ from .conftest import MODEL, Running, running, wait_until
 
 pytestmark = pytest.mark.engine
 
-ENDLESS = {"max_tokens": 7000, "extra_body": {"ignore_eos": True}}
+ENDLESS: Any = {"max_tokens": 7000, "extra_body": {"ignore_eos": True}}
 """Runs for minutes if nobody ends it."""
 
 
@@ -75,7 +76,7 @@ def test_a_full_queue_answers_429_and_keeps_nothing(narrow: Running) -> None:
     holder = Thread(target=lambda: engine.call(hold))
     holder.start()
     assert is_held.wait(30)
-    asked = {"model": MODEL, "prompt": "x", "max_tokens": 2}
+    asked: Any = {"model": MODEL, "prompt": "x", "max_tokens": 2}
     with narrow.client() as client:
         # Three choices don't fit, so none of them is kept and two others do.
         with pytest.raises(openai.RateLimitError):
@@ -148,7 +149,7 @@ def test_tokenizing_does_not_hold_up_others(
 
     monkeypatch.setattr(served.engine.tokenizer, "encode", slowly)
     answers: list[httpx.Response] = []
-    asked = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+    asked: Any = {"model": MODEL, "prompt": "x", "max_tokens": 1}
     thread = Thread(
         target=lambda: answers.append(
             httpx.post(f"{served.url}/v1/completions", json=asked, timeout=60)

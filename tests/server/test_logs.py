@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from .conftest import MODEL
-from .test_shutdown import end, program
+from .program import program
+from .test_shutdown import end
 
 pytestmark = pytest.mark.engine
 

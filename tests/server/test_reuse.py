@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
 from openai.types import Completion, CompletionUsage
@@ -67,7 +69,7 @@ def test_a_prefix_comes_back_from_the_host(
 
 
 def test_a_chat_reuses_its_first_turns(client: openai.OpenAI, prefix: str) -> None:
-    turns = [{"role": "user", "content": prefix}]
+    turns: Any = [{"role": "user", "content": prefix}]
     salt = {"cache_salt": "chat"}
     first = client.chat.completions.create(
         model=MODEL, messages=turns, max_tokens=8, temperature=0, extra_body=salt

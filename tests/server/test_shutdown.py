@@ -42,7 +42,8 @@ def refuses(url: str) -> bool:
 
 
 def connect(url: str) -> socket.socket:
-    return socket.create_connection(tuple(url.removeprefix("http://").split(":")), timeout=60)
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def body(max_tokens: int, stream: bool) -> dict[str, object]:

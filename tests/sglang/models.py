@@ -31,7 +31,7 @@ def make_mla(folder: Path) -> Path:
         num_experts_per_tok=2,
         n_shared_experts=1,
         moe_intermediate_size=64,
-        moe_layer_freq=1,
+        moe_layer_freq=1,  # type: ignore[call-arg]
         n_group=1,
         topk_group=1,
         max_position_embeddings=8192,

@@ -29,7 +29,7 @@ PAGE = 64
 START_S = 600
 ANSWER_S = 120
 DEVICE = os.environ.get("KVTIER_TEST_DEVICE", "cpu")
-"""What SGLang calls it."""
+"""Device, by SGLang's name."""
 ON_CPU = (
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--mem-fraction-static", "0.3"),
@@ -112,7 +112,7 @@ class Server:
 
     def ask(self, prompt: Sequence[int], num_tokens: int = 8) -> Answer:
         sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
-        body = {
+        body: Any = {
             "input_ids": list(prompt),
             "sampling_params": sampling,
             "return_logprob": True,

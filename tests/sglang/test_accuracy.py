@@ -6,6 +6,7 @@ What each tier gives back is answered as from the device, bit for bit.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.sglang.servers import PAGE, linker, prompt, server, storage
 NUM_PROMPTS = 20
 NUM_TOKENS = 3500
 NUM_WHOLE = NUM_TOKENS // PAGE * PAGE
-KINDS = {"storage": storage, "linker": linker}
+KINDS: dict[str, Any] = {"storage": storage, "linker": linker}
 
 
 @pytest.mark.timeout(1800)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,9 +26,9 @@ NUM_PAGES = 3
 SHORT = NUM_PAGES * PAGE + 10
 NUM_PROMPTS = 20
 LONG_PAGES = 20
-KINDS = {"storage": storage, "linker": linker}
+KINDS: dict[str, Any] = {"storage": storage, "linker": linker}
 CLOSE = 1e-4
-"""Of log-probabilities that were computed in other pieces."""
+"""Difference between log-probabilities that were computed in other pieces."""
 
 
 def _blocks(folder: Path) -> Records:
@@ -74,10 +75,10 @@ def _damage(folder: Path) -> None:
             file.seek(int(slot) * slot_bytes)
             file.write(content)
         for at, slot in enumerate(second[1::2]):
-            content = bytearray(read(int(slot)))
-            content[1000 * at] ^= 1 << at % 8
+            damaged = bytearray(read(int(slot)))
+            damaged[1000 * at] ^= 1 << at % 8
             file.seek(int(slot) * slot_bytes)
-            file.write(content)
+            file.write(damaged)
 
 
 def _slot_bytes(folder: Path) -> int:
@@ -153,7 +154,7 @@ def test_linker_over_such_a_disk(tmp_path: Path, fault: str) -> None:
     """Earlier writes are not found; requests wait no longer than computing takes."""
     folder, log = tmp_path / "slab", tmp_path / "log"
     prompts = [prompt(seed, SHORT) for seed in range(6)]
-    broken = {"KVTIER_TEST_DISK": fault}
+    broken: Any = {"KVTIER_TEST_DISK": fault}
     with server(log, *linker(folder), **(broken if fault == "writes fail" else {})) as first:
         warm = _warm(first, prompts)
         if fault != "writes fail":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def grows() -> Iterator[Grows]:
     """Makes trees that are closed in the end."""
     made: list[Tree] = []
 
-    def make(kind: str, folder: Path | None = None, **extra: object) -> Tree:
+    def make(kind: str, folder: Path | None = None, **extra: Any) -> Tree:
         made.append(Tree(KINDS[kind], folder, **extra))
         made[-1].fill(0)
         return made[-1]

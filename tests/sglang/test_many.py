@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,8 @@ NUM_PROMPTS = 40
 NUM_REQUESTS = 1000
 NUM_CLIENTS = 8
 CLOSE = 1e-3
-"""Of log-probabilities that were computed in other batches; another prompt's differ by more."""
+"""Difference between log-probabilities that were computed in other batches; those of another prompt
+differ by more."""
 FAULTS = {
     "storage": {
         "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.2",
@@ -50,7 +52,7 @@ def test_a_thousand_requests_over_faults(tmp_path: Path, kind: str) -> None:
         options = storage(tmp_path / "slab", waits="timeout")
     else:  # a seventh of the prompts fits into host memory
         options = linker(tmp_path / "slab", host_capacity="12MiB")
-    how = {"cores": "0|1", **FAULTS[kind]}
+    how: Any = {"cores": "0|1", **FAULTS[kind]}
     with server(tmp_path / "log", *options, "--tp-size", "2", **how) as running:
         cold = [running.ask(each, 4) for each in prompts]
         answers = _ask_all(running, prompts, order)

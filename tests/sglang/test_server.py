@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_pages_come_from_disk_after_a_flush_and_after_a_kill(
     options = [*storage(folder), "--tp-size", str(num_ranks)]
     layout, way = LAYOUTS[num_ranks]
     options += ["--hicache-mem-layout", layout, "--hicache-io-backend", way]
-    how = {"model": model, "cores": "|".join(map(str, range(num_ranks)))}
+    how: Any = {"model": model, "cores": "|".join(map(str, range(num_ranks)))}
     prompts = [prompt(seed, LONG) for seed in range(3)]
     num_slabs = num_ranks if kind == "mha" else 1
     with server(log, *options, **how) as first:
@@ -69,7 +70,7 @@ def test_linker_has_pages_after_a_flush_and_after_a_kill(
     folder, log = tmp_path / "slab", tmp_path / "log"
     model = MODEL if kind == "mha" else make_mla(tmp_path / "mla")
     options = [*linker(folder), "--tp-size", str(num_ranks)]
-    how = {"model": model, "cores": "|".join(map(str, range(num_ranks)))}
+    how: Any = {"model": model, "cores": "|".join(map(str, range(num_ranks)))}
     prompts = [prompt(seed, LONG) for seed in range(3)]
     with server(log, *options, **how) as first:
         warm = _warm(first, prompts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_server_has_pages_that_another_has_computed(
     store = ValkeyServer(tmp_path)
     url = f"valkey://127.0.0.1:{store.port}"
     options = [*linker(None, storage=url, lookup_deadline_s=5), "--tp-size", str(num_ranks)]
-    how = {"model": model, "cores": "|".join(map(str, range(num_ranks)))}
+    how: Any = {"model": model, "cores": "|".join(map(str, range(num_ranks)))}
     prompts = [prompt(seed, LONG) for seed in range(3)]
     with server(tmp_path / "first", *options, **how) as first:
         for each in prompts:

@@ -67,23 +67,24 @@ class Tree:
         config: CacheConfig,
         folder: Path | None = None,
         core: str = "python",
-        **extra: object,
+        **extra: Any,
     ) -> None:
-        made = build_fixture(config, tree_core_backend="python")
+        made: Any = build_fixture(config, tree_core_backend="python")
         self.cache, self.allocator, self.requests = made
         if core != "python":  # the fixture wants one that can be looked into
             params = self.cache.cache_init_params
             with envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.override(core):
                 self.cache = UnifiedRadixCache(params=params)
             self.cache.cache_init_params = params
-        settings: dict[str, object] = {
+        settings: dict[str, Any] = {
             "host_capacity": 8 * MIB,
             "namespace": "weights of the tests",
             "load_policy": "always",
         }
         if folder is not None:
             settings |= {"disk_path": str(folder), "disk_capacity": 16 * MIB}
-        self.linker = KvtierLinker(
+        linker: Any = KvtierLinker  # found when it is asked for
+        self.linker = linker(
             get_server_args(),
             self.cache.cache_init_params,
             components=set(self.cache.components),

@@ -197,7 +197,8 @@ def test_closed_slots_can_not_be_freed() -> None:
 def test_a_growing_pool_gives_out_each_open_slot_once(
     steps: list[tuple[int, int]], num_open: int
 ) -> None:
-    pool, held = SlotPool(40, num_open), []
+    pool = SlotPool(40, num_open)
+    held: list[Slot] = []
     for num_more, wanted in steps:
         pool.open(min(num_more, 40 - pool.num_open))
         num_open = min(num_open + num_more, 40)

@@ -157,10 +157,10 @@ def test_what_is_found_is_the_intersection_and_the_rest_is_erased(
         assert erased >= somewhere - everywhere - changed
         written: set[BlockKey] = set()
         for each in ranks.told:
-            keys = {block.key for block in each.names}
+            named = {block.key for block in each.names}
             if each.verb is Verb.WRITE:
-                written |= keys
-            assert each.verb is not Verb.ERASE or not keys & written, "a new block was erased"
+                written |= named
+            assert each.verb is not Verb.ERASE or not named & written, "a new block was erased"
 
 
 def _touch(mover: RankMover, key: BlockKey, is_written: bool) -> None:

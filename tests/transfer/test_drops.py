@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from kvtier.devices import find_device
 from kvtier.layout import opaque
 from kvtier.testing import FaultyStorage, MemoryStorage, StoredBlocks
-from kvtier.tiers import HostTier, Outcome, StorageFacts
+from kvtier.tiers import HostTier, MemoryTier, Outcome, StorageFacts, StorageTier
 from kvtier.transfer import Job, LocalMover, Move, drops
 from kvtier.types import DISK, HOST, BlockKey, BlockName, Slot
 
@@ -31,7 +32,7 @@ class Rig:
         self.shelf = StoredBlocks()
         self.host = HostTier(GROUP, 8 * SIZE, find_device("cpu"))
         self.storage = FaultyStorage(MemoryStorage(GROUP, 16, self.shelf, facts=facts))
-        tiers = {HOST: self.host, DISK: self.storage}
+        tiers: dict[str, MemoryTier | StorageTier] = {HOST: self.host, DISK: self.storage}
         self.mover = LocalMover(tiers, None, clock=lambda: self.now)
 
     def begin(self, way: str, *numbers: int) -> Job:
@@ -50,7 +51,8 @@ class Rig:
         assert self.kept >= set(numbers)
 
     def bytes_of(self, slot: int) -> np.ndarray:
-        return np.frombuffer(self.host.memory.owner, np.uint8)[slot * SIZE : (slot + 1) * SIZE]
+        owner: Any = self.host.memory.owner
+        return np.frombuffer(owner, np.uint8)[slot * SIZE : (slot + 1) * SIZE]
 
     def find(self, *numbers: int) -> list[Outcome]:
         job = self.mover.find(DISK, [KEYS[number] for number in numbers])

@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
+from typing import Any
 from unittest.mock import ANY
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from kvtier.devices import find_device
 from kvtier.layout import opaque
 from kvtier.testing import MemoryStorage, StoredBlocks
-from kvtier.tiers import HostTier, StorageTier
+from kvtier.tiers import HostTier, MemoryTier, StorageTier
 from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.disk import DiskOptions, DiskSystem, DiskTier
 from kvtier.transfer import LocalMover, Move
@@ -56,8 +57,8 @@ class Rank:
     def __init__(self, storage: Callable[[HostTier], StorageTier]) -> None:
         self.now = 0.0
         self.host = HostTier(GROUP, 8 * SIZE, find_device("cpu"))
-        self.storage = storage(self.host)
-        tiers = {HOST: self.host, DISK: self.storage}
+        self.storage: Any = storage(self.host)
+        tiers: dict[str, MemoryTier | StorageTier] = {HOST: self.host, DISK: self.storage}
         self.mover = LocalMover(tiers, None, clock=lambda: self.now)
         kept = {DISK: self.storage.kept_keys()}
         self.executor = RankExecutor(self.host, self.mover, kept, clock=lambda: self.now)
@@ -67,10 +68,11 @@ class Rank:
         self.bytes_of(slot)[:] = value
 
     def bytes_of(self, slot: int) -> np.ndarray:
-        return np.frombuffer(self.host.memory.owner, np.uint8)[slot * SIZE : (slot + 1) * SIZE]
+        owner: Any = self.host.memory.owner
+        return np.frombuffer(owner, np.uint8)[slot * SIZE : (slot + 1) * SIZE]
 
     def order(
-        self, verb: Verb, keys: list[BlockKey], slots: list[int] | None = None, **more: object
+        self, verb: Verb, keys: list[BlockKey], slots: list[int] | None = None, **more: Any
     ) -> int:
         self.num_orders += 1
         slots = [] if slots is None else slots

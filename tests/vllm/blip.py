@@ -64,7 +64,7 @@ def make_blip(folder: Path) -> Path:
         qformer_config=queries.to_dict(),
         text_config=text.to_dict(),
         num_query_tokens=IMAGE_TOKENS,
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),  # type: ignore[arg-type]
     )
     torch.manual_seed(0)
     model = Blip2ForConditionalGeneration(config)

@@ -20,7 +20,7 @@ MODEL = Path(kvtier.__file__).parent / "engine/builtin/kvtier-tiny"
 BLOCK = 128
 """vLLM's block size on the CPU, in tokens."""
 NUM_BLOCKS = 64
-"""Of the device pool."""
+"""Blocks of the device pool."""
 ENVIRONMENT = {
     # With a connector vLLM takes other cores than without, and its sums come out in another order.
     "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),

@@ -61,5 +61,5 @@ class PlainWorker(OffloadingWorker):
 class PlainSpec(CPUOffloadingSpec):
     """``"spec_name": "PlainSpec"`` with ``"spec_module_path"`` of this file."""
 
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:  # type: ignore[override]
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         return PlainWorker(kv_caches, self.num_chunks)

@@ -37,7 +37,7 @@ NATIVE = "vllm_ascend.distributed.kv_transfer.kv_pool.kv_offload.native.offloadi
 CONFIG = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.config"
 
 
-class PlatformsConnector(OffloadingConnector):  # type: ignore[misc]
+class PlatformsConnector(OffloadingConnector):
     """Stands where vllm-ascend has its own connector."""
 
 

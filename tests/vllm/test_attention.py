@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,13 +22,14 @@ from transformers import (
 
 from tests.vllm.engines import BLOCK, count, engine, moved_from_disk, one_by_one, prompt, with_disk
 
-SIZES = {
+SIZES: Any = {
     "vocab_size": 4096,
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_attention_heads": 4,
     "max_position_embeddings": 4096,
 }
+CONVOLUTION: Any = {"conv_dim": 128, "block_dim": 128}
 KINDS = {
     "latent": DeepseekV3Config(
         **SIZES,
@@ -53,9 +55,8 @@ KINDS = {
         num_hidden_layers=4,
         num_key_value_heads=2,
         layer_types=["conv", "full_attention"] * 2,
-        conv_dim=128,
-        block_dim=128,
         tie_word_embeddings=False,
+        **CONVOLUTION,
     ),
     "state space": FalconH1Config(
         **SIZES,
@@ -70,7 +71,7 @@ KINDS = {
 
 
 LATENT_BYTES = 2 * (512 + 64) * 4
-"""Of a token, in two layers."""
+"""Bytes of a token in two layers."""
 OPTIONS = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 1024}
 """Blocks may be of 16 tokens."""
 BLOCK_BY_BLOCK = {"max_num_batched_tokens": BLOCK, "max_num_seqs": 16}

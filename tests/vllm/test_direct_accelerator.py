@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -378,7 +379,11 @@ def test_settings_of_vllm_bring_blocks_directly_from_disk(
             self.step()  # the report of it is not behind that
 
     monkeypatch.setattr(spec, "find_device", lambda name: make_device(fake))
-    disk = {"disk_path": str(tmp_path), "disk_capacity": 256 * PAGE_BYTES, "disk_verify": "off"}
+    disk: Any = {
+        "disk_path": str(tmp_path),
+        "disk_capacity": 256 * PAGE_BYTES,
+        "disk_verify": "off",
+    }
     with undo:
         made = Accelerated(
             "", disk_direct=direct, host_capacity=8 * PAGE_BYTES, eviction_policy="lru", **disk

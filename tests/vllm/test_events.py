@@ -32,10 +32,10 @@ class Subscriber:
 
     def __init__(self, publisher: Publisher) -> None:
         events, replay = publisher.endpoints
-        self.sub = zmq.Context.instance().socket(zmq.SUB)
+        self.sub: Any = zmq.Context.instance().socket(zmq.SUB)
         self.sub.connect(events)
         self.sub.setsockopt_string(zmq.SUBSCRIBE, "kv@")
-        self.replay = zmq.Context.instance().socket(zmq.DEALER)
+        self.replay: Any = zmq.Context.instance().socket(zmq.DEALER)
         self.replay.connect(replay)
         self.batches: dict[int, KVEventBatch] = {}
 

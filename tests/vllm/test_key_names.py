@@ -152,7 +152,7 @@ def test_adapter_that_is_loaded_again_does_not_get_the_kv_of_the_former(
     tmp_path: Path, is_told: bool
 ) -> None:
     """is_told: requests carry ``load_inplace``, as those of vLLM's server do."""
-    options = {"enable_lora": True, "max_lora_rank": 8}
+    options: Any = {"enable_lora": True, "max_lora_rank": 8}
     path = _make_adapter(tmp_path / "adapter", 1)
     first = LoRARequest("adapter", 1, path)
     again = LoRARequest("adapter", 1, path, load_inplace=True)

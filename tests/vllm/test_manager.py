@@ -41,7 +41,7 @@ KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(12)]
 class Known(VllmNames):
     """Blocks of weights that were read."""
 
-    digest = b"n" * 32  # type: ignore[assignment]
+    digest = b"n" * 32
 
 
 class Scheduler:
@@ -56,7 +56,7 @@ class Scheduler:
         block_sizes: tuple[int, ...] = (STEP,),
         follows_hints: bool = True,
     ) -> None:
-        names = Known(None, BLOCK_BYTES, "vllm")  # type: ignore[arg-type]
+        names = Known(None, BLOCK_BYTES, "vllm")
         facts = {DISK: replace(DiskTier.facts, direct=direct)}
         self.manager = TierManager(
             RankMover(facts, BLOCK_BYTES, 1, 1, device=DEVICE),
@@ -73,7 +73,7 @@ class Scheduler:
         self.manager.hear(Report(hellos={0: hello}))
 
     def request(self, name: str, keys: list[OffloadKey], **changes: object) -> ReqContext:
-        context = ReqContext(name, **changes)  # type: ignore[arg-type]
+        context = ReqContext(name, **changes)
         for at, key in enumerate(keys):
             context.set_offload_key_position(key, (at + 1) * STEP)
         self.manager.on_new_request(context)

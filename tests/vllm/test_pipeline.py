@@ -24,15 +24,15 @@ from tests.vllm.engines import (
 )
 
 LAYERS = (1, 4)
-"""Of the built-in model, on each rank."""
+"""Layers of the built-in model on each rank."""
 LAYER_BYTES = BLOCK * 2 * 2 * 64 * 4
-"""Of one block: keys and values, KV heads, head size, float32."""
+"""Bytes of one block in a layer: keys and values, KV heads, head size, float32."""
 NUM_FIT = 12
 """Blocks that the larger rank's half of the disk has room for. The other's would have four times as
 many."""
 CAPACITY = len(LAYERS) * NUM_FIT * LAYERS[1] * LAYER_BYTES
 NUM_BLOCKS = 3
-"""Of a prompt. Behind the last one there are a few tokens more, from which all is computed."""
+"""Blocks of a prompt. A few more tokens follow the last one; from them the rest is computed."""
 PROMPTS = [prompt(9000 + number, NUM_BLOCKS * BLOCK + 30) for number in range(8)]
 """Twice as many blocks as fit."""
 
@@ -56,7 +56,7 @@ def pipeline(slab: Path) -> Iterator[Any]:
         patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
         patch.setenv("VLLM_PP_LAYER_PARTITION", ",".join(map(str, LAYERS)))
-        options = {
+        options: Any = {
             "pipeline_parallel_size": len(LAYERS),
             "gpu_memory_utilization": 0.2,
             "enforce_eager": False,

@@ -74,7 +74,7 @@ def test_rank_sleeps_in_a_step_that_computes_nothing(
     """Or it would spin all the time, and starve who is to complete what it waits for."""
     rank = _rank(worker)
     rank._connector_metadata = TierMetadata({}, {}, computes=computes)
-    rank.start_load_kv(None)  # type: ignore[arg-type]
+    rank.start_load_kv(None)
     assert sleeps.seconds == pytest.approx(0 if computes else REST_S)
 
 

@@ -32,8 +32,7 @@ with warnings.catch_warnings():
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     from kvtier.connectors.common import opening
-    from kvtier.connectors.vllm.counts import EVICTED, LOADED, ROOM, SHARED, USED
-    from kvtier.connectors.vllm.standalone import secondary
+    from kvtier.connectors.vllm.counts import EVICTED, LOADED, ROOM, SHARED, UNCLAIMED, USED
     from tests.vllm.tiering import (
         ROW_BYTES,
         STEP,
@@ -350,7 +349,7 @@ def test_vllm_is_told_what_all_engines_tell(tmp_path: Path) -> None:
         extra = dict(world.spec.config.extra_config)
         assert told.keys() <= TieringOffloadingSpec.build_metric_definitions(extra).keys()
         assert told[USED.name] == told[ROOM.name] == {(DISK,): 2}
-        assert told[secondary.UNCLAIMED.name] == {(DISK,): 0}
+        assert told[UNCLAIMED.name] == {(DISK,): 0}
         assert told[EVICTED.name] == {(DISK,): 2}
         assert told[LOADED.name] == {(DISK,): 2}
         assert told[SHARED["kvtier_planned_blocks_total"].name] == {("load",): 2}
@@ -369,8 +368,8 @@ def test_what_a_restart_found_is_told_until_it_is_asked_for(tmp_path: Path) -> N
     with running(tmp_path) as world:
         world.load(keys[:1])
         told = world.manager.get_stats().data["data"]
-        assert told[secondary.UNCLAIMED.name] == {(DISK,): 3 - told[USED.name][DISK,]}
-        assert told[secondary.UNCLAIMED.name] != {(DISK,): 3}
+        assert told[UNCLAIMED.name] == {(DISK,): 3 - told[USED.name][DISK,]}
+        assert told[UNCLAIMED.name] != {(DISK,): 3}
 
 
 # -- settings --------------------------------------------------------------------------------------

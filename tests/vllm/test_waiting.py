@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
-from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, make_offload_key
 
 from kvtier.connectors.vllm import queued_requests
 from kvtier.connectors.vllm.queued_requests import QueuedRequests
-from tests.vllm.test_manager import KEYS, LookupResult, Scheduler
+from tests.vllm.test_manager import KEYS, Scheduler
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -15,10 +15,11 @@ from pathlib import Path
 from kvtier.errors import CacheError, TierError
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User, stored_key
-from kvtier.tiers import Outcome, StorageSite, StorageTier
+from kvtier.tiers import Outcome, StorageSite
 from kvtier.tiers.remote.pruning import make_keeper, prune
 from kvtier.tiers.remote.s3 import objects, tier, upkeep
 from kvtier.tiers.remote.s3.opening import make_s3
+from kvtier.tiers.remote.s3.tier import S3Tier
 from tests.fuzz.mutations import damage
 from tests.servers import BUCKET
 from tests.tiers.remote.scripted_bucket import Answer, Question, ScriptedBucket, listing, refusal
@@ -110,17 +111,19 @@ def an_answer(rng: random.Random, asked: Question, answer: Answer) -> bytes:
             made = refusal(rng.choice(STATUSES), rng.choice(CODES))
         case 13:
             made.headers = {"transfer-encoding": "chunked"}
-            size = b"%x" % rng.choice(LENGTHS)
-            return made.to_bytes() + rng.choice((size, b"-1", b"x", b"")) + b"\r\nabc\r\n"
+            length = b"%x" % rng.choice(LENGTHS)
+            return made.to_bytes() + rng.choice((length, b"-1", b"x", b"")) + b"\r\nabc\r\n"
         case _:
             return damage(answer.to_bytes(has_body), rng)
     return made.to_bytes(has_body or rng.random() < 0.1)
 
 
-def open_tier(url: str) -> StorageTier:
+def open_tier(url: str) -> S3Tier:
     """One process's tier, which looks at what others have written when it is told to."""
     location = f"//{BUCKET}/fuzz?endpoint={url}&poll_s=0&publish_s=3600"
-    return make_s3(StorageSite("s3", location, GROUP, 64 * GROUP.bytes_per_block))
+    made = make_s3(StorageSite("s3", location, GROUP, 64 * GROUP.bytes_per_block))
+    assert isinstance(made, S3Tier)
+    return made
 
 
 M_ARENA_MAX = -8

@@ -12,7 +12,7 @@ from tests.index.policies.traffic import CAPACITY, TRAFFIC
 pytestmark = pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
 
 MOST_BELOW = 0.003
-"""Of what is asked for."""
+"""Share of the requested blocks by which a policy may find less than LRU."""
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -23,8 +23,8 @@ from tests.index.policies.traffic import CAPACITY, TRAFFIC, Keys, prompt
 QUEUES = ("arc", "s3fifo", "lfuda", "sieve")
 pytestmark = pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
 MOST_BELOW = 0.02
-"""Of what is asked for: in a tier a block does not leave before those behind it, and room for all
-of a request is made before any of it comes."""
+"""Share of the requested blocks by which a tier may find less than a replay: in a tier a block does
+not leave before those behind it, and room for a whole request is made before any of it comes."""
 
 
 class Host:

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.devices import Memory
+    from kvtier.layout import KVGroup
+    from kvtier.tiers.disk import DiskOptions
 
 
 def register() -> None:
@@ -26,7 +32,7 @@ def register() -> None:
     else:
         disk.fail(what.removesuffix("s"), 1, errno.EIO if what == "reads" else errno.ENOSPC, 10_000)
 
-    def faulty(options: object, group: object, memory: object) -> DiskTier:
-        return DiskTier(options, group, memory, disk)  # type: ignore[arg-type]
+    def faulty(options: DiskOptions, group: KVGroup, memory: Memory) -> DiskTier:
+        return DiskTier(options, group, memory, disk)
 
-    opening.DiskTier = faulty  # type: ignore[misc,assignment]
+    vars(opening)["DiskTier"] = faulty

@@ -34,7 +34,7 @@ MLA = latent_attention(3, 128, 32, DType.FLOAT16, 64)
 ODD = full_attention(3, 2, 24, DType.FLOAT16, 8)
 """Pieces of 768 bytes: nothing of them is a page."""
 KINDS = {"cuda": "cuda", "hip": "cuda", "ascend": "npu"}
-"""What torch calls the accelerator of a vendor."""
+"""Accelerator of each vendor, by torch's name."""
 NUM_BLOCKS = 6
 THERE = [Outcome.THERE] * NUM_BLOCKS
 BY_LAYER = (32, 64, 96)
@@ -94,7 +94,7 @@ class Accelerated:
             self.fake.cut(each.address)
         self.file_layout = named_layout("block_first", group, NUM_BLOCKS)
         self.content = np.random.default_rng(7).integers(0, 256, self.file_layout.nbytes, np.uint8)
-        """Of all blocks, one behind the other."""
+        """Bytes of all blocks, one behind the other."""
         self._host = host_memory(layout.nbytes + PAGE)
         self._has_host = has_host
         self.tiers: list[DiskTier] = []

@@ -35,7 +35,7 @@ FIELDS = {
     "description_bytes": (192, "<I"),
     "description": (196, "3900s"),
 }
-"""Of a superblock: offset and format. See docs/formats/slab.md."""
+"""Fields of a superblock: offset and format. See docs/formats/slab.md."""
 
 
 def put_field(half: bytearray, name: str, value: int | bytes) -> None:

@@ -53,12 +53,11 @@ OK = Outcome.THERE
 GROUP = full_attention(2, 2, 64, DType.FLOAT16, 4)
 NUM_SLOTS = 6
 NUMBERS = range(30)
-"""Of all blocks that are ever stored."""
+"""Numbers of all blocks that are ever stored."""
 DEADLINE_S = 60
 """For one mutation: it takes milliseconds."""
 MEMORY_BYTES = 6 << 30
-"""Of addresses, for the process: what asks for as much as a number in a file says, does not get
-it."""
+"""Address space of the process: a request for as much memory as a number in a file says fails."""
 
 
 class QuickDisk(DiskSystem):
@@ -102,7 +101,7 @@ class Fuzzer:
 
     def _live(self) -> list[Moment]:
         """A life with every kind of record, closed and killed by turns; the moments of it."""
-        moments = []
+        moments: list[Moment] = []
         numbers = itertools.count()
         for is_closed in (True, False, True, True, False):
             here = self._open()
@@ -266,7 +265,7 @@ def main() -> None:
     logging.disable(logging.ERROR)  # damage is what this is about
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    disk_world.block = cache(disk_world.block)  # type: ignore[assignment]
+    disk_world.block = cache(disk_world.block)
     blind = mock.patch("kvtier.tiers.disk.part.choose", nothing_checked)
     with tempfile.TemporaryDirectory(dir=os.environ.get("KVTIER_FUZZ_FOLDER")) as folder:
         fuzzer = Fuzzer(Path(folder), verify_mode, int(num_parts))

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.disk import direct, recovery
 from benchmarks.scale import compaction, restart
+from kvtier.tiers.disk.format.records import Records, seal
 
 
 def test_recovery_benchmark_reports_rows_and_its_target(tmp_path: Path) -> None:
@@ -21,9 +22,7 @@ def test_recovery_benchmark_reports_rows_and_its_target(tmp_path: Path) -> None:
 
 
 def test_recovery_benchmark_notices_a_lost_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    seal = recovery.seal
-
-    def spoil(records: recovery.Records) -> None:
+    def spoil(records: Records) -> None:
         seal(records)
         records["depth"][-1] ^= 1
 

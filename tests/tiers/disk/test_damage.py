@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def flip(path: Path, offset: int, mask: int = 0xFF) -> None:
         file.write(bytes([byte ^ mask]))
 
 
-def found_after(folder: Path, damage: Callable[[Path], object], **settings: object) -> set[int]:
+def found_after(folder: Path, damage: Callable[..., object], **settings: Any) -> set[int]:
     """Blocks that a copy of the slab still gives after ``damage``; each compared byte by byte."""
     copy = folder.parent / "copy" / "slab"
     shutil.rmtree(copy.parent, ignore_errors=True)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 
@@ -29,11 +30,11 @@ def a_tier(
     group: KVGroup = SMALL,
     num_blocks: int = 8,
     clock: Clock | None = None,
-    **changes: object,
+    **changes: Any,
 ) -> Iterator[tuple[DiskTier, FaultyDisk]]:
     """A tier with room for ``num_blocks``, and the disk below it."""
     system = FaultyDisk()
-    options = DiskOptions(folder / "slab", num_blocks * SLOT_BYTES, **changes)  # type: ignore[arg-type]
+    options = DiskOptions(folder / "slab", num_blocks * SLOT_BYTES, **changes)
     tier = DiskTier(options, group, system=system, monotonic=clock or time.monotonic)
     yield tier, system
     system.let_go(*system.OPERATIONS)
@@ -48,7 +49,7 @@ def a_tier(
 def test_the_earlier_of_two_deadlines_holds(
     tmp_path: Path, timeout_s: float, deadline_s: float, first_s: float
 ) -> None:
-    deadlines = {"read_deadline_s": deadline_s, "write_deadline_s": deadline_s}
+    deadlines: Any = {"read_deadline_s": deadline_s, "write_deadline_s": deadline_s}
     with a_tier(tmp_path, **deadlines) as (tier, system):
         user = User(tier, timeout_s=timeout_s)
         assert user.put(0, 1) == user.get(0, 1) == [THERE] * 2
@@ -64,7 +65,7 @@ def test_what_hangs_is_given_up_when_the_first_deadline_comes(
     tmp_path: Path, operation: str, group: KVGroup
 ) -> None:
     for timeout_s, deadline_s in ((0.05, 60.0), (60.0, 0.5)):
-        deadlines = {"read_deadline_s": deadline_s, "write_deadline_s": deadline_s}
+        deadlines: Any = {"read_deadline_s": deadline_s, "write_deadline_s": deadline_s}
         with a_tier(tmp_path, group, **deadlines) as (tier, system):
             User(tier).put(0, 1)
             system.stall(operation)
@@ -165,7 +166,7 @@ def test_callers_in_a_hurry_do_not_stop_a_disk_and_patient_ones_do(
         user = User(tier, timeout_s=timeout_s)
         assert (user.get(0) if operation == "read" else user.put(1)) == [FAILED]
 
-    deadlines = {"read_deadline_s": 0.5, "write_deadline_s": 0.5}
+    deadlines: Any = {"read_deadline_s": 0.5, "write_deadline_s": 0.5}
     with a_tier(tmp_path, **deadlines) as (tier, system):
         User(tier).put(0)
         system.stall(operation)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -207,7 +208,7 @@ def test_failed_sync_is_not_acknowledged_and_no_later_close_is_believed(
 ) -> None:
     """The kernel tells of a lost write once; nobody knows which block it was of."""
     system = FaultyDisk()
-    settings = {"durability": "power", "verify": "off", "errors_until_off": 2}
+    settings: Any = {"durability": "power", "verify": "off", "errors_until_off": 2}
     with world(tmp_path, 4, system=system, **settings) as here:
         here.tier.free(here.put(1, 2, 3, 4)[:2])
         slots = here.tier.allocate(2)

@@ -6,12 +6,14 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import peers
 from benchmarks.disk import against_peers
-from benchmarks.disk.against_peers import READ, WRITE, Numbers, Row, Worker, targets
+from benchmarks.disk.against_peers import READ, WRITE, Numbers, Row, targets
+from benchmarks.disk.peer_processes import Worker, start
 from benchmarks.peers import OURS, Contestant
 from benchmarks.peers.kvtier_disk import LAYER_BYTES, KvtierDisk
 from benchmarks.peers.store import BATCH, Arena
@@ -53,7 +55,7 @@ def test_peer_that_cannot_begin_is_left_out_with_its_last_line(
 ) -> None:
     monkeypatch.setattr(Contestant, "python", Path(sys.executable))
     broken = Contestant("broken", "other", "no_such_module")
-    workers, versions = against_peers.start([broken], tmp_path, LAYER_BYTES, BATCH)
+    workers, versions = start([broken], tmp_path, LAYER_BYTES, BATCH)
     assert (workers, versions) == ([], {})
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("broken: ModuleNotFoundError")
@@ -126,7 +128,7 @@ def test_no_block_is_read_twice_in_a_turn_and_new_ones_are_new() -> None:
 
 def test_targets_take_a_peer_by_its_best_and_the_worst_size() -> None:
     def row(contestant: str, peer: str, block: str, rate: float, cpu: float) -> Row:
-        exact = {"gb_per_s_between": (rate, rate), "cpu_s_per_gb_between": (cpu, cpu)}
+        exact: Any = {"gb_per_s_between": (rate, rate), "cpu_s_per_gb_between": (cpu, cpu)}
         return Row(contestant, peer, block, READ, rate, rate, rate, cpu, **exact)
 
     rows = [

@@ -114,7 +114,7 @@ def test_reader_outlives_compactions_and_owners(pair: Pair) -> None:
     pair.open()
     pair.put(3)
     assert pair.get(1, 3) == [THERE, THERE]
-    pair.owner.close()  # type: ignore[union-attr]
+    pair.owner.close()
     shutil.rmtree(pair.options.path)
     pair.open()
     pair.put(4)
@@ -167,7 +167,7 @@ def test_slot_that_is_written_anew_while_it_is_read_is_no_hit(
     pair.open()
     pair.put(*range(NUM_SLOTS))
     assert pair.find(0) == [THERE]
-    port = type(pair.reader._port(pair.reader._slab))  # type: ignore[arg-type]
+    port = type(pair.reader._port(pair.reader._slab))
     read: Callable[..., object] = port.read
 
     def read_late(*args: object) -> object:
@@ -188,7 +188,7 @@ def test_slab_of_something_else_is_not_read(pair: Pair) -> None:
     other.close()
 
 
-def _other_group():  # type: ignore[no-untyped-def]
+def _other_group():
     from kvtier.layout import opaque
 
     return opaque(NUM_BYTES)

@@ -14,7 +14,7 @@ from kvtier.layout import KVGroup
 from kvtier.testing import RoomSuite
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskBlocks, DiskOptions, Verify
-from kvtier.types import Slot
+from kvtier.types import BlockKey, Slot
 from tests.tiers.disk.world import ALIGNED, SLOT_BYTES, SMALL, Arena, Clock, World, key, world
 
 OK, CORRUPT, FAILED = Outcome.THERE, Outcome.DAMAGED, Outcome.FAILED
@@ -124,7 +124,7 @@ def test_zero_key_is_not_found_in_an_empty_slot(tmp_path: Path) -> None:
     with world(tmp_path) as here:
         slots = here.tier.allocate(1)
         assert slots is not None
-        assert here.tier.load([bytes(32)], slots, here.pieces(1)) == [CORRUPT]
+        assert here.tier.load([BlockKey(bytes(32))], slots, here.pieces(1)) == [CORRUPT]
 
 
 def spoil(here: World, slot: int) -> None:

@@ -9,7 +9,7 @@ from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.io.base import Int64s, Uint64s
 
 SECTOR_BYTES = 512
-"""What a disk writes whole or not at all."""
+"""Bytes that a disk writes whole or not at all."""
 
 
 class WrappedEngine(IoEngine):

@@ -10,20 +10,26 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvtier.engine import Engine, EngineConfig
+from kvtier.types import LoadPolicy
 from tests.engine.asking import GREEDY
 from tests.engine.conftest import SMALL
 
 PROMPT = [7 + number * number % 501 for number in range(300)]
 
 
-def config(model: str, *locations: str, **settings: object) -> EngineConfig:
+def config(model: str, *locations: str, **settings: Any) -> EngineConfig:
     cache = replace(
-        SMALL.cache, storage=locations, load_policy="always", lookup_deadline_s=10.0, **settings
-    )  # type: ignore[arg-type]
+        SMALL.cache,
+        storage=locations,
+        load_policy=LoadPolicy.ALWAYS,
+        lookup_deadline_s=10.0,
+        **settings,
+    )
     return replace(SMALL, model=model, cache=cache)
 
 

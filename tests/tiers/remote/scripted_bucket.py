@@ -149,8 +149,8 @@ class ScriptedBucket:
         facts = {"etag": version_of(content), "last-modified": WRITTEN_HTTP}
         if asked.headers.get("if-match", facts["etag"]) != facts["etag"]:
             return refusal(412, "PreconditionFailed")
-        if found := re.fullmatch(r"bytes=(\d+)-(\d+)", asked.headers.get("range", "")):
-            first, last = int(found[1]), min(int(found[2]), len(content) - 1)
+        if wanted := re.fullmatch(r"bytes=(\d+)-(\d+)", asked.headers.get("range", "")):
+            first, last = int(wanted[1]), min(int(wanted[2]), len(content) - 1)
             if first > last:
                 return refusal(416, "InvalidRange")
             facts["content-range"] = f"bytes {first}-{last}/{len(content)}"

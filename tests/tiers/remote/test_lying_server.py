@@ -129,10 +129,10 @@ def test_scan_without_an_end_ends(liar: ScriptedServer, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(keeper, "MAX_PAGES", 50)
     liar.alter = lambda words, reply: array(bulk(b"7"), array()) if words[0] == b"SCAN" else reply
-    keeper = make_keeper(f"valkey://127.0.0.1:{liar.port}")
+    scanning = make_keeper(f"valkey://127.0.0.1:{liar.port}")
     with pytest.raises(CacheError, match="a scan that does not end"):
-        keeper.entries()
-    keeper.close()
+        scanning.entries()
+    scanning.close()
 
 
 ERRORS = {

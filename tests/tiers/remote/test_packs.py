@@ -208,10 +208,10 @@ def test_catalogue_agrees_with_a_dictionary(seed: int) -> None:
         assert len(catalogue) <= capacity
         keys = [stored_key(number) for number in range(30)]
         found = {}
-        for each in catalogue.places(as_keys(keys)):
-            assert (np.diff(each.at) > 0).all(), "not in the order of the pack"
-            for number, at in zip(each.numbers.tolist(), each.at.tolist(), strict=True):
-                found[number] = (each.pack, at, each.num_blocks)
+        for found_at in catalogue.places(as_keys(keys)):
+            assert (np.diff(found_at.at) > 0).all(), "not in the order of the pack"
+            for number, at in zip(found_at.numbers.tolist(), found_at.at.tolist(), strict=True):
+                found[number] = (found_at.pack, at, found_at.num_blocks)
         assert catalogue.have(keys) == [number in found for number in range(30)]
         assert found.keys() <= known.keys()
         if not was_full:

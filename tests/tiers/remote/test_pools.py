@@ -62,13 +62,13 @@ def places(world: PoolWorld, *numbers: int) -> list[BlockLocation]:
     """Return the locations of blocks once stores have answered, or timed out."""
     keys = [key_of(number) for number in numbers]
     end_s = time.monotonic() + PATIENCE_S
-    found, asked = world.pool.cache.begin_lookup(keys)
+    found, asked = world.pool.begin_lookup(keys)
     while asked:
         assert time.monotonic() < end_s, "it is asked for ever"
         while not any(question.is_over for question in asked):
             time.sleep(0.001)
-            world.pool.cache.poll()
-        found, asked = world.pool.cache.begin_lookup(keys)
+            world.pool.poll()
+        found, asked = world.pool.begin_lookup(keys)
     return found
 
 
@@ -76,7 +76,7 @@ def until_stored(world: PoolWorld, *numbers: int) -> None:
     """Another replica finds them."""
     end_s = time.monotonic() + PATIENCE_S
     keys = [key_of(number) for number in numbers]
-    while world.pool.cache.locate_all(keys) != [STORAGE] * len(keys):
+    while world.pool.locate_all(keys) != [STORAGE] * len(keys):
         assert time.monotonic() < end_s, "they never came"
         time.sleep(0.05)
 
@@ -87,10 +87,10 @@ def load(world: PoolWorld, numbers: Sequence[int], pages: Sequence[int]) -> list
     Returns where they came from.
     """
     keys = [key_of(number) for number in numbers]
-    assert world.pool.cache.promote(keys) == len(keys)
+    assert world.pool.promote(keys) == len(keys)
     world.settle()
     assert world.places(*numbers) == [MEMORY] * len(keys)
-    origins = world.pool.cache.origins(keys)
+    origins = world.pool.origins(keys)
     assert world.finish(world.pool.load(keys, pages), pages)
     return origins
 
@@ -138,7 +138,7 @@ def test_store_that_answers_nobody_is_waited_for_once(server: ValkeyServer) -> N
         assert places(world, 1, 2) == [BlockLocation.NOWHERE] * 2
         assert DEADLINE_S <= time.monotonic() - began_s < PATIENCE_S / 2
         for number in range(10, 20):
-            _, asked = world.pool.cache.begin_lookup([key_of(number)])
+            _, asked = world.pool.begin_lookup([key_of(number)])
             assert not asked, "others wait for a store that is late"
         assert world.keep(30, 31), "what is computed is kept in host memory"
         proxy.let_go()
@@ -146,7 +146,7 @@ def test_store_that_answers_nobody_is_waited_for_once(server: ValkeyServer) -> N
         while places(world, 1, 2) != [STORAGE] * 2:
             assert time.monotonic() < end_s, "the store is never asked again"
             time.sleep(0.05)
-            world.pool.cache.poll()
+            world.pool.poll()
         load(world, [1, 2], [40, 41])
     proxy.close()
 
@@ -159,7 +159,7 @@ def test_store_that_dies_costs_its_blocks_only(server: ValkeyServer) -> None:
     with replica(valkey(server.port)()) as world:
         assert places(world, 1, 2) == [STORAGE] * 2
         server.stop()
-        world.pool.cache.promote([key_of(1), key_of(2)])
+        world.pool.promote([key_of(1), key_of(2)])
         world.settle()
         assert MEMORY not in world.places(1, 2), "it came from nowhere"
         assert places(world, 5, 6) == [BlockLocation.NOWHERE] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ TIMEOUT_S = 30.0
 
 
 @contextmanager
-def two(bucket: Bucket, **options: object) -> Iterator[tuple[S3Tier, S3Tier]]:
+def two(bucket: Bucket, **options: Any) -> Iterator[tuple[S3Tier, S3Tier]]:
     one, other = bucket.tier(**options), bucket.tier(**options)
     try:
         yield one, other

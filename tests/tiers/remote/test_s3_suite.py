@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from tests.tiers.remote.bucket import Bucket
 
 
 class TestS3Tier(StorageSuite):
-    options: dict[str, object] = {}  # noqa: RUF012
+    options: dict[str, Any] = {}  # noqa: RUF012
 
     @pytest.fixture(autouse=True)
     def _place(self, bucket: Bucket) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -55,7 +56,7 @@ def test_every_way_is_measured_against_a_copy_in_a_piece(device: DriverDevice) -
                 for row in rows.values():
                     assert row.ratio == pytest.approx(rows[CONTIGUOUS].median_s / row.median_s)
                     assert row.gb_per_s == pytest.approx(size * count / row.median_s / 1e9)
-    result = found.as_json()
+    result: Any = found.as_json()
     assert json.loads(json.dumps(result)) == result
     assert result["machine"]["accelerator"] == "Fake GPU"
     show_copies(Console(file=None, quiet=True), found)
@@ -75,7 +76,7 @@ def test_usual_way_that_brings_wrong_bytes_is_an_error(
 ) -> None:
     right = device.driver.copy_batch
 
-    def forgets_one(copies: Copies, direction: object, stream: int) -> None:
+    def forgets_one(copies: Copies, direction: Any, stream: int) -> None:
         last = max(1, len(copies) - 1)
         right(Copies(copies.dst[:last], copies.src[:last], copies.size[:last]), direction, stream)
 

@@ -38,7 +38,7 @@ QUIET = {
     "kvtier_unadmitted_blocks_total",
     "kvtier_unwritten_blocks_total",
 }
-"""What a server that has nothing to complain of does not show."""
+"""Metrics that a server without failures does not show."""
 OPTIONS = ("--device-capacity", "8MiB", "--host-capacity", "32MiB", "--disk-capacity", "64MiB")
 NUM_PROMPTS = 24
 """More than the device has room for."""

@@ -124,7 +124,7 @@ def test_panels_fill_lines_and_do_not_overlap() -> None:
     assert len({panel["title"] for panel in _list(make_dashboard(ROWS)["panels"])}) == len(numbers)
 
 
-def _list(found: object) -> list:  # type: ignore[type-arg]
+def _list(found: object) -> list:
     assert isinstance(found, list)
     return found
 

@@ -11,6 +11,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -525,7 +526,7 @@ def hashed(num: int, tokens: int, every: float = 1000, **fields: object) -> list
     made = []
     for at in range(num):
         ids = [0, 1, 2, *range(100 * at + 3, 100 * at + 20)]
-        request = {"timestamp": at * every, "input_length": tokens * len(ids) - 5}
+        request: dict[str, Any] = {"timestamp": at * every, "input_length": tokens * len(ids) - 5}
         request |= {"output_length": 9, "hash_ids": ids} | fields
         made.append(json.dumps({name: each for name, each in request.items() if each is not None}))
     return made

@@ -69,7 +69,7 @@ DOES_NOT_APPLY = {
     "cpu/test_gpu_worker.py": DEVICE,
     "test_multi_connector.py::test_multi_example_connector_consistency": WEIGHTS,
 }
-"""What stands in a test's id, and why it is left out."""
+"""Parts of test ids, and why these tests are left out."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -122,7 +122,7 @@ class Manager(TierManager):
         super().__init__(
             RankMover({}, ALIGNMENT, 1, 1),
             {HOST: num_chunks},
-            VllmNames(None, ALIGNMENT, "vllm"),  # type: ignore[arg-type]
+            VllmNames(None, ALIGNMENT, "vllm"),
             Shape((16,), ALIGNMENT),
             LoadPolicy.ALWAYS,
             bytes_per_day=0,
@@ -188,7 +188,7 @@ def _substitute_worker() -> None:
     if issubclass(utils.MockOffloadingWorker, Copies):
         return
 
-    class Worker(Copies, utils.MockOffloadingWorker):  # type: ignore[name-defined,misc]
+    class Worker(Copies, utils.MockOffloadingWorker):
         pass
 
     def get_worker(spec: Any, caches: CanonicalKVCaches) -> Worker:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import ClassVar
 
 __version__ = "0.0"
-__path__: list[str] = []
+__path__ = []
 
 
 class _Words(type):
@@ -28,7 +27,7 @@ class _Anything(metaclass=_Words):
 
 
 class _Module(ModuleType):
-    __path__: ClassVar[list[str]] = []
+    __path__ = []  # noqa: RUF012
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
