@@ -22,6 +22,9 @@ class WaitState(IntEnum):
     """Storage was asked whether it has blocks."""
 
 
+OVER, READS, ANSWERS = WaitState
+
+
 class Awaited(Protocol):
     """Something that a request waits for."""
 
@@ -57,11 +60,16 @@ class Wait:
         ends when all reads have.
         """
         if now_s >= self.until_s:
-            return WaitState.OVER
+            return OVER
+        for answer in self.answers:
+            if answer.is_over:
+                return OVER
         if self.answers:
-            is_answered = any(each.is_over for each in self.answers)
-            return WaitState.OVER if is_answered else WaitState.ANSWERS
-        return WaitState.OVER if all(each.is_over for each in self.reads) else WaitState.READS
+            return ANSWERS
+        for read in self.reads:
+            if not read.is_over:
+                return READS
+        return OVER
 
 
 class StorageWaiter(Waiter):

@@ -30,7 +30,7 @@ from kvtier.keyed.reuse import (
     end_without_room,
     reads_directly,
 )
-from kvtier.keyed.waiters import Awaited, Signal, Wait, WaitState
+from kvtier.keyed.waiters import OVER, Awaited, Signal, Wait
 from kvtier.plan import Costs, Tell, explain
 from kvtier.tiers import Room
 from kvtier.types import HOST, LoadPolicy
@@ -130,7 +130,7 @@ class Promotion:
             return False
         if visit.unknown is not None:
             self._cache.adopt_recovered([visit.unknown])
-        if first == visit.num_computed and visit.wait.state(self._clock()) is not WaitState.OVER:
+        if first == visit.num_computed and visit.wait.state(self._clock()) is not OVER:
             return True
         visit.wait = visit.unknown = None
         return False
