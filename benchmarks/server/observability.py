@@ -31,8 +31,8 @@ from rich.table import Table
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 from benchmarks.report.targets import judged
-from kvtier.live import Reading
 from kvtier.live.files import LIVE_PATH, content_of
+from kvtier.live.reading import Reading
 from kvtier.live.scrape import read_text
 from kvtier.tools.report.figures import TOO_FEW
 from kvtier.tools.report.stats import Estimate, Floats, estimate

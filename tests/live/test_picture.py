@@ -9,8 +9,8 @@ from math import inf
 import pytest
 from rich.console import Console
 
-from kvtier.live import History, Picture
-from kvtier.live.history import MOST_AGE_S
+from kvtier.live.history import MOST_AGE_S, History
+from kvtier.live.picture import Picture
 from kvtier.live.scrape import Seen
 from kvtier.live.terminal import Fitted, draw
 from kvtier.live.wording import TOO_FEW, count, seconds, share, size

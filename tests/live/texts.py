@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvtier.live import History, Picture, Reading
+from kvtier.live.history import History
+from kvtier.live.picture import Picture
+from kvtier.live.reading import Reading
 
 RECORDED = Path(__file__).parent / "recorded"
 """Metrics of real servers with kvtier, each before and after some requests; see its README."""

@@ -4,12 +4,3 @@
 
 The same for kvtier's own server, vLLM and SGLang. Pure but for ``scrape`` and ``local``.
 """
-
-from __future__ import annotations
-
-from kvtier.live.history import History
-from kvtier.live.make import make_picture
-from kvtier.live.picture import Picture
-from kvtier.live.reading import Reading
-
-__all__ = ["History", "Picture", "Reading", "make_picture"]

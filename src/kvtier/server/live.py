@@ -10,8 +10,9 @@ from fastapi import APIRouter
 from prometheus_client import CollectorRegistry, Metric
 from starlette.responses import Response
 
-from kvtier.live import History, Reading
 from kvtier.live.files import FOLDER, HEADERS, LIVE_PATH, PAGE, TYPES, content_of
+from kvtier.live.history import History
+from kvtier.live.reading import Reading
 from kvtier.live.scrape import LEAST_PAUSE_S
 from kvtier.server.metrics import CacheMetrics
 from kvtier.server.service import Service

@@ -9,8 +9,8 @@ from random import Random
 
 from rich.console import Console
 
-from kvtier.live import History, Reading
-from kvtier.live.reading import UnreadableError
+from kvtier.live.history import History
+from kvtier.live.reading import Reading, UnreadableError
 from kvtier.live.scrape import Seen
 from kvtier.live.terminal import draw
 
