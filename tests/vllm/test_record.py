@@ -13,16 +13,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
-import torch
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.engine.arg_utils import EngineArgs
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
 from kvtier.connectors.vllm.connector import KvtierConnector
@@ -35,8 +28,6 @@ from kvtier.tools.replay.trace import Trace
 from kvtier.tools.replay.traces import ReadOptions, read_traces
 from tests.vllm.engines import (
     BLOCK,
-    ENVIRONMENT,
-    MODEL,
     NUM_BLOCKS,
     connector,
     count,
@@ -44,10 +35,8 @@ from tests.vllm.engines import (
     prompt,
     run,
 )
+from tests.vllm.scheduler_half import HASHER, make_config, make_half
 
-PAGE = 16
-"""Tokens of a block of vLLM's, of the half that is made here."""
-HASHER = get_request_block_hasher(PAGE, sha256)
 SPECS: dict[str, dict[str, Any]] = {
     "kvtier": {"spec_name": "kvtier", "host_capacity": "1MiB"},
     "vLLM's own": {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 1 << 20},
@@ -60,27 +49,12 @@ def _read(path: Path) -> Trace:
 
 @pytest.fixture(scope="module")
 def made() -> VllmConfig:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        options = EngineArgs(model=str(MODEL), dtype="float32", block_size=PAGE)
-        config = options.create_engine_config()
-    config.cache_config.kv_cache_layout = "LBHNC"
-    init_none_hash(sha256)
-    return config
+    return make_config()
 
 
 def _half(made: VllmConfig, replica: int = 0, **extra: object) -> Any:
     """The scheduler's half of the connector that vLLM makes for these settings."""
-    made.kv_transfer_config = KVTransferConfig(
-        kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
-    )
-    made.parallel_config.data_parallel_index = replica
-    attention = FullAttentionSpec(
-        block_size=PAGE, num_kv_heads=1, head_size=32, dtype=torch.float32
-    )
-    cache = KVCacheConfig(64, [], [KVCacheGroupSpec(["layer.0"], attention)])
-    return KVConnectorFactory.create_connector(made, KVConnectorRole.SCHEDULER, cache)
+    return make_half(made, connector(**extra), replica)
 
 
 def _ask(half: Any, name: str, tokens: Sequence[int], num_output: int = 1, **more: Any) -> None:
