@@ -19,7 +19,7 @@ namespace kvtier::net {
 namespace {
 
 constexpr std::string_view kEnd = "\r\n";
-constexpr std::size_t kLeastReply = 4;  // bytes: nothing is shorter that comes where a value is due
+constexpr std::size_t kLeastReply = 3;  // bytes: an error without words, -\r\n
 constexpr double kLeastShare = 0.75;    // of what a call may take, while so much time is left
 constexpr double kLeastWaitS = 0.001;
 constexpr std::size_t kStepBytes = std::size_t{128} << 10;  // stay in a cache until they are checked

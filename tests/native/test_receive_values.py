@@ -162,14 +162,17 @@ def test_value_of_another_length_is_left(receive_values: Receive) -> None:
     assert places.num_touched() == 0
 
 
-def test_nothing_is_asked_of_the_server_that_it_will_not_send(receive_values: Receive) -> None:
+@pytest.mark.parametrize("last", [b"$-1\r\n", b"-\r\n"])
+def test_nothing_is_asked_of_the_server_that_it_will_not_send(
+    receive_values: Receive, last: bytes
+) -> None:
     """Not a byte more than replies that are due are long; or this would wait."""
     places = Places(2, [3])
-    with sending(reply_of(b"abc") + reply_of(b"def") + b"$-1\r\n") as line:
+    with sending(reply_of(b"abc") + reply_of(b"def") + last) as line:
         until = time.monotonic() + SOON_S
         found = received(receive_values, line, places, b"", 1, until)
         assert found[::2] == (2, 0)
-        assert found[1] + rest_of(line, 5 - len(found[1])) == b"$-1\r\n"
+        assert found[1] + rest_of(line, len(last) - len(found[1])) == last
 
 
 def test_what_comes_too_late_is_not_waited_for(receive_values: Receive) -> None:

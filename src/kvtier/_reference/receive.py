@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 END = b"\r\n"
-LEAST_REPLY_BYTES = 4
-"""Nothing is shorter that comes where a value is due."""
+LEAST_REPLY_BYTES = 3
+"""Length of an error without words, ``-\\r\\n``."""
 MOST_PARTS = 1024
 LEAST_WAIT_S = 0.001
 
