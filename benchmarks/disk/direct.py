@@ -1,10 +1,10 @@
-"""R4: blocks from disk straight to where they are used, against the way through host memory.
+"""R4: blocks from disk directly to where they are used, against the way through host memory.
 
     python -m benchmarks.disk.direct            a table
     python -m benchmarks.disk.direct --json -   JSON on stdout, the table on stderr
 
 The same blocks of one slab come to the same slots of one layer-first pool, by the same mover and in
-the same pieces, in turns: straight, and by way of a host tier. README.md says the method.
+the same pieces, in turns: directly, and by way of a host tier. README.md says the method.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ SHAPES = {
     "MLA, 64 tokens": latent_attention(61, 512, 64, DType.BFLOAT16, 64),
 }
 SMALL = {f"{size} KiB": full_attention(32, 1, 128, DType.BFLOAT16, 4 * size) for size in (4, 8, 16)}
-"""To see from which size of pieces on they go straight; no targets."""
-STRAIGHT, THROUGH = "straight", "through host memory"
+"""To see from which size of pieces on they go directly; no targets."""
+DIRECT, THROUGH = "direct", "through host memory"
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -123,10 +123,10 @@ class Bench:
         began, cpu = time.perf_counter(), time.process_time()
         jobs, at = [], 0
         first = max(1, LOAD_BYTES // self.group.bytes_per_block)
-        for size in piece_sizes(self.num, DIRECT_PIECES * first if way == STRAIGHT else first):
+        for size in piece_sizes(self.num, DIRECT_PIECES * first if way == DIRECT else first):
             part = slice(at, at := at + size)
             to = [Slot(place) for place in places[part]]
-            if way == STRAIGHT:
+            if way == DIRECT:
                 jobs.append(mover.begin(Move(DISK, DEVICE, to, to, self.names[part])))
                 continue
             here = self.order[part]
@@ -151,7 +151,7 @@ def measure(folder: Path, name: str, group: KVGroup, options: argparse.Namespace
         for verify in (Verify.ALWAYS, Verify.OFF):
             disk, mover = bench.open(verify, Direct.ON)
             disk.find([each.key for each in bench.names])
-            ways = (STRAIGHT, THROUGH) if turn % 2 else (THROUGH, STRAIGHT)
+            ways = (DIRECT, THROUGH) if turn % 2 else (THROUGH, DIRECT)
             for way in ways:
                 seconds, cpu = bench.run(mover, way, turn)
                 if turn:
@@ -171,8 +171,8 @@ def row(
     verify: bool,
     found: dict[tuple[bool, str, str], list[float]],
 ) -> Row:
-    cpu, host_cpu = found[verify, STRAIGHT, "cpu"], found[verify, THROUGH, "cpu"]
-    rate, host_rate = found[verify, STRAIGHT, "rate"], found[verify, THROUGH, "rate"]
+    cpu, host_cpu = found[verify, DIRECT, "cpu"], found[verify, THROUGH, "cpu"]
+    rate, host_rate = found[verify, DIRECT, "rate"], found[verify, THROUGH, "rate"]
     return Row(
         block=name,
         pieces=pieces,
@@ -192,7 +192,7 @@ def table(rows: Sequence[Row]) -> Table:
     made = Table(title="blocks from disk to a layer-first pool, CPU seconds per GB")
     for heading in ("block", "in", "I/O", "checksums"):
         made.add_column(heading, no_wrap=True)
-    for heading in (STRAIGHT, "through host", "ratio", "GB/s", "GB/s through host"):
+    for heading in (DIRECT, "through host", "ratio", "GB/s", "GB/s through host"):
         made.add_column(heading, justify="right")
     for each in rows:
         figures = (
@@ -223,7 +223,7 @@ def main(arguments: list[str] | None = None) -> None:
         if getattr(options, name) is None:
             setattr(options, name, value)
     if options.small:
-        bounce.LEAST_PIECE_BYTES = bounce.ALIGNMENT  # straight, whether that pays or not
+        bounce.LEAST_PIECE_BYTES = bounce.ALIGNMENT  # directly, whether that pays or not
     machine, rows = machine_facts(), []
     for name, group in (SMALL if options.small else SHAPES).items():
         with tempfile.TemporaryDirectory(prefix="kvtier-direct-", dir=options.path) as folder:

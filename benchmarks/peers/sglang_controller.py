@@ -1,7 +1,7 @@
 """A storage back end of SGLang's, behind its own controller and one of its host pools.
 
 What is timed is `HiCacheController`'s part of a prefetch or of a backup: batches of 128 pages, the
-generic way through a page's own tensor (`file`) or straight into the pool, as SGLang chooses by the
+generic way through a page's own tensor (`file`) or directly into the pool, as SGLang chooses by the
 back end. Its threads, its queues and the agreement between ranks are left out.
 """
 

@@ -24,7 +24,7 @@ LEASE_MS = 5000
 
 
 class Mooncake(Client):
-    """Straight into the memory of the blocks and out of it: nothing is to be delivered.
+    """Directly into the memory of the blocks and out of it: nothing is to be delivered.
 
     One client for all threads, as it is meant to be used.
     """

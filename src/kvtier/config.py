@@ -112,7 +112,7 @@ class CacheConfig:
     disk_io: IoKind = IoKind.AUTO
     """I/O engine of the disk."""
     disk_direct: Direct = Direct.AUTO
-    """Whether blocks on disk go straight to the device tier, past the host tier: ``auto`` where
+    """Whether blocks on disk go directly to the device tier, past the host tier: ``auto`` where
     there is none, and while it is short of room; ``on`` or ``off``."""
     disk_bytes_per_day: str | int = 0
     """Bytes written to the disk per day at most, for disks that wear; 0 for no limit."""

@@ -154,7 +154,7 @@ class Verify(StrEnum):
 
 
 class Direct(StrEnum):
-    """Whether blocks on disk go straight to the engine's memory, past the host tier."""
+    """Whether blocks on disk go directly to the engine's memory, past the host tier."""
 
     AUTO = "auto"
     """Read directly if there is no host tier, or while it is short of free slots."""

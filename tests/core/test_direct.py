@@ -1,4 +1,4 @@
-"""Storage straight to and from the device's memory: who waits for what, and what is never held."""
+"""Storage directly to and from the device's memory: who waits for what, and what is never held."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def test_a_read_waits_for_those_who_use_its_slots_still(tmp_path: Path, heeds: b
     bench.close()
 
 
-@pytest.mark.parametrize("writes_from", [None, frozenset({"elsewhere"})], ids=["straight", "ring"])
+@pytest.mark.parametrize("writes_from", [None, frozenset({"elsewhere"})], ids=["direct", "ring"])
 def test_a_write_waits_until_its_blocks_are_computed(
     tmp_path: Path, heeds: bool, writes_from: frozenset[str] | None
 ) -> None:

@@ -27,7 +27,7 @@ from kvtier.types import DEVICE, DISK, HOST
 from tests.devices.drivers import make_device
 from tests.engine.asking import ask, same
 from tests.engine.conftest import changed
-from tests.engine.test_direct import straight
+from tests.engine.test_direct import direct_config
 from tests.fakes.storage import STORAGE, StorageFake
 from tests.tiers.disk.accelerated import KINDS
 
@@ -104,7 +104,7 @@ def findings(engine: Engine) -> dict[str, Finding]:
 def test_after_a_restart_prompts_come_straight_from_disk(
     tmp_path: Path, prompt: list[int], machine: Machine, model: str, verify: str
 ) -> None:
-    config = straight(tmp_path / "slab", model, disk_verify=verify)
+    config = direct_config(tmp_path / "slab", model, disk_verify=verify)
     with machine.serve(config) as engine:
         cold = ask(engine, prompt)
     assert machine.fake.num_transfers == 0, "written by way of the ring"
@@ -124,7 +124,7 @@ def test_after_a_restart_prompts_come_straight_from_disk(
 def test_with_every_block_verified_the_same_prompts_come_by_a_buffer(
     tmp_path: Path, prompt: list[int], machine: Machine
 ) -> None:
-    config = straight(tmp_path / "slab", disk_verify="always", disk_direct="auto")
+    config = direct_config(tmp_path / "slab", disk_verify="always", disk_direct="auto")
     with machine.serve(config) as engine:
         cold = ask(engine, prompt)
     with machine.serve(config) as engine:
@@ -139,7 +139,7 @@ def test_with_every_block_verified_the_same_prompts_come_by_a_buffer(
 def test_beside_host_memory_it_is_read_straight(
     tmp_path: Path, prompt: list[int], machine: Machine
 ) -> None:
-    config = straight(tmp_path / "slab", host_capacity="16MiB", disk_verify="off")
+    config = direct_config(tmp_path / "slab", host_capacity="16MiB", disk_verify="off")
     with machine.serve(config) as engine:
         cold = ask(engine, prompt)
     with machine.serve(config) as engine:
@@ -162,7 +162,7 @@ def test_damage_on_disk_is_recomputed(
     Here by the request, and not by a scrub, which may well be there first.
     """
     monkeypatch.setattr(DiskTier, "facts", replace(DiskTier.facts, wants_scrubbing=False))
-    config = straight(tmp_path / "slab", disk_verify="off")
+    config = direct_config(tmp_path / "slab", disk_verify="off")
     with machine.serve(config) as engine:
         cold = ask(engine, prompt)
         block_bytes = engine.info.bytes_per_block
@@ -177,12 +177,12 @@ def test_damage_on_disk_is_recomputed(
         assert machine.fake.num_transfers == 0
         engine.clear_tier(DEVICE)
         assert same(cold, ask(engine, prompt))
-        assert machine.fake.num_transfers > 0, "what was found right may go straight"
+        assert machine.fake.num_transfers > 0, "what was found right may go directly"
 
 
 @pytest.mark.parametrize("name", ["cufile120"])
 def test_on_and_always_are_refused_together(tmp_path: Path, machine: Machine) -> None:
     with pytest.raises(ConfigError, match="verify: always, and the device computes no checksums"):
-        Engine(straight(tmp_path / "slab", disk_verify="always"))
+        Engine(direct_config(tmp_path / "slab", disk_verify="always"))
     assert machine.fake.storage_leaks == []
     assert machine.fake.count("cuFileDriverOpen") == 0

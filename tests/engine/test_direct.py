@@ -1,4 +1,4 @@
-"""The embedded engine with a disk in the place of host memory: straight, bit for bit."""
+"""The embedded engine with a disk in the place of host memory: directly, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODELS = ["random-gqa", "random-mla"]
 GIVEN_UP_S = 0.3
 
 
-def straight(folder: Path, model: str = "random-gqa", **settings: object) -> EngineConfig:
+def direct_config(folder: Path, model: str = "random-gqa", **settings: object) -> EngineConfig:
     """Blocks of 64 tokens: every piece of one is some whole pages. No host memory."""
     config = with_disk(folder, model, **{"host_capacity": 0, "disk_direct": "on", **settings})
     return replace(config, block_size=64, chunk_tokens=64)
@@ -49,7 +49,7 @@ def test_after_a_restart_prompts_come_straight_from_disk(
 ) -> None:
     for way in ("copy_in", "copy_out"):
         monkeypatch.delattr(Bounce, way)  # nothing goes by way of a buffer
-    config = straight(tmp_path / "slab", model, disk_verify=verify, disk_io=io)
+    config = direct_config(tmp_path / "slab", model, disk_verify=verify, disk_io=io)
     with Engine(config) as engine:
         cold = ask(engine, prompt)
     with Engine(config) as engine:
@@ -63,7 +63,7 @@ def test_after_a_restart_prompts_come_straight_from_disk(
 
 
 def test_a_disk_beside_host_memory_may_be_read_straight(tmp_path: Path, prompt: list[int]) -> None:
-    config = straight(tmp_path / "slab", host_capacity="16MiB")
+    config = direct_config(tmp_path / "slab", host_capacity="16MiB")
     with Engine(config) as engine:
         cold = ask(engine, prompt)
     with Engine(config) as engine:
@@ -79,14 +79,14 @@ def test_a_disk_beside_host_memory_may_be_read_straight(tmp_path: Path, prompt: 
 
 
 def test_on_is_refused_where_pieces_are_no_pages(tmp_path: Path) -> None:
-    config = replace(straight(tmp_path / "slab", "random-mla"), block_size=16, chunk_tokens=32)
+    config = replace(direct_config(tmp_path / "slab", "random-mla"), block_size=16, chunk_tokens=32)
     with pytest.raises(ConfigError, match="is no multiple of 4096"):
         Engine(config)
 
 
 def test_damage_on_disk_is_recomputed(tmp_path: Path, prompt: list[int]) -> None:
     """Whatever came to the device with it: nobody reads that."""
-    config = straight(tmp_path / "slab")
+    config = direct_config(tmp_path / "slab")
     with Engine(config) as engine:
         cold = ask(engine, prompt)
         block_bytes = engine.info.bytes_per_block
@@ -117,7 +117,7 @@ def test_answers_are_the_same_whatever_the_disk_does(
         expected = [ask(engine, prompt) for prompt in prompts]
     disk = FaultyDisk()
     monkeypatch.setattr("kvtier.tiers.disk.blocks.DiskSystem", lambda: disk)
-    with Engine(straight(tmp_path / "slab", model)) as engine:
+    with Engine(direct_config(tmp_path / "slab", model)) as engine:
         fault(disk)
         num_hits = 0
         for turn in range(3):
@@ -135,7 +135,7 @@ def test_answers_are_the_same_whatever_the_disk_does(
 def test_a_disk_that_hangs_holds_nobody_up(
     tmp_path: Path, prompt: list[int], operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = straight(tmp_path / "slab", load_deadline_s=GIVEN_UP_S)
+    config = direct_config(tmp_path / "slab", load_deadline_s=GIVEN_UP_S)
     with Engine(config) as engine:
         cold = ask(engine, prompt)
     disk = FaultyDisk()

@@ -50,7 +50,7 @@ def _connectors(trace: Path) -> dict[str, dict[str, Any]]:
 
 
 def _statistics(half: Any) -> Any:
-    """Of one request, as vLLM's front end gets them from another process."""
+    """Return statistics of one request, as vLLM's front end gets them from another process."""
     tokens = prompt(1, 200)["prompt_token_ids"]
     request = Request("1", tokens, SamplingParams(), None, block_hasher=HASHER)
     half.on_new_request(request)

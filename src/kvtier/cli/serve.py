@@ -244,7 +244,7 @@ def serve(
     disk_direct: Annotated[
         Direct,
         typer.Option(
-            help="Whether KV on disk goes straight to the device, past host memory; auto: where "
+            help="Whether KV on disk goes directly to the device, past host memory; auto: where "
             "there is none, and while that is short; to an accelerator where that was tried, and "
             "--disk-verify is not always.",
             rich_help_panel=_CACHE,

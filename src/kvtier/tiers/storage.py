@@ -38,7 +38,7 @@ class StorageFacts:
 
     reaches: kinds of memory that it reads into itself. writes_from: those that it writes from; None
     for the same. What lies elsewhere is copied to host memory first.
-    direct: whether it reads straight into the fastest memory where there is a slower one that it
+    direct: whether it reads directly into the fastest memory where there is a slower one that it
     could read into: on, auto (while that one is short of room) or off.
     evicts: it makes room by itself, so that blocks may go unasked; else whoever puts drops.
     is_shared: others use it, too: how much there is in all is its own business, and ``num_blocks``

@@ -62,7 +62,7 @@ def on_fake(
 class Accelerated:
     """``NUM_BLOCKS`` known blocks, and a pool for them that only the accelerator reaches.
 
-    name: of the file library. has_host: there is a host tier, so that nothing has to go straight.
+    name: of the file library. has_host: there is a host tier, so that nothing has to go directly.
     What is not said otherwise: blocks that were verified before are not verified again.
     cuts: pages of the pool at which another allocation begins.
     """

@@ -407,7 +407,7 @@ def test_a_library_that_fails_again_and_again_is_left_alone_for_a_while(
 
 
 def line_of_straight(tier: DiskTier) -> str:
-    """Return why blocks do not go straight now."""
+    """Return why blocks do not go directly now."""
     lines = [line.note for line in tier.findings() if line.topic == "direct reads"]
     return lines[0] if lines else ""
 

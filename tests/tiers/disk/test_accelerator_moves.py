@@ -85,7 +85,7 @@ def heeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, movin
     return bool(request.param)
 
 
-@pytest.mark.parametrize("is_trusted", [True, False], ids=["straight", "by the buffer"])
+@pytest.mark.parametrize("is_trusted", [True, False], ids=["direct", "by the buffer"])
 def test_a_read_waits_for_those_who_use_its_slots_still(
     moving: Moving, heeds: bool, is_trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,7 +84,7 @@ def test_blocks_come_as_repack_would_bring_them_wherever_memory_is_cut(
     at: list[int],
     seed: int,
 ) -> None:
-    """Also through the middle of a piece: of that block nothing goes straight."""
+    """Also through the middle of a piece: of that block nothing goes directly."""
     folder = tmp_path_factory.mktemp("slab")
     with accelerated(name, folder, group=group, order=order, cuts=sorted(cuts)) as world:
         world.fake.reset_storage(seed, 20 * (seed % 3), percent_short)
@@ -183,7 +183,7 @@ def test_a_block_that_no_registration_holds_takes_the_buffer_and_nobody_is_to_bl
 ) -> None:
     """One of its pieces is in two allocations, or in none.
 
-    Not an error of the library's, however often: the others go straight all the while.
+    Not an error of the library's, however often: the others go directly all the while.
     """
     begin, end = (IN_THIRD + 1, IN_THIRD + 1) if is_known else (IN_THIRD, IN_THIRD + 2)
     with accelerated(name, tmp_path, cuts=sorted({begin, end})) as world:

@@ -207,11 +207,11 @@ def test_nothing_unverified_goes_where_nobody_can_verify(
     trusted: list[bool], verify: Verify, num_before: int, every: int, can_check: bool
 ) -> None:
     choice = choose(np.array(trusted, bool), verify, num_before, every, can_check)
-    rows = zip(trusted, choice.checked.tolist(), choice.straight.tolist(), strict=True)
-    for at, (is_trusted, checked, straight) in enumerate(rows):
+    rows = zip(trusted, choice.checked.tolist(), choice.direct.tolist(), strict=True)
+    for at, (is_trusted, checked, direct) in enumerate(rows):
         is_sample = verify is Verify.SAMPLED and (num_before + at) % every == 0
         assert checked == (not is_trusted or verify is Verify.ALWAYS or is_sample)
-        assert straight == (can_check or not checked)
+        assert direct == (can_check or not checked)
 
 
 def test_every_block_is_verified_only_where_that_can_be() -> None:
@@ -246,8 +246,8 @@ def test_blocks_that_may_not_go_straight_take_the_buffer(
     done, crcs = port.write(slots, pieces, np.inf)
     assert done.tolist() == [size] * NUM_BLOCKS
     content_of(pool)[:] = 0
-    straight = np.array([True, False, True, False, False, True])
-    done, found = port.read(slots, pieces, np.ones(NUM_BLOCKS, bool), np.inf, straight)
+    direct = np.array([True, False, True, False, False, True])
+    done, found = port.read(slots, pieces, np.ones(NUM_BLOCKS, bool), np.inf, direct)
     assert done.tolist() == [size] * NUM_BLOCKS
     assert found.tolist() == crcs.tolist()
     assert np.array_equal(content_of(pool), content)

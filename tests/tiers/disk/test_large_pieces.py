@@ -1,4 +1,4 @@
-"""Blocks in a few large pieces, that go straight between slots and memory.
+"""Blocks in a few large pieces, that go directly between slots and memory.
 
 The same bytes and the same checksum as by any other way.
 """
@@ -52,7 +52,7 @@ def test_checksum_of_pieces_is_that_of_the_whole(
 
 
 class Memory:
-    """Blocks whose pieces lie apart, ``shift`` bytes behind where they can be reached straight."""
+    """Blocks whose pieces lie apart, ``shift`` bytes behind where they can be reached directly."""
 
     def __init__(self, sizes: tuple[int, ...], shift: int) -> None:
         strides = [size + ALIGNMENT for size in sizes]

@@ -160,7 +160,7 @@ class DiskMachine(RuleBasedStateMachine):
 
 
 class AlignedDiskMachine(DiskMachine):
-    """Blocks that go straight between disk and memory, and are believed when that may be."""
+    """Blocks that go directly between disk and memory, and are believed when that may be."""
 
     def __init__(self) -> None:
         super().__init__()

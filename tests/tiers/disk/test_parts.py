@@ -45,7 +45,7 @@ def damage(here: World, part: int, slot: int) -> None:
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 4])
-@pytest.mark.parametrize("group", [SMALL, ALIGNED], ids=["bounced", "straight"])
+@pytest.mark.parametrize("group", [SMALL, ALIGNED], ids=["bounced", "direct"])
 def test_blocks_come_back_whole(tmp_path: Path, num_parts: int, group: object) -> None:
     with world(tmp_path, 16, num_parts, group=group) as here:
         slots = here.put(*range(10))

@@ -23,7 +23,7 @@ from kvtier.types import BlockKey, BlockName, Slot
 SMALL = full_attention(2, 2, 4, DType.FLOAT16, 2)
 """128 bytes per block: never aligned, so every block is bounced."""
 ALIGNED = full_attention(2, 2, 64, DType.FLOAT16, 4)
-"""4096 bytes per block: straight between disk and memory, where that is aligned."""
+"""4096 bytes per block: directly between disk and memory, where that is aligned."""
 SLOT_BYTES = 4096
 NAMESPACE = b"n" * 32
 UNTOUCHED = 0xAB

@@ -15,7 +15,7 @@ from kvtier.index.policies.replayed import LRU
 from kvtier.layout import opaque
 from kvtier.telemetry import Metrics
 from kvtier.tiers import StorageTier
-from kvtier.tiers.disk import DiskReader, goes_straight
+from kvtier.tiers.disk import DiskReader, goes_direct
 
 
 class PoolSlab(NamedTuple):
@@ -50,7 +50,7 @@ def open_slab(
     options = settings.disk_options(folder_of(config, name, replica), capacity_bytes)
     if is_replicated(config, name) and config.tp_rank > 0:
         return PoolSlab(pages, SlabReads(DiskReader(options, group), digest))
-    disk = open_disk(options, group, pages.memory if goes_straight(pages.sizes) else None)
+    disk = open_disk(options, group, pages.memory if goes_direct(pages.sizes) else None)
     return PoolSlab(pages, _calls(settings, disk, pages, digest, metrics, policy))
 
 

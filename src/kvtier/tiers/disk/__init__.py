@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtier.tiers.disk.blocks import DiskBlocks
-from kvtier.tiers.disk.bounce import goes_straight
+from kvtier.tiers.disk.bounce import goes_direct
 from kvtier.tiers.disk.inspect.reader import DiskReader
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.system import DiskSystem
@@ -20,6 +20,6 @@ __all__ = [
     "Durability",
     "IoKind",
     "Verify",
-    "goes_straight",
+    "goes_direct",
     "make_disk",
 ]

@@ -26,7 +26,7 @@ class Accelerator:
     returns.
 
     memory: of ``device``. allocations: what of it blocks lie in, each registered by itself. buffer:
-    host memory that it copies from, page-locked here. health: of the straight way.
+    host memory that it copies from, page-locked here. health: of direct moves.
 
     The caller guarantees
         one thread reads; what the device computes has been waited for, for nothing here is ordered
@@ -61,7 +61,7 @@ class Accelerator:
             self._undo = undo.pop_all()
 
     def open(self, fd: int, may_bounce: bool) -> None:
-        """Let blocks of the file go straight.
+        """Let blocks of the file go directly.
 
         ``TierError`` where the library won't, for instance because the memory can't be pinned; see
         ``open_direct``.
@@ -69,7 +69,7 @@ class Accelerator:
         self.engine = open_direct(fd, self._device, self._allocations, may_bounce)
 
     def enter(self) -> bool:
-        """Whether blocks may go straight now.
+        """Whether blocks may go directly now.
 
         Not while that fails again and again, and never again where the driver hangs.
         """
@@ -78,12 +78,12 @@ class Accelerator:
 
     def holds(self, blocks: Pieces) -> Bools:
         """Bool [n]: whose pieces all lie in memory that is registered, each as a whole."""
-        assert self.engine is not None, "nothing goes straight"
+        assert self.engine is not None, "nothing goes directly"
         is_held = self.engine.holds(blocks.addresses, blocks.sizes)
         return np.asarray(is_held.all(axis=1))
 
     def note(self, done: Int64s) -> None:
-        """Record the outcome of blocks that went straight."""
+        """Record the outcome of blocks that went directly."""
         self._health.note("read", done)
 
     def copy(self, src: npt.NDArray[np.uint64], dst: npt.NDArray[np.uint64], size: Int64s) -> None:
@@ -107,7 +107,7 @@ class Accelerator:
             raise
 
     def state(self) -> str:
-        """Why blocks don't go straight now though they could; for people, empty while they do."""
+        """Why blocks don't go directly now though they could; for people, empty while they do."""
         given_up = [line.note for line in self.engine.findings()] if self.engine else []
         return next(filter(None, given_up), self._health.state())
 

@@ -52,7 +52,7 @@ class DiskBlocks(Room):
     when all of its parts are.
     arena: memory that blocks mostly come from and go to; it is registered with the I/O engine.
     Any other address works as well. pool: the memory that blocks are used in, where they may go
-    straight to it and from it. system, clock, monotonic: for tests; unix time, and seconds that
+    directly to it and from it. system, clock, monotonic: for tests; unix time, and seconds that
     ever grow.
 
     The caller guarantees

@@ -1,4 +1,4 @@
-"""Blocks between slots and memory: straight where both are aligned, else by way of a buffer.
+"""Blocks between slots and memory: directly where both are aligned, else by way of a buffer.
 
 Which engine moves them depends on the kind of the memory, and on nothing else.
 
@@ -42,7 +42,7 @@ Bools = npt.NDArray[np.bool_]
 Transfer = Callable[[Int64s, Uint64s, Int64s, float | None], Int64s]
 
 
-def goes_straight(sizes: Int64s) -> bool:
+def goes_direct(sizes: Int64s) -> bool:
     """Whether blocks in pieces of so many bytes need no buffer, where they begin at pages."""
     return not why_bounced(sizes)
 
@@ -171,19 +171,19 @@ class BlockPort:
         blocks: Pieces,
         checked: Bools,
         ends_at: float,
-        straight: Bools | None = None,
+        direct: Bools | None = None,
     ) -> tuple[Int64s, Uint32s]:
         """Blocks from slots to memory.
 
         That of a block which was not moved may hold a part of it, or is as it was.
 
-        checked: which of them a checksum is wanted of; the other ones' mean nothing. straight:
+        checked: which of them a checksum is wanted of; the other ones' mean nothing. direct:
         which of them may go without the buffer; None for all. Of an accelerator's memory none of
         those is wanted a checksum of.
         """
         done = np.full(len(slots), -errno.ETIMEDOUT, np.int64)
         crcs = np.zeros(len(slots), np.uint32)
-        for part, is_aligned in self._parts(blocks, straight):
+        for part, is_aligned in self._parts(blocks, direct):
             if time.monotonic() >= ends_at:
                 break
             some = blocks.pick(part) if is_aligned else self._bounced(len(part))
@@ -224,16 +224,14 @@ class BlockPort:
         """The first blocks in the buffer."""
         return Pieces.whole(self._bounce.addresses[:num_blocks], self._block_bytes)
 
-    def _parts(
-        self, blocks: Pieces, straight: Bools | None = None
-    ) -> Iterator[tuple[Int64s, bool]]:
+    def _parts(self, blocks: Pieces, direct: Bools | None = None) -> Iterator[tuple[Int64s, bool]]:
         """Positions that need no buffer, then the others, a bufferful each."""
         aligned = ((blocks.addresses % ALIGNMENT == 0) & blocks.wanted).all(axis=1)
-        if straight is not None:
-            aligned &= straight
+        if direct is not None:
+            aligned &= direct
         if self._engine_for(blocks.kind) is None:
             aligned[:] = False
-        if self._block_bytes != self._slot_bytes or not goes_straight(blocks.sizes):
+        if self._block_bytes != self._slot_bytes or not goes_direct(blocks.sizes):
             aligned[:] = False
         if aligned.any():
             yield np.flatnonzero(aligned), True

@@ -67,7 +67,7 @@ class Pool:
 class Way:
     """From a slab to the pool.
 
-    reason: why blocks don't go straight; "" where they do. probe: what was found out about the
+    reason: why blocks don't go directly; "" where they do. probe: what was found out about the
     accelerator's file library, where that was looked for.
     """
 
@@ -76,7 +76,7 @@ class Way:
 
     @property
     def is_compatible(self) -> bool:
-        """Whether blocks go straight to a library that takes them through host memory itself."""
+        """Whether blocks go directly to a library that takes them through host memory itself."""
         return not self.reason and self.probe is not None and self.probe.is_bounced
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ def find_way(options: DiskOptions, pool: Pool | None, slot_bytes: int, is_direct
 
     A path to accelerator memory is tried in a process of its own.
 
-    slot_bytes, is_direct: as ``why_not``. Raises ``ConfigError`` where blocks have to go straight,
+    slot_bytes, is_direct: as ``why_not``. Raises ``ConfigError`` where blocks have to go directly,
     and can't.
     """
     reason = why_not(pool, slot_bytes, is_direct) if pool is not None else "no pool"
@@ -122,7 +122,7 @@ def _by_library(options: DiskOptions, device: Device) -> Way:
 
 
 def why_not(pool: Pool, slot_bytes: int, is_direct: bool) -> str:
-    """Why blocks can't go straight between a slab and ``pool``; "" where they can.
+    """Why blocks can't go directly between a slab and ``pool``; "" where they can.
 
     slot_bytes: of the slab. is_direct: its file was opened with O_DIRECT.
     """
@@ -156,7 +156,7 @@ def _why_not_whole(pool: Pool) -> str:
 
 
 def check_direct(direct: Direct, pool: Pool | None, reason: str) -> None:
-    """Raise ``ConfigError`` where blocks have to go straight, and can't. reason: of ``why_not``."""
+    """Raise ``ConfigError`` where blocks have to go directly, and can't. reason: of ``why_not``."""
     if direct is Direct.ON and pool is None:
         raise ConfigError(
             "direct: on, and the disk is not told what memory blocks are used in; leave it at auto"
@@ -199,16 +199,16 @@ def way_of(direct: Direct, pool: Pool, has_host: bool, way: Way) -> Finding:
 class ReadPaths:
     """Read paths of the blocks of one read.
 
-    checked: their checksum is compared. straight: they go straight to where they are used; the
+    checked: their checksum is compared. direct: they go directly to where they are used; the
     others by way of host memory.
     """
 
     checked: Bools
-    straight: Bools
+    direct: Bools
 
 
 def check_verify(verify: Verify, can_check: bool) -> None:
-    """Raise ``ConfigError`` if blocks must be verified where they go straight and nobody can.
+    """Raise ``ConfigError`` if blocks must be verified where they go directly and nobody can.
 
     can_check: checksums can be computed there.
     """
@@ -235,5 +235,5 @@ def choose(
     elif verify is Verify.SAMPLED:
         count = np.arange(num_before, num_before + len(trusted))
         checked = checked | (count % sample_every == 0)
-    straight = np.ones(len(trusted), bool) if can_check else ~checked
-    return ReadPaths(checked, straight)
+    direct = np.ones(len(trusted), bool) if can_check else ~checked
+    return ReadPaths(checked, direct)

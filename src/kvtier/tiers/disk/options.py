@@ -37,7 +37,7 @@ class DiskOptions:
     io: IoKind = IoKind.AUTO
     """I/O engine: ``auto``, ``uring`` or ``preadv``."""
     direct: Direct = Direct.AUTO
-    """Whether blocks go straight to the memory that the engine computes in, past the host tier:
+    """Whether blocks go directly to the memory that the engine computes in, past the host tier:
     ``auto``, ``on`` or ``off``."""
     queue_depth: int = 32
     """Reads or writes in flight at a time, per direction."""

@@ -54,7 +54,7 @@ class DiskPart:
         system: calls to the operating system.
         clock: for pauses; seconds, ever growing.
         slots: are told which of them can't be read or written, and which hold wrong bytes.
-        pool: this part of the memory that blocks are used in, where they may go straight to it.
+        pool: this part of the memory that blocks are used in, where they may go directly to it.
 
     Attributes:
         reads, writes: count what the disk does, and say when to stop asking.
@@ -68,7 +68,7 @@ class DiskPart:
     Outcomes and errors
         no method raises for what the disk does. ``reads`` and ``writes`` count it, and say when to
         stop asking: the caller asks them, once for each batch.
-        Opening raises ``TierError``, and ``ConfigError`` where blocks are to go straight and can't.
+        Opening raises ``TierError``, and ``ConfigError`` where blocks are to go directly and can't.
     """
 
     def __init__(
@@ -332,30 +332,30 @@ class DiskPart:
         """Bytes or -errno, checksums, and which of these were computed.
 
         What the processor reads to, it can check there. Where it can't, blocks that have to be
-        verified take the buffer, and so do those that did not come straight: what the
+        verified take the buffer, and so do those that did not come directly: what the
         accelerator's library fails at is not the disk's fault before the disk has failed, too.
         """
         far = None if blocks.is_host else self.accelerator
-        is_straight = far is not None and far.enter()
+        is_far = far is not None and far.enter()
         choice = choose(
             trusted,
             self.options.verify,
             self._num_loads,
             self.options.sample_every,
-            can_check=not is_straight,
+            can_check=not is_far,
         )
         self._num_loads += len(trusted)
-        straight = choice.straight
+        direct = choice.direct
         if far is not None:
-            straight = straight & far.holds(blocks) if is_straight else np.zeros(len(slots), bool)
+            direct = direct & far.holds(blocks) if is_far else np.zeros(len(slots), bool)
         read, checked = self._reader.read, choice.checked
-        done, crcs = read(slots, blocks, checked, limit.ends_at, straight)
-        if far is None or not straight.any():
+        done, crcs = read(slots, blocks, checked, limit.ends_at, direct)
+        if far is None or not direct.any():
             self.reads.note("read", done, limit.is_patient)
             return done, crcs, checked
-        far.note(done[straight])
-        late = straight & np.isin(-done, LATE)
-        if (again := np.flatnonzero(straight & ~late & (done != self.slot_bytes))).size:
+        far.note(done[direct])
+        late = direct & np.isin(-done, LATE)
+        if (again := np.flatnonzero(direct & ~late & (done != self.slot_bytes))).size:
             everything = np.ones(len(again), bool)
             done[again], crcs[again] = read(
                 slots[again], blocks.pick(again), everything, limit.ends_at, ~everything
