@@ -15,8 +15,8 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from benchmarks.scale.keyed import BLOCK_BYTES, FILL, NUM_TO_MOVE, PROMPT_BLOCKS, new_keys
 from benchmarks.scale.part import timed, timed_in_turn
-from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.names import VllmNames
+from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
 from kvtier.connectors.vllm.prompt import Shape
 from kvtier.connectors.vllm.request_state import Advice
 from kvtier.tiers import StorageFacts
@@ -41,7 +41,7 @@ def waiting(num: int) -> Callable[[], None]:
     room = {HOST: num + PROMPT_BLOCKS, DISK: num}
     names = Known(None, BLOCK_BYTES, "vllm")  # type: ignore[arg-type]
     shape = Shape((STEP,), BLOCK_BYTES)
-    manager = TierManager(mover, room, names, shape, LoadPolicy.ALWAYS, 0, False)
+    manager = OffloadedTiers(mover, room, names, shape, LoadPolicy.ALWAYS, 0, False)
     manager.hear(Report(hellos={0: Hello(room[HOST])}))
     for at in range(0, num, FILL):
         held = manager.cache.reserve(new_keys(min(FILL, num - at)))

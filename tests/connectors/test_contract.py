@@ -178,9 +178,9 @@ def installs(monkeypatch: pytest.MonkeyPatch) -> Installs:
 def test_classes_are_handed_out_only_after_a_look_at_vllm(
     sources: Callable[..., Path], installs: Installs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = ModuleType("kvtier.connectors.vllm.spec")
+    spec = ModuleType("kvtier.connectors.vllm.offloading.spec")
     spec.__dict__["KvtierSpec"] = made = object()
-    monkeypatch.setitem(sys.modules, "kvtier.connectors.vllm.spec", spec)
+    monkeypatch.setitem(sys.modules, "kvtier.connectors.vllm.offloading.spec", spec)
     installs(sources())
     assert entry.KvtierSpec is made
     installs(sources(("Medium", "CPU: object", "HOST: object")))

@@ -14,7 +14,7 @@ from kvtier.connectors.common.weights import Source, identify
 from kvtier.connectors.vllm.names import VllmNames, vllm_source
 from kvtier.identity import Basis, Identification, Identity
 
-from .test_identity import _config
+from .test_identity import FACTS
 
 NEVER_STARTED_NS = 1 << 62
 
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 def digest(*sources: Source, traits: str = "", namespace: str = "") -> bytes:
     """As a start of vLLM has it."""
-    names = VllmNames(_config(), 4096, "vllm 0.32", namespace)
+    names = VllmNames(FACTS, 4096, "vllm 0.32", namespace)
     names.settle(sources, traits)
     found = names.digest
     names.close()
@@ -214,7 +214,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_large_weights_have_a_name_when_all_of_them_were_read(
     folder: Path, held: threading.Event
 ) -> None:
-    names = VllmNames(_config(), 4096, "vllm 0.32")
+    names = VllmNames(FACTS, 4096, "vllm 0.32")
     names.settle([vllm_source(str(folder))])
     assert names.digest == b""
     held.set()
@@ -226,7 +226,7 @@ def test_large_weights_have_a_name_when_all_of_them_were_read(
 
 
 def test_nobody_waits_for_the_reading_at_the_end(folder: Path, held: threading.Event) -> None:
-    names = VllmNames(_config(), 4096, "vllm 0.32")
+    names = VllmNames(FACTS, 4096, "vllm 0.32")
     names.settle([vllm_source(str(folder))])
     names.close()
     assert names.digest == b""
@@ -234,7 +234,7 @@ def test_nobody_waits_for_the_reading_at_the_end(folder: Path, held: threading.E
 
 
 def test_reset_cache_may_mean_other_weights_in_memory(folder: Path) -> None:
-    names = VllmNames(_config(), 4096, "vllm 0.32")
+    names = VllmNames(FACTS, 4096, "vllm 0.32")
     names.settle([vllm_source(str(folder))])
     before = names.digest
     names.disown()
@@ -246,7 +246,7 @@ def test_reset_cache_may_mean_other_weights_in_memory(folder: Path) -> None:
 def test_reset_while_weights_are_read_leaves_them_without_a_name(
     folder: Path, held: threading.Event
 ) -> None:
-    names = VllmNames(_config(), 4096, "vllm 0.32")
+    names = VllmNames(FACTS, 4096, "vllm 0.32")
     names.settle([vllm_source(str(folder))])
     assert names._weights is not None
     reader = names._weights._reader
@@ -259,7 +259,7 @@ def test_reset_while_weights_are_read_leaves_them_without_a_name(
 
 
 def digest_of_files(folder: Path) -> bytes:
-    names = VllmNames(_config(), 4096, "vllm 0.32")
+    names = VllmNames(FACTS, 4096, "vllm 0.32")
     found = Identification([folder]).read()
     assert found.basis is Basis.READ
     names._found = found

@@ -33,8 +33,8 @@ def _missing() -> type:
 
 @pytest.fixture(autouse=True)
 def _connector(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("kvtier.connectors.vllm.connector")
-    module.__dict__.update(KvtierConnector=Ours, over=_over)
+    module = ModuleType("kvtier.connectors.vllm.offloading.connector")
+    module.__dict__.update(KvtierOffloadingConnector=Ours, over=_over)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(type(contract.VLLM), "differences", lambda _: [])
 
@@ -77,7 +77,7 @@ def test_connector_of_theirs_that_cannot_be_imported_is_missed_only_by_who_wants
 def test_multi_connector_of_vllm_is_ours_under_its_own_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = ModuleType("kvtier.connectors.vllm.multi")
+    module = ModuleType("kvtier.connectors.vllm.offloading.multi")
     module.__dict__.update(over_multi=_over)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     connectors = Connectors({MULTI_NAME: lambda: Theirs, "name": lambda: object}, "name")

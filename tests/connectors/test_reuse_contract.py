@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +18,7 @@ from kvtier.connectors.sglang.device_pools import KV
 from kvtier.connectors.sglang.promotion import PromptPromotion, WaitingPrompt
 from kvtier.connectors.vllm.counts import RECOMPUTED, Counts
 from kvtier.connectors.vllm.promotion import Promotion
-from kvtier.connectors.vllm.prompt import Shape
+from kvtier.connectors.vllm.prompt import RequestBlocks, Shape
 from kvtier.connectors.vllm.request_state import Advice, RequestState
 from kvtier.keyed.cache import BlockLocation
 from kvtier.keyed.waiters import WaitState
@@ -102,8 +101,7 @@ class UnderVllm:
         )
         self._first = case.num_device * BLOCK_TOKENS
         ends = {key: self._end(at + 1) for at, key in enumerate(self._keys)}
-        context: Any = SimpleNamespace(req_id="r", get_offload_key_position=ends.get)
-        self._visit = RequestState(context)
+        self._visit = RequestState(RequestBlocks("r", ends))
 
     def _by_place(self) -> dict[str, list[bytes]]:
         found: dict[str, list[bytes]] = {}
@@ -115,7 +113,7 @@ class UnderVllm:
         return self._first + num_blocks * BLOCK_TOKENS
 
     def ask(self) -> Answer:
-        """As ``KvtierConnector.get_num_new_matched_tokens``."""
+        """As ``KvtierOffloadingConnector.get_num_new_matched_tokens``."""
         num_tokens = self._end(len(self._keys)) + NUM_TOKENS
         if self._promotion.must_wait(self._visit, self._first):
             return WAITING
@@ -137,12 +135,12 @@ class UnderVllm:
         raise AssertionError("it looks again for ever")
 
     def _look_up(self) -> int | None:
-        """As vLLM looks up a prefix, and ``TierManager.lookup`` answers."""
+        """As vLLM looks up a prefix, and ``TierManager.find`` answers."""
         visit, num, is_pending = self._visit, 0, False
         visit.begin_look_up(self._first)
         places, visit.asked = self._engine.cache.begin_lookup(self._keys)
         for key, at in zip(self._keys, places, strict=True):
-            end = visit.context.get_offload_key_position(key) or 0
+            end = visit.request.ends.get(key, 0)
             if visit.limit is not None and end > visit.limit:
                 break
             if visit.is_impatient and at is not BlockLocation.MEMORY:
@@ -187,7 +185,7 @@ class UnderVllm:
     def advise_on(self, place: BlockLocation, end: int) -> list[Advice]:
         """Return the advice on a block that ends there, however often vLLM looks it up."""
         self._visit.places = {self._keys[0]: place}
-        self._visit.context.get_offload_key_position = lambda key: end
+        self._visit.request.ends = dict.fromkeys(self._keys, end)
         return [self._promotion.advise(self._visit, self._first, 4 * end) for _ in range(3)]
 
     def arrive(self) -> None:

@@ -7,7 +7,7 @@ from threading import Event
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
 
-from kvtier.connectors.vllm.spec import KvtierSpec
+from kvtier.connectors.vllm.offloading.spec import KvtierSpec
 from kvtier.connectors.vllm.worker import TierWorker
 from kvtier.devices import CopyBatch, Direction
 from kvtier.errors import DeviceError
@@ -45,7 +45,7 @@ class SilentDiskSpec(KvtierSpec):
     """Its disk answers no read, and leaves a file ``asked`` beside the slabs."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        folder = Path(str(self.settings.disk_path))
+        folder = Path(str(self.sizes.settings.disk_path))
 
         def hangs(*_: object) -> None:
             (folder / "asked").touch()

@@ -38,8 +38,8 @@ from vllm.v1.kv_offload.config import (
 
 import kvtier
 from kvtier.connectors.vllm.names import vllm_source
+from kvtier.connectors.vllm.offloading.spec import KvtierSpec
 from kvtier.connectors.vllm.request_state import Advice
-from kvtier.connectors.vllm.spec import KvtierSpec
 from kvtier.transfer.ranks import Report
 
 MODEL = Path(kvtier.__file__).parent / "engine/builtin/kvtier-tiny"
@@ -94,7 +94,7 @@ class Replica:
         }
         engine_id = f"kvtier-test-{os.getpid()}-{next(NUMBERS)}"
         specs = [KvtierSpec(self._config(rank, extra, engine_id)) for rank in range(num_ranks)]
-        specs[0].names.settle([vllm_source(str(MODEL))])
+        specs[0].sizes.names.settle([vllm_source(str(MODEL))])
         self.manager: Any = specs[0].get_manager()
         self.tensors = [self.make_tensor(each) for each in self.page_bytes]
         self.workers: list[Any] = [

@@ -24,9 +24,10 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 )
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec  # noqa: E402
 
-from kvtier.connectors.vllm.ascend import split_caches  # noqa: E402
-from kvtier.connectors.vllm.host_slots import HostSlots  # noqa: E402
-from kvtier.connectors.vllm.worker import RankRoom, TierWorker  # noqa: E402
+from kvtier.connectors.vllm.offloading.ascend import split_caches  # noqa: E402
+from kvtier.connectors.vllm.offloading.host_slots import HostSlots  # noqa: E402
+from kvtier.connectors.vllm.offloading.worker import OffloadedPages  # noqa: E402
+from kvtier.connectors.vllm.worker import RankRoom  # noqa: E402
 from kvtier.errors import LayoutError  # noqa: E402
 from tests.devices.drivers import make_device  # noqa: E402
 from tests.fakes.fake import Fake  # noqa: E402
@@ -235,7 +236,7 @@ def test_keys_and_values_come_back_through_cann(
     slot_bytes = 4096
     device = make_device(fake)
     monkeypatch.setattr(device, "prepare", lambda: None)  # what is measured here may rank any first
-    worker = TierWorker(caches, device, RankRoom(slot_bytes, 8), pages_per_block, rank=0)
+    worker = OffloadedPages(caches, device, RankRoom(slot_bytes, 8), pages_per_block, rank=0)
     before = [part.view(torch.uint8).clone() for part in tensors]
     slots = HostSlots([5, 2] if pages_per_block == 2 else [5, 2, 7])
     try:
@@ -255,7 +256,7 @@ def test_keys_and_values_come_back_through_cann(
     assert len(set(different)) == len(tensors), "no share is another's"
 
 
-def _run(worker: TierWorker, job_id: int, is_accepted: bool) -> None:
+def _run(worker: OffloadedPages, job_id: int, is_accepted: bool) -> None:
     assert is_accepted
     worker.wait({job_id})
     (result,) = worker.get_finished()
@@ -279,17 +280,17 @@ def test_platforms_connector_is_under_ours_whoever_registers_first(
 ) -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from kvtier.connectors.vllm.connector import KvtierConnector
+    from kvtier.connectors.vllm.offloading.connector import KvtierOffloadingConnector
 
     monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
     steps = [_register_theirs, _register_ours]
     for step in steps if is_first else reversed(steps):
         step()
     found = KVConnectorFactory.get_connector_class_by_name("OffloadingConnector")
-    assert issubclass(found, KvtierConnector)
+    assert issubclass(found, KvtierOffloadingConnector)
     assert issubclass(found, PlatformsConnector)
     before = found.__mro__.index(PlatformsConnector)
-    assert found.__mro__.index(KvtierConnector) < before
+    assert found.__mro__.index(KvtierOffloadingConnector) < before
     assert found.theirs is PlatformsConnector
 
 

@@ -26,9 +26,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.connectors.vllm.counts import LOADED
-from kvtier.connectors.vllm.host_slots import HostSlots
+from kvtier.connectors.vllm.offloading.host_slots import HostSlots
+from kvtier.connectors.vllm.offloading.worker import OffloadedPages
 from kvtier.connectors.vllm.request_state import Advice
-from kvtier.connectors.vllm.worker import RankRoom, TierWorker
+from kvtier.connectors.vllm.worker import RankRoom
 from kvtier.devices import Device, find_device
 from kvtier.errors import ConfigError
 from kvtier.tiers import Outcome
@@ -238,7 +239,7 @@ class Rank:
         )
         disk = DiskOptions(folder, 8 * self.slot_bytes, direct=direct, verify=verify)
         room = RankRoom(self.slot_bytes, 8, disk)
-        self.worker = TierWorker(caches, device or find_device("cpu"), room, n, rank=0)
+        self.worker = OffloadedPages(caches, device or find_device("cpu"), room, n, rank=0)
         self._num_jobs = 0
 
     def pages(self) -> np.ndarray:

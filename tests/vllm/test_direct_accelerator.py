@@ -26,8 +26,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 import torch
 
-from kvtier.connectors.vllm import spec
-from kvtier.connectors.vllm.host_slots import HostSlots
+from kvtier.connectors.vllm import halves
+from kvtier.connectors.vllm.offloading.host_slots import HostSlots
 from kvtier.devices import Fence
 from kvtier.devices.synchronous import Passed
 from kvtier.errors import ConfigError
@@ -378,7 +378,7 @@ def test_settings_of_vllm_bring_blocks_directly_from_disk(
             super()._copy(number_of_pages, slots, is_load)
             self.step()  # the report of it is not behind that
 
-    monkeypatch.setattr(spec, "find_device", lambda name: make_device(fake))
+    monkeypatch.setattr(halves, "find_device", lambda name: make_device(fake))
     disk: Any = {
         "disk_path": str(tmp_path),
         "disk_capacity": 256 * PAGE_BYTES,

@@ -23,11 +23,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.connectors.vllm.counts import LOADED, NOT_DEMOTED, SHARED
 from kvtier.connectors.vllm.key_scope import KeyScope
-from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.names import VllmNames
+from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
+from kvtier.connectors.vllm.offloading.spec import KvtierSpec
 from kvtier.connectors.vllm.prompt import Shape
 from kvtier.connectors.vllm.request_state import Advice
-from kvtier.connectors.vllm.spec import KvtierSpec
 from kvtier.keyed.cache import BlockLocation
 from kvtier.tiers.disk import DiskTier
 from kvtier.transfer.ranks import Done, Hello, RankMover, RankOrder, RecoveredBlocks, Report, Verb
@@ -58,7 +58,7 @@ class Scheduler:
     ) -> None:
         names = Known(None, BLOCK_BYTES, "vllm")
         facts = {DISK: replace(DiskTier.facts, direct=direct)}
-        self.manager = TierManager(
+        self.manager = OffloadedTiers(
             RankMover(facts, BLOCK_BYTES, 1, 1, device=DEVICE),
             {HOST: num_host, DISK: num_disk},
             names,

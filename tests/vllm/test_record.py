@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.request import Request
 
-from kvtier.connectors.vllm.connector import KvtierConnector
+from kvtier.connectors.vllm.offloading.connector import KvtierOffloadingConnector
 from kvtier.errors import ConfigError
 from kvtier.index.policies.replayed import LRU
 from kvtier.recording import Chains
@@ -71,7 +71,7 @@ def _ask(half: Any, name: str, tokens: Sequence[int], num_output: int = 1, **mor
 @pytest.mark.parametrize("spec", SPECS)
 def test_scheduler_records_what_was_computed(made: VllmConfig, tmp_path: Path, spec: str) -> None:
     half = _half(made, **SPECS[spec], record=str(tmp_path / "trace"))
-    assert isinstance(half, KvtierConnector) == (spec == "kvtier")
+    assert isinstance(half, KvtierOffloadingConnector) == (spec == "kvtier")
     assert isinstance(half, OffloadingConnector)
     tokens = prompt(1, 200)["prompt_token_ids"]
     _ask(half, "1", tokens, num_output=60)

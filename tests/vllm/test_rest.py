@@ -23,9 +23,10 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.connectors.vllm import worker as worker_module
-from kvtier.connectors.vllm.connector import KvtierConnector, TierMetadata
-from kvtier.connectors.vllm.host_slots import HostSlots
-from kvtier.connectors.vllm.worker import REST_S, RankRoom, TierWorker
+from kvtier.connectors.vllm.offloading.connector import KvtierOffloadingConnector, TierMetadata
+from kvtier.connectors.vllm.offloading.host_slots import HostSlots
+from kvtier.connectors.vllm.offloading.worker import OffloadedPages
+from kvtier.connectors.vllm.worker import REST_S, RankRoom
 from kvtier.devices import find_device
 
 PAGE_BYTES = 4096
@@ -54,13 +55,13 @@ def worker() -> Any:
     caches = CanonicalKVCaches(
         [CanonicalKVCacheTensor(tensor, PAGE_BYTES)], [[CanonicalKVCacheRef(0, PAGE_BYTES)]]
     )
-    made = TierWorker(caches, find_device("cpu"), RankRoom(PAGE_BYTES, 8), 1, rank=0)
+    made = OffloadedPages(caches, find_device("cpu"), RankRoom(PAGE_BYTES, 8), 1, rank=0)
     yield made
     made.shutdown()
 
 
-def _rank(worker: TierWorker) -> KvtierConnector:
-    made: KvtierConnector = object.__new__(KvtierConnector)
+def _rank(worker: OffloadedPages) -> KvtierOffloadingConnector:
+    made: KvtierOffloadingConnector = object.__new__(KvtierOffloadingConnector)
     theirs = SimpleNamespace(worker=worker, start_kv_transfers=lambda metadata: None)
     made.connector_worker = theirs
     made._loading, made._steps = {}, []
@@ -69,7 +70,7 @@ def _rank(worker: TierWorker) -> KvtierConnector:
 
 @pytest.mark.parametrize("computes", [True, False])
 def test_rank_sleeps_in_a_step_that_computes_nothing(
-    computes: bool, worker: TierWorker, sleeps: Sleeps
+    computes: bool, worker: OffloadedPages, sleeps: Sleeps
 ) -> None:
     """Or it would spin all the time, and starve who is to complete what it waits for."""
     rank = _rank(worker)
@@ -79,7 +80,7 @@ def test_rank_sleeps_in_a_step_that_computes_nothing(
 
 
 def test_rank_tells_of_a_copy_that_is_done_without_sleeping(
-    worker: TierWorker, sleeps: Sleeps
+    worker: OffloadedPages, sleeps: Sleeps
 ) -> None:
     assert worker.submit_store(1, GPULoadStoreSpec([1], [1], [0]), HostSlots([0]))
     worker.wait({1})
@@ -101,10 +102,10 @@ def test_scheduler_says_whether_a_step_computes(
     )
     steps = SimpleNamespace(begin=lambda now, pieces: None)
     manager = SimpleNamespace(take_orders=list, steps=steps)
-    monkeypatch.setattr(KvtierConnector, "_manager", manager)
+    monkeypatch.setattr(KvtierOffloadingConnector, "_manager", manager)
     output = SchedulerOutput.make_empty()
     output.num_scheduled_tokens = {"request": num_tokens} if num_tokens else {}
-    connector = object.__new__(KvtierConnector)
+    connector = object.__new__(KvtierOffloadingConnector)
     connector._waiting = None
     meta = connector.build_connector_meta(output)
     assert isinstance(meta, TierMetadata)

@@ -32,11 +32,12 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from kvtier.connectors.vllm.host_slots import HostSlots
-from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.names import VllmNames
+from kvtier.connectors.vllm.offloading.host_slots import HostSlots
+from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
+from kvtier.connectors.vllm.offloading.worker import OffloadedPages
 from kvtier.connectors.vllm.prompt import Shape
-from kvtier.connectors.vllm.worker import RankRoom, TierWorker
+from kvtier.connectors.vllm.worker import RankRoom
 from kvtier.devices import find_device
 from kvtier.transfer.ranks import Hello, RankMover, Report
 from kvtier.types import HOST, LoadPolicy
@@ -101,7 +102,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     )
 
 
-class Manager(TierManager):
+class Manager(OffloadedTiers):
     """Ours, made as vLLM's is made; slots are told as vLLM's are told."""
 
     medium = Medium.CPU
@@ -160,7 +161,7 @@ def _make_key(name: bytes, group: int) -> OffloadKey:
     return make_offload_key(sha256(name).digest(), group)
 
 
-_open: list[TierWorker] = []
+_open: list[OffloadedPages] = []
 _seen = {"copies": 0, "pages": 0, "blocks": 0}
 _named: dict[int, int] = {}
 """Our slot for the one that a test speaks of."""
@@ -215,7 +216,7 @@ class Copies:
         self._pages_per_block = pages_per_block
         self._slot_bytes = slot_bytes
         room = RankRoom(slot_bytes, NUM_SLOTS)
-        self._worker = TierWorker(caches, find_device("cpu"), room, pages_per_block, rank=0)
+        self._worker = OffloadedPages(caches, find_device("cpu"), room, pages_per_block, rank=0)
         _open.append(self._worker)
         memory = self._worker._host.memory
         self._slots = np.ctypeslib.as_array(

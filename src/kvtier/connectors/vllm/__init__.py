@@ -1,10 +1,14 @@
-"""Under vLLM: host and disk tiers behind its OffloadingConnector, on any device that kvtier serves.
+"""Under vLLM: host and disk tiers on any device that kvtier serves.
 
     scheduler's process                          one process per rank
-    manager.py   what vLLM asks, to the ladder   worker.py   copies, device <-> host slots
-                 below it (KeyedCache)                       orders, to a RankExecutor
+    manager.py   what a front asks, to the       worker.py   copies, device <-> host slots
+                 ladder below it (KeyedCache)                orders, to a RankExecutor
     promotion.py what keyed/reuse.py decides,    (blocks: common/paged_pool.py)
-                 in vLLM's terms
+                 for one request
+
+A front translates between vLLM and these: offloading/ stands on vLLM's OffloadingConnector and
+``v1/kv_offload``. prompt.py, copies.py, pages.py and engine_facts.py have the types that fronts
+translate to, and import nothing of ``v1/kv_offload``. halves.py makes both halves.
 
 How the words translate. What vLLM calls a *chunk*, its unit of offloading (``blocks_per_chunk``,
 ``OffloadKey``), is a *block* here, as everywhere in kvtier: what one key names. What vLLM calls a
@@ -12,11 +16,9 @@ How the words translate. What vLLM calls a *chunk*, its unit of offloading (``bl
 ``blocks_per_chunk`` pages of one KV group. Settings, classes and fields of vLLM's keep its names,
 and so do our metrics, by which dashboards know them.
 
-connector.py carries orders one way and reports the other; spec.py makes the two halves;
 recording.py records the engine's requests. The ladder decides, in the scheduler's process, for all
 ranks (RankMover); every rank keeps its shard of a block in the same host slot and carries out
-orders. Only ascend, connector, manager, multi, pauses, recording, spec and worker know vLLM.
-contract.py says what they rely on, and that is compared before anything else (entry.py);
+orders. contract.py says what kvtier relies on, which is compared before anything else (entry.py);
 registry.py puts the connector in the place of vLLM's. standalone/ is for those who keep vLLM's own
 tiers.
 """

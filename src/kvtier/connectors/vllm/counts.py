@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from kvtier.connectors.common.recording import MEANING
 from kvtier.telemetry import METRICS as CORES
-from kvtier.telemetry import MetricSpec
+from kvtier.telemetry import Metrics, MetricSpec
 from kvtier.telemetry.metrics import TOLD_BY_ENGINES
 
 PREFIX = "vllm:"
@@ -111,7 +111,7 @@ Labels = tuple[str, ...]
 
 
 class Counts:
-    """Numbers by metric and labels."""
+    """MetricValues by metric and labels."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[MetricSpec, Labels], float] = {}
@@ -134,3 +134,41 @@ class Counts:
         """Return the counts since the last call."""
         numbers, self._numbers = self._numbers, {}
         return numbers
+
+
+@dataclass(frozen=True, slots=True)
+class MetricValues:
+    """Values of metrics, by name and labels.
+
+    counters: increases. observations: new values of histograms. gauges: levels.
+    """
+
+    counters: Mapping[tuple[str, Labels], float]
+    observations: Mapping[tuple[str, Labels], Sequence[float]]
+    gauges: Mapping[tuple[str, Labels], float]
+
+
+def take_values(
+    counts: Counts, metrics: Metrics, used: Mapping[str, int], room: Mapping[str, int]
+) -> MetricValues | None:
+    """Return what is new since the last call; None for nothing.
+
+    metrics: the core's. used, room: slots by tier.
+    """
+    counts.add_all(metrics.take_recent())
+    counted, levels = counts.take(), metrics.take_levels()
+    if not counted and not levels:
+        return None
+    observed = metrics.take_observations()
+    gauges = {
+        (SHARED[name].name, labels): level
+        for (name, labels), level in levels.items()
+        if name in SHARED
+    }
+    for gauge, slots in (USED, used), (ROOM, room):
+        gauges.update({(gauge.name, (tier,)): num for tier, num in slots.items()})
+    return MetricValues(
+        {(metric.name, labels): number for (metric, labels), number in counted.items()},
+        {(SHARED[name].name, labels): values for (name, labels), values in observed.items()},
+        gauges,
+    )

@@ -19,5 +19,5 @@ def __getattr__(name: str) -> object:
     if name != "KvtierSpec":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     contract.VLLM.require()
-    found: object = import_module("kvtier.connectors.vllm.spec").KvtierSpec
+    found: object = import_module("kvtier.connectors.vllm.offloading.spec").KvtierSpec
     return found

@@ -8,18 +8,15 @@ Of the weights that is all their bytes; weights.py says where these are.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
+from kvtier.connectors.vllm.engine_facts import EngineFacts
 from kvtier.keys import Namespace
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_offload.config import OffloadingConfig
 
 
 def namespace(
-    config: OffloadingConfig,
+    facts: EngineFacts,
     bytes_per_block: int,
     engine: str,
     weights: str,
@@ -36,36 +33,29 @@ def namespace(
     return Namespace(
         model=weights,
         revision=f"{engine} {traits}",
-        dtype=config.model.dtype,
-        layout=_layout(config, bytes_per_block),
-        block_size=config.cache.tokens_per_hash,
+        dtype=facts.dtype,
+        layout=_layout(facts, bytes_per_block),
+        block_size=facts.tokens_per_hash,
         salt=salt,
     )
 
 
-def _layout(config: OffloadingConfig, bytes_per_block: int) -> str:
+def _layout(facts: EngineFacts, bytes_per_block: int) -> str:
     """Names how a block's bytes are arranged, over ranks, groups and layers.
 
     Slabs are found by what the facts are called here, vLLM's words or not.
     """
-    parallel = config.parallel
-    facts = {
+    named = {
         "row_bytes": bytes_per_block,
-        "bytes_per_block": config.worker_kv_bytes_per_block,
-        "blocks_per_chunk": config.cache.blocks_per_chunk,
-        "kv_cache_layout": config.kv_cache_layout,
-        "replicated": config.replicated_layout,
-        "canonical": config.canonical_layout,
-        "ranks": [
-            parallel.world_size,
-            parallel.tp_size,
-            parallel.pp_size,
-            parallel.pcp_size,
-            parallel.dcp_size,
-        ],
+        "bytes_per_block": facts.bytes_per_page,
+        "blocks_per_chunk": facts.pages_per_block,
+        "kv_cache_layout": facts.kv_cache_layout,
+        "replicated": facts.is_replicated,
+        "canonical": facts.is_canonical,
+        "ranks": [facts.num_ranks, facts.tp_size, facts.pp_size, facts.pcp_size, facts.dcp_size],
         "groups": [
-            [group.group_id, group.tokens_per_block, list(group.layer_names)]
-            for group in config.groups
+            [group.group_id, group.tokens_per_page, list(group.layer_names)]
+            for group in facts.groups
         ],
     }
-    return blake3(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return blake3(json.dumps(named, sort_keys=True).encode()).hexdigest()

@@ -5,37 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-    OffloadingConnectorStats,
-)
-from vllm.v1.kv_offload.base import (
-    Locality,
-    LookupResult,
-    Medium,
-    OffloadingEvent,
-    OffloadingManager,
-    OffloadKey,
-    PrepareStoreOutput,
-    ReqContext,
-    RequestOffloadingContext,
-)
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
 from kvtier.assembly import build_ladder
-from kvtier.connectors.vllm.counts import LOADED, SHARED, Counts
-from kvtier.connectors.vllm.hints import hint_of
-from kvtier.connectors.vllm.host_slots import HostSlots
+from kvtier.connectors.vllm.copies import BlockSlots
+from kvtier.connectors.vllm.counts import LOADED, SHARED, Counts, MetricValues, take_values
 from kvtier.connectors.vllm.names import VllmNames
 from kvtier.connectors.vllm.promotion import Promotion
-from kvtier.connectors.vllm.prompt import GROUP_BYTES, Shape, blocks_after, depth, path_of
+from kvtier.connectors.vllm.prompt import GROUP_BYTES, RequestBlocks, Shape, depth
 from kvtier.connectors.vllm.request_state import RequestState
-from kvtier.connectors.vllm.stats import take_stats
 from kvtier.index import make_key_index
-from kvtier.keyed.cache import BlockLocation, KeyedCache
+from kvtier.keyed.cache import BlockLocation, Change, KeyedCache, Reserved
 from kvtier.ladder import LadderOptions
 from kvtier.plan import StepClock
 from kvtier.tiers import DistantRoom, Quota, Room
@@ -47,21 +30,33 @@ logger = logging.getLogger(__name__)
 MISSING = (BlockLocation.NOWHERE, BlockLocation.UNKNOWN)
 PIECE_BYTES = 16 << 20
 """Bytes that a rank reads from its disk, or writes to it, at a time."""
+
+
+class Found(Enum):
+    """Result of a look-up of one block, for a request that asks now."""
+
+    NOTHING = "nothing"
+    """Nowhere, or not for this request."""
+    READY = "ready"
+    ARRIVING = "arriving"
+    """On its way to memory."""
+    LATER = "later"
+    """In storage, or storage has not said yet: ask again."""
+
+
 FOUND = {
-    BlockLocation.NOWHERE: LookupResult.MISS,
-    BlockLocation.ARRIVING: LookupResult.HIT_PENDING,
-    BlockLocation.MEMORY: LookupResult.HIT,
-    BlockLocation.STORAGE: LookupResult.RETRY,
-    BlockLocation.UNKNOWN: LookupResult.RETRY,
+    BlockLocation.NOWHERE: Found.NOTHING,
+    BlockLocation.ARRIVING: Found.ARRIVING,
+    BlockLocation.MEMORY: Found.READY,
+    BlockLocation.STORAGE: Found.LATER,
+    BlockLocation.UNKNOWN: Found.LATER,
 }
-KINDS = {HOST: (Medium.CPU, Locality.LOCAL), DISK: (Medium.STORAGE, Locality.LOCAL)}
-SOURCES = {HOST: CacheHitSource.HOST, DISK: CacheHitSource.DISK}
 
 
-class TierManager(OffloadingManager):
-    """Translates: what vLLM asks to what ``KeyedCache`` answers.
+class TierManager:
+    """The scheduler's side of both fronts: answers for requests what ``KeyedCache`` knows.
 
-    In the scheduler's process, on its thread.
+    Used on the scheduler's thread.
 
     room: blocks, per tier; of each rank. bytes_per_day: of a rank's disk. lookup_deadline_s: how
     long a request waits to hear what a store has. eviction_policy: see ``Settings``. follows_hints:
@@ -125,7 +120,7 @@ class TierManager(OffloadingManager):
         self._shape = shape
         self._publishes_events = publishes_events
         self._visits: dict[str, RequestState] = {}
-        self._events: list[OffloadingEvent] = []
+        self._events: list[Change] = []
         self._keeps = False
 
     def _limit(self, tier: str, own: int) -> int:
@@ -137,41 +132,42 @@ class TierManager(OffloadingManager):
     def has_storage(self) -> bool:
         return bool(self.ladder.storages)
 
-    # -- what vLLM asks ----------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        visit = RequestState(req_context)
-        self._visits[req_context.req_id] = visit
-        req_context.set_state(visit)  # its stores may end after it has finished
-        return RequestOffloadingContext()
+    def begin(self, request: RequestBlocks) -> RequestState:
+        """Return the state of a new request. The caller keeps it until its last store has ended."""
+        visit = self._visits[request.request_id] = RequestState(request)
+        return visit
 
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        visit = self._visits.pop(req_context.req_id, None)
+    def finish(self, request_id: str) -> None:
+        """Note that a request has finished. Its stores may end later."""
+        visit = self._visits.pop(request_id, None)
         if visit is not None:  # vLLM tells of no use but this
             self._begin(visit)  # where it had all of it itself, nothing was asked for
             self._note_declined(visit)
             self.cache.touch(visit.in_prompt_order())
             if visit.last_asked:
-                self._hint(visit.context, at_end=True)
+                self._hint(visit.request, at_end=True)
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        visit = self._visits[req_context.req_id]
-        end = req_context.get_offload_key_position(key)
-        if visit.limit is not None and end is not None and end > visit.limit:
-            return LookupResult.MISS
+    def find(self, key: bytes, visit: RequestState) -> Found:
+        """Look up a block for a request."""
+        request = visit.request
+        if visit.limit is not None and request.ends.get(key, 0) > visit.limit:
+            return Found.NOTHING
         if not visit.is_kept(key):
-            return LookupResult.MISS
+            return Found.NOTHING
         place = self._find(key, visit)
-        if not self._is_allowed(key, place, req_context):
-            return LookupResult.MISS
+        (tier,) = self.bringing.sources({key: place})
+        if not request.may_come_from(tier):
+            return Found.NOTHING
         if visit.is_impatient and place is not BlockLocation.MEMORY:
-            return LookupResult.MISS
+            return Found.NOTHING
         visit.places[key] = place
         if place is BlockLocation.STORAGE and self.bringing.goes_direct(key, visit):
-            return LookupResult.HIT
+            return Found.READY
         return FOUND[place]
 
-    def _find(self, key: OffloadKey, visit: RequestState) -> BlockLocation:
+    def _find(self, key: bytes, visit: RequestState) -> BlockLocation:
         """Return the location of a block.
 
         All blocks of a request are looked up when vLLM asks for the first. A block that was missing
@@ -179,7 +175,7 @@ class TierManager(OffloadingManager):
         """
         if visit.found is None:
             self._begin(visit)
-            keys = blocks_after(visit.context, visit.num_computed)
+            keys = visit.request.after(visit.num_computed)
             shared = [each for each in keys if visit.is_shared(each)]
             has_gaps = not self._shape.has_one_group
             visit.found = {}
@@ -200,35 +196,27 @@ class TierManager(OffloadingManager):
                 place = self.cache.locate(key)
         return place
 
-    def _is_allowed(self, key: OffloadKey, place: BlockLocation, context: ReqContext) -> bool:
-        """Whether a request may load from there; its ``kv_load_tiers`` say."""
-        (tier,) = self.bringing.sources({key: place})
-        return bool(context.load_tier_filter.allows(*kind_of(tier)))
-
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        visit = self._visits.get(req_context.req_id)
+    def origin(self, key: bytes, visit: RequestState | None) -> str:
+        """Return the tier that a block of a request comes from, storage until it was used once."""
         if visit is not None and key in visit.read:
-            return source_of(DISK)
+            return DISK
         (origin,) = self.cache.origins([key])
-        return source_of(origin)
+        return origin
 
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.cache.touch(keys)
-
-    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> HostSlots:
-        visit = self._visits.get(req_context.req_id)
-        read = {} if visit is None else visit.begin_load(keys)
+    def begin_load(self, keys: Collection[bytes], visit: RequestState) -> BlockSlots:
+        """Hold blocks that were found, for a copy to the device. Return where they are."""
+        read = visit.begin_load(keys)
         held = [key for key in keys if key not in read]
         sources = self.cache.direct_reads.read(list(read), list(read.values()))
         for tier, num in Counter([*self.cache.origins(held), *sources]).items():
             self.counts.add(LOADED, num, tier)
-        self._note_load(keys, req_context)
-        self._use(keys, req_context)
+        self._note_load(keys, visit)
+        visit.used.update(dict.fromkeys(keys))
         direct = [at for at, key in enumerate(keys) if key in read] if read else []
-        return HostSlots(self.cache.hold(held), direct, self._mover.take_reads())
+        return BlockSlots(self.cache.hold(held), direct, self._mover.take_reads())
 
-    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        visit = req_context.get_state(RequestState)
+    def end_load(self, keys: Collection[bytes], visit: RequestState | None) -> None:
+        """Release blocks whose copy to the device has ended, well or not."""
         self.cache.release([key for key in keys if visit is None or key not in visit.read])
         self.bringing.load_ended()
         if visit is not None and visit.loading is not None:
@@ -237,92 +225,81 @@ class TierManager(OffloadingManager):
             self.ladder.account.saved(first, end, waited_s)
             visit.loading, visit.waited_s = None, 0.0
 
-    def _note_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+    def _note_load(self, keys: Collection[bytes], visit: RequestState) -> None:
         """vLLM begins to copy blocks to the device, as it was decided."""
-        visit = self._visits.get(req_context.req_id)
-        if visit is not None:
-            self.ladder.account.planned(len(keys), 0)
-            self._note_declined(visit)
-            end = max((req_context.get_offload_key_position(key) or 0 for key in keys), default=0)
-            visit.loading = (visit.num_computed, end, time.monotonic())
+        self.ladder.account.planned(len(keys), 0)
+        self._note_declined(visit)
+        end = max((visit.request.ends.get(key, 0) for key in keys), default=0)
+        visit.loading = (visit.num_computed, end, time.monotonic())
 
     def _note_declined(self, visit: RequestState) -> None:
         """A request is asked about again and again; what was decided last is what counts."""
         self.ladder.account.planned(0, visit.declined_ahead + visit.declined)
         visit.declined_ahead = visit.declined = 0
 
-    def prepare_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> PrepareStoreOutput | None:
-        visit = req_context.get_state(RequestState)
+    def begin_store(self, keys: Collection[bytes], visit: RequestState | None) -> Reserved | None:
+        """Reserve slots for those of a request's blocks that are new. None if there is no room."""
         if visit is not None:
             keys = [key for key in keys if visit.is_kept(key)]
-        if self.cache.learns:
-            self._tell(list(keys), req_context)
+            if self.cache.learns:
+                self._tell(keys, visit)
         room = self.cache.reserve(keys)
-        if room is None:
-            return None
-        self._use(keys, req_context)
-        return PrepareStoreOutput(room.keys, HostSlots(room.slots), room.evicted)
+        if room is not None and visit is not None:
+            visit.used.update(dict.fromkeys(keys))
+        return room
 
     def _begin(self, visit: RequestState) -> None:
         """The first time that its blocks matter: tell the policy of the request."""
         if self.cache.learns and visit.last_asked is None:
-            keys = [key for key in self._path(visit.context) if visit.is_kept(key)]
+            keys = [key for key in self._path(visit.request) if visit.is_kept(key)]
             self.cache.on_request(keys)
             visit.last_asked = keys[-1] if keys else b""
-            self._hint(visit.context, at_end=False)
+            self._hint(visit.request, at_end=False)
 
-    def _hint(self, context: ReqContext, at_end: bool) -> None:
-        hint = hint_of(context) if self._follows_hints else None
+    def _hint(self, request: RequestBlocks, at_end: bool) -> None:
+        hint = request.hint if self._follows_hints else None
         if hint is not None:
             said = hint.at_end if at_end else hint.at_begin
-            self.cache.hint(self._path(context), said, self._shape.block_sizes[0])
+            self.cache.hint(self._path(request), said, self._shape.block_sizes[0])
 
-    def _path(self, context: ReqContext) -> list[OffloadKey]:
-        return path_of(context, self._shape.block_sizes[0])
+    def _path(self, request: RequestBlocks) -> list[bytes]:
+        return request.path(self._shape.block_sizes[0])
 
-    def _tell(self, keys: list[OffloadKey], context: ReqContext) -> None:
+    def _tell(self, keys: Sequence[bytes], visit: RequestState) -> None:
         """Blocks are about to be stored: those of an answer come behind its prompt."""
-        visit = context.get_state(RequestState)
-        if visit is None:
-            return
         self._begin(visit)
         last = visit.last_asked
         if not last:
             return
-        end_asked = context.get_offload_key_position(OffloadKey(last)) or 0
-        ends = {key: context.get_offload_key_position(key) or 0 for key in keys}
+        end_of = visit.request.ends.get
+        end_asked = end_of(last, 0)
+        ends = {key: end_of(key, 0) for key in keys}
         new = sorted((key for key in keys if ends[key] > end_asked), key=ends.__getitem__)
         if new:
             self.cache.continues(new, last)
             visit.last_asked = new[-1]
 
-    def complete_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    def end_store(
+        self, keys: Collection[bytes], visit: RequestState | None, success: bool = True
     ) -> None:
+        """Note that a request's blocks are in their slots, or that they were not copied."""
         if not success:
             self.cache.abort(keys)
             return
-        ends = {key: req_context.get_offload_key_position(key) or 0 for key in keys}
-        in_order = sorted(ends, key=ends.__getitem__)
-        visit = req_context.get_state(RequestState)
+        ends = {} if visit is None else visit.request.ends
+        in_order = sorted(keys, key=lambda key: ends.get(key, 0))
         shared = [key for key in in_order if visit is None or visit.is_shared(key)]
         own = [key for key in in_order if visit is not None and not visit.is_shared(key)]
         for blocks in filter(None, (shared, own)):
-            depths = [self._depth(ends[key]) for key in blocks]
+            depths = [self._depth(ends.get(key, 0)) for key in blocks]
             self.cache.commit(blocks, depths, to_storage=blocks is shared)
 
     def _depth(self, end: int) -> int:
         """Place of the block that ends at a token, in its prompt."""
         return depth(end, min(self._shape.block_sizes))
 
-    def _use(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        visit = self._visits.get(req_context.req_id)
-        if visit is not None:
-            visit.used.update(dict.fromkeys(keys))
-
-    def take_events(self) -> Iterable[OffloadingEvent]:
+    def take_changes(self) -> list[Change]:
+        """Return the blocks that entered and left tiers, where somebody wants events."""
         self._note_changes()
         events, self._events = self._events, []
         return events
@@ -332,11 +309,9 @@ class TierManager(OffloadingManager):
 
         Called often enough that nothing piles up if nobody wants events.
         """
-        for each in self.cache.take_changes():
-            if self._publishes_events:
-                medium, locality = kind_of(each.tier)
-                event = OffloadingEvent(each.keys, medium, each.is_removed, locality)
-                self._events.append(event)
+        changes = self.cache.take_changes()
+        if self._publishes_events:
+            self._events += changes
 
     def has_pending_work(self) -> bool:
         return self.ladder.is_busy or self._mover.is_busy or not self._mover.is_complete
@@ -369,16 +344,17 @@ class TierManager(OffloadingManager):
             visit.read.clear()
             visit.used.clear()
 
-    def get_stats(self) -> OffloadingConnectorStats | None:
+    def take_values(self) -> MetricValues | None:
+        """Return the metrics that are new since the last call; None for nothing."""
         self._note_changes()
         used, room = self.ladder.used_slots(), self.ladder.open_slots()
-        return take_stats(self.counts, self.ladder.metrics, used, room)
+        return take_values(self.counts, self.ladder.metrics, used, room)
 
     def shutdown(self) -> None:
         if self.has_storage:
             self.names.close()
 
-    # -- what the connector tells ------------------------------------------------------------------
+    # -- what the fronts tell ----------------------------------------------------------------------
 
     def visit(self, request_id: str) -> RequestState:
         """Return the state of a request that has begun and not finished."""
@@ -404,13 +380,3 @@ class TierManager(OffloadingManager):
         for step in report.steps:
             self.steps.end(step, now_s)
         self._note_changes()
-
-
-def kind_of(tier: str) -> tuple[Medium, Locality]:
-    """Medium and place. Whatever is not ours alone is a store, which is elsewhere."""
-    return KINDS.get(tier, (Medium.STORAGE, Locality.REMOTE))
-
-
-def source_of(tier: str) -> CacheHitSource:
-    """Under which name hits are counted. vLLM has none for stores."""
-    return SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)

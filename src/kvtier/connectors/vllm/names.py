@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kvtier.connectors.common.names import BlockNames as SharedNames
 from kvtier.connectors.common.weights import Source
+from kvtier.connectors.vllm.engine_facts import EngineFacts
 from kvtier.connectors.vllm.identity import namespace
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_offload.config import OffloadingConfig
 
 FROM_FILES = frozenset(
     {
@@ -40,16 +37,16 @@ class VllmNames(SharedNames):
     """
 
     def __init__(
-        self, config: OffloadingConfig, bytes_per_block: int, engine: str, salt: str = ""
+        self, facts: EngineFacts, bytes_per_block: int, engine: str, salt: str = ""
     ) -> None:
         def digest_of(weights: str) -> bytes:
-            return namespace(config, bytes_per_block, engine, weights, self._traits, salt).digest
+            return namespace(facts, bytes_per_block, engine, weights, self._traits, salt).digest
 
         super().__init__(digest_of, salt)
         self._traits = ""
 
     def settle(self, sources: Sequence[Source], traits: str = "") -> None:
-        """As ever. traits: of the model, what the offloading config does not say."""
+        """As ever. traits: of the model, what ``EngineFacts`` does not say."""
         self._traits = traits
         super().settle(sources)
 

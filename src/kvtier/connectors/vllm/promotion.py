@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from kvtier.connectors.vllm.counts import IMPATIENT, RECOMPUTED, Counts
 from kvtier.connectors.vllm.prompt import Shape
@@ -34,9 +33,6 @@ from kvtier.keyed.waiters import OVER, Awaited, Signal, Wait
 from kvtier.plan import Costs, Tell, explain
 from kvtier.tiers import Room
 from kvtier.types import HOST, LoadPolicy
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import OffloadKey
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +85,7 @@ class Promotion:
         self._next_load.is_over = True
         self._next_load = Signal()
 
-    def sources(self, places: Mapping[OffloadKey, BlockLocation]) -> list[str]:
+    def sources(self, places: Mapping[bytes, BlockLocation]) -> list[str]:
         """Return the tier that each block would be read from.
 
         Host memory also for blocks on their way there.
@@ -102,7 +98,7 @@ class Promotion:
         (storage,) = storages
         return [storage if place is BlockLocation.STORAGE else HOST for place in places.values()]
 
-    def goes_direct(self, key: OffloadKey, visit: RequestState) -> bool:
+    def goes_direct(self, key: bytes, visit: RequestState) -> bool:
         """Whether a request's block in storage is to be read directly to the device.
 
         That is tried once. A block that did not arrive is promoted to host memory.
@@ -114,7 +110,7 @@ class Promotion:
         visit.direct.add(key)
         return True
 
-    def _reads_directly(self, key: OffloadKey, visit: RequestState, *, lacks_room: bool) -> bool:
+    def _reads_directly(self, key: bytes, visit: RequestState, *, lacks_room: bool) -> bool:
         how = self._direct_reads.how(key)
         return reads_directly(how, lacks_room=lacks_room, was_read=key in visit.read)
 
@@ -175,8 +171,8 @@ class Promotion:
         visit: RequestState,
         found: FoundBlocks,
         wait: WaitUntil,
-        ends: Mapping[OffloadKey, int],
-        stored: Sequence[OffloadKey],
+        ends: Mapping[bytes, int],
+        stored: Sequence[bytes],
     ) -> Advice:
         """Promote what has to come from storage.
 
@@ -201,9 +197,7 @@ class Promotion:
         self._wait(visit, wait.until_s)
         return Advice.WAIT
 
-    def _look_up_to(
-        self, visit: RequestState, ends: Mapping[OffloadKey, int], limit: int
-    ) -> Advice:
+    def _look_up_to(self, visit: RequestState, ends: Mapping[bytes, int], limit: int) -> Advice:
         """Have the request look again, and meet no block that ends beyond ``limit``."""
         visit.limit = limit
         visit.declined_ahead = sum(end > limit for end in ends.values())
@@ -266,13 +260,13 @@ class Promotion:
         if visit.is_explained or not logger.isEnabledFor(logging.DEBUG):
             return None
         visit.is_explained = True
-        request_id = printable(visit.context.req_id)
+        request_id = printable(visit.request.request_id)
         return lambda decision: logger.debug("prompt request=%s %s", request_id, explain(decision))
 
     def _found(
         self,
         visit: RequestState,
-        ends: Mapping[OffloadKey, int],
+        ends: Mapping[bytes, int],
         first: int,
         num_tokens: int,
         *,

@@ -1,17 +1,28 @@
-"""Blocks of prompts and requests, as vLLM cuts them."""
+"""Blocks of prompts and requests, whichever front cuts them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
-if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from kvtier.errors import printable
+from kvtier.hints import Hint, parse_hint
 
+logger = logging.getLogger(__name__)
 
+HINTS = "kvtier"
+"""Field of a request's ``kv_transfer_params`` with hints on its conversation."""
 GROUP_BYTES = 4
-"""At the end of vLLM's keys: of which KV group a block is. Those that end at the same token of a
-prompt have the same hash in front."""
+"""Bytes at the end of a key that name the block's KV group. Blocks of several groups that end at
+the same token of a prompt have the same hash in front."""
+
+
+def group_key(block_hash: bytes, group: int) -> bytes:
+    """Return the key of a block: vLLM's hash of the prompt up to its end, and its KV group."""
+    return block_hash + group.to_bytes(GROUP_BYTES, "big")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +56,54 @@ def depth(end: int, block_size: int) -> int:
     return max(0, end // block_size - 1)
 
 
-def blocks_of(context: ReqContext) -> list[OffloadKey]:
-    """All blocks of a request, its prompt's start first; those as well that vLLM's own pool had.
+def _from_anywhere(tier: str) -> bool:
+    return True
 
-    vLLM has no other way to ask for them.
+
+@dataclass(eq=False)
+class RequestBlocks:
+    """Blocks of one request, and what its client asked for.
+
+    Args:
+        request_id: the engine's.
+        ends: the token at which each block ends, by its key: group by group, in prompt order. The
+            front adds to it as the request gets longer.
+        params: the client's ``kv_transfer_params``.
+        may_come_from: return whether the request may load from a tier.
     """
-    ends: dict[OffloadKey, int] = context._offload_key_positions
-    return sorted(ends, key=ends.__getitem__)
 
+    request_id: str
+    ends: Mapping[bytes, int] = field(default_factory=dict)
+    params: Mapping[str, Any] | None = None
+    may_come_from: Callable[[str], bool] = _from_anywhere
 
-def path_of(context: ReqContext, block_size: int) -> list[OffloadKey]:
-    """``blocks_of``, but for the ends of prompts that are no whole blocks.
+    def in_order(self) -> list[bytes]:
+        """Return all blocks, the prompt's start first; those as well that vLLM's pool had."""
+        return sorted(self.ends, key=self.ends.__getitem__)
 
-    VLLM tries many of these where it looks for the state of recurrent layers.
-    """
-    ends: dict[OffloadKey, int] = context._offload_key_positions
-    return [key for key in blocks_of(context) if ends[key] % block_size == 0]
+    def path(self, block_size: int) -> list[bytes]:
+        """Return ``in_order``, without the ends of prompts that are no whole blocks.
 
+        vLLM tries many of these where it looks for the state of recurrent layers.
+        """
+        return [key for key in self.in_order() if self.ends[key] % block_size == 0]
 
-def blocks_after(context: ReqContext, num_tokens: int) -> list[OffloadKey]:
-    """The blocks of a request that end behind its first tokens: group by group, in prompt order."""
-    ends: dict[OffloadKey, int] = context._offload_key_positions
-    return [key for key, end in ends.items() if end > num_tokens]
+    def after(self, num_tokens: int) -> list[bytes]:
+        """Return the blocks that end behind the first tokens: group by group, in prompt order."""
+        return [key for key, end in self.ends.items() if end > num_tokens]
+
+    @cached_property
+    def hint(self) -> Hint | None:
+        """The client's hint. It is read once.
+
+        vLLM has taken the request when a connector sees it: a hint that can't be understood is
+        none, and the log says why.
+        """
+        given = (self.params or {}).get(HINTS)
+        if given is None:
+            return None
+        try:
+            return parse_hint(given)
+        except ValueError as error:
+            logger.warning("hint ignored request=%s error=%s", printable(self.request_id), error)
+            return None

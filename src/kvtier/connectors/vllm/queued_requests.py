@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
+from kvtier.connectors.vllm.prompt import group_key
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -15,7 +15,7 @@ MOST_BLOCKS = 2048
 scheduler's thread. A burst of requests is reported over the following steps in order of arrival;
 of a longer prompt only its beginning is reported."""
 
-Tell = Callable[[Sequence[OffloadKey], bool], None]
+Tell = Callable[[Sequence[bytes], bool], None]
 """Called with a prompt's blocks, and whether its request begins to wait or waits no more."""
 
 
@@ -33,7 +33,7 @@ class QueuedRequests:
         self._group = group
         self._tell = tell
         self._new: dict[str, Request] = {}
-        self._told: dict[str, list[OffloadKey]] = {}
+        self._told: dict[str, list[bytes]] = {}
 
     def on_queued(self, request: Request) -> None:
         """Note that a request joins the queue."""
@@ -57,7 +57,7 @@ class QueuedRequests:
                 self._told[request_id] = keys
                 self._tell(keys, True)
 
-    def _keys(self, request: Request) -> list[OffloadKey]:
+    def _keys(self, request: Request) -> list[bytes]:
         every = self._hashes_per_block
         hashes = request.block_hashes[every - 1 : every * MOST_BLOCKS : every]
-        return [make_offload_key(each, self._group) for each in hashes]
+        return [group_key(each, self._group) for each in hashes]

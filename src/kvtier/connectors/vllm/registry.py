@@ -53,12 +53,12 @@ class InPlaceOf:
     def __call__(self) -> type:
         if contract.VLLM.differences():
             return self._theirs()
-        from kvtier.connectors.vllm.connector import KvtierConnector, over
+        from kvtier.connectors.vllm.offloading.connector import KvtierOffloadingConnector, over
 
         try:
             theirs = self._theirs()
         except ImportError as error:
-            return type(CONNECTOR_NAME, (KvtierConnector,), {"theirs": _Broken(error)})
+            return type(CONNECTOR_NAME, (KvtierOffloadingConnector,), {"theirs": _Broken(error)})
         found: type = over(theirs)
         return found
 
@@ -76,7 +76,7 @@ class Multi:
         theirs = self._theirs()
         if contract.VLLM.differences():
             return theirs
-        from kvtier.connectors.vllm.multi import over_multi
+        from kvtier.connectors.vllm.offloading.multi import over_multi
 
         found: type = over_multi(theirs)
         return found

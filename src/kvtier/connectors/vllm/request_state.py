@@ -5,26 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from kvtier.connectors.vllm.key_scope import ALL, EVERYWHERE, KeyScope
-from kvtier.connectors.vllm.prompt import blocks_of
+from kvtier.connectors.vllm.prompt import RequestBlocks
 from kvtier.keyed.cache import BlockLocation
 from kvtier.keyed.waiters import Wait
 from kvtier.ladder import PendingLookup
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 
 @dataclass(slots=True)
 class RequestState:
     """State of one request.
 
-    num_computed: tokens that it had at its last look-up. found: where its blocks are, all of those
-    behind these tokens; None before the first is asked for. asked: what stores were asked about
-    them. wait: what it waits for, if it does. unknown: a block that it waits
-    to hear of from the ranks' disks.
+    request: its blocks. num_computed: tokens that it had at its last look-up. found: where its
+    blocks are, all of those behind these tokens; None before the first is asked for. asked: what
+    stores were asked about them. wait: what it waits for, if it does. unknown: a block that it
+    waits to hear of from the ranks' disks.
 
     places: of the blocks that its last look-up met, in that look-up's order. promoted: blocks that
     were brought from storage for it. limit: no block that ends beyond this token is loaded.
@@ -41,22 +37,22 @@ class RequestState:
     being loaded for it, from one up to another, and since when.
     """
 
-    context: ReqContext
+    request: RequestBlocks
     num_computed: int = 0
-    found: dict[OffloadKey, BlockLocation] | None = None
+    found: dict[bytes, BlockLocation] | None = None
     asked: Sequence[PendingLookup] = ()
     wait: Wait | None = None
-    unknown: OffloadKey | None = None
-    places: dict[OffloadKey, BlockLocation] = field(default_factory=dict)
-    promoted: set[OffloadKey] = field(default_factory=set)
-    direct: set[OffloadKey] = field(default_factory=set)
-    read: set[OffloadKey] = field(default_factory=set)
+    unknown: bytes | None = None
+    places: dict[bytes, BlockLocation] = field(default_factory=dict)
+    promoted: set[bytes] = field(default_factory=set)
+    direct: set[bytes] = field(default_factory=set)
+    read: set[bytes] = field(default_factory=set)
     limit: int | None = None
     waits_since: float | None = None
     is_impatient: bool = False
     scope: KeyScope = EVERYWHERE
     is_explained: bool = False
-    used: dict[OffloadKey, None] = field(default_factory=dict)
+    used: dict[bytes, None] = field(default_factory=dict)
     declined_ahead: int = 0
     declined: int = 0
     waited_s: float = 0.0
@@ -68,12 +64,12 @@ class RequestState:
         self.places.clear()
         self.found, self.num_computed = None, num_computed
 
-    def ends(self) -> dict[OffloadKey, int]:
+    def ends(self) -> dict[bytes, int]:
         """Return the token at which each block found by the last look-up ends."""
-        end_of, nowhere = self.context.get_offload_key_position, BlockLocation.NOWHERE
-        return {key: end_of(key) or 0 for key, at in self.places.items() if at is not nowhere}
+        end_of, nowhere = self.request.ends.get, BlockLocation.NOWHERE
+        return {key: end_of(key, 0) for key, at in self.places.items() if at is not nowhere}
 
-    def num_ready(self, keys: Iterable[OffloadKey]) -> int:
+    def num_ready(self, keys: Iterable[bytes]) -> int:
         """Return how many of the first of ``keys`` can be loaded at once."""
         num, memory, places, direct = 0, BlockLocation.MEMORY, self.places, self.direct
         for key in keys:
@@ -82,12 +78,12 @@ class RequestState:
             num += 1
         return num
 
-    def to_bring(self) -> list[OffloadKey]:
+    def to_bring(self) -> list[bytes]:
         """Return the blocks of the last look-up that have to come from storage to memory."""
         there = (key for key, place in self.places.items() if place is BlockLocation.STORAGE)
         return [key for key in there if key not in self.direct]
 
-    def begin_load(self, keys: Collection[OffloadKey]) -> dict[OffloadKey, int]:
+    def begin_load(self, keys: Collection[bytes]) -> dict[bytes, int]:
         """Blocks that its last look-up found are about to be loaded.
 
         Returns those of them that are read directly, with their positions among all.
@@ -102,22 +98,21 @@ class RequestState:
         self.read.update(read)
         return read
 
-    def is_kept(self, key: OffloadKey) -> bool:
+    def is_kept(self, key: bytes) -> bool:
         """Whether a block may be kept at all."""
         return self.scope.kept == ALL or self._end(key) <= self.scope.kept
 
-    def is_shared(self, key: OffloadKey) -> bool:
+    def is_shared(self, key: bytes) -> bool:
         """Whether a block may go to storage, and come from there."""
         return self.scope.shared == ALL or self._end(key) <= self.scope.shared
 
-    def _end(self, key: OffloadKey) -> int:
+    def _end(self, key: bytes) -> int:
         """In tokens; of a block whose place vLLM does not tell, none is far enough."""
-        end: int | None = self.context.get_offload_key_position(key)
-        return ALL if end is None else end
+        return self.request.ends.get(key, ALL)
 
-    def in_prompt_order(self) -> list[OffloadKey]:
+    def in_prompt_order(self) -> list[bytes]:
         """All blocks of the request, those as well that the device had itself."""
-        blocks = blocks_of(self.context)
+        blocks = self.request.in_order()
         return blocks if self.used.keys() <= set(blocks) else list(self.used)
 
 

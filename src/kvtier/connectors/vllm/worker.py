@@ -11,19 +11,12 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from vllm.v1.kv_offload.base import (
-    CanonicalKVCaches,
-    GPULoadStoreSpec,
-    LoadStoreSpec,
-    OffloadingWorker,
-    TransferResult,
-)
 
-from kvtier.connectors.common.paged_pool import NO_PAGES, GroupPages, PagedPool, PoolShare
-from kvtier.connectors.vllm.host_slots import HostSlots
+from kvtier.connectors.common.paged_pool import NO_PAGES, GroupPages, PagedPool
+from kvtier.connectors.vllm.copies import BlockSlots, PageCopy, PageRange, pages_with_slots
+from kvtier.connectors.vllm.pages import EnginePages
 from kvtier.connectors.vllm.settings import VllmSettings
-from kvtier.devices import CopyBatch, Device, Direction, Finding, Memory
-from kvtier.errors import CacheError, TierError
+from kvtier.devices import CopyBatch, Device, Direction, Finding
 from kvtier.grouping import runs_of
 from kvtier.layout import opaque
 from kvtier.tiers import HostTier, StorageTier
@@ -33,7 +26,7 @@ from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.row import make_storage
 from kvtier.tiers.slots import check_slots
 from kvtier.tiers.wrappers import ShardTier, ThrottledTier
-from kvtier.transfer import Job, LocalMover, TransferEngine, behind
+from kvtier.transfer import LocalMover, TransferEngine, behind
 from kvtier.transfer.ranks import Hello, RankExecutor, RankOrder, Report
 from kvtier.types import DISK, Direct, Slot
 
@@ -69,28 +62,37 @@ class RankRoom:
     num_shards: int = 1
 
 
-class TierWorker(OffloadingWorker):
+@dataclass(frozen=True, slots=True)
+class EndedCopy:
+    """A copy that has ended, well or not. Both numbers are 0 where nobody learns from it."""
+
+    job_id: int
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class TierWorker:
     """Copies what the scheduler asks for, each direction on a thread and a stream of its own.
 
     A store starts after the compute that was queued when it was submitted, a load after what may
     still read the pages that it overwrites.
 
-    vLLM hears of every copy as done; of those that failed, ``take_failed_loads`` and
-    ``take_report`` tell.
+    ``take_ended`` tells of every copy; of those that failed, ``take_failed_loads`` and
+    ``take_report`` do.
     """
 
     def __init__(
         self,
-        caches: CanonicalKVCaches,
+        pages: EnginePages,
         device: Device,
         room: RankRoom,
         pages_per_block: int,
         rank: int,
     ) -> None:
         self._device = device
-        self._pages_per_block = pages_per_block
+        self.pages_per_block = pages_per_block
         self._rank = rank
-        self._pool = _pool(caches, pages_per_block, room.slot_bytes)
+        self._pool = pages.pool(pages_per_block, room.slot_bytes)
         device.prepare()
         group = opaque(room.slot_bytes)
         arena = ArenaOptions(file=room.shared)
@@ -117,21 +119,8 @@ class TierWorker(OffloadingWorker):
         self._is_told = False
         _log((*device.findings(), *self._host.findings()))
 
-    def submit_store(
-        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
-    ) -> bool:
-        return self._submit(job_id, src_spec, dst_spec, Direction.STORE)
-
-    def submit_load(
-        self,
-        job_id: int,
-        src_spec: LoadStoreSpec,
-        dst_spec: GPULoadStoreSpec,
-        expedited: bool = False,
-    ) -> bool:
-        return self._submit(job_id, dst_spec, src_spec, Direction.LOAD)
-
-    def get_finished(self) -> list[TransferResult]:
+    def take_ended(self) -> list[EndedCopy]:
+        """Return the copies that have ended since the last call."""
         done = [job_id for job_id, copy in self._copies.items() if copy.done]
         return [self._finish(job_id) for job_id in done]
 
@@ -151,7 +140,7 @@ class TierWorker(OffloadingWorker):
             self._host.close()
             self._device.close()
 
-    # -- beside vLLM's own -------------------------------------------------------------------------
+    # -- reports and orders ------------------------------------------------------------------------
 
     @property
     def job_ids(self) -> Collection[int]:
@@ -210,32 +199,31 @@ class TierWorker(OffloadingWorker):
 
     # -- copies ------------------------------------------------------------------------------------
 
-    def _submit(
-        self, job_id: int, pages: GPULoadStoreSpec, slots: LoadStoreSpec, direction: Direction
-    ) -> bool:
-        assert isinstance(slots, HostSlots), f"slots of another manager: {type(slots)}"
-        touched = frozenset(map(Slot, slots.block_ids.tolist()))
+    def submit(
+        self, job_id: int, pages: Sequence[PageRange], slots: BlockSlots, direction: Direction
+    ) -> None:
+        """Begin a copy between pages, one range per KV group, and the slots of their blocks."""
+        touched = frozenset(slots.slots)
         check_slots(tuple(touched), self._host.num_slots)
-        groups = self._groups(pages, slots)
+        groups = pages_with_slots(pages, slots, self.pages_per_block)
         if slots.reads:
             self._copies[job_id] = self._read_direct(groups, slots, touched)
-            return True
+            return
         job = self._engine.submit([self._stage(groups, direction)], direction)
         self._copies[job_id] = PageCopy(direction, touched, job)
-        return True
 
     def _stage(self, groups: Sequence[GroupPages], direction: Direction) -> CopyBatch:
         return self._pool.stage(groups, self._host.memory, direction, self._host.seams)
 
     def _read_direct(
-        self, groups: Sequence[GroupPages], slots: HostSlots, touched: frozenset[Slot]
+        self, groups: Sequence[GroupPages], slots: BlockSlots, touched: frozenset[Slot]
     ) -> PageCopy:
         """Begin a load that reads some blocks directly from storage, and others from their slots.
 
         Both wait for whatever may still use these pages.
         """
         assert self._executor is not None, "a rank without storage is told to read from it"
-        job, n = None, self._pages_per_block
+        job, n = None, self.pages_per_block
         is_direct = np.zeros(sum(len(group.slots) for group in groups), bool)
         is_direct[list(slots.direct)] = True
         kept: list[Sequence[GroupPages]] = []
@@ -262,25 +250,7 @@ class TierWorker(OffloadingWorker):
         ]
         return PageCopy(Direction.LOAD, touched, job, reads)
 
-    def _groups(self, pages: GPULoadStoreSpec, slots: HostSlots) -> list[GroupPages]:
-        """By group, which pages belong to which of the slots."""
-        groups, page_at, slot_at = [], 0, 0
-        by_block = slots.by_block()
-        for count, index in zip(pages.group_sizes, pages.block_indices, strict=True):
-            first = index % self._pages_per_block
-            num_blocks = -(-(first + count) // self._pages_per_block) if count else 0
-            groups.append(
-                GroupPages(
-                    pages.block_ids[page_at : page_at + count].tolist(),
-                    by_block[slot_at : slot_at + num_blocks],
-                    first,
-                )
-            )
-            page_at, slot_at = page_at + count, slot_at + num_blocks
-        assert slot_at == len(by_block), "slots that no page belongs to"
-        return groups
-
-    def _finish(self, job_id: int) -> TransferResult:
+    def _finish(self, job_id: int) -> EndedCopy:
         copy = self._copies.pop(job_id)
         if copy.error is not None:
             logger.error("copy failed direction=%s error=%s", copy.direction.value, copy.error)
@@ -288,10 +258,10 @@ class TierWorker(OffloadingWorker):
                 self._failed_slots |= copy.slots
             if copy.direction is Direction.LOAD:
                 self._failed_loads.append(job_id)
-            return TransferResult(job_id, True)  # nobody learns from it
+            return EndedCopy(job_id)
         if copy.job is None:
-            return TransferResult(job_id, True)  # a report tells what reads took
-        return TransferResult(job_id, True, copy.job.num_bytes, copy.job.seconds)
+            return EndedCopy(job_id)  # a report tells what reads took
+        return EndedCopy(job_id, copy.job.num_bytes, copy.job.seconds)
 
 
 def _storages(
@@ -343,73 +313,3 @@ def _executor(
 def _log(findings: Sequence[Finding]) -> None:
     for finding in findings:
         logger.info("%s: %s %s", finding.topic, finding.found, finding.note)
-
-
-def _pool(caches: CanonicalKVCaches, pages_per_block: int, slot_bytes: int) -> PagedPool:
-    """vLLM's tensors as shares, by group."""
-    tensors = [each.tensor for each in caches.tensors]
-    for tensor in tensors:
-        assert tensor.stride(-1) == 1, f"the bytes of a page are {tensor.stride(-1)} apart"
-    groups: list[Sequence[PoolShare]] = [
-        [
-            PoolShare(
-                tensors[ref.tensor_idx].data_ptr(),
-                tensors[ref.tensor_idx].stride(0) * tensors[ref.tensor_idx].element_size(),
-                ref.page_size_bytes,
-            )
-            for ref in refs
-        ]
-        for refs in caches.group_data_refs
-    ]
-    first = tensors[0]
-    kind = first.device.type
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    # One for each layer, or one for several: a layer is a part of it then.
-    allocations = {
-        each.data_ptr(): Memory(each.data_ptr(), each.nbytes(), kind, each) for each in storages
-    }
-    return PagedPool(
-        groups,
-        first.shape[0],
-        pages_per_block,
-        slot_bytes,
-        kind,
-        tensors,
-        list(allocations.values()),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class PageCopy:
-    """A copy between vLLM's pages and host memory on one rank.
-
-    slots: of host memory, that are copied from or to.
-
-    job: of the device; None where nothing is copied. reads: from storage to vLLM's pages.
-    """
-
-    direction: Direction
-    slots: frozenset[Slot]
-    job: Job | None
-    reads: Sequence[Job] = ()
-
-    @property
-    def _jobs(self) -> Sequence[Job]:
-        return self.reads if self.job is None else [self.job, *self.reads]
-
-    @property
-    def done(self) -> bool:
-        """Nothing of it touches vLLM's pages any more."""
-        return all(job.done for job in self._jobs)
-
-    def wait(self) -> None:
-        for job in self._jobs:
-            job.wait()
-
-    @property
-    def error(self) -> CacheError | None:
-        """Why not all of it has arrived."""
-        failed = next((job for job in self._jobs if not job.succeeded), None)
-        if failed is None:
-            return None
-        return failed.error or TierError(DISK, "read", f"{len(failed.lost)} blocks did not arrive")

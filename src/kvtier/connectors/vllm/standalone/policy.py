@@ -11,8 +11,7 @@ import numpy as np
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
-from kvtier.connectors.vllm.hints import hint_of
-from kvtier.connectors.vllm.prompt import blocks_of
+from kvtier.connectors.vllm.offloading.translation import request_of
 from kvtier.connectors.vllm.standalone.capacity import GuestTier, Names, Path
 
 NAME_BYTES = 12
@@ -98,7 +97,7 @@ class KvtierPolicy(CachePolicy):
         self._settle()
         self._storing = req_context
         if self._path_of(req_context) is None:
-            self._ask(blocks_of(req_context), req_context)
+            self._ask(request_of(req_context).in_order(), req_context)
 
     def on_request_finished(
         self,
@@ -112,7 +111,7 @@ class KvtierPolicy(CachePolicy):
         if self._storing is req_context:
             self._storing = None
         if self._path_of(req_context) is None:
-            keys = blocks_of(req_context)
+            keys = request_of(req_context).in_order()
             while keys and keys[-1] not in self._blocks:
                 keys.pop()
             self._ask(keys, req_context)
@@ -129,11 +128,11 @@ class KvtierPolicy(CachePolicy):
         self._hint(context, at_end=False)
 
     def _hint(self, context: ReqContext, at_end: bool) -> None:
-        hint = hint_of(context)
+        hint = request_of(context).hint
         if hint is None:
             return
         now_s = self.clock()
-        for group in self._groups(blocks_of(context)):
+        for group in self._groups(request_of(context).in_order()):
             block_size = context.get_offload_key_position(group[0]) or 1
             for said in (hint.at_end if at_end else hint.at_begin).said(block_size, now_s):
                 self.room.retain(_names(group), said, now_s)

@@ -35,12 +35,20 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvtier.connectors.common.block_slab import BlockSlab
 from kvtier.connectors.common.opening import open_disk
-from kvtier.connectors.vllm.counts import LOADED, METRICS, SHARED, UNCLAIMED, Counts
+from kvtier.connectors.vllm.counts import (
+    LOADED,
+    METRICS,
+    SHARED,
+    UNCLAIMED,
+    Counts,
+    take_values,
+)
 from kvtier.connectors.vllm.names import VllmNames, vllm_source
-from kvtier.connectors.vllm.prompt import blocks_of, depth
+from kvtier.connectors.vllm.offloading.stats import definitions, stats_of
+from kvtier.connectors.vllm.offloading.translation import facts_of, request_of
+from kvtier.connectors.vllm.prompt import depth
 from kvtier.connectors.vllm.standalone.settings import TierSettings
 from kvtier.connectors.vllm.standalone.unsupported import refuse
-from kvtier.connectors.vllm.stats import definitions, take_stats
 from kvtier.devices.base import Memory
 from kvtier.keyed.cache import BlockLocation
 from kvtier.layout import opaque
@@ -91,7 +99,7 @@ class KvtierTier(SecondaryTierManager):
         parallel = offloading_spec.config.parallel
         subfolder = f"dp{parallel.data_parallel_index}" if parallel.data_parallel_size > 1 else ""
         self._names = VllmNames(
-            offloading_spec.config,
+            facts_of(offloading_spec.config),
             self.block_size_bytes,
             f"vllm {'.'.join(vllm.__version__.split('.')[:2])}",
             settings.namespace,
@@ -123,7 +131,7 @@ class KvtierTier(SecondaryTierManager):
         place = self.slab.locate(key)
         if place is BlockLocation.NOWHERE and self.slab.adopt_recovered([key]):
             place = self.slab.locate(key)
-            self._adopt_behind(key, blocks_of(req_context))
+            self._adopt_behind(key, request_of(req_context).in_order())
         return FOUND[place]
 
     def _adopt_behind(self, key: OffloadKey, prompt: Sequence[OffloadKey]) -> None:
@@ -177,7 +185,7 @@ class KvtierTier(SecondaryTierManager):
 
         Its start leaves last.
         """
-        self.slab.touch(blocks_of(req_context))
+        self.slab.touch(request_of(req_context).in_order())
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return [
@@ -201,9 +209,11 @@ class KvtierTier(SecondaryTierManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return statistics of the disk. vLLM reports those of its own host tier."""
         used, room = {DISK: self.slab.num_blocks}, {DISK: self._disk.num_blocks}
-        stats = take_stats(self._counts, self._metrics, used, room)
-        if stats is not None:
-            stats.set_gauge(UNCLAIMED.name, self._disk.num_unfound, (DISK,))
+        numbers = take_values(self._counts, self._metrics, used, room)
+        if numbers is None:
+            return None
+        stats = stats_of(numbers)
+        stats.set_gauge(UNCLAIMED.name, self._disk.num_unfound, (DISK,))
         return stats
 
 

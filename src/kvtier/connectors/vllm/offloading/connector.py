@@ -10,7 +10,6 @@ Everything else is vLLM's: which blocks, which groups, when to store, when a req
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -32,32 +31,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvtier.connectors.common.weights import Source
-from kvtier.connectors.vllm import pauses
+from kvtier.connectors.vllm import pauses, weights
 from kvtier.connectors.vllm.adapters import Adapters, RekeyedRequest
-from kvtier.connectors.vllm.ascend import split_caches
 from kvtier.connectors.vllm.cores import off_compute_cores
 from kvtier.connectors.vllm.counts import RECORDED
 from kvtier.connectors.vllm.key_scope import counts_media, scope_of
-from kvtier.connectors.vllm.manager import TierManager
-from kvtier.connectors.vllm.names import vllm_source
+from kvtier.connectors.vllm.offloading.ascend import split_caches
+from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
+from kvtier.connectors.vllm.offloading.recording import Finished, RecordedConnector, recorded
+from kvtier.connectors.vllm.offloading.spec import KvtierSpec
+from kvtier.connectors.vllm.offloading.worker import OffloadedPages
 from kvtier.connectors.vllm.queued_requests import QueuedRequests
-from kvtier.connectors.vllm.recording import (
-    Finished,
-    RecordedConnector,
-    record_settings,
-    recorded,
-)
+from kvtier.connectors.vllm.recording import record_settings
 from kvtier.connectors.vllm.registry import CONNECTOR_NAME
 from kvtier.connectors.vllm.request_state import Advice
-from kvtier.connectors.vllm.spec import KvtierSpec
 from kvtier.connectors.vllm.standalone.unsupported import engine_of
-from kvtier.connectors.vllm.worker import TierWorker
+from kvtier.connectors.vllm.step import prefill_pieces
 from kvtier.transfer.ranks import RankOrder, Report
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
@@ -93,7 +87,7 @@ class TierWorkerMetadata(OffloadingWorkerMetadata):
         return _with(TierWorkerMetadata, both, report=self.report.and_also(theirs))
 
 
-class KvtierConnector(RecordedConnector):
+class KvtierOffloadingConnector(RecordedConnector):
     """Made in the scheduler's process and in each rank, for ``KvtierSpec``.
 
     For any other spec it is vLLM's own connector that is made, recording where that is wanted.
@@ -134,16 +128,18 @@ class KvtierConnector(RecordedConnector):
             )
         if self.connector_scheduler and self._manager.has_storage:
             with off_compute_cores():
-                self._manager.names.settle(_sources(vllm_config), _traits(vllm_config))
+                self._manager.names.settle(
+                    weights.sources(vllm_config), weights.traits(vllm_config)
+                )
         if self.connector_scheduler:
             pauses.watch(self)
 
     # -- in the scheduler's process ----------------------------------------------------------------
 
     @property
-    def _manager(self) -> TierManager:
+    def _manager(self) -> OffloadedTiers:
         manager = self.scheduler.manager
-        assert isinstance(manager, TierManager), f"{type(manager)} is not ours"
+        assert isinstance(manager, OffloadedTiers), f"{type(manager)} is not ours"
         return manager
 
     def on_new_request(self, request: Request) -> None:
@@ -193,7 +189,7 @@ class KvtierConnector(RecordedConnector):
             TierMetadata,
             theirs,
             orders=self._manager.take_orders(),
-            step=self._manager.steps.begin(time.monotonic(), _pieces(scheduler_output)),
+            step=self._manager.steps.begin(time.monotonic(), prefill_pieces(scheduler_output)),
             computes=bool(scheduler_output.num_scheduled_tokens),
         )
 
@@ -233,8 +229,8 @@ class KvtierConnector(RecordedConnector):
             super().reset_cache()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        if self.connector_scheduler:
-            for outcome, num in self.take_recorded().items():
+        if self._recording is not None:
+            for outcome, num in self._recording.take().items():
                 self._manager.counts.add(RECORDED, num, outcome)
         return super().get_kv_connector_stats()
 
@@ -258,9 +254,9 @@ class KvtierConnector(RecordedConnector):
         return self.connector_worker.spec
 
     @property
-    def _worker(self) -> TierWorker:
+    def _worker(self) -> OffloadedPages:
         assert self.connector_worker is not None, "the scheduler's side has no worker"
-        assert isinstance(self.connector_worker.worker, TierWorker), "another spec's worker"
+        assert isinstance(self.connector_worker.worker, OffloadedPages), "another spec's worker"
         return self.connector_worker.worker
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
@@ -294,88 +290,17 @@ class KvtierConnector(RecordedConnector):
         return _with(TierWorkerMetadata, theirs or OffloadingWorkerMetadata(), report=report)
 
 
-KvtierConnector.__name__ = CONNECTOR_NAME
+KvtierOffloadingConnector.__name__ = CONNECTOR_NAME
 
 
 @cache
-def over(theirs: type[OffloadingConnector]) -> type[KvtierConnector]:
+def over(theirs: type[OffloadingConnector]) -> type[KvtierOffloadingConnector]:
     """Ours, derived from the connector that a platform has in the place of vLLM's."""
     if theirs is OffloadingConnector:
-        return KvtierConnector
-    return type(CONNECTOR_NAME, (KvtierConnector, theirs), {"theirs": theirs})
+        return KvtierOffloadingConnector
+    return type(CONNECTOR_NAME, (KvtierOffloadingConnector, theirs), {"theirs": theirs})
 
 
 def _with(kind: type[T], theirs: Any, **ours: object) -> T:
     """vLLM's dataclass, with fields of ours behind its own, however many it has."""
     return kind(**{each.name: getattr(theirs, each.name) for each in fields(theirs)}, **ours)
-
-
-def _pieces(output: SchedulerOutput) -> list[tuple[int, int]]:
-    """Per prompt that this step computes: the tokens before, and those of the step."""
-    new = [(each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs]
-    cached = output.scheduled_cached_reqs
-    old = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    num = output.num_scheduled_tokens
-    return [(before, num[req_id]) for req_id, before in (*new, *old) if num[req_id] > 1]
-
-
-MODEL_TRAITS = (
-    "disable_sliding_window",
-    "dtype",
-    "mm_processor_kwargs",
-    "model_class_overrides",
-    "model_impl",
-    "quantization",
-    "quantization_config",
-    "revision",
-)
-CACHE_TRAITS = (
-    "cache_dtype",
-    "calculate_kv_scales",
-    "kv_cache_dtype_skip_layers",
-    "mamba_cache_dtype",
-    "mamba_ssm_cache_dtype",
-)
-"""vLLM options that change the bytes of KV and are neither in the model's files nor in the
-offloading config. An option that a version lacks has one value for all who run that version."""
-
-
-def _models(config: VllmConfig) -> list[ModelConfig]:
-    """The model, and the one that drafts for it: its KV is kept, too."""
-    draft = getattr(config.speculative_config, "draft_model_config", None)
-    models = [config.model_config]
-    return models if draft is None or draft is models[0] else [*models, draft]
-
-
-def _sources(config: VllmConfig) -> list[Source]:
-    load = config.load_config
-    return [
-        vllm_source(
-            # Of a model in an object store, ``model`` is a local folder without the weights.
-            getattr(model, "model_weights", "") or model.model,
-            getattr(model.hf_config, "_commit_hash", None) or model.revision or "",
-            load.download_dir or "",
-            str(load.load_format),
-        )
-        for model in _models(config)
-    ]
-
-
-def _traits(config: VllmConfig) -> str:
-    cache, load = config.cache_config, config.load_config
-    traits = {
-        "models": [_model_traits(model) for model in _models(config)],
-        "cache": {name: getattr(cache, name, None) for name in CACHE_TRAITS},
-        "loader": [str(load.load_format), load.model_loader_extra_config],
-        "draft": getattr(config.speculative_config, "method", None),
-    }
-    return json.dumps(traits, sort_keys=True, default=str)
-
-
-def _model_traits(model: ModelConfig) -> dict[str, object]:
-    files = model.hf_config.to_dict()
-    files.pop("_name_or_path", None)  # a model that was moved is the same model
-    traits = {name: getattr(model, name, None) for name in MODEL_TRAITS}
-    # One rotary embedding is scaled by how long prompts may be, and not by how long they are.
-    length = model.max_model_len if "longrope" in json.dumps(files, default=str) else None
-    return {**traits, "config": files, "length": length}

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvtier.connectors.vllm.connector import KvtierConnector
+from kvtier.connectors.vllm.offloading.connector import KvtierOffloadingConnector
+from kvtier.connectors.vllm.offloading.spec import KvtierSpec
 from kvtier.connectors.vllm.registry import CONNECTOR_NAME
-from kvtier.connectors.vllm.spec import KvtierSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,7 +57,7 @@ class KvtierMultiConnector(MultiConnector):
 
 def _has_kvtier(multi: MultiConnector) -> bool:
     return any(
-        isinstance(each, KvtierConnector)
+        isinstance(each, KvtierOffloadingConnector)
         or (isinstance(each, MultiConnector) and _has_kvtier(each))
         for each in multi.sub_connectors
     )

@@ -1,0 +1,166 @@
+"""Both halves of kvtier under vLLM, made from the settings and the facts of an engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import vllm
+
+from kvtier.connectors.vllm.cores import off_compute_cores
+from kvtier.connectors.vllm.engine_facts import EngineFacts
+from kvtier.connectors.vllm.manager import TierManager
+from kvtier.connectors.vllm.names import VllmNames
+from kvtier.connectors.vllm.prompt import Shape
+from kvtier.connectors.vllm.settings import VllmSettings
+from kvtier.connectors.vllm.worker import RankRoom, TierWorker
+from kvtier.devices import find_device
+from kvtier.errors import ConfigError
+from kvtier.system.memory import total_bytes
+from kvtier.telemetry.logs import log_in_engine
+from kvtier.tiers import StorageFacts
+from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.tiers.row import storage_names
+from kvtier.transfer.ranks import RankMover
+from kvtier.types import DEVICE, DISK, HOST, ClientHints, Direct, LoadPolicy
+
+Manager = TypeVar("Manager", bound=TierManager)
+Worker = TypeVar("Worker", bound=TierWorker)
+
+SLOT_ALIGNMENT = 4096
+"""Slots begin on sectors, so that each can be read from a disk in place."""
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Sizes:
+    """Sizes and options of one engine's tiers, from which each process makes its half.
+
+    Raises ``ConfigError``. extra: of ``kv_connector_extra_config``.
+    """
+
+    def __init__(self, facts: EngineFacts, extra: Mapping[str, object]) -> None:
+        log_in_engine(logging.getLogger("vllm"))
+        self.facts = facts
+        self.settings = VllmSettings.read(extra)
+        num_bytes = facts.bytes_per_page * facts.pages_per_block
+        self.slot_bytes = -(-num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        self.names = VllmNames(
+            facts, self.slot_bytes, f"vllm {vllm.__version__}", self.settings.namespace
+        )
+        self.num_slots = self._num_slots_in("host_capacity", self.settings.host_bytes)
+        self._check_host()
+        self.num_disk_slots = self._num_slots_in("disk_capacity", self.settings.disk_bytes)
+        store_bytes = self.settings.store_bytes if self.settings.stores else 0
+        self.num_store_slots = self._num_slots_in("storage_capacity", store_bytes)
+        self.direct = self._find_direct()
+
+    def _num_slots_in(self, name: str, num_bytes: int) -> int:
+        """Slots of each shard in ``num_bytes`` of all of them."""
+        num_slots = num_bytes // self.facts.num_shards // self.slot_bytes if self.slot_bytes else 0
+        if num_bytes and self.slot_bytes and num_slots < 1:
+            raise ConfigError(
+                f"{name}: {num_bytes} bytes are below one block of {self.slot_bytes} bytes on each "
+                f"of {self.facts.num_shards} ranks; raise it"
+            )
+        return num_slots
+
+    def _check_host(self) -> None:
+        """Refuse more host memory than there is, before tables of that many slots are made."""
+        total, limited_by = total_bytes()
+        if self.num_slots * self.slot_bytes > total:
+            raise self.settings.wrong(
+                f"host_capacity: {self.settings.host_capacity!r} is more than the "
+                f"{total / 2**30:.1f} GiB that are there ({limited_by}); lower it"
+            )
+
+    def _find_direct(self) -> Direct:
+        """Whether blocks may go directly from the disk to vLLM's memory.
+
+        As far as is known before a rank has looked.
+        """
+        reason = ""
+        if not self.num_disk_slots:
+            reason = "there is no disk_path"
+        elif self.facts.num_shards < self.facts.num_ranks:
+            reason = "one rank has the disk, and all load what it brings to host memory"
+        direct = Direct(self.settings.disk_direct)
+        if direct is Direct.ON and reason:
+            raise self.settings.wrong(f"disk_direct is on, and {reason}; leave it off")
+        return Direct.OFF if reason else direct
+
+    # -- in the scheduler's process ----------------------------------------------------------------
+
+    def make_manager(self, kind: type[Manager]) -> Manager:
+        """Return the scheduler's half."""
+        facts, settings = self.facts, self.settings
+        stores = storage_names(settings.stores, bool(self.num_disk_slots))
+        disk = replace(DiskTier.facts, direct=self.direct)
+        storages = {name: disk if name == DISK else StorageFacts(is_shared=True) for name in stores}
+        room = dict.fromkeys(stores, self.num_store_slots)
+        room |= {HOST: self.num_slots, DISK: self.num_disk_slots}
+        mover = RankMover(
+            storages,
+            self.slot_bytes,
+            facts.num_ranks,
+            facts.num_shards,
+            settings.lookup_deadline_s,
+            device=DEVICE,
+        )
+        tokens = tuple(each.tokens_per_page * facts.pages_per_block for each in facts.groups)
+        return kind(
+            mover,
+            room,
+            self.names,
+            Shape(tokens, self.slot_bytes, facts.num_shards),
+            LoadPolicy(settings.load_policy),
+            settings.bytes_per_day // facts.num_shards,
+            facts.publishes_events,
+            settings.lookup_deadline_s,
+            settings.eviction_policy,
+            settings.client_hints != ClientHints.OFF,
+        )
+
+    # -- in a rank ---------------------------------------------------------------------------------
+
+    def make_worker(self, kind: Callable[..., Worker], pages: object, device: str) -> Worker:
+        """Return a rank's half. kind: called as ``TierWorker``. pages: as it takes them."""
+        facts, settings = self.facts, self.settings
+        room = RankRoom(
+            self.slot_bytes,
+            self.num_slots,
+            self._disk_options(),
+            settings.bytes_per_s // facts.num_shards,
+            self._shared_file(),
+            settings.stores if facts.rank < facts.num_shards else (),
+            self.num_store_slots * self.slot_bytes,
+            facts.num_shards,
+        )
+        with off_compute_cores():
+            return kind(pages, find_device(device), room, facts.pages_per_block, facts.rank)
+
+    def _disk_options(self) -> DiskOptions | None:
+        """Return the options of this rank's slab."""
+        facts = self.facts
+        if not self.num_disk_slots or facts.rank >= facts.num_shards:
+            return None
+        num_bytes = self.num_disk_slots * self.slot_bytes
+        options = self.settings.disk_options(
+            self._folder(), num_bytes, rank=facts.rank, num_ranks=facts.num_shards
+        )
+        return replace(options, direct=self.direct)
+
+    def _folder(self) -> str:
+        """Replicas of an engine have slabs of their own."""
+        facts = self.facts
+        if facts.num_replicas == 1:
+            return f"rank{facts.rank}"
+        return f"replica{facts.replica}-rank{facts.rank}"
+
+    def _shared_file(self) -> Path | None:
+        """Host memory that the ranks share, where one of them stores for all."""
+        if not self.facts.is_replicated:
+            return None
+        return SHARED_MEMORY / f"kvtier-{self.facts.engine_id}"

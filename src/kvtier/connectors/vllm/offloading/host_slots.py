@@ -1,0 +1,32 @@
+"""Slots of blocks, as vLLM carries them from the scheduler's side to a rank for a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
+
+from kvtier.connectors.vllm.copies import BlockSlots
+from kvtier.transfer.ranks import RankOrder
+from kvtier.types import Slot
+
+
+class HostSlots(BlockIDsLoadStoreSpec):
+    """Locations of a copy's blocks. Arguments: see ``BlockSlots``."""
+
+    def __init__(
+        self,
+        block_ids: Sequence[int],
+        direct: Sequence[int] = (),
+        reads: Sequence[RankOrder] = (),
+    ) -> None:
+        super().__init__(list(block_ids))
+        self.direct = direct
+        self.reads = reads
+
+    @classmethod
+    def of(cls, slots: BlockSlots) -> HostSlots:
+        return cls(slots.slots, slots.direct, slots.reads)
+
+    def to_slots(self) -> BlockSlots:
+        return BlockSlots([Slot(each) for each in self.block_ids.tolist()], self.direct, self.reads)

@@ -1,0 +1,46 @@
+"""Statistics for vLLM's OffloadingConnector, under its own names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
+    OffloadingMetricMetadata,
+)
+
+from kvtier.connectors.vllm.counts import MetricValues
+from kvtier.telemetry import MetricSpec
+
+KINDS = {"gauge": OffloadingGaugeMetadata, "counter": OffloadingCounterMetadata}
+
+
+def definitions(specs: Iterable[MetricSpec]) -> dict[str, OffloadingMetricMetadata]:
+    """Return the definitions of all metrics by name, which vLLM wants before the first value."""
+    made: dict[str, OffloadingMetricMetadata] = {}
+    for each in specs:
+        if each.kind == "histogram":
+            made[each.name] = OffloadingHistogramMetadata(
+                documentation=each.meaning, labelnames=each.labels, buckets=each.buckets
+            )
+        else:
+            made[each.name] = KINDS[each.kind](documentation=each.meaning, labelnames=each.labels)
+    return made
+
+
+def stats_of(numbers: MetricValues) -> OffloadingConnectorStats:
+    """Return metrics in vLLM's form."""
+    stats = OffloadingConnectorStats()
+    for (name, labels), number in numbers.counters.items():
+        stats.increase_counter(name, number, labels)
+    for (name, labels), values in numbers.observations.items():
+        for value in values:
+            stats.observe_histogram(name, value, labels)
+    for (name, labels), level in numbers.gauges.items():
+        stats.set_gauge(name, level, labels)
+    return stats

@@ -1,0 +1,70 @@
+"""kvtier's terms for what vLLM's ``v1/kv_offload`` says: engines, requests, tiers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_offload.base import Locality, Medium, ReqContext
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier.connectors.vllm.engine_facts import EngineFacts, GroupFacts
+from kvtier.connectors.vllm.prompt import RequestBlocks
+from kvtier.types import DISK, HOST
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+KINDS = {HOST: (Medium.CPU, Locality.LOCAL), DISK: (Medium.STORAGE, Locality.LOCAL)}
+SOURCES = {HOST: CacheHitSource.HOST, DISK: CacheHitSource.DISK}
+
+
+def facts_of(config: OffloadingConfig) -> EngineFacts:
+    """Return the facts that vLLM tells an offloading spec."""
+    parallel = config.parallel
+    return EngineFacts(
+        groups=tuple(
+            GroupFacts(each.group_id, each.tokens_per_block, tuple(each.layer_names))
+            for each in config.groups
+        ),
+        bytes_per_page=config.worker_kv_bytes_per_block,
+        pages_per_block=config.cache.blocks_per_chunk,
+        tokens_per_hash=config.cache.tokens_per_hash,
+        dtype=config.model.dtype,
+        engine_id=config.engine_id,
+        rank=parallel.rank,
+        num_ranks=max(1, parallel.world_size),
+        tp_size=parallel.tp_size,
+        pp_size=parallel.pp_size,
+        pcp_size=parallel.pcp_size,
+        dcp_size=parallel.dcp_size,
+        replica=parallel.data_parallel_index,
+        num_replicas=parallel.data_parallel_size,
+        kv_cache_layout=config.kv_cache_layout,
+        is_replicated=config.replicated_layout,
+        is_canonical=config.canonical_layout,
+        publishes_events=config.enable_kv_cache_events,
+    )
+
+
+def request_of(context: ReqContext) -> RequestBlocks:
+    """Return kvtier's view of a request, made once. vLLM adds blocks to it as it finds them."""
+    found: RequestBlocks | None = context.get_state(RequestBlocks)
+    if found is None:
+
+        def may_come_from(tier: str) -> bool:
+            return bool(context.load_tier_filter.allows(*kind_of(tier)))
+
+        ends: dict[Any, int] = context._offload_key_positions
+        found = RequestBlocks(context.req_id, ends, context.kv_transfer_params, may_come_from)
+        context.set_state(found)
+    return found
+
+
+def kind_of(tier: str) -> tuple[Medium, Locality]:
+    """Medium and place. Whatever is not ours alone is a store, which is elsewhere."""
+    return KINDS.get(tier, (Medium.STORAGE, Locality.REMOTE))
+
+
+def source_of(tier: str) -> CacheHitSource:
+    """Under which name hits are counted. vLLM has none for stores."""
+    return SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)

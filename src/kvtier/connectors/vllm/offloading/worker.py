@@ -1,0 +1,89 @@
+"""vLLM's offloading worker over kvtier's, and vLLM's tensors as shares of a pool."""
+
+from __future__ import annotations
+
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+from kvtier.connectors.common.paged_pool import PoolShare
+from kvtier.connectors.vllm.copies import PageRange
+from kvtier.connectors.vllm.offloading.host_slots import HostSlots
+from kvtier.connectors.vllm.pages import EnginePages
+from kvtier.connectors.vllm.worker import RankRoom, TierWorker
+from kvtier.devices import Device, Direction
+
+
+class OffloadedPages(TierWorker, OffloadingWorker):
+    """``TierWorker`` under the interface that vLLM's OffloadingConnector calls.
+
+    vLLM hears of every copy as done; of those that failed, ``take_failed_loads`` and
+    ``take_report`` tell.
+    """
+
+    def __init__(
+        self,
+        caches: CanonicalKVCaches,
+        device: Device,
+        room: RankRoom,
+        pages_per_block: int,
+        rank: int,
+    ) -> None:
+        super().__init__(pages_of(caches), device, room, pages_per_block, rank)
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        return self._submit(job_id, src_spec, dst_spec, Direction.STORE)
+
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
+        return self._submit(job_id, dst_spec, src_spec, Direction.LOAD)
+
+    def _submit(
+        self, job_id: int, pages: GPULoadStoreSpec, slots: LoadStoreSpec, direction: Direction
+    ) -> bool:
+        assert isinstance(slots, HostSlots), f"slots of another manager: {type(slots)}"
+        ranges, at = [], 0
+        for count, index in zip(pages.group_sizes, pages.block_indices, strict=True):
+            of_group = pages.block_ids[at : at + count].tolist()
+            ranges.append(PageRange(of_group, index % self.pages_per_block))
+            at += count
+        self.submit(job_id, ranges, slots.to_slots(), direction)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        return [
+            TransferResult(each.job_id, True, each.num_bytes, each.seconds)
+            if each.num_bytes
+            else TransferResult(each.job_id, True)  # nobody learns from it
+            for each in self.take_ended()
+        ]
+
+
+def pages_of(caches: CanonicalKVCaches) -> EnginePages:
+    """Return vLLM's canonical tensors as shares, by group."""
+    tensors = [each.tensor for each in caches.tensors]
+    for tensor in tensors:
+        assert tensor.stride(-1) == 1, f"the bytes of a page are {tensor.stride(-1)} apart"
+    groups = [
+        [
+            PoolShare(
+                tensors[ref.tensor_idx].data_ptr(),
+                tensors[ref.tensor_idx].stride(0) * tensors[ref.tensor_idx].element_size(),
+                ref.page_size_bytes,
+            )
+            for ref in refs
+        ]
+        for refs in caches.group_data_refs
+    ]
+    return EnginePages(groups, tensors[0].shape[0], tensors)
