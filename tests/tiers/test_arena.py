@@ -255,7 +255,7 @@ def test_slots_without_memory_stay_closed(number: int, caplog: pytest.LogCapture
     slots = tier.allocate(there)
     assert slots is not None
     (line,) = (each for each in tier.findings() if each.topic == "host memory")
-    assert line.note == "no more could be had: Cannot allocate memory"
+    assert line.note == "allocation failed: Cannot allocate memory"
     assert caplog.text.count("host memory is short") == 1
     assert num_resident(tier.arena.segments[number], tier) == 0, "kept from a system that is short"
     assert num_resident(tier.arena.segments[number - 1], tier) > 0
@@ -265,7 +265,9 @@ def test_slots_without_memory_stay_closed(number: int, caplog: pytest.LogCapture
 
 def test_no_memory_at_the_start_is_an_error() -> None:
     device = LockingDevice()
-    with pytest.raises(ConfigError, match="can't be had: Cannot allocate memory; lower host"):
+    with pytest.raises(
+        ConfigError, match="cannot be allocated: Cannot allocate memory; lower host"
+    ):
         make_tier(device, touch=ShortOf(0))
     assert device.asked == []
 

@@ -43,7 +43,9 @@ def test_file_system_without_room_is_named_and_left_clean(tmp_path: Path) -> Non
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(ConfigError, match="can't be had in .*; lower host capacity, or give"):
+        with pytest.raises(
+            ConfigError, match="cannot be allocated in .*; lower host capacity, or give"
+        ):
             HostTier(GROUP, CAPACITY, CpuDevice(), ArenaOptions(file=tmp_path / "arena"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,4 +1,4 @@
-"""Tiers: where blocks live."""
+"""Tiers: the memory and storage that hold blocks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""One piece of host memory for blocks, touched and page-locked segment by segment.
+"""Arena of host memory for blocks, touched and page-locked segment by segment.
 
-The first segment is ready when the arena is made; a thread does the others while the cache serves.
+The constructor prepares the first segment; a background thread prepares the others while the cache
+serves.
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ from kvtier.tiers import pages
 logger = logging.getLogger(__name__)
 
 MAX_SEGMENT_BYTES = 64 << 30
-"""Bytes of one registration at most; CUDA refuses those of 512 GiB and more."""
+"""Maximum bytes of one registration. CUDA refuses registrations of 512 GiB and more."""
 
 MAX_THREADS = 8
 
 Touch = Callable[[int, int, int, Callable[[], bool]], bool]
-"""As ``pages.touch``."""
+"""Signature of ``pages.touch``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Neighbouring blocks of an arena. offset: where they begin. num_bytes: in whole pages."""
+    """Neighbouring blocks of an arena.
+
+    offset: first byte, from the start of the arena. num_bytes: size, in whole pages.
+    """
 
     offset: int
     num_bytes: int
@@ -47,15 +51,15 @@ class Segment:
 def cut_segments(
     num_blocks: int, bytes_per_block: int, first_bytes: int, segment_bytes: int, page_bytes: int
 ) -> list[Segment]:
-    """Segments that cover ``num_blocks`` blocks, in order.
+    """Return the segments that cover ``num_blocks`` blocks, in order.
 
-    The first of about ``first_bytes``, the others of ``segment_bytes`` at most.
+    The first segment has about ``first_bytes`` bytes, the others have ``segment_bytes`` at most.
 
-    Each ends where a page and a block end: drivers lock whole pages, and refuse a copy that runs
-    over two registrations. Blocks that share ends with pages only every few GiB may make a segment
-    larger than asked for, for it can't be smaller than that. Only the last one is rounded up.
+    Each segment ends at a boundary that pages and blocks share: drivers lock whole pages, and
+    refuse a copy that runs over two registrations. If such boundaries are far apart, a segment is
+    as large as their distance, even above the limit. Only the last segment is rounded up.
     """
-    step = page_bytes // gcd(page_bytes, bytes_per_block)  # blocks from one common end to the next
+    step = page_bytes // gcd(page_bytes, bytes_per_block)  # blocks between shared boundaries
     segments = []
     done = 0
     while done < num_blocks:
@@ -72,12 +76,12 @@ class HugePages(StrEnum):
     """Whether the arena asks for huge pages."""
 
     AUTO = "auto"
-    """Asks; goes on without where they are refused."""
+    """Ask for huge pages; continue with small pages if the kernel refuses."""
     ON = "on"
-    """Asks, and can't do without."""
+    """Ask for huge pages; fail if the kernel refuses."""
     OFF = "off"
-    """Small pages, even where the system gives huge ones to everybody. For hosts whose memory is so
-    fragmented that looking for huge pages takes minutes."""
+    """Use small pages, even if the system gives huge pages by default. For hosts whose memory is so
+    fragmented that the search for huge pages takes minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +91,18 @@ class ArenaOptions:
     huge_pages: HugePages = HugePages.AUTO
     """Whether to ask for huge pages."""
     at_once_bytes: int = 256 << 20
-    """Up to this size nothing is left for the background."""
+    """An arena of up to this size is prepared in the constructor, without a background thread."""
     first_bytes: int = 1 << 30
-    """Bytes of the first segment, which the start waits for."""
+    """Bytes of the first segment. The start waits for it."""
     segment_bytes: int = 8 << 30
-    """Bytes of each further segment at most. A driver blocks copies while it locks one."""
+    """Maximum bytes of each further segment. A driver blocks copies while it locks one."""
     page_bytes: int = mmap.PAGESIZE
-    """Segments end at multiples of this: for drivers whose pages are not the system's."""
+    """Segments end at multiples of this. For drivers whose pages differ from the system's."""
     threads: int = 0
     """Threads that touch pages; 0 for half of the cores, at most eight. The other cores compute."""
     file: Path | None = None
-    """A file in memory, for processes that share one arena: the first of them makes it. Each uses
-    what all of them have ready. None for memory of one's own."""
+    """A file in memory, for processes that share one arena: the first process creates it. Each
+    process uses the blocks that are ready in all of them. None for private memory."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "huge_pages", HugePages(self.huge_pages))
@@ -115,19 +119,31 @@ class ArenaOptions:
 
     @property
     def num_threads(self) -> int:
-        """``threads``, or what is taken for 0."""
+        """Number of threads that touch pages, with 0 replaced by the default."""
         return self.threads or max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
 
 
 class Arena:
-    """Memory for the blocks of a layout, near the device and page-locked by it.
+    """Host memory for the blocks of a layout, near the device and page-locked by it.
 
-    num_ready_blocks: so many of the first ones may be used. It grows, on another thread, and never
-    beyond what could be touched; blocks of segments that the device did not lock are ready as well.
-    memory: all of it. seams: int64, offsets at which one registration ends and another begins.
+    The device locks memory on one thread at a time, which may differ from the thread that made
+    the arena.
 
-    touch: see ``pages.touch``; for tests. The device locks on one thread at a time, not always the
-    one that made it. Raises ``ConfigError`` where not even the first segment can be had.
+    Args:
+        layout: layout of the blocks.
+        device: device that locks the memory.
+        options: options of the memory.
+        touch: see ``pages.touch``; for tests.
+
+    Attributes:
+        num_ready_blocks: number of blocks, from the first on, that may be used. Another thread
+            increases it. Only blocks whose pages were touched count; they count even if the device
+            did not lock them.
+        memory: the whole memory, ready or not.
+        seams: int64, offsets at which one registration ends and another begins.
+
+    Raises:
+        ConfigError: the first segment cannot be allocated.
     """
 
     def __init__(
@@ -173,7 +189,7 @@ class Arena:
             self.close()
             if isinstance(error, OSError):
                 raise ConfigError(
-                    f"host tier: {self.memory.nbytes / 2**30:.2f} GiB can't be had: "
+                    f"host tier: {self.memory.nbytes / 2**30:.2f} GiB cannot be allocated: "
                     f"{error.strerror}; lower host capacity"
                 ) from error
             raise
@@ -194,7 +210,7 @@ class Arena:
         except Exception as error:
             self._failure = str(getattr(error, "strerror", None) or error)
             logger.warning(
-                "host memory is short: the cache goes on with less ready_gib=%.2f wanted_gib=%.2f "
+                "host memory is short: the cache continues with less ready_gib=%.2f wanted_gib=%.2f "
                 "reason=%s",
                 self._ready_bytes / 2**30,
                 self.memory.nbytes / 2**30,
@@ -217,41 +233,40 @@ class Arena:
             if not self._touch(address, segment.num_bytes, threads, lambda: self._is_wanted):
                 return
         except OSError:
-            with suppress(OSError):  # what was got of it: the system is short
+            with suppress(OSError):  # give back what was allocated: the system is short of memory
                 pages.advise(address, segment.num_bytes, pages.MADV_DONTNEED)
             raise
         piece = Memory(address, segment.num_bytes, "host", self._map)
         if self._lock(piece):
             self._locked.append(piece)
         if self._is_wanted:
-            self.num_ready_blocks += segment.num_blocks  # last: the owner's thread looks at it
+            self.num_ready_blocks += segment.num_blocks  # last: the owner's thread reads it
 
     def _lock(self, piece: Memory) -> bool:
         try:
             return self._device.page_lock(piece)
-        except Exception as error:  # a device from elsewhere: it costs speed, not the cache
+        except Exception as error:  # from a plug-in device: the cache is slower, but works
             logger.warning("page-locking failed bytes=%d error=%s", piece.nbytes, error)
             return False
 
     def forget_file(self) -> None:
-        """All who share the arena have it: the file's name goes, the memory with its last user.
+        """Unlink the arena's file, once all processes that share the arena have mapped it.
 
-        A forked child has nothing to say about it.
+        The memory is freed when its last user unmaps it. Does nothing in a forked child.
         """
         if self.options.file is not None and self._process.is_here:
             self.options.file.unlink(missing_ok=True)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until nothing is under way in the background. False if ``timeout_s`` was too short."""
+        """Wait until the background thread is done. Return False if ``timeout_s`` expired."""
         return self._done.wait(timeout_s)
 
     def close(self) -> None:
-        """Stop in the middle if need be, and unlock what was locked.
+        """Stop the background thread, and unlock the memory. Safe to call twice.
 
-        Safe to call twice. A file's name goes, too, lest its memory stay when everybody has gone.
-
-        The memory goes with its last user: a view may still look at it. In a forked child nothing
-        happens: what is locked there is its parent's.
+        The arena's file is unlinked, so that its memory does not outlive the processes. The memory
+        itself is freed with its last user: a view may still refer to it. In a forked child nothing
+        happens: the locks belong to its parent.
         """
         if not self._process.is_here:
             return
@@ -262,7 +277,7 @@ class Arena:
             self._device.unlock(self._locked.pop(0))
         self.forget_file()
 
-    # -- the kernel's favours ----------------------------------------------------------------------
+    # -- requests to the kernel --------------------------------------------------------------------
 
     def _ask_for_huge_pages(self) -> str:
         wanted = self.options.huge_pages
@@ -282,14 +297,14 @@ class Arena:
         node = self._device.numa_node
         topic = "host memory is near the device"
         if node is None:
-            return Finding(topic, "unknown", f"{self._device.name} names no NUMA node")
+            return Finding(topic, "unknown", f"{self._device.name} reports no NUMA node")
         try:
             pages.prefer_node(self.memory.address, self._mapped_bytes, node)
         except OSError as error:
             return Finding(topic, "no", f"NUMA node {node}: {error.strerror}")
         return Finding(topic, "yes", f"NUMA node {node}, as far as it has room")
 
-    # -- what became of it -------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     @property
     def _ready_bytes(self) -> int:
@@ -297,14 +312,14 @@ class Arena:
 
     @property
     def ready_memory(self) -> Memory:
-        """The part whose pages are there by now; to register it elsewhere touches no others."""
+        """Memory of the ready blocks. Registering it elsewhere touches no other pages."""
         return Memory(self.memory.address, self._ready_bytes, "host", self._map)
 
     def findings(self) -> list[Finding]:
         found = [Finding("huge pages", self._huge_pages), self._node, self._locked_finding()]
         ready = f"{self._ready_bytes / 2**30:.2f} of {self.memory.nbytes / 2**30:.2f} GiB ready"
         if self._failure:
-            found.append(Finding("host memory", ready, f"no more could be had: {self._failure}"))
+            found.append(Finding("host memory", ready, f"allocation failed: {self._failure}"))
         elif not self._done.is_set():
             found.append(Finding("host memory", ready, "the rest is being made ready"))
         return found
@@ -326,7 +341,7 @@ class Arena:
 
 
 def _map(num_bytes: int, file: Path | None) -> mmap.mmap:
-    """Memory that holds nothing, or what others have put into ``file``."""
+    """Map new memory, or ``file``, which another process may have filled."""
     if file is None:
         return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -336,7 +351,7 @@ def _map(num_bytes: int, file: Path | None) -> mmap.mmap:
     except OSError as error:
         file.unlink(missing_ok=True)
         raise ConfigError(
-            f"host tier: {num_bytes / 2**30:.2f} GiB can't be had in {file.parent}: "
+            f"host tier: {num_bytes / 2**30:.2f} GiB cannot be allocated in {file.parent}: "
             f"{error.strerror}; lower host capacity, or give {file.parent} more room"
         ) from error
     finally:

@@ -1,4 +1,4 @@
-"""The seam of memory tiers: places with a fixed number of slots for blocks."""
+"""Interface of memory tiers: a fixed number of slots for blocks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kvtier.types import DEVICE, Slot
 
 
 class Room(ABC):
-    """Slots for ``num_slots`` blocks. What is in a slot is the index's business.
+    """Allocator of ``num_slots`` slots for blocks. The index knows the contents of the slots.
 
     The caller guarantees
-        one thread allocates and frees; a slot is freed once, when nothing copies from or to it.
+        one thread allocates and frees. A slot is freed once, when nothing copies from or to it.
     The implementer provides
-        ``allocate`` and ``free`` in O(slots asked for); capacity is a hard bound.
+        ``allocate`` and ``free`` in O(requested slots). The capacity is a hard bound.
     Outcomes and errors
-        no room is None, not an error. Slots that the tier does not have, and fewer than none, are a
-        ``ValueError``.
+        ``allocate`` returns None if there are too few slots; that is not an error. A slot that the
+        tier does not have, and a negative number of slots, raise ``ValueError``.
     """
 
     num_slots: int
@@ -35,16 +35,16 @@ class Room(ABC):
     @property
     @abstractmethod
     def num_free(self) -> int:
-        """Slots that ``allocate`` could give now."""
+        """Number of slots that ``allocate`` could return now."""
 
     @property
     def num_open(self) -> int:
-        """Slots that are there by now, free or not: a tier may open some while it serves."""
+        """Number of open slots, free or not. A tier may open more while it serves."""
         return self.num_slots
 
     @property
     def num_used(self) -> int:
-        """Slots that were given out and not given back."""
+        """Number of slots that are allocated and not freed."""
         return self.num_open - self.num_free
 
     @abstractmethod
@@ -53,19 +53,19 @@ class Room(ABC):
 
     @abstractmethod
     def free(self, slots: Sequence[Slot]) -> None:
-        """Give slots back."""
+        """Free allocated slots."""
 
     def longest_run(self) -> int:
-        """Length of the longest run of neighbours that are free."""
+        """Return the length of the longest run of free neighbouring slots."""
         return self.num_free
 
     def close(self) -> None:
-        """Give memory or files back, where there are any."""
+        """Release memory or files, if there are any."""
         return
 
 
 class DistantRoom(Room):
-    """Slots of memory that other processes have: all of them closed until these say so."""
+    """Slots in the memory of other processes. They are closed until ``open`` is called."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -80,7 +80,7 @@ class DistantRoom(Room):
         return self._slots.num_open
 
     def open(self, num_open: int) -> None:
-        """The first ``num_open`` slots can be used from now on; never fewer than before."""
+        """Open the first ``num_open`` slots. A number below the current one has no effect."""
         if num_open > self.num_open:
             self._slots.open(num_open - self.num_open)
 
@@ -92,13 +92,13 @@ class DistantRoom(Room):
 
 
 class MemoryTier(Room):
-    """A tier whose slots lie in memory, in a layout: a device copies to and from it directly.
+    """Tier whose slots lie in memory, in a layout. A device copies to and from it directly.
 
-    A capacity that can't be had is a ``ConfigError`` at construction. After ``close`` the tier is
-    not used again.
+    The constructor raises ``ConfigError`` if the capacity cannot be allocated. After ``close`` the
+    tier is not used again.
 
-    seams: int64, offsets into the memory that no copy may run across, ascending: there one
-    registration with the driver ends and another begins. No slot lies across one.
+    seams: int64, ascending offsets into the memory that no copy may cross: there one registration
+    with the driver ends and another begins. No slot crosses one.
     """
 
     seams: npt.NDArray[np.int64] = np.empty(0, np.int64)
@@ -121,7 +121,7 @@ class MemoryTier(Room):
         self._slots.free(slots)
 
     def longest_run(self) -> int:
-        """Length of the longest run of neighbours that are free."""
+        """Return the length of the longest run of free neighbouring slots."""
         return self._slots.longest_run()
 
     def pieces(self, slots: Sequence[Slot]) -> Pieces:
@@ -135,7 +135,7 @@ class MemoryTier(Room):
 
     @cached_property
     def _lies(self) -> Fragments:
-        """The pieces of a block, in the order of its bytes."""
+        """Pieces of a block in the order of its bytes."""
         return fragments(self.layout, named_layout("block_first", self.layout.group, 1))
 
     def findings(self) -> list[Finding]:
@@ -145,13 +145,13 @@ class MemoryTier(Room):
 
     @abstractmethod
     def close(self) -> None:
-        """Give the tier's memory back."""
+        """Release the tier's memory."""
 
 
 class Quota(Room):
-    """Room where blocks are kept by key: a number of them, and no places; slots are only counted.
+    """Slots of a tier that keeps blocks by key. They are only counted; they name no location.
 
-    limit: of blocks, as it is now; what a tier lost of its room since it was made is not used.
+    limit: returns the number of blocks that the tier has room for now. It may shrink.
     """
 
     def __init__(self, limit: Callable[[], int]) -> None:
@@ -173,7 +173,7 @@ class Quota(Room):
         return self._num_given - len(self._back)
 
     def allocate(self, num_slots: int) -> Sequence[Slot] | None:
-        # Here, so that ``kvtier doctor`` can say why the core can't be used.
+        # Imported here, so that ``kvtier doctor`` can report why the native core can't be used.
         from kvtier._hot import Numbers
 
         if num_slots > self.num_free:
@@ -192,9 +192,9 @@ class Quota(Room):
 
 
 class DeviceTier(MemoryTier):
-    """Slots in the pool that attention reads. The engine owns the memory.
+    """Slots in the KV pool that attention reads. The engine owns the memory.
 
-    memory: at least ``layout.nbytes`` bytes, alive as long as the tier.
+    memory: at least ``layout.nbytes`` bytes; it must outlive the tier.
     """
 
     def __init__(self, memory: Memory, layout: Layout) -> None:
@@ -205,4 +205,4 @@ class DeviceTier(MemoryTier):
         super().__init__(DEVICE, memory, layout)
 
     def close(self) -> None:
-        """Nothing to give back: the engine owns the pool."""
+        """Do nothing: the engine owns the pool."""

@@ -1,4 +1,4 @@
-"""When to leave something alone that fails again and again, and when to try it again."""
+"""Circuit breaker: stops calls to a medium that keeps failing, and decides when to retry."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ LONGEST_PAUSE_S: Final = 60.0
 
 
 class BreakerState(IntEnum):
-    """State of a storage tier.
+    """State of a storage tier. The larger value is the worse state.
 
-    Calls pass: all of them (closed), one now and then (half-open), or none (open). ``CUT_SHORT``:
-    all pass, and the slab's data file is shorter than it was; no breaker is in that state by
-    itself. The larger one is the worse.
+    Closed: all calls pass. Half-open: one call passes now and then. Open: no call passes.
+    ``CUT_SHORT``: all calls pass, but the slab's data file is shorter than it was; a ``Breaker``
+    itself never has this state.
     """
 
     CLOSED = 0
@@ -26,14 +26,16 @@ class BreakerState(IntEnum):
 
 
 class Breaker:
-    """*Closed* while all is well: every call passes.
+    """Circuit breaker. Any thread may use it.
 
-    After ``failures_until_open`` failures in a row it is *open*: none does, for a pause. Then it is
-    *half-open*: one call passes, and how it ends decides. Each of these that fails doubles the
-    pause.
+    While calls succeed it is *closed*: every call passes. After ``failures_until_open`` failures in
+    a row it is *open*: no call passes for a pause. Then it is *half-open*: one trial call passes. A
+    success closes the breaker; a failure opens it again with twice the pause.
 
-    A call of which nothing is heard is not the last one: after another pause, or after ``trial_s``
-    where that is longer, the next one may try. clock: seconds, ever growing. Any thread may use it.
+    If the outcome of a trial call is never noted, the next call may pass after another pause, or
+    after ``trial_s`` if that is longer.
+
+    clock: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -51,28 +53,28 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """It has opened, and nothing has succeeded since."""
+        """Whether the breaker has opened, and no call has succeeded since."""
         return self._is_open
 
     @property
     def is_tried(self) -> bool:
-        """A call may be under way that decides."""
+        """Whether a trial call may be in flight."""
         return self._is_tried
 
     @property
     def is_passable(self) -> bool:
-        """Whether ``enter`` would say yes now. Changes nothing."""
+        """Whether ``enter`` would return True now. Changes nothing."""
         return self.left_s <= 0
 
     @property
     def left_s(self) -> float:
-        """Until the next call may pass; 0 where one may now."""
+        """Seconds until the next call may pass; 0 if one may pass now."""
         with self._lock:
             return max(0.0, self._next_try - self._clock()) if self._is_open else 0.0
 
     @property
     def state(self) -> BreakerState:
-        """As it is now. Changes nothing."""
+        """Current state. Changes nothing."""
         with self._lock:
             if not self._is_open:
                 return BreakerState.CLOSED
@@ -80,7 +82,7 @@ class Breaker:
             return BreakerState.HALF_OPEN if is_tried else BreakerState.OPEN
 
     def enter(self) -> bool:
-        """Whether a call may be made now; ``note`` has to follow then."""
+        """Return whether a call may be made now. If so, the caller must ``note`` its outcome."""
         with self._lock:
             if not self._is_open:
                 return True
@@ -102,7 +104,7 @@ class Breaker:
             self._in_row += 1
             if not was_open and self._in_row < self._limit:
                 return False
-            if self._is_tried:  # one that began before it opened says nothing new
+            if self._is_tried:  # else the call began before the breaker opened: no new evidence
                 self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             self._is_open, self._is_tried = True, False
             self._next_try = self._clock() + self._pause_s

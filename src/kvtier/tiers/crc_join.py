@@ -1,7 +1,7 @@
-"""The checksum of bytes from those of the pieces that they lie in, without reading them again.
+"""Checksums of blocks from the checksums of their pieces, without reading the bytes again.
 
-A CRC is linear: that of A followed by B is that of B, xor what B's length in zeros makes of that of
-A. The latter is a matrix over single bits, made once for each length.
+A CRC is linear: crc(A followed by B) = crc(B) xor M(crc(A)), where M is the effect of as many zero
+bytes as B has. M is a matrix over single bits, computed once for each length.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ POLYNOMIAL = 0x82F63B78
 """CRC-32C, bits reversed."""
 BITS = 32
 JOINED_AT_ONCE = 1 << 12
-"""Checksums of pieces: what is made of them stays in the processor's caches."""
+"""Number of piece checksums to join at once: the intermediate arrays stay in the CPU's caches."""
 
 
 def joined_crcs(crcs: Uint32s, sizes: npt.NDArray[np.int64]) -> Uint32s:
-    """Checksums of blocks: uint32 [num_blocks].
+    """Return the checksums of blocks: uint32 [num_blocks].
 
     crcs: uint32 [num_blocks, num_pieces], crc32c of each piece. sizes: int64 [num_pieces], bytes.
     """
@@ -35,7 +35,7 @@ def joined_crcs(crcs: Uint32s, sizes: npt.NDArray[np.int64]) -> Uint32s:
     step = max(1, JOINED_AT_ONCE // len(sizes))
     for at in range(0, len(crcs), step):
         part = crcs[at : at + step, :, None]
-        # All ones where the bit is set: what it becomes is taken, or nothing.
+        # All ones where the bit is set: selects the bit's column of the matrix, or zero.
         taken = np.negative(part >> np.arange(BITS, dtype=np.uint32) & np.uint32(1)) & matrices
         found[at : at + step] = np.bitwise_xor.reduce(taken, axis=(1, 2))
     return found
@@ -43,7 +43,7 @@ def joined_crcs(crcs: Uint32s, sizes: npt.NDArray[np.int64]) -> Uint32s:
 
 @lru_cache(maxsize=16)
 def _shifts(sizes: tuple[int, ...]) -> Uint32s:
-    """uint32 [num_pieces, 32]: what each bit of a piece's checksum becomes by the pieces behind."""
+    """Return uint32 [num_pieces, 32]: the effect of the later pieces on each bit of a checksum."""
     behind = np.uint32(1) << np.arange(BITS, dtype=np.uint32)
     made = [behind]
     for size in sizes[:0:-1]:
@@ -53,7 +53,7 @@ def _shifts(sizes: tuple[int, ...]) -> Uint32s:
 
 
 def _times(matrix: Uint32s, vectors: Uint32s) -> Uint32s:
-    """A matrix by each of some vectors of bits. matrix: uint32 [32], what each bit becomes."""
+    """Multiply a matrix by each of several bit vectors. matrix: uint32 [32], its columns."""
     result = np.zeros_like(vectors)
     for bit in range(BITS):
         result ^= np.where(vectors >> np.uint32(bit) & np.uint32(1), matrix[bit], np.uint32(0))
@@ -62,8 +62,8 @@ def _times(matrix: Uint32s, vectors: Uint32s) -> Uint32s:
 
 @lru_cache(maxsize=64)
 def _zeros(num_bytes: int) -> Uint32s:
-    """Return the checksum after so many zero bytes."""
-    power = np.array([POLYNOMIAL, *(1 << bit for bit in range(BITS - 1))], np.uint32)  # of a bit
+    """Return the matrix, uint32 [32], that ``num_bytes`` zero bytes apply to a checksum."""
+    power = np.array([POLYNOMIAL, *(1 << bit for bit in range(BITS - 1))], np.uint32)  # 1 zero bit
     result, left = np.uint32(1) << np.arange(BITS, dtype=np.uint32), 8 * num_bytes
     while left:
         if left & 1:
@@ -73,19 +73,19 @@ def _zeros(num_bytes: int) -> Uint32s:
 
 
 def block_crcs(blocks: Pieces, num_threads: int = 1) -> Uint32s:
-    """crc32c of each block: uint32 [num_blocks]. Host memory only."""
+    """Return the crc32c of each block: uint32 [num_blocks]. Host memory only."""
     sizes = np.tile(blocks.sizes.astype(np.uint64), len(blocks))
     of_pieces = crc32c_many(blocks.addresses.ravel(), sizes, num_threads)
     return joined_crcs(of_pieces.reshape(blocks.addresses.shape), blocks.sizes)
 
 
 def copied_crcs(to: Pieces, at: Pieces) -> Uint32s:
-    """Copy blocks from ``at`` to ``to``, and return the crc32c of each at its destination.
+    """Copy blocks from ``at`` to ``to``, and return the crc32c of each copy: uint32 [num_blocks].
 
-    Both are in pieces of the same sizes. uint32 [num_blocks]. Host memory only.
+    Both have pieces of the same sizes. Host memory only.
 
-    Each byte is read once: what somebody writes to ``at`` meanwhile is in the checksum, or not in
-    the block.
+    Each byte is read once, so the checksum always matches the copy, even if another thread writes
+    to ``at`` meanwhile.
     """
     sizes = np.tile(to.sizes.astype(np.uint64), len(to))
     return copy_checked(to.addresses.ravel(), at.addresses.ravel(), sizes, len(to.sizes))

@@ -1,4 +1,4 @@
-"""The host tier: one arena of DRAM, huge pages and page-locked where the system grants them."""
+"""Host tier: one arena of DRAM, with huge pages and page-locked if the system grants it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,25 @@ from kvtier.tiers.slots import SlotPool
 from kvtier.types import HOST, Slot
 
 RESERVE_BYTES = 1 << 30
-"""Left to the system when the arena's size is checked."""
+"""Bytes reserved for the system when the arena's size is checked."""
 
 
 class HostTier(MemoryTier):
-    """``capacity_bytes`` of host DRAM in whole blocks, each contiguous (``block_first``).
+    """Memory tier of ``capacity_bytes`` of host DRAM; each block is contiguous (``block_first``).
 
-    Of a large tier the first slots are open when it is made, and the others open while it serves,
-    as their memory is touched and page-locked. What can't be had stays closed.
+    A large tier opens its first slots at construction, and the others while it serves, as their
+    memory is touched and page-locked. Slots whose memory cannot be allocated stay closed.
 
-    touch: see ``Arena``. Raises ``ConfigError`` where the capacity is below one block or above what
-    the machine or the control group has left.
+    Args:
+        group: shape of the blocks.
+        capacity_bytes: capacity, rounded down to whole blocks.
+        device: device that locks the memory.
+        options: options of the memory; the defaults if None.
+        touch: see ``Arena``.
+
+    Raises:
+        ConfigError: the capacity is below one block, or above what the machine or the control group
+            has left.
     """
 
     def __init__(
@@ -60,7 +68,7 @@ class HostTier(MemoryTier):
         self._open_ready()
 
     def _open_ready(self) -> None:
-        """Take in what was made ready meanwhile. Only the owner's thread opens slots."""
+        """Open the slots that became ready meanwhile. Only the owner's thread opens slots."""
         num_new = self.arena.num_ready_blocks - self._slots.num_open
         if num_new:
             self._slots.open(num_new)
@@ -85,7 +93,7 @@ class HostTier(MemoryTier):
 
     @property
     def ready_memory(self) -> Memory:
-        """The part of ``memory`` whose pages are there by now."""
+        """Part of ``memory`` whose pages are ready now."""
         return self.arena.ready_memory
 
     def findings(self) -> list[Finding]:

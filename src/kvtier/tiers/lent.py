@@ -1,4 +1,4 @@
-"""Memory that somebody else owns, and lends slot by slot."""
+"""Memory tier over memory of another owner, which lends single slots."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from kvtier.types import Slot
 
 
 class LentMemory(MemoryTier):
-    """Slots that are ours from ``lend`` until ``free``.
+    """Memory tier that may use a slot from ``lend`` until ``free``.
 
-    Its owner chooses them, so that nobody is given one here. The memory outlives the tier.
+    The memory's owner chooses the slots, so ``allocate`` returns none. The memory outlives the
+    tier.
     """
 
     @classmethod
     def of_rows(cls, name: str, memory: Memory, bytes_per_row: int) -> LentMemory:
-        """Memory in rows of one block each."""
+        """Return a tier over memory that consists of rows of one block each."""
         num_rows = memory.nbytes // bytes_per_row
         return cls(name, memory, named_layout("block_first", opaque(bytes_per_row), num_rows))
 
@@ -29,7 +30,7 @@ class LentMemory(MemoryTier):
         self._is_lent = np.zeros(self.num_slots, bool)
 
     def lend(self, slots: Sequence[Slot]) -> None:
-        """The owner leaves these slots alone until they are freed."""
+        """Take over slots. Their owner does not use them until they are freed."""
         assert min(slots, default=0) >= 0, "a slot that is not there"
         assert not self._is_lent[slots].any(), "a slot was lent twice"
         self._is_lent[slots] = True
@@ -53,4 +54,4 @@ class LentMemory(MemoryTier):
         return 0
 
     def close(self) -> None:
-        """It stays with its owner."""
+        """Do nothing: the memory belongs to its owner."""

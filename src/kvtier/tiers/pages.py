@@ -1,7 +1,7 @@
 """Requests to the kernel about pages: huge pages, NUMA placement, and pages touched in advance.
 
-Addresses, not buffers: ``mmap.madvise`` holds the interpreter's lock while the kernel clears pages,
-calls through ``ctypes`` don't.
+Functions take addresses, not buffers: ``mmap.madvise`` holds the interpreter lock while the kernel
+clears pages; calls through ``ctypes`` don't.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ MADV_DONTNEED = 4
 MADV_HUGEPAGE, MADV_NOHUGEPAGE = 14, 15
 MADV_DONTDUMP = 16
 MADV_POPULATE_WRITE = 23
-"""Advice of madvise(2), Linux 5.14 and newer."""
+"""Advice value of madvise(2), Linux 5.14 and newer."""
 
 MPOL_PREFERRED = 1
-"""Pages come from the node while it has some, and from elsewhere then (mbind(2))."""
+"""Policy of mbind(2): allocate from the node while it has free pages, then from other nodes."""
 
 MBIND = {"x86_64": 237, "aarch64": 235}
-"""Number of the system call; the C library has no function for it."""
+"""Number of the mbind(2) system call by machine; the C library has no function for it."""
 
 HUGE_PAGE_BYTES = 2 << 20
-"""The least on x86-64 and arm64. Larger ones are not waited for."""
+"""Smallest huge page of x86-64 and arm64."""
 
 PIECE_BYTES = 32 << 20
-"""Touched by one call. While it runs, no other thread can map memory: some milliseconds."""
+"""Bytes touched per call. No other thread can map memory while it runs: some milliseconds."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def anonymous(num_bytes: int) -> mmap.mmap:
-    """Memory of this process, from a page on, all zero.
+    """Map zeroed private memory that starts at a page boundary.
 
-    In huge pages where it has room for one and the system has them: the kernel, and with it direct
-    I/O, takes a page at a time. Core dumps leave it out: blocks may come into it.
+    It asks for huge pages if it is large enough for one: the kernel, and so direct I/O, handles one
+    page at a time. Core dumps leave the memory out, because it may hold blocks.
     """
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     leave_out_of_dumps(np.frombuffer(memory, np.uint8).ctypes.data, num_bytes)
@@ -53,15 +53,15 @@ def anonymous(num_bytes: int) -> mmap.mmap:
 
 
 def advise(address: int, num_bytes: int, advice: int) -> None:
-    """``madvise``; raises ``OSError``."""
+    """Call madvise(2). Raises ``OSError``."""
     call = _libc.madvise
     _check(call(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(advice)))
 
 
 def leave_out_of_dumps(address: int, num_bytes: int) -> None:
-    """Leave each page of some memory out of core dumps, for prompts can be read from KV.
+    """Leave the pages of some memory out of core dumps, because KV reveals prompts.
 
-    On a system that can't do so nothing happens.
+    Does nothing on a system without support for it.
     """
     before = address % mmap.PAGESIZE
     with suppress(OSError):
@@ -69,7 +69,7 @@ def leave_out_of_dumps(address: int, num_bytes: int) -> None:
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> None:
-    """Take pages from a NUMA node where it has some left; raises ``OSError``."""
+    """Allocate the pages of some memory on a NUMA node if possible. Raises ``OSError``."""
     number = MBIND.get(platform.machine())
     if number is None or os.name != "posix":
         raise OSError(errno.ENOSYS, f"not known for {platform.machine()}")
@@ -83,7 +83,7 @@ def prefer_node(address: int, num_bytes: int, node: int) -> None:
             ctypes.c_ulong(num_bytes),
             ctypes.c_long(MPOL_PREFERRED),
             mask,
-            ctypes.c_ulong(len(mask) * bits + 1),  # the kernel leaves the last one out
+            ctypes.c_ulong(len(mask) * bits + 1),  # the kernel ignores the last bit
             ctypes.c_ulong(0),
         )
     )
@@ -92,13 +92,26 @@ def prefer_node(address: int, num_bytes: int, node: int) -> None:
 def touch(
     address: int, num_bytes: int, num_threads: int, is_wanted: Callable[[], bool] = lambda: True
 ) -> bool:
-    """Have all pages now: a first store should not pay for them, nor find that there are too few.
+    """Allocate all pages of some memory in advance.
 
-    False where ``is_wanted`` said no on the way. Raises ``OSError`` where pages can't be had. What
-    is in memory stays there only where ``madvise`` knows how to populate, so nothing may be in it.
+    Otherwise the first store would pay for them, or find that there are too few. The memory must
+    not hold data: kernels that can't populate with ``madvise`` have it overwritten with zeros.
+
+    Args:
+        address: start of the memory.
+        num_bytes: bytes of the memory.
+        num_threads: number of threads that touch pages.
+        is_wanted: returns False to stop; called before each piece.
+
+    Returns:
+        False if ``is_wanted`` returned False.
+
+    Raises:
+        OSError: pages cannot be allocated.
     """
     address, end = address - address % mmap.PAGESIZE, address + num_bytes
-    # Pieces end where huge pages do, for two threads that need the same one wait for each other.
+    # Pieces end at huge page boundaries: two threads that touch the same huge page would block
+    # each other.
     starts = [address, *range((address // PIECE_BYTES + 1) * PIECE_BYTES, end, PIECE_BYTES)]
 
     def touch_piece(start: int) -> bool:
@@ -123,7 +136,7 @@ def _touch_piece(address: int, num_bytes: int) -> None:
 
 
 def write_to_each_page(address: int, num_bytes: int) -> None:
-    """A zero into each page of memory that nothing is in yet."""
+    """Write a zero to each page of memory that holds no data yet."""
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
     memory[:: mmap.PAGESIZE] = 0
 

@@ -1,4 +1,4 @@
-"""Locations of blocks' bytes, which storage tiers read into and write from."""
+"""Memory locations of blocks, which storage tiers read into and write from."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ HOST_KINDS: Final = frozenset({"host", "cpu"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Blocks in memory, each in the same number of pieces, in the order of its bytes.
+    """Scatter-gather list: blocks in memory, each in the same number of pieces.
 
-    addresses: uint64 [num_blocks, num_pieces], where each piece begins; 0 for one that nobody
-    wants, which a disk reads all the same, for its checksum is that of the block, and nobody else
-    is asked for. sizes: int64 [num_pieces], bytes of each. kind: of the memory, "host" or a
-    device's name.
+    The pieces are in the order of the block's bytes in the ``block_first`` layout, whatever the
+    layout in memory. So a block has the same bytes in storage, whichever engine stored it.
 
-    The bytes of a block are those of the ``block_first`` layout, whatever the layout that they lie
-    in: so a block is the same in storage whoever has stored it.
+    addresses: uint64 [num_blocks, num_pieces], start of each piece; 0 for a piece that is not
+        requested. Only a disk accepts such blocks. It reads the piece anyway, because the checksum
+        covers the whole block.
+    sizes: int64 [num_pieces], bytes of each piece.
+    kind: kind of memory, "host" or a device's name.
     """
 
     addresses: npt.NDArray[np.uint64]
@@ -33,7 +34,7 @@ class Pieces:
 
     @classmethod
     def whole(cls, addresses: npt.ArrayLike, num_bytes: int, kind: str = "host") -> Pieces:
-        """Blocks that lie in one piece each. addresses: [num_blocks]."""
+        """Return blocks of one piece each. addresses: [num_blocks]."""
         begins = np.asarray(addresses, np.uint64).reshape(-1, 1)
         return cls(begins, np.array([num_bytes], np.int64), kind)
 
@@ -45,15 +46,15 @@ class Pieces:
         return Pieces(self.addresses[at], self.sizes, self.kind)
 
     def cut(self, sizes: npt.NDArray[np.int64]) -> Pieces:
-        """The same blocks, which lie in one piece each, in pieces of so many bytes."""
+        """Return the same blocks, of one piece each, cut into pieces of ``sizes`` bytes."""
         assert len(self.sizes) == 1, "they lie in one piece each"
         shifts = (np.cumsum(sizes) - sizes).astype(np.uint64)
         return Pieces(self.addresses + shifts, sizes, self.kind)
 
     def behind(self, headers: npt.NDArray[np.uint8]) -> Pieces:
-        """The same blocks, each behind its header, which is a piece more.
+        """Return the same blocks with one more piece in front of each, its header.
 
-        headers: uint8 [num_blocks, num_bytes], C-contiguous; the caller keeps them.
+        headers: uint8 [num_blocks, num_bytes], C-contiguous; the caller keeps them alive.
         """
         num_bytes = headers.shape[1]
         begins = headers.ctypes.data + num_bytes * np.arange(len(self), dtype=np.uint64)
@@ -72,12 +73,12 @@ class Pieces:
 
     @property
     def wanted(self) -> npt.NDArray[np.bool_]:
-        """Bool [num_blocks, num_pieces]: which pieces somebody wants."""
+        """Bool [num_blocks, num_pieces]: which pieces are requested."""
         return np.asarray(self.addresses != 0)
 
     @property
     def is_host(self) -> bool:
-        """Whether the processor can read and write them."""
+        """Whether the CPU can read and write the memory."""
         return self.kind in HOST_KINDS
 
     @property
@@ -85,21 +86,21 @@ class Pieces:
         """Bytes of one block."""
         return int(self.sizes.sum())
 
-    # -- for tiers that move block after block -----------------------------------------------------
+    # -- for tiers that move one block at a time ---------------------------------------------------
 
     def views(self, at: int) -> list[memoryview]:
-        """The pieces of one block, to be read and written; host memory only."""
+        """Return writable views of the pieces of one block; host memory only."""
         return [
             memoryview((ctypes.c_char * size).from_address(address)).cast("B")
             for address, size in self._pieces_of(at)
         ]
 
     def read(self, at: int) -> bytes:
-        """A copy of one block's bytes; host memory only."""
+        """Return a copy of the bytes of one block; host memory only."""
         return b"".join(ctypes.string_at(address, size) for address, size in self._pieces_of(at))
 
     def write(self, at: int, content: bytes | bytearray | memoryview) -> None:
-        """Put the bytes of one block where they belong; host memory only."""
+        """Copy ``content`` into the pieces of one block; host memory only."""
         assert len(content) == self.block_bytes, "not the bytes of one block"
         begin = 0
         for address, size in self._pieces_of(at):

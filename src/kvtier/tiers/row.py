@@ -1,4 +1,4 @@
-"""The row of tiers that a configuration asks for."""
+"""Construction of the tiers that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -32,9 +32,20 @@ def make_tiers(
     storage: Sequence[StorageTier] = (),
     arena: ArenaOptions | None = None,
 ) -> Tiers:
-    """The tiers, fastest first; what can't be made leaves nothing open.
+    """Make the configured tiers, fastest first. If one fails, close those that were made.
 
-    storage: those that were made elsewhere, in the place of those that ``config`` names.
+    Args:
+        config: configuration of the cache.
+        device: the accelerator.
+        pool: the device tier.
+        storage: ready storage tiers, used instead of those that ``config`` names.
+        arena: options of the host tier's memory.
+
+    Returns:
+        The tiers by name.
+
+    Raises:
+        ConfigError: the configuration is not possible.
     """
     if storage:
         _check_names([made.name for made in storage])
@@ -80,9 +91,16 @@ def _storages(
 def make_storage(
     location: str, group: KVGroup, capacity_bytes: int, memory: Memory | None
 ) -> StorageTier:
-    """The tier that ``storage="name=plug-in:place"`` asks for.
+    """Make the tier that ``storage="name=plug-in:place"`` asks for.
 
-    memory: that most of its blocks come from and go to.
+    Args:
+        location: text of the form "name=plug-in:place".
+        group: shape of the blocks.
+        capacity_bytes: capacity of the tier.
+        memory: host memory that most blocks are read into and written from, if any.
+
+    Raises:
+        ConfigError: the plug-in makes something other than a storage tier.
     """
     name, plugin, rest = _read(location)
     tier = load_plugin("tiers", plugin)(StorageSite(name, rest, group, capacity_bytes, memory))
@@ -95,7 +113,7 @@ def make_storage(
 
 
 def _read(location: str) -> tuple[str, str, str]:
-    """Name, plug-in and place that "name=plug-in:place" stands for."""
+    """Split "name=plug-in:place" into name, plug-in and place."""
     scheme, _, place = location.partition(":")
     name, _, plugin = scheme.rpartition("=")
     return name or plugin, plugin, place
@@ -104,7 +122,7 @@ def _read(location: str) -> tuple[str, str, str]:
 def storage_names(locations: Sequence[str], has_disk: bool) -> list[str]:
     """Return the names of the configured storage tiers, in order.
 
-    Raises ``ConfigError`` if two have the same.
+    Raises ``ConfigError`` if two names are the same.
     """
     names = [DISK] * has_disk + [_read(each)[0] for each in locations]
     _check_names(names)
@@ -112,7 +130,7 @@ def storage_names(locations: Sequence[str], has_disk: bool) -> list[str]:
 
 
 def plugins_of(locations: Sequence[str]) -> list[str]:
-    """Return the plug-in that each of ``storage`` names."""
+    """Return the name of the plug-in of each storage location."""
     return [_read(each)[1] for each in locations]
 
 
@@ -126,19 +144,19 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def write_limits(config: CacheConfig) -> dict[str, int]:
-    """Bytes a day that may be written to a storage tier; those without a limit are not named."""
+    """Return the daily write limit in bytes of each storage tier that has one."""
     bytes_per_day = parse_size(config.disk_bytes_per_day, "disk_bytes_per_day")
     return {DISK: bytes_per_day} if bytes_per_day else {}
 
 
 def _throttled(tier: StorageTier, config: CacheConfig) -> StorageTier:
-    """The disk is no faster than it may be."""
+    """Wrap the disk tier in a ``ThrottledTier`` if its bandwidth is limited."""
     bytes_per_s = parse_size(config.disk_bytes_per_s, "disk_bytes_per_s")
     return ThrottledTier(tier, bytes_per_s) if bytes_per_s and tier.name == DISK else tier
 
 
 def _check_reach(tiers: Tiers, pool: DeviceTier) -> None:
-    """Without a host tier, storage has to reach the device's memory itself."""
+    """Raise ``ConfigError`` if there is no host tier, and storage cannot reach device memory."""
     if HOST in tiers:
         return
     for name, tier in tiers.items():

@@ -1,4 +1,4 @@
-"""Free slots of a tier."""
+"""Slot allocator of a tier."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvtier.types import Slot
 
 
 def check_slots(slots: Sequence[Slot], num_slots: int) -> None:
-    """Raise ``ValueError`` where a slot is none of ``num_slots``: memory and files lie behind."""
+    """Raise ``ValueError`` if a slot is out of range: slots become addresses and file offsets."""
     if isinstance(slots, (list, tuple)) or not slots:
         low, high = min(slots, default=0), max(slots, default=-1)
-    else:  # an object for each would take longer
+    else:  # faster than one Python object per slot
         places = np.asarray(slots, np.int64)
         low, high = int(places.min()), int(places.max())
     if low < 0 or high >= num_slots:
@@ -25,20 +25,20 @@ def check_slots(slots: Sequence[Slot], num_slots: int) -> None:
 
 
 def check_count(num_slots: int) -> None:
-    """Raise ``ValueError`` where fewer than no slots are asked for."""
+    """Raise ``ValueError`` if the requested number of slots is negative."""
     if num_slots < 0:
         raise ValueError(f"{num_slots} slots can't be allocated; ask for 0 or more")
 
 
 class SlotPool:
-    """Hands out neighbouring slots where it can: a run of slots is one copy and one view of KV.
+    """Allocator that prefers neighbouring slots: a run of slots is one copy and one view of KV.
 
-    Allocation takes the first run that is long enough, else the lowest free slots. Slots from
-    ``num_open`` on are closed: nobody gets them until ``open`` is called.
+    It takes the first run that is long enough, else the lowest free slots. Slots from ``num_open``
+    on are closed: they are not allocated until ``open`` is called.
     """
 
     def __init__(self, num_slots: int, num_open: int | None = None) -> None:
-        # Here, so that ``kvtier doctor`` can say why the core can't be used.
+        # Imported here, so that ``kvtier doctor`` can report why the native core can't be used.
         from kvtier._hot import FreeSlots
 
         self._num_slots = num_slots
@@ -47,7 +47,7 @@ class SlotPool:
         self.open(num_slots if num_open is None else num_open)
 
     def open(self, num_slots: int) -> None:
-        """The next ``num_slots`` slots may be given out from now on."""
+        """Open the next ``num_slots`` slots for allocation."""
         after = self.num_open + num_slots
         assert self.num_open <= after <= self._num_slots, "more slots than the pool has"
         self._free.open(self.num_open, after)
@@ -59,20 +59,20 @@ class SlotPool:
 
     @property
     def num_used(self) -> int:
-        """Slots that were given out and not given back."""
+        """Number of slots that are allocated and not freed."""
         return self.num_open - self.num_free
 
     def allocate(self, num_slots: int) -> Sequence[Slot] | None:
-        """``num_slots`` free slots, ascending; None where there are not enough."""
+        """Return ``num_slots`` free slots, ascending; None if there are too few."""
         check_count(num_slots)
         if num_slots > self.num_free:
             return None
         return cast("Sequence[Slot]", self._free.take(num_slots))
 
     def longest_run(self) -> int:
-        """Length of the longest run of free neighbours."""
+        """Return the length of the longest run of free neighbouring slots."""
         return self._free.longest_run()
 
     def free(self, slots: Sequence[Slot]) -> None:
-        """Give slots back; each must be in use."""
+        """Free slots; each must be allocated."""
         self._free.free(slots)

@@ -1,4 +1,4 @@
-"""The seam of storage: blocks by key, in a place that outlives the process."""
+"""Interface of storage tiers: blocks by key, in a medium that outlives the process."""
 
 from __future__ import annotations
 
@@ -23,31 +23,33 @@ class Outcome(Enum):
     """Outcome of one block of a call."""
 
     THERE = "there"
-    """Found; or its bytes are where they were to go, and are the right ones."""
+    """The block was found, written, or read; its bytes are verified."""
     ABSENT = "absent"
     """The tier has no such block."""
     DAMAGED = "damaged"
-    """Something else was found under its key. The tier has forgotten it."""
+    """Wrong bytes were found under its key. The tier has dropped the block."""
     FAILED = "failed"
-    """Not now: it could not be reached, or came too late. Another time it may be there."""
+    """The medium could not be reached, or the deadline expired. A retry may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageFacts:
-    """Facts about a tier that others need to use it well.
+    """Properties of a storage tier that its callers rely on.
 
-    reaches: kinds of memory that it reads into itself. writes_from: those that it writes from; None
-    for the same. What lies elsewhere is copied to host memory first.
-    direct: whether it reads directly into the fastest memory where there is a slower one that it
-    could read into: on, auto (while that one is short of room) or off.
-    evicts: it makes room by itself, so that blocks may go unasked; else whoever puts drops.
-    is_shared: others use it, too: how much there is in all is its own business, and ``num_blocks``
-    how many of them this process will know of. A drop tells others, which takes its time: it comes
-    from a thread of its own.
-    finds_at_once: ``find`` answers from memory, never waits, and looks for every key.
-    request_s: what a call costs, beside what its bytes cost.
-    wants_scrubbing: ``scrub`` finds damage before somebody needs the block.
-    num_readers, num_writers: calls of ``get``, and of ``put``, that may run at a time.
+    reaches: kinds of memory that the tier reads into itself. Blocks for other memory pass through
+        host memory.
+    writes_from: kinds of memory that the tier writes from; None for the kinds in ``reaches``.
+    direct: whether the tier reads directly into the fastest memory although it could read into a
+        slower one: on, off, or auto (while the slower one is short of room).
+    evicts: whether the tier evicts blocks by itself. If not, the caller of ``put`` drops blocks.
+    is_shared: whether other processes use the tier, too. The tier then manages its total capacity,
+        and ``num_blocks`` limits the blocks that this process knows of. A drop informs the other
+        processes, which is slow, so a thread of its own calls it.
+    finds_at_once: whether ``find`` answers from memory, never waits, and looks up every key.
+    request_s: fixed cost of a call in seconds, without the cost of its bytes.
+    wants_scrubbing: whether ``scrub`` can find damage before a block is requested.
+    num_readers: maximum number of concurrent ``get`` calls.
+    num_writers: maximum number of concurrent ``put`` calls.
     """
 
     reaches: frozenset[str] = frozenset({"host"})
@@ -62,7 +64,7 @@ class StorageFacts:
     num_writers: int = 1
 
     def can_write_from(self, kind: str) -> bool:
-        """Whether blocks in memory of that kind are written as they lie."""
+        """Return whether the tier writes blocks directly from memory of this kind."""
         return kind in (self.reaches if self.writes_from is None else self.writes_from)
 
 
@@ -70,7 +72,7 @@ class StorageFacts:
 class ScrubReport:
     """Result of a scrub.
 
-    damaged: blocks with wrong bytes. failed: blocks that could not be read.
+    num_damaged: blocks with wrong bytes. num_failed: blocks that could not be read.
     """
 
     num_checked: int = 0
@@ -91,12 +93,14 @@ class ScrubReport:
 
 @dataclass(frozen=True, slots=True)
 class StorageSite:
-    """Arguments that a plug-in of ``kvtier.tiers`` gets to make a storage tier.
+    """Arguments from which a plug-in of ``kvtier.tiers`` makes a storage tier.
 
-    name: of the tier, for metrics and plans. location: what stands behind the colon of
-    ``storage="scheme:location"``, as the user wrote it. group: the shape of the blocks.
-    capacity_bytes: room for blocks. arena: host memory that most blocks come from and go to, for
-    tiers that register memory; None where there is none.
+    name: name of the tier, for metrics and plans.
+    location: text after the colon of ``storage="scheme:location"``, as the user wrote it.
+    group: shape of the blocks.
+    capacity_bytes: capacity of the tier.
+    arena: host memory that most blocks are read into and written from, for tiers that register
+        memory; None if there is none.
     """
 
     name: str
@@ -107,11 +111,10 @@ class StorageSite:
 
 
 class KeptKeys:
-    """Keys of the blocks that an earlier process has left, to be told piece by piece.
+    """Keys of the blocks that an earlier process has left, returned in ranges.
 
-    Those that are gone meanwhile are left out.
-
-    Of a tier with few blocks, or one that knows their keys in no better way.
+    Blocks that are gone meanwhile are left out. This implementation holds all keys in memory, for
+    tiers with few blocks.
     """
 
     def __init__(self, keys: Sequence[BlockKey] = ()) -> None:
@@ -119,50 +122,50 @@ class KeptKeys:
 
     @property
     def num_keys(self) -> int:
-        """Return the number of keys when this process began."""
+        """Number of keys when this process began."""
         return len(self._keys)
 
     def in_order(self, start: int, end: int) -> Keys:
-        """V32 [n]: of those that leave ``start``-th to ``end``-th."""
+        """Return V32 [n]: the keys at ``start`` to ``end`` in the order of eviction."""
         return self._keys[start:end]
 
     @property
     def num_places(self) -> int:
-        """Return the limit of ``at``."""
+        """Number of places that ``at`` accepts."""
         return self.num_keys
 
     def at(self, start: int, end: int) -> Keys:
-        """V32 [n]: of those in places ``start`` to ``end``.
+        """Return V32 [n]: the keys in places ``start`` to ``end``.
 
-        All places have all keys, in an order that is quick to go through.
+        All places together have all keys, in the order that is fastest to read.
         """
         return self._keys[start:end]
 
 
 class StorageTier(ABC):
-    """Blocks by key: found, put, got and dropped, many at a time.
+    """Storage tier: finds, writes, reads and drops batches of blocks by key.
 
     The caller guarantees
-        ``get`` is called by ``facts.num_readers`` threads at most, ``put`` by ``num_writers``,
-        ``drop`` by one where it ``is_shared``, all else by one, at the same time if they like. The
-        memory of a call's blocks is alive, of a kind that ``facts`` names, and touched by
-        nobody else until the call returns. No key twice in a call; no block is dropped while it is
-        got or put.
+        at most ``facts.num_readers`` threads call ``get``, and ``num_writers`` call ``put``. One
+        thread calls ``drop`` if the tier ``is_shared``; one thread calls everything else. These
+        calls may run concurrently. The memory of a call's blocks is alive, of a kind that ``facts``
+        names, and not accessed by others until the call returns. A key appears once per call. No
+        block is dropped while it is read or written.
     The implementer provides
-        an outcome per block, in the order asked for. When ``timeout_s`` is over nothing of a call
-        is begun any more, and what is not done has ``FAILED``: never half there, it may be asked
-        for again. A call has returned when nothing of it is under way any more, after ``timeout_s``
-        or soon after; its memory belongs to others then. A block that is ``THERE`` after a
-        ``get`` is the block that was put under that key, bit for bit: verified, or never doubtful.
-        One that is ``THERE`` after a ``put`` is found by the next process, too. Room for
-        ``num_blocks`` blocks is a hard bound, where it is not shared.
+        one outcome per block, in the order of the keys. After ``timeout_s`` a call begins no
+        further work, and the remaining blocks have ``FAILED``; none is stored in part, and all may
+        be requested again. A call returns only when none of its I/O is in flight, at ``timeout_s``
+        or shortly after; the caller may reuse the memory then. A block that is ``THERE`` after
+        ``get`` equals, bit for bit, the block that was put under that key: it was verified, or
+        its bytes are trusted. A block that is ``THERE`` after ``put`` is found by the next process,
+        too. ``num_blocks`` is a hard bound, unless the tier is shared.
         A block that was ``THERE`` in any call stays until it is dropped, unless the tier
-        ``evicts``; blocks that an earlier process has left, and nobody found yet, go when their
-        room is needed.
+        ``evicts``. Blocks that an earlier process left, and this one has not found yet, are evicted
+        when their room is needed.
     Outcomes and errors
-        nothing raises for what the medium or the network does, but ``drop``; what does raise counts
-        as ``FAILED`` for all blocks of the call. A location that can't be used is a ``ConfigError``
-        at construction.
+        errors of the medium or the network are outcomes; only ``drop`` raises for them. An
+        exception counts as ``FAILED`` for all blocks of the call. The constructor raises
+        ``ConfigError`` for a location that can't be used.
     """
 
     name: str
@@ -172,68 +175,69 @@ class StorageTier(ABC):
     @property
     @abstractmethod
     def num_blocks(self) -> int:
-        """Blocks that there is room for now."""
+        """Current capacity in blocks."""
 
     @property
     def has_unfound(self) -> bool:
-        """Whether it may have blocks that this process has neither put nor found."""
+        """Whether the tier may have blocks that this process has neither put nor found."""
         return True
 
     @property
     def breaker(self) -> BreakerState:
-        """Whether it leaves its medium alone by itself, for that failed again and again.
-
-        From any thread.
-        """
+        """State of the tier's own circuit breaker, if it has one. Any thread may read it."""
         return BreakerState.CLOSED
 
     @property
     def last_error(self) -> str:
-        """Why a call has failed last, in a few words without a secret; "" where that is not known.
+        """Reason of the last failure, in a few words without a secret; "" if unknown.
 
-        From any thread.
+        Any thread may read it.
         """
         return ""
 
     def unfound_keys(self) -> list[BlockKey]:
-        """Those of them that it can name, the ones to leave first in front.
+        """Return the keys of unfound blocks that the tier can name, in the order of eviction.
 
-        For an owner that takes them all, or wants none of them.
+        For a caller that takes all of them, or drops all of them.
         """
         return []
 
     def kept_keys(self) -> KeptKeys:
-        """The same as they are needed one after the other: memory is that of a piece."""
+        """Return the keys of unfound blocks, in ranges, so that few are in memory at once."""
         return KeptKeys(self.unfound_keys())
 
     @abstractmethod
     def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
         """Return which blocks exist: ``THERE``, ``ABSENT``, or ``FAILED`` if unknown.
 
-        Those behind the first that is not there may be called ``ABSENT`` without a look.
+        Blocks after the first missing one may be reported as ``ABSENT`` without a lookup.
         """
 
     @abstractmethod
     def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
-        """Write blocks: ``THERE`` or ``FAILED``. One that is there already need not be written."""
+        """Write blocks, and return ``THERE`` or ``FAILED`` for each.
+
+        A block that the tier has already need not be written.
+        """
 
     @abstractmethod
     def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
-        """Read blocks into ``blocks``, and see that they are the right ones."""
+        """Read blocks into ``blocks``, and verify them."""
 
     @abstractmethod
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
-        """The blocks are not needed any more: their room is free.
+        """Drop blocks, and free their room. Ignore keys that the tier does not have.
 
-        for_good: no later process finds them, either. Keys that are not there are passed over.
-        Raises where some of that could not be done, in time or at all: it is asked for again, of
-        all keys.
+        Raises an error if some blocks could not be dropped, or not in time. The caller then repeats
+        the call with all keys.
+
+        for_good: make sure that no later process finds the blocks, either.
         """
 
     def scrub(self, max_bytes: int) -> ScrubReport:
-        """Verify some blocks, about ``max_bytes`` of them, that nobody asked for.
+        """Verify about ``max_bytes`` of blocks in the background.
 
-        Each call goes on where the last one ended. Called like ``get``.
+        Each call continues where the last one ended. The same threading rules as for ``get`` apply.
         """
         del max_bytes
         return ScrubReport()
@@ -244,4 +248,4 @@ class StorageTier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give files and connections back. Not used again."""
+        """Release files and connections. The tier is not used afterwards."""
