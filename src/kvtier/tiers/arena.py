@@ -210,7 +210,7 @@ class Arena:
         except Exception as error:
             self._failure = str(getattr(error, "strerror", None) or error)
             logger.warning(
-                "host memory is short: the cache continues with less ready_gib=%.2f wanted_gib=%.2f "
+                "host memory is short: the cache works with less ready_gib=%.2f wanted_gib=%.2f "
                 "reason=%s",
                 self._ready_bytes / 2**30,
                 self.memory.nbytes / 2**30,
