@@ -30,15 +30,31 @@ UNTOLD = ("help", "install_completion", "show_completion")
 """Options of every command line, which say nothing of kvtier."""
 
 
+def _fill(text: str, indent: str = "") -> str:
+    return textwrap.fill(
+        " ".join(text.split()),
+        WIDTH,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _paragraph(text: str) -> str:
+    """Return a paragraph of a docstring, wrapped; a Google-style section of names as a list."""
+    title, _, rest = text.partition("\n")
+    if title not in ("Args:", "Attributes:", "Raises:"):
+        return _fill(text)
+    items = re.split(r"\n(?=\S)", textwrap.dedent(rest))
+    shown = (re.sub(r"^(\w+):", r"- `\1`:", each) for each in items)
+    return "\n".join([f"{title}\n", *(_fill(each, "  ") for each in shown)])
+
+
 def _prose(text: str) -> str:
     """Return the paragraphs of a docstring, wrapped, with Markdown's quotes for code."""
     text = inspect.cleandoc(text).replace("\b", "").replace("``", "`")
     paragraphs = re.split(r"\n\s*\n", text)
-    return "\n\n".join(
-        textwrap.fill(" ".join(each.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
-        for each in paragraphs
-        if each.strip()
-    )
+    return "\n\n".join(_paragraph(each) for each in paragraphs if each.strip())
 
 
 def _cell(text: object) -> str:

@@ -1,4 +1,4 @@
-"""Build ladders: one function for every cache; policies and options from a configuration."""
+"""Build the ladder of a cache, and its policies and options from a configuration."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ def build_ladder(
     """Build the ladder over ``tiers``; every cache and connector gets its ladder here.
 
     Args:
-        index: shared with the cache, which looks blocks up; it has the same tiers in this order.
+        index: shared with the cache, which looks blocks up. It has the same tiers, in this order.
         tiers: memory tiers and then storage tiers, fastest first. A tier of another process is
-            given as its room.
+            represented by its ``Room``.
         mover: moves blocks between these tiers.
         options: see ``LadderOptions``.
         clock: seconds.
-        device: memory above the fastest tier, where an engine copies to it and from it by itself.
-        metrics: by default, metrics that are counted and not exposed.
+        device: name of the memory above the fastest tier, if the engine itself copies between the
+            two.
+        metrics: by default, metrics that are counted but not exposed.
 
     Raises:
-        UsageError: the index has other tiers.
+        UsageError: the index has other tiers, or in another order.
     """
     if tuple(index.tiers) != tuple(tiers):
         raise UsageError(
@@ -65,12 +66,12 @@ def _room(tier: Room | StorageTier) -> Room:
 
 
 def policy_maker(name: str) -> Callable[[str], EvictionPolicy]:
-    """Makes a policy of the plug-in ``name`` for a tier.
+    """Return a function that makes a policy of plug-in ``name`` for a tier.
 
-    The device has LRU in the place of one that is told of prompts: what leaves it is below, mostly,
-    and everything has to pass through it.
+    The device tier uses LRU instead of a policy that learns from prompts: every block has to pass
+    through it, and most evicted blocks are still in the tier below.
 
-    Raises ``ConfigError`` where there is no such policy.
+    Raises ``ConfigError`` if there is no such policy.
     """
     make = load_plugin("policies", name)
 

@@ -1,11 +1,11 @@
-"""The cache, as a story. Read it from top to bottom: it is the life of a request.
+"""Prefix cache for one engine. Its methods are listed in the order in which a request calls them.
 
     tokens --labels--> match --> lease --> plan --> transfer --> (the engine computes) --> commit
 
-A request that has to wait for its turn may have it prefetched meanwhile.
+While a request is queued, its blocks may be prefetched.
 
-One thread owns a cache and calls its methods; copies run on threads of their own and are noticed
-by ``poll``. A cache failure never fails a request: it costs a recomputation.
+One thread owns a cache and calls its methods. Copies run on threads of their own, and ``poll``
+notices when they end. A cache failure never fails a request: its blocks are recomputed.
 """
 
 from __future__ import annotations
@@ -34,16 +34,22 @@ from kvtier.transfer import CopyJob, LayerGate, LocalMover
 from kvtier.types import DEVICE, ClientHints, Label, LoadPolicy, Match, PrefetchPolicy, WritePolicy
 
 LONG_PROMPT = 1024
-"""Blocks: to hash fewer of them takes half a millisecond, and the cache's thread does it itself."""
+"""Blocks from which on a prompt is long. The cache's thread hashes shorter prompts itself, which
+takes half a millisecond at most."""
 
 
 class Cache:
     """A prefix cache over the engine's device pool and the tiers below it.
 
-    pool: the device tier, over memory that the engine owns. clock: seconds, for tests. storage:
-    tiers that were made elsewhere, in the place of those that ``config`` names; the cache closes
-    them. arena: how the host tier gets its memory. events: is told what comes to tiers and leaves
-    them.
+    Args:
+        config: settings of the tiers and policies.
+        device: copies between the tiers in memory.
+        pool: the device tier, over memory that the engine owns.
+        clock: seconds; for tests.
+        storage: storage tiers to use instead of those that ``config`` names. The cache closes
+            them.
+        arena: how the host tier allocates its memory.
+        events: records the blocks that enter and leave tiers.
     """
 
     def __init__(
@@ -81,25 +87,26 @@ class Cache:
     # -- the life of a request --------------------------------------------------------------------
 
     def wants_keys(self, labels: Sequence[Label]) -> bool:
-        """Whether ``Labels.compute_keys`` should be called, where a request is submitted.
+        """Whether to call ``Labels.compute_keys`` on the thread that submits the request.
 
-        Storage may have to be asked for a prompt that takes long to hash. Any thread may ask.
+        True for a long prompt, if storage may have blocks that are not known yet. Any thread may
+        call this.
         """
         return len(labels) >= LONG_PROMPT and self._ladder.storage_lookup.has_unfound
 
     def begin_lookup(self, namespace: bytes, labels: Sequence[Label]) -> bool:
         """Look up a prompt in storage. Return whether an answer is still worth waiting for.
 
-        A prompt that is being looked up is not asked for again.
+        A prompt whose look-up is in flight is not looked up again.
         """
         self._must_be_open()
         return self._ladder.storage_lookup.begin(self._index, namespace, labels)
 
     def prefetch(self, namespace: bytes, labels: Sequence[Label]) -> Prefetch | None:
-        """While a request waits for its turn, read what storage has of it into host memory.
+        """Begin to read a queued request's blocks from storage into host memory.
 
-        Nobody who has to wait is held up by it. Hand the result to ``end_prefetch``, after
-        ``fetch``. None while waiting requests hold too much of the host memory: ask again.
+        These reads let the reads of scheduled requests pass. Pass the result to ``end_prefetch``
+        after ``fetch``. Returns None while prefetches hold too much host memory; try again later.
         """
         self._must_be_open()
         patience_s = self.config.load_deadline_s
@@ -110,13 +117,16 @@ class Cache:
         return self._ladder.loads.prefetch(match, self._clock() + patience_s)
 
     def is_worth_waiting(self, prefetch: Prefetch) -> bool:
-        """Whether the request's turn should come later, by the prefetch policy."""
+        """Whether the prefetch policy lets the request wait for its prefetch any longer."""
         if self.config.prefetch_policy is PrefetchPolicy.BEST_EFFORT or prefetch.ready:
             return False
         return self._clock() < prefetch.deadline
 
     def end_prefetch(self, prefetch: Prefetch) -> None:
-        """The request's turn has come, or it has gone: what was not begun is not read."""
+        """End the prefetch of a request that was scheduled or aborted.
+
+        Reads that have not begun are cancelled, unless another request waits for them.
+        """
         self._ladder.loads.end_prefetch(prefetch)
         self._check()
 
@@ -129,13 +139,22 @@ class Cache:
         grain_blocks: int = 1,
         load: bool = True,
     ) -> Lease | None:
-        """Reuse what is cached of a prompt, and reserve room for the rest.
+        """Reuse the cached prefix of a prompt, and reserve slots for the rest.
 
-        labels: the prompt's full blocks. num_tokens: its length. num_blocks: blocks the request
-        needs in all, room for its output included. grain_blocks: reuse whole multiples of this.
-        load: False reuses only what is on the device already.
-        Returns a lease, to be used when it is ``ready``; None when the device tier has no room for
-        the request now (``poll``, and ask again). ``UsageError`` where the numbers don't fit.
+        Args:
+            namespace: digest of everything else that decides on the bytes of a block.
+            labels: the prompt's full blocks.
+            num_tokens: length of the prompt.
+            num_blocks: blocks that the request needs in all, including its output.
+            grain_blocks: reuse a multiple of this number of blocks.
+            load: if False, reuse only blocks that are on the device already.
+
+        Returns:
+            A lease, to be used once it is ``ready``. None if the device tier has no room for the
+            request now; ``poll``, and call again.
+
+        Raises:
+            UsageError: the numbers contradict each other.
         """
         self._must_be_open()
         self._check_request(labels, num_tokens, num_blocks, grain_blocks)
@@ -154,23 +173,26 @@ class Cache:
         return lease
 
     def match(self, namespace: bytes, labels: Sequence[Label]) -> Match:
-        """Longest cached prefix, and the fastest tier that has each block. Changes nothing."""
+        """Return the longest cached prefix, with the fastest tier of each block.
+
+        Changes nothing.
+        """
         return self._index.match(namespace, labels)
 
     def lease(self, namespace: bytes, labels: Sequence[Label], match: Match) -> Lease:
-        """Hold the matched blocks where they are, so that they can't be evicted."""
+        """Return a lease that keeps the matched blocks from being evicted from their tiers."""
         lease = Lease(self._index, namespace, labels[:], match, self._clock())
         self._leases.add(lease)
         return lease
 
     def plan(self, match: Match, num_tokens: int, grain_blocks: int = 1, load: bool = True) -> Plan:
-        """Load or recompute: how much of the match to reuse, by what both would cost now."""
+        """Plan how many blocks of a match to reuse, by the current costs of load and recompute."""
         return self.decide(match, num_tokens, grain_blocks, load).plan
 
     def decide(
         self, match: Match, num_tokens: int, grain_blocks: int = 1, load: bool = True
     ) -> Decision:
-        """``plan``, with what it was made from: ``kvtier.plan.explain`` tells of it."""
+        """Return the plan together with its inputs, for ``kvtier.plan.explain``."""
         size, num_bytes = self.group.block_size, self.group.bytes_per_block
         match = match if load else match.on_device()
         costs = self._ladder.cost_snapshot(is_free=not self._weighs_costs)
@@ -189,9 +211,10 @@ class Cache:
         return Decision(match, costs, plan, num_tokens, size, num_bytes, grain_blocks, is_weighed)
 
     def transfer(self, lease: Lease, plan: Plan, num_blocks: int) -> bool:
-        """Reserve slots for the whole request, neighbours if possible, and start the plan's copies.
+        """Reserve slots for the whole request, and start the plan's copies.
 
-        False when the device tier has no room; nothing was started then.
+        The slots are consecutive if possible. Returns False, and starts nothing, if the device tier
+        has no room.
         """
         lease.cut(plan.num_reused_blocks)
         num_here = lease.num_shared - plan.num_copied_blocks
@@ -212,11 +235,12 @@ class Cache:
         return True
 
     def follow(self, lease: Lease) -> LayerGate | None:
-        """Compute may begin before the lease is ready, each layer behind its own KV.
+        """Return a gate by which compute may start before the lease is ready, layer by layer.
 
-        What it makes counts once the lease is ready and not broken.
+        The gate opens each layer when that layer's KV has arrived. The results are valid only once
+        the lease is ready and not broken.
 
-        None where some of the prefix is not on its last way yet: it comes from storage first.
+        Returns None if no copy to the device has begun, or if one still waits for storage.
         """
         begun = [each.job for each in lease.waiting_for if isinstance(each.job, CopyJob)]
         if not begun or len(begun) < len(lease.waiting_for):
@@ -224,13 +248,17 @@ class Cache:
         return LayerGate(begun, lease.deadline - self._clock())
 
     def commit(self, lease: Lease, num_blocks: int) -> None:
-        """The engine computed the lease's blocks up to ``num_blocks``: they are the cache's now.
+        """Add the lease's blocks up to ``num_blocks``, which the engine has computed, to the cache.
 
-        The lease must be ready. A block that another request committed meanwhile is shared, and
-        the slot of its twin is free again. Stores what the write policy wants stored.
+        The lease must be ready. If another request has committed the same block meanwhile, that one
+        is shared, and the slot of the duplicate is freed. Stores blocks as the write policy says.
 
-        num_blocks: full blocks, counted from the start of the prompt. ``UsageError`` where the
-        lease has fewer, was released, or is not ready.
+        Args:
+            lease: lease of the request.
+            num_blocks: full blocks, counted from the start of the prompt.
+
+        Raises:
+            UsageError: the lease has fewer blocks, was released, is broken, or is not ready.
         """
         self._must_be_open()
         self._check_commit(lease, num_blocks)
@@ -241,7 +269,7 @@ class Cache:
             lease.namespace, labels, DEVICE, ours, self._clock(), above, hold=True
         )
         if not made.blocks:
-            return  # on their way from elsewhere: ours stay private
+            return  # another transfer is filling these blocks; ours stay private
         self._index.learn_keys(lease.namespace, labels, made.blocks)
         lease.put(first, made.slots)
         twins = [slot for slot, used in zip(ours, made.slots, strict=False) if slot != used]
@@ -251,9 +279,11 @@ class Cache:
         self._use(lease, first)
 
     def release(self, lease: Lease, record: bool = True) -> None:
-        """End the lease: its blocks may be evicted, its room is free. Safe to call twice.
+        """End the lease: its shared blocks may be evicted, and its other slots are freed.
 
-        record: False where the request goes on with another lease, and is counted then.
+        Safe to call twice.
+
+        record: False if the request continues with another lease, which is counted instead.
         """
         if lease.released:
             return
@@ -315,7 +345,7 @@ class Cache:
             )
 
     def _use(self, lease: Lease, first: int) -> None:
-        """The lease's blocks from ``first`` on were used: note it, store what the policy wants."""
+        """Note a use of the lease's blocks from ``first`` on, and store full batches."""
         self._index.touch(lease.blocks[first:], self._clock())
         num_waiting = lease.num_shared - lease.num_stored
         if num_waiting * self.group.bytes_per_block >= self.config.store_batch_bytes:
@@ -323,7 +353,7 @@ class Cache:
         self._check()
 
     def _store(self, lease: Lease) -> None:
-        """Copy one tier down what the write policy wants there and what is not there yet."""
+        """Copy missing blocks one tier down, as the write policy says."""
         wanted = lease.blocks
         if self.config.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             uses = zip(wanted, self._index.num_uses_of(wanted), strict=True)
@@ -332,16 +362,15 @@ class Cache:
             stored = self._ladder.stores.store(wanted, DEVICE, lease.num_stored, lease.stores)
             lease.num_stored, lease.is_left_out = stored
 
-    # -- what others know -------------------------------------------------------------------------
+    # -- hints ------------------------------------------------------------------------------------
 
     def hint(self, namespace: bytes, labels: Sequence[Label], hint: Hint) -> None:
-        """Somebody knows something of a prompt's blocks.
+        """Apply a client's hint to the blocks of a prompt.
 
-        It counts from now on, for what the tiers below the device have of them, or will get because
-        ``fetch`` has asked for it.
+        The hint applies from now on, to blocks in the tiers below the device and to blocks that
+        ``fetch`` has requested. LRU tiers ignore hints; with ``client_hints="off"`` all tiers do.
 
-        labels: all full blocks of the prompt. Tiers with least recently used first ignore it, and
-        all do with ``client_hints="off"``.
+        labels: all full blocks of the prompt.
         """
         if self.config.client_hints is ClientHints.OFF:
             return
@@ -350,10 +379,10 @@ class Cache:
             self._index.retain(namespace, labels, said, now)
 
     def wait(self, namespace: bytes, labels: Sequence[Label], is_waiting: bool) -> None:
-        """A request begins to wait for its turn, or waits no more: to be told in pairs.
+        """Note that a request has been queued (True), or is queued no longer (False).
 
-        Until then what there is of its prompt leaves only where nothing else may. O(blocks of the
-        prompt).
+        Call it once with each value per request. In between, blocks of the prompt are evicted only
+        if nothing else can be. Cost: O(blocks of the prompt).
         """
         now = self._clock()
         self._index.retain(namespace, labels, waits(is_waiting, now), now)
@@ -361,9 +390,9 @@ class Cache:
     # -- between the steps of the engine ----------------------------------------------------------
 
     def poll(self) -> None:
-        """Notice finished copies.
+        """Notice finished copies, and give up late loads. Never waits.
 
-        What arrived is ready, what failed is absent, late loads are given up. Never waits.
+        Blocks that arrived become ready; those of a failed copy become absent.
         """
         finished = self._ladder.poll()
         self._give_up_late_loads(self._clock())
@@ -371,7 +400,7 @@ class Cache:
             self._check()
 
     def _give_up_late_loads(self, now: float) -> None:
-        """Give up loads past their deadline. The first of those waiting has the nearest one."""
+        """Give up loads past their deadline. ``_loading`` is ordered by deadline."""
         while self._loading:
             lease = next(iter(self._loading))
             if not lease.ready and now <= lease.deadline:
@@ -382,48 +411,55 @@ class Cache:
                 lease.give_up(late=True)
 
     def drain(self, timeout_s: float = 60.0) -> bool:
-        """Wait for all copies on their way, and ``poll``. False if ``timeout_s`` was too short."""
+        """Wait for all copies in flight, and ``poll``. Return False if ``timeout_s`` has passed."""
         return self._ladder.transfers.drain(timeout_s, self.poll)
 
     def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
-        """Tell the planner that ``num_tokens`` after ``num_before`` others took ``seconds``."""
+        """Report to the planner that a piece of prefill took ``seconds``.
+
+        Args:
+            num_before: tokens in front of the piece.
+            num_tokens: tokens of the piece.
+            seconds: its duration.
+        """
         self._ladder.account.observe_prefill(num_before, num_tokens, seconds)
 
     # -- upkeep -----------------------------------------------------------------------------------
 
     @property
     def num_available_slots(self) -> int:
-        """Device slots that are free or could be had by eviction. An upper bound."""
+        """Device slots that are free or could be freed by eviction. An upper bound."""
         return self._ladder.eviction.num_available(DEVICE)
 
     @property
     def metrics(self) -> Metrics:
-        """Counters since the start; ``update_metrics`` brings the gauges up to date."""
+        """Metrics of the cache. Gauges are as of the last ``update_metrics``."""
         return self._ladder.metrics
 
     def update_metrics(self) -> Metrics:
-        """The metrics, with the gauges as they are now."""
+        """Update the gauges, and return the metrics."""
         self._ladder.gauges.update()
         return self.metrics
 
     def used_slots(self) -> dict[str, int]:
-        """Slots in use per tier."""
+        """Return the number of slots in use per tier."""
         return self._ladder.used_slots()
 
     def let_archive(self, is_on: bool) -> None:
-        """Whether blocks are written to storage, from now on.
+        """Enable or disable writes to storage.
 
-        Off while it is not sure whose they are; on again, what is in memory still is written, too.
+        Disable them while the namespace of new blocks is uncertain. When they are enabled again,
+        queued blocks that are still in memory are written.
         """
         self._ladder.write_queues.is_open = is_on
 
     def clear(self, tier: str = DEVICE) -> None:
-        """Evict every block that nobody holds from ``tier``, as if room were needed."""
+        """Evict every block that no lease holds from ``tier``."""
         self._ladder.eviction.make(tier, self._index.num_held(tier))
         self._check()
 
     def block_events(self) -> BlockEvents:
-        """Makes events of what ``events`` was told."""
+        """Return a converter of the records in ``events`` to KV events."""
         stores = [tier for tier in self._tiers.values() if isinstance(tier, StorageTier)]
         shared = [tier.name for tier in stores if tier.facts.is_shared]
         return BlockEvents(list(self._tiers), shared, self.group.block_size)
@@ -435,9 +471,9 @@ class Cache:
         return [*self._device.findings(), index, *lines]
 
     def close(self) -> None:
-        """Finish the copies on their way and give the tiers back.
+        """Finish the copies in flight, and close the tiers.
 
-        Safe to call twice, and in a forked child, where nothing happens: all of it is the parent's.
+        Safe to call twice. In a forked child it does nothing, since the tiers are the parent's.
         """
         if not self._closed:
             self._closed = True
@@ -451,5 +487,5 @@ class Cache:
             self.check_invariants()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where slots, leases and blocks don't add up. O(all blocks)."""
+        """Raise AssertionError if slots, leases and blocks don't add up. Cost: O(all blocks)."""
         self._ladder.check_invariants(sum(len(lease.room) for lease in self._leases))

@@ -21,8 +21,8 @@ from kvtier.types import (
 )
 
 BLOCK_SIZE = 64
-"""Default tokens per block. Smaller blocks are shared more finely and cost more to keep account of;
-the embedded engine shares whole chunks anyway."""
+"""Default tokens per block. Smaller blocks are shared more finely and cost more bookkeeping. The
+embedded engine shares whole chunks anyway."""
 
 CHUNK_TOKENS = 128
 """Default prefill grid of the embedded engine: on average half of it is computed again."""
@@ -42,7 +42,10 @@ UNITS = {
 
 
 def parse_size(text: str | int, field: str) -> int:
-    """Bytes of a size such as "4GiB", "512 MiB" or 1048576. field: its name, for the message."""
+    """Return the bytes of a size such as "4GiB", "512 MiB" or 1048576.
+
+    field: name of the setting, for the error message.
+    """
     if isinstance(text, int) and not isinstance(text, bool):
         if text < 0:
             raise ConfigError(f'{field}: {text} is below 0; write for instance "4GiB"')
@@ -54,14 +57,20 @@ def parse_size(text: str | int, field: str) -> int:
 
 
 def parse_capacity(text: str | int, device_bytes: int, field: str) -> int:
-    """Bytes of a capacity: a size ("4GiB"), or a multiple of the device pool ("2x")."""
+    """Return the bytes of a capacity: a size ("4GiB"), or a multiple of the device pool ("2x").
+
+    Args:
+        text: the capacity.
+        device_bytes: size of the device pool.
+        field: name of the setting, for the error message.
+    """
     if isinstance(text, str) and (found := re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*[xX]\s*", text)):
         return int(Fraction(found[1]) * device_bytes)
     return parse_size(text, field)
 
 
 def check_storage(locations: Sequence[str]) -> None:
-    """Raises ``ConfigError`` where one can't be that of a store."""
+    """Raise ``ConfigError`` if a location has not the form "plug-in:location"."""
     for location in locations:
         if not re.fullmatch(r"([\w.-]+=)?[\w.-]+:.*", location):
             shown = f"{location!r} names" if "@" not in location else "a location names"
@@ -69,7 +78,7 @@ def check_storage(locations: Sequence[str]) -> None:
 
 
 def without_password(location: str) -> str:
-    """Return the location of a store without all that may be a password, for people."""
+    """Return the location of a store without its password, for messages."""
     return re.sub(r"//.*@", "//", location, flags=re.DOTALL)
 
 
@@ -83,7 +92,7 @@ CHOICES: dict[str, type[StrEnum]] = {
     "disk_io": IoKind,
     "disk_direct": Direct,
 }
-"""Settings of ``CacheConfig`` that are one of a few words."""
+"""Settings of ``CacheConfig`` that take one of a few values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,61 +102,71 @@ class CacheConfig:
     host_capacity: str | int = 0
     """Host DRAM for blocks: "4GiB", bytes, or "2x" the device pool; 0 for no host tier."""
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
-    """When a block of the device tier is stored in the host tier."""
+    """When a block of the device tier is stored in the host tier: on commit
+    (``write_through``), after several uses (``write_through_selective``), or on eviction
+    (``write_back``)."""
     load_policy: LoadPolicy = LoadPolicy.AUTO
-    """When cached blocks are loaded rather than computed."""
+    """When cached blocks are loaded rather than recomputed: ``auto`` if loading is predicted to be
+    faster, or ``always``."""
     store_after_uses: int = 2
     """Uses before ``write_through_selective`` stores a block."""
     store_batch_bytes: int = 16 << 20
-    """Blocks wait until this much can be stored in one copy, or until their request ends."""
+    """Blocks wait until this many bytes can be stored in one copy, or until their request ends."""
     disk_path: str | tuple[str, ...] = ""
-    """Directory for blocks on a local disk, found again after a restart; "" for no disk tier.
-    Several directories, on a disk each: every block is cut over all of them."""
+    """Directory for blocks on a local disk; they survive a restart. "" for no disk tier. With
+    several directories, one per disk, every block is striped over all of them."""
     disk_capacity: str | int = "10GiB"
     """Disk space for blocks, reserved when the cache is made."""
     disk_durability: Durability = Durability.PROCESS
-    """Failures that a stored block survives: the end of the ``process``, or also of ``power``."""
+    """Failures that a stored block survives: ``process`` (a crash of the process), or ``power``
+    (also a power failure)."""
     disk_verify: Verify = Verify.ALWAYS
     """Checksum verification of blocks read from disk: ``always``, ``sampled`` or ``off``."""
     disk_io: IoKind = IoKind.AUTO
-    """I/O engine of the disk."""
+    """I/O engine of the disk: ``uring``, ``preadv``, or ``auto``."""
     disk_direct: Direct = Direct.AUTO
-    """Whether blocks on disk go directly to the device tier, past the host tier: ``auto`` where
-    there is none, and while it is short of room; ``on`` or ``off``."""
+    """Whether blocks on disk are read directly into the device tier, past the host tier: ``on``,
+    ``off``, or ``auto`` (if there is no host tier, or while it is short of free slots)."""
     disk_bytes_per_day: str | int = 0
-    """Bytes written to the disk per day at most, for disks that wear; 0 for no limit."""
+    """Most bytes written to the disk per day, to limit SSD wear; 0 for no limit."""
     disk_bytes_per_s: str | int = 0
-    """Bytes read from the disk per second at most, and bytes written; 0 for no limit."""
+    """Most bytes per second read from the disk, and most bytes per second written to it; 0 for no
+    limit."""
     storage: tuple[str, ...] = field(default=(), repr=False)  # a password may be in it
-    """More storage, beside the disk and behind it: "plug-in:location" each, where ``plug-in`` is
-    one of ``kvtier.tiers``; "name=plug-in:location" gives the tier a name of its own."""
+    """More storage tiers, behind the disk: "plug-in:location" each, where ``plug-in`` is
+    an entry point of ``kvtier.tiers``. "name=plug-in:location" names the tier."""
     storage_capacity: str | int = "10GiB"
-    """Room for blocks in each of ``storage``."""
+    """Capacity for blocks in each of ``storage``."""
     archive_after_uses: int = 1
-    """Uses before a block is written to storage below the host tier; more spares an SSD's life."""
+    """Uses before a block is written to storage below the host tier. A larger number reduces SSD
+    wear."""
     load_batch_bytes: int = 8 << 20
-    """Bytes read from storage in one piece. While one is read, the one before is copied on."""
+    """Bytes read from storage in one piece. While a piece is read, the one before is copied to the
+    device."""
     prefetch_policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT
-    """Whether a request waits for what storage has of it before its turn comes."""
+    """Whether a queued request is scheduled before its blocks have been read from storage:
+    ``best_effort``, ``wait_complete`` or ``timeout``."""
     prefetch_timeout_s: float = 1.0
-    """Longest wait with ``timeout``."""
+    """Longest wait with prefetch policy ``timeout``."""
     lookup_deadline_s: float = 0.1
-    """Longest wait for a shared store's answer to a look-up. With load policy ``auto`` a request
-    never waits longer than computing would take. 0 to not wait."""
+    """Longest wait for a shared store's answer to a look-up; 0 to not wait. With load policy
+    ``auto`` a request never waits longer than computing would take."""
     eviction_policy: str = "runs"
     """Eviction policy: a plug-in of ``kvtier.policies``. ``runs`` learns which blocks are reused
     and admits a block only if it is worth more than the one it would evict; ``lru`` evicts the
     least recently used block; ``arc``, ``s3fifo``, ``lfuda`` and ``sieve`` are published
     policies. The device tier always uses ``lru``."""
     client_hints: ClientHints = ClientHints.ON
-    """Whether priorities and other hints of clients count. What the engine knows of waiting
-    requests always does."""
+    """Whether priorities and other hints of clients are used. What the engine reports about queued
+    requests is always used."""
     demote_deadline_s: float = 1.0
-    """A demotion (write_back) that takes longer keeps its blocks on the device for now."""
+    """Longest wait for a demotion (``write_back``). After it, the blocks stay on the device for
+    now."""
     load_deadline_s: float = 30.0
-    """A load that takes longer counts as failed, and its blocks are recomputed."""
+    """Longest duration of a load. After it, the load counts as failed, and its blocks are
+    recomputed."""
     strict: bool = False
-    """Check all invariants after every change. For tests: it costs O(blocks) each time."""
+    """Check all invariants after every change, at a cost of O(blocks) each time. For tests."""
 
     def __post_init__(self) -> None:
         parse_capacity(self.host_capacity, 0, "host_capacity")

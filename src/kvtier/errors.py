@@ -1,16 +1,16 @@
-"""Errors of broken promises and broken machines.
+"""Exceptions that kvtier raises: wrong settings or calls, and failing machines.
 
 A miss, a full tier and a slow read are outcomes, not errors: see ``tiers.storage.Outcome``.
-Every message says what went wrong, with which value, and what to do about it.
+Every message says what went wrong, with which value, and how to fix it.
 """
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """``text`` that somebody else chose, fit for a message or a terminal.
+    """Return untrusted ``text``, safe for a message or a terminal.
 
-    Control characters, and all that isn't shown as it is, become escapes.
+    Control characters and other unprintable characters are escaped.
     """
     if text.isprintable():
         return text
@@ -21,11 +21,11 @@ def printable(text: str) -> str:
 
 INSTALL = 'pip install ".[{extra}]" in a clone of kvtier'
 """Command that installs an extra, for messages. Once a release is on PyPI it becomes
-``pip install "kvtier[{extra}]"``; the guides' commands are compared with it by a test."""
+``pip install "kvtier[{extra}]"``. A test compares the guides' commands with it."""
 
 
 def install_command(extra: str) -> str:
-    """Return how to install an extra of this package, as a part of a sentence."""
+    """Return the command that installs an extra of this package, as part of a sentence."""
     return INSTALL.format(extra=extra)
 
 

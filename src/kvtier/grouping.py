@@ -1,4 +1,4 @@
-"""Neighbours that are alike: a long prompt lies in few runs, and a run is one step of work."""
+"""Runs of equal neighbours. The blocks of a long prompt form few runs, each handled in one step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ T = TypeVar("T")
 
 
 def has(values: Sequence[T], wanted: T) -> bool:
-    """Whether ``wanted`` itself is one of them; faster than ``in`` where they are in few runs."""
+    """Whether one of ``values`` is ``wanted`` itself; faster than ``in`` for few runs."""
     return any(value is wanted for value, _ in runs_of(values))
 
 
 def runs_of(values: Sequence[T], first: int = 0) -> Iterator[tuple[T, range]]:
-    """Each value with the positions of the neighbours that have it, in order.
+    """Yield each run of equal neighbours: the value and its positions, in order.
 
     first: position of the first value.
     """
-    if values and values.count(values[0]) == len(values):  # mostly, and four times as fast
+    if values and values.count(values[0]) == len(values):  # the usual case; four times as fast
         yield values[0], range(first, first + len(values))
         return
     for value, alike in groupby(values):

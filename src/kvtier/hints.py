@@ -1,7 +1,7 @@
-"""Hints on prompts from those who know: how long a prompt will be wanted, and whether still.
+"""Hints by clients and engines on the future use of a prompt's blocks.
 
-A hint is never an order. It says what leaves a tier before what, for a bounded time; where nothing
-else may leave, anything does.
+A hint changes the order of eviction for a bounded time. It never forbids eviction: if nothing else
+can be evicted, protected blocks are.
 """
 
 from __future__ import annotations
@@ -17,35 +17,40 @@ DEFAULT_TTL_S = 3600.0
 MAX_TTL_S = 86400.0
 MAX_BACK_S = 3600.0
 BACK_FACTOR = 2.0
-"""A conversation that is to be back in t seconds is waited for as many times t."""
+"""Factor by which the expected pause of a conversation is multiplied, for the time it is
+protected."""
 WAIT_S = 600.0
-"""Time for which a waiting request's blocks are protected, from the start of the last wait."""
+"""Time for which a queued request's blocks are protected, from the start of the last wait."""
 MAX_RANGES = 16
 MAX_TOKENS = 1 << 40
 END = (1 << 32) - 1
-"""Behind the last block of any prompt."""
+"""Position behind the last block of any prompt."""
 
 
 class Word(IntEnum):
-    """One thing that may be said of blocks."""
+    """Kind of a statement on blocks."""
 
     KEEP = 0
-    """They have a level of their own, also when they were used again."""
+    """The blocks have a priority, which a use does not end."""
     BACK = 1
-    """They will be used soon; over when they were."""
+    """The blocks will be used soon. A use ends the statement."""
     ENDED = 2
-    """Blocks of this conversation alone will not be used again. A later use ends the hint."""
+    """Blocks of this conversation alone will not be used again. A use ends the statement."""
     WAITS = 3
-    """A request waits for its turn."""
+    """A request is queued."""
     TURN = 4
-    """It does not wait any more."""
+    """The request is queued no longer."""
 
 
 class Said(NamedTuple):
-    """A word on the blocks ``first`` ..
+    """Statement on some blocks of a prompt.
 
-    ``end`` - 1 of a prompt. level: of ``KEEP``, a priority. until: seconds, on the clock of whoever
-    is told; of all but ``TURN``.
+    Attributes:
+        word: a ``Word``, the kind of statement.
+        level: priority, for ``KEEP``.
+        first: position of the first block.
+        end: position behind the last block.
+        until: time at which it expires, in seconds on the cache's clock; unused by ``TURN``.
     """
 
     word: int
@@ -56,7 +61,7 @@ class Said(NamedTuple):
 
 
 def check_said(said: Said) -> None:
-    """Raise ValueError for what nobody can mean."""
+    """Raise ValueError if a field is out of range."""
     if said.word not in tuple(Word):
         raise ValueError(f"word {said.word} is not in 0 .. {len(Word) - 1}")
     if not 0 <= said.level <= HIGHEST_PRIORITY:
@@ -69,11 +74,14 @@ def check_said(said: Said) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Retain:
-    """Tokens of a prompt that have a priority for a while.
+    """Priority of a range of a prompt's tokens, for a limited time.
 
-    priority: 0 .. 100, 50 for as usual; what has a higher one leaves after what has a lower one.
-    first_token, last_token: from the one up to before the other, None for the prompt's end; a block
-    of which a part lies there counts as a whole. ttl_s: after that many seconds it is as usual.
+    Args:
+        priority: 0 to 100; the default for blocks without a hint is 50. Blocks of lower priority
+            are evicted first.
+        first_token: first token of the range. Blocks that overlap the range belong to it.
+        last_token: token behind the range; None for the prompt's end.
+        ttl_s: seconds after which the priority expires.
     """
 
     priority: int
@@ -94,7 +102,7 @@ class Retain:
         _check_seconds("ttl_s", self.ttl_s, MAX_TTL_S)
 
     def said(self, block_size: int, now: float) -> Said:
-        """Return the hint as statements on blocks."""
+        """Return the priority as a statement on blocks."""
         first = self.first_token // block_size
         end = END if self.last_token is None else -(-self.last_token // block_size)
         return Said(Word.KEEP, self.priority, min(first, END), min(end, END), now + self.ttl_s)
@@ -104,10 +112,13 @@ class Retain:
 class Hint:
     """Hint on a request's conversation. Policies that do not learn ignore it.
 
-    retain: counts from when the request's turn comes; of two ranges that overlap the later one.
-    back_in_s: after this answer the conversation goes on in about so many seconds, for instance
-    when a tool has run. ended: it does not go on after this answer: what no other prompt has of it
-    leaves first.
+    Args:
+        retain: priorities of token ranges, from the time at which the request is scheduled. If two
+            ranges overlap, the later one in the list applies.
+        back_in_s: seconds after this answer in which the conversation is expected to continue, for
+            instance when a tool has run.
+        ended: whether the conversation ends with this answer. Blocks that no other prompt shares
+            are then evicted first.
     """
 
     retain: tuple[Retain, ...] = ()
@@ -124,16 +135,16 @@ class Hint:
 
     @property
     def at_begin(self) -> Hint:
-        """Return the hints to pass on when the request has its turn."""
+        """Hints to apply when the request is scheduled."""
         return Hint(retain=self.retain)
 
     @property
     def at_end(self) -> Hint:
-        """Return the hints to pass on when its answer is complete."""
+        """Hints to apply when the answer is complete."""
         return Hint(back_in_s=self.back_in_s, ended=self.ended)
 
     def said(self, block_size: int, now: float) -> list[Said]:
-        """All of it, said now, of blocks."""
+        """Return the hint as statements on blocks, valid from ``now``."""
         words = [each.said(block_size, now) for each in self.retain]
         if self.ended:
             words.append(Said(Word.ENDED, 0, 0, END, now + MAX_TTL_S))
@@ -143,12 +154,12 @@ class Hint:
 
 
 def waits(is_waiting: bool, now: float) -> Said:
-    """A request begins to wait for its turn, or waits no more."""
+    """Return the statement that a request has been queued, or is queued no longer."""
     return Said(Word.WAITS if is_waiting else Word.TURN, 0, 0, END, now + WAIT_S)
 
 
 def parse_hint(given: object) -> Hint:
-    """A hint as JSON has it. ValueError with one sentence for what is none."""
+    """Return a hint from its JSON value; raise ValueError with one sentence if it is malformed."""
     fields = _fields("kvtier", given, ("retain", "back_in_s", "ended"))
     ended = fields.get("ended")
     if not isinstance(ended, bool | None):

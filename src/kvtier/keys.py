@@ -1,11 +1,12 @@
 """Names of blocks: labels for the index, chained keys for disk, remote and other processes.
 
-A label is the block's token ids as bytes and is compared in full, so a look-up in the index needs
-no hash and can't collide. A key is needed only where a block leaves the process:
+A label is the block's token ids as bytes. Labels are compared in full, so a look-up in the index
+needs no hash and can't collide. A key is needed only for blocks outside the process:
 
     key[-1] = BLAKE3(namespace)          key[i] = BLAKE3(key[i-1] || label[i])
 
-so a key names the whole prefix, the model and everything else that changes the bytes of a block.
+A key thus identifies the whole prefix, the model and everything else that changes the bytes of a
+block.
 """
 
 from __future__ import annotations
@@ -31,11 +32,16 @@ TOKEN_DTYPE = np.dtype("<u4")
 
 @dataclass(frozen=True)
 class Namespace:
-    """Everything that must agree before two prompts may share a block.
+    """Everything besides tokens that must be equal before two prompts may share a block.
 
-    layout: fingerprint of the block's shape (``KVGroup.fingerprint``).
-    adapter: LoRA or other adapter that changes the KV, "" for none.
-    salt: separates tenants: requests with different salts never share a block.
+    Args:
+        model: name of the model.
+        revision: revision of its weights.
+        dtype: data type of the KV.
+        layout: fingerprint of the block's shape (``KVGroup.fingerprint``).
+        block_size: tokens per block.
+        adapter: LoRA or other adapter that changes the KV; "" for none.
+        salt: separates tenants. Requests with different salts never share a block.
     """
 
     model: str
@@ -48,7 +54,7 @@ class Namespace:
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes that name this namespace: each field with its length, so that none runs on."""
+        """Digest of this namespace, 32 bytes. Each field is hashed with its length."""
         hasher = blake3()
         for field in fields(self):
             value = str(getattr(self, field.name)).encode()
@@ -58,19 +64,21 @@ class Namespace:
 
 
 TokenArray: TypeAlias = "npt.NDArray[np.integer] | array[int]"
-"""Token ids of an engine, as they are."""
+"""Token ids in the engine's own array."""
 
 
 class Labels(Sequence[Label]):
-    """The labels of a prompt's blocks, over one buffer of token ids.
+    """Labels of a prompt's blocks, over one buffer of token ids. Immutable.
 
-    A list of bytes to whoever reads it, and a piece of memory to the native core. Not changed once
-    made.
+    A sequence of bytes in Python, and one piece of memory to the native core.
 
-    tokens: ids as bytes, little-endian, four each; or an array of theirs (see ``view_labels``).
-    block_bytes: as bytes, of one block. blocks_per_chunk: every so many blocks one is called
-    by the tokens of as many blocks from it on; 1 where there are no chunks. first, num: the
-    blocks that it stands for, counted from the start of the buffer.
+    Args:
+        tokens: ids as bytes, little-endian, four each; or an array of ids (see ``view_labels``).
+        block_bytes: token bytes of one block, four per token.
+        blocks_per_chunk: blocks per chunk; the label of a chunk's first block is the tokens of
+            the whole chunk. 1 for no chunks.
+        first: first block, counted from the start of the buffer.
+        num: number of blocks.
     """
 
     __slots__ = ("_computed", "spec")
@@ -83,7 +91,7 @@ class Labels(Sequence[Label]):
         first: int,
         num: int,
     ) -> None:
-        # One tuple: the native core takes it apart with fewer look-ups than five attributes.
+        # One tuple: the native core unpacks it with fewer look-ups than five attributes.
         self.spec = (tokens, block_bytes, blocks_per_chunk, first, num)
 
     def __len__(self) -> int:
@@ -129,23 +137,23 @@ class Labels(Sequence[Label]):
         return iter(labels)
 
     def compute_keys(self, namespace: bytes) -> None:
-        """Hash the whole prompt, for whoever asks for its keys later.
+        """Hash the whole prompt on the calling thread, and keep its keys for later.
 
-        Half a microsecond a block, on the thread that calls. These labels must be its first ones.
+        Cost: half a microsecond per block. The labels must begin with the prompt's first block.
         """
         assert self.spec[3] == 0, "keys are computed from the first block on"
         self._computed = namespace, next_keys(namespace, self)
 
     def computed_keys(self, namespace: bytes) -> Sequence[BlockKey] | None:
-        """The blocks' keys, where ``compute_keys`` was called before, here or of a longer part."""
+        """Return the blocks' keys if ``compute_keys`` was called, here or on a longer slice."""
         known_in, keys = getattr(self, "_computed", (None, ()))
         first, num = self.spec[3:]
         return keys[first : first + num] if known_in == namespace else None
 
     def check(self) -> None:
-        """Raise ``ValueError`` where the blocks are not within the tokens, or no whole tokens.
+        """Raise ``ValueError`` if blocks lie outside the tokens, or are no whole number of tokens.
 
-        An index does so before it reads them.
+        An index calls this before it reads the labels.
         """
         tokens, block_bytes, blocks_per_chunk, first, num = self.spec
         num_bytes = len(tokens) if isinstance(tokens, bytes) else 4 * len(tokens)
@@ -177,10 +185,11 @@ _new_labels = Labels.__new__
 
 
 def token_labels(tokens: Sequence[int] | npt.NDArray[np.integer], block_size: int) -> Labels:
-    """Labels of the full blocks of a prompt; a last, partial block has none.
+    """Return the labels of a prompt's full blocks; a partial last block has none.
 
-    tokens: integers in 0 .. 2**32 - 1, prompt order, one axis; they are copied.
     Returns ``len(tokens) // block_size`` labels of ``4 * block_size`` bytes.
+
+    tokens: integers in 0 .. 2**32 - 1, in prompt order, one axis; they are copied.
     """
     if block_size < 1:
         raise ConfigError(f"block_size={block_size} is below 1")
@@ -192,13 +201,15 @@ def token_labels(tokens: Sequence[int] | npt.NDArray[np.integer], block_size: in
 
 
 def view_labels(tokens: TokenArray, block_size: int) -> Labels:
-    """``token_labels`` without a copy, for a call that is over before ``tokens`` changes.
+    """Return the labels of a prompt's full blocks without copying its tokens.
 
-    tokens: contiguous integers of four or eight bytes; nothing of them is read here. An id outside
-    of 0 .. 2**32 - 1 is a ValueError of the call that changes something, and of a query that
-    meets it.
+    Use the result only as long as ``tokens`` does not change. The tokens are not read here: an id
+    outside 0 .. 2**32 - 1 raises ValueError in a later call that changes the index, or in a query
+    that reads it.
+
+    tokens: contiguous integers of four or eight bytes.
     """
-    # A call of Labels would cost a tenth of what a short look-up does.
+    # Calling Labels() would add a tenth to the cost of a short look-up.
     labels = _new_labels(Labels)
     labels.spec = (tokens, block_size * 4, 1, 0, len(tokens) // block_size)
     return labels
@@ -207,14 +218,17 @@ def view_labels(tokens: TokenArray, block_size: int) -> Labels:
 def grid_labels(
     tokens: Sequence[int] | npt.NDArray[np.integer], block_size: int, chunk_tokens: int
 ) -> Labels:
-    """Labels of the blocks of a prompt's whole chunks, for an engine that computes on a grid.
+    """Return the labels of a prompt's whole chunks, for an engine that computes on a grid.
 
-    The bits of a block may depend on all tokens that were computed with it: where a model routes
-    tokens to experts, they decide how many rows each expert multiplies. So the first block of a
-    chunk is called by the tokens of the whole chunk, and the blocks below it in the trie are
-    shared only where the whole chunk agrees.
+    The bits of a block may depend on all tokens that were computed with it: in a mixture of
+    experts, they decide how many rows each expert multiplies. So the label of a chunk's first block
+    is the tokens of the whole chunk, and its other blocks are shared only if the whole chunk is
+    equal. A partial last chunk has no labels.
 
-    chunk_tokens: a multiple of ``block_size``; a last, partial chunk has no labels.
+    Args:
+        tokens: as in ``token_labels``.
+        block_size: tokens per block.
+        chunk_tokens: tokens per chunk; a multiple of ``block_size``.
     """
     assert chunk_tokens % block_size == 0, "a chunk is a whole number of blocks"
     packed, width, _, _, num = token_labels(tokens, block_size).spec
@@ -223,7 +237,7 @@ def grid_labels(
 
 
 def _packed(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
-    """The ids as bytes, from any sequence or array; or what is wrong with them."""
+    """Return the ids as bytes, from any sequence or array; raise ``ConfigError`` for bad ids."""
     ids = np.asarray(tokens)
     if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iuO"):
         raise ConfigError(
@@ -239,16 +253,21 @@ def _packed(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
 
 
 def next_key(previous: bytes, label: Label) -> BlockKey:
-    """Key of the block with ``label`` after the prefix that ``previous`` names."""
+    """Return the key of the block with ``label`` after the prefix with key ``previous``."""
     return BlockKey(blake3(previous + label).digest())
 
 
 def keys_along(
     namespace: bytes, labels: Sequence[Label], first: int, num: int, before: bytes
 ) -> Sequence[BlockKey]:
-    """Keys of blocks of a prompt, ``num`` of them from ``first`` on: computed ahead, or else now.
+    """Return the keys of some blocks of a prompt, computed ahead or now.
 
-    before: the key in front of them, or the namespace.
+    Args:
+        namespace: the prompt's namespace.
+        labels: the prompt's labels.
+        first: position of the first block.
+        num: number of blocks.
+        before: key of the block before ``first``, or the namespace.
     """
     some = labels[first : first + num]
     known = some.computed_keys(namespace) if isinstance(some, Labels) else None
@@ -256,8 +275,8 @@ def keys_along(
 
 
 def next_keys(previous: bytes, labels: Sequence[Label]) -> Sequence[BlockKey]:
-    """Return the keys of blocks below each other, the first after the prefix ``previous``."""
-    hasher = blake3()  # one for all: to make one takes longer than to hash a block
+    """Return the keys of consecutive blocks after the prefix with key ``previous``."""
+    hasher = blake3()  # one for all blocks: making one takes longer than hashing a block
     keys: list[bytes] = []
     for label in labels:
         previous = hasher.update(previous + label).digest()

@@ -1,4 +1,4 @@
-"""Find tiers, devices and policies by entry point; ours register the same way as others'."""
+"""Find tiers, devices and policies by entry point; kvtier's own are registered the same way."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvtier.errors import ConfigError
 
 
 def known_plugins(group: str) -> dict[str, EntryPoint]:
-    """Return what is registered under ``kvtier.<group>``, by name.
+    """Return the entry points of ``kvtier.<group>``, by name.
 
     group: "devices", "tiers" or "policies".
     """
@@ -17,7 +17,7 @@ def known_plugins(group: str) -> dict[str, EntryPoint]:
 
 
 def find_plugin(group: str, name: str) -> EntryPoint:
-    """Return entry point ``name`` of ``kvtier.<group>``; ``ConfigError`` where there is none."""
+    """Return entry point ``name`` of ``kvtier.<group>``; raise ``ConfigError`` if there is none."""
     known = known_plugins(group)
     if name not in known:
         raise ConfigError(
@@ -28,6 +28,6 @@ def find_plugin(group: str, name: str) -> EntryPoint:
 
 
 def load_plugin(group: str, name: str) -> Callable[..., object]:
-    """The class that entry point ``name`` of ``kvtier.<group>`` names."""
+    """Return the class that entry point ``name`` of ``kvtier.<group>`` refers to."""
     made: Callable[..., object] = find_plugin(group, name).load()
     return made

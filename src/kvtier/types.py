@@ -1,4 +1,4 @@
-"""The values that every part of kvtier shares."""
+"""Value types that all parts of kvtier share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BlockId = NewType("BlockId", int)
 """A block in the index: a number, never used twice in one index."""
 
 Slot = NewType("Slot", int)
-"""Room for one block in a tier: 0 <= slot < num_slots."""
+"""Index of the memory for one block in a tier: 0 <= slot < num_slots."""
 
 BlockKey = NewType("BlockKey", bytes)
 """Chained hash of a prefix and its namespace: 32 bytes, the same in every process."""
@@ -31,8 +31,7 @@ class BlockName(NamedTuple):
 class BlockNames(Sequence[BlockName]):
     """Names of many blocks, as three lists.
 
-    An object for each would keep the collector of garbage busy for longer than it takes to read the
-    blocks.
+    With one object per block, garbage collection would take longer than reading the blocks.
     """
 
     __slots__ = ("depths", "keys", "namespaces")
@@ -86,11 +85,11 @@ class Column(NamedTuple):
 
 
 AnyColumn = str | Column
-"""The name of a tier alone is the column of its first group: a model of one group needs no more."""
+"""A tier name alone means the column of the tier's first group."""
 
 
 def column_of(tier: str, group: int) -> AnyColumn:
-    """The column of a group in a tier, in its shorter form where there is one."""
+    """Return the column of a group in a tier; the tier name alone for the first group."""
     return Column(tier, group) if group else tier
 
 
@@ -100,7 +99,7 @@ class WritePolicy(StrEnum):
     WRITE_THROUGH = "write_through"
     """When the engine commits it, in batches."""
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    """When it was used for the n-th time (``CacheConfig.store_after_uses``)."""
+    """When it has been used ``CacheConfig.store_after_uses`` times."""
     WRITE_BACK = "write_back"
     """When it is evicted from the device tier."""
 
@@ -111,46 +110,46 @@ class LoadPolicy(StrEnum):
     AUTO = "auto"
     """Load if that is predicted to be faster than computing."""
     ALWAYS = "always"
-    """Whenever there are some: to compare, and to measure."""
+    """Load whenever blocks are cached: for comparisons and measurements."""
 
 
 class PrefetchPolicy(StrEnum):
-    """Policy for a request whose turn comes while storage is still read for it."""
+    """Policy for a queued request whose blocks are still being read from storage."""
 
     BEST_EFFORT = "best_effort"
-    """It takes its turn when it comes; the planner decides on what has not arrived by then."""
+    """Schedule it as usual; the planner decides on blocks that have not arrived by then."""
     WAIT_COMPLETE = "wait_complete"
-    """Its turn comes when all that storage has of it is in host memory; others pass meanwhile."""
+    """Schedule it once all its blocks in storage are in host memory; other requests may pass it."""
     TIMEOUT = "timeout"
-    """As ``wait_complete``, but for ``CacheConfig.prefetch_timeout_s`` at most."""
+    """Like ``wait_complete``, but wait at most ``CacheConfig.prefetch_timeout_s``."""
 
 
 class ClientHints(StrEnum):
-    """Whether what clients say of their prompts counts; see ``kvtier.hints``."""
+    """Whether hints of clients are used; see ``kvtier.hints``."""
 
     ON = "on"
-    """Within the share of a tier that is theirs."""
+    """Use hints, within the share of a tier that hints may protect."""
     OFF = "off"
-    """It is read, checked, and ignored."""
+    """Check hints, and ignore them."""
 
 
 class Durability(StrEnum):
     """Failures that an acknowledged block survives."""
 
     PROCESS = "process"
-    """The end of the process, however it comes. After a power cut some blocks may be missing."""
+    """Any end of the process. After a power failure some blocks may be missing."""
     POWER = "power"
-    """A power cut, too: data and journal are on the medium before the acknowledgement."""
+    """Also a power failure: data and journal are flushed before the acknowledgement."""
 
 
 class Verify(StrEnum):
-    """Loads that compare the checksum. Key and length are always compared."""
+    """Loads for which the checksum is verified. Key and length are always compared."""
 
     ALWAYS = "always"
     SAMPLED = "sampled"
-    """One in several, and what was not yet verified after a crash."""
+    """One in several loads, and blocks not yet verified after a crash."""
     OFF = "off"
-    """Only what was not yet verified after a crash."""
+    """Only blocks not yet verified after a crash."""
 
 
 class Direct(StrEnum):
@@ -159,9 +158,10 @@ class Direct(StrEnum):
     AUTO = "auto"
     """Read directly if there is no host tier, or while it is short of free slots."""
     ON = "on"
-    """All that a request waits for; the host tier has what was stored, and what is read ahead."""
+    """Read directly all blocks that a request waits for. Only stores and prefetches use the host
+    tier."""
     OFF = "off"
-    """Never."""
+    """Never read directly."""
 
 
 class IoKind(StrEnum):
@@ -176,19 +176,20 @@ class LogFormat(StrEnum):
     """Format of a log."""
 
     TEXT = "text"
-    """For people: time, level, logger, words and values."""
+    """Plain text: time, level, logger, message and values."""
     JSON = "json"
-    """For programs: an object in each line."""
+    """One JSON object per line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Longest cached prefix of a prompt. May be outdated at once: lease before use.
+    """Longest cached prefix of a prompt. Blocks may be evicted any time: lease before use.
 
-    blocks: the prefix, in prompt order; each is ready in at least one tier.
-    tiers: per block the fastest tier that has it ready.
-    in_flight: per block, whether it is on its way to the device already.
-    num_asked: how many blocks were asked for.
+    Attributes:
+        blocks: the prefix, in prompt order; each is ready in at least one tier.
+        tiers: per block, the fastest tier that has it ready.
+        in_flight: per block, whether it is being copied to the device already.
+        num_asked: number of blocks requested.
     """
 
     blocks: Sequence[BlockId]
@@ -202,7 +203,7 @@ class Match:
         return len(self.blocks)
 
     def first(self, num_blocks: int) -> Match:
-        """The same match, cut to its first ``num_blocks`` blocks."""
+        """Return the match cut to its first ``num_blocks`` blocks."""
         return Match(
             self.blocks[:num_blocks],
             self.tiers[:num_blocks],
@@ -211,12 +212,12 @@ class Match:
         )
 
     def on_device(self) -> Match:
-        """The same match, cut before the first block that is not on the device."""
+        """Return the match cut before the first block that is not on the device."""
         elsewhere = (at for at, tier in enumerate(self.tiers) if tier != DEVICE)
         return self.first(next(elsewhere, self.num_blocks))
 
     def over_groups(self) -> GroupMatch:
-        """The same match as one of a single group: every cut is possible."""
+        """Return the match as one of a single group, where every cut is possible."""
         return GroupMatch(
             self.blocks,
             (self.tiers,),
@@ -228,14 +229,15 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class GroupMatch:
-    """Cached blocks of a prompt, group by group. May be outdated at once: lease before use.
+    """Cached blocks of a prompt, by group. Blocks may be evicted any time: lease before use.
 
-    blocks: the prompt's first ones, up to the last possible cut.
-    tiers: [group][block], the fastest tier that has it ready; None where none has.
-    in_flight: [group][block], whether it is on its way to the device, and ready elsewhere.
-    cuts: after how many blocks compute can go on, because every group has what it needs there;
-    ascending, without 0.
-    num_asked: how many blocks were asked for.
+    Attributes:
+        blocks: the prompt's first blocks, up to the last possible cut.
+        tiers: [group][block], the fastest tier that has it ready; None if no tier has.
+        in_flight: [group][block], whether it is being copied to the device from another tier.
+        cuts: numbers of blocks after which compute can continue, because every group has what it
+            needs there; ascending, without 0.
+        num_asked: number of blocks requested.
     """
 
     blocks: Sequence[BlockId]
@@ -246,7 +248,7 @@ class GroupMatch:
 
     @property
     def num_blocks(self) -> int:
-        """Return the longest possible cut."""
+        """Blocks of the longest possible cut."""
         return len(self.blocks)
 
     def over_groups(self) -> GroupMatch:

@@ -1,1 +1,1 @@
-"""The cache of engines that bring their own keys."""
+"""Cache for engines that bring their own block keys."""

@@ -1,12 +1,12 @@
-"""The cache for engines that bring keys of their own, and keep their device's blocks themselves.
+"""Cache for engines that bring their own block keys and manage the device's blocks themselves.
 
     begin_lookup --> promote, while the request waits --> hold --> the engine copies --> release
-    reserve --> the engine copies --> commit --> a write to storage, when its turn comes
+    reserve --> the engine copies --> commit --> a queued write to storage
 
-A key names a whole prefix, so there is no path to walk. The ladder decides everything else.
+A key identifies a whole prefix, so there is no trie to walk. The ladder decides everything else.
 
-Queries change nothing (``locate``, ``locate_all``, ``sources``). What changes the cache is called
-by name: ``adopt_recovered`` makes blocks of an earlier run known, ``touch`` notes a use.
+Queries change nothing (``locate``, ``locate_all``, ``sources``). Changes have methods of their own:
+``adopt_recovered`` adopts blocks of an earlier run, ``touch`` notes a use.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ class BlockLocation(Enum):
 
     NOWHERE = "nowhere"
     ARRIVING = "arriving"
-    """On its way into memory."""
+    """Being copied into memory."""
     MEMORY = "memory"
     STORAGE = "storage"
     UNKNOWN = "unknown"
-    """Storage has not yet said all that it has, or was asked for it, and has said nothing of this
-    block."""
+    """A look-up of the block in storage is in flight, or storage is still recovering its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Slots in memory for new blocks: keys and slots of these, and the keys evicted for them."""
+    """Slots in memory for new blocks.
+
+    keys, slots: of the new blocks. evicted: keys of the blocks evicted for them.
+    """
 
     keys: list[bytes]
     slots: Sequence[Slot]
@@ -68,16 +70,16 @@ PLACES = (
     BlockLocation.NOWHERE,
 )
 PLACES_SO_FAR = (*PLACES[:-1], BlockLocation.UNKNOWN)
-"""The same while storage has not said all that it has."""
+"""``PLACES`` while storage is still recovering its blocks."""
 UNKNOWN_KEY = 4
-"""Position of a key in ``PLACES`` that the index does not know."""
+"""Position in ``PLACES`` of a key that the index does not know."""
 IN_MEMORY = np.zeros(len(State) + 1, np.uint8)
-"""By the state of a block in memory, or 0 for one that is not known: which of ``PLACES``."""
+"""Position in ``PLACES`` by the state of a block in memory; 0 for an unknown block."""
 IN_MEMORY[[0, WRITING, State.EVICTING, READY]] = UNKNOWN_KEY, 1, 1, 2
 
 
 class KeyedCache:
-    """Cache for engines that bring keys. Owned by one thread.
+    """Cache for engines that bring their own keys. Owned by one thread.
 
     Keys are the engine's, as bytes. The engine copies from and to the fastest tier of ``ladder``,
     which is called memory here.
@@ -85,11 +87,11 @@ class KeyedCache:
     Args:
         index: blocks by key, shared with ``ladder``.
         ladder: the tiers.
-        namespace: return the digest of all else that decides on the bytes of a block; b"" while
-            it is unknown. Nothing is written to storage, or looked up there, in that case.
+        namespace: return the digest of everything else that decides on the bytes of a block; b""
+            while it is unknown. Nothing is written to storage, or looked up there, in that case.
         clock: the ladder's.
-        knows_storage: return whether storage has said all that it has. Some of it may be found
-            before.
+        knows_storage: return whether storage has recovered all its blocks. Some may be found
+            earlier.
     """
 
     def __init__(
@@ -109,14 +111,14 @@ class KeyedCache:
         self._tiers = self._index.tiers  # memory, then storage
         num_slots = ladder.num_slots()[self.memory]
         index.expect(num_slots)
-        self._came_from = np.zeros(num_slots, np.int8)  # by slot: which of the tiers
+        self._came_from = np.zeros(num_slots, np.int8)  # by slot: position in ``_tiers``
         self._copies = EngineCopies(index, ladder)
         self._lookup = KeyedLookup(index, ladder, namespace, knows_storage)
         self.direct_reads = DirectReads(index, ladder, self._storage_of)
         self._changes: list[Change] = []
         ladder.transfers.on_change = self._note
 
-    # -- where blocks are --------------------------------------------------------------------------
+    # -- locations ---------------------------------------------------------------------------------
 
     def locate(self, key: bytes) -> BlockLocation:
         """Return the location of one block. Changes nothing; see ``locate_all``."""
@@ -126,13 +128,13 @@ class KeyedCache:
     def locate_all(self, keys: Sequence[bytes]) -> list[BlockLocation]:
         """Return the location of each block, as far as the index knows. Changes nothing.
 
-        The index knows a block that storage recovered from an earlier run once it was adopted.
-        Cost: one look-up in the index per key, however many blocks there are.
+        The index knows a block that storage recovered from an earlier run only once it was adopted.
+        Cost: one look-up in the index per key.
         """
         return self._locate(keys)[0]
 
     def locate_in_memory(self, keys: Sequence[bytes]) -> list[BlockLocation]:
-        """Return the locations of blocks that may not come from storage. Changes nothing.
+        """Return the locations of blocks that must not be read from storage. Changes nothing.
 
         A block that only storage has is ``NOWHERE``.
         """
@@ -168,22 +170,22 @@ class KeyedCache:
             else BlockLocation.STORAGE
         )
 
-    # -- what storage has, and the index does not know ---------------------------------------------
+    # -- look-ups in storage -----------------------------------------------------------------------
 
     def begin_lookup(
         self, keys: Sequence[bytes], has_gaps: bool = False
     ) -> tuple[list[BlockLocation], list[PendingLookup]]:
-        """Adopt what storage recovered of a prompt, and ask stores for the blocks still missing.
+        """Adopt a prompt's recovered blocks, and look up the missing ones in storage.
 
-        Adopted blocks count as used. Storage that takes its time is asked once for a prompt,
-        however many requests want it.
+        Adopted blocks count as used. Storage that does not answer at once gets one look-up per
+        prompt, however many requests wait for it.
 
         Args:
             keys: the blocks of one prompt, in its order.
             has_gaps: whether blocks behind a missing one may be of use.
 
         Returns:
-            The locations, as by ``locate_all``, and the look-ups in stores that are worth waiting
+            The locations, as by ``locate_all``, and the look-ups in storage that are worth waiting
             for. While there are any, each missing block is ``UNKNOWN``.
         """
         places, unknown = self._locate(keys)
@@ -200,19 +202,19 @@ class KeyedCache:
         return places, pending
 
     def adopt_recovered(self, keys: Collection[bytes], stops_at_gap: bool = True) -> list[bytes]:
-        """Adopt blocks that storage recovered from an earlier run. Return the keys of these.
+        """Adopt blocks that storage recovered from an earlier run. Return their keys.
 
-        From then on the index knows them, and they are read and evicted like other blocks. Storage
-        that takes its time is not asked. Constant time where storage has recovered nothing more.
+        The index knows them afterwards, and they are read and evicted like other blocks. Only
+        storage that answers at once is asked. Constant time if it has no more recovered blocks.
 
         Args:
             keys: blocks of one prompt, in its order. Those that the index knows are skipped.
-            stops_at_gap: look keys up in growing pieces, until one is not there in full.
+            stops_at_gap: look up keys in growing pieces, until a piece is not found in full.
         """
         return self._lookup.adopt(keys, stops_at_gap)
 
     def _is_doubted(self, block: BlockId) -> bool:
-        """Whether the copy of a block in memory, or on its way there, must not be used."""
+        """Whether the copy of a block in memory, or in flight to it, must not be used."""
         if not self._lost and not self._copies.doubted:
             return False
         return block in self._copies.doubted or (block, self.memory) in self._lost
@@ -226,7 +228,7 @@ class KeyedCache:
     def sources(self, keys: Sequence[bytes]) -> list[str]:
         """Return the tier that each block would be read from now. Changes nothing.
 
-        It is memory for a block that is on its way there, and for one that is nowhere.
+        It is memory for a block in flight to memory, and for a block that is nowhere.
         """
         _, states = self._index.find_all(keys)
         by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
@@ -235,17 +237,20 @@ class KeyedCache:
         return [self._tiers[tier] for tier in is_there.argmax(axis=1).tolist()]
 
     def origins(self, keys: Sequence[bytes]) -> list[str]:
-        """Return the tiers that blocks in memory came from: storage, until they were used once."""
+        """Return the tier that each block in memory was read from.
+
+        After its first use it is memory.
+        """
         slots = self._index.slots(self._known(keys), self.memory)
         return [self._tiers[tier] for tier in self._came_from[slots].tolist()]
 
     @property
     def learns(self) -> bool:
-        """Whether a policy wants to hear of requests."""
+        """Whether a policy learns from requests."""
         return bool(self._index.learning)
 
     def on_request(self, keys: Iterable[bytes]) -> None:
-        """Report a request that begins, to policies that learn.
+        """Report a new request to policies that learn.
 
         keys: all blocks of its prompt, in its order. Call it once per request, before anything is
         reserved for it.
@@ -253,28 +258,31 @@ class KeyedCache:
         self._index.on_request(keys, self._clock())
 
     def continues(self, keys: Iterable[bytes], before: bytes) -> None:
-        """Place blocks of an answer behind ``before``; see ``KeyIndex.continues``."""
+        """Tell the index that an answer's blocks follow ``before``; see ``KeyIndex.continues``."""
         self._index.continues(keys, before)
 
     def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> None:
-        """Take a hint on a prompt into account, from now on.
+        """Apply a hint to the blocks of a prompt, from now on.
 
-        keys: all blocks of the prompt. block_size: tokens per block.
+        Args:
+            keys: all blocks of the prompt.
+            hint: the hint.
+            block_size: tokens per block.
         """
         now = self._clock()
         for said in hint.said(block_size, now):
             self._index.retain(keys, said, now)
 
     def wait(self, keys: Collection[bytes], is_waiting: bool) -> None:
-        """Note that the request of a prompt begins to wait for its turn, or waits no more.
+        """Note that a request has been queued (True), or is queued no longer (False).
 
-        Calls come in pairs.
+        Call it once with each value per request.
         """
         now = self._clock()
         self._index.retain(keys, waits(is_waiting, now), now)
 
     def touch(self, keys: Collection[bytes]) -> None:
-        """Note a use of blocks, in prompt order. The first ones are evicted last."""
+        """Note a use of blocks, given in prompt order. The first ones are evicted last."""
         blocks, _ = self._index.find_all(list(keys))
         self._use([block for block in blocks if block is not None])
 
@@ -290,10 +298,10 @@ class KeyedCache:
     # -- between the engine's device and memory ----------------------------------------------------
 
     def reserve(self, keys: Collection[bytes]) -> Reserved | None:
-        """Reserve slots for those of ``keys`` that memory has not, and that are worth the room.
+        """Reserve slots for those of ``keys`` that are not in memory and that it admits.
 
-        They count as used, and the first ones are evicted last. Returns None if there is too little
-        room.
+        The blocks count as used, and the first ones are evicted last. Returns None if there is too
+        little room.
         """
         new: Sequence[bytes]
         new, ready = self._missing(keys)
@@ -319,7 +327,7 @@ class KeyedCache:
         return Reserved(new, slots, left)
 
     def _missing(self, keys: Iterable[bytes]) -> tuple[list[bytes], list[BlockId]]:
-        """Return those of ``keys`` that memory has not, and the blocks that it has ready."""
+        """Return those of ``keys`` that are not in memory, and the blocks that are ready there."""
         asked = list(dict.fromkeys(keys))
         blocks, states = self._index.find_all(asked)
         in_memory = states[:: len(self._tiers)]
@@ -328,11 +336,14 @@ class KeyedCache:
         return new, [block for block, state in there if state == READY and block is not None]
 
     def commit(self, keys: Sequence[bytes], depths: Sequence[int], to_storage: bool = True) -> None:
-        """Note that blocks are in their slots now, and queue their writes to storage.
+        """Note that blocks have been copied into their slots, and queue their writes to storage.
 
         A block that was distrusted meanwhile is given up. One that was cleared is skipped.
 
-        keys: in prompt order. depths: position of each block in its prompt.
+        Args:
+            keys: in prompt order.
+            depths: position of each block in its prompt.
+            to_storage: whether to queue the writes.
         """
         blocks, _ = self._index.find_all(keys)
         kept = self._copies.commit(blocks, depths, self._clock())
@@ -361,7 +372,7 @@ class KeyedCache:
         self.ladder.transfers.drop_lost()
 
     def distrust(self, slots: Collection[Slot]) -> None:
-        """Give up the blocks in slots for which a copy of the engine's went wrong."""
+        """Give up the blocks in slots for which one of the engine's copies failed."""
         self._copies.distrust(slots)
 
     # -- between memory and storage ----------------------------------------------------------------
@@ -369,9 +380,9 @@ class KeyedCache:
     def promote(self, keys: Sequence[bytes], beside: Sequence[bytes] = ()) -> int:
         """Begin to read blocks from storage into memory.
 
-        If there is no room for all, the first ones are read. Returns how many.
+        If there is no room for all, only the first ones are read. Returns how many.
 
-        beside: blocks of the same prompt that are in memory; they are not evicted for these.
+        beside: blocks of the same prompt in memory, which must not be evicted for these.
         """
         kept = self._ready(beside)
         self._index.lease(kept, self.memory)
@@ -407,7 +418,7 @@ class KeyedCache:
                 yield block, tuple(map(State, states[at * num : (at + 1) * num]))
 
     def wait_for_reads(self, keys: Sequence[bytes]) -> StorageWaiter:
-        """Return a waiter for those of the blocks that are on their way into memory.
+        """Return a waiter for those of the blocks that are in flight to memory.
 
         keys: in prompt order.
         """
@@ -427,28 +438,28 @@ class KeyedCache:
     def clear(self) -> None:
         """Forget all blocks, also in storage, and also held and reserved ones.
 
-        The engine waits for its own copies first, and does not report their end. Blocks on their
-        way between tiers arrive nowhere.
+        The engine must wait for its own copies first, and must not report their end. Blocks in
+        flight between tiers are discarded.
         """
         self._copies.clear()
         self.ladder.clear()
 
     def end_copies(self) -> None:
-        """End the engine's own copies, and keep all blocks but those that were being stored.
+        """End the engine's own copies. Keep all blocks but those that were being stored.
 
-        The engine waits for its copies first, and does not report their end.
+        The engine must wait for its copies first, and must not report their end.
         """
         self._copies.clear()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where slots, blocks and the engine's copies don't add up."""
+        """Raise AssertionError if slots, blocks and the engine's copies don't add up."""
         self.ladder.check_invariants(0)
         self._copies.check_invariants()
 
-    # -- what others should know -------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def take_changes(self) -> list[Change]:
-        """Return the blocks that entered and left since the last call."""
+        """Return the blocks that entered or left a tier since the last call."""
         changes, self._changes = self._changes, []
         return changes
 

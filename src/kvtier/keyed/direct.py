@@ -1,4 +1,4 @@
-"""Blocks that an engine has read from storage to its own memory, past that of the cache."""
+"""Direct reads by an engine's keys, from storage into the engine's own memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ StorageOf = Callable[[BlockId, Sequence[State]], str | None]
 
 
 class DirectReads:
-    """Reads by the engine's keys. The ladder decides whether a block is read directly."""
+    """Direct reads by the engine's keys. The ladder decides whether a block is read directly."""
 
     def __init__(self, index: KeyIndex, ladder: Ladder, storage_of: StorageOf) -> None:
         self._index = index
@@ -22,13 +22,13 @@ class DirectReads:
 
     @property
     def is_for_all(self) -> bool:
-        """Whether blocks from any storage can do without room in memory."""
+        """Whether blocks from every storage tier can be read without room in memory."""
         return self._ladder.direct.is_for_all
 
     def how(self, key: bytes) -> Direct:
-        """Return how a block in storage may reach the engine.
+        """Return how a block in storage may be read into the engine's memory.
 
-        Directly always, directly if memory is short, or through memory only.
+        ON: always directly. AUTO: directly if memory is short of room. OFF: through memory only.
         """
         storage = self._source(key)
         return Direct.OFF if storage is None else self._ladder.direct.how(storage)
@@ -40,10 +40,10 @@ class DirectReads:
     def read(self, keys: Sequence[bytes], places: Sequence[int]) -> list[str]:
         """Begin to read blocks from storage into the engine's pages.
 
-        Nobody else uses the pages until the reads have ended. The ranks that read report the
+        The pages must not be used until the reads have ended. The ranks that read report the
         outcome.
 
-        places: destination of each block. Returns the storage that each block comes from.
+        places: destination of each block. Returns the storage tier of each block.
         """
         sources = [self._source(key) for key in keys]
         for storage in dict.fromkeys(sources):

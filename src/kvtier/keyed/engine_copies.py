@@ -1,4 +1,4 @@
-"""Copies that an engine makes itself between its device and memory. No transfer reports them.
+"""Copies that an engine makes itself between its device and memory, outside the ladder's transfers.
 
 reserve --> the engine copies to memory --> commit, or abort
 hold --> the engine copies from memory --> release
@@ -20,15 +20,16 @@ class EngineCopies:
 
     Owned by one thread.
 
-    A reserved block is being written, by one copy. A held block is ready, and leased once per hold.
-    After the cache was emptied an engine may end copies that are no longer known; they are skipped.
+    A reserved block is being written by one copy. A held block is ready, and leased once per hold.
+    After the cache was cleared, an engine may end copies that are no longer known; they are
+    skipped.
     """
 
     def __init__(self, index: KeyIndex, ladder: Ladder) -> None:
         self._index = index
         self._ladder = ladder
         self._memory = ladder.fastest
-        self._by_slot: dict[Slot, BlockId] = {}  # both kinds
+        self._by_slot: dict[Slot, BlockId] = {}  # reserved and held blocks
         self._reserved: set[BlockId] = set()
         self._held: Counter[BlockId] = Counter()
         self._doubted: set[BlockId] = set()
@@ -36,7 +37,7 @@ class EngineCopies:
 
     @property
     def doubted(self) -> Collection[BlockId]:
-        """Reserved blocks whose copy went wrong, until its end is reported."""
+        """Reserved blocks whose copy has failed, until its end is reported."""
         return self._doubted
 
     # -- to memory ---------------------------------------------------------------------------------
@@ -52,8 +53,9 @@ class EngineCopies:
     ) -> list[BlockId]:
         """Note that copies to blocks, in prompt order, have ended.
 
-        Returns the blocks that are in memory now; doubted ones are not. depths: position of each
-        block in its prompt.
+        Returns the blocks that are in memory now; doubted ones are not.
+
+        depths: position of each block in its prompt.
         """
         depth_of = {
             block: depth
@@ -75,7 +77,7 @@ class EngineCopies:
         self._ladder.eviction.give_back(self._index.abort_all(mine, self._memory))
 
     def _end(self, blocks: Sequence[BlockId]) -> None:
-        """Forget copies that have ended, and tell their waiters."""
+        """Forget copies that have ended, and notify their waiters."""
         for slot in self._index.slots(blocks, self._memory):
             del self._by_slot[slot]
         self._reserved.difference_update(blocks)
@@ -84,7 +86,9 @@ class EngineCopies:
     def keep_waiting(self, waiter: StorageWaiter, coming: Sequence[BlockId]) -> list[BlockId]:
         """Keep ``waiter`` waiting until the last reserved block of ``coming`` has been copied.
 
-        coming: in prompt order, on their way to memory. Returns those that are not reserved.
+        Returns those of ``coming`` that are not reserved.
+
+        coming: blocks in flight to memory, in prompt order.
         """
         moving = [block for block in coming if block not in self._reserved]
         if len(moving) < len(coming):
@@ -114,10 +118,10 @@ class EngineCopies:
         self._ladder.transient_blocks.passed(mine)
         return slots
 
-    # -- of both kinds -----------------------------------------------------------------------------
+    # -- both --------------------------------------------------------------------------------------
 
     def distrust(self, slots: Iterable[Slot]) -> None:
-        """Give up the blocks in slots for which a copy went wrong."""
+        """Give up the blocks in slots for which a copy has failed."""
         for slot in slots:
             block = self._by_slot.get(slot)
             if block in self._reserved:
@@ -126,12 +130,12 @@ class EngineCopies:
                 self._ladder.transfers.lose([block], self._memory)
 
     def clear(self) -> None:
-        """End all copies. Their end is not reported later."""
+        """End all copies. The engine must not report their end later."""
         self.release(list(self._held.elements()))
         self.abort(list(self._reserved))
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where copies, slots and the index don't agree."""
+        """Raise AssertionError if copies, slots and the index don't agree."""
         assert self._doubted <= self._reserved, "a copy that has ended is doubted"
         assert self._reserved.isdisjoint(self._held), "copied to and from at a time"
         assert all(num > 0 for num in self._held.values()), "released more often than held"

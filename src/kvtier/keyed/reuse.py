@@ -1,14 +1,15 @@
 """Decide whether KV of a waiting prompt is loaded, waited for, or computed.
 
-``decide`` is the one place where this is decided for engines that bring keys. It is pure: it moves
-nothing, remembers nothing, and the clock is an argument. A connector translates the blocks that its
-engine asked for into ``FoundBlocks``, and the answer into what its engine understands.
+``decide`` is the only place where this is decided for engines that bring keys. It is a pure
+function: it moves nothing, keeps no state, and the clock is an argument. A connector translates the
+blocks that its engine requested into ``FoundBlocks``, and the result into its engine's terms.
 
 1. Blocks beyond the token up to which loading beats computing are left out.
-2. What is ready up to there is loaded.
-3. What is not ready is waited for: promoted, if it is in storage. A request never waits longer than
-   computing would take, and not for a block whose read has failed. Then it loads what is ready.
-4. Nothing left: the prompt is computed.
+2. Blocks up to there that are ready are loaded.
+3. Blocks that are not ready are waited for, after a promotion if they are in storage. A request
+   never waits longer than computing would take, nor for a block whose read has failed. It then
+   loads the blocks that are ready.
+4. If no block is left, the prompt is computed.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from kvtier.plan.worth import end_worth_loading, patience_s
 from kvtier.types import Direct
 
 PROBE_S = 30.0
-"""Interval at which blocks that are faster to compute, by what is known, are read all the same."""
+"""Interval at which blocks that are estimated to be faster to compute are read all the same, to
+update the estimate."""
 PROBE_TOKENS = 512
-"""Tokens of the blocks of such a read."""
+"""Tokens per such read."""
 
 
 class GivenUp(Enum):
-    """Reason for which a request waits no longer, though not all of its blocks have arrived."""
+    """Reason why a request stopped waiting before all of its blocks had arrived."""
 
     OVERDUE = "overdue"
     """It has waited as long as computing would take."""
     READ_FAILED = "read failed"
-    """A block is still in storage after it was promoted: it may fail again and again."""
+    """A block is still in storage after it was promoted, and may fail again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,14 @@ class LoadUpTo:
 
 @dataclass(frozen=True, slots=True)
 class WaitUntil:
-    """Wait for blocks to come to memory, until ``until_s`` at most.
+    """Wait until blocks are in memory.
 
-    end: blocks that end at this token or before are worth it; those in storage are to be promoted.
-    ready: the token up to which a request that can't wait may load at once; the number of tokens
-    that the device has if there is nothing to load yet.
+    Attributes:
+        until_s: latest end of the wait.
+        end: blocks that end at this token or before are worth it; those in storage are to be
+            promoted.
+        ready: the token up to which a request that can't wait may load at once; the number of
+            tokens that the device has if there is nothing to load yet.
     """
 
     until_s: float
@@ -73,18 +78,19 @@ Reuse = LoadUpTo | WaitUntil | Compute
 class FoundBlocks:
     """Blocks of a prompt behind the tokens that the device has. All positions are tokens.
 
-    first: number of tokens that the device has. num_tokens: length of the prompt.
-
-    ready: ends of prefixes that can be loaded at once, ascending. reachable: the same, once
-    everything is in memory that may come there: arriving, in storage, or of unknown location. A
-    block of unknown location counts as one in memory until storage has answered.
-
-    sources: return the tier of each block up to a token, in prompt order. It is called only when
-    blocks are weighed.
-
-    block_size: tokens per block, where ``sources`` has one entry per block and a prompt may be cut
-    after any of them; 0 where blocks are loaded together or not at all.
-    num_staging_slots: blocks that can be on their way from storage at a time; None for any number.
+    Attributes:
+        first: number of tokens that the device has.
+        num_tokens: length of the prompt.
+        ready: ends of prefixes that can be loaded at once, ascending.
+        reachable: ends of prefixes that can be loaded once all blocks are in memory that are
+            arriving, in storage, or of unknown location. A block of unknown location counts as one
+            in memory until storage has answered.
+        sources: return the tier of each block up to a token, in prompt order. It is called only
+            when blocks are weighed.
+        block_size: tokens per block, if ``sources`` has one entry per block and a prompt may be cut
+            after any of them; 0 if all blocks are loaded together or not at all.
+        bytes_per_block: bytes per block.
+        num_staging_slots: blocks that can be in flight from storage at a time; None for any number.
     """
 
     first: int
@@ -113,12 +119,15 @@ class FoundBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """Waiting that a request has behind it.
+    """State of a request's wait.
 
-    since_s: when it began to wait; None if it has not. given_up: why it waits for nothing more.
-    has_failed: a block that was promoted for it is still in storage. is_weighed: what is to come
-    was weighed before it was promoted, and is not weighed again on its way. may_wait: False for a
-    request that has to run now.
+    Attributes:
+        since_s: when it began to wait; None if it has not.
+        given_up: why it stopped waiting; None if it has not.
+        has_failed: whether a block that was promoted for it is still in storage.
+        is_weighed: whether its missing blocks were weighed before their promotion. They are not
+            weighed again while in flight.
+        may_wait: False for a request that has to run now.
     """
 
     since_s: float | None = None
@@ -137,15 +146,15 @@ def decide(
     always_loads: bool = False,
     tell: Tell | None = None,
 ) -> Reuse:
-    """Decide what becomes of the blocks that were found for a prompt.
+    """Decide whether to load, wait for, or compute the blocks that were found for a prompt.
 
     Args:
-        found: where its blocks are.
-        waited: how long it has waited already.
-        costs: return the current costs, with the queue in front of each tier. Called at most
-            once, and not at all where nothing depends on it: a snapshot takes time.
+        found: the prompt's blocks.
+        waited: the request's wait so far.
+        costs: return the current costs, including each tier's queue. Called at most once, and only
+            if needed, since a snapshot takes time.
         now_s: the clock, seconds.
-        always_loads: whether everything found is loaded, whatever it costs.
+        always_loads: whether all blocks found are loaded, at any cost.
         tell: called with each weighing of single blocks, to explain it.
     """
     snapshot: Costs | None = None
@@ -163,7 +172,7 @@ def decide(
     if given_up is None and waited.may_wait and end > ready_end:
         worth = end if waited.is_weighed else limit(end, tell)
         if not found.block_size and worth <= first:
-            worth = limit(ready_end)  # not worth loading all together; less may be
+            worth = limit(ready_end)  # all together are not worth loading; fewer may be
         ready = _last_up_to(found.ready, worth, first)
         wanted = _last_up_to(found.reachable, worth, first)
         if wanted <= ready:
@@ -179,25 +188,30 @@ def decide(
 
 
 def end_without_room(found: FoundBlocks, end: int) -> int:
-    """Return the token to load up to, if memory lacks room for the block ending at ``end``."""
+    """Return the token to load up to if memory lacks room for the block ending at ``end``."""
     return end - 1 if found.block_size else found.first
 
 
 def reads_directly(how: Direct, *, lacks_room: bool, was_read: bool) -> bool:
     """Whether a block is read from storage directly to the device.
 
-    It is tried once per request: ``was_read`` says that it was, and did not arrive. lacks_room:
-    memory has none for it.
+    Args:
+        how: the storage tier's setting.
+        lacks_room: whether memory has no room for the block.
+        was_read: whether a direct read of it for this request has failed; there is only one try.
     """
     return not was_read and (how is Direct.ON or (lacks_room and how is not Direct.OFF))
 
 
 def num_to_probe(num_declined: int, block_tokens: int, quiet_s: float) -> int:
-    """Return how many of the blocks that are computed to read all the same, for nobody.
+    """Return how many of the blocks that are computed should be read all the same, as a probe.
 
-    Or one slow read would be believed for ever.
+    Without probes, one slow read would keep blocks from being loaded for ever.
 
-    block_tokens: tokens per block. quiet_s: time since the last such read.
+    Args:
+        num_declined: number of blocks that are computed although storage has them.
+        block_tokens: tokens per block.
+        quiet_s: seconds since the last probe.
     """
     return min(num_declined, -(-PROBE_TOKENS // block_tokens)) if quiet_s >= PROBE_S else 0
 
@@ -207,6 +221,6 @@ def _last(ends: Sequence[int], default: int) -> int:
 
 
 def _last_up_to(ends: Sequence[int], limit: int, default: int) -> int:
-    """The last of the ascending ``ends`` that is at most ``limit``."""
+    """Return the last of the ascending ``ends`` that is at most ``limit``."""
     at = bisect_right(ends, limit)
     return ends[at - 1] if at else default

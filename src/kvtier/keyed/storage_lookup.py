@@ -11,15 +11,15 @@ from kvtier.ladder import Ladder, PendingLookup
 from kvtier.types import BlockId, BlockKey
 
 FIRST_PIECE = 16
-"""Keys of the first look-up of a prompt in storage. Each further one is four times as long: where
-storage has nothing of a prompt, few keys are hashed in vain."""
+"""Keys of a prompt's first look-up in storage. Each further look-up is four times as long, so that
+few keys are hashed in vain if storage has none of a prompt's blocks."""
 
 
 class KeyedLookup:
     """Translates an engine's keys to names in storage, and has the ladder look these up.
 
-    The index knows the blocks that are found from then on. Nothing is looked up while the
-    namespace is unknown.
+    Blocks that are found are added to the index. Nothing is looked up while the namespace is
+    unknown.
 
     namespace, knows_storage: see ``KeyedCache``.
     """
@@ -38,11 +38,11 @@ class KeyedLookup:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing more is to be expected from storage than it has said that it has."""
+        """Whether storage has recovered all its blocks, or cannot be used."""
         return self._knows_storage() or not (self._ladder.storages and self._namespace())
 
     def adopt(self, keys: Collection[bytes], stops_at_gap: bool) -> list[bytes]:
-        """Adopt blocks of storage that answers at once; see ``KeyedCache.adopt_recovered``."""
+        """Adopt blocks from storage that answers at once; see ``KeyedCache.adopt_recovered``."""
         namespace = self._namespace()
         if not namespace or not self._ladder.storage_lookup.has_unfound_at_once:
             return []
@@ -75,20 +75,22 @@ class KeyedLookup:
 
     @property
     def has_to_ask(self) -> bool:
-        """Whether some storage takes its time to say what it has."""
+        """Whether some storage does not answer look-ups at once."""
         return bool(self._namespace()) and self._ladder.storage_lookup.has_to_ask
 
     def begin(self, keys: Sequence[bytes], has_gaps: bool) -> list[PendingLookup]:
-        """Ask that storage for blocks of one prompt that are known nowhere, in its order.
+        """Look up unknown blocks of one prompt, in its order, in storage that answers later.
 
-        Returns the look-ups that are worth waiting for. has_gaps: see ``KeyedCache.begin_lookup``.
+        Returns the look-ups that are worth waiting for.
+
+        has_gaps: see ``KeyedCache.begin_lookup``.
         """
         names = partial(_names, self._namespace())
         return self._ladder.storage_lookup.begin_by_keys(keys, names, self._index.make, has_gaps)
 
 
 def _growing(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """Cut keys into pieces, each four times as long as the one before."""
+    """Yield keys in pieces, each four times as long as the one before."""
     at, num = 0, FIRST_PIECE
     while at < len(keys):
         yield keys[at : at + num]

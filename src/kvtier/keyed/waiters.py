@@ -1,4 +1,4 @@
-"""Waits of requests for blocks: whether a request goes on waiting, and signals that end a wait."""
+"""Waits of requests for blocks: the state of a wait, and waiters that end it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvtier.types import BlockId
 
 
 class WaitState(IntEnum):
-    """State of a wait. Where several ranks wait for the same request, the greatest state counts."""
+    """State of a wait. If several ranks wait for the same request, the greatest state counts."""
 
     OVER = 0
     """The request is looked up again, or computed."""
     READS = 1
-    """Blocks are on their way into memory."""
+    """Blocks are in flight to memory."""
     ANSWERS = 2
-    """Storage was asked whether it has blocks."""
+    """Look-ups in storage are in flight."""
 
 
 OVER, READS, ANSWERS = WaitState
@@ -30,22 +30,24 @@ class Awaited(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether it has happened, or will not happen."""
+        """Whether it has happened, or will never happen."""
 
 
 @dataclass(slots=True, eq=False)
 class Signal:
-    """Over as soon as somebody says so."""
+    """Flag that ends a wait. Its owner sets ``is_over``."""
 
     is_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A request's wait, which ``state`` decides for every engine.
+    """Wait of one request; ``state`` decides for every engine whether it continues.
 
-    until_s: the time at which it ends in any case, by the caller's clock. reads: blocks on their
-    way into memory. answers: look-ups in storage.
+    Attributes:
+        until_s: time at which it ends in any case, by the caller's clock.
+        reads: blocks in flight to memory.
+        answers: look-ups in storage.
     """
 
     until_s: float
@@ -53,11 +55,11 @@ class Wait:
     answers: Sequence[Awaited] = ()
 
     def state(self, now_s: float) -> WaitState:
-        """Return whether the request goes on waiting, and for what. Changes nothing.
+        """Return whether the request continues to wait, and for what. Changes nothing.
 
-        The first answer ends the wait, since there may be more to read then. Until it comes, reads
-        that have ended don't: another look would wait for the same answer. Without answers the wait
-        ends when all reads have.
+        The first answer ends the wait, since there may be more to read. While answers are missing,
+        the end of the reads does not: the next look-up would wait for the same answer. Without
+        look-ups, the wait ends when all reads have ended.
         """
         if now_s >= self.until_s:
             return OVER
@@ -73,7 +75,7 @@ class Wait:
 
 
 class StorageWaiter(Waiter):
-    """Over when none of its blocks is on its way into memory any more, or one of them failed.
+    """Waiter that is over when none of its blocks is in flight to memory, or one has failed.
 
     waits_for_store: whether it waits for a block that the engine copies into memory itself.
     """
@@ -88,7 +90,7 @@ class StorageWaiter(Waiter):
         return self._is_broken or (self.ready and not self.waits_for_store)
 
     def take(self, transfer: Transfer, now: float) -> None:
-        """Do nothing: another look says what there is."""
+        """Do nothing: the request is looked up again afterwards."""
 
     def failed(self, transfer: Transfer) -> None:
         self._is_broken = True
@@ -98,7 +100,7 @@ class StorageWaiter(Waiter):
 class StorageWaiters:
     """Waiters for blocks that the engine itself copies into memory, which no transfer reports.
 
-    A waiter is registered for one block, the last of its prompt, which mostly arrives last. So a
+    A waiter is registered for one block, the last of its prompt, which usually arrives last. So a
     store of any other block costs nothing, even if hundreds of requests wait for the same prompt.
     """
 
@@ -111,7 +113,7 @@ class StorageWaiters:
         waiter.waits_for_store = True
 
     def ended(self, blocks: Sequence[BlockId]) -> None:
-        """Note that the stores of these blocks have ended, well or not."""
+        """Note that the stores of these blocks have ended, successfully or not."""
         for block in blocks if self._waiters else ():
             for waiter in self._waiters.pop(block, ()):
                 waiter.waits_for_store = False

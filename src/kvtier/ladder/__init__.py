@@ -1,4 +1,4 @@
-"""The tiers together: residency, transfers and eviction are decided here for every engine."""
+"""The ladder of tiers: decides on residency, transfers and eviction for every engine."""
 
 from __future__ import annotations
 

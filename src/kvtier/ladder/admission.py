@@ -14,25 +14,22 @@ from kvtier.types import BlockId
 Item = TypeVar("Item", BlockId, bytes)
 
 Ask = Callable[[Sequence[Item], str, int, float], Sequence[Item]]
-"""Admission by a tier's policy, ``BlockIndex.admit``: (items, tier, free slots, least chance of a
-use) to the items admitted."""
+"""Admission by a tier's policy, as ``BlockIndex.admit``: takes (items, tier, free slots, least
+probability of a use), and returns the items admitted."""
 
 
 class Admitted(NamedTuple, Generic[Item]):
-    """Items that a tier admits.
-
-    items: that are let in. passing: those of them that are not to stay.
-    """
+    """Items that a tier admits. passing: those among ``items`` that are transient."""
 
     items: Sequence[Item]
     passing: Collection[Item] = ()
 
 
 class Admission:
-    """Asks the policies of the tiers.
+    """Asks the tiers' policies which blocks to admit.
 
-    Storage is written from memory, and each tier's policy judges for itself: a block that is not
-    worth its room in memory, and worth a write, passes through.
+    Each tier's policy decides for its tier alone. Storage is written from memory, so a block that
+    only storage admits passes through memory as a transient block.
     """
 
     def __init__(
@@ -48,7 +45,7 @@ class Admission:
         self._write_queues = write_queues
 
     def admit(self, blocks: Sequence[BlockId], tier: str) -> Sequence[BlockId]:
-        """Those of ``blocks``, which ``tier`` has not, that are let in."""
+        """Return those of ``blocks`` that ``tier`` admits. The tier has none of them yet."""
         if tier in self._topology.storages:
             return self._worth_a_write(blocks, tier, self._index.admit)
         admitted = self._let_in(blocks, tier, self._index.admit, self._lacking)
@@ -57,9 +54,9 @@ class Admission:
         return admitted.items
 
     def admit_read(self, blocks: Sequence[BlockId], memory: str) -> None:
-        """``blocks`` are read from storage, for they are wanted.
+        """Note that requested blocks are about to be read from storage into ``memory``.
 
-        They come to ``memory``, and stay there as far as they are worth their room.
+        All are read. Blocks that the policy does not admit are transient.
         """
         num_free = self._topology.rooms[memory].num_free
         if len(blocks) <= num_free:
@@ -69,7 +66,10 @@ class Admission:
         self._transient_blocks.note(blocks, [block for block in blocks if block not in stay])
 
     def admit_keys(self, index: KeyIndex, keys: Sequence[bytes], tier: str) -> Admitted[bytes]:
-        """Like ``admit``, for blocks that the index may not know; note the others as transient."""
+        """Like ``admit``, for blocks that the index may not know yet. The caller notes transients.
+
+        Returns the keys admitted, and those among them that are transient.
+        """
 
         def lacking(rest: Sequence[bytes], storage: str) -> Sequence[bytes]:
             its = index.find_all(rest).states[index.tiers.index(storage) :: len(index.tiers)]

@@ -7,10 +7,9 @@ from kvtier.telemetry import Metrics
 
 
 class CostMetrics:
-    """Told by whoever plans, copies and computes; owned by their thread.
+    """Records predicted and actual costs. Owned by the thread that plans, copies and computes.
 
-    A call costs one to five microseconds, whatever it is about, and there is one for each plan,
-    copy and piece of prefill.
+    A call takes one to five microseconds. There is one call per plan, copy and piece of prefill.
     """
 
     def __init__(self, metrics: Metrics, costs: CostModel) -> None:
@@ -26,14 +25,17 @@ class CostMetrics:
             self._metrics.count("kvtier_planned_blocks_total", num_recomputed, decision="recompute")
 
     def hit(self, tier: str, num_blocks: int) -> None:
-        """An engine was given blocks that were found in ``tier``."""
+        """Count blocks that a request reuses, by the tier in which they were found."""
         if num_blocks:
             self._metrics.count("kvtier_hit_blocks_total", num_blocks, tier=tier)
 
     def loaded(self, src: str, expected_s: float, actual_s: float) -> None:
-        """A copy from ``src`` towards the device has ended.
+        """Record a finished copy from ``src`` towards the device.
 
-        expected_s: when it began; 0 where nobody could tell.
+        Args:
+            src: the source tier.
+            expected_s: duration predicted when the copy began; 0 if there was no prediction.
+            actual_s: duration of the copy.
         """
         if expected_s <= 0 or actual_s <= 0:
             return
@@ -42,18 +44,18 @@ class CostMetrics:
         self._metrics.observe("kvtier_load_error_ratio", actual_s / expected_s, src=src)
 
     def moved(self, route: Route, num_bytes: int, seconds: float) -> None:
-        """An engine has copied between its device and memory by itself."""
+        """Record a copy that an engine made itself between its device and memory."""
         src, dst = route
         self._metrics.count("kvtier_copied_bytes_total", num_bytes, src=src, dst=dst)
         self._metrics.observe("kvtier_copy_seconds", seconds, src=src, dst=dst)
 
     def observe_copy(self, route: Route, num_bytes: int, seconds: float) -> None:
-        """An engine has copied towards the device by itself, which took ``seconds``."""
+        """Record a copy that an engine made itself towards the device, and learn its cost."""
         self.loaded(route[0], self._costs.expected_copy_s(route, num_bytes), seconds)
         self._costs.observe_copy(route, num_bytes, seconds)
 
     def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
-        """``num_tokens`` of a prompt, after ``num_before`` others, were computed in ``seconds``."""
+        """Record that ``num_tokens`` after ``num_before`` others were computed in ``seconds``."""
         expected_s = self._costs.expected_prefill_s(num_before, num_before + num_tokens)
         self._costs.observe_prefill(num_before, num_tokens, seconds)
         if expected_s > 0 and seconds > 0 and num_tokens > 0:
@@ -61,16 +63,16 @@ class CostMetrics:
             self._metrics.count("kvtier_actual_prefill_seconds_total", seconds)
 
     def saved(self, first: int, end: int, waited_s: float) -> None:
-        """A request was given the tokens from ``first`` up to ``end``, for which it waited.
+        """Record the prefill time saved by a request that reused tokens ``first`` to ``end``.
 
-        A load that took longer than computing would have costs the ones after it: a counter can't
-        fall.
+        A load that took longer than computing is subtracted from later savings, since a counter
+        can't decrease.
         """
         if end <= first:
             return
         self._metrics.count("kvtier_saved_tokens_total", end - first)
         computing_s = self._costs.expected_prefill_s(first, end)
-        if computing_s <= 0:  # nobody knows yet
+        if computing_s <= 0:  # not measured yet
             return
         self._unpaid_s += waited_s - computing_s
         if self._unpaid_s < 0:

@@ -14,8 +14,9 @@ from kvtier.types import BlockId, Direct, Slot
 class DirectLoads:
     """Reads from storage into the engine's own memory, past every tier.
 
-    As with every load, storage is read directly always, or if the memory on the way is short of
-    room. The blocks stay in storage until the read has ended. No tier has what has arrived.
+    Depending on the storage tier's setting, its blocks are read directly always, or only if the
+    staging memory is short of free slots. Blocks can't be evicted from storage until the read has
+    ended. Blocks that have arrived belong to no tier.
     """
 
     def __init__(self, topology: Topology, mover: Mover, loads: Loads) -> None:
@@ -25,13 +26,13 @@ class DirectLoads:
 
     @property
     def is_for_all(self) -> bool:
-        """Whether blocks from any storage can do without room on the way."""
+        """Whether blocks from every storage tier can be read without staging memory."""
         topology, at_need = self._topology, self._topology.direct_at_need
         is_above = topology.device is not None and bool(topology.storages)
         return is_above and (topology.direct | at_need).issuperset(topology.storages)
 
     def how(self, storage: str) -> Direct:
-        """Return whether blocks are read directly from there now: not while reads hang."""
+        """Return whether blocks of ``storage`` are read directly now. OFF while its reads hang."""
         device = self._topology.device
         if device is None or not self._mover.accepts((storage, device)):
             return Direct.OFF
@@ -40,6 +41,12 @@ class DirectLoads:
         return Direct.AUTO if storage in self._topology.direct_at_need else Direct.OFF
 
     def read(self, blocks: Sequence[BlockId], storage: str, places: Sequence[Slot]) -> None:
-        """Begin to read blocks from storage. places: destinations, as the mover knows them."""
+        """Begin to read blocks from storage.
+
+        Args:
+            blocks: the blocks.
+            storage: their tier.
+            places: destination of each block, by the mover's numbering.
+        """
         assert self._topology.device is not None, "no engine has memory above the tiers"
         self._loads.load_direct(Copy(storage, self._topology.device, blocks), places)

@@ -1,4 +1,4 @@
-"""Slots of every tier, and what is evicted when one is full."""
+"""Allocation of slots in every tier, and eviction from full tiers."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from kvtier.transfer import Mover
 from kvtier.types import BlockId, Slot, keys_of
 
 Admit = Callable[[], int]
-"""Number of slots that the policy admits."""
+"""Return the number of blocks that the policy admits."""
 
 TellLeftOut = Callable[[str, Sequence[BlockId]], object]
-"""Told of blocks that are not copied to a tier, for they are not worth their room there."""
+"""Called with a tier and the blocks that it did not admit."""
 
 
 class Demoter(Protocol):
-    """Copies blocks one tier down before they leave the fastest one."""
+    """Copies blocks one tier down before they are evicted from the fastest tier."""
 
     def demote(self, leaving: Sequence[BlockId]) -> Sequence[BlockId]:
-        """Copy ``leaving`` to the tier below; return the blocks that may go."""
+        """Copy ``leaving`` to the tier below; return the blocks that may be evicted now."""
 
 
 class Eviction:
-    """Hands out slots, and evicts blocks where too few are free.
+    """Allocates slots, and evicts blocks if too few are free.
 
-    demoter: None where blocks leave the fastest tier as they leave the others.
-    tell_left_out: who wants to know which blocks are not copied to a tier.
+    Attributes:
+        demoter: copies evicted blocks of the fastest tier one tier down; None for no copy.
+        tell_left_out: called with blocks that a tier does not admit; may be None.
     """
 
     def __init__(
@@ -62,14 +63,17 @@ class Eviction:
             self._tell_room(tier)
 
     def num_available(self, tier: str) -> int:
-        """Slots of ``tier`` that are free or could be had by eviction. An upper bound."""
+        """Return the slots of ``tier`` that are free or could be freed by eviction.
+
+        An upper bound.
+        """
         return self._topology.rooms[tier].num_free + self._index.num_evictable(tier)
 
     @property
     def num_staging(self) -> int | None:
-        """Slots for blocks on their way from storage, as ``num_available``.
+        """Slots for blocks on their way from storage, as by ``num_available``.
 
-        None where they need none, or can do without.
+        None if all of them can be read without staging memory.
         """
         topology = self._topology
         if not topology.is_staged:
@@ -79,10 +83,11 @@ class Eviction:
         return self.num_available(topology.staging)
 
     def allocate(self, num_slots: int) -> Sequence[Slot] | None:
-        """Slots of the fastest tier, after evicting what has to go; None when that is not enough.
+        """Allocate slots of the fastest tier, evicting as needed. None if that is not enough.
 
-        Attention reads neighbours in place and gathers anything else in every step, so where a
-        tier below keeps copies, more is evicted until there is a run: at most twice ``num_slots``.
+        Attention reads consecutive slots in place and gathers any others in every step. So if a
+        tier below keeps copies, more blocks are evicted to get consecutive slots: at most twice
+        ``num_slots``.
         """
         tier = self._topology.fastest
         room = self._topology.rooms[tier]
@@ -101,10 +106,14 @@ class Eviction:
     def reserve(
         self, num_slots: int, but_not: Sequence[BlockId], admit: Admit
     ) -> Sequence[Slot] | None:
-        """Reserve slots of the fastest tier that an engine fills itself; None if there are too few.
+        """Reserve slots of the fastest tier that an engine fills itself. None if there are too few.
 
-        Evicts others than ``but_not``, as many as are worth their room. Nothing is evicted if it is
-        refused.
+        Nothing is evicted if the reservation fails.
+
+        Args:
+            num_slots: slots to reserve if the tier has that many free ones.
+            but_not: blocks that must not be evicted.
+            admit: called otherwise; returns how many blocks are worth evicting others for.
         """
         tier = self._topology.fastest
         room = self._topology.rooms[tier]
@@ -121,11 +130,11 @@ class Eviction:
         return room.allocate(num_slots)
 
     def give_back(self, slots: Sequence[Slot]) -> None:
-        """Free slots of the fastest tier that were handed out and came to hold no block."""
+        """Free allocated slots of the fastest tier that hold no block of the index."""
         self._topology.rooms[self._topology.fastest].free(slots)
 
     def make(self, tier: str, num_blocks: int) -> int:
-        """Evict up to ``num_blocks`` blocks from ``tier``, leaves first. Returns how many left."""
+        """Evict up to ``num_blocks`` blocks from ``tier``. Return how many were evicted."""
         if tier == self._topology.staging:
             num_blocks -= self._transient_blocks.make(num_blocks)
         leaving = self._index.evict(tier, max(0, num_blocks))
@@ -137,11 +146,10 @@ class Eviction:
         return len(slots)
 
     def make_for(self, blocks: Sequence[BlockId], tier: str) -> Sequence[BlockId]:
-        """Evict from ``tier`` what has to leave for ``blocks``.
+        """Evict blocks from ``tier`` to make room for ``blocks``. Return the blocks admitted.
 
-        The prefixes that they continue stay: the end of a prompt must not push out its beginning.
-        Returns those of ``blocks`` that are worth the room that they need, or a write; there may be
-        less.
+        The prefixes of ``blocks`` are not evicted: the end of a prompt must not push out its
+        beginning. There may be less room than blocks admitted.
         """
         room = self._topology.rooms[tier]
         self._tell_room(tier)
@@ -161,7 +169,7 @@ class Eviction:
             self._metrics.count("kvtier_unadmitted_blocks_total", num_blocks, tier=tier)
 
     def _tell_room(self, tier: str) -> None:
-        """Follow the capacity of a tier: it grows while it opens, and may shrink."""
+        """Tell the index a tier's capacity, which grows while the tier opens and may shrink."""
         room = self._topology.rooms[tier]
         num_slots = max(room.num_slots, room.num_used + room.num_free)
         if self._told.get(tier) != num_slots:
@@ -169,7 +177,7 @@ class Eviction:
             self._index.set_room(tier, max(1, num_slots))
 
     def clear(self) -> None:
-        """Every block that nobody holds leaves every tier for good."""
+        """Evict every block that is not leased from every tier, and delete it from storage."""
         self._reuse_sampler.forget()
         for tier, room in self._topology.rooms.items():
             leaving = self._index.evict(tier, self._index.num_held(tier))
@@ -180,7 +188,7 @@ class Eviction:
     def _leave(
         self, leaving: Sequence[BlockId], tier: str, for_good: bool = False
     ) -> Sequence[Slot]:
-        """Blocks are being evicted. Returns the slots that are free now."""
+        """Remove evicted blocks from ``tier``. Return the slots that are free now."""
         if self.demoter is not None and tier == self._topology.fastest:
             leaving = self.demoter.demote(leaving)
         if self._transfers.on_change is not None:

@@ -14,7 +14,7 @@ PERIOD_S = 1.0
 
 
 class Gauges:
-    """Brought up to date once a second: every tier and route is asked for them."""
+    """Updates the gauges once per second, since each update queries every tier and route."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Gauges:
         self._due_s = -inf
 
     def refresh(self) -> None:
-        """``update``, where that is due."""
+        """Call ``update`` if it is due."""
         if self._clock() >= self._due_s:
             self.update()
 

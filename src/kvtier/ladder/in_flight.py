@@ -18,16 +18,16 @@ from kvtier.types import Slot
 POLL_BLOCKS = 2048
 """Blocks finished per poll. The engine waits meanwhile: this is about two milliseconds."""
 LEAST_BLOCKS = 128
-"""A transfer costs as much as so many blocks, even where it has fewer."""
+"""Blocks that a smaller transfer counts as, since each has a fixed cost."""
 
 
 class InFlight:
-    """Found by slot, and noticed when they end, without a look at those that do neither.
+    """Finds transfers by the slot they fill, and collects those that end, without scanning others.
 
-    A slot of a memory has the number of the last transfer that was to fill it: eight bytes. The
-    number of one that has ended says nothing.
+    For each slot of a memory tier it keeps the number of the last transfer that was to fill it, in
+    eight bytes. The number of a finished transfer is ignored.
 
-    rooms: of the memories that blocks are asked for in while they are on their way there.
+    rooms: the memory tiers whose slots are looked up.
     """
 
     def __init__(self, rooms: Mapping[str, Room]) -> None:
@@ -38,19 +38,19 @@ class InFlight:
         """Number of transfers in flight by (source, destination)."""
         self._ended: deque[Transfer] = deque()  # filled by the threads that end jobs
         self.when_ended: Callable[[], object] | None = None
-        """Called by these threads, each time there is something to take."""
+        """Called on these threads, each time a transfer has ended."""
 
     @property
     def all(self) -> Collection[Transfer]:
-        """Return all transfers in flight, the oldest first."""
+        """All transfers in flight, the oldest first."""
         return self._transfers.values()
 
     def newest(self, num: int) -> list[Transfer]:
-        """The last ones that began, in their order."""
+        """Return the last ``num`` transfers that began, in their order."""
         return list(islice(reversed(self._transfers.values()), num))[::-1]
 
     def add(self, transfer: Transfer) -> None:
-        """It has begun, or waits for another."""
+        """Add a transfer that has begun, or that waits for another one."""
         self._num_begun += 1
         transfer.number = self._num_begun
         self._transfers[transfer.number] = transfer
@@ -59,7 +59,7 @@ class InFlight:
             self._filled_by[transfer.dst][_places(transfer.dst_slots)] = transfer.number
 
     def watch(self, transfer: Transfer, job: Job) -> None:
-        """Its job has begun; ``take_ended`` gives it once that is done."""
+        """Note that a transfer's job has begun. ``take_ended`` yields it when the job is done."""
         transfer.job = job
         job.when_done(partial(self._note_end, transfer))
 
@@ -74,9 +74,9 @@ class InFlight:
         self.by_route[transfer.src, transfer.dst] -= 1
 
     def take_ended(self) -> Iterator[Transfer]:
-        """Those whose job is done and that were not finished yet, until they are ``POLL_BLOCKS``.
+        """Yield unfinished transfers whose job is done, up to about ``POLL_BLOCKS`` blocks.
 
-        One that ends meanwhile is for the next time.
+        A transfer that ends during the call is left for the next one.
         """
         num_blocks = 0
         for _ in range(len(self._ended)):
@@ -88,7 +88,7 @@ class InFlight:
                 yield transfer
 
     def filling(self, slots: Sequence[Slot], tier: str) -> Iterator[tuple[Transfer, range]]:
-        """Return the transfers that will fill ``slots``, each with its positions."""
+        """Yield the transfers that will fill ``slots``, each with its positions."""
         if not self._transfers or not slots:
             return
         numbers = self._filled_by[tier][_places(slots)]
@@ -100,11 +100,11 @@ class InFlight:
                 yield transfer, range(start, end)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the oldest one is done, or there is none. False on time-out."""
+        """Wait until the oldest transfer is done. True if there is none; False on time-out."""
         job = next((each.job for each in self.all if each.job is not None), None)
         return job is None or job.wait(timeout_s)
 
 
 def _places(slots: Sequence[Slot]) -> npt.NDArray[np.int64]:
-    """``slots`` as an array."""
+    """Return ``slots`` as an array."""
     return np.asarray(Numbers(slots), np.int64)

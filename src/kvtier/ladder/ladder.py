@@ -1,4 +1,4 @@
-"""The tiers as one ladder: the parts that decide on slots, copies and evictions, kept in step."""
+"""The ladder of tiers: joins the parts that decide on slots, copies and evictions."""
 
 from __future__ import annotations
 
@@ -30,34 +30,37 @@ from kvtier.types import Slot
 class Ladder:
     """Slots, residencies and copies of all tiers.
 
-    Its parts are its attributes, and caches call them directly; what concerns several parts at once
-    is a method.
+    Its parts are its attributes, and caches call them directly. Only operations that concern
+    several parts are methods.
 
     Storage is read into the slowest memory tier, or directly into the fastest one, and written from
-    the slowest; several storage tiers stand beside each other.
+    the slowest. Storage tiers are independent of each other.
 
     Args:
-        index: of the tiers in memory and then of those in storage, fastest first; shared with
-            the cache, which looks blocks up.
-        rooms: of these tiers.
-        mover: does what is decided here.
-        device: memory above the fastest tier, where an engine copies to it and from it by itself.
+        index: blocks by tier: memory tiers, then storage tiers, fastest first. Shared with the
+            cache, which looks blocks up.
+        rooms: slots of these tiers.
+        mover: executes the copies decided on here.
+        options: see ``LadderOptions``.
+        clock: seconds.
+        metrics: counters and gauges of the ladder.
+        device: name of the memory above the fastest tier, if the engine itself copies between the
+            two.
 
     Attributes:
-        topology: which tier is above which, and the room of each.
+        topology: order of the tiers, and the slots of each.
         costs: measured costs of copies and prefill.
-        account: is told what was planned, what an engine's own copies and prefill took, and what
-            was saved.
-        transfers: copies in flight; blocks that are lost; who is told of changes.
-        reuse_sampler: is told of blocks that were computed, or are to be loaded.
-        write_queues: blocks that wait for a write to storage; whether anything is written.
-        transient_blocks: is told which blocks come to the fastest tier only on their way.
-        admission: says which blocks are let into a tier.
-        eviction: slots, and what is evicted for them.
+        account: metrics of plans, of an engine's own copies and prefill, and of saved time.
+        transfers: copies in flight, lost blocks, and the listener for changes.
+        reuse_sampler: sample of evicted blocks that are requested again.
+        write_queues: blocks that wait for a write to storage.
+        transient_blocks: blocks that only pass through the staging memory.
+        admission: decides which blocks a tier admits.
+        eviction: allocation of slots, and eviction.
         stores: copies to the memory tier below.
-        storage_lookup: blocks that storage has and the index does not know.
+        storage_lookup: look-ups in storage of blocks that the index does not know.
         loads: copies towards the fastest tier, and prefetches.
-        direct: reads from storage to an engine's own memory.
+        direct: reads from storage into an engine's own memory.
         storage_writer: writes to storage.
         gauges: metrics of the state of the tiers.
     """
@@ -133,14 +136,14 @@ class Ladder:
         return self.topology.storages
 
     def cost_snapshot(self, is_free: bool = False) -> Costs:
-        """Return current costs of copies and prefill, with the queued work.
+        """Return current costs of copies and prefill, including the queued work.
 
-        is_free: for those who want whatever there is.
+        is_free: treat every load as free.
         """
         return self.transfers.cost_snapshot(is_free)
 
     def poll(self) -> bool:
-        """Finish the transfers whose copy is done. True if there was one. Never waits."""
+        """Finish the transfers whose copy is done. Return whether there were any. Never waits."""
         staging, queues = self.topology.staging, self.write_queues
         finished = self.transfers.poll()
         for transfer in finished:
@@ -162,24 +165,24 @@ class Ladder:
 
     @property
     def is_busy(self) -> bool:
-        """Something is on its way, or should be; not what is late, nor what waits behind it."""
+        """Whether transfers are in flight or writes are due. Late transfers don't count."""
         waits = self.write_queues.is_open and any(
             self._mover.accepts((self.topology.staging, name)) for name in self.write_queues.waiting
         )
         return waits or any(not transfer.is_late for transfer in self.transfers.transfers)
 
     def wait_for(self, waiter: Waiter, slots: Sequence[Slot]) -> None:
-        """Keep ``waiter`` waiting until what is on its way to these slots has arrived.
+        """Keep ``waiter`` waiting until all transfers to these slots have arrived.
 
-        slots: of the fastest tier, for its prompt's first blocks, in order.
+        slots: slots of the fastest tier, for the prompt's first blocks, in order.
         """
         for transfer, positions in self.transfers.bringing(slots, self.topology.fastest):
             waiter.wait_for(transfer, positions)
 
     def clear(self) -> None:
-        """Forget every block that nobody holds, in storage as well and for good.
+        """Delete every block that is not leased, also from storage.
 
-        What is on its way arrives nowhere.
+        Blocks in flight are discarded.
         """
         self.transfers.void()
         self.storage_lookup.forget()
@@ -187,25 +190,25 @@ class Ladder:
         self.eviction.clear()
 
     def used_slots(self) -> dict[str, int]:
-        """Slots in use per tier."""
+        """Return the slots in use per tier."""
         return {name: room.num_used for name, room in self.topology.rooms.items()}
 
     def open_slots(self) -> dict[str, int]:
-        """Slots per tier that can be used by now."""
+        """Return the slots per tier that are open by now."""
         return {name: room.num_open for name, room in self.topology.rooms.items()}
 
     def num_slots(self) -> dict[str, int]:
-        """Slots in all per tier."""
+        """Return the total number of slots per tier."""
         return {name: room.num_slots for name, room in self.topology.rooms.items()}
 
     def close(self) -> set[str]:
-        """Finish what is on its way. Returns the tiers that are in use all the same."""
+        """Finish the transfers in flight. Return the tiers that are still in use afterwards."""
         return self.transfers.close()
 
     def check_invariants(self, num_private: int) -> None:
-        """Raise AssertionError where slots and blocks don't add up.
+        """Raise AssertionError if slots and blocks don't add up.
 
-        num_private: slots of the fastest tier that requests use and the index does not know.
+        num_private: slots of the fastest tier that requests use without the index.
         """
         self._index.check_invariants()
         for name, in_use in self.used_slots().items():

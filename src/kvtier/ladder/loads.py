@@ -1,4 +1,4 @@
-"""Loads towards the device, in pieces: one is copied while the next is read."""
+"""Loads towards the device, in pieces: one piece is copied to the device while the next is read."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kvtier.transfer import Mover, Transfer
 from kvtier.types import BlockId, Match, Slot
 
 GROWTH = 4
-"""A piece is at most one in so many of what was begun before it: copying on starts early."""
+"""A piece is at most 1/GROWTH of the blocks begun before it, so that copying starts early."""
 SHARE = 64
-"""A piece of a long load is at most this fraction of it, since the last piece is copied on while
-nothing else is read. The number of pieces hardly grows with the load: 90 for a million tokens."""
+"""A piece is at most 1/SHARE of a long load, since nothing is read while the last piece is copied
+to the device. The number of pieces hardly grows with the load: 90 for a million tokens."""
 DIRECT_PIECES = 4
-"""Direct reads have pieces so many times as large: nothing is copied on meanwhile."""
+"""Factor by which the pieces of a direct read are larger, since no second copy overlaps with it."""
 
 
 def piece_sizes(num_blocks: int, first_blocks: int) -> Iterator[int]:
-    """Return the blocks of each piece of a load: ``first_blocks`` at first, more later.
+    """Yield the number of blocks in each piece of a load: ``first_blocks`` at first, more later.
 
     size = clamp(begun / GROWTH, first_blocks, max(first_blocks, num_blocks / SHARE))
     """
@@ -39,9 +39,9 @@ def piece_sizes(num_blocks: int, first_blocks: int) -> Iterator[int]:
 
 
 class Loads:
-    """Copies towards the fastest tier, for requests whose turn has come or will come.
+    """Copies towards the fastest tier, for scheduled and for queued requests.
 
-    first_blocks: what is read from storage in one piece at first.
+    first_blocks: size of the first piece of a read from storage, in blocks.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Loads:
         self._prefetches = Prefetches(topology, index)
 
     def load(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
-        """Begin a plan's copy to the fastest tier, from tier to tier or directly.
+        """Begin a plan's copy to the fastest tier, tier by tier or directly.
 
-        It is cut into pieces, so that one is read while another is copied on.
+        It is cut into pieces, so that one is read while another is copied to the fastest tier.
         """
         between = self._topology.above(copy.src)
         if copy.src in self._topology.direct or between == self._topology.fastest:
@@ -84,17 +84,17 @@ class Loads:
             self.load_direct(Copy(copy.src, copy.dst, rest), dst_slots[at:])
 
     def load_direct(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
-        """Begin a copy that passes through no other memory, in pieces."""
+        """Begin a copy that passes through no staging memory, in pieces."""
         at = 0
         for piece in self._pieces(copy, DIRECT_PIECES):
             slots, at = dst_slots[at : at + len(piece.blocks)], at + len(piece.blocks)
             self._transfers.begin(piece, slots)
 
     def _pieces(self, copy: Copy, times: int = 1) -> Iterator[Copy]:
-        """Return the pieces of a load.
+        """Yield the pieces of a load.
 
-        Storage reads in pieces, since each call has a deadline in seconds; memory copies go at
-        once.
+        A load from storage has pieces, since each call has a deadline in seconds. A copy between
+        memory tiers is one piece.
         """
         sizes: Iterator[int] = iter((len(copy.blocks),))
         if copy.src in self._topology.storages:
@@ -107,10 +107,15 @@ class Loads:
     def promote(
         self, blocks: Sequence[BlockId], src: str, urgent: bool = True
     ) -> list[tuple[Transfer, Sequence[BlockId]]]:
-        """Begin to copy blocks one tier up, where they are not on their way there already.
+        """Begin to copy blocks one tier up, or join the transfers that are already in flight.
 
-        urgent: somebody waits for them. Returns the transfers with the blocks that each brings, in
-        the order given.
+        Args:
+            blocks: the blocks, in prompt order.
+            src: the tier to copy from.
+            urgent: whether a scheduled request waits for them.
+
+        Returns:
+            The transfers, each with the blocks that it brings, in the order given.
         """
         dst = self._topology.above(src)
         legs: list[tuple[Transfer, Sequence[BlockId]]] = []
@@ -126,7 +131,7 @@ class Loads:
     def _joined(
         self, blocks: Sequence[BlockId], dst: str, urgent: bool
     ) -> Iterator[tuple[Transfer, Sequence[BlockId]]]:
-        """The transfers that others have begun for blocks on their way, each with its part."""
+        """Yield the transfers in flight that bring ``blocks``, each with its blocks."""
         for leg, run in self._transfers.bringing(self._index.slots(blocks, dst), dst):
             if urgent:
                 self._transfers.hurry(leg)
@@ -141,12 +146,12 @@ class Loads:
             return self._transfers.refuse(copy, "no room, everything there is in use")
         return self._transfers.begin(copy, slots, urgent=urgent)
 
-    # -- before somebody waits for it --------------------------------------------------------------
+    # -- reads ahead -------------------------------------------------------------------------------
 
     def fetch_ahead(self, match: Match, num_reused_blocks: int) -> None:
-        """Read a piece of what was not worth waiting for, where storage has nothing else to do.
+        """Read one piece of the blocks that were not worth waiting for, if storage is idle.
 
-        The next request finds it in memory, and the planner learns how long a read takes now.
+        The next request finds them in memory, and the planner learns how long a read takes now.
         """
         if not self._topology.is_staged or num_reused_blocks == match.num_blocks:
             return
@@ -157,9 +162,9 @@ class Loads:
                 self.promote(_in_tier(name, *left)[:room], name, urgent=False)
 
     def prefetch(self, match: Match, deadline: float) -> Prefetch | None:
-        """Begin to read what only storage has of a match, and hold it in memory with the rest.
+        """Begin to read the blocks of a match that only storage has, and hold all in memory.
 
-        None while others hold too much of that memory.
+        Returns None while other prefetches hold too much of that memory.
         """
         tier = self._topology.staging
         if tier == self._topology.fastest or not self._topology.storages:
@@ -181,12 +186,12 @@ class Loads:
         return prefetch
 
     def end_prefetch(self, prefetch: Prefetch) -> None:
-        """Hold its blocks no longer; what was not begun and nobody else wants is not read."""
+        """Release a prefetch's blocks, and cancel its reads that no other request waits for."""
         for transfer in self._prefetches.end(prefetch):
             self._transfers.withdraw(transfer)
 
 
 def _in_tier(tier: str, blocks: Sequence[BlockId], tiers: Sequence[str]) -> Sequence[BlockId]:
-    """Those of ``blocks`` that were found in ``tier``."""
+    """Return those of ``blocks`` that were found in ``tier``."""
     runs = [run for each, run in runs_of(tiers) if each == tier]
     return Numbers.joined(*(blocks[run.start : run.stop] for run in runs))

@@ -21,7 +21,7 @@ MOST_KEYS = 4096
 of them, and grows while all are found. Hashing 4,096 keys takes 2 ms."""
 
 Adopt = Callable[[Sequence[BlockId]], object]
-"""Takes in blocks that were found."""
+"""Called with blocks that were found."""
 
 
 class Lookup(ABC):
@@ -32,27 +32,40 @@ class Lookup(ABC):
 
     @property
     def name(self) -> BlockKey:
-        """By which it is found again; a next question of the same name goes on with this one."""
+        """Key by which the look-up is known; the next batch of the same name continues it."""
         return self.keys[0]
 
     @property
     def lacked(self) -> BlockKey | None:
-        """Return the first block that earlier look-ups of the same prompt did not find."""
+        """Key of the first block that earlier batches of the prompt did not find."""
         return None
 
     @abstractmethod
     def take_in(
         self, there: Sequence[int], adopt: Adopt, is_known: Callable[[BlockId], bool]
     ) -> Lookup | None:
-        """The answer: positions of the keys that it has. The next question, if there is one."""
+        """Adopt the blocks found. Return the next batch of the prompt, if there is one.
+
+        Args:
+            there: positions of the keys that storage has.
+            adopt: called with the blocks found.
+            is_known: whether the index still knows a block.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class PathLookup(Lookup):
-    """About a prompt in a trie, from its block ``first`` on.
+    """Look-up of a prompt in a trie, from its block ``first`` on.
 
-    before: the key of the block in front of them, or the namespace; above: the block, None where
-    there is none.
+    Attributes:
+        storage: the tier.
+        paths: the trie.
+        namespace: the prompt's namespace.
+        labels: the labels of all its blocks.
+        first: position of the first block of this batch.
+        above: the block before it; None if there is none.
+        before: the key of that block, or the namespace.
+        keys: keys of this batch.
     """
 
     storage: str
@@ -66,11 +79,11 @@ class PathLookup(Lookup):
 
     @property
     def num_left(self) -> int:
-        """Blocks that were not asked for yet."""
+        """Number of blocks behind this batch."""
         return len(self.labels) - self.first - len(self.keys)
 
     def next(self, above: BlockId | None, num_keys: int) -> PathLookup:
-        """The same of the next blocks, behind those that were there."""
+        """Return the next batch of the prompt, of ``num_keys`` blocks, behind block ``above``."""
         first = self.first + len(self.keys)
         before = self.keys[-1] if self.keys else self.before
         keys = keys_along(self.namespace, self.labels, first, num_keys, before)
@@ -79,10 +92,7 @@ class PathLookup(Lookup):
     def take_in(
         self, there: Sequence[int], adopt: Adopt, is_known: Callable[[BlockId], bool]
     ) -> PathLookup | None:
-        """Adopt the blocks found, those behind a gap, too.
-
-        What was found stays in storage until it is dropped.
-        """
+        """Adopt the blocks found, also those behind a gap."""
         if not there:
             return None
         num = there[-1] + 1
@@ -94,9 +104,9 @@ class PathLookup(Lookup):
         return self.next(path[-1], min(MOST_KEYS, GROWTH * len(there)))
 
     def _path(self, num: int, is_known: Callable[[BlockId], bool]) -> Sequence[BlockId]:
-        """The first ``num`` blocks that this is about.
+        """Return the first ``num`` blocks of this batch, added to the trie if needed.
 
-        What is in front of them may have been forgotten meanwhile.
+        The index may have forgotten the blocks before them meanwhile.
         """
         if self.above is None or is_known(self.above):
             rest = self.labels[self.first : self.first + num]
@@ -106,9 +116,15 @@ class PathLookup(Lookup):
 
 @dataclass(frozen=True, slots=True)
 class KeyLookup(Lookup):
-    """About the blocks that an engine has keys of its own for: ``wanted``, from ``first`` on.
+    """Look-up of blocks by an engine's own keys: ``wanted``, from ``first`` on.
 
-    names: what they are called in storage. make: the blocks, made known.
+    Attributes:
+        storage: the tier.
+        wanted: the engine's keys of all blocks of the prompt.
+        names: return the keys' names in storage.
+        make: add the keys' blocks to the index, and return the blocks.
+        first: position of the first block of this batch.
+        keys: names of this batch in storage.
     """
 
     storage: str
@@ -119,7 +135,7 @@ class KeyLookup(Lookup):
     keys: Sequence[BlockKey] = ()
 
     def next(self, num_keys: int) -> Self:
-        """The same of the next blocks."""
+        """Return the next batch of the prompt, of ``num_keys`` blocks."""
         first = self.first + len(self.keys)
         return replace(self, first=first, keys=self.names(self.wanted[first : first + num_keys]))
 
@@ -133,7 +149,7 @@ class KeyLookup(Lookup):
         return self._after(there).next(min(MOST_KEYS, GROWTH * len(self.keys)))
 
     def _goes_on(self, there: Sequence[int]) -> bool:
-        """Whether more is worth asking for: not behind a gap."""
+        """Whether to look up the next batch: not behind a gap."""
         return len(there) == len(self.keys)
 
     def _after(self, there: Sequence[int]) -> Self:
@@ -142,10 +158,9 @@ class KeyLookup(Lookup):
 
 @dataclass(frozen=True, slots=True)
 class GapsLookup(KeyLookup):
-    """The same where a block is missing and those behind it may be of use.
+    """Like ``KeyLookup``, for prompts whose blocks are of use behind a missing one, too.
 
-    missing: the first that was not there, of the pieces before: from there on all pieces are one
-    question.
+    missing: the first block not found in earlier batches. All later batches share it as their name.
     """
 
     missing: BlockKey | None = None

@@ -10,16 +10,19 @@ from dataclasses import dataclass, field
 class LadderOptions:
     """Options of the ladder.
 
-    block_bytes: of one block.
-
-    demotes: what leaves the fastest tier goes one down (write_back). patience_s: how long that may
-    hold up an eviction. archive_after_uses: when a block in memory is worth a write to storage.
-    bytes_per_day: what may be written to a storage tier, 0 or none for no limit. piece_blocks: what
-    is read from storage, or written, at a time. lookup_patience_s: how long a request waits for
-    storage that has to be asked what it has. block_size: tokens of a block, where what computing it
-    takes is weighed: a request waits for storage no longer, and what takes longer is worth more
-    room; 0 where it is not. num_shards: ranks that each keep a part of every block; ``block_bytes``
-    is one part.
+    Attributes:
+        block_bytes: bytes of one block, or of a rank's part of it.
+        demotes: whether blocks evicted from the fastest tier are copied one tier down (write_back).
+        patience_s: longest delay of an eviction by such a copy.
+        archive_after_uses: uses before a block in memory is worth a write to storage.
+        bytes_per_day: limit of writes per storage tier; 0 or no entry for no limit.
+        piece_blocks: blocks per read or write of storage.
+        lookup_patience_s: longest wait of a request for storage that does not answer look-ups at
+            once.
+        block_size: tokens per block, if the cost of computing is weighed: a request then waits for
+            storage no longer than computing takes, and blocks that take longer to compute are worth
+            more room. 0 to not weigh it.
+        num_shards: number of ranks that each keep a part of every block.
     """
 
     block_bytes: int

@@ -17,8 +17,11 @@ scheduled requests."""
 class Prefetch(Waiter):
     """Blocks of one prompt that are held in ``tier``, or on their way to it.
 
-    blocks: those wanted there. deadline: when waiting for them is over. broken: some did not come,
-    or not in time; the others are held all the same.
+    Attributes:
+        tier: the memory that storage is read into.
+        blocks: the blocks requested there.
+        deadline: time at which the wait for them ends.
+        broken: whether some did not arrive, or not in time. The others are held all the same.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class Prefetch(Waiter):
         self.hold(self.blocks)
 
     def hold(self, blocks: Iterable[BlockId]) -> None:
-        """Those of ``blocks`` that are in ``tier`` can't be evicted from it."""
+        """Lease those of ``blocks`` that are in ``tier``, so that they can't be evicted."""
         wanted = list(self.blocks.intersection(blocks) - self._held)
         states = self._index.states_of(wanted, self.tier)
         new = [block for block, at in zip(wanted, states, strict=True) if at is State.READY]
@@ -50,16 +53,16 @@ class Prefetch(Waiter):
         self.hold(transfer.blocks)
 
     def end(self) -> list[Transfer]:
-        """Hold nothing and wait for nothing. Returns the transfers that are still on their way."""
+        """Release all blocks, and stop waiting. Return the transfers still in flight."""
         self._index.release(list(self._held), self.tier)
         self._held.clear()
         return self.forget_transfers()
 
 
 class Prefetches:
-    """Those of all requests that wait for their turn.
+    """Prefetches of all queued requests.
 
-    Together they hold a part of the memory that storage is read into.
+    Together they may hold a share of the memory that storage is read into.
     """
 
     def __init__(self, topology: Topology, index: BlockIndex) -> None:
@@ -69,9 +72,9 @@ class Prefetches:
         self._num_held = 0  # blocks of all of them
 
     def begin(self, wanted: Sequence[BlockId], deadline: float) -> Prefetch | None:
-        """Hold those of ``wanted`` that are there; the first ones, where they are too many.
+        """Begin a prefetch that holds the requested blocks, or the first of them if too many.
 
-        None while others hold too much.
+        Returns None while other prefetches hold too much.
         """
         limit = int(self._topology.rooms[self._topology.staging].num_open * PREFETCH_SHARE)
         if self._num_held and self._num_held + len(wanted) > limit:
@@ -82,7 +85,7 @@ class Prefetches:
         return prefetch
 
     def end(self, prefetch: Prefetch) -> list[Transfer]:
-        """Hold its blocks no longer. Returns the transfers that are still on their way."""
+        """End a prefetch, and release its blocks. Return the transfers still in flight."""
         if prefetch in self._going:
             self._going.remove(prefetch)
             self._num_held -= len(prefetch.blocks)

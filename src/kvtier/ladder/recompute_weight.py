@@ -6,16 +6,16 @@ from kvtier.index import BlockIndex
 from kvtier.plan import CostModel, PrefillCost
 
 CHANGED = 1.25
-"""Factor of change from which on policies are told again."""
+"""Factor by which the cost must change before the policies are told again."""
 
 
 class RecomputeWeight:
     """Tells the policies of ``index`` how the cost of recomputing a block grows with its depth.
 
-    The planner measures that. Until it has, and if the cost does not grow, all blocks are worth the
+    The planner measures the cost. Until it has, or if the cost does not grow, all blocks weigh the
     same.
 
-    block_size: tokens of a block.
+    block_size: tokens per block.
     """
 
     def __init__(self, index: BlockIndex, costs: CostModel, block_size: int) -> None:

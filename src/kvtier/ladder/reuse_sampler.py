@@ -10,10 +10,10 @@ from kvtier.telemetry import Metrics
 from kvtier.types import BlockId
 
 MOST_MARKED = 4096
-"""Blocks of the sample that some tier has; where there are more, every other one leaves it."""
+"""Most sampled blocks that are in some tier. If there are more, half of the sample is dropped."""
 MOST_GONE = 16384
-"""Sampled evicted blocks that are remembered; the oldest are dropped. A return is seen until about
-four times the sampled capacity has been evicted."""
+"""Most sampled evicted blocks that are remembered; the oldest are dropped. A block's return is
+noticed until about four times the sampled capacity has been evicted."""
 
 
 class ReuseSampler:
@@ -23,8 +23,8 @@ class ReuseSampler:
     sample stands for ``weight`` blocks, a power of two. The name of a block is the engine's key, or
     the block's tokens if there is no key: blocks of equal tokens count as one.
 
-    Cost: 0.1 to 0.3 microseconds per block that is computed, loaded or evicted, nothing for a
-    look-up; at most two megabytes.
+    Cost: 0.1 to 0.3 microseconds per block that is computed, loaded or evicted; nothing for a
+    look-up. Memory: at most two megabytes.
     """
 
     def __init__(self, index: BlockIndex, metrics: Metrics, clock: Callable[[], float]) -> None:
@@ -37,7 +37,7 @@ class ReuseSampler:
 
     @property
     def weight(self) -> int:
-        """Number of blocks that one of the sample stands for."""
+        """Number of blocks that one sampled block stands for."""
         return self._mask + 1
 
     def on_admit(self, names: Sequence[bytes], blocks: Sequence[BlockId]) -> None:

@@ -28,9 +28,9 @@ from kvtier.types import BlockId, BlockKey, Label, Slot, keys_of
 
 THERE, ABSENT, _, FAILED = Outcome
 ABSENT_S = 5.0
-"""Time in seconds for which slow storage is not asked again for a block that it had not."""
+"""Seconds for which storage is not asked again for a block that it did not have."""
 MOST_ABSENT = 4096
-"""Most prompts of which that is remembered."""
+"""Most prompts for which that is remembered."""
 
 _Name = tuple[str, BlockKey]
 
@@ -39,8 +39,11 @@ _Name = tuple[str, BlockKey]
 class PendingLookup:
     """A look-up in storage that is in flight.
 
-    began_s: when it began. is_over: whether it was answered, or is late. Then the prompt is looked
-    up again.
+    Attributes:
+        question: the keys that are looked up.
+        job: the mover's job.
+        began_s: when it began.
+        is_over: whether it was answered, or is late. Waiting requests are then looked up again.
     """
 
     question: Lookup
@@ -53,9 +56,10 @@ class PendingLookup:
 class LookupPatience:
     """Limit of a request's wait for a look-up.
 
-    limit_s: the longest wait; storage that takes longer is late. costs: measured costs; a request
-    does not wait for an answer for as long as computing would take. block_size: tokens per block; 0
-    if computing is not weighed.
+    Attributes:
+        limit_s: the longest wait; storage that takes longer is late.
+        costs: measured costs. A request waits for an answer no longer than computing would take.
+        block_size: tokens per block; 0 if the cost of computing is not weighed.
     """
 
     limit_s: float
@@ -71,8 +75,8 @@ class LookupPatience:
 class StorageLookup:
     """Looks up keys in storage that the index does not know, and adopts the blocks that it has.
 
-    An answer that takes its time is for requests that wait for it, and for the next one that begins
-    alike.
+    An answer that does not come at once serves the requests that wait for it, and later requests
+    with the same prefix.
     """
 
     def __init__(
@@ -94,25 +98,25 @@ class StorageLookup:
         self._metrics = metrics
         self._clock = clock
         self._patience = patience
-        # By storage and the first key that was asked for: a prompt is asked for once at a time.
+        # By storage and first key: each prompt has one look-up in flight per storage tier.
         self._asked: dict[_Name, PendingLookup] = {}
         self._absent: OrderedDict[_Name, float] = OrderedDict()  # until when it is not asked again
-        self._late: set[str] = set()  # storage that nobody waits for, until it answers in time
-        self._took_s: dict[str, float] = {}  # a first look-up, the last time
+        self._late: set[str] = set()  # storage not waited for until it answers in time
+        self._took_s: dict[str, float] = {}  # duration of the last first look-up
 
     @property
     def has_unfound(self) -> bool:
-        """Whether storage may have blocks that nobody has found yet."""
+        """Whether storage may have blocks that the index does not know yet."""
         return any(self._mover.has_unfound(name) for name in self._topology.storages)
 
     @property
     def has_unfound_at_once(self) -> bool:
-        """The same of storage that answers at once."""
+        """Like ``has_unfound``, for storage that answers look-ups at once."""
         return any(self._is_asked_at_once(name) for name in self._topology.storages)
 
     @property
     def has_to_ask(self) -> bool:
-        """Whether some storage takes its time to say what it has."""
+        """Whether some storage does not answer look-ups at once."""
         return any(not self._mover.storages[name].finds_at_once for name in self._topology.storages)
 
     # -- a prompt ---------------------------------------------------------------------------------
@@ -120,8 +124,8 @@ class StorageLookup:
     def begin(self, paths: PromptIndex, namespace: bytes, labels: Sequence[Label]) -> bool:
         """Look up a prompt in every storage tier that may have more of it than ``paths`` knows.
 
-        The index knows what storage answers at once when this returns. Other answers come later:
-        returns whether the prompt should wait for one.
+        On return the index knows the blocks found in storage that answers at once. Other answers
+        come later. Returns whether the prompt should wait for one.
         """
         is_asked = False
         for storage in self._topology.storages:
@@ -151,12 +155,16 @@ class StorageLookup:
         make: Callable[[Sequence[bytes]], Sequence[BlockId]],
         has_gaps: bool,
     ) -> list[PendingLookup]:
-        """Ask storage that takes its time for unknown blocks of one prompt, in its order.
+        """Look up unknown blocks of one prompt in storage that does not answer at once.
 
-        Returns the look-ups that are worth waiting for.
+        Args:
+            wanted: the engine's keys, in prompt order.
+            names: return the names of keys in storage.
+            make: add the blocks of keys to the index.
+            has_gaps: whether blocks behind a missing one may be of use.
 
-        names: return the names of keys in storage. make: make their blocks known. has_gaps:
-        whether blocks behind a missing one may be of use.
+        Returns:
+            The look-ups that are worth waiting for.
         """
         (first,) = names(wanted[:1])
         kind = GapsLookup if has_gaps else KeyLookup
@@ -171,7 +179,7 @@ class StorageLookup:
         return waits
 
     def _ask(self, question: Lookup) -> PendingLookup | None:
-        """Begin a look-up, or join the one in flight. None if nobody should wait for its answer."""
+        """Begin a look-up, or join the one in flight. None if its answer is not waited for."""
         name = (question.storage, question.name)
         if self._is_absent(name):
             return None
@@ -193,7 +201,7 @@ class StorageLookup:
         return asked
 
     def _give_up(self, asked: PendingLookup) -> bool:
-        """Stop waiting for this storage once its time is up. Return whether it is."""
+        """Stop waiting for this storage if its answer is late. Return whether it is."""
         is_late = asked.job.is_late or (
             not self._mover.tells_late and self._clock() - asked.began_s >= self._patience.limit_s
         )
@@ -204,7 +212,7 @@ class StorageLookup:
         return True
 
     def hear(self) -> None:
-        """Take in the answers that have come by now. ``Ladder.poll`` calls it, too."""
+        """Process the answers that have arrived. ``Ladder.poll`` calls it, too."""
         for asked in list(self._asked.values()):
             self._hear(asked)
 
@@ -220,7 +228,7 @@ class StorageLookup:
         self._give_up(asked)
 
     def _take_in(self, asked: PendingLookup) -> Lookup | None:
-        """Take in an answer. Return the next look-up of the prompt, if there is one."""
+        """Process an answer. Return the next look-up of the prompt, if there is one."""
         question, job = asked.question, asked.job
         del self._asked[question.storage, question.name]
         adopt = partial(self._adopt, question.storage)
@@ -232,12 +240,12 @@ class StorageLookup:
         return more
 
     def _note_answer(self, question: Lookup, job: FindJob, is_last: bool) -> None:
-        """Measure an answer, and remember the first block that storage had not."""
+        """Measure an answer, and remember the first block that storage did not have."""
         storage = question.storage
         self._metrics.observe("kvtier_lookup_seconds", job.seconds, tier=storage)
         if len(question.keys) <= FIRST_KEYS:
             self._took_s[storage] = job.seconds
-        # What it took, and not when it was heard: a step of the engine's may lie between.
+        # The duration, not the time of this call: an engine's step may lie between.
         if FAILED not in job.outcomes and job.seconds < self._patience.limit_s:
             self._late.discard(storage)
         missing = next((at for at, each in enumerate(job.outcomes) if each is not THERE), None)
@@ -267,7 +275,7 @@ class StorageLookup:
     ) -> int:
         """Adopt single blocks of storage that answers at once. Return how many were adopted.
 
-        keys: names of the blocks in storage. make: make the blocks at these positions known.
+        keys: names of the blocks in storage. make: add the blocks at these positions to the index.
         """
         num_known = 0
         for name in self._topology.storages:
@@ -277,10 +285,7 @@ class StorageLookup:
         return num_known
 
     def adopt_stored(self, blocks: Sequence[BlockId], storage: str) -> set[BlockId]:
-        """Adopt those of ``blocks`` that storage recovered from an earlier run. Return them.
-
-        The index knows the blocks, and from then on that storage has these.
-        """
+        """Adopt those of ``blocks`` that storage recovered from an earlier run. Return them."""
         if not blocks or not self._is_asked_at_once(storage):
             return set()
         keys = keys_of(self._index.names(blocks))
@@ -297,7 +302,7 @@ class StorageLookup:
     # -- what was found ---------------------------------------------------------------------------
 
     def _adopt(self, storage: str, blocks: Sequence[BlockId]) -> int:
-        """Note that ``storage`` has blocks, as far as there is room. Return how many."""
+        """Note in the index that ``storage`` has blocks, as far as it has room. Return how many."""
         states = self._index.states_of(blocks, storage)
         new = blocks
         if states.count(State.ABSENT) < len(states):
@@ -310,7 +315,7 @@ class StorageLookup:
         return len(slots)
 
     def _leave(self, storage: str, blocks: Sequence[BlockId]) -> None:
-        """Drop blocks without room from storage.
+        """Delete blocks that exceed the tier's room from storage.
 
         The index forgets them by a write that is begun and aborted.
         """

@@ -21,20 +21,20 @@ STORABLE = (State.READY, State.EVICTING)
 """States in which a block's bytes can be copied to the tier below."""
 
 STORE_BLOCKS = 2048
-"""In one copy at most: a poll finishes each at once."""
+"""Most blocks per copy, since a poll finishes a whole copy at once."""
 WRITE_BLOCKS = 1024
 """Most blocks whose writes to a tier begin at a time; one piece at least."""
 WRITE_SHARE = 128
-"""A long queue is written in pieces of one in so many: each piece costs the deciding thread
-something, too."""
+"""A piece is at least 1/WRITE_SHARE of a long queue, since each piece has a fixed cost for the
+cache's thread."""
 
 
 class Stored(NamedTuple):
     """Result of storing blocks one tier down.
 
-    num_there: how many of the first blocks are in the tier below now, or on their way.
-
-    is_left_out: others were not worth what would have left for them.
+    Attributes:
+        num_there: how many of the first blocks are in the tier below, or on their way to it.
+        is_left_out: whether the tier did not admit others.
     """
 
     num_there: int
@@ -42,7 +42,7 @@ class Stored(NamedTuple):
 
 
 class Stores:
-    """Copies blocks to a lower tier, as far as they are worth their room and room is found."""
+    """Copies blocks to a lower tier, as far as it admits them and has room."""
 
     def __init__(
         self,
@@ -65,10 +65,13 @@ class Stores:
         num_there: int = 0,
         waiter: Waiter | None = None,
     ) -> Stored:
-        """Copy blocks one memory tier down where they are not there yet.
+        """Copy blocks one memory tier down if they are not there yet.
 
-        blocks: consecutive, in prompt order. num_there: how many of the first ones were there after
-        the last call, to spare looking at them again. waiter: is told when they have arrived.
+        Args:
+            blocks: consecutive blocks, in prompt order.
+            src: their tier.
+            num_there: result of the last call; these first blocks are not checked again.
+            waiter: notified when the blocks have arrived.
         """
         dst = self._topology.below(src)
         if dst is None:
@@ -95,9 +98,9 @@ class Stores:
     def copy_down(
         self, blocks: Sequence[BlockId], src: str, dst: str, waiter: Waiter | None = None
     ) -> tuple[Sequence[BlockId], int]:
-        """Begin to copy those of ``blocks`` that are worth their room, as many as find some.
+        """Begin to copy the blocks that ``dst`` admits, as many as it has room for.
 
-        Returns these, and how many of the first of them.
+        Returns the blocks admitted, and how many of the first of these are being copied.
         """
         if not blocks:
             return blocks, 0
@@ -113,7 +116,7 @@ class Stores:
         return admitted, len(slots)
 
     def count_refused(self, num_blocks: int, tier: str) -> None:
-        """So many found no room."""
+        """Count blocks for which ``tier`` had no room."""
         if num_blocks:
             self._metrics.count("kvtier_refused_blocks_total", num_blocks, tier=tier)
 
@@ -157,19 +160,19 @@ class StorageWriter:
                 queue.began(self._begin(wanted, queue.storage))
 
     def _begin(self, wanted: Sequence[BlockId], storage: str) -> int:
-        """Begin to write blocks that storage has not yet. Returns how many."""
+        """Begin to write blocks that storage does not have yet. Return how many."""
         there = self._storage_lookup.adopt_stored(wanted, storage)
         new = [block for block in wanted if block not in there] if there else wanted
         if self._mover.accepts((self._topology.staging, storage)):
             return self._stores.copy_down(new, self._topology.staging, storage)[1]
-        self._stores.count_refused(len(new), storage)  # nothing leaves for what would not arrive
+        self._stores.count_refused(len(new), storage)  # evict nothing for a write that would fail
         return 0
 
 
 class WriteBack:
-    """Copies blocks that are being evicted from the fastest tier one down, before they go.
+    """Copies blocks one tier down before they are evicted from the fastest tier.
 
-    patience_s: how long one copy may hold up an eviction.
+    patience_s: longest delay of an eviction by one copy.
     """
 
     def __init__(
@@ -189,10 +192,10 @@ class WriteBack:
         self._patience_s = patience_s
 
     def demote(self, leaving: Sequence[BlockId]) -> Sequence[BlockId]:
-        """Copy ``leaving`` one tier down and wait; return the blocks that may go.
+        """Copy ``leaving`` one tier down and wait; return the blocks that may be evicted.
 
-        Blocks nearest to the root are worth most, and go first where there is not room for all.
-        What has arrived below is offered to storage.
+        Blocks nearest to the root are worth most, and are copied first if there is not room for
+        all. Blocks that have arrived below are queued for storage.
         """
         src = self._topology.fastest
         before = len(self._transfers.transfers)
@@ -204,7 +207,7 @@ class WriteBack:
                 self._transfers.finish(transfer)
                 stored.append(transfer.blocks)
                 continue
-            for block in transfer.blocks:  # still being read: it has to stay
+            for block in transfer.blocks:  # still being read: it must not be evicted yet
                 self._index.keep(block, src)
             self._index.lease(transfer.blocks, src)
             transfer.holds_source = True

@@ -1,4 +1,4 @@
-"""The tiers as they stand: what is above and below each."""
+"""Order of the tiers: which tier is above and below each."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from kvtier.types import Direct
 
 
 class Topology:
-    """Memories, fastest first, and storage tiers beside each other below the slowest of them.
+    """Memory tiers, fastest first, and independent storage tiers below the slowest of them.
 
     Storage is read into ``staging``, the slowest memory, and written from there. Some storage may
-    be read directly into the fastest one: always (``direct``), or if ``staging`` is short of room.
+    be read directly into the fastest memory: always (``direct``), or if ``staging`` is short of
+    free slots (``direct_at_need``).
 
-    rooms: of all tiers, the memories first. storages: those of them that are storage, as they are
-    now. device: memory of an engine's above the fastest tier, which is then what storage may be
-    read directly into; no tier has what is there.
+    Args:
+        rooms: slots of all tiers, memory tiers first.
+        storages: current facts on the storage tiers among them.
+        device: an engine's memory above the fastest tier. Direct reads then go there. Blocks in it
+            belong to no tier.
     """
 
     def __init__(
@@ -35,12 +38,12 @@ class Topology:
 
     @property
     def direct(self) -> frozenset[str]:
-        """Storage that is always read directly."""
+        """Storage tiers that are always read directly."""
         return self._those(Direct.ON)
 
     @property
     def direct_at_need(self) -> frozenset[str]:
-        """Storage that is read directly if ``staging`` is short of room."""
+        """Storage tiers that are read directly if ``staging`` is short of free slots."""
         return self._those(Direct.AUTO)
 
     def _those(self, how: Direct) -> frozenset[str]:
@@ -50,21 +53,21 @@ class Topology:
 
     @property
     def is_staged(self) -> bool:
-        """Whether what comes from storage passes through a memory below the fastest one."""
+        """Whether blocks from storage pass through a memory tier below the fastest one."""
         return self.staging != self.fastest
 
     def above(self, tier: str) -> str:
-        """The tier that blocks are copied to from ``tier``, towards the fastest one."""
+        """Return the tier to which blocks are copied from ``tier``, towards the fastest one."""
         if tier in self.storages:
             return self.staging
         return self.memories[self.memories.index(tier) - 1]
 
     def below(self, tier: str) -> str | None:
-        """The next slower tier in memory."""
+        """Return the next slower memory tier; None if there is none."""
         after = self.memories.index(tier) + 1
         return self.memories[after] if after < len(self.memories) else None
 
     def ways(self) -> Ways:
-        """From each tier to the fastest one; to ``device``, where an engine has one above it."""
+        """Return the ways from each tier to the fastest one, or to ``device`` if there is one."""
         memories = self.memories if self.device is None else [self.device, *self.memories]
         return ways_of(memories, self.storages, self.direct)

@@ -1,4 +1,4 @@
-"""Copies between tiers: begun, noticed when they end, and what came of them told to the index."""
+"""Copies between tiers: begins them, notices their end, and updates the index."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ from kvtier.types import BlockId, BlockKey, Slot, keys_of
 logger = logging.getLogger(__name__)
 
 OnChange = Callable[[str, Sequence[BlockId], bool], None]
-"""Told of a tier, the blocks that came to it or leave it, and whether they leave."""
+"""Called with a tier, the blocks that entered or left it, and whether they left."""
 
 CLOSE_WAIT_S = 10.0
 """Longest wait for copies in flight when the cache closes."""
 
 
 class Transfers:
-    """All transfers that are not finished. Owned by the cache's thread; the mover does the copying.
+    """Transfers in flight. Owned by the cache's thread; the mover does the copying.
 
-    A transfer may have to wait for the one that brings its sources: a load from disk is a copy to
-    host memory and, after it, one to the device.
+    A transfer may have to wait for another that brings its sources: a load from disk is a copy to
+    host memory, followed by one to the device.
 
-    What goes to the device above the fastest tier is no tier's: the index does not hear of it.
+    Blocks copied to the device above the fastest tier belong to no tier, and the index does not
+    know of them.
 
-    lost: what tiers have of blocks and is not to be used; it goes when nobody holds it any more.
-    on_change: who wants to know what comes to tiers and leaves them.
+    Attributes:
+        lost: (block, tier) of copies that must not be used. Each is dropped once it is not leased.
+        on_change: called when blocks enter or leave a tier; may be None.
     """
 
     def __init__(
@@ -69,17 +71,17 @@ class Transfers:
 
     @property
     def transfers(self) -> Collection[Transfer]:
-        """Those that are not finished, the oldest first."""
+        """Transfers in flight, the oldest first."""
         return self._in_flight.all
 
     def newest(self, num: int) -> list[Transfer]:
-        """The last ones that began."""
+        """Return the last ``num`` transfers that began."""
         return self._in_flight.newest(num)
 
     def tell_of_ends(self, tell: Callable[[], object]) -> None:
-        """Call ``tell`` when a ``poll`` has something to do, on the thread that ended it.
+        """Call ``tell`` each time a transfer has ended, on the thread that ended it.
 
-        For owners that sleep meanwhile.
+        It lets an owner sleep until ``poll`` has work.
         """
         self._in_flight.when_ended = tell
 
@@ -92,10 +94,13 @@ class Transfers:
         after: Transfer | None = None,
         urgent: bool = True,
     ) -> Transfer:
-        """Begin to copy into ``dst_slots``. The sources can't leave until the copy is finished.
+        """Begin a copy. Its sources can't be evicted until it is finished.
 
-        after: the transfer that brings the sources, if they are on their way themselves.
-        urgent: False for a read that nobody waits for yet; it lets others pass.
+        Args:
+            copy: blocks, source and destination.
+            dst_slots: slot of each block in the destination.
+            after: the transfer that brings the sources, if they are in flight themselves.
+            urgent: False for a read that no request waits for yet; urgent reads pass it.
         """
         if copy.dst != self._topology.device:
             self._index.begin_write_all(copy.blocks, copy.dst, dst_slots)
@@ -108,19 +113,19 @@ class Transfers:
         return transfer
 
     def hurry(self, transfer: Transfer) -> None:
-        """Somebody waits for a read now that nobody waited for when it began."""
+        """Make a read urgent, since a request waits for it now."""
         if transfer.job is not None:
             self._mover.hurry((transfer.src, transfer.dst), transfer.job)
 
     def withdraw(self, transfer: Transfer) -> None:
-        """Nobody wants the transfer any more: end it, unless it is under way or others want it."""
+        """Cancel a transfer that has not started, unless requests wait for it."""
         if transfer.job is None or transfer.waiters:
             return
         if self._mover.withdraw((transfer.src, transfer.dst), transfer.job):
             self.finish(transfer)
 
     def refuse(self, copy: Copy, reason: str) -> Transfer:
-        """A transfer that has failed already: the next ``poll`` notices, and whoever waits."""
+        """Return a transfer that has failed already. The next ``poll`` notifies its waiters."""
         transfer = Transfer(copy.src, copy.dst, ())
         self._in_flight.add(transfer)
         self._in_flight.watch(transfer, job := Job(0))
@@ -130,7 +135,7 @@ class Transfers:
     def _submit(
         self, transfer: Transfer, urgent: bool = True, leader: Transfer | None = None
     ) -> None:
-        """The sources are there: queue the copy. leader: has brought them a moment ago."""
+        """Queue a copy whose sources are ready. leader: the transfer that has just brought them."""
         blocks, src, dst = transfer.blocks, transfer.src, transfer.dst
         if leader is not None or self._are_ready(blocks, src):
             self._index.lease(blocks, src)
@@ -138,7 +143,7 @@ class Transfers:
         if src in self._mover.storages or dst in self._mover.storages:
             transfer.names = self._index.names(blocks)
         if src in self._mover.storages:
-            src_slots = transfer.dst_slots  # slots of storage mean nothing
+            src_slots = transfer.dst_slots  # a placeholder: storage is addressed by name
         elif leader is not None and leader.blocks is blocks:
             src_slots = leader.dst_slots
         else:
@@ -159,7 +164,7 @@ class Transfers:
     # -- end --------------------------------------------------------------------------------------
 
     def poll(self) -> list[Transfer]:
-        """Finish transfers whose copy is done, as many as a poll may, and give them."""
+        """Finish transfers whose copy is done, up to the limit of one poll, and return them."""
         finished = list(self._in_flight.take_ended())
         for transfer in finished:
             self.finish(transfer)
@@ -189,7 +194,7 @@ class Transfers:
             self._follow(follower, transfer)
 
     def _arrive(self, transfer: Transfer, absent: Collection[int]) -> None:
-        """All but those at these positions are ready; the first ones of a prompt leave last."""
+        """Mark blocks ready, but those at ``absent``. A prompt's first blocks are evicted last."""
         there: Sequence[BlockId] = transfer.blocks
         if absent:
             there = [block for at, block in enumerate(there) if at not in absent]
@@ -203,15 +208,15 @@ class Transfers:
         blocks = [transfer.blocks[at] for at in positions]
         self._topology.rooms[dst].free(self._index.abort_all(blocks, dst))
         is_shared = dst in self._mover.storages and self._mover.storages[dst].is_shared
-        # Some of it may be there all the same, after a time-out; where others use it, it is as good
-        # as what they put there, and may be theirs.
+        # After a time-out some blocks may have been written all the same. Those in shared storage
+        # are valid, and may be another process's.
         if dst in self._mover.storages and (transfer.is_void or not is_shared):
             keys = [transfer.names[at].key for at in positions]
             self._mover.drop(dst, keys, for_good=True)
 
     def _note(self, transfer: Transfer, job: Job) -> None:
         src, dst = transfer.src, transfer.dst
-        if job.succeeded:  # what failed says nothing about how long it takes
+        if job.succeeded:  # the duration of a failed copy says nothing of its cost
             self._costs.observe_copy((src, dst), job.num_bytes, job.seconds)
             self._account.loaded(src, transfer.expected_s, job.seconds)
         if job.error is None:
@@ -243,7 +248,7 @@ class Transfers:
         self.lose(list(again), src)
 
     def _follow(self, follower: Transfer, leader: Transfer) -> None:
-        """``leader`` has ended: the transfer after it begins, or fails with it."""
+        """Begin the transfer that waited for ``leader``, or fail it if ``leader`` failed."""
         assert leader.job is not None
         follower.after = None
         if leader.job.succeeded and not leader.is_void:
@@ -255,12 +260,12 @@ class Transfers:
             self.finish(follower)
 
     def scrub(self) -> None:
-        """Have storage that is idle verify a few blocks, now and then. Never waits."""
+        """Have idle storage verify a few blocks now and then. Never waits."""
         for each in self._mover.scrub():
             self._metrics.count("kvtier_scrubbed_bytes_total", each.num_bytes, tier=each.tier)
             self._metrics.count("kvtier_damaged_blocks_total", each.num_damaged, tier=each.tier)
             route = self._ways[each.tier][0]
-            if not self._costs.has_seen(route):  # the planner knows what a read costs before one
+            if not self._costs.has_seen(route):  # gives the planner a cost before the first read
                 self._costs.observe_copy(route, each.num_bytes, each.seconds)
 
     def lose(self, blocks: Sequence[BlockId], tier: str) -> None:
@@ -271,7 +276,7 @@ class Transfers:
             self.lost.setdefault((block, tier), key)
 
     def drop_lost(self) -> None:
-        """Forget blocks that their tier could not give back, once nobody holds them any more."""
+        """Forget lost copies that are not leased any more."""
         for (block, tier), key in list(self.lost.items()):
             state = self._index.state(block, tier)
             if state is State.WRITING:
@@ -279,11 +284,11 @@ class Transfers:
             if state is State.READY and not self._forget(block, tier):
                 continue
             del self.lost[block, tier]
-            if key is not None:  # some rank, or some replica, may have it still
+            if key is not None:  # some rank or replica may still have it
                 self._mover.drop(tier, [key], for_good=True)
 
     def _forget(self, block: BlockId, tier: str) -> bool:
-        """False where somebody holds it."""
+        """Remove a block from a tier. Return False if it is leased."""
         if self._index.num_leases(block, tier):
             return False
         if self.on_change is not None:
@@ -302,7 +307,7 @@ class Transfers:
                 self.lose(transfer.blocks, transfer.dst)
 
     def found(self, blocks: Sequence[BlockId], tier: str, slots: Sequence[Slot]) -> None:
-        """Blocks turned out to be in ``tier``, though nobody brought them there."""
+        """Note blocks that were found in ``tier`` without a transfer, and mark them ready."""
         self._index.begin_write_all(blocks, tier, slots)
         self._index.commit_all(blocks, tier, self._clock())
         if blocks and self.on_change is not None:
@@ -311,18 +316,18 @@ class Transfers:
     # -- look -------------------------------------------------------------------------------------
 
     def bringing(self, slots: Sequence[Slot], tier: str) -> Iterator[tuple[Transfer, range]]:
-        """Return the transfers that will fill ``slots`` of memory ``tier``, with their positions.
+        """Yield the transfers that will fill ``slots`` of memory ``tier``, with their positions.
 
-        Cost: O(slots) of native code, and a step for each of the transfers.
+        Cost: O(slots) in native code, plus one step per transfer.
         """
         return self._in_flight.filling(slots, tier)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the oldest transfer is done, or there is none. False on time-out."""
+        """Wait until the oldest transfer is done. True if there is none; False on time-out."""
         return self._in_flight.wait(timeout_s)
 
     def drain(self, timeout_s: float, poll: Callable[[], object]) -> bool:
-        """``poll`` until nothing is on its way. False if ``timeout_s`` was too short."""
+        """Call ``poll`` until no transfer is in flight. Return False on time-out."""
         ends_s = time.monotonic() + timeout_s
         while self.transfers:
             if not self.wait(max(0.0, ends_s - time.monotonic())):
@@ -331,16 +336,16 @@ class Transfers:
         return True
 
     def cost_snapshot(self, is_free: bool = False) -> Costs:
-        """Return current costs of copies and prefill, behind the work that is queued.
+        """Return current costs of copies and prefill, including the queued work.
 
-        is_free: for those who want whatever there is, what it costs does not matter.
+        is_free: treat every load as free.
         """
         if is_free:
             return Costs(ways=self._ways)
         return self._costs.snapshot(self.queued_s(), self._ways, self._least_s)
 
     def queued_s(self) -> dict[Route, float]:
-        """Towards the device: until a copy that begins now has its turn."""
+        """Return the queueing delay of a copy that begins now, per route towards the device."""
         expected_s = self._costs.expected_copy_s
         return {
             route: self._mover.queued_s(route, partial(expected_s, route)) for route in self._loads
@@ -348,13 +353,13 @@ class Transfers:
 
     @property
     def num_in_flight(self) -> Mapping[Route, int]:
-        """Transfers that are not finished."""
+        """Number of transfers in flight by route."""
         return self._in_flight.by_route
 
     def close(self) -> set[str]:
-        """Finish what is on its way, as far as it ends in time.
+        """Finish the transfers in flight, as far as they end in time.
 
-        Returns the tiers that are in use all the same.
+        Returns the tiers that are still in use afterwards.
         """
         while any(each.after is not None for each in self.transfers):
             if not self.wait(CLOSE_WAIT_S):
@@ -369,7 +374,7 @@ class Transfers:
 
 
 def _absent(transfer: Transfer, job: Job) -> Collection[int]:
-    """Positions of the blocks that have not arrived."""
+    """Return the positions of the blocks that have not arrived."""
     if job.error is not None or transfer.is_void:
         return range(len(transfer.blocks))
     return job.lost

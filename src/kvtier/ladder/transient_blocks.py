@@ -14,10 +14,9 @@ from kvtier.types import BlockId
 class TransientBlocks:
     """Tracks transient blocks of the memory tier that storage reads into and writes from.
 
-    ``note`` marks newly arrived blocks that the policy would not admit. They are evicted before all
-    others once they have been written, or read by the request that wanted them; one that never is,
-    is evicted like any other block. So transient blocks take as much room as they need at a time,
-    and evict nothing else.
+    ``note`` marks newly arrived blocks that the policy would not admit. Once such a block has been
+    written, or read by the request that needed it, it is evicted before all others. Until then it
+    is evicted like any other block.
     """
 
     def __init__(
@@ -29,7 +28,7 @@ class TransientBlocks:
         self._transfers = transfers
         self._write_queues = write_queues
         self._passing: set[BlockId] = set()
-        self._passed: dict[BlockId, None] = {}  # in the order in which they leave
+        self._passed: dict[BlockId, None] = {}  # in the order of eviction
 
     def note(self, blocks: Collection[BlockId], passing: Collection[BlockId]) -> None:
         """Note blocks that enter memory. Those in ``passing`` are transient."""
@@ -47,7 +46,7 @@ class TransientBlocks:
     def passed(self, blocks: Sequence[BlockId]) -> None:
         """Note that a copy of blocks from memory has ended.
 
-        Transient ones may be evicted then, unless they wait for another write to storage.
+        Transient blocks may then be evicted, unless they wait for another write to storage.
         """
         if self._passing.isdisjoint(blocks):
             return
@@ -57,7 +56,7 @@ class TransientBlocks:
         self._passed.update(dict.fromkeys(reversed(over)))
 
     def make(self, num_blocks: int) -> int:
-        """Evict up to ``num_blocks`` transient blocks that have passed on and are not held.
+        """Evict up to ``num_blocks`` transient blocks that have been copied and are not leased.
 
         Returns how many were evicted.
         """

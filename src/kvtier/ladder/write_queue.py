@@ -1,4 +1,4 @@
-"""Write queue of a storage tier: blocks worth a write, no faster than it takes them."""
+"""Write queue of a storage tier."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvtier.transfer.ring import ring_blocks
 from kvtier.types import DEVICE, BlockId
 
 MOVING_SHARE = 4
-"""One in this many source slots may be in a write to storage, since it cannot be evicted meanwhile.
-Writes from the device tier are also limited by the ring of host memory."""
+"""At most 1/MOVING_SHARE of the source slots may be in a write to storage, since they cannot be
+evicted meanwhile. Writes from the device tier are also limited by the ring of host memory."""
 
 LONGEST_QUEUE = 1 << 16
-"""Most blocks in the queue. Storage that is this far behind will not catch up soon. So the blocks
-that have waited longest are dropped; their next use queues them again."""
+"""Most blocks in the queue. Storage that is this far behind will not catch up soon, so the blocks
+that have waited longest are dropped. Their next use queues them again."""
 
 
 LEAST_CHANCE = 0.125
@@ -33,11 +33,16 @@ is spent freely, since unspent budget has no use."""
 class WriteQueue:
     """Queue of blocks to be written to one storage tier.
 
-    A queued block may be evicted from memory. It is not written then, and counted.
+    A queued block may be evicted from memory. It is then not written, but counted.
 
-    storage: the tier. Blocks are written to it from the staging memory of ``topology``.
-    block_bytes: what a write of a block costs of ``budget``. after_uses: number of uses from which
-    on a block is worth a write.
+    Args:
+        storage: the tier.
+        topology: the tiers; blocks are written from its staging memory.
+        index: blocks and their states.
+        metrics: counts blocks that are not written.
+        block_bytes: bytes that the write of a block takes from ``budget``.
+        after_uses: number of uses from which on a block is worth a write.
+        budget: limit of writes per day.
     """
 
     def __init__(
@@ -62,16 +67,16 @@ class WriteQueue:
         self._most_moving = (
             ring_blocks(block_bytes) if topology.staging == DEVICE else LONGEST_QUEUE
         )
-        self._queue: deque[BlockId] = deque()  # in the order in which they came
-        self._waiting: set[BlockId] = set()  # the same
+        self._queue: deque[BlockId] = deque()  # in order of arrival
+        self._waiting: set[BlockId] = set()  # the same blocks
         self._num_moving = 0
 
     def __len__(self) -> int:
-        """Blocks that wait for their turn."""
+        """Return the number of queued blocks."""
         return len(self._queue)
 
     def __contains__(self, block: BlockId) -> bool:
-        """Whether it waits for its turn."""
+        """Whether a block is queued."""
         return block in self._waiting
 
     def offer(self, blocks: Sequence[BlockId]) -> None:
@@ -89,15 +94,15 @@ class WriteQueue:
         ]
         self._queue += new
         self._waiting.update(new)
-        # No longer than the memory: of a longer one, as many have left it already.
+        # No longer than the memory: the blocks of a longer queue have been evicted in part.
         too_many = len(self._queue) - min(LONGEST_QUEUE, self._room.num_open)
         if too_many > 0:
             self._count(len(self._first(too_many)))
 
     def take(self, most: int) -> list[BlockId]:
-        """Take up to ``most`` blocks out of the queue, in the order in which they came.
+        """Take up to ``most`` blocks out of the queue, in order of arrival.
 
-        ``began`` is to be told how many of them are being written.
+        Report with ``began`` how many of them are being written.
         """
         share = min(max(1, self._room.num_open // MOVING_SHARE), self._most_moving)
         room = min(most, share - self._num_moving)
@@ -111,20 +116,20 @@ class WriteQueue:
         return taken
 
     def began(self, num_blocks: int) -> None:
-        """Note that so many of the blocks taken are being written, until ``ended``."""
+        """Note that ``num_blocks`` of the blocks taken are being written, until ``ended``."""
         self._num_moving += num_blocks
         self._budget.spend(num_blocks * self._block_bytes)
 
     def least_chance(self, is_full: bool) -> float:
-        """Return the least chance of reuse at which a block is worth a write now.
+        """Return the least probability of reuse at which a block is worth a write now.
 
-        It rises as the write budget runs out. With room and budget to spare it is 0.
+        It rises as the write budget runs out. It is 0 while the tier has free room and budget.
         """
         plenty = min(1.0, self._budget.share_left / SCARCE_SHARE)
         return float(LEAST_CHANCE**plenty) if is_full or plenty < 1.0 else 0.0
 
     def ended(self, num_blocks: int) -> None:
-        """Note that so many writes have ended, well or not."""
+        """Note that ``num_blocks`` writes have ended, successfully or not."""
         self._num_moving -= num_blocks
         assert self._num_moving >= 0, "more writes have ended than were begun"
 

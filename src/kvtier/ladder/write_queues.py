@@ -1,4 +1,4 @@
-"""Write queues of all storage tiers: blocks that wait for their write."""
+"""Write queues of all storage tiers."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class WriteQueues:
         return tier in self._queues
 
     def __iter__(self) -> Iterator[WriteQueue]:
-        """The queues, that of the fastest storage tier first."""
+        """Iterate over the queues, that of the fastest storage tier first."""
         return iter(self._queues.values())
 
     @property
     def waiting(self) -> list[str]:
-        """Tiers that some block waits for."""
+        """Storage tiers with queued blocks."""
         return [name for name, queue in self._queues.items() if len(queue)]
 
     def offer(self, blocks: Sequence[BlockId]) -> None:
@@ -62,11 +62,11 @@ class WriteQueues:
             queue.offer(blocks)
 
     def ended(self, tier: str, num_blocks: int) -> None:
-        """Note that so many writes to a tier have ended, well or not."""
+        """Note that ``num_blocks`` writes to a tier have ended, successfully or not."""
         self._queues[tier].ended(num_blocks)
 
     def least_chance(self, tier: str, is_full: bool) -> float:
-        """Return the least chance of reuse at which a block is worth a write to ``tier`` now."""
+        """Return the least probability of reuse at which a block is worth a write to ``tier``."""
         return self._queues[tier].least_chance(is_full)
 
     def has(self, block: BlockId) -> bool:
