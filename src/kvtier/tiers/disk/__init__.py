@@ -1,4 +1,4 @@
-"""The disk tier: a preallocated slab, a journal, and what was acknowledged survives."""
+"""Disk tier: a preallocated slab with a journal. Acknowledged blocks survive a crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of a slab on their way into an accelerator's memory."""
+"""Transfers of blocks from a slab into an accelerator's memory."""
 
 from __future__ import annotations
 
@@ -20,19 +20,24 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Accelerator:
-    """Straight, by the vendor's file library, where ``open`` went well.
+    """Path of blocks into an accelerator's memory.
 
-    Else the device copies what lies in a buffer. Either way the bytes are there when the call
+    After a successful ``open``, the vendor's file library reads blocks directly. Otherwise the
+    device copies them from a bounce buffer. In both cases the bytes have arrived when a call
     returns.
 
-    memory: of ``device``. allocations: what of it blocks lie in, each registered by itself. buffer:
-    host memory that it copies from, page-locked here. health: of direct moves.
+    Args:
+        device: the accelerator.
+        memory: memory of ``device``.
+        allocations: the allocations within ``memory``, each of which is registered by itself.
+        buffer: bounce buffer in host memory; it is page-locked here.
+        health: health of direct reads.
 
     The caller guarantees
-        one thread reads; what the device computes has been waited for, for nothing here is ordered
-        against that; buffer and memory live until ``close``.
+        one thread reads. The device's compute on the target memory is done: transfers are not
+        ordered against it. ``buffer`` and ``memory`` live until ``close``.
     Outcomes and errors
-        ``DeviceError`` where the device has no more queues, and from a copy that fails.
+        ``DeviceError`` if the device has no more queues, or a copy fails.
     """
 
     def __init__(
@@ -61,35 +66,40 @@ class Accelerator:
             self._undo = undo.pop_all()
 
     def open(self, fd: int, may_bounce: bool) -> None:
-        """Let blocks of the file go directly.
+        """Enable direct reads of the file ``fd``. may_bounce: see ``open_direct``.
 
-        ``TierError`` where the library won't, for instance because the memory can't be pinned; see
-        ``open_direct``.
+        Raises ``TierError`` if the library refuses, for instance because the memory can't be
+        pinned.
         """
         self.engine = open_direct(fd, self._device, self._allocations, may_bounce)
 
     def enter(self) -> bool:
-        """Whether blocks may go directly now.
+        """Return whether blocks may be read directly now.
 
-        Not while that fails again and again, and never again where the driver hangs.
+        They may not while direct reads keep failing, and never again after the driver hung.
         """
         engine = self.engine
         return engine is not None and not engine.is_given_up and self._health.enter()
 
     def holds(self, blocks: Pieces) -> Bools:
-        """Bool [n]: whose pieces all lie in memory that is registered, each as a whole."""
+        """Return which blocks have each piece inside one registration: bool [n]."""
         assert self.engine is not None, "nothing goes directly"
         is_held = self.engine.holds(blocks.addresses, blocks.sizes)
         return np.asarray(is_held.all(axis=1))
 
     def note(self, done: Int64s) -> None:
-        """Record the outcome of blocks that went directly."""
+        """Record the outcome of direct reads."""
         self._health.note("read", done)
 
     def copy(self, src: npt.NDArray[np.uint64], dst: npt.NDArray[np.uint64], size: Int64s) -> None:
-        """Pieces from the buffer to the accelerator's memory, by their addresses.
+        """Copy pieces from the buffer to the accelerator's memory.
 
-        In parts where they lie in several allocations, for no driver copies to two at a time.
+        A piece that spans two allocations is split: no driver copies across them.
+
+        Args:
+            src: address of each piece in the buffer.
+            dst: address of each piece in the accelerator's memory.
+            size: bytes of each piece.
         """
         copies = Copies(dst, src, size.astype(np.uint64)).cut(dst, self._edges)
         batch = CopyBatch(
@@ -107,12 +117,12 @@ class Accelerator:
             raise
 
     def state(self) -> str:
-        """Why blocks don't go directly now though they could; for people, empty while they do."""
+        """Describe why direct reads are suspended; "" while they are not."""
         given_up = [line.note for line in self.engine.findings()] if self.engine else []
         return next(filter(None, given_up), self._health.state())
 
     def close(self) -> None:
-        """Give everything back; what a driver has not let go stays as it is."""
+        """Release everything, except for memory that a driver may still use."""
         if self.engine is not None:
             self.engine.close()
         self._undo.close()

@@ -1,4 +1,4 @@
-"""Blocks in the slots of slabs: room, what a restart found, verified reads."""
+"""Blocks in the slots of slabs: allocation, recovery after a restart, verified reads."""
 
 from __future__ import annotations
 
@@ -46,24 +46,28 @@ Result = TypeVar("Result")
 
 
 class DiskBlocks(Room):
-    """Slots for blocks on local disks; they are found again after a restart or a crash.
+    """Slots for blocks on local disks. Blocks are found again after a restart or a crash.
 
-    options: with ``more_paths`` a block is cut into equal parts, one for each slab. It is there
-    when all of its parts are.
-    arena: memory that blocks mostly come from and go to; it is registered with the I/O engine.
-    Any other address works as well. pool: the memory that blocks are used in, where they may go
-    directly to it and from it. system, clock, monotonic: for tests; unix time, and seconds that
-    ever grow.
+    Args:
+        options: settings. With ``more_paths`` a block is cut into equal parts, one per slab; it
+            exists only if all of its parts do.
+        group: shape of the blocks.
+        arena: memory that most blocks are written from and read into; it is registered with the I/O
+            engine. Other addresses work, too.
+        system: calls to the operating system; for tests.
+        clock: unix time; for tests.
+        monotonic: monotonic clock in seconds; for tests.
+        pool: the engine's KV pool, if blocks may go directly to it and from it.
 
     The caller guarantees
-        one thread stores, one loads, one scrubs, at the same time if they like; allocate, free
-        and forget belong to one thread. A slot that is stored to or loaded from is allocated
-        or claimed, and is not freed meanwhile; a slot is never stored to and loaded from at once.
+        one thread stores, one loads, one scrubs; they may run concurrently. One thread calls
+        ``allocate``, ``free`` and ``forget``. A slot that is stored to or loaded from is allocated
+        or claimed, and is not freed meanwhile. A slot is never stored to and loaded from at once.
     Outcomes and errors
-        no method raises for what the disk does after the tier was opened: a store answers False,
-        a load ``DAMAGED`` or ``FAILED``. After too many errors in a row the disk is not asked for a
-        while: reads and writes apart, so what can't be written any more can still be read.
-        Opening raises ``ConfigError`` (see ``opening.open_slabs``) or ``TierError``.
+        after construction no method raises for errors of the disk: a store returns False, a load
+        ``DAMAGED`` or ``FAILED``. After too many errors in a row the disk is not used for a while;
+        reads and writes are judged separately, so a disk that can't be written can still be read.
+        The constructor raises ``ConfigError`` (see ``opening.open_slabs``) or ``TierError``.
     """
 
     def __init__(
@@ -127,49 +131,49 @@ class DiskBlocks(Room):
 
     @property
     def num_used(self) -> int:
-        """Slots that were given out or claimed, and not given back."""
+        """Number of slots that are allocated or claimed, and not freed."""
         return self.slots.num_used
 
     @property
     def memory_bytes(self) -> int:
-        """Return the bytes of memory kept for the slots."""
+        """Bytes of memory used for the slots."""
         tables = sum(part.slab.memory_bytes for part in self.parts)
         return tables + self.slots.num_bytes + self.listed.num_bytes()
 
     @property
     def way(self) -> Way:
-        """Return the path of blocks to the pool: direct if every disk reads directly into it."""
+        """Path of blocks to the pool; direct only if every disk reads directly into it."""
         ways = [part.way for part in self.parts]
         return next((way for way in ways if way.reason or way.is_compatible), ways[0])
 
     @property
     def reached(self) -> frozenset[str]:
-        """Kinds of memory that blocks come to from every disk, besides the processor's."""
+        """Kinds of memory, besides host memory, that every disk can read into."""
         far = [part.accelerator for part in self.parts]
         kinds = frozenset(each.kind for each in far if each is not None)
         return frozenset() if None in far else kinds
 
     @property
     def can_load(self) -> bool:
-        """Whether it makes sense to load now; otherwise all of it would fail, at once."""
+        """Whether loads are possible now; otherwise all would fail immediately."""
         return all(part.reads.is_passable for part in self.parts)
 
     @property
     def can_store(self) -> bool:
-        """Whether stores are let through now; a breaker of any disk stops them."""
+        """Whether stores are possible now: no disk's breaker refuses them."""
         return all(part.writes.is_passable for part in self.parts)
 
     @property
     def breaker(self) -> BreakerState:
-        """Return the worst state of its disks, reading and writing."""
+        """Worst state of all disks, for reads and writes."""
         if any(part.is_short() for part in self.parts):
             return BreakerState.CUT_SHORT
         return max(each.breaker for part in self.parts for each in (part.reads, part.writes))
 
     def allocate(self, num_slots: int) -> list[Slot] | None:
-        """Allocate ``num`` slots: free ones first, then those of unclaimed blocks, oldest first.
+        """Allocate slots: free ones first, then those of unclaimed blocks, oldest first.
 
-        Unclaimed blocks that lose their slot are no longer listed.
+        Unclaimed blocks that lose their slot are removed from ``listed``.
         """
         slots = self.slots.allocate(num_slots)
         if slots:
@@ -177,13 +181,13 @@ class DiskBlocks(Room):
         return slots
 
     def free(self, slots: Sequence[Slot]) -> None:
-        """Give slots back. Until a slot is used again, a restart finds its block."""
+        """Free slots. Until a slot is reused, a restart finds its block."""
         self.slots.free(slots)
 
     def unclaimed_keys(self) -> list[BlockKey]:
-        """Blocks that a restart found and nobody claimed; those that would leave first in front.
+        """Return the keys of recovered blocks that are unclaimed, in the order of eviction.
 
-        For an owner that keeps an index of its own, and claims them all.
+        For an owner that keeps its own index, and claims them all.
         """
         if not self.can_load:
             return []
@@ -191,13 +195,13 @@ class DiskBlocks(Room):
         return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
 
     def kept_keys(self) -> KeptKeys:
-        """The same as pieces of arrays, from now on."""
+        """Return the keys of unclaimed blocks, in ranges of arrays."""
         return SlabKeys(self.parts[0].slab, self.slots, self.can_load)
 
     def fit(self, keys: Records, slots: Int64s) -> tuple[Bools, Bools]:
-        """Return which slots hold the whole block of that key, and which that of another key.
+        """Return which slots hold the whole block of their key, and which hold another block.
 
-        bool [n] each. -1 stands for no slot.
+        Both are bool [n]. -1 stands for no slot.
         """
         is_slot = slots >= 0
         is_right, is_other = is_slot.copy(), np.zeros(len(slots), bool)
@@ -209,19 +213,18 @@ class DiskBlocks(Room):
         return is_right, is_other
 
     def forget(self, slots: Sequence[Slot]) -> bool:
-        """No restart finds the blocks of these slots.
+        """Make sure that no restart finds the blocks of these slots. The slots stay allocated.
 
-        The slots stay as they are. False where that can't be written down: it may find some of
-        them.
+        Return False if the journal can't be written; a restart may then find some of the blocks.
         """
         check_slots(slots, self.num_slots)
         at = np.array(slots, np.int64)
         return all(part.empty(at) for part in self.parts)
 
     def _find_blocks(self, slabs: Sequence[Slab], is_complete: Bools | None) -> None:
-        """List what the slabs have kept.
+        """List the blocks that the slabs have kept.
 
-        A crash may leave some parts of a block: then it is not there.
+        A crash may leave only some parts of a block. Such a block does not exist.
         """
         self._rows: SlotRows = slabs[0].table
         kinds = self._rows.kinds
@@ -240,7 +243,7 @@ class DiskBlocks(Room):
         for part in self.parts:
             alone = np.flatnonzero((part.slab.table.kinds == RecordKind.PUT) & ~is_complete)
             if len(alone):
-                part.empty(alone)  # where that can't be written, the next owner does it
+                part.empty(alone)  # if that can't be written, the next owner does it
                 logger.warning(
                     "blocks dropped that are not in all parts path=%s num=%d",
                     part.options.path,
@@ -257,11 +260,18 @@ class DiskBlocks(Room):
         ends_at: float = inf,
         others: Sequence[Slot] = (),
     ) -> list[bool]:
-        """Write blocks. True: the block survives what ``options.durability`` says.
+        """Write blocks.
 
-        others: slots that hold nothing either before the blocks are written. ends_at: when the
-        caller wants no more of it (``monotonic``); the options' deadline may be earlier. A block
-        that was not stored leaves its slot empty.
+        Args:
+            names: names of the blocks.
+            slots: slot of each block.
+            blocks: locations of the blocks in memory.
+            ends_at: deadline of the caller (``monotonic``); that of the options may be earlier.
+            others: further slots to mark as empty before the blocks are written.
+
+        Returns:
+            Per block: True if it survives the failures that ``options.durability`` names. If False,
+            its slot is empty.
         """
         check_slots(slots, self.num_slots)
         if not names:
@@ -269,10 +279,10 @@ class DiskBlocks(Room):
         at = np.array(slots, np.int64)
         empty = np.array([*slots, *others], np.int64)
         is_ready = _enter([part.writes for part in self.parts])
-        # All parts first: halves of two blocks must never look like one, wherever a crash comes.
+        # All parts first: after a crash, parts of two blocks must never look like one block.
         if not is_ready or not all(part.mend() and part.empty(empty) for part in self.parts):
             return [False] * len(names)
-        # And one number for all parts of a block: halves of two writes don't look like one, either.
+        # One number for all parts of a block, so that parts of two writes differ, too.
         numbers = self.parts[0].slab.numbers.take(len(names))
         stored = on_all(
             self.parts,
@@ -290,7 +300,7 @@ class DiskBlocks(Room):
         blocks: Pieces,
         ends_at: float = inf,
     ) -> list[Outcome]:
-        """Read blocks to where ``blocks`` lie, and verify them. ends_at: see ``store``."""
+        """Read blocks into ``blocks``, and verify them. ends_at: see ``store``."""
         if not keys:
             return []
         check_slots(slots, self.num_slots)
@@ -308,7 +318,7 @@ class DiskBlocks(Room):
         ]
 
     def _of(self, rank: int, blocks: Pieces) -> Pieces:
-        """The parts that ``rank`` has of blocks."""
+        """Return the parts of blocks that belong to ``rank``."""
         if len(self.parts) == 1:
             return blocks
         num_bytes = self.parts[rank].num_bytes
@@ -317,9 +327,9 @@ class DiskBlocks(Room):
     # -- upkeep ------------------------------------------------------------------------------------
 
     def scrub(self, max_bytes: int) -> ScrubResult:
-        """Verify the next blocks, about ``max_bytes`` of them, whether anybody uses them or not.
+        """Verify the next blocks, about ``max_bytes`` of them, whether they are in use or not.
 
-        A damaged block is forgotten; one that was rewritten meanwhile is not judged.
+        A damaged block is dropped, unless it was rewritten meanwhile.
         """
         if not _enter([part.reads for part in self.parts]):
             return ScrubResult()
@@ -349,17 +359,17 @@ class DiskBlocks(Room):
         return way_of(self.options.direct, pool, has_host, self.way)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where counts disagree. O(num_slots); nothing else may run."""
+        """Raise AssertionError if counts disagree. O(num_slots); no other call may run."""
         self.slots.check_invariants()
 
     def close(self) -> None:
-        """Everything on the medium, and the slabs free for their next owner."""
-        # What does not answer is not waited for.
+        """Sync everything, and release the slabs for their next owner."""
+        # A disk that does not answer is not waited for.
         healths = [health for part in self.parts for health in (part.reads, part.writes)]
         self._close(is_clean=not any(health.is_open for health in healths))
 
     def abandon(self) -> None:
-        """Give the files back as they are, as the end of the process would."""
+        """Release the files without a clean close, as the end of the process would."""
         self._close(is_clean=False)
 
     def _close(self, is_clean: bool) -> None:
@@ -376,14 +386,14 @@ class DiskBlocks(Room):
 
 
 def _enter(healths: Sequence[DiskHealth]) -> bool:
-    """Whether all of them let a call through; where one does not, none is tried for nothing."""
+    """Return whether all of them allow a call. If one refuses, no trial call is used up."""
     return all(each.is_passable for each in healths) and all(each.enter() for each in healths)
 
 
 def on_all(parts: Sequence[Part], work: Callable[[int, Part], Result]) -> list[Result]:
-    """Return the results of ``work(rank, part)`` for all parts, run at the same time.
+    """Run ``work(rank, part)`` for all parts in parallel, and return the results.
 
-    A call that raises raises here, after the others have ended.
+    If a call raises, the first error is raised here after all calls have ended.
     """
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
@@ -394,7 +404,7 @@ def on_all(parts: Sequence[Part], work: Callable[[int, Part], Result]) -> list[R
         except BaseException as error:  # raised again by the caller's thread
             errors.append(error)
 
-    # Threads that a disk which hangs can't keep the process from ending with.
+    # Daemon threads: a hung disk must not keep the process from ending.
     others = [Thread(target=run, args=(rank,), daemon=True) for rank in range(1, len(parts))]
     for thread in others:
         thread.start()

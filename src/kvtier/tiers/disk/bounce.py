@@ -1,9 +1,9 @@
-"""Blocks between slots and memory: directly where both are aligned, else by way of a buffer.
+"""Transfers between slots and memory: directly if both are aligned, else through a bounce buffer.
 
-Which engine moves them depends on the kind of the memory, and on nothing else.
+The kind of memory alone decides which I/O engine moves the blocks.
 
-Straight goes also a block whose pieces lie apart: they are neighbours in the file, and the engine
-moves many of them in one call.
+A block in several pieces can go directly, too: its pieces are neighbours in the file, and the
+engine moves many of them in one call.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 ALIGNMENT: Final = 4096
 """Alignment of slots and of O_DIRECT transfers."""
 LEAST_PIECE_BYTES = 8 << 10
-"""Least average size of a block's pieces for vectored I/O. Smaller pieces are copied to a buffer
-faster than the kernel takes them one by one (``benchmarks.disk.direct``)."""
+"""Minimum average size of a block's pieces for vectored I/O. Copying smaller pieces through a
+buffer is faster than the kernel's handling of single pieces (``benchmarks.disk.direct``)."""
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
@@ -43,12 +43,12 @@ Transfer = Callable[[Int64s, Uint64s, Int64s, float | None], Int64s]
 
 
 def goes_direct(sizes: Int64s) -> bool:
-    """Whether blocks in pieces of so many bytes need no buffer, where they begin at pages."""
+    """Return whether page-aligned blocks with pieces of ``sizes`` bytes need no buffer."""
     return not why_bounced(sizes)
 
 
 def why_bounced(sizes: Int64s) -> str:
-    """Why blocks in pieces of so many bytes need a buffer; "" where they don't."""
+    """Return why blocks with pieces of ``sizes`` bytes need a buffer; "" if they don't."""
     if (odd := sizes[sizes % ALIGNMENT != 0]).size:
         return f"a piece of {odd[0]} bytes is no multiple of {ALIGNMENT}"
     if len(sizes) > 1 and (mean := int(sizes.mean())) < LEAST_PIECE_BYTES:
@@ -57,9 +57,9 @@ def why_bounced(sizes: Int64s) -> str:
 
 
 class Bounce:
-    """Room for ``num_slots`` slots of ``slot_bytes``, aligned to pages. One thread uses it.
+    """Bounce buffer: ``num_slots`` page-aligned slots of ``slot_bytes``. One thread uses it.
 
-    What lies behind a block in its slot is zero, and stays so: only blocks are copied in.
+    The bytes of a slot after its block are always zero, because only blocks are copied in.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
@@ -75,16 +75,18 @@ class Bounce:
         )
 
     def copy_in(self, blocks: Pieces) -> None:
-        """The i-th of ``blocks`` to place i."""
+        """Copy the i-th of ``blocks`` to place i of the buffer."""
         places = np.arange(len(blocks))
         copy_batch(self._pieces(blocks, places), blocks.addresses.ravel(), _sizes(blocks))
 
     def copy_out(
         self, blocks: Pieces, places: Int64s, accelerator: Accelerator | None = None
     ) -> None:
-        """Copy the blocks at ``places`` to ``blocks``, by the accelerator whose memory that is.
+        """Copy the blocks at ``places`` to ``blocks``; skip pieces that are not requested.
 
-        Pieces that nobody wants are left out. Raises ``DeviceError``.
+        accelerator: device that owns the target memory; None for host memory.
+
+        Raises ``DeviceError``.
         """
         wanted = blocks.wanted.ravel()
         to, at = blocks.addresses.ravel()[wanted], self._pieces(blocks, places)[wanted]
@@ -95,7 +97,7 @@ class Bounce:
             accelerator.copy(at, to, sizes.astype(np.int64))
 
     def _pieces(self, blocks: Pieces, places: Int64s) -> Uint64s:
-        """Return where the pieces of the blocks at ``places`` begin."""
+        """Return the addresses of the pieces of the blocks at ``places``."""
         begins = (np.cumsum(blocks.sizes) - blocks.sizes).astype(np.uint64)
         return np.add.outer(self.addresses[places], begins).ravel()
 
@@ -105,11 +107,18 @@ def _sizes(blocks: Pieces) -> Uint64s:
 
 
 class BlockPort:
-    """One direction between slots and memory: an engine, and a buffer of its own.
+    """Transfers in one direction between slots and memory: an I/O engine with a bounce buffer.
 
-    accelerator: whose memory is reached, too, in the direction away from the disk.
-    ends_at: when nothing is begun any more, and what is under way is cancelled (``monotonic``).
-    Results: int64 [n], ``slot_bytes`` where a block was moved, fewer or -errno elsewhere.
+    Results are int64 [n]: ``slot_bytes`` for a block that was moved, else fewer bytes or -errno.
+    At ``ends_at`` (``monotonic``) no further transfer begins, and those in flight are cancelled.
+
+    Args:
+        engine: engine for host memory.
+        bounce: the bounce buffer.
+        block_bytes: bytes of a block.
+        slot_bytes: bytes of a slot.
+        num_threads: threads that compute the checksums of writes.
+        accelerator: device whose memory can be read into, too.
     """
 
     def __init__(
@@ -130,7 +139,7 @@ class BlockPort:
         self._accelerator = accelerator
 
     def _of(self, kind: str) -> Accelerator | None:
-        """Whose memory is of that kind; None for the processor's."""
+        """Return the accelerator that owns memory of this kind; None for host memory."""
         if kind in HOST_KINDS:
             return None
         assert self._accelerator is not None, f"the disk does not reach {kind} memory"
@@ -138,17 +147,17 @@ class BlockPort:
         return self._accelerator
 
     def _engine_for(self, kind: str) -> IoEngine | None:
-        """Return the I/O engine for memory of that kind.
+        """Return the I/O engine for memory of this kind.
 
-        None if only the buffer moves the blocks.
+        None if blocks for such memory must go through the buffer.
         """
         accelerator = self._of(kind)
         return self.engine if accelerator is None else accelerator.engine
 
     def write(self, slots: Int64s, blocks: Pieces, ends_at: float) -> tuple[Int64s, Uint32s]:
-        """Blocks from memory to slots, and their checksums.
+        """Write blocks to slots; return the results, and uint32 [n] checksums.
 
-        Those of blocks that were not moved mean nothing.
+        Checksums are valid only for blocks that were moved.
         """
         done = np.full(len(slots), -errno.ETIMEDOUT, np.int64)
         crcs = np.zeros(len(slots), np.uint32)
@@ -173,13 +182,20 @@ class BlockPort:
         ends_at: float,
         direct: Bools | None = None,
     ) -> tuple[Int64s, Uint32s]:
-        """Blocks from slots to memory.
+        """Read blocks from slots into memory.
 
-        That of a block which was not moved may hold a part of it, or is as it was.
+        The memory of a block that was not moved may be unchanged, or hold a part of the block.
 
-        checked: which of them a checksum is wanted of; the other ones' mean nothing. direct:
-        which of them may go without the buffer; None for all. Of an accelerator's memory none of
-        those is wanted a checksum of.
+        Args:
+            slots: int64 [n], slot of each block.
+            blocks: locations of the blocks in memory.
+            checked: bool [n], blocks whose checksum is computed.
+            ends_at: deadline (``monotonic``).
+            direct: bool [n], blocks that may bypass the buffer; None for all. A block that goes
+                directly to accelerator memory must not be ``checked``.
+
+        Returns:
+            The results, and uint32 [n] checksums, valid for ``checked`` blocks that were moved.
         """
         done = np.full(len(slots), -errno.ETIMEDOUT, np.int64)
         crcs = np.zeros(len(slots), np.uint32)
@@ -191,7 +207,7 @@ class BlockPort:
             assert engine is not None, "a buffer is host memory"
             wanted = np.flatnonzero(checked[part])
             if len(wanted) == len(part):
-                # while others are on their way
+                # Checksums are computed while other blocks are in flight.
                 of_pieces = np.zeros(some.addresses.shape, np.uint32)
                 most = int(some.sizes.max())
                 read: Transfer = partial(_read_checked, engine, of_pieces, most)
@@ -201,31 +217,34 @@ class BlockPort:
                 done[part] = self._move(engine.read, slots[part], some, ends_at)
                 if len(wanted):
                     crcs[part[wanted]] = block_crcs(some.pick(wanted))
-            if not is_aligned:  # what has not arrived would be of another block
+            if not is_aligned:  # copy only arrived blocks: other places hold old bytes
                 arrived = np.flatnonzero(done[part] == self._slot_bytes)
                 if not self._copy_out(blocks.pick(part[arrived]), arrived):
                     done[part[arrived]] = -errno.ENODEV
         return done, crcs
 
     def _copy_out(self, blocks: Pieces, places: Int64s) -> bool:
-        """From places in the buffer to where blocks lie.
+        """Copy blocks from the buffer to their memory.
 
-        False where the accelerator is at fault: they may be there in part.
+        Return False if the accelerator fails; some bytes may have been copied then.
         """
         try:
             self._bounce.copy_out(blocks, places, self._of(blocks.kind))
         except DeviceError as error:
-            # Its words only: what it has come through holds fences.
+            # Log the text only: the traceback would keep fences alive.
             logger.warning("blocks from disk are not on the device: %s", str(error))
             return False
         return True
 
     def _bounced(self, num_blocks: int) -> Pieces:
-        """The first blocks in the buffer."""
+        """Return the first ``num_blocks`` blocks in the buffer."""
         return Pieces.whole(self._bounce.addresses[:num_blocks], self._block_bytes)
 
     def _parts(self, blocks: Pieces, direct: Bools | None = None) -> Iterator[tuple[Int64s, bool]]:
-        """Positions that need no buffer, then the others, a bufferful each."""
+        """Yield the positions that need no buffer, then the others, one bufferful at a time.
+
+        Each comes with whether it needs no buffer.
+        """
         aligned = ((blocks.addresses % ALIGNMENT == 0) & blocks.wanted).all(axis=1)
         if direct is not None:
             aligned &= direct
@@ -240,7 +259,7 @@ class BlockPort:
             yield rest[start : start + self._bounce.num_slots], False
 
     def _move(self, move: Transfer, slots: Int64s, blocks: Pieces, ends_at: float) -> Int64s:
-        """Piece by piece; the last one up to the end of the slot."""
+        """Move the pieces of blocks, the last piece padded to the end of the slot."""
         left_s = ends_at - time.monotonic()
         if left_s <= 0:
             return np.full(len(slots), -errno.ETIMEDOUT, np.int64)
@@ -263,7 +282,7 @@ def _read_checked(
     sizes: Int64s,
     deadline_s: float | None,
 ) -> Int64s:
-    """A read, and checksums put into ``crcs``, of which there is one for each piece."""
+    """Read pieces, and store the checksum of each in ``crcs``."""
     done, found = engine.read_checked(offsets, addresses, sizes, num_checked, deadline_s)
     crcs[:] = found.reshape(crcs.shape)
     return done

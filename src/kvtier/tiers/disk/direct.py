@@ -1,4 +1,4 @@
-"""Decide which blocks may go directly between a slab and the memory that uses them."""
+"""Selection of the blocks that go directly between a slab and the engine's KV pool."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pool:
-    """The memory that blocks are used in: the engine's.
+    """The engine's KV pool.
 
-    blocks: where the first two of its slots lie, of each kind that it has; every other one lies as
-    far from the second as that from the first, or a multiple. device: whose memory it is, where the
-    processor can't reach it.
-
-    allocations: what of ``memory`` was allocated together, each to be registered by itself; what
-    lies between them is not the engine's. By default all of it was.
+    memory: address range of the pool.
+    blocks: locations of the first two slots of each kind. All other slots follow at multiples of
+        the distance between these two.
+    device: device that the memory belongs to; None if the CPU can access it.
+    allocations: the separate allocations within ``memory``, each of which is registered by itself.
+        Bytes between them do not belong to the engine. By default one allocation is the whole.
     """
 
     memory: Memory
@@ -48,7 +48,7 @@ class Pool:
 
     @classmethod
     def of(cls, tier: MemoryTier, device: Device | None = None) -> Pool:
-        """Return the layout of the first tier. device: the device that the tier is in."""
+        """Return the pool of a memory tier. device: device that the tier is in."""
         first = tier.pieces([Slot(at) for at in range(min(2, tier.num_slots))])
         return cls(tier.memory, first, None if tier.memory.kind in HOST_KINDS else device)
 
@@ -65,10 +65,10 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """From a slab to the pool.
+    """Path of blocks from a slab to the pool.
 
-    reason: why blocks don't go directly; "" where they do. probe: what was found out about the
-    accelerator's file library, where that was looked for.
+    reason: why blocks don't go directly; "" if they do.
+    probe: result of the probe of the accelerator's file library, if there was one.
     """
 
     reason: str
@@ -76,7 +76,7 @@ class Way:
 
     @property
     def is_compatible(self) -> bool:
-        """Whether blocks go directly to a library that takes them through host memory itself."""
+        """Whether the file library itself moves the blocks through host memory."""
         return not self.reason and self.probe is not None and self.probe.is_bounced
 
     def __str__(self) -> str:
@@ -86,10 +86,16 @@ class Way:
 def find_way(options: DiskOptions, pool: Pool | None, slot_bytes: int, is_direct: bool) -> Way:
     """Find the path of blocks to ``pool``.
 
-    A path to accelerator memory is tried in a process of its own.
+    A path to accelerator memory is tried in a separate process.
 
-    slot_bytes, is_direct: as ``why_not``. Raises ``ConfigError`` where blocks have to go directly,
-    and can't.
+    Args:
+        options: settings of the disk tier.
+        pool: the engine's KV pool, if known.
+        slot_bytes: bytes of a slot of the slab.
+        is_direct: whether the data file was opened with O_DIRECT.
+
+    Raises:
+        ConfigError: direct transfers are required, but impossible.
     """
     reason = why_not(pool, slot_bytes, is_direct) if pool is not None else "no pool"
     check_direct(options.direct, pool, reason)
@@ -109,7 +115,7 @@ def _by_library(options: DiskOptions, device: Device) -> Way:
         return Way(f"verify is {options.verify}, and the device computes no checksums")
     if not device.file_library:
         return Way(f"no library is known that brings files to the memory of {device.name}")
-    # Here, for people run it as a program: it must not be there before.
+    # Imported here: ``probe`` is also run as a program, and must not be imported before that.
     from kvtier.tiers.disk.io.probe import probe
 
     found = probe(device.file_library, str(options.path), device.name)
@@ -122,9 +128,12 @@ def _by_library(options: DiskOptions, device: Device) -> Way:
 
 
 def why_not(pool: Pool, slot_bytes: int, is_direct: bool) -> str:
-    """Why blocks can't go directly between a slab and ``pool``; "" where they can.
+    """Return why blocks can't go directly between a slab and ``pool``; "" if they can.
 
-    slot_bytes: of the slab. is_direct: its file was opened with O_DIRECT.
+    Args:
+        pool: the engine's KV pool.
+        slot_bytes: bytes of a slot of the slab.
+        is_direct: whether the data file was opened with O_DIRECT.
     """
     if not is_direct:
         return "the file system has no O_DIRECT"
@@ -139,9 +148,9 @@ def why_not(pool: Pool, slot_bytes: int, is_direct: bool) -> str:
 
 
 def _why_not_whole(pool: Pool) -> str:
-    """Why the pieces of a pool on an accelerator are not those of registered memory.
+    """Return why a piece of an accelerator's pool is not inside one allocation; "" if all are.
 
-    A library is told of each piece which registration holds it.
+    Calls of the file library name the registration that holds a piece.
     """
     if pool.device is None:
         return ""
@@ -156,7 +165,10 @@ def _why_not_whole(pool: Pool) -> str:
 
 
 def check_direct(direct: Direct, pool: Pool | None, reason: str) -> None:
-    """Raise ``ConfigError`` where blocks have to go directly, and can't. reason: of ``why_not``."""
+    """Raise ``ConfigError`` if direct transfers are required, but impossible.
+
+    reason: result of ``why_not``.
+    """
     if direct is Direct.ON and pool is None:
         raise ConfigError(
             "direct: on, and the disk is not told what memory blocks are used in; leave it at auto"
@@ -169,7 +181,10 @@ def check_direct(direct: Direct, pool: Pool | None, reason: str) -> None:
 
 
 def check_library(options: DiskOptions, device: Device, reason: str) -> None:
-    """The same of an accelerator, whose library can't. reason: why; "" where it can."""
+    """Raise ``ConfigError`` if direct is required, but the accelerator's library can't do it.
+
+    reason: why not; "" if it can.
+    """
     if options.direct is Direct.ON and reason:
         raise ConfigError(
             f"direct: on, and direct reads don't work between {options.path} and {device.name}: "
@@ -178,7 +193,7 @@ def check_library(options: DiskOptions, device: Device, reason: str) -> None:
 
 
 def way_of(direct: Direct, pool: Pool, has_host: bool, way: Way) -> Finding:
-    """Describe the path of blocks from disk, and its reason. has_host: there is a host tier."""
+    """Describe the path of blocks from disk, and why. has_host: whether there is a host tier."""
     topic = "disk to device"
     if direct is Direct.OFF:
         return Finding(topic, "through host memory", "direct is off")
@@ -199,8 +214,8 @@ def way_of(direct: Direct, pool: Pool, has_host: bool, way: Way) -> Finding:
 class ReadPaths:
     """Read paths of the blocks of one read.
 
-    checked: their checksum is compared. direct: they go directly to where they are used; the
-    others by way of host memory.
+    checked: bool [n], blocks whose checksum is compared. direct: bool [n], blocks that go directly
+    to the pool; the others pass through host memory.
     """
 
     checked: Bools
@@ -208,9 +223,9 @@ class ReadPaths:
 
 
 def check_verify(verify: Verify, can_check: bool) -> None:
-    """Raise ``ConfigError`` if blocks must be verified where they go directly and nobody can.
+    """Raise ``ConfigError`` if all blocks must be verified, but direct reads can't be.
 
-    can_check: checksums can be computed there.
+    can_check: whether checksums can be computed in the memory that blocks are read into.
     """
     if verify is Verify.ALWAYS and not can_check:
         raise ConfigError(
@@ -224,10 +239,16 @@ def choose(
 ) -> ReadPaths:
     """Choose the blocks of a read to verify, and those to read directly.
 
-    trusted: bool [n], those that were written or verified by an owner that lives, or that closed
-    the slab in order. verify: of these all, one in ``sample_every``, or none; of the others all.
-    num_before: blocks that were read before. can_check: checksums can be computed where blocks are
-    used. Where they can't, no block that has to be verified goes there before it was.
+    Untrusted blocks are always verified. If checksums can't be computed in the pool, blocks that
+    have to be verified are not read directly.
+
+    Args:
+        trusted: bool [n], blocks that were written or verified by the current owner, or by one that
+            closed the slab in order.
+        verify: which trusted blocks to verify: all, one in ``sample_every``, or none.
+        num_before: number of blocks that were read before.
+        sample_every: see ``verify``.
+        can_check: whether checksums can be computed in the pool.
     """
     checked = ~trusted
     if verify is Verify.ALWAYS:

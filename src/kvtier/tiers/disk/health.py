@@ -1,4 +1,4 @@
-"""Health of a disk, judged by its errors: when to stop asking it."""
+"""Health of a disk, judged by its errors; decides when to stop using it for a while."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ from kvtier.tiers.breaker import Breaker, BreakerState
 logger = logging.getLogger(__name__)
 
 MEDIUM_ERRORS: Final = (errno.EIO, errno.EBADMSG, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO)
-"""Errors of a place on the medium. The slot is not used again."""
+"""Errors of a location on the medium. The slot is not used again."""
 LATE: Final = (errno.ETIMEDOUT, errno.ETIME, errno.ECANCELED)
-"""The deadline came first. Of a whole batch, so it counts once for each."""
+"""Errors of a missed deadline. They concern a whole batch, so each batch counts once."""
 NOTHING: Final = (errno.EINTR, errno.EAGAIN)
-"""Nothing is wrong with the disk."""
+"""Errors that are no evidence against the disk."""
 LATE_UNTIL_OPEN: Final = 3
-"""Batches in a row: each of them was waited for."""
+"""Late batches in a row after which the breaker opens; the caller has waited for each."""
 
 
 class DiskHealth:
-    """Counts failures, and opens a breaker after ``errors_until_open`` errors in a row.
+    """Counts failures, and opens a breaker after several in a row. Thread-safe.
 
-    Or after a few batches that came too late. Thread-safe.
+    The breaker opens after ``errors_until_open`` errors, or ``LATE_UNTIL_OPEN`` late batches.
 
-    what: for the log. kinds: what is counted apart, in the order in which one call does it: only
-    when the last of them succeeds has the whole call. clock: seconds, ever growing.
+    Args:
+        what: name of the disk, for the log.
+        kinds: kinds of operations, counted separately, in the order in which a call performs them.
+            A call has succeeded when its last kind has.
+        errors_until_open: errors in a row that open the breaker.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -54,25 +58,25 @@ class DiskHealth:
 
     @property
     def is_open(self) -> bool:
-        """Calls are refused, or tried; nothing has succeeded since."""
+        """Whether the breaker is open or half-open: no call has succeeded since it opened."""
         return self._breaker.is_open
 
     @property
     def is_passable(self) -> bool:
-        """Whether ``enter`` would say yes now."""
+        """Whether ``enter`` would return True now."""
         return self._breaker.is_passable
 
     @property
     def breaker(self) -> BreakerState:
-        """Whether calls are refused, or tried."""
+        """State of the breaker."""
         return self._breaker.state
 
     def enter(self) -> bool:
-        """Whether a call may go through."""
+        """Return whether a call may be made now."""
         return self._breaker.enter()
 
     def state(self) -> str:
-        """For people; empty while everything goes through."""
+        """Describe why calls are refused; "" while they pass."""
         with self._lock:
             if not self._breaker.is_open:
                 return ""
@@ -84,7 +88,7 @@ class DiskHealth:
     def note(self, kind: str, done: npt.NDArray[np.int64], is_patient: bool = True) -> None:
         """Record the outcome of a batch: bytes or -errno per operation, in order.
 
-        is_patient: the disk had time for it, so a late answer is evidence.
+        is_patient: whether the disk had enough time, so that a late answer is evidence.
         """
         if not is_patient:
             done = done[~np.isin(-done, LATE)]
@@ -115,21 +119,21 @@ class DiskHealth:
                 self._open(f"{self._in_row[kind]} {kind} errors in a row, the last: {last}")
 
     def failed(self, kind: str, error: OSError) -> None:
-        """A call of its own failed: a record that could not be appended, for instance."""
+        """Record the failure of a single operation, for instance of an append to the journal."""
         self.note(kind, np.array([-(error.errno or errno.EIO)], np.int64))
 
     def succeeded(self, kind: str) -> None:
-        """The opposite of ``failed``: what comes next is the first in a row."""
+        """Record the success of an operation; resets the counts of failures in a row."""
         with self._lock:
             self._in_row[kind] = 0
             self._late_in_row[kind] = 0
             if kind != self._last_kind or not self._breaker.note(True):
                 return
             self.reason = ""
-        logger.info("disk tier asks again path=%s for=%s", self._what, kind)
+        logger.info("disk tier resumed path=%s for=%s", self._what, kind)
 
     def trip(self, reason: str) -> None:
-        """Stop asking, however few errors there were."""
+        """Open the breaker, regardless of the number of errors."""
         with self._lock:
             self._open(reason)
 
@@ -137,4 +141,4 @@ class DiskHealth:
         self.num_opened += 1
         self.reason = reason
         if self._breaker.note(False):
-            logger.error("disk tier stopped asking path=%s reason=%s", self._what, reason)
+            logger.error("disk tier suspended path=%s reason=%s", self._what, reason)

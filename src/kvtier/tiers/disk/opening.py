@@ -1,4 +1,4 @@
-"""Open or make a slab: what is there must be what was asked for, and must be understood."""
+"""Opening and creating slabs. An existing slab must match the configuration."""
 
 from __future__ import annotations
 
@@ -59,7 +59,16 @@ logger = logging.getLogger(__name__)
 
 
 def wanted(options: DiskOptions, group: KVGroup, num_parts: int = 1) -> Superblock:
-    """The slab that these settings ask for. num_parts: into which a block of ``group`` is cut."""
+    """Return the superblock of the slab that these settings ask for.
+
+    Args:
+        options: settings of the disk tier.
+        group: shape of the blocks.
+        num_parts: number of equal parts that a block is cut into.
+
+    Raises:
+        ConfigError: the parts can't be equal, or the capacity is below one block.
+    """
     part_bytes, rest = divmod(group.bytes_per_block, num_parts)
     if rest:
         raise ConfigError(
@@ -92,14 +101,20 @@ def open_slabs(
     system: DiskSystem,
     clock: Callable[[], float] = time.time,
 ) -> list[Slab]:
-    """Open the slabs of one set, each block of which is cut over all of them.
+    """Open the slabs of one set; each block is cut over all of them.
 
-    Make them where all of the folders are empty or missing.
+    If all folders are empty or missing, create the slabs. Nothing is created or changed before it
+    is clear that the slabs belong together.
 
-    Nothing is made or changed before it is clear that they belong together.
-    Raises ``ConfigError`` where another process owns one, where one is another slab than wanted,
-    where they don't belong together, where a device is too full, and ``TierError`` where the system
-    refuses.
+    Args:
+        wanted: folder and expected superblock of each slab.
+        system: calls to the operating system.
+        clock: unix time, for records.
+
+    Raises:
+        ConfigError: another process owns a slab, a slab differs from the expected one, the slabs
+            don't belong together, or a disk is too full.
+        TierError: a system call failed.
     """
     with contextlib.ExitStack() as undo:
         held: dict[Path, OwnerLock] = {}
@@ -130,12 +145,12 @@ def open_slabs(
 
 
 def open_slab(folder: Path, system: DiskSystem, clock: Callable[[], float] = time.time) -> Slab:
-    """Open whatever slab is in ``folder``, to repair it, as far as there is data.
+    """Open the slab in ``folder`` for repair, with as many slots as its data file has.
 
-    Its set stays as it is.
+    Its set stays the same.
 
-    Raises ``ConfigError`` where there is none, or where another process owns it, and ``TierError``
-    where the system refuses.
+    Raises ``ConfigError`` if there is no slab, or another process owns it, and ``TierError`` if a
+    system call fails.
     """
     read_superblock(folder)  # never make a directory where there is nothing to open
     with contextlib.ExitStack() as undo, _refusals_of(folder):
@@ -151,7 +166,7 @@ def open_slab(folder: Path, system: DiskSystem, clock: Callable[[], float] = tim
 
 @contextlib.contextmanager
 def _refusals_of(folder: Path) -> Iterator[None]:
-    """Turn refusals of the system into errors of this tier."""
+    """Turn ``OSError`` into ``TierError``."""
     try:
         yield
     except OSError as error:
@@ -174,16 +189,18 @@ def _make_new(folder: Path, want: Superblock, set_id: bytes, system: DiskSystem)
     make_slab(folder, dataclasses.replace(want, member=Membership(set_id)), system)
 
 
-# -- one that is there -----------------------------------------------------------------------------
+# -- existing slabs --------------------------------------------------------------------------------
 
 
 def read_superblock(
     folder: Path, advice: str = "choose an empty directory or one that does not exist yet"
 ) -> tuple[Superblock, int]:
-    """The superblock in force, and how many of the two are whole. advice: where there is no slab.
+    """Return the current superblock, and how many of the two copies are whole.
 
-    Raises ``ConfigError`` where there is none, or none that this version reads, or one whose
-    numbers can't be.
+    advice: end of the error message if there is no slab.
+
+    Raises ``ConfigError`` if there is no superblock, its version is unknown, or its numbers are
+    impossible.
     """
     try:
         fd = open_file(folder / SUPERBLOCK, os.O_RDONLY)
@@ -241,11 +258,11 @@ def _recover(
     system: DiskSystem,
     clock: Callable[[], float],
 ) -> Slab:
-    """The slab as its files say it is, with as many slots as wanted; not marked as open yet."""
+    """Recover the slab from its files, with ``want.num_slots`` slots; do not mark it as open."""
     with contextlib.ExitStack() as undo:
         superblock_fd = open_file(folder / SUPERBLOCK, os.O_RDWR)
         undo.callback(os.close, superblock_fd)
-        # The directory is locked; this holds if the files are moved to another one meanwhile.
+        # The directory is locked; this lock still holds if the files are moved to another one.
         owner.hold(folder / SUPERBLOCK)
         data_fd, is_direct = open_data(folder / DATA, os.O_RDWR | os.O_CREAT)
         undo.callback(os.close, data_fd)
@@ -290,7 +307,7 @@ def _recover(
             not found.num_invalid and not found.num_beyond and found.generation is not None
         )
         if want.num_slots != current.num_slots or not is_journal_whole:
-            # Records that are damaged or of slots that are gone must not speak up again later.
+            # Damaged records, and those of removed slots, must not take effect again later.
             slab.compact()
         if data_was.st_size > want.num_slots * want.slot_bytes:
             system.truncate(data_fd, want.num_slots * want.slot_bytes)
@@ -307,10 +324,13 @@ def _trusted(
     data: os.stat_result,
     was: Callable[[], SlotRows],
 ) -> npt.NDArray[np.bool_] | None:
-    """Bool [wanted slots]: what the last owner believed, where the data is as it left it.
+    """Return which slots can be trusted without verification: bool [want.num_slots].
 
-    None where nothing is believed. was: what the journal says of its slots; they may be any number,
-    and it is asked last.
+    These are the slots that the last owner trusted, if the data file did not change since. None if
+    no slot is trusted.
+
+    was: returns the journal's rows of all slots that the slab has had. It is called last, because
+    there may be many.
     """
     if mark_of(data) != current.data or data.st_size < current.slot_bytes * current.num_slots:
         return None
@@ -323,13 +343,13 @@ def _trusted(
 
 
 def _rows(folder: Path, journal_fd: int, current: Superblock) -> SlotRows:
-    """Return the rows of all slots that the slab has had."""
+    """Replay the journal for all slots that the slab has had; return their rows."""
     check_memory(folder, current.num_slots * BYTES_PER_SLOT, "the table")
     return recover(folder, journal_fd, current.num_slots, current.num_slots)[0].rows
 
 
 def was_closed(current: Superblock, found: Recovery, journal_bytes: int) -> bool:
-    """The slab was closed, and the journal is as it was then."""
+    """Return whether the slab was closed in order, and its journal is unchanged since."""
     return (
         current.is_clean
         and found.num_invalid == 0
@@ -339,7 +359,7 @@ def was_closed(current: Superblock, found: Recovery, journal_bytes: int) -> bool
 
 
 def check_same_slab(folder: Path, current: Superblock, found: Replay | Recovery) -> None:
-    """Raise ``ConfigError`` where the journal is that of another slab."""
+    """Raise ``ConfigError`` if the journal belongs to another slab."""
     if found.slab_id is not None and found.slab_id != current.slab_id:
         raise ConfigError(
             f"disk tier: the journal in {folder} is that of another slab "
@@ -348,7 +368,7 @@ def check_same_slab(folder: Path, current: Superblock, found: Replay | Recovery)
 
 
 def _fit(data_fd: int, data_bytes: int, want: Superblock, system: DiskSystem) -> None:
-    """Have room for every slot; a file that was cut gets it back."""
+    """Allocate space for every slot, even if the file was cut short."""
     needed = want.slot_bytes * want.num_slots
     if data_bytes < needed:
         system.reserve(data_fd, needed)

@@ -15,47 +15,47 @@ CHOICES: dict[str, type[StrEnum]] = {
     "io": IoKind,
     "direct": Direct,
 }
-"""Settings that are one of a few words."""
+"""Settings with a fixed set of values."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
-    """Location of the slab, and how it is used."""
+    """Settings of the disk tier: location of the slab, capacity, and I/O behaviour."""
 
     path: Path
     """Directory of the slab; made if it is missing."""
     capacity_bytes: int
-    """Room for blocks, reserved when the tier is opened; in all directories together."""
+    """Capacity for blocks, of all directories together; allocated when the tier is opened."""
     more_paths: tuple[Path, ...] = ()
-    """Directories on other disks. Each block is cut over all of them, and read from all at once."""
+    """Directories on other disks. Each block is striped over all disks, and read in parallel."""
     durability: Durability = Durability.PROCESS
     """Failures that an acknowledged block survives: ``process`` or ``power``."""
     verify: Verify = Verify.ALWAYS
     """Checksum verification of loads: ``always``, ``sampled`` or ``off``."""
     sample_every: int = 16
-    """One load in this many is compared with ``verify=sampled``."""
+    """With ``verify=sampled``, one load in this many is verified."""
     io: IoKind = IoKind.AUTO
     """I/O engine: ``auto``, ``uring`` or ``preadv``."""
     direct: Direct = Direct.AUTO
-    """Whether blocks go directly to the memory that the engine computes in, past the host tier:
-    ``auto``, ``on`` or ``off``."""
+    """Whether blocks go directly to the engine's KV pool, bypassing the host tier: ``auto``, ``on``
+    or ``off``."""
     queue_depth: int = 32
-    """Reads or writes in flight at a time, per direction."""
+    """Maximum number of requests in flight, per direction."""
     rank: int = 0
-    """Index of the part of every block that this slab holds, if others hold the rest."""
+    """Index of the part of every block that this slab holds, if other slabs hold the rest."""
     num_ranks: int = 1
-    """Parts that a block is in."""
+    """Number of parts of a block."""
     read_deadline_s: float = 10.0
-    """Reads that take longer fail, and earlier where the caller has less time; the blocks are
-    recomputed."""
+    """Reads that take longer fail, and the blocks are recomputed. A caller may set an earlier
+    deadline."""
     write_deadline_s: float = 60.0
     """Writes that take longer fail; the blocks are not stored."""
     errors_until_off: int = 8
-    """I/O errors in a row after which reads, or writes, are off for a while."""
+    """I/O errors in a row after which reads, or writes, are suspended for a while."""
     bounce_bytes: int = 16 << 20
-    """Aligned memory per direction, for blocks that O_DIRECT can't take as they lie."""
+    """Bytes of the bounce buffer per direction, for blocks that are not aligned for O_DIRECT."""
     checksum_threads: int = 1
-    """Threads that compute the checksums of a batch that is written."""
+    """Threads that compute the checksums of a written batch."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", Path(self.path))
@@ -89,7 +89,7 @@ class DiskOptions:
         return 1 + len(self.more_paths)
 
     def each_part(self) -> list[DiskOptions]:
-        """These settings, for each directory its own."""
+        """Return the settings of each directory."""
         if not self.more_paths:
             return [self]
         return [

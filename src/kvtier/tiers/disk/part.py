@@ -1,4 +1,4 @@
-"""One part of every block: a slab, the engines that reach it, and how its bytes are trusted."""
+"""One disk's part of every block: a slab, its I/O engines, and the verification of its bytes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 SCRUB_BUFFER_BYTES = 4 << 20
 PATIENT_SHARE = 0.5
-"""Share of the disk's own deadline. A call with less time that gets nothing says nothing about the
-disk's health."""
+"""Share of the disk's own deadline. If a call with less time than this share times out, that is no
+evidence about the disk's health."""
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
@@ -42,33 +42,36 @@ NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
 
 class DiskPart:
-    """One rank's or one disk's part of every block: slot i holds its part of block i.
+    """One rank's or one disk's part of every block: slot i holds the part of block i.
 
-    One I/O engine serves a writer and a reader, each with a buffer, and a path to an accelerator.
+    One I/O engine serves a writer and a reader, each with a bounce buffer. There may be a path to
+    an accelerator's memory.
 
     Args:
-        options: of this disk.
-        slab: to be closed by the caller, after ``close``.
-        arena: memory that blocks mostly come from and go to; None where there is no host tier, and
-            the processor does not reach the pool.
+        options: settings of this disk.
+        slab: the slab; the caller closes it after ``close``.
+        arena: memory that most blocks are written from and read into; None if there is no host
+            tier, and the CPU does not reach the pool.
         system: calls to the operating system.
-        clock: for pauses; seconds, ever growing.
-        slots: are told which of them can't be read or written, and which hold wrong bytes.
-        pool: this part of the memory that blocks are used in, where they may go directly to it.
+        clock: monotonic clock for pauses, in seconds.
+        slots: states of the slots. They are updated when a slot can't be read or written, or holds
+            wrong bytes.
+        pool: this disk's part of the engine's KV pool, if blocks may go directly to it.
 
     Attributes:
-        reads, writes: count what the disk does, and say when to stop asking.
-        way: how blocks come to the pool.
-        accelerator: of the pool, where blocks go to its memory from here; None where they go by a
-            host tier, or the pool is the processor's.
+        reads, writes: health of the disk in each direction.
+        way: path of blocks to the pool.
+        accelerator: path to the accelerator's memory; None if blocks pass through a host tier, or
+            the pool is in host memory.
 
     The caller guarantees
-        one thread stores, one loads, one scrubs, at the same time if they like; a slot is never
-        stored to and loaded from at once.
+        one thread stores, one loads, one scrubs; they may run concurrently. A slot is never stored
+        to and loaded from at once. Once per batch the caller asks ``reads`` or ``writes`` whether
+        the disk may be used.
     Outcomes and errors
-        no method raises for what the disk does. ``reads`` and ``writes`` count it, and say when to
-        stop asking: the caller asks them, once for each batch.
-        Opening raises ``TierError``, and ``ConfigError`` where blocks are to go directly and can't.
+        no method raises for errors of the disk; ``reads`` and ``writes`` count them.
+        The constructor raises ``TierError``, and ``ConfigError`` if direct transfers are required
+        but impossible.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class DiskPart:
             self.close()
             raise
 
-    # -- the ways between slots and memory ---------------------------------------------------------
+    # -- paths between slots and memory ------------------------------------------------------------
 
     def _open(
         self, arena: Memory | None, pool: Pool | None, clock: Callable[[], float]
@@ -118,7 +121,7 @@ class DiskPart:
         return writer, reader
 
     def _open_engine(self, kind: IoKind, buffers: Sequence[Memory]) -> IoEngine:
-        """One more engine for the slab, until ``close``."""
+        """Open another I/O engine for the slab; ``close`` closes it."""
         depth = self.options.queue_depth
         engine = self._system.open_engine(self.slab.data_fd, kind, buffers, depth)
         self._engines.append(engine)
@@ -172,9 +175,9 @@ class DiskPart:
     # -- blocks ------------------------------------------------------------------------------------
 
     def empty(self, slots: Int64s) -> bool:
-        """Nothing is in these slots from now on, and a restart knows it.
+        """Record in the journal that these slots are empty.
 
-        False where that can't be written down.
+        Return False if the journal can't be written.
         """
         try:
             self.slab.delete(slots)
@@ -202,14 +205,19 @@ class DiskPart:
         numbers: Uint64s,
         ends_at: float = inf,
     ) -> Bools:
-        """Write the parts in ``blocks`` into slots that are empty.
+        """Write the parts in ``blocks`` into empty slots.
 
-        numbers: uint64 [n], of each block's records in all parts; from the slab's ``numbers``.
-        ends_at: when the caller wants no more of it (``monotonic``); the options' deadline may be
-        earlier.
+        Args:
+            names: names of the blocks.
+            slots: slot of each block.
+            blocks: locations of the parts in memory.
+            numbers: uint64 [n], sequence number of each block's records, the same in all parts;
+                from the slab's ``numbers``.
+            ends_at: deadline of the caller (``monotonic``); that of the options may be earlier.
 
-        True: it survives what ``options.durability`` says. What was not stored leaves its slot
-        empty.
+        Returns:
+            Bool [n]. True: the part survives the failures that ``options.durability`` names. False:
+            the slot is empty.
         """
         stored = np.zeros(len(names), bool)
         num_opened = self.writes.num_opened
@@ -218,7 +226,7 @@ class DiskPart:
         for namespace, run in groupby(names, lambda name: name.namespace):
             piece = slice(at, at := at + len(list(run)))
             if self.writes.num_opened > num_opened or time.monotonic() >= limit.ends_at:
-                break  # the rest would be waited for, too
+                break  # the rest would have to wait, too
             self._store_run(
                 stored[piece],
                 namespace,
@@ -268,8 +276,8 @@ class DiskPart:
     ) -> None:
         """Store blocks. The order of the writes matters.
 
-        A record never names a slot whose bytes are not yet those of its block, and ``empty`` comes
-        before.
+        The caller has called ``empty`` before. A record is written only after the bytes of its
+        slot.
         """
         power = self.options.durability is Durability.POWER
         done, crcs = self._writer.write(slots, blocks, limit.ends_at)
@@ -280,7 +288,7 @@ class DiskPart:
             try:
                 self._writer.engine.sync()
             except OSError as error:
-                # The kernel reports a lost write once, and this one may be of any block.
+                # The kernel reports a lost write once, and it may concern any block.
                 self.slab.distrust()
                 self.writes.trip(f"data could not be synced: {error}")
                 return
@@ -300,10 +308,17 @@ class DiskPart:
         blocks: Pieces,
         ends_at: float = inf,
     ) -> tuple[Bools, Bools]:
-        """Read parts to where ``blocks`` lie.
+        """Read parts into ``blocks``.
 
-        Returns which are right, verified as ``options.verify`` says, and which could not be read.
-        ends_at: see ``store``.
+        Args:
+            keys: keys of the blocks.
+            slots: slot of each block.
+            blocks: locations of the parts in memory.
+            ends_at: see ``store``.
+
+        Returns:
+            Two arrays, bool [n]: which parts are right, verified as ``options.verify`` says, and
+            which could not be read.
         """
         limit = _Limit(self.options.read_deadline_s, ends_at)
         at = np.array(slots, np.int64)
@@ -329,11 +344,11 @@ class DiskPart:
     def _read(
         self, slots: Int64s, blocks: Pieces, trusted: Bools, limit: _Limit
     ) -> tuple[Int64s, Uint32s, Bools]:
-        """Bytes or -errno, checksums, and which of these were computed.
+        """Read slots; return bytes or -errno, checksums, and which checksums were computed.
 
-        What the processor reads to, it can check there. Where it can't, blocks that have to be
-        verified take the buffer, and so do those that did not come directly: what the
-        accelerator's library fails at is not the disk's fault before the disk has failed, too.
+        Checksums are computed on the CPU. So if blocks go to accelerator memory, those that have to
+        be verified pass through the bounce buffer. So do those whose direct read failed: only if
+        the disk fails again is the error counted as the disk's, not the library's.
         """
         far = None if blocks.is_host else self.accelerator
         is_far = far is not None and far.enter()
@@ -368,7 +383,7 @@ class DiskPart:
         if not (done < 0).any():
             return
         bad = slots[np.isin(-done, MEDIUM_ERRORS)]
-        if len(bad) and not health.is_open:  # that many errors are not about single slots
+        if len(bad) and not health.is_open:  # else the errors concern the disk, not single slots
             self._slots.quarantine(bad)
             logger.warning("slots quarantined path=%s slots=%s", self.options.path, bad.tolist())
             try:
@@ -377,7 +392,7 @@ class DiskPart:
                 self.writes.failed("journal", error)
 
     def _drop(self, seen: Records) -> Int64s:
-        """Forget blocks whose bytes are wrong, unless they were rewritten since."""
+        """Drop blocks whose bytes are wrong, unless they were rewritten since."""
         if not len(seen):
             return NO_SLOTS
         try:
@@ -394,13 +409,13 @@ class DiskPart:
         return dropped
 
     def is_short(self) -> bool:
-        """Whether the data file was found to be cut short, and has not got its length back."""
+        """Return whether the data file was cut short, and has not been extended again."""
         if self._is_short:
             self._tell_if_short()
         return self._is_short
 
     def _tell_if_short(self) -> None:
-        """Log once that the data file was cut short, and once that it has its length again."""
+        """Log once that the data file was cut short, and once that it was extended again."""
         try:
             num_missing = self.slab.num_missing_bytes
         except OSError:
@@ -420,9 +435,9 @@ class DiskPart:
     # -- upkeep ------------------------------------------------------------------------------------
 
     def scrub(self, max_bytes: int) -> ScrubResult:
-        """Verify the next blocks, about ``max_bytes`` of them, whether anybody uses them or not.
+        """Verify the next blocks, about ``max_bytes`` of them, whether they are in use or not.
 
-        A damaged block is forgotten; one that was rewritten meanwhile is not judged.
+        A damaged block is dropped, unless it was rewritten meanwhile.
         """
         if self._scrubber is None:
             bounce = Bounce(SCRUB_BUFFER_BYTES // self.slot_bytes, self.slot_bytes)
@@ -450,7 +465,7 @@ class DiskPart:
         return ScrubResult(len(records), num_bytes, tuple(corrupt), tuple(failed))
 
     def findings(self) -> list[Finding]:
-        """Return the path, the I/O engines in use, and the state of an accelerator's."""
+        """Return the path, the I/O engines in use, and the state of the path to an accelerator."""
         direct = "" if self.slab.is_direct else "the file system has no O_DIRECT"
         lines = [Finding("disk path", str(self.options.path), direct)]
         lines += self._writer.engine.findings()
@@ -461,7 +476,7 @@ class DiskPart:
         return lines
 
     def close(self) -> None:
-        """Nothing is read or written any more; the slab stays open."""
+        """Close the I/O engines. The slab stays open."""
         if self.accelerator is not None:
             self.accelerator.close()
         for engine in self._engines:
@@ -471,7 +486,7 @@ class DiskPart:
 class _Limit:
     """Time limit of a call: the disk's own deadline or the caller's, whichever is earlier.
 
-    is_patient: long enough to tell something about the disk.
+    is_patient: whether the limit is long enough for a timeout to be evidence about the disk.
     """
 
     def __init__(self, deadline_s: float, ends_at: float) -> None:

@@ -1,4 +1,4 @@
-"""An open slab: its files, and the record that decides about each slot."""
+"""An open slab: its files, and the deciding record of each slot."""
 
 from __future__ import annotations
 
@@ -39,17 +39,27 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Slab:
-    """An open slab, made by ``opening.open_slab``.
+    """An open slab, made by ``opening.open_slabs`` or ``opening.open_slab``.
 
-    Safe to use from several threads, but for ``compact``, ``compact_if_due``, ``mend`` and
-    ``close``, which belong to one thread at a time; changes raise ``OSError`` where the system
-    refuses, and have not happened then, and ``Closed`` in a forked child.
+    Each change is appended to the journal first, and applied in memory then. The next owner
+    recovers exactly the records in the journal.
 
-    Each change is in the journal first and in memory then; what was appended is read back by the
-    next owner, and nothing else is.
+    Thread-safe, except for ``compact``, ``compact_if_due``, ``mend`` and ``close``, which one
+    thread at a time may call. A change that fails raises ``OSError`` and has no effect. In a forked
+    child, changes raise ``Closed``.
 
-    found: what the journal says. trusted: bool [num_slots], whose data may be believed unverified.
-    numbers: gives the records their sequence numbers; the slabs of a set share one.
+    Args:
+        folder: directory of the slab.
+        lock: lock of the owner.
+        superblock: current superblock.
+        found: state recovered from the journal.
+        files: open files.
+        trusted: bool [num_slots], slots whose data needs no verification.
+        system: calls to the operating system.
+        clock: unix time, for records.
+
+    Attributes:
+        numbers: source of sequence numbers for records; the slabs of a set share one.
     """
 
     def __init__(
@@ -80,18 +90,18 @@ class Slab:
 
     @property
     def table(self) -> SlotRows:
-        """Return the deciding record of each slot, to inspect when nothing else uses the slab."""
+        """Deciding record of each slot, for use while no other thread uses the slab."""
         return self._log.rows
 
     def take_ages(self) -> Uint64s:
-        """Return ``Recovery.ages`` once; it is outdated as soon as slots change."""
+        """Return ``Recovery.ages``, once only: it is outdated as soon as slots change."""
         ages, self._ages = self._ages, None
         assert ages is not None, "the ages were taken before"
         return ages
 
     @property
     def num_dead(self) -> int:
-        """Records of the journal that say nothing any more."""
+        """Number of superseded records in the journal."""
         return self._log.num_dead
 
     @property
@@ -100,24 +110,24 @@ class Slab:
 
     @property
     def num_missing_bytes(self) -> int:
-        """Bytes by which the data file is shorter than its slots: somebody cut it short."""
+        """Bytes by which the data file is too short for its slots; above 0 if it was cut short."""
         num_bytes = os.fstat(self.data_fd).st_size
         return max(0, self.superblock.num_slots * self.superblock.slot_bytes - num_bytes)
 
     @property
     def memory_bytes(self) -> int:
-        """Return the bytes of memory kept for the slots."""
+        """Bytes of memory used for the slots."""
         return self._log.rows.num_bytes + self._log.trusted.nbytes
 
     def look_up(self, slots: Int64s) -> tuple[Records, Bools]:
-        """Return the slots' records as far as in memory, and whether their data may be trusted.
+        """Return the slots' records, with the fields kept in memory, and which slots are trusted.
 
-        Waits for no disk.
+        Never waits for a disk.
         """
         return self._log.look_up(slots)
 
     def trust(self, seen: Records) -> None:
-        """The data of the slots with these records was verified."""
+        """Mark the slots with these records as verified."""
         self._log.trust(seen)
 
     # -- changes -----------------------------------------------------------------------------------
@@ -131,10 +141,19 @@ class Slab:
         data_crcs: npt.NDArray[np.uint32],
         numbers: Uint64s,
     ) -> Bools:
-        """The slots hold these blocks: their data has been written.
+        """Record that the slots hold these blocks, whose data has been written.
 
-        numbers: uint64 [n], sequence numbers that were taken before the data was written. Where
-        something was said about a slot since (it can't be read, for instance) that stays: False.
+        Args:
+            namespace: digest of the namespace of all blocks.
+            keys: V32 [n], key of each block.
+            depths: int64 [n], position of each block in its prompt.
+            slots: int64 [n], slot of each block.
+            data_crcs: uint32 [n], crc32c of each block.
+            numbers: uint64 [n], sequence numbers that were taken before the data was written.
+
+        Returns:
+            Bool [n]. False for a slot that has a newer record, for instance because it can't be
+            read; that record stays in force.
         """
         with self._log.changes:
             is_newest: Bools = np.asarray(self._log.rows.seqs(slots) < numbers)
@@ -155,22 +174,22 @@ class Slab:
             return is_newest
 
     def delete(self, slots: Int64s) -> None:
-        """The slots hold nothing. Those that hold nothing anyway cost no record."""
+        """Record that the slots are empty. Slots that are empty already need no record."""
         with self._log.changes:
             slots = slots[self._log.rows.kinds[slots] == RecordKind.PUT]
             self._append(self._about(slots, RecordKind.DEL))
 
     def delete_if_unchanged(self, seen: Records) -> Int64s:
-        """Slots whose record is still the one that was ``seen`` hold nothing; returns them."""
+        """Record that slots are empty if their record is still the ``seen`` one; return them."""
         with self._log.changes:
             slots = self._log.unchanged(seen)
             self._append(self._about(slots, RecordKind.DEL))
             return slots
 
     def mark_bad(self, slots: Int64s) -> None:
-        """The slots can't be read or written.
+        """Record that the slots can't be read or written.
 
-        Where even this can't be written, only this process knows.
+        If this record can't be written either, only this process knows.
         """
         with self._log.changes:
             self._append(self._about(slots, RecordKind.BAD))
@@ -183,7 +202,7 @@ class Slab:
         return records
 
     def _now(self) -> int:
-        """Unix time, as far as 32 bits count it."""
+        """Return the unix time, clipped to 32 bits."""
         return min(max(0, int(self._clock())), MAX_U32)
 
     def _append(self, records: Records, trusted: Int64s | None = None) -> None:
@@ -192,7 +211,7 @@ class Slab:
             self._log.append(records, trusted)
 
     def sync_journal(self) -> None:
-        """Return when the journal is on the medium."""
+        """Wait until the journal is on the medium."""
         journal = self._log.journal
         if not journal.is_synced:
             try:
@@ -202,9 +221,10 @@ class Slab:
                 raise
 
     def distrust(self) -> None:
-        """A sync has failed: what was written before it may be lost, and no later sync says so.
+        """Trust no block any more, after a failed sync.
 
-        Every block is verified when it is read, and a restart believes nothing of this one.
+        Earlier writes may be lost, and no later sync would report that. So every block is verified
+        when it is read, by this process and after a restart.
         """
         self._has_lost_a_sync = True
         self._log.distrust()
@@ -213,7 +233,7 @@ class Slab:
 
     @property
     def compact_floor(self) -> int:
-        """Dead records below which the journal is left as it is."""
+        """Number of dead records below which the journal is not compacted."""
         return self._log.compact_floor
 
     @compact_floor.setter
@@ -221,7 +241,7 @@ class Slab:
         self._log.compact_floor = num_records
 
     def compact_if_due(self) -> None:
-        """Go on with a compaction, or begin one when enough records are dead."""
+        """Continue a compaction, or begin one if enough records are dead."""
         generation = self.superblock.generation + 1
         if self._log.compact_if_due(self.superblock.slab_id, generation):
             self._write_generation(generation)
@@ -233,18 +253,18 @@ class Slab:
             logger.warning("superblock not written path=%s error=%s", self.folder, error)
 
     def compact(self) -> None:
-        """Write the journal anew, all at once; others may go on meanwhile."""
+        """Compact the whole journal now. Other threads may use the slab meanwhile."""
         generation = self.superblock.generation + 1
         self._log.compact(self.superblock.slab_id, generation)
         self._write_superblock(generation=generation)
 
     def mend(self) -> None:
-        """Write the journal anew if nothing can be appended to it; ``OSError`` where that fails."""
+        """Compact the journal if it can't be appended to. Raise ``OSError`` on failure."""
         if self._log.journal.is_broken:
             self.compact()
 
     def reserve(self) -> None:
-        """Have room for the journal to grow, and for the next one."""
+        """Reserve space for the journal to grow, and for its successor."""
         self._log.reserve()
 
     # -- superblock, end ---------------------------------------------------------------------------
@@ -270,20 +290,20 @@ class Slab:
         self.superblock = current
 
     def mark_open(self, member: Membership | None = None) -> None:
-        """From now on a restart that finds no clean close verifies before it believes.
+        """Mark the slab as open: without a clean close, a restart verifies all blocks.
 
-        member: what the slab's set is from now on.
+        member: new membership in a set; None to keep the current one.
         """
         self._write_superblock(member=member)
 
     def settle(self, member: Membership) -> bool:
-        """Have everything on the medium, and say so.
+        """Sync everything, and mark the slab as closed in order. Return False on failure.
 
-        The next owner believes what this one wrote, verified, or was told to believe. Nothing is
-        written any more. False where that failed.
+        The next owner trusts the blocks that this one wrote, verified or trusted. Nothing may be
+        written afterwards.
         """
         if not self._owner.process.is_here:
-            return False  # the owner goes on
+            return False  # the owner still uses the slab
         if self._log.journal.is_broken or self._has_lost_a_sync:
             return False
         try:
@@ -301,14 +321,14 @@ class Slab:
         return True
 
     def advance(self, member: Membership) -> None:
-        """After ``settle``: the other slabs of the set are settled, too."""
+        """Record that the other slabs of the set are settled, too. Called after ``settle``."""
         try:
             self._write_superblock(member=member, is_clean=True, data=self.superblock.data)
         except OSError as error:
             logger.warning("slab not closed in order path=%s error=%s", self.folder, error)
 
     def close(self, clean: bool = True) -> None:
-        """Give the files back. clean: ``settle`` before."""
+        """Close the files. clean: call ``settle`` first."""
         try:
             if clean:
                 self.settle(self.superblock.member)
@@ -321,7 +341,7 @@ class Slab:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlabFiles:
-    """Open files of a slab. is_direct: blocks go past the page cache."""
+    """Open files of a slab. is_direct: the data file bypasses the page cache (O_DIRECT)."""
 
     data_fd: int
     is_direct: bool
@@ -331,6 +351,6 @@ class SlabFiles:
 
 
 def write_superblock(fd: int, superblock: Superblock, system: DiskSystem) -> None:
-    """Over the older of the two, and wait until it is on the medium."""
+    """Overwrite the older of the two superblocks, and wait until it is on the medium."""
     system.write_at(fd, superblock.encode(), superblock.epoch % 2 * HALF_BYTES)
     system.sync(fd)

@@ -1,4 +1,4 @@
-"""Slots of a slab: free, in use, or holding a recovered block that was not claimed yet."""
+"""Slots of a slab by state: free, in use, quarantined, or with an unclaimed recovered block."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class SlotState(IntEnum):
 
 
 class DiskSlots:
-    """Slots by state. Safe to use from several threads; no call costs O(num_slots).
+    """States of the slots of a slab. Thread-safe; no call costs O(num_slots).
 
-    kinds: uint8 [num_slots], of what decides about each slot. found: int64 [n], slots with the
-    blocks that a restart found. ages: by slot, the lowest one leaves first.
+    kinds: uint8 [num_slots], kind of the deciding record of each slot.
+    found: int64 [n], slots with the blocks that a restart found.
+    ages: uint64 [num_slots], age of each slot; the lowest one is evicted first.
     """
 
     def __init__(
@@ -53,17 +54,17 @@ class DiskSlots:
 
     @property
     def num_bytes(self) -> int:
-        """Memory, about."""
+        """Approximate memory use in bytes."""
         arrays = (self._state, self._is_bad, self._to_drop)
         return self._free.num_bytes + sum(each.nbytes for each in arrays)
 
     @property
     def num_free(self) -> int:
-        """Free slots and unclaimed blocks."""
+        """Number of slots that can be allocated: free ones, and those of unclaimed blocks."""
         return len(self._free) + self.num_unclaimed
 
     def allocate(self, num_slots: int) -> list[Slot] | None:
-        """Free slots, then those of unclaimed blocks; None where there are not enough."""
+        """Allocate free slots, then those of unclaimed blocks; None if there are too few."""
         check_count(num_slots)
         with self._lock:
             if num_slots > self.num_free:
@@ -84,7 +85,7 @@ class DiskSlots:
             return [Slot(slot) for slot in slots.tolist()]
 
     def free(self, slots: Sequence[Slot]) -> None:
-        """Give slots back; each must be in use. Those with an I/O error stay away."""
+        """Free slots; each must be in use. Those with an I/O error become quarantined."""
         check_slots(slots, len(self._state))
         with self._lock:
             back = np.array(slots, np.int64)
@@ -100,9 +101,9 @@ class DiskSlots:
         self._free.put(np.sort(slots)[::-1])
 
     def hold(self, slots: Int64s) -> npt.NDArray[np.bool_]:
-        """Bool [n]: which slots are in use; those that are unclaimed are from now on.
+        """Claim unclaimed slots, and return which slots are in use now: bool [n].
 
-        -1 stands for no slot; a slot at most once.
+        -1 stands for no slot. A slot appears at most once.
         """
         with self._lock:
             there = slots >= 0
@@ -115,11 +116,11 @@ class DiskSlots:
             return np.asarray(there & is_used)
 
     def is_bad(self, slot: Slot) -> bool:
-        """Whether the slot can't be read or written."""
+        """Return whether the slot can't be read or written."""
         return bool(self._is_bad[slot])
 
     def unclaimed(self) -> Int64s:
-        """Slots of the blocks that nobody has claimed, in the order in which they would leave."""
+        """Return the slots of unclaimed blocks, in the order of eviction."""
         with self._lock:
             left = self._to_drop[self._num_passed :]
             left = left[self._state[left] == SlotState.UNCLAIMED]
@@ -127,23 +128,26 @@ class DiskSlots:
 
     @property
     def to_drop(self) -> Uint32s:
-        """The same, and maybe some of those that were claimed. Never written to."""
+        """Slots of unclaimed blocks in the order of eviction, and maybe some claimed ones.
+
+        A view; it is never written to.
+        """
         return self._to_drop[self._num_passed :]
 
     def have_blocks(self, slots: Int64s) -> npt.NDArray[np.bool_]:
-        """Bool [n]: which slots are in use or unclaimed."""
+        """Return which slots are in use or unclaimed: bool [n]."""
         state = self._state[slots]
         return np.asarray((state == SlotState.USED) | (state == SlotState.UNCLAIMED))
 
     def drop_unclaimed(self, slots: Int64s) -> None:
-        """Those of the slots that hold an unclaimed block are free: the block is damaged."""
+        """Free those of the slots that hold an unclaimed block, because the block is damaged."""
         with self._lock:
             dropped = slots[self._state[slots] == SlotState.UNCLAIMED]
             self.num_unclaimed -= len(dropped)
             self._push(dropped)
 
     def quarantine(self, slots: Int64s) -> None:
-        """Never give these out again: they can't be read or written."""
+        """Never allocate these slots again: they can't be read or written."""
         with self._lock:
             slots = slots[~self._is_bad[slots]]
             self._is_bad[slots] = True
@@ -152,13 +156,13 @@ class DiskSlots:
             self.num_unclaimed -= len(unclaimed)
             self._state[unclaimed] = SlotState.QUARANTINED
             is_free = self._state[slots] == SlotState.FREE
-            if is_free.any():  # rare, so it may cost a walk over the free slots
+            if is_free.any():  # rare, so a pass over all free slots is acceptable
                 self._state[slots[is_free]] = SlotState.QUARANTINED
                 stack = self._free.all()
                 self._free = _Stack(stack[self._state[stack] == SlotState.FREE])
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where the counts and the states disagree. O(num_slots)."""
+        """Raise AssertionError if the counts and the states disagree. O(num_slots)."""
         with self._lock:
             counts = np.bincount(self._state, minlength=4)
             stack = self._free.all()
@@ -174,10 +178,10 @@ class DiskSlots:
 
 
 def in_order(slots: Int64s, ages: npt.NDArray[np.uint64]) -> Uint32s:
-    """Slots by age, and by number where equally old.
+    """Return slots sorted by age, and by number if equally old.
 
-    Age and slot are sorted as one number where they fit into it: five times as fast as by
-    reference.
+    Age and slot are packed into one 64-bit number if they fit: that sorts five times as fast as an
+    argsort.
     """
     if not len(slots):
         return np.zeros(0, np.uint32)
@@ -196,7 +200,7 @@ def in_order(slots: Int64s, ages: npt.NDArray[np.uint64]) -> Uint32s:
 
 
 class _Stack:
-    """Slots, the lowest one on top; it needs room for as many as it had at most."""
+    """Stack of slots, initially with the lowest one on top. It never shrinks its array."""
 
     def __init__(self, slots: Int64s) -> None:
         self._slots: Uint32s = slots.astype(np.uint32)
@@ -213,14 +217,14 @@ class _Stack:
         return self._slots[: self._num].astype(np.int64)
 
     def take(self, num: int) -> Int64s:
-        """The uppermost ones."""
+        """Pop ``num`` slots, the top one first."""
         rest = self._num - num
         taken = self._slots[rest : self._num][::-1].astype(np.int64)
         self._num = rest
         return taken
 
     def put(self, slots: Int64s) -> None:
-        """The last one is on top then."""
+        """Push slots; the last one is on top afterwards."""
         num = self._num + len(slots)
         if num > len(self._slots):
             larger = np.empty(max(num, 2 * len(self._slots), FIRST_ROOM), np.uint32)

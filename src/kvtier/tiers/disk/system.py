@@ -22,12 +22,12 @@ _CAN_NOT: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV)
 
 
 class DiskSystem:
-    """The real system calls. Everything raises ``OSError`` where the system refuses."""
+    """The real system calls. They raise ``OSError`` on failure."""
 
     def open_engine(
         self, fd: int, kind: IoKind, buffers: Sequence[Memory], queue_depth: int
     ) -> IoEngine:
-        """An engine for blocks in the open file ``fd``."""
+        """Open an I/O engine for blocks in the open file ``fd``."""
         return open_engine(fd, kind, buffers, queue_depth)
 
     def write_at(self, fd: int, data: bytes, offset: int) -> None:
@@ -38,7 +38,7 @@ class DiskSystem:
             left, offset = left[written:], offset + written
 
     def sync(self, fd: int) -> None:
-        """Return when what was written is on the medium."""
+        """Wait until all written data is on the medium."""
         os.fdatasync(fd)
 
     def truncate(self, fd: int, num_bytes: int) -> None:
@@ -46,35 +46,35 @@ class DiskSystem:
         os.ftruncate(fd, num_bytes)
 
     def reserve(self, fd: int, num_bytes: int) -> None:
-        """Have room for ``num_bytes`` from the start of the file; ENOSPC where there is none."""
+        """Allocate ``num_bytes`` from the start of the file; ENOSPC if the disk is full."""
         os.posix_fallocate(fd, 0, num_bytes)
 
     def reserve_ahead(self, fd: int, num_bytes: int) -> None:
-        """Have room for the file to grow to ``num_bytes``; its size stays as it is.
+        """Allocate space for the file to grow to ``num_bytes``; its size stays the same.
 
-        ENOSPC where there is none; nothing happens where the file system can't promise it.
+        ENOSPC if the disk is full. Does nothing on a file system without support for it.
         """
         fallocate = _fallocate()
         if os.fstat(fd).st_blocks * 512 >= num_bytes:
-            return  # asking again would cost a write of the file system's own journal
+            return  # allocated already; a call would write the file system's own journal
         if fallocate and fallocate(fd, _KEEP_SIZE, 0, num_bytes):
             code = ctypes.get_errno()
             if code not in _CAN_NOT:
                 raise OSError(code, os.strerror(code))
 
     def stamp(self, fd: int) -> os.stat_result:
-        """Give the file a time of change that no write can give it again.
+        """Set the file's mtime to a value that no later write can produce.
 
-        Clocks of file systems stand still for milliseconds: the time itself would be that of a
-        write which comes at once. It is not waited for: where a power cut takes it back, the file
-        was changed.
+        The current time would not do: clocks of file systems have a resolution of milliseconds, so
+        a write right afterwards could leave the same mtime. The change is not synced: if a power
+        cut reverts it, the file counts as changed.
         """
         now = time.time_ns()
         os.utime(fd, ns=(now, now - 10**9 - secrets.randbelow(10**9)))
         return os.fstat(fd)
 
     def replace(self, source: Path, target: Path) -> None:
-        """Rename over ``target``, and have the directory on the medium."""
+        """Rename ``source`` to ``target``, and sync the directory."""
         os.replace(source, target)
         fd = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -84,7 +84,7 @@ class DiskSystem:
 
 
 def read_at(fd: int, num_bytes: int, offset: int) -> bytes:
-    """Up to ``num_bytes``; fewer only at the end of the file."""
+    """Read up to ``num_bytes``; fewer only at the end of the file."""
     parts: list[bytes] = []
     while num_bytes > 0 and (part := os.pread(fd, num_bytes, offset)):
         parts.append(part)
@@ -94,7 +94,7 @@ def read_at(fd: int, num_bytes: int, offset: int) -> bytes:
 
 @cache
 def _fallocate() -> Callable[[int, int, int, int], int] | None:
-    """fallocate(2), which Python only has without its flags; None where there is none."""
+    """Return fallocate(2), which Python offers only without flags; None if it is missing."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
     if function is None:
         return None

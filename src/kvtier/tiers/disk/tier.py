@@ -1,4 +1,4 @@
-"""The disk tier: blocks by key, in the slots of a slab."""
+"""Disk tier: blocks by key, in the slots of a slab."""
 
 from __future__ import annotations
 
@@ -39,10 +39,7 @@ HOST_ONLY = frozenset({"host"})
 
 
 def make_disk(site: StorageSite) -> DiskTier:
-    """One more disk tier, for ``storage="name=disk:/path"``.
-
-    With the settings that it has by default.
-    """
+    """Make a further disk tier with default settings, for ``storage="name=disk:/path"``."""
     if not site.location:
         raise ConfigError(f'{site.name}: no folder; write it as "{site.name}=disk:/path"')
     options = DiskOptions(Path(site.location), site.capacity_bytes)
@@ -50,12 +47,13 @@ def make_disk(site: StorageSite) -> DiskTier:
 
 
 class DiskTier(StorageTier):
-    """Blocks on local disks; they are found again after a restart or a crash.
+    """Storage tier on local disks. Its blocks are found again after a restart or a crash.
 
-    Which slot a block is in is known here only, in a table that is used with the lock held; it
-    names free slots that have a block still, too. A slot is read and written without the lock; one
-    whose block is dropped meanwhile is free when the last reader has gone. For the arguments see
-    ``DiskBlocks``.
+    A table maps keys to slots; the lock protects it. It also lists free slots that still hold a
+    block. Slots are read and written without the lock. If a block is dropped while it is read, its
+    slot becomes free when the last reader is done.
+
+    For the arguments see ``DiskBlocks``.
     """
 
     facts = StorageFacts(reaches=HOST_KINDS, finds_at_once=True, wants_scrubbing=True)
@@ -77,7 +75,7 @@ class DiskTier(StorageTier):
         self.facts = replace(
             self.facts,
             reaches=HOST_ONLY if options.direct is Direct.OFF else HOST_KINDS | self.blocks.reached,
-            # Whose checksum is computed where it lies: of an accelerator's nothing is written.
+            # Checksums are computed on the CPU, so blocks in accelerator memory are not written.
             writes_from=HOST_ONLY if options.direct is Direct.OFF else HOST_KINDS,
             direct=Direct.OFF if self.blocks.way.reason else options.direct,
         )
@@ -97,12 +95,12 @@ class DiskTier(StorageTier):
 
     @property
     def num_unfound(self) -> int:
-        """Blocks that a restart found and nobody has asked for, of whatever namespace."""
+        """Number of recovered blocks of all namespaces that were not requested yet."""
         return self.blocks.slots.num_unclaimed
 
     @property
     def memory_bytes(self) -> int:
-        """Return the bytes of memory kept for the slots."""
+        """Bytes of memory used for the slots."""
         return self.blocks.memory_bytes + self._is_kept.nbytes
 
     @property
@@ -126,9 +124,9 @@ class DiskTier(StorageTier):
             self._lock.release()
 
     def _lock_until(self, ends_at: float) -> bool:
-        """Take the lock; False where somebody had it until ``ends_at``.
+        """Take the lock; return False if another thread held it until ``ends_at``.
 
-        A drop for good has it while it writes.
+        ``drop`` with ``for_good`` holds it while it writes.
         """
         left_s = max(0.0, ends_at - time.monotonic())
         return self._lock.acquire(timeout=min(left_s, TIMEOUT_MAX))
@@ -138,10 +136,10 @@ class DiskTier(StorageTier):
         return [Outcome.THERE if slot >= 0 else Outcome.ABSENT for slot in slots.tolist()]
 
     def _hold(self, keys: Sequence[BlockKey]) -> Int64s:
-        """int64 [n]: the slot of each block, in use from now on; -1 where it is not there.
+        """Claim blocks, and return their slots: int64 [n]; -1 for a missing block.
 
-        A scrub empties the slots of damaged blocks whose keys are here still, and a slot that was
-        not in use may be another block's by now.
+        The table may be outdated: a scrub empties slots of damaged blocks, and an unused slot may
+        hold another block by now. So each slot is checked against its record.
         """
         wanted = as_keys(keys)
         slots = self._slots.find(wanted)
@@ -163,13 +161,13 @@ class DiskTier(StorageTier):
         try:
             outcomes = self._find([name.key for name in names])
             new = [at for at, outcome in enumerate(outcomes) if outcome is not Outcome.THERE]
-            # Nothing makes room for what would come too late.
+            # Evict nothing for a write that would miss its deadline.
             slots = self._allocate(len(new)) if time.monotonic() < ends_at else []
             fit = new[: len(slots)]
             before = self._slots_with([names[at].key for at in fit])
         finally:
             self._lock.release()
-        # One slot has a block at most, or one that is dropped for good would come back.
+        # At most one slot may hold a block, or a block dropped for good could come back.
         others = [Slot(slot) for slot in before[before >= 0].tolist()]
         new_names = [names[at] for at in fit]
         stored = self.blocks.store(new_names, slots, blocks.pick(fit), ends_at, others)
@@ -184,7 +182,7 @@ class DiskTier(StorageTier):
         return [each if each is Outcome.THERE else Outcome.FAILED for each in outcomes]
 
     def _allocate(self, num_blocks: int) -> list[Slot]:
-        """Slots, as many as there are. Blocks that nobody asked for go for them."""
+        """Allocate slots, fewer if there are too few. Unclaimed blocks are evicted for them."""
         return self.blocks.allocate(min(num_blocks, self.blocks.num_free)) or []
 
     def get(
@@ -230,21 +228,21 @@ class DiskTier(StorageTier):
             self._leave(slots[slots >= 0])
 
     def _slots_with(self, keys: Sequence[BlockKey]) -> Int64s:
-        """int64 [n]: the slot that has each block, in use or not; -1 where none has."""
+        """Return the slot that holds each block, in use or not: int64 [n]; -1 for none."""
         wanted = as_keys(keys)
         slots = self._slots.find(wanted)
         slots[~self.blocks.fit(wanted, slots)[0]] = -1
         return slots
 
     def _forget(self, keys: Sequence[BlockKey], slots: Int64s) -> None:
-        """The blocks are not there any more; those that went meanwhile are passed over."""
+        """Remove blocks from the table, and free their slots; skip those removed meanwhile."""
         wanted = as_keys(keys)
         still = self._slots.find(wanted) == slots
         self._slots.remove(slots[still])
         self._leave(slots[still])
 
     def _leave(self, slots: Int64s) -> None:
-        """The slots are free, or will be when nobody reads them any more."""
+        """Free the slots, those that are being read after their last reader is done."""
         self._is_kept[slots] = False
         leaving = [Slot(slot) for slot in slots.tolist()]
         busy = {slot for slot in leaving if self._num_readers[slot]}
@@ -262,9 +260,9 @@ class DiskTier(StorageTier):
         return self.blocks.findings()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where slots, keys and counts disagree.
+        """Raise AssertionError if slots, keys and counts disagree.
 
-        O(num_slots); nothing else may run.
+        O(num_slots); no other call may run meanwhile.
         """
         self.blocks.check_invariants()
         num_kept = self.blocks.num_used + self.blocks.slots.num_unclaimed
@@ -276,5 +274,5 @@ class DiskTier(StorageTier):
         self.blocks.close()
 
     def abandon(self) -> None:
-        """Give the files back as they are, as the end of the process would."""
+        """Release the files without a clean close, as the end of the process would."""
         self.blocks.abandon()

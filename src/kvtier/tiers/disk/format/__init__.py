@@ -1,1 +1,1 @@
-"""Files of a slab: superblock, journal, records, folder."""
+"""File formats of a slab: superblock, journal, records, folder."""

@@ -1,4 +1,4 @@
-"""A journal that is written anew, a slice at a time, while the old one goes on."""
+"""Incremental compaction: copies a journal slice by slice while the old one is appended to."""
 
 from __future__ import annotations
 
@@ -22,22 +22,27 @@ from kvtier.tiers.disk.format.records import (
 from kvtier.tiers.disk.format.rows import SlotRows
 
 SLICE_RECORDS: Final = 1 << 14
-"""Records of the old journal that are read and compared at once: 1 MiB."""
+"""Number of records of the old journal that are read and compared at once: 1 MiB."""
 
 Bools = npt.NDArray[np.bool_]
 
 
 class Compaction:
-    """Copies from the old journal.
+    """A running compaction of a journal.
 
-    Of what it had when this began, the records that decide about a slot; of what is appended
-    meanwhile, all. So the new one says the same.
+    Of the records that the old journal had at the start, only deciding ones are copied. Records
+    that are appended meanwhile are all copied. So both journals describe the same state.
 
-        old   [ before: what decides is copied ][ since: all of it is copied ]<- appends
+        old   [ before: deciding records are copied ][ since: all are copied ]<- appends
         fresh [ header ][ copied ... ][ names of namespaces ]
 
-    old: is only appended to meanwhile; what it has when this begins has come into rows. fresh:
-    empty. rows: what decides. slab_id, generation: for the header.
+    Args:
+        old: the old journal. It may be appended to meanwhile, but not changed otherwise. ``rows``
+            reflects all records that it has at the start.
+        fresh: the new journal, empty.
+        rows: deciding records.
+        slab_id: id of the slab, for the header.
+        generation: generation of the new journal, for the header.
     """
 
     def __init__(
@@ -63,14 +68,14 @@ class Compaction:
 
     @property
     def num_left(self) -> int:
-        """Records of the old journal that were not looked at yet."""
+        """Number of records of the old journal that were not processed yet."""
         return self._old.num_records - self._at
 
     def copy(self, num_records: int) -> None:
-        """Go on with about ``num_records`` records of the old journal.
+        """Process about ``num_records`` further records of the old journal.
 
-        ``OSError`` where the new one can't be written, or where what was appended meanwhile can't
-        be read.
+        Raises ``OSError`` if the new journal can't be written, or if records that were appended
+        meanwhile can't be read.
         """
         end = self._at + min(num_records, self.num_left)
         while self._at < end:
@@ -82,14 +87,14 @@ class Compaction:
             self._copy(to)
 
     def _copy(self, to: int) -> None:
-        """One slice, up to record number ``to``: all of it from before, or from since."""
+        """Copy one slice, up to record number ``to``, entirely from before or since the start."""
         is_before = self._at < self._before
         try:
             records = self._old.read(self._at, to)
         except OSError:
             if not is_before:
                 raise
-            records = blank(0, RecordKind.PUT)  # ``missing`` knows what was lost
+            records = blank(0, RecordKind.PUT)  # ``missing`` finds the lost ones
         valid = are_valid(records)
         if not is_before and (len(records) < to - self._at or not valid.all()):
             raise OSError(f"records {self._at} to {to} of the journal can't be read back")
@@ -100,11 +105,11 @@ class Compaction:
         self._at = to
 
     def _deciding(self, records: Records) -> Records:
-        """Those that are about a block or a bad slot, and decide."""
+        """Return the deciding records of blocks and bad slots."""
         is_about = are_live(records["kind"]) & (records["slot"] < len(self._rows))
         records = pick(records, np.flatnonzero(is_about))
-        # Without the lock of look-ups: a row that is changed meanwhile, and be it half old, half
-        # new, is that of a record which is appended, and copied later. This one may go or stay.
+        # The table is read without its lock. If a row changes meanwhile, even if it is seen half
+        # old and half new, its new record is appended and copied later, so either result is right.
         return pick(records, np.flatnonzero(self._rows.decide(records)))
 
     def _note(self, kept: Records) -> None:
@@ -112,12 +117,12 @@ class Compaction:
         self._is_copied[about["slot"]] = True
         self.is_used[about["namespace"]] = True
 
-    # -- the end: nothing is appended to the old one while these are called ------------------------
+    # -- the end: nothing is appended to the old journal during these calls ------------------------
 
     def missing(self) -> Records:
-        """Records that decide, and could not be read back, as far as they are known.
+        """Return the deciding records that could not be read back, rebuilt from ``rows``.
 
-        Newly sealed, without their depth, their time and their namespace.
+        They are sealed again, without depth, time and namespace.
         """
         lost = []
         for start in range(0, len(self._rows), SLICE_RECORDS):
@@ -129,7 +134,7 @@ class Compaction:
         return records
 
     def name(self, numbers: Mapping[bytes, int]) -> None:
-        """Write which digests the numbers stand for that were copied. numbers: by digest."""
+        """Append the digests of all namespace numbers in use. numbers: number by digest."""
         new = {
             digest: number
             for digest, number in numbers.items()

@@ -1,4 +1,4 @@
-"""The directory of a slab: its files, and the lock that says who owns it."""
+"""Directory of a slab: its files, and the lock of its owner."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ LOCK: Final = "flock"
 FILES: Final = (DATA, JOURNAL, NEW_JOURNAL, SUPERBLOCK, NEW_SUPERBLOCK, TRUST, LOCK)
 
 _LOCK_TRIES: Final = 5
-"""Someone who only looks holds the lock for a moment."""
+"""Number of attempts; ``owner_of`` holds the lock for a moment."""
 _LOCK_PAUSE_S: Final = 0.02
 _NO_LOCKS: Final = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 """Errors of file systems that cannot lock a directory."""
 
 
 def make_folder(path: Path, owner: str = "disk tier") -> None:
-    """Make the directory, for this user only.
+    """Make the directory with access for this user only.
 
-    One that is there stays as it is, and must be this user's or root's, and nobody else's to write
-    to: KV is private, and what is read back is given to a model. A group may: that is how volumes
-    are given to a container.
+    An existing directory is not changed. It must belong to this user or root, and must not be
+    writable by all users: KV is private, and KV that is read back is given to a model. It may be
+    writable by its group, as container volumes are.
 
-    owner: what the messages name in front of the path.
+    owner: prefix of the error messages.
+
+    Raises ``ConfigError``.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -62,7 +64,10 @@ def make_folder(path: Path, owner: str = "disk tier") -> None:
 
 
 def open_data(path: Path, flags: int) -> tuple[int, bool]:
-    """The slab's file, past the page cache where the file system can. Returns (fd, direct)."""
+    """Open the data file, with O_DIRECT if the file system supports it.
+
+    Returns the descriptor, and whether it has O_DIRECT.
+    """
     try:
         return open_file(path, flags | os.O_DIRECT), True
     except OSError as error:
@@ -72,13 +77,15 @@ def open_data(path: Path, flags: int) -> tuple[int, bool]:
 
 
 class OwnerLock:
-    """One owner per slab: held from construction to ``close``, or until the process ends.
+    """Lock that allows one owner per slab, held until ``close`` or the end of the process.
 
-    The directory itself is locked: it can't be removed while a slab is in it. The file ``flock`` is
-    locked, too, for earlier versions, and says who the owner is; a file system that is too full for
-    that is no reason to stay away.
+    The directory itself is locked, because it can't be removed while it has files. The file
+    ``flock`` is locked, too, for earlier versions, and names the owner. If the file system is too
+    full to create it, the directory's lock alone has to do.
 
-    A forked child is no owner: it lets go of its copy at once, or the lock would outlive the owner.
+    A forked child closes its copies at once, or the lock would outlive the owner.
+
+    Raises ``ConfigError`` if another process owns the slab.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -100,15 +107,15 @@ class OwnerLock:
         _held.add(self)
 
     def hold(self, path: Path) -> None:
-        """Lock another file of the slab as well, by a descriptor of its own."""
+        """Lock another file of the slab as well, with a separate descriptor."""
         self._fds.append(open_file(path, os.O_RDONLY))
         lock(self._fds[-1], path.parent)
 
     def close(self) -> None:
-        """Let the next owner in. In a forked child it stays with its owner."""
+        """Release the lock. In a forked child, only close the descriptors."""
         while self._fds:
             fd = self._fds.pop()
-            if self.process.is_here:  # closing would not do: a child may have a copy
+            if self.process.is_here:  # closing is not enough: a child may have a copy
                 with contextlib.suppress(OSError):
                     fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
@@ -128,7 +135,7 @@ os.register_at_fork(after_in_child=_let_go)
 def lock(fd: int, folder: Path) -> None:
     """Lock an open file for one owner of the slab in ``folder``, until it is closed.
 
-    Raises ``ConfigError`` where another owner has it locked.
+    Raises ``ConfigError`` if another process has locked it.
     """
     for attempt in range(_LOCK_TRIES):
         try:
@@ -144,11 +151,11 @@ def lock(fd: int, folder: Path) -> None:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            return  # a network's file system, perhaps: the other locks have to do
+            return  # e.g. a network file system: the other locks have to do
 
 
 def owner_of(folder: Path) -> str | None:
-    """Return the holder of the lock, in words; None if nobody holds it."""
+    """Describe the process that holds the lock; None if no process does."""
     for name in (folder, folder / LOCK):
         try:
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -170,7 +177,7 @@ def _open_folder(folder: Path) -> int:
 
 
 def _owner(folder: Path) -> str:
-    """Return what the lock file says about its holder."""
+    """Return the lock file's description of its holder."""
     try:
         fd = open_file(folder / LOCK, os.O_RDONLY)
     except OSError:
@@ -183,7 +190,7 @@ def _owner(folder: Path) -> str:
 
 
 def _write_name(fd: int) -> None:
-    """Over the name of the last owner, without giving its room back: there may be no other."""
+    """Overwrite the name of the last owner in place: the disk may have no free space."""
     name = f"process {os.getpid()} ({_command()})\n".encode()
     with contextlib.suppress(OSError):
         os.pwrite(fd, name, 0)

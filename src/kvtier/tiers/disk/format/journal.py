@@ -1,4 +1,4 @@
-"""The journal's file: records are appended, never changed."""
+"""The journal file. Records are appended, never changed."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from kvtier.tiers.disk.format.records import RECORD, RECORD_BYTES, Records
 from kvtier.tiers.disk.system import DiskSystem
 
 COMPACT_FLOOR = 4096
-"""Dead records (256 KiB of them) below which a journal is left as it is."""
+"""Number of dead records (256 KiB) below which a journal is not compacted."""
 DUE_SHARE = 7 / 8
-"""Dead records per live one above which a journal is compacted: what is appended meanwhile still
-finds the room that is reserved for as many dead ones as live ones."""
+"""Dead records per live one above which a journal is compacted. The reserved space allows as many
+dead records as live ones, so records that are appended meanwhile still fit."""
 STEP_RECORDS = 1 << 16
-"""Records of the old journal, 4 MiB, that each batch of writes compacts at least."""
+"""Minimum number of records, 4 MiB, that are compacted after each batch of writes."""
 PACE = 32
-"""And at least so many for each record that was appended since: with twice as many records as slots
-to copy, a new journal is there before a sixteenth as many as slots are appended."""
+"""Minimum number of records that are compacted per appended record. With twice as many records as
+slots to copy, a compaction ends before a sixteenth as many records as slots are appended."""
 SLACK_RECORDS = 4096
-"""Records beyond the limit that a journal may hold: a last batch and names of namespaces."""
+"""Further records that a journal may hold: a last batch and names of namespaces."""
 
 
 def max_journal_bytes(num_slots: int) -> int:
-    """As large as a journal gets, if it is compacted when it is due: room for it is reserved."""
+    """Return the largest size of a journal that is compacted on time; this space is reserved."""
     return RECORD_BYTES * (num_slots + max(num_slots, COMPACT_FLOOR) + SLACK_RECORDS)
 
 
 class Journal:
-    """An open journal that ends at ``num_bytes``. Owned by who holds the slab's lock."""
+    """An open journal that ends at ``num_bytes``. The holder of the slab's lock owns it."""
 
     def __init__(self, fd: int, num_bytes: int, system: DiskSystem) -> None:
         self.num_bytes = num_bytes
@@ -46,7 +46,7 @@ class Journal:
 
     @property
     def is_synced(self) -> bool:
-        """All records are on the medium."""
+        """Whether all records are on the medium."""
         return self._synced_bytes == self.num_bytes
 
     @property
@@ -55,19 +55,19 @@ class Journal:
 
     @property
     def is_broken(self) -> bool:
-        """True if the content of the file is unknown; nothing is appended to it then."""
+        """Whether the content of the file is unknown, so that nothing can be appended."""
         return self._broken is not None
 
     def reserve(self, num_bytes: int) -> None:
-        """Have room to grow to ``num_bytes``: up to there a full file system does not matter.
+        """Reserve space to grow to ``num_bytes``, even if the file system gets full.
 
-        ``OSError`` where there is none; the journal can be used as well.
+        Raises ``OSError`` if there is too little; the journal still works then.
         """
         self._system.reserve_ahead(self._fd, num_bytes)
         self._reserved_bytes = num_bytes
 
     def append(self, records: Records) -> None:
-        """All of the records, or ``OSError`` and none of them."""
+        """Append all of the records, or raise ``OSError`` and append none."""
         if self._broken:
             raise OSError(errno.EIO, f"the journal can't be written: {self._broken}")
         data = records.tobytes()
@@ -79,14 +79,11 @@ class Journal:
         self.num_bytes += len(data)
 
     def read(self, start: int, end: int) -> Records:
-        """The records number ``start`` to ``end``, whatever is there now.
-
-        Fewer where the file ends before.
-        """
+        """Return records ``start`` to ``end``, unverified; fewer if the file ends before."""
         return read_records(self._fd, start * RECORD_BYTES, end - start)
 
     def skip_hole(self, number: int) -> int:
-        """The record from which on there may be content again, ``number`` where there is."""
+        """Return the number of the first record, from ``number`` on, that is not in a hole."""
         try:
             at = os.lseek(self._fd, number * RECORD_BYTES, os.SEEK_DATA)
         except OSError as error:
@@ -94,17 +91,17 @@ class Journal:
         return max(number, at // RECORD_BYTES)
 
     def _cut(self) -> None:
-        """Take back what of a failed append is there: it would count after a restart."""
+        """Truncate the remains of a failed append, which a restart would apply."""
         try:
             self._system.truncate(self._fd, self.num_bytes)
         except OSError as error:
             self.give_up(error)
             return
-        with contextlib.suppress(OSError):  # what was reserved behind the end went with it
+        with contextlib.suppress(OSError):  # the truncation has freed the reserved space
             self._system.reserve_ahead(self._fd, self._reserved_bytes)
 
     def sync(self) -> None:
-        """Return when all records are on the medium."""
+        """Wait until all records are on the medium."""
         before = self.num_bytes
         try:
             self._system.sync(self._fd)
@@ -115,7 +112,7 @@ class Journal:
         self._synced_bytes = before
 
     def give_up(self, error: OSError) -> None:
-        """Append nothing any more."""
+        """Refuse all further appends."""
         self._broken = error
 
     def close(self) -> None:
@@ -123,7 +120,7 @@ class Journal:
 
 
 def read_records(fd: int, offset: int, num_records: int) -> Records:
-    """Up to ``num_records`` whole records from ``offset`` on; fewer only at the end of the file."""
+    """Read up to ``num_records`` whole records at ``offset``; fewer only at the file's end."""
     records = np.empty(num_records, RECORD)
     view = memoryview(records.view(np.uint8).data)
     done = 0
@@ -133,10 +130,10 @@ def read_records(fd: int, offset: int, num_records: int) -> Records:
 
 
 def make_spare(folder: Path, num_slots: int, system: DiskSystem) -> None:
-    """Have an empty file with room for the next journal.
+    """Create an empty file with reserved space for the next journal.
 
-    A full file system does not keep a journal from being compacted. What a crash left of one is
-    removed.
+    So a journal can be compacted on a full file system. The remains of an interrupted compaction
+    are removed.
     """
     path = folder / NEW_JOURNAL
     with contextlib.suppress(FileNotFoundError):

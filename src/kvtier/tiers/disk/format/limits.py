@@ -1,6 +1,6 @@
-"""Limits of a slab's numbers. Nothing is made, read or reserved by a number beyond them.
+"""Limits of the numbers in a slab's files, checked before anything is allocated or read by them.
 
-A slab's files may have been damaged, or made to do harm: a checksum does not say who wrote it.
+The files may be damaged or malicious: a checksum does not authenticate its author.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from kvtier.tiers.disk.format.superblock import Superblock
 DELETE_OR_MOVE: Final = "delete the directory to start empty, or choose another path"
 
 MAX_SLOTS: Final = 1 << 32
-"""A record names its slot in 32 bits."""
+"""Maximum number of slots: a record names its slot in 32 bits."""
 MAX_BYTES: Final = (1 << 63) - 1
 """Largest size of a file."""
 MAX_COUNT: Final = 1 << 62
-"""Epochs, generations and steps are counted one by one, and never get this far: what follows still
-fits into 64 bits."""
+"""Limit of epochs, generations and steps. They are counted one by one, so they never reach it, and
+later numbers still fit into 64 bits."""
 MAX_SEQUENCE: Final = (1 << 63) - (1 << 40)
-"""Sequence numbers begin anew, higher, with every step of a set; after this many there is room."""
+"""Largest sequence number. They jump to a higher range with every step of a set, so this limit
+leaves room for later ones."""
 
 SURE_BYTES: Final = 256 << 20
 """Bytes of memory that may be allocated without checking how much is free."""
 BYTES_PER_SLOT: Final = 128
-"""Bytes of memory per slot of an open slab: its table, and the arrays made from it at start."""
+"""Bytes of memory per slot of an open slab: its table, and arrays derived from it at start."""
 
 
 def check_superblock(folder: Path, found: Superblock) -> None:
-    """Raise ``ConfigError`` where the slab in ``folder`` can't be one, naming the number."""
+    """Raise ``ConfigError`` if a number in the superblock is impossible, and name it."""
     slot_bytes = -(-found.block_bytes // ALIGNMENT) * ALIGNMENT
     for is_right, name, value, rule in (
         (found.block_bytes > 0, "bytes per block", found.block_bytes, "not above 0"),
@@ -63,7 +64,7 @@ def check_superblock(folder: Path, found: Superblock) -> None:
 
 
 def check_sequence(folder: Path, next_seq: int) -> None:
-    """Raise ``ConfigError`` where the journal counts further than any slab does."""
+    """Raise ``ConfigError`` if a sequence number in the journal is impossibly high."""
     if next_seq > MAX_SEQUENCE:
         raise _impossible(folder, "sequence number", next_seq - 1, f"not below {MAX_SEQUENCE}")
 
@@ -75,7 +76,7 @@ def _impossible(folder: Path, name: str, value: int, rule: str) -> ConfigError:
 
 
 def check_room(num_slots: int, slot_bytes: int) -> None:
-    """Raise ``ConfigError`` where a slab of that many slots is more than can be had."""
+    """Raise ``ConfigError`` if a slab of this size is impossible."""
     if num_slots > MAX_SLOTS or num_slots * slot_bytes > MAX_BYTES:
         most = min(MAX_SLOTS, MAX_BYTES // slot_bytes)
         raise ConfigError(
@@ -85,7 +86,7 @@ def check_room(num_slots: int, slot_bytes: int) -> None:
 
 
 def check_memory(folder: Path, num_bytes: int, what: str) -> None:
-    """Raise ``ConfigError`` where ``what`` takes more memory than is left."""
+    """Raise ``ConfigError`` if ``what`` needs more memory than is available."""
     if num_bytes <= SURE_BYTES:
         return
     left, limited_by = available_bytes()
@@ -97,15 +98,16 @@ def check_memory(folder: Path, num_bytes: int, what: str) -> None:
 
 
 def most_journal_bytes(num_slots: int) -> int:
-    """Return the size that no journal exceeds.
+    """Return the size in bytes that no journal exceeds.
 
-    Compaction leaves an eighth of this; what could not be compacted for want of room has the rest.
+    A journal that is compacted on time has at most an eighth of this. The rest is for journals that
+    could not be compacted because the disk was full.
     """
     return RECORD_BYTES * ((1 << 20) + 16 * num_slots)
 
 
 def check_journal(folder: Path, num_bytes: int, num_slots: int) -> None:
-    """Raise ``ConfigError`` where the journal of a slab of that many slots is too large."""
+    """Raise ``ConfigError`` if the journal is too large for a slab of ``num_slots`` slots."""
     most = most_journal_bytes(num_slots)
     if num_bytes > most:
         raise ConfigError(
@@ -115,9 +117,9 @@ def check_journal(folder: Path, num_bytes: int, num_slots: int) -> None:
 
 
 def as_far_as_data(folder: Path, found: Superblock) -> Superblock:
-    """The slab with the slots that its file has room for.
+    """Return the superblock with only the slots that the data file has room for.
 
-    What was cut off, or was never there, is not made by whoever only repairs.
+    A repair does not extend the file.
     """
     try:
         data_bytes = (folder / DATA).lstat().st_size

@@ -1,4 +1,4 @@
-"""A slab's journal, and in memory what it says of every slot."""
+"""Journal of a slab, with the table of slots that results from it."""
 
 from __future__ import annotations
 
@@ -31,21 +31,25 @@ logger = logging.getLogger(__name__)
 
 MAX_NAMESPACES = 0xFFFF
 UNNAMED = 0
-"""Number of the namespaces that did not get one of their own."""
+"""Number for namespaces without a number of their own, after all are used."""
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
 class Log:
-    """Whoever changes something holds ``changes`` while it looks and appends.
+    """Journal of a slab, and the table of slots that results from it.
 
-    ``_table`` is held for memory only, and for bounded pieces of it: no look-up waits for a disk,
-    or for a compaction.
+    A thread that changes slots holds the lock ``changes`` from its lookup to the append. The lock
+    ``_table`` is held for short memory accesses only, so no lookup waits for a disk or a
+    compaction. One thread at a time runs compactions.
 
-    Compactions belong to one thread at a time.
-
-    found: what the journal says. trusted: bool [num_slots], whose data may be believed unverified.
+    Args:
+        folder: directory of the slab.
+        journal: the open journal.
+        found: state recovered from the journal.
+        trusted: bool [num_slots], slots whose data needs no verification.
+        system: calls to the operating system.
     """
 
     def __init__(
@@ -73,36 +77,37 @@ class Log:
 
     @property
     def num_dead(self) -> int:
-        """Records of the journal that say nothing any more."""
+        """Number of superseded records in the journal."""
         return self.journal.num_records - self._num_live - len(self._names) - 1
 
-    # -- what is in the slots ----------------------------------------------------------------------
+    # -- content of the slots ----------------------------------------------------------------------
 
     def look_up(self, slots: Int64s) -> tuple[Records, Bools]:
-        """The slots' records, as far as ``Rows`` has them, and which are trusted."""
+        """Return the slots' records, with the fields of ``SlotRows``, and which are trusted."""
         with self._table:
             return self.rows.of(slots), self.trusted[slots]
 
     def unchanged(self, seen: Records) -> Int64s:
-        """Slots that have not been rewritten since their record was seen."""
+        """Return the slots that were not rewritten since their record was seen."""
         slots = seen["slot"].astype(np.int64)
         return np.asarray(slots[self.rows.seqs(slots) == seen["seq"]], np.int64)
 
     def trust(self, seen: Records) -> None:
-        """The data of the slots with these records was verified."""
+        """Mark the slots with these records as verified, unless they were rewritten."""
         with self._table:
             self.trusted[self.unchanged(seen)] = True
 
     def distrust(self) -> None:
-        """Nothing is trusted any more."""
+        """Trust no slot any more."""
         with self._table:
             self.trusted[:] = False
 
     def append(self, records: Records, trusted: Int64s | None = None) -> None:
-        """``records`` decide from now on.
+        """Append ``records``, and make them the deciding ones. The caller holds ``changes``.
 
-        ``OSError``, and nothing has changed, where they can't be written. trusted: slots whose data
-        may be believed. The caller holds ``changes``.
+        Raises ``OSError`` without any effect if they can't be written.
+
+        trusted: slots whose data needs no verification.
         """
         seal(records)
         self.journal.append(records)
@@ -117,9 +122,9 @@ class Log:
     # -- namespaces --------------------------------------------------------------------------------
 
     def number(self, namespace: bytes) -> tuple[int, Records]:
-        """The namespace's number, and the record that gives it one where it has none yet.
+        """Return the namespace's number, and a record that assigns it if it is new.
 
-        To be appended, and ``named``. The caller holds ``changes``.
+        The caller holds ``changes``, appends the record, and then calls ``named``.
         """
         number = self._names.get(namespace)
         if number is not None or self._last_number >= MAX_NAMESPACES:
@@ -130,15 +135,15 @@ class Log:
         return self._last_number + 1, naming
 
     def named(self, namespace: bytes, number: int) -> None:
-        """The record that ``number`` gave was appended."""
+        """Note that the record returned by ``number`` was appended."""
         self._names[namespace] = self._last_number = number
 
     # -- compaction --------------------------------------------------------------------------------
 
     def reserve(self) -> None:
-        """Have room for the journal to grow, and for the next one.
+        """Reserve space for the journal to grow, and for its successor.
 
-        A slab without it can be used: it stops being written when the file system is full.
+        A slab works without this space, until the file system is full.
         """
         try:
             self.journal.reserve(max_journal_bytes(len(self.rows)))
@@ -147,12 +152,12 @@ class Log:
             logger.warning("no room reserved for the journal path=%s error=%s", self._folder, error)
 
     def compact_if_due(self, slab_id: bytes, generation: int) -> bool:
-        """Begin a compaction if nearly as many records are dead as live; go on with a running one.
+        """Continue a running compaction, or begin one if enough records are dead.
 
-        There must be enough to be worth it. Called with every batch that is stored, each of which
-        pays for a part: ``STEP_RECORDS``, or more for a large one.
+        Called after every stored batch. Each call copies ``STEP_RECORDS`` records, or more after a
+        large batch.
 
-        Returns whether the journal is a new one now, of that generation.
+        Returns whether the journal was replaced by a new one of generation ``generation``.
         """
         if self._is_compacting or self.journal.is_broken:
             return False
@@ -165,26 +170,26 @@ class Log:
         try:
             return self._go_on(num_records, slab_id, generation)
         except OSError as error:
-            self.compact_floor = 2 * self.num_dead  # not again with every batch
+            self.compact_floor = 2 * self.num_dead  # do not retry with every batch
             logger.warning("journal not compacted path=%s error=%s", self._folder, error)
             return False
         finally:
             self._num_seen = self.journal.num_records
 
     def compact(self, slab_id: bytes, generation: int) -> None:
-        """Write what counts to a new journal and put it in place of the old one, all at once.
+        """Copy the deciding records to a new journal, and replace the old one by it.
 
-        Others may go on: what they append meanwhile is in the new one, too.
+        Other threads may append meanwhile; their records are copied, too.
         """
         self.drop_compaction()
         while not self._go_on(self.journal.num_records, slab_id, generation):
             pass
 
     def _go_on(self, num_records: int, slab_id: bytes, generation: int) -> bool:
-        """Copy that many records of the old journal.
+        """Copy ``num_records`` records of the old journal.
 
-        The new one takes its place when hardly any are left: True then. What raises leaves the old
-        one.
+        If few records are left, finish the compaction, and return True. After an error the old
+        journal stays in use.
         """
         self._is_compacting = True
         try:
@@ -207,18 +212,18 @@ class Log:
         fd = open_file(self._folder / NEW_JOURNAL, os.O_RDWR | os.O_CREAT)
         fresh = Journal(fd, 0, self._system)
         try:
-            if os.fstat(fd).st_size:  # where nothing is, cutting would give the room back
+            if os.fstat(fd).st_size:  # truncating an empty file would free the reserved space
                 self._system.truncate(fd, 0)
             with contextlib.suppress(OSError):
                 fresh.reserve(max_journal_bytes(len(self.rows)))
-            with self.changes:  # what was appended decides by now, or comes after the mark
+            with self.changes:  # so that each record is either in the table, or after the mark
                 return Compaction(self.journal, fresh, self.rows, slab_id, generation)
         except BaseException:
             fresh.close()
             raise
 
     def _switch(self, going: Compaction) -> None:
-        """The new journal in place of the old one. Nothing is changed meanwhile; it may be read."""
+        """Replace the old journal by the new one. Changes wait meanwhile; lookups don't."""
         with self.changes:
             going.copy(going.num_left)
             lost = going.missing()
@@ -241,14 +246,14 @@ class Log:
         try:
             self._system.replace(self._folder / NEW_JOURNAL, self._folder / JOURNAL)
         except OSError as error:
-            # Which of the two the next owner will see is not known.
+            # It is unknown which of the two journals the next owner will see.
             self.journal.give_up(error)
             raise
         self.journal.close()
         self.journal = fresh
 
     def drop_compaction(self) -> None:
-        """Discard what was written of a new journal."""
+        """Discard an unfinished new journal."""
         going, self._compaction = self._compaction, None
         if going is not None:
             going.fresh.close()
@@ -259,7 +264,7 @@ class Log:
             make_spare(self._folder, len(self.rows), self._system)
 
     def close(self) -> None:
-        """Give the files back as they are."""
+        """Close the files."""
         if self._compaction is not None:
             self._compaction.fresh.close()
         self.journal.close()

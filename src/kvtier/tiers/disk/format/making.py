@@ -1,4 +1,4 @@
-"""Make a slab: its superblock comes last."""
+"""Creation of a slab. Its superblock is written last."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_new(folder: Path) -> bool:
-    """Nothing there, or a slab whose making was interrupted: its superblock comes last."""
+    """Return whether the folder is empty, missing, or has a slab whose creation was interrupted."""
     try:
         there = {each.name for each in folder.iterdir()} - {LOCK}
     except (FileNotFoundError, NotADirectoryError):
@@ -40,9 +40,9 @@ def is_new(folder: Path) -> bool:
 
 
 def make_slab(folder: Path, want: Superblock, system: DiskSystem) -> None:
-    """Make the files of an empty slab. All the room that it will ever need is reserved.
+    """Create the files of an empty slab, and allocate all space that it will ever need.
 
-    Raises ``ConfigError`` where there is too little, and leaves nothing behind then.
+    Raises ``ConfigError`` if there is too little space. Created files are removed then.
     """
     created = os.O_RDWR | os.O_CREAT | os.O_TRUNC
     fds: list[int] = []
@@ -76,7 +76,7 @@ def make_slab(folder: Path, want: Superblock, system: DiskSystem) -> None:
 
 
 def too_full(folder: Path, want: Superblock, error: OSError) -> ConfigError:
-    """Return the message for a disk without room for the slab."""
+    """Return the error for a disk without room for the slab."""
     return ConfigError(
         f"disk tier: a capacity of {want.slot_bytes * want.num_slots / 2**30:.2f} GiB does not fit "
         f"into {folder}: {error.strerror} ({shutil.disk_usage(folder).free / 2**30:.2f} GiB are "

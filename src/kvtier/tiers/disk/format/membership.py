@@ -1,13 +1,13 @@
-"""The slabs of one set: which belong together, and that none of them was left behind.
+"""Membership of slabs in a set, and detection of slabs that were left behind.
 
-Every opening and every closing of a set are two steps, and the step is written to the superblock
-of every slab before the next one begins in any:
+Every opening and every closing of a set takes two steps. A step is written to the superblocks of
+all slabs before the next step begins in any of them:
 
      opened:   step n + 1, then n + 2      closed in order:   n + 3, then n + 4
 
-So whatever a crash leaves, two slabs are at most one step apart, and blocks are only written while
-all of them are at the second step of an opening. One that is further behind was restored, or was
-not there when the others were used.
+So after a crash two slabs are at most one step apart, and blocks are only written while all slabs
+are at the second step of an opening. A slab that is further behind was restored from a backup, or
+was missing when the others were used.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from kvtier.tiers.disk.format.superblock import NO_SET, SET_ID_BYTES, Membership
 from kvtier.tiers.disk.slab import Slab
 
 NUMBERS_PER_STEP: Final = 1 << 32
-"""Sequence numbers begin anew, higher, with every step: those of records that a crash lost are not
-given out again."""
+"""Sequence numbers jump to a new range with every step, so that the numbers of records that a crash
+lost are not reused."""
 _NUM_STEPS: Final = 1 << 30
 START_EMPTY: Final = "to start empty, delete all directories of the set"
 
 
 def check_members(found: Sequence[tuple[Path, Superblock | None]]) -> None:
-    """See that slabs belong together before anything is changed. None: there is no slab yet.
+    """Check that slabs belong together, before anything is changed.
 
-    Raises ``ConfigError`` where one is missing, is of another set, or was left behind.
+    found: folder and superblock of each slab; None if there is no slab yet.
+
+    Raises ``ConfigError`` if a slab is missing, belongs to another set, or was left behind.
     """
     there = [(folder, each) for folder, each in found if each is not None]
     if not there:
@@ -64,22 +66,22 @@ def check_members(found: Sequence[tuple[Path, Superblock | None]]) -> None:
 
 
 def _fits(ours: Membership, newest: Membership) -> bool:
-    """The slabs may be what an owner, or the end of its process, left."""
+    """Return whether an owner, or a crash, can have left the slabs in these states."""
     if ours.step == newest.step:
         return (ours.session, ours.set_id) == (newest.session, newest.set_id)
     return ours.step + 1 == newest.step and ours.session in (newest.session, newest.previous)
 
 
 def set_id_of(found: Sequence[Superblock | None]) -> bytes:
-    """The id of the set that the slabs are of; a new one where they have none."""
+    """Return the id of the slabs' set; a new one if they have none."""
     known = (each.member.set_id for each in found if each is not None)
     return next((each for each in known if each != NO_SET), secrets.token_bytes(SET_ID_BYTES))
 
 
 def enter(slabs: Sequence[Slab], set_id: bytes) -> None:
-    """Open a set that ``check_members`` has seen: from now on, blocks may be written."""
+    """Open a set that passed ``check_members``. Blocks may be written afterwards."""
     newest = max((slab.superblock.member for slab in slabs), key=lambda each: each.step)
-    for slab in slabs:  # what a crash left behind catches up first
+    for slab in slabs:  # slabs that a crash left behind catch up first
         if slab.superblock.member != newest:
             slab.mark_open(newest)
     session = secrets.randbelow((1 << 64) - 1) + 1
@@ -97,7 +99,7 @@ def enter(slabs: Sequence[Slab], set_id: bytes) -> None:
 
 
 def leave(slabs: Sequence[Slab]) -> None:
-    """Close a set in order, as far as that can be done. The slabs still have to be closed."""
+    """Mark a set as closed in order, if possible. The slabs still have to be closed."""
     left = _next(slabs[0].superblock.member)
     are_settled = [slab.settle(left) for slab in slabs]
     if len(slabs) > 1 and all(are_settled):

@@ -1,9 +1,9 @@
-"""Records of the journal: 64 bytes each, little-endian, every one with its own checksum.
+"""Records of the journal: 64 bytes each, little-endian, with a checksum each.
 
 offset  0  u32  crc32c of the bytes 4..64
         4  u8   kind              5  u8   version of the record
         6  u16  number of the namespace
-        8  u64  sequence number: the highest one of a slot decides
+        8  u64  sequence number: the record with a slot's highest number decides
        16  u32  slot              20 u32  depth: position of the block in its prompt
        24  u32  unix time         28 u32  crc32c of the block
        32  32 bytes key
@@ -46,10 +46,10 @@ assert RECORD.itemsize == RECORD_BYTES, "a record is 64 bytes"
 
 
 class RecordKind(IntEnum):
-    """Kind of a journal record. 0 is none: a hole in the file is no record."""
+    """Kind of a journal record. 0 is not a kind, because a hole in the file reads as zeros."""
 
     HEADER = 1
-    """First of a journal: ``seq`` is its generation, ``key`` begins with the slab's id."""
+    """First record of a journal: ``seq`` is its generation, ``key`` begins with the slab's id."""
     PUT = 2
     """``slot`` holds the block ``key`` from now on."""
     DEL = 3
@@ -57,11 +57,11 @@ class RecordKind(IntEnum):
     NAMESPACE = 4
     """``namespace`` stands for the digest in ``key``."""
     BAD = 5
-    """``slot`` can't be read or written: not used until a repair says otherwise."""
+    """``slot`` can't be read or written. It is not used until a repair releases it."""
 
 
 def blank(num_records: int, kind: RecordKind) -> Records:
-    """Records of one kind, everything else 0."""
+    """Return records of one kind, with all other fields 0."""
     records = np.zeros(num_records, RECORD)
     records["kind"] = kind
     records["version"] = RECORD_VERSION
@@ -69,7 +69,7 @@ def blank(num_records: int, kind: RecordKind) -> Records:
 
 
 def header(slab_id: bytes, generation: int) -> Records:
-    """The first record of a journal, not yet sealed."""
+    """Return the first record of a journal, not yet sealed."""
     record = blank(1, RecordKind.HEADER)
     record["seq"] = generation
     record["key"] = np.frombuffer(slab_id.ljust(32, b"\0"), "V32")
@@ -82,14 +82,14 @@ def seal(records: Records) -> None:
 
 
 def are_valid(records: Records) -> npt.NDArray[np.bool_]:
-    """Bool [n]: the checksum fits, and this version knows the record."""
+    """Return which records have a right checksum, and a known version and kind: bool [n]."""
     right = records["crc"] == crc32c_rows(_body(records))
     kind = records["kind"]
     return np.asarray(right & (records["version"] == RECORD_VERSION) & (kind >= 1) & (kind <= 5))
 
 
 def are_live(kinds: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    """Bool [n]: what a new journal has to say again, of the records that decide."""
+    """Return which kinds of deciding records a compaction has to keep: bool [n]."""
     return np.asarray((kinds == RecordKind.PUT) | (kinds == RecordKind.BAD))
 
 
@@ -98,7 +98,7 @@ def _body(records: Records) -> npt.NDArray[np.uint8]:
 
 
 def as_keys(keys: Sequence[bytes]) -> Records:
-    """V32 [n] of keys of 32 bytes each; a view where they lie side by side."""
+    """Return keys of 32 bytes each as V32 [n]; a view if they are contiguous already."""
     if NATIVE and isinstance(keys, Keys):
         return np.frombuffer(memoryview(keys), "V32")
     joined = b"".join(keys)
@@ -107,21 +107,21 @@ def as_keys(keys: Sequence[bytes]) -> Records:
 
 
 def pick(records: Records, at: npt.NDArray[np.int64]) -> Records:
-    """``records[at]``, a good deal faster."""
+    """Return ``records[at]``, but faster than NumPy's indexing of structured arrays."""
     return np.take(records.view(f"V{RECORD_BYTES}"), at).view(RECORD)
 
 
 def key_prefixes(records: Records) -> npt.NDArray[np.uint64]:
-    """uint64 [n]: the first 8 bytes of each key."""
+    """Return the first 8 bytes of each key: uint64 [n]."""
     words = records.view("<u8").reshape(len(records), RECORD_BYTES // 8)
     return np.ascontiguousarray(words[:, (RECORD_BYTES - KEY_BYTES) // 8])
 
 
 def same_keys(left: Records, right: Records) -> npt.NDArray[np.bool_]:
-    """Bool [n]: which keys are equal, all 32 bytes of them."""
+    """Return which keys are equal in all 32 bytes: bool [n]."""
     return np.asarray((as_words(left) == as_words(right)).all(axis=1))
 
 
 def as_words(keys: Records) -> npt.NDArray[np.uint64]:
-    """uint64 [n, 4]: the bytes of keys, to compare and to sort."""
+    """Return the bytes of keys as words, to compare and to sort: uint64 [n, 4]."""
     return np.ascontiguousarray(keys).view("<u8").reshape(len(keys), KEY_BYTES // 8)

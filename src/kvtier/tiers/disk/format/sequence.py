@@ -9,10 +9,9 @@ import numpy.typing as npt
 
 
 class Sequence:
-    """Gives out numbers from ``first`` on, each once. Safe to use from several threads.
+    """Source of unique sequence numbers from ``first`` on. Thread-safe.
 
-    The slabs of a set share one, so that the parts of a block can have one number, which no other
-    write has.
+    The slabs of a set share one source, so that all parts of a block can have the same number.
     """
 
     def __init__(self, first: int) -> None:
@@ -21,7 +20,7 @@ class Sequence:
 
     @property
     def next(self) -> int:
-        """The number that comes next."""
+        """Next number."""
         return self._next
 
     def take(self, num: int) -> npt.NDArray[np.uint64]:

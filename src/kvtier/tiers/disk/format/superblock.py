@@ -1,7 +1,7 @@
-"""The two superblocks: what the slab is, and whether it was closed in order.
+"""The two superblocks: description of the slab, and whether it was closed in order.
 
-Each half of the file ``superblock`` is 4096 bytes, little-endian; a change writes the half that the
-epoch's parity names, so that the other one is whole whatever happens.
+Each half of the file ``superblock`` is 4096 bytes, little-endian. A change writes the half that the
+parity of the epoch selects, so the other half stays whole, whatever happens.
 
       0  8 bytes "kvtslab\\n"        8  u32 crc32c of the bytes 12..4096
      12  u16 format version         14  u16 flags (1: clean)        16  u64 epoch
@@ -14,7 +14,7 @@ epoch's parity names, so that the other one is whole whatever happens.
     168  u64 inode of the data     176  u64 bytes of the data      184  i64 mtime of the data, ns
     192  u32 length of the description, then the description: JSON, UTF-8
 
-Version 1 has its description at 128, and none of what is between.
+Version 1 has its description at 128, and none of the fields between.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ NO_SET: Final = bytes(SET_ID_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Set of slabs that belong together, and when they last did; see ``membership``.
+    """Membership of a slab in a set, over which each block is cut; see ``membership``.
 
-    set_id: of all slabs that one block is cut over; zeros before the first opening by this
-    version. step: counts openings and closings of the set. session: random, of the opening that
-    this step belongs to; previous: of the one before.
+    set_id: id of the set; zeros before the first opening by this version.
+    step: counter of openings and closings of the set.
+    session: random number of the opening that this step belongs to.
+    previous: session of the opening before.
     """
 
     set_id: bytes = NO_SET
@@ -61,7 +62,7 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class DataMark:
-    """State of ``data.slab`` at a clean close. A later write to it changes this."""
+    """State of ``data.slab`` at a clean close. Any later write to the file changes it."""
 
     inode: int = 0
     num_bytes: int = 0
@@ -70,7 +71,7 @@ class DataMark:
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """One superblock. ``epoch`` counts the changes; the highest whole one counts."""
+    """Content of one superblock. The whole superblock with the highest ``epoch`` is current."""
 
     slot_bytes: int
     block_bytes: int
@@ -123,10 +124,10 @@ class Superblock:
 
 
 def decode(half: bytes) -> Superblock | None:
-    """The superblock in 4096 bytes; None where it is torn or none at all.
+    """Decode the superblock in 4096 bytes; None if it is torn or none at all.
 
-    Its texts can be printed; its numbers may be any: see ``limits.check_superblock``. Of another
-    version only ``version`` is certain.
+    Its texts are printable. Its numbers are unchecked; see ``limits.check_superblock``. For an
+    unknown version only ``version`` is valid.
     """
     if len(half) != HALF_BYTES:
         return None
@@ -159,7 +160,7 @@ def decode(half: bytes) -> Superblock | None:
     at += _LENGTH.size
     texts = _text(layout.rstrip(b"\0")), _text(body[at : at + length])
     if version in READ_VERSIONS and (None in texts or at + length > len(body)):
-        return None  # what nobody wrote
+        return None  # no version writes this
     return Superblock(
         slot_bytes=slot_bytes,
         block_bytes=block_bytes,
@@ -181,14 +182,14 @@ def decode(half: bytes) -> Superblock | None:
 
 
 def decode_both(content: bytes) -> tuple[Superblock | None, int]:
-    """The newest whole superblock of the file's content, and how many of the two are whole."""
+    """Return the newest whole superblock of the file's content, and how many are whole."""
     halves = (content[:HALF_BYTES], content[HALF_BYTES : 2 * HALF_BYTES])
     whole = [found for half in halves if (found := decode(half)) is not None]
     return max(whole, key=lambda each: each.epoch, default=None), len(whole)
 
 
 def describe(group: KVGroup) -> str:
-    """JSON of what a block holds: for people, and for a message about the wrong slab."""
+    """Return a JSON description of a block, for messages about a slab of another layout."""
     fields = dataclasses.asdict(group)
     text = json.dumps(fields, separators=(",", ":"))
     if len(text.encode()) > _MAX_TEXT:
@@ -198,7 +199,7 @@ def describe(group: KVGroup) -> str:
 
 
 def _text(content: bytes) -> str | None:
-    """None where it is no text, or one that a terminal would obey instead of showing it."""
+    """Decode UTF-8; None if it is invalid or not printable (terminal control characters)."""
     try:
         text = content.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Read every block of a slab that nobody uses, and repair what is wrong: ``kvtier verify``."""
+"""Verification and repair of a slab that no process uses: ``kvtier verify``."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ DEADLINE_S = 60.0
 
 Int64s = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]
-"""Called with blocks done, and blocks in all."""
+"""Called with the number of blocks done, and of all blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadBlock:
-    """A block that is not what its record says. key, namespace: hexadecimal.
+    """A block that does not match its record.
 
-    reason: "checksum", "short" (the file ends before it) or "unreadable".
+    key, namespace: hexadecimal. reason: "checksum", "short" (the file ends before the block's end)
+    or "unreadable".
     """
 
     slot: int
@@ -48,8 +49,9 @@ class BadBlock:
 class CheckReport:
     """Result of ``kvtier verify``.
 
-    num_quarantined: slots that were not used any more; num_released: of those, how many can be
-    read again and were given back. is_repaired: everything told here has been repaired.
+    num_quarantined: number of quarantined slots before the repair.
+    num_released: number of those that can be read again, and were released.
+    is_repaired: whether everything reported here has been repaired.
     """
 
     path: str
@@ -65,7 +67,7 @@ class CheckReport:
 
     @property
     def is_right(self) -> bool:
-        """Nothing was wrong. A slab that was not closed in order is not wrong."""
+        """Whether no error was found. It is no error if the slab was not closed in order."""
         return not (self.bad_blocks or self.num_damaged_records or self.num_whole_superblocks < 2)
 
 
@@ -77,13 +79,19 @@ def check_slab(
 ) -> CheckReport:
     """Compare the checksum of every block.
 
-    repair: forget damaged blocks, write the journal anew, give quarantined slots back that can be
-    read again.
+    Args:
+        folder: directory of the slab.
+        repair: whether to drop damaged blocks, compact the journal, and release quarantined slots
+            that can be read again.
+        progress: called after each batch of blocks.
+        system: calls to the operating system; for tests.
 
-    Raises ``ConfigError`` where there is no slab, or where a process uses it.
+    Raises:
+        ConfigError: there is no slab, or a process uses it.
+        TierError: a system call failed.
     """
     system = system or DiskSystem()
-    read_superblock(folder, NAME_A_SLAB)  # never make a lock where there is nothing to look at
+    read_superblock(folder, NAME_A_SLAB)  # never create a lock file if there is no slab
     try:
         lock = OwnerLock(folder)
     except OSError as error:
@@ -112,7 +120,7 @@ def check_slab(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Checked:
-    """Records of blocks and of quarantined slots, and what reading them gave."""
+    """Records of blocks and of quarantined slots, with the results of reading them."""
 
     live: Records
     live_done: Int64s
@@ -156,14 +164,14 @@ def _read(
 
 
 def _repair(folder: Path, checked: _Checked, system: DiskSystem) -> int:
-    """Returns how many quarantined slots were given back."""
+    """Repair a slab; return how many quarantined slots were released."""
     slab = open_slab(folder, system)
     is_done = False
     try:
         unreadable = checked.live[checked.live_done < 0]
         slab.mark_bad(unreadable["slot"].astype(np.int64))
         wrong = checked.live[~checked.live_right & (checked.live_done >= 0)]
-        # Slots that the file ended before are gone, and what was said about them with them.
+        # Slots beyond the end of the file are not part of the opened slab.
         slab.delete_if_unchanged(wrong[wrong["slot"] < len(slab.table)])
         readable = checked.quarantined_done == checked.slot_bytes
         released = slab.delete_if_unchanged(checked.quarantined[readable])

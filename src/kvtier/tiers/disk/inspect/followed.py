@@ -1,4 +1,4 @@
-"""A slab that another process writes: its journal, read on as it grows."""
+"""Read-only view of a slab that another process writes, by following its journal."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Bools = npt.NDArray[np.bool_]
 
 
 class FollowedSlab:
-    """The files of a slab, open to read; one thread uses it.
+    """Files of a slab, opened for reading. One thread uses it.
 
-    Raises ``OSError`` and ``CacheError`` where they can't be read.
+    The writer records in the journal that a slot is empty *before* it writes other data there. So
+    bytes that were read from a slot match its record if, after a further ``read_on``, that record
+    is still the deciding one. The two processes need no lock.
 
-    The writer says in the journal that a slot is empty *before* it writes other data there. So what
-    was read from a slot is what its record says if that record decides still, after one more
-    ``read_on``: no lock is needed between the two processes.
+    Raises ``OSError`` and ``CacheError`` if the files can't be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,9 +51,9 @@ class FollowedSlab:
 
     @property
     def is_current(self) -> bool:
-        """Whether the journal is the slab's still.
+        """Whether the open journal is still the slab's journal.
 
-        It is written anew now and then, and a slab may be deleted and made again.
+        A compaction replaces it, and a slab may be deleted and made again.
         """
         try:
             now = (self._folder / JOURNAL).stat()
@@ -63,10 +63,10 @@ class FollowedSlab:
         return os.path.samestat(now, own) and own.st_size >= self._at
 
     def read_on(self) -> None:
-        """Take in what was appended.
+        """Apply the records that were appended since the last call.
 
-        A record that is not whole yet is left for the next time; one with others behind it is
-        damaged, and passed over.
+        Invalid records at the end are left for the next call, because they may be incomplete. An
+        invalid record that is followed by a valid one is damaged, and skipped.
         """
         while True:
             records = read_records(self._journal_fd, self._at, PIECE_RECORDS)
@@ -80,20 +80,20 @@ class FollowedSlab:
     def _take(self, records: Records) -> None:
         rows = self._found.rows
         slots = np.unique(records["slot"][records["slot"] < len(rows)]).astype(np.int64)
-        self._slots.remove(slots)  # by the keys that they had
+        self._slots.remove(slots)  # while the rows still have the old keys
         self._found.add(records)
         self._slots.put(slots[rows.kinds[slots] == RecordKind.PUT])
 
     def find(self, keys: Records) -> Int64s:
-        """int64 [n]: the slot of each key, -1 where there is none."""
+        """Return the slot of each key: int64 [n]; -1 for none."""
         return self._slots.find(keys)
 
     def records_of(self, slots: Int64s) -> Records:
-        """Return the deciding records of the slots; see ``Rows.of``."""
+        """Return the deciding records of the slots; see ``SlotRows.of``."""
         return self._found.rows.of(slots)
 
     def still_decide(self, records: Records) -> Bools:
-        """Bool [n]: which of the records decide still."""
+        """Return which of the records are still the deciding ones: bool [n]."""
         return self._found.rows.decide(records)
 
     def forget(self, slots: Int64s) -> None:
@@ -106,7 +106,7 @@ class FollowedSlab:
 
 
 def follow(folder: Path) -> FollowedSlab | None:
-    """The slab in ``folder``; None while there is none that can be read."""
+    """Open the slab in ``folder``; return None if there is none that can be read."""
     try:
         return FollowedSlab(folder)
     except (CacheError, OSError):

@@ -1,6 +1,6 @@
-"""Blocks of a slab that another process on this machine owns: found and read, never changed.
+"""Read-only storage tier over a slab that another process on this machine owns.
 
-Where all ranks of an engine have the same KV, one of them writes it and all read it.
+If all ranks of an engine have the same KV, one rank writes it and all ranks read it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,16 @@ Bools = npt.NDArray[np.bool_]
 
 
 class DiskReader(StorageTier):
-    """Reads blocks of a slab that another process owns.
+    """Read-only storage tier over a slab that another process owns.
 
-    options: the owner's; ``path`` may be made later.
+    The owner decides which blocks are kept. Every block is verified when it is read. No method
+    raises for errors of the disk.
 
-    What it keeps, and what leaves, is the owner's business. Blocks are verified always. Nothing
-    raises for what the disk does.
+    Args:
+        options: settings of the owner; ``path`` may be created later.
+        group: shape of the blocks.
+        system: calls to the operating system; for tests.
+        name: name of the tier.
     """
 
     facts = StorageFacts(reaches=frozenset({"host", "cpu"}), evicts=True, finds_at_once=True)
@@ -63,8 +67,8 @@ class DiskReader(StorageTier):
         self._bounce = Bounce(num_slots, self._wanted.slot_bytes)
         self._slab: FollowedSlab | None = None
         self._engine: IoEngine | None = None
-        self._lock = Lock()  # around the slab's table
-        self._reading = Lock()  # around its data
+        self._lock = Lock()  # protects the slab's table
+        self._reading = Lock()  # held while its data is read
 
     @property
     def num_blocks(self) -> int:
@@ -120,9 +124,9 @@ class DiskReader(StorageTier):
         return slab.still_decide(records)
 
     def _followed(self, may_open: bool) -> FollowedSlab | None:
-        """The slab as it is now; None where there is none, or another one than is wanted.
+        """Return the slab, brought up to date; None if it is missing or has another layout.
 
-        may_open: nobody reads from the one that was open before.
+        may_open: whether the slab may be reopened, because no thread reads its data now.
         """
         try:
             if self._slab is not None and self._slab.is_current:

@@ -32,9 +32,10 @@ AGES = (
 
 @dataclass(frozen=True, slots=True)
 class NamespaceReport:
-    """Blocks of one namespace. digest: hexadecimal, "" where the journal does not say.
+    """Blocks of one namespace.
 
-    longest_blocks: blocks of the longest prefix. oldest_at, newest_at: unix time.
+    digest: hexadecimal; "" if the journal does not have it. longest_blocks: blocks of the longest
+    prefix. oldest_at, newest_at: unix time of the writes.
     """
 
     digest: str
@@ -47,7 +48,7 @@ class NamespaceReport:
 
 @dataclass(frozen=True, slots=True)
 class AgeReport:
-    """Blocks that were written less than ``below`` ago, and not less than the row before."""
+    """Blocks that were written less than ``below`` ago, but not in the range of the row before."""
 
     below: str
     num_blocks: int
@@ -56,11 +57,13 @@ class AgeReport:
 
 @dataclass(frozen=True, slots=True)
 class SlabReport:
-    """Everything that ``kvtier inspect`` tells of a slab.
+    """Content of ``kvtier inspect`` for one slab.
 
-    num_blocks: blocks that a restart finds. num_superseded: slots with an older copy of one.
-    num_dead: records that say nothing any more; num_damaged: with a wrong checksum.
-    owner: the process that has the slab open, if any; then the figures are of a moment.
+    owner: the process that has the slab open, if any. The figures are a snapshot then.
+    num_blocks: number of blocks that a restart would find.
+    num_superseded: number of slots with an older copy of a block.
+    num_dead: number of superseded records.
+    num_damaged: number of records with a wrong checksum.
     """
 
     path: str
@@ -92,7 +95,7 @@ class SlabReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """Superblock and journal, as they are in the files. found: of the slots that have a record."""
+    """Content of superblock and journal. found: replay of the slots that have a record."""
 
     superblock: Superblock
     num_whole: int
@@ -104,13 +107,13 @@ NAME_A_SLAB = (
     "name the directory that a server has as disk_path, or one of its rank0, rank1, ... under vLLM "
     "and SGLang"
 )
-"""For those who want to look at a slab, and named something else."""
+"""Advice in error messages if the given path is not a slab."""
 
 
 def read_content(folder: Path) -> Content:
     """Read a slab that another process may be writing to.
 
-    Raises ``ConfigError`` where there is no slab, ``TierError`` where it can't be read.
+    Raises ``ConfigError`` if there is no slab, ``TierError`` if it can't be read.
     """
     superblock, num_whole = read_superblock(folder, NAME_A_SLAB)
     try:
@@ -128,9 +131,9 @@ def read_content(folder: Path) -> Content:
 
 
 def report_slab(folder: Path, now: float) -> SlabReport:
-    """Look at the slab in ``folder``; changes nothing. now: unix time, for ages.
+    """Return a report on the slab in ``folder``, without changing it. now: unix time, for ages.
 
-    Raises what ``read_content`` does.
+    Raises the same errors as ``read_content``.
     """
     content = read_content(folder)
     superblock, found = content.superblock, content.found
@@ -177,7 +180,7 @@ def _owner(folder: Path) -> str | None:
 def _namespaces(
     blocks: Records, names: dict[int, bytes], slot_bytes: int
 ) -> Iterator[NamespaceReport]:
-    """Largest first."""
+    """Yield a report per namespace, the one with the most blocks first."""
     numbers, inverse, counts = np.unique(
         blocks["namespace"], return_inverse=True, return_counts=True
     )

@@ -1,4 +1,4 @@
-"""Read blocks that nobody asked for, and find damage before somebody does."""
+"""Background verification of blocks, to find damage before a block is requested."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checked:
-    """Per record: done: bytes read or -errno. right: length and checksum are those recorded."""
+    """Result per record.
+
+    done: int64 [n], bytes read or -errno. right: bool [n], whether length and checksum match.
+    """
 
     done: npt.NDArray[np.int64]
     right: npt.NDArray[np.bool_]
@@ -61,15 +64,17 @@ def check_blocks(
 
 
 class RoundRobin:
-    """Walks over a table of records again and again, a few blocks at a time."""
+    """Cursor that walks over a table of records again and again, a few blocks at a time."""
 
     def __init__(self) -> None:
         self._next = 0
 
     def take(self, kinds: npt.NDArray[np.uint8], num_blocks: int) -> Int64s:
-        """Slots of the next blocks; at most one whole round. kinds: of the record of each slot.
+        """Return the slots of the next ``num_blocks`` blocks; at most one whole round.
 
-        Looks at as few slots as it needs: the table may be large, and most of it empty.
+        Scans no more slots than needed: the table may be large and mostly empty.
+
+        kinds: uint8 [num_slots], kind of each slot's record.
         """
         found: list[Int64s] = []
         missing, left = num_blocks, len(kinds)

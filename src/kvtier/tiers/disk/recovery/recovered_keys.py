@@ -1,4 +1,4 @@
-"""Blocks that a restart found in slabs: which are whole, and their keys."""
+"""Recovered blocks of slabs: completeness and keys."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.storage import KeptKeys, Keys
 
 LOOKED_UP: Final = 1 << 13
-"""At a time, while nobody else can look up anything."""
+"""Number of slots to look up at a time; other lookups have to wait meanwhile."""
 SLICE_SLOTS: Final = 1 << 16
-"""Slots whose parts are compared at a time."""
+"""Number of slots whose parts are compared at a time."""
 
 Int64s = npt.NDArray[np.int64]
 
 
 class SlabKeys(KeptKeys):
-    """Keys of the slots in which a restart found blocks, as long as they hold these."""
+    """Keys of the slots in which a restart found blocks. Replaced blocks are left out."""
 
     def __init__(self, slab: Slab, slots: DiskSlots, can_load: bool) -> None:
         self._slab = slab
@@ -46,22 +46,22 @@ class SlabKeys(KeptKeys):
         return self._of(np.arange(start, min(end, self.num_places)))
 
     def _of(self, slots: Int64s) -> Keys:
-        """In pieces, for nobody else can look up anything meanwhile."""
+        """Return the keys of slots, looked up in pieces, so that other lookups can run between."""
         ends = range(LOOKED_UP, len(slots), LOOKED_UP)
         return np.concatenate([self._some_of(part) for part in np.split(slots, ends)])
 
     def _some_of(self, slots: Int64s) -> Keys:
         records, _ = self._slab.look_up(slots)
         is_kept = (records["kind"] == RecordKind.PUT) & (records["seq"] < self._first_number)
-        is_kept &= self._states.have_blocks(slots)  # of a key that is there twice, one
+        is_kept &= self._states.have_blocks(slots)  # drops the older of two slots with one key
         keys: Keys = np.ascontiguousarray(records["key"])[is_kept]
         return keys
 
 
 def complete(tables: Sequence[SlotRows]) -> npt.NDArray[np.bool_]:
-    """Slots in which every part holds the same block, of the same write.
+    """Return the slots in which every part holds the same block of the same write: bool [n].
 
-    Records of all its parts have one number. tables: per part the record of each slot.
+    The records of all parts have the same sequence number then. tables: rows of each part's slots.
     """
     same: npt.NDArray[np.bool_] = tables[0].kinds == RecordKind.PUT
     for table in tables[1:]:

@@ -1,4 +1,4 @@
-"""From the journal back to what every slot holds, a piece at a time."""
+"""Recovery of the content of every slot from the journal, a piece at a time."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ from kvtier.tiers.disk.format.rows import SlotRows, zeros
 from kvtier.tiers.disk.recovery.replay import SLAB_ID_BYTES, name_numbers, stored
 
 PIECE_RECORDS: Final = 1 << 16
-"""4 MiB: what is made of a piece is still in the cache when it is used."""
+"""Records per piece, 4 MiB: the intermediate arrays stay in the CPU's caches."""
 AGE_STEP_S: Final = 60
-"""Blocks are equally old within this: those of one prompt are written over a while, its start
-first, and a prefix should outlive what follows it."""
+"""Blocks written within this time are equally old. The blocks of a prompt are written over some
+time, first ones first; without this step a prefix would be evicted before its continuation."""
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
 
 
 class Recovery:
-    """State of ``num_slots`` slots according to a journal, whose bytes may be anything.
+    """State of ``num_slots`` slots according to a journal, whose bytes may be arbitrary.
 
-    rows: what decides about each slot; kind 0 where nothing does. ages: uint64 [num_slots], of
-    slots with a block: the lowest one leaves first. namespaces: digest by number. last_number: the
-    highest one that a slot was given by. num_records: valid ones; num_invalid: wrong checksum or
-    version. num_beyond: of slots that the slab does not have. generation, slab_id: None without a
-    header.
+    rows: deciding record of each slot; kind 0 if there is none.
+    ages: uint64 [num_slots], ages of slots with a block; the lowest one is evicted first.
+    namespaces: digest by number.
+    last_number: highest namespace number of the slots' records.
+    num_records: number of valid records.
+    num_invalid: number of records with a wrong checksum or version.
+    num_beyond: number of records of slots that the slab does not have.
+    generation, slab_id: from the header; None without one.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -56,11 +59,11 @@ class Recovery:
 
     @property
     def next_seq(self) -> int:
-        """Behind the highest sequence number of all."""
+        """Sequence number after the highest one of all records."""
         return self._highest_seq + 1
 
     def add(self, records: Records) -> None:
-        """Go on with these, which stand behind those before in the journal."""
+        """Apply the next records of the journal."""
         valid = are_valid(records)
         num_all = len(records)
         if not valid.all():
@@ -83,7 +86,7 @@ class Recovery:
         self._decide(records, highest_before)
 
     def _decide(self, records: Records, highest_before: int) -> None:
-        """The record with the highest sequence number counts, of equal ones the last."""
+        """Apply records of slots: the highest sequence number decides, of equal ones the last."""
         seq = np.ascontiguousarray(records["seq"])
         if (seq[1:] < seq[:-1]).any():
             order = np.argsort(seq, kind="stable")
@@ -99,11 +102,21 @@ class Recovery:
 
 
 def recover(folder: Path, fd: int, journal_slots: int, num_slots: int) -> tuple[Recovery, int]:
-    """Replay the open journal in ``folder``; return the state, and the journal's size in bytes.
+    """Replay the open journal in ``folder``.
 
     A partial record at the end is skipped. A hole in the file, of any size, is one damaged record.
 
-    Raises ``ConfigError`` where it is larger than that of ``journal_slots`` slots can be.
+    Args:
+        folder: directory of the slab, for messages.
+        fd: descriptor of the journal.
+        journal_slots: number of slots that limits the journal's size.
+        num_slots: number of slots to recover.
+
+    Returns:
+        The state, and the journal's size in bytes.
+
+    Raises:
+        ConfigError: the journal is larger than that of ``journal_slots`` slots can be.
     """
     size = os.fstat(fd).st_size
     check_journal(folder, size, journal_slots)
@@ -114,12 +127,12 @@ def recover(folder: Path, fd: int, journal_slots: int, num_slots: int) -> tuple[
             records = read_records(fd, at, num_records)
             found.add(records)
             if len(records) < num_records:
-                return found, size  # it was cut meanwhile
+                return found, size  # the file was cut short meanwhile
     return found, size
 
 
 def newest(rows: SlotRows, slots: Int64s) -> Int64s:
-    """Return per key the slot with the highest sequence number, in any order."""
+    """Return per key the slot with the highest sequence number, ascending by slot."""
     words = as_words(rows.keys[slots])
     seqs = rows.seqs(slots)
     order = np.lexsort((seqs, *(words[:, column] for column in (3, 2, 1, 0))))

@@ -1,7 +1,4 @@
-"""From the journal back to whole records, as a few operations on arrays.
-
-For tools, and to check ``recovery`` with.
-"""
+"""Replay of a whole journal in memory, for tools, and as a reference for ``recovery``."""
 
 from __future__ import annotations
 
@@ -34,10 +31,14 @@ Int64s = npt.NDArray[np.int64]
 class Replay:
     """Content of a journal.
 
-    table: ``RECORD`` [num_slots], the record that decides about each slot; kind 0 where none does.
-    Of ``replay_named`` only those that decide, by slot, ascending. namespaces: digest by number.
-    num_records: valid ones; num_invalid: wrong checksum or version.
-    num_beyond: of slots that the slab does not have. generation, slab_id: None without a header.
+    table: ``RECORD`` [num_slots], the deciding record of each slot; kind 0 if there is none. The
+        table of ``replay_named`` has only the deciding records, ascending by slot.
+    namespaces: digest by number.
+    next_seq: sequence number after the highest one of all records.
+    num_records: number of valid records.
+    num_invalid: number of records with a wrong checksum or version.
+    num_beyond: number of records of slots that the slab does not have.
+    generation, slab_id: from the header; None without one.
     """
 
     table: Records
@@ -51,11 +52,19 @@ class Replay:
 
 
 def read_journal(folder: Path, fd: int, num_slots: int) -> tuple[Records, int]:
-    """All whole records of the open journal in ``folder``, and its size in bytes.
+    """Return all whole records of the open journal in ``folder``, and its size in bytes.
 
-    A partial record at the end is left. A hole in the file, of whatever size, is one damaged
-    record: memory and time are those of what is stored. Raises ``ConfigError`` where it is larger
-    than that of ``num_slots`` slots can be.
+    A partial record at the end is skipped. A hole in the file, of any size, is one damaged record,
+    so holes cost no memory or time.
+
+    Args:
+        folder: directory of the slab, for messages.
+        fd: descriptor of the journal.
+        num_slots: number of slots that limits the journal's size.
+
+    Raises:
+        ConfigError: the journal is larger than that of ``num_slots`` slots can be, or than the free
+            memory.
     """
     size = os.fstat(fd).st_size
     check_journal(folder, size, num_slots)
@@ -69,14 +78,14 @@ def read_journal(folder: Path, fd: int, num_slots: int) -> tuple[Records, int]:
         while start < end and (got := os.preadv(fd, [view[done : done + end - start]], start)):
             start, done = start + got, done + got
         if start < end:
-            break  # it was cut meanwhile
+            break  # the file was cut short meanwhile
     return records[: done // RECORD_BYTES], size
 
 
 def stored(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """Return where a file of ``size`` bytes has content, in whole records.
+    """Yield the byte ranges of a file of ``size`` bytes that have content, in whole records.
 
-    Of a hole, the first one.
+    The first record of each hole is part of a range, too.
     """
     at = 0
     while at < size:
@@ -84,7 +93,7 @@ def stored(fd: int, size: int) -> Iterator[tuple[int, int]]:
             data = os.lseek(fd, at, os.SEEK_DATA)
             hole = os.lseek(fd, data, os.SEEK_HOLE)
         except OSError as error:
-            # There is no more content, or this file system does not tell.
+            # There is no more content (ENXIO), or the file system does not support SEEK_DATA.
             is_hole = error.errno == errno.ENXIO
             yield at, at + RECORD_BYTES if is_hole else size
             return
@@ -97,7 +106,7 @@ def stored(fd: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def replay(records: Records, num_slots: int) -> Replay:
-    """Replay ``records``, any bytes, over ``num_slots`` slots."""
+    """Replay ``records``, which may be arbitrary bytes, over ``num_slots`` slots."""
     found = replay_named(records, num_slots)
     if len(found.table) == num_slots:
         return found
@@ -108,7 +117,7 @@ def replay(records: Records, num_slots: int) -> Replay:
 
 
 def replay_named(records: Records, num_slots: int) -> Replay:
-    """The same, of the slots that the journal names: costs nothing for the others."""
+    """Replay ``records`` for the slots that they name; other slots cost nothing."""
     num_all = len(records)
     valid = are_valid(records)
     if not valid.all():
@@ -137,7 +146,7 @@ def replay_named(records: Records, num_slots: int) -> Replay:
 
 
 def _last_of_each(values: Int64s, num_values: int) -> Int64s:
-    """Position of the last occurrence of each of the ``values``, by value, ascending."""
+    """Return the position of the last occurrence of each value, ascending by value."""
     if num_values > 16 * len(values):
         _, last = np.unique(values[::-1], return_index=True)
         return np.asarray(len(values) - 1 - last, np.int64)
@@ -147,7 +156,7 @@ def _last_of_each(values: Int64s, num_values: int) -> Int64s:
 
 
 def name_numbers(named: Records) -> dict[int, bytes]:
-    """Return the meaning of the numbers; the last record of each counts."""
+    """Return the digest of each namespace number; the last record of a number counts."""
     numbers = named["namespace"].astype(np.int64)
     last = pick(named, _last_of_each(numbers, 1 << 16))
     return {int(each["namespace"]): each["key"].tobytes() for each in last}
@@ -155,9 +164,9 @@ def name_numbers(named: Records) -> dict[int, bytes]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recovered:
-    """Blocks of a journal, sorted by key: four words, compared in full.
+    """Blocks of a journal, sorted by the first word of their keys.
 
-    prefixes: uint64 [n], the first word of each, ascending. slots: int64 [n], the row of each.
+    prefixes: uint64 [n], first word of each key, ascending. slots: int64 [n], row of each block.
     """
 
     prefixes: npt.NDArray[np.uint64]
@@ -165,7 +174,7 @@ class Recovered:
 
 
 def recovered(table: Records) -> Recovered:
-    """The blocks of a table. Of two slots with one key the higher sequence number counts."""
+    """Return the blocks of a table. Of two slots with the same key, the newer record counts."""
     slots = np.flatnonzero(table["kind"] == RecordKind.PUT)
     live = table if len(slots) == len(table) else pick(table, slots)
     prefixes = key_prefixes(live)

@@ -1,14 +1,14 @@
-"""Blocks that need no verification. The result of verification outlives a clean close.
+"""The file ``trust``: which blocks need no verification after a clean close.
 
-The file ``trust``, little-endian:
+Its format, little-endian:
 
       0  8 bytes "kvttrst2"          8  u32 crc32c of the bytes from 12 on
      12  16 bytes id of the slab    28  u64 session that closed it    36  u64 number of slots
-     44  u32 crc32c of the slots' u32s: the checksum of the record that decides, where the bit is
-         set and the slot has a block; else 0
+     44  u32 crc32c of one u32 per slot: the checksum of its deciding record if the slot's bit is
+         set and it has a block; else 0
      48  a bit per slot, the lowest one first: its block was written or verified by an owner
 
-Versions that called it "kvttrust" had no checksum of records: nothing is believed of theirs.
+Older versions, with the magic "kvttrust", had no checksum of records. Their content is ignored.
 """
 
 from __future__ import annotations
@@ -37,19 +37,22 @@ _RECORDS: Final = struct.Struct("<I")
 
 Bools = npt.NDArray[np.bool_]
 Columns = Records | SlotRows
-"""By slot, ``kind`` and ``crc`` of the record that decides; of more slots, maybe."""
+"""``kind`` and ``crc`` of each slot's deciding record. There may be more slots than needed."""
 
 
 def num_bytes_of(num_slots: int) -> int:
-    """Return the size of the file."""
+    """Return the size of the file for ``num_slots`` slots, in bytes."""
     return _HEAD.size + _WHOSE.size + _RECORDS.size + -(-num_slots // 8)
 
 
 def encode(trusted: Bools, table: Columns, superblock: Superblock) -> bytes:
     """Return the file's content.
 
-    trusted: bool [num_slots]. table: of each slot the record that decides; another journal says
-    something else of some slot, however old or long it is.
+    Args:
+        trusted: bool [num_slots], slots that need no verification.
+        table: deciding record of each slot. Their checksum ties the file to this journal: any
+            other version of the journal differs in some slot.
+        superblock: superblock of the slab.
     """
     whose = _WHOSE.pack(superblock.slab_id, superblock.member.session, len(trusted))
     records = _RECORDS.pack(_of_records(trusted, table))
@@ -60,8 +63,10 @@ def encode(trusted: Bools, table: Columns, superblock: Superblock) -> bytes:
 def decode(content: bytes, table: Callable[[], Columns], superblock: Superblock) -> Bools | None:
     """Return which slots are trusted: bool [num_slots].
 
-    None where the content is damaged, or is not that of the close which ``superblock`` tells of, or
-    the journal is not.
+    None if the content is damaged, or the file or the journal does not belong to the last close
+    according to ``superblock``.
+
+    table: returns the deciding record of each slot; called last.
     """
     num_slots = superblock.num_slots
     if len(content) < num_bytes_of(num_slots):
@@ -79,15 +84,15 @@ def decode(content: bytes, table: Callable[[], Columns], superblock: Superblock)
 
 
 def _of_records(trusted: Bools, table: Columns) -> int:
-    """One number for what the journal says of the slots whose data is trusted."""
+    """Return one checksum over the deciding records of the trusted slots."""
     counts = trusted & (table["kind"][: len(trusted)] == RecordKind.PUT)
     return _checksum(np.where(counts, table["crc"][: len(trusted)], 0).astype("<u4").tobytes())
 
 
 def read_trust(folder: Path, table: Callable[[], Columns], superblock: Superblock) -> Bools | None:
-    """Return what the last owner recorded; None if it cannot be used.
+    """Return the trusted slots that the last owner recorded; None if the file cannot be used.
 
-    Never an error: untrusted blocks are verified.
+    Raises no error: without the file, all blocks are verified.
     """
     try:
         fd = open_file(folder / TRUST, os.O_RDONLY)
@@ -114,7 +119,7 @@ def write_trust(
 
 
 def reserve_trust(folder: Path, num_slots: int, system: DiskSystem) -> None:
-    """Have room for the file, so that a full file system does not keep a slab from closing."""
+    """Reserve space for the file, so that a slab can be closed on a full file system."""
     fd = open_file(folder / TRUST, os.O_RDWR | os.O_CREAT)
     try:
         system.reserve_ahead(fd, num_bytes_of(num_slots))
@@ -123,7 +128,7 @@ def reserve_trust(folder: Path, num_slots: int, system: DiskSystem) -> None:
 
 
 def mark_of(found: os.stat_result) -> DataMark:
-    """Return the state that a later owner compares."""
+    """Return the state of the data file that a later owner compares."""
     return DataMark(found.st_ino, found.st_size, found.st_mtime_ns)
 
 
