@@ -81,9 +81,9 @@ def test_hooks_that_did_not_take_are_told_with_what_is_lost(
 
     from kvtier.connectors.sglang import cpu_copies
     from kvtier.connectors.sglang.hooks import tell_missing
-    from kvtier.connectors.sglang.plugin import around, register
+    from kvtier.connectors.sglang.plugin import register, wrapping_hooks
 
-    hooks = {**around(), **cpu_copies.hooks()}
+    hooks = {**wrapping_hooks(), **cpu_copies.hooks()}
     tell_missing(hooks, "this and that")
     assert "kvtier's hooks did not take: " in caplog.text
     assert "run_batch" in caplog.text  # SGLang's own decorators are no hooks

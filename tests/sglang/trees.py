@@ -23,7 +23,7 @@ from sglang.test.kits.unified_radix_cache.fixtures import build_fixture
 
 from kvtier.connectors.sglang.entry import KvtierLinker
 from kvtier.connectors.sglang.hooks import missing
-from kvtier.connectors.sglang.plugin import around, register
+from kvtier.connectors.sglang.plugin import register, wrapping_hooks
 
 PAGE = 16
 MIB = 1 << 20
@@ -54,7 +54,7 @@ class Request(SimpleNamespace):
 
 def hook() -> None:
     """As in a process of SGLang's."""
-    if missing(around()):
+    if missing(wrapping_hooks()):
         register()
         HookRegistry.apply_hooks()
 

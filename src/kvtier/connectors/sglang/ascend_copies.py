@@ -1,15 +1,15 @@
 """Copies between SGLang's own device and host pools on Ascend: many pages in one driver call.
 
-SGLang hands its driver one 2-D copy for each page and tensor, and brings all layers when the first
-is asked for. Here the pages of a group of layers are one batch call, on a stream of kvtier's.
-SGLang's stream waits for each group, so that what it records for a layer says that this layer is
-there, and compute follows close behind:
+SGLang itself issues one 2-D copy per page and tensor, and copies all layers when the first is
+requested. Here the pages of a group of layers are one batch call, on a stream of kvtier's. SGLang's
+stream waits for each group, so that the event it records for a layer means that this layer has
+arrived, and compute can overlap with the copies:
 
     SGLang's    begin | waits for group 0, its events | waits for group 1, its events | ...
     kvtier's    after begin, group 0 | group 1 | ...
 
-A layer is a group of its own where that is worth a call (see ``layers_per_step``). Only for those
-who ask for it (plugin.py); and whatever goes wrong, SGLang's own copies are still there.
+A group is one layer if that is large enough for a call of its own (see ``layers_per_step``). These
+copies are opt-in (plugin.py). After any error, SGLang's own copies are used.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ POOLS: dict[str, tuple[str, Callable[[Any], list[AscendPart]]]] = {
     f"{HOST_POOLS}.mha.MHATokenToKVPoolHost": ("page_first_direct", mha_parts),
     f"{HOST_POOLS}.mla.MLATokenToKVPoolHost": ("page_first_kv_split", mla_parts),
 }
-"""By class: its layout on Ascend, and what it keeps of a page."""
+"""Host pools by class: layout on Ascend, and the function that returns the parts of a page."""
 IO_BACKEND = "kernel_ascend"
 LOSS = "SGLang copies page by page, and all layers before the first"
-"""Consequence, for the log, where kvtier's copies are not used."""
+"""Consequence, for the log, if kvtier's copies are not used."""
 
 
 class StreamCopies:
@@ -50,8 +50,8 @@ class StreamCopies:
         self._device = device
         self.direction = direction
         self._queue = device.queue(direction)
-        # By move: what it began after, and what SGLang's stream was made to wait for. An event is
-        # kept until nobody can wait for it any more, which a later begin proves.
+        # Per move: the event it began after, and the events SGLang's stream waits for. They are
+        # kept until the next move's first event has passed: nothing waits for them any more then.
         self._kept: deque[list[Fence]] = deque()
 
     def begin(self) -> None:
@@ -63,10 +63,10 @@ class StreamCopies:
         self._kept.append([after])
 
     def copy(self, batch: CopyBatch) -> None:
-        """Queue it, and make SGLang's stream wait for it.
+        """Queue copies, and make SGLang's stream wait for them.
 
-        Raises ``DeviceError`` also where it is done, but not by a batch call: then SGLang's own
-        copies are the better ones.
+        Raises ``DeviceError`` also if the copies are done, but not by a batch call: SGLang's own
+        copies are better in that case.
         """
         if not len(batch.size):
             return
@@ -78,27 +78,27 @@ class StreamCopies:
             raise DeviceError(reason)
 
     def drain(self) -> None:
-        """Return when nothing is in flight any more, whatever became of it."""
+        """Wait until no copy is in flight, successful or not."""
         self._queue.drain()
 
 
 class AscendCopies:
-    """Stands around SGLang's copies of a process.
+    """Hooks around the copies of one SGLang process.
 
-    The device is looked for with the first copy: before, SGLang has not said which one it is. look:
-    finds it, and says why not.
+    The device is opened on the first copy, since SGLang does not name it earlier. After any
+    exception, SGLang's own code does this copy and all later ones.
 
-    Whatever is raised on the way to a copy, SGLang's own does it, and all that follow.
+    look: finds the device by name; also returns the reasons for other candidates' rejection.
     """
 
     def __init__(self, look: Callable[[str], Any] = look_for) -> None:
         self._look = look
         self._lock = Lock()
         self._streams: dict[Direction, StreamCopies] = {}
-        self._moves: dict[tuple[int, int, int], PageMove] = {}  # loads that SGLang is at
+        self._moves: dict[tuple[int, int, int], PageMove] = {}  # loads in progress
         self._said: set[str] = set()
         self.why_not = ""
-        """Why SGLang's own copies are used, if they are."""
+        """Why SGLang's own copies are used; "" if they are not."""
         self.hooks: dict[str, Callable[..., Any]] = {ENGINE: self._check}
         """Wrappers by the full name of the SGLang function that they wrap."""
         for name, (layout, parts_of) in POOLS.items():
@@ -107,7 +107,7 @@ class AscendCopies:
             self.hooks[f"{name}.backup_from_device_all_layer"] = back_up
 
     def _check(self, make: Callable[..., None], *args: Any, **more: Any) -> None:
-        """SGLang's hooks are in place by now, or never."""
+        """Warn of hooks that are not installed. SGLang installs all before this call."""
         make(*args, **more)
         tell_missing(self.hooks, LOSS)
 
@@ -125,16 +125,16 @@ class AscendCopies:
         *,
         is_draft: bool = False,
     ) -> None:
-        """A layer of the model, with its group if it is the first of it.
+        """Load a layer of the model: the first layer of a group loads the whole group.
 
-        What a draft model keeps comes with the model's last.
+        A draft model's pages are loaded with the model's last layer.
         """
         theirs = partial(theirs, pool, device_pool, host_indices, device_indices)
         key = id(pool), id(host_indices), id(device_indices)
         if not self._serves(pool, layout, io_backend, host_indices, device_indices):
             if self._moves.pop(key, None) is None:
                 theirs(layer_id, io_backend, is_draft=is_draft)
-            else:  # theirs come with the first layer, and that one was ours
+            else:  # theirs copies all layers with the first one, which was ours
                 theirs(0, io_backend)
             return
         if is_draft or not 0 <= layer_id < pool.target_layer_num:
@@ -168,7 +168,7 @@ class AscendCopies:
         device_indices: Any,
         io_backend: str,
     ) -> None:
-        """All layers at once."""
+        """Store all layers in one call."""
         if self._serves(pool, layout, io_backend, host_indices, device_indices):
             try:
                 with self._lock:
@@ -185,7 +185,7 @@ class AscendCopies:
     def _serves(
         self, pool: Any, layout: str, io_backend: str, host_indices: Any, device_indices: Any
     ) -> bool:
-        """Whether kvtier does these copies; where a pool is not for it, that is said once."""
+        """Whether kvtier does these copies. Logs once why a pool is not served."""
         if self.why_not or io_backend != IO_BACKEND:
             return False
         if refusal := _refusal(pool, layout, host_indices, device_indices):
@@ -212,7 +212,7 @@ class AscendCopies:
             self._leave(str(error) or repr(error))
 
     def _leave(self, reason: str) -> None:
-        """From now on, SGLang's own copies. Nothing of ours is in flight when this returns."""
+        """Use SGLang's own copies from now on. None of ours is in flight on return."""
         self.why_not = reason
         for stream in self._streams.values():
             stream.drain()

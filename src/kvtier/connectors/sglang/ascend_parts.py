@@ -1,7 +1,6 @@
 """Locations of a page in SGLang's pools on Ascend, on the device and in host memory.
 
-On the device layers come first, in host memory pages do, so that a page of a layer is one piece of
-bytes on both sides, and its neighbours differ:
+Device pools are layer-first, host pools page-first. A page of one layer is contiguous in both:
 
     device [layer, page, token, ...]        host [page, layer, token, ...]
 """
@@ -34,7 +33,7 @@ class Grid:
     num_pages: int
 
     def at(self, rows: Int64s, pages: Int64s) -> Int64s:
-        """Addresses: int64 [num_rows * num_pages], row after row."""
+        """Return the pieces' addresses: int64 [num_rows * num_pages], row after row."""
         return np.asarray(self.address + np.add.outer(rows * self.row, pages * self.page)).ravel()
 
 
@@ -42,7 +41,11 @@ class Grid:
 class AscendPart:
     """The bytes that one tensor of a pool keeps of every page.
 
-    nbytes: of a piece. layers: by row, the layer of the pool that it comes with: int64 [num_rows].
+    Attributes:
+        device: pieces on the device.
+        host: pieces in host memory.
+        nbytes: bytes per piece.
+        layers: per row, the layer of the pool with which it is copied: int64 [num_rows].
     """
 
     device: Grid
@@ -52,11 +55,17 @@ class AscendPart:
 
 
 class PageMove:
-    """Pages of a pool, and where they go; one layer after the other.
+    """Copy of some pages between a pool's device and host memory, layer by layer.
 
-    parts: of the pool. host_tokens, device_tokens: indices as SGLang has them, int64 in host
-    memory; the first of a page stands for it. num_layers: that are loaded one by one.
-    Raises ``LayoutError`` where they are not pages of the pool.
+    Args:
+        parts: parts of the pool.
+        host_tokens: SGLang's token indices in host memory, int64; a page is known by its first.
+        device_tokens: the same on the device; the tensor itself is in host memory.
+        page_size: tokens per page.
+        num_layers: layers that are loaded one by one.
+
+    Raises:
+        LayoutError: the tokens are not whole pages of the pool.
     """
 
     def __init__(
@@ -80,10 +89,10 @@ class PageMove:
         num_bytes = len(self._host) * sum(part.nbytes * len(part.layers) for part in parts)
         self.layers_per_step = layers_per_step(num_layers, num_bytes) if num_layers else 1
         self.num_done = 0
-        """Layers that were handed to the device."""
+        """Layers submitted to the device so far."""
 
     def batch(self, direction: Direction, layers: range) -> CopyBatch:
-        """All copies of some layers."""
+        """Return the copies of some layers as one batch."""
         at_device, at_host, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [0]
         counts = [0]
         for part in self._parts:
@@ -101,7 +110,7 @@ class PageMove:
 
 
 def mha_parts(pool: Any) -> list[AscendPart]:
-    """Return the parts of a pool that keeps K and V apart, layout ``page_first_direct``."""
+    """Return the parts of a pool with separate K and V, layout ``page_first_direct``."""
     found: list[AscendPart] = []
     for number, (device_k, device_v, host_k, host_v) in enumerate(pool._npu_transfer_buffers()):
         layers = _layers(pool, number, len(device_k))
@@ -110,7 +119,7 @@ def mha_parts(pool: Any) -> list[AscendPart]:
 
 
 def mla_parts(pool: Any) -> list[AscendPart]:
-    """Return the parts of a pool of latents, layout ``page_first_kv_split``.
+    """Return the parts of an MLA pool, layout ``page_first_kv_split``.
 
     An indexer has rows for some layers only.
     """
@@ -129,10 +138,10 @@ def mla_parts(pool: Any) -> list[AscendPart]:
 
 
 def _layers(pool: Any, number: int, num_rows: int) -> Sequence[int]:
-    """Return the layers by row.
+    """Return the layer of each row.
 
-    The model's own layers are copied one by one. Layers of a draft model are needed only when the
-    whole model has been computed.
+    The model's own layers are copied one by one. Layers of a draft model are copied with the last
+    one, since they are needed only after the whole model.
     """
     return range(num_rows) if number == 0 else [pool.target_layer_num - 1] * num_rows
 
@@ -159,10 +168,7 @@ def _parts(*tensors: tuple[Any, Any, Sequence[int]]) -> Iterator[AscendPart]:
 
 
 def _grid(tensor: torch.Tensor, rows: int, pages: int) -> Grid:
-    """Return the address grid of a tensor: its rows and pages.
-
-    rows, pages: which dimension they are.
-    """
+    """Return the address grid of a tensor. rows, pages: its dimensions of rows and pages."""
     size = tensor.element_size()
     row, page = tensor.stride(rows) * size, tensor.stride(pages) * size
     return Grid(tensor.data_ptr(), row, page, tensor.shape[pages])
@@ -177,9 +183,9 @@ def _pages(tokens: torch.Tensor, page_size: int, grids: Sequence[Grid]) -> Int64
 
 
 def _memory(kind: str, addresses: Int64s, size: Int64s) -> tuple[Memory, Int64s]:
-    """Return the tensors that hold the pieces, and the pieces' offsets.
+    """Return one memory around all pieces, and the pieces' offsets in it.
 
-    The caller keeps the tensors.
+    The caller keeps the tensors alive.
     """
     begin = int(addresses.min(initial=np.iinfo(np.int64).max)) if len(addresses) else 0
     end = int((addresses + size).max(initial=begin))

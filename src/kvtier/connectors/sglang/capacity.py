@@ -8,11 +8,11 @@ from kvtier.connectors.sglang.identity import StorageConfig, is_replicated
 from kvtier.errors import ConfigError
 
 SLOT_BYTES = 4096
-"""A page takes a multiple of so many."""
+"""Alignment of a page's slot in storage."""
 
 
 def slot_bytes(page_bytes: int) -> int:
-    """Return the bytes of a page."""
+    """Return the bytes that a page takes in storage."""
     return -(-page_bytes // SLOT_BYTES) * SLOT_BYTES
 
 
@@ -23,12 +23,17 @@ def room(
     options: object,
     page_bytes: Mapping[str, int],
 ) -> dict[str, int]:
-    """Bytes of this rank for each pool: all get room for as many pages.
+    """Return this rank's capacity for each pool, in bytes. All pools get the same number of pages.
 
-    Raises ``ConfigError`` where that is not a single one.
+    Args:
+        setting: name of the setting that gives ``num_bytes``, for messages.
+        num_bytes: capacity of all ranks on this machine.
+        config: this rank.
+        options: SGLang's ``ServerArgs``, or None.
+        page_bytes: bytes per page of each pool.
 
-    setting: that says ``num_bytes``, of all ranks on this machine. options: SGLang's
-    ``ServerArgs``, or None. page_bytes: of each pool.
+    Raises:
+        ConfigError: the capacity is below one page.
     """
     replicas: int = getattr(options, "dp_size", 1) or 1
     machines: int = getattr(options, "nnodes", 1) or 1

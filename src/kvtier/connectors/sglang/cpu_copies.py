@@ -1,7 +1,7 @@
-"""Copies between SGLang's device and host pools on a CPU, where SGLang has none of its own.
+"""Copies between SGLang's device and host pools on a CPU, which SGLang itself lacks.
 
-SGLang's cache in host memory runs on kernels of accelerators only. Where its device is the CPU both
-of its pools are plain memory, and a copy is an indexed assignment, layer by layer.
+SGLang's copies to its host cache are kernels of accelerators. If its device is the CPU, both pools
+are plain memory, and a copy is an indexed assignment per layer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ POOLS = {
         ("kv_buffer", "device_kv_buffers"),
     ),
 }
-"""By class: its buffers in host memory, and those of the device, a list of layers, that they
-mirror."""
+"""Host pools by class: names of the host buffers, and of the device buffers (a list of layers) that
+they mirror."""
 
 
 @cache
@@ -34,7 +34,7 @@ def hooks() -> dict[str, Any]:
     for name, buffers in POOLS.items():
         found[f"{name}.backup_from_device_all_layer"] = _backup(buffers)
         found[f"{name}.load_to_device_per_layer"] = _load(buffers)
-    # There is no driver that would have to know of the memory.
+    # There is no driver to register the memory with.
     found["sglang.srt.mem_cache.pool_host.common._cuda_host_register"] = lambda *_, **__: None
     return found
 
@@ -74,7 +74,7 @@ def _load(buffers: tuple[tuple[str, str], ...]) -> Any:
 def _layer(
     buffer: torch.Tensor, pool: Any, layer: int, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, Any]:
-    """A view of one layer, and where in it the tokens are: [tokens] or [pages, page_size]."""
+    """Return a view of one layer, and the tokens' index in it: [tokens] or [pages, page_size]."""
     match pool.layout:
         case "layer_first":
             return buffer[layer], tokens

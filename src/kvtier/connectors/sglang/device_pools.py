@@ -1,7 +1,8 @@
-"""SGLang's device pools, of whatever model, as shares of pages: what the linker copies from and to.
+"""SGLang's device pools as page addresses, for the linker's copies.
 
-Plain pools are read as they are; for all others SGLang itself says where its buffers are
-(``resolve_hybrid_device_pool_group``). Buffers that are addressed by the same pages make one pool.
+The buffers of plain pools are used directly. For all other pools, SGLang's
+``resolve_hybrid_device_pool_group`` locates the buffers. Buffers that are addressed by the same
+pages form one pool.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from kvtier.connectors.common.paged_pool import PagedPool, PoolShare
 from kvtier.errors import ConfigError
 
 KV, SWA = "kv", "swa"
-"""SGLang's names."""
+"""SGLang's names of pools."""
 LATENTS = ("MLATokenToKVPool", "NPUMLATokenToKVPool")
 PLAIN = ("MHATokenToKVPool", "NPUMHATokenToKVPool", *LATENTS)
-"""Classes whose buffers are one row per token, or per page, and nothing beside them."""
+"""Classes that consist of buffers with one row per token, or per page."""
 BESIDE = ("k_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer", "index_k_buffer")
 
 
@@ -27,7 +28,7 @@ BESIDE = ("k_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer", "index_k
 class Buffer:
     """One tensor of a pool: rows [num_rows, ...] of one of the engine's layers.
 
-    page_rows: of a page.
+    page_rows: rows per page.
     """
 
     layer: int
@@ -58,10 +59,14 @@ class Buffer:
 
 @dataclass(frozen=True)
 class DevicePool:
-    """Buffers that the same pages address.
+    """Buffers that are addressed by the same pages.
 
-    page_size: how many of SGLang's indices name a page. num_layers: of the engine. source: SGLang's
-    own.
+    Attributes:
+        name: SGLang's name of the pool.
+        page_size: SGLang's indices per page.
+        num_layers: layers of the engine.
+        buffers: in the order of layers.
+        source: SGLang's pool.
     """
 
     name: str
@@ -72,13 +77,13 @@ class DevicePool:
 
     @property
     def ends(self) -> list[int]:
-        """By layer: how many of the buffers belong to it or to those before it."""
+        """Per layer, the number of buffers that belong to it or to earlier layers."""
         layers = [each.layer for each in self.buffers]
         return [sum(each <= layer for each in layers) for layer in range(self.num_layers)]
 
     @property
     def shapes(self) -> list[list[object]]:
-        """Return layer, kind and bytes per page of each buffer, which decide on its content."""
+        """Layer, dtype, row shape and rows per page of each buffer."""
         return [
             [each.layer, str(each.rows.dtype), list(each.rows.shape[1:]), each.page_rows]
             for each in self.buffers
@@ -86,10 +91,7 @@ class DevicePool:
 
     @property
     def has_latents(self) -> bool:
-        """Whether it has latents and nothing else.
-
-        The same on all ranks of a tensor-parallel group.
-        """
+        """Whether it has MLA latents only, which are equal on all tensor-parallel ranks."""
         return type(self.source).__name__ in LATENTS
 
     @property
@@ -97,7 +99,7 @@ class DevicePool:
         return sum(each.share.nbytes for each in self.buffers)
 
     def paged(self, slot_bytes: int) -> PagedPool:
-        """Its pages as blocks in slots of so many bytes."""
+        """Return its pages as blocks in slots of ``slot_bytes`` bytes."""
         first = self.buffers[0].rows
         return PagedPool(
             [[each.share for each in self.buffers]],
@@ -109,9 +111,9 @@ class DevicePool:
         )
 
     def pages(self, indices: torch.Tensor) -> list[int]:
-        """Return the page numbers that indices of whole pages name.
+        """Return the page numbers of SGLang's indices, which must be whole pages.
 
-        Waits for the device if they are there.
+        Waits for the device if ``indices`` are in its memory.
         """
         firsts = indices.reshape(-1, self.page_size)[:, 0].cpu()
         if (firsts % self.page_size).any():
@@ -121,9 +123,15 @@ class DevicePool:
 
 
 def find_pools(kvcache: Any, params: Any, components: Collection[Any]) -> list[DevicePool]:
-    """All pools of a model, that of its KV first. Raises ``ConfigError`` for what can't be served.
+    """Return all pools of a model, that of its KV first.
 
-    kvcache: SGLang's device pool. params: its ``CacheInitParams``. components: of its tree.
+    Args:
+        kvcache: SGLang's device pool.
+        params: its ``CacheInitParams``.
+        components: components of its tree.
+
+    Raises:
+        ConfigError: a pool can't be served.
     """
     page_size = params.page_size
     kind = type(kvcache).__name__
@@ -149,7 +157,7 @@ def _plain(
 ) -> DevicePool:
     """Return a plain device pool; raise ``ConfigError`` for one that the linker cannot serve.
 
-    layers: of the engine, each with its place in the pool.
+    layers: position in the pool of each of the engine's layers.
     """
     kind = type(pool).__name__
     if kind not in PLAIN:
@@ -173,12 +181,12 @@ def _plain(
 
 
 def _page_rows(rows: torch.Tensor, num_tokens: int, page_size: int) -> int:
-    """A row is a token, or on some devices a page."""
+    """Return the rows per page of a buffer. A row is a token, or on some devices a page."""
     return page_size if rows.shape[0] >= num_tokens else 1
 
 
 def _sliding(kvcache: Any, page_size: int) -> list[DevicePool]:
-    """Full attention and a window, each in a pool of its own."""
+    """Return the pools of a sliding-window model: full attention, and the window."""
     first, num_layers = kvcache.start_layer, len(kvcache.layers_mapping)
     parts: dict[bool, dict[int, int]] = {False: {}, True: {}}
     for layer, (place, is_window) in sorted(kvcache.layers_mapping.items()):
@@ -192,7 +200,7 @@ def _sliding(kvcache: Any, page_size: int) -> list[DevicePool]:
 def _resolved(
     kvcache: Any, params: Any, page_size: int, components: Collection[Any]
 ) -> list[DevicePool]:
-    """As SGLang says where buffers are."""
+    """Return the pools whose buffers SGLang itself locates."""
     from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
         resolve_hybrid_device_pool_group,
     )

@@ -1,7 +1,7 @@
 """Entry point that SGLang imports by name. It checks the contract first.
 
-An SGLang that differs gets sentences that say where, instead of an error from deep inside; a
-process that has kvtier installed and does not ask for it pays nothing.
+An unsupported SGLang gets a message that lists the differences, instead of an error from deep
+inside. A process that has kvtier installed but does not use it imports nothing.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ CLASSES = {
     "KvtierStorage": (STORAGE, "kvtier.connectors.sglang.storage"),
     "KvtierLinker": (LINKER, "kvtier.connectors.sglang.linker"),
 }
-"""By the name that SGLang's factories were given: what it relies on, and where it is."""
+"""By the class name given to SGLang's factories: the contract, and the module of the class."""
 
 
 def __getattr__(name: str) -> object:
-    """Raises ``ConfigError`` with all differences from the SGLang that kvtier knows."""
+    """Import a class. Raise ``ConfigError`` with all differences if the contract is broken."""
     if name not in CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     contract, module = CLASSES[name]

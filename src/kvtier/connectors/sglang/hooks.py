@@ -14,18 +14,18 @@ Hooks = Mapping[str, Callable[..., Any]]
 
 
 def tell_missing(hooks: Hooks, loss: str) -> None:
-    """SGLang logs a hook that failed among much else: say what is lost by it."""
+    """Warn of hooks that are not installed. loss: consequence, for the log."""
     if names := missing(hooks):
         logger.warning("kvtier's hooks did not take: %s; %s", ", ".join(names), loss)
 
 
 def missing(hooks: Hooks) -> list[str]:
-    """Those that did not take, by name."""
+    """Return the names of hooks that are not installed."""
     return [name for name, hook in hooks.items() if not _has_taken(name, hook)]
 
 
 def _has_taken(name: str, hook: Callable[..., Any]) -> bool:
-    """Whether ``hook`` is in what stands there now: SGLang keeps it in a closure around its own."""
+    """Whether ``hook`` is installed at ``name``: SGLang keeps it in a closure of the wrapper."""
     try:
         found = resolve_name(name)
     except (ImportError, AttributeError):

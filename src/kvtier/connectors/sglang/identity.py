@@ -1,8 +1,8 @@
 """Facts that must agree before two SGLang processes may share a page of KV.
 
-SGLang's keys name a prompt's tokens, the request's ``extra_key`` (an adapter is in it) and its
-``cache_salt``, and nothing else. What else decides on the bytes of a page is named here: whatever
-differs is a miss, never wrong KV.
+SGLang's keys cover a prompt's tokens, the request's ``extra_key`` (which includes an adapter) and
+its ``cache_salt``. The namespace made here covers everything else that decides on the bytes of a
+page. A difference is a miss, never wrong KV.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FROM_FILES = frozenset(
         "sharded_state",
     }
 )
-"""Load formats of SGLang's that read the model's own files, and nothing else."""
+"""SGLang load formats that read only the model's own files."""
 MODEL_TRAITS = (
     "context_length",
     "dtype",
@@ -52,7 +52,7 @@ MODEL_TRAITS = (
     "torchao_config",
 )
 """SGLang options that change the bytes of KV and are neither in the model's files nor visible in a
-pool. An option that a version lacks has one value for all who run that version."""
+pool. An option that a version lacks is None for all processes of that version."""
 POOL_FACTS = (
     "dtype",
     "end_layer",
@@ -82,7 +82,7 @@ RANK_FACTS = (
 
 KEY_BYTES = 32
 SHARDED_STATE = "mamba"
-"""A pool that is cut over ranks also where KV is not."""
+"""Name of the pool that is split over ranks even if KV is not."""
 
 
 class StorageConfig(Protocol):
@@ -102,15 +102,19 @@ class StorageConfig(Protocol):
 def is_replicated(config: StorageConfig, name: str) -> bool:
     """Whether all ranks of a tensor-parallel group have the same bytes in a pool.
 
-    The first one stores them for all then.
+    If so, the first rank stores them for all.
     """
     return config.is_mla_model and name != SHARDED_STATE
 
 
 def engine_digest(weights: str, version: str, options: object, salt: str) -> bytes:
-    """32 bytes that name a model as one engine computes it, whatever its pools are.
+    """Return a digest of the model as one engine computes it, regardless of pools: 32 bytes.
 
-    weights: digest of its files. version: SGLang's. options: its ``ServerArgs``, or None.
+    Args:
+        weights: digest of the model's files.
+        version: SGLang's version.
+        options: SGLang's ``ServerArgs``, or None.
+        salt: the namespace setting.
     """
     traits = {name: getattr(options, name, None) for name in MODEL_TRAITS}
     return Namespace(
@@ -124,9 +128,13 @@ def engine_digest(weights: str, version: str, options: object, salt: str) -> byt
 
 
 def pool_facts(config: StorageConfig, name: str, pool: object, sizes: Sequence[object]) -> bytes:
-    """All that decides on the bytes of one pool's pages on one rank, beside the engine.
+    """Return what decides on the bytes of one pool's pages on one rank, besides the engine.
 
-    sizes: of the pieces of a page, in their order; with their kinds where these differ.
+    Args:
+        config: the rank.
+        name: name of the pool.
+        pool: SGLang's pool.
+        sizes: sizes of a page's pieces in order, with their kinds if these differ.
     """
     rank = 0 if is_replicated(config, name) else config.tp_rank
     facts = {
@@ -140,7 +148,7 @@ def pool_facts(config: StorageConfig, name: str, pool: object, sizes: Sequence[o
 def sources(options: object, config: StorageConfig) -> Sequence[Source]:
     """Return the sources of SGLang's weights, draft models included.
 
-    options: SGLang's ``ServerArgs``; None if they are unknown, and the model's name has to do.
+    options: SGLang's ``ServerArgs``; None if unknown: the model's name is then the only source.
     """
     if options is None:
         return [Source(config.model_name or "")]
@@ -162,11 +170,11 @@ def sources(options: object, config: StorageConfig) -> Sequence[Source]:
 
 
 def page_keys(keys: Sequence[str]) -> list[bytes]:
-    """Keys of SGLang's, 32 bytes each: they are digests of so many already, in hex."""
+    """Return SGLang's keys, which are digests in hex, as 32 bytes each."""
     joined = " ".join(keys)
     if joined[2 * KEY_BYTES :: 2 * KEY_BYTES + 1] == " " * (len(keys) - 1):  # all of one length
         with suppress(ValueError):
-            packed = bytes.fromhex(joined)  # which passes over blanks
+            packed = bytes.fromhex(joined)  # skips blanks
             if len(packed) == KEY_BYTES * len(keys):
                 return list(struct.unpack(f"{KEY_BYTES}s" * len(keys), packed))
     return [_page_key(key) for key in keys]
@@ -182,8 +190,8 @@ def _page_key(key: str) -> bytes:
 def folder_of(config: StorageConfig, name: str, replica: int = 0) -> str:
     """Return the name of a slab's folder.
 
-    Replicas, pools, and ranks with pages of their own have one each. replica: of engines that share
-    nothing; beside it, attention may be data parallel (``dp_rank``).
+    Replicas, pools, and ranks with pages of their own have one each. replica: number of the engine
+    among independent replicas; ``config.dp_rank`` of data-parallel attention is separate from it.
     """
     tp_rank = 0 if is_replicated(config, name) else config.tp_rank
     parts = [

@@ -12,10 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 class LayerCounter:
-    """Stands in for SGLang's ``LayerDoneCounter``. Nothing raises.
+    """Replacement of SGLang's ``LayerDoneCounter``. Its methods never raise.
 
-    A load that failed is reported when its batch is finished, and results computed from it do not
-    count.
+    A failed load is reported when its batch is finished; SGLang then discards the results.
     """
 
     def __init__(self) -> None:
@@ -24,7 +23,7 @@ class LayerCounter:
         self._loads: dict[int, Sequence[CopyJob]] = {}
 
     def begin(self, index: int, loads: Sequence[CopyJob]) -> None:
-        """A batch whose forward follows these loads."""
+        """Note the loads that a batch's forward waits for."""
         self._loads[index] = loads
 
     def end(self, index: int) -> None:
@@ -32,11 +31,11 @@ class LayerCounter:
         self._loads.pop(index, None)
 
     def set_consumer(self, index: int) -> None:
-        """The next forward is of this batch."""
+        """Note the batch of the next forward."""
         self.consumer_index = index
 
     def wait_until(self, layer: int) -> None:
-        """Compute that is queued from now on finds the KV of ``layer``."""
+        """Make compute that is queued from now on wait for the KV of ``layer``."""
         for job in self._loads.get(self.consumer_index, ()):
             try:
                 job.hold_compute(layer // job.layers_per_step)

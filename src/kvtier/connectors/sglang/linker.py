@@ -1,12 +1,12 @@
 """``--enable-unified-cache-external-linker``: between SGLang's device pools and kvtier's tiers.
 
-SGLang's tree says what is computed, and asks at each look-up what is kept of the rest of a prompt.
-Told of is only what is in host memory: a load from there can't fail but with the device itself.
-What storage has is brought there meanwhile (``bringing.py``), and requests wait for it
-(``scheduler_hooks.py``).
+SGLang's tree looks up each prompt here, beyond the pages on the device. ``lookup()`` reports only
+pages in host memory, so a load can fail only if the device fails. Pages in storage are promoted to
+host memory meanwhile (``promotion.py``), and requests wait for them (``scheduler_hooks.py``).
 
-All calls are the scheduler's, on its thread, the same on every rank: answers may differ between
-ranks, for SGLang takes what all of them have; whether an answer comes may not. So nothing raises.
+The scheduler makes all calls, on its thread, in the same order on every rank. Answers may differ
+between ranks, since SGLang uses what all ranks have. But every rank must answer, so no method
+raises.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from kvtier.transfer import TransferEngine
 logger = logging.getLogger(__name__)
 
 DRAIN_S = 60.0
-"""For what is on its way when SGLang empties its cache, or ends."""
+"""Longest wait for copies in flight when SGLang exits."""
 MOST_DEPTHS = 1 << 16
-"""Pages of which it is remembered where in their prompt they are, until they are stored."""
+"""Most pages whose position in the prompt is remembered until they are stored."""
 
 
 @dataclass(slots=True)
 class Offload:
-    """A node's pages on their way to host memory, by pool. is_whole: every pool's store began."""
+    """Store of a node's pages to host memory, by pool. is_whole: whether every pool's began."""
 
     stores: list[tuple[PoolTiers, Store]] = field(default_factory=list)
     is_whole: bool = False
@@ -65,7 +65,11 @@ class Offload:
 
 
 class KvtierLinker(UnifiedCacheLinker):
-    """Raises ``ConfigError`` at the start for what can't be served: one sentence. Later nothing."""
+    """SGLang's linker to kvtier's tiers.
+
+    The constructor raises ``ConfigError``, with one sentence, for configurations that can't be
+    served. The other methods never raise.
+    """
 
     def __init__(
         self,
@@ -100,7 +104,10 @@ class KvtierLinker(UnifiedCacheLinker):
             self._device,
             self._engine,
             policy_of(
-                settings, server_args, [pool.name for pool in pools], scheduler_hooks.told_by()
+                settings,
+                server_args,
+                [pool.name for pool in pools],
+                scheduler_hooks.reporting_hooks(),
             ),
         )
         self.pools = {PoolName(name): each.pool for name, each in self._linked.items()}
@@ -108,8 +115,8 @@ class KvtierLinker(UnifiedCacheLinker):
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         caches = {name: each.cache for name, each in self._linked.items()}
-        self._bringing = PromptPromotion(caches, self._page_size, settings.always_loads)
-        self.gate = scheduler_hooks.QueueGate(self._bringing)
+        self._promotion = PromptPromotion(caches, self._page_size, settings.always_loads)
+        self.gate = scheduler_hooks.QueueGate(self._promotion)
         self.asking = PromptReporter(caches[KV], self._page_size)
         self._prompt = WaitingPrompt(0, 0)
         self._loading = Loading(
@@ -136,14 +143,17 @@ class KvtierLinker(UnifiedCacheLinker):
             logger.info("kvtier %s: %s %s", finding.topic, finding.found, finding.note)
         return engine
 
-    # -- what is there -----------------------------------------------------------------------------
+    # -- look-ups ----------------------------------------------------------------------------------
 
     @property
     def _account(self) -> CostMetrics:
         return self._linked[KV].cache.ladder.account
 
     def note_prompt(self, num_cached: int, num_tokens: int) -> None:
-        """The next look-up is of a prompt of so many tokens, the first of which the device has."""
+        """Note the prompt of the next look-up.
+
+        num_cached: number of its first tokens that are on the device. num_tokens: its length.
+        """
         self._prompt = WaitingPrompt(num_cached, num_tokens)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
@@ -167,7 +177,7 @@ class KvtierLinker(UnifiedCacheLinker):
         }
         places = {name: found for name, (found, _) in looks.items()}
         asked = [question for _, questions in looks.values() for question in questions]
-        cuts = self._bringing.cuts(rid, prompt, keys, places, needs, asked)
+        cuts = self._promotion.cuts(rid, prompt, keys, places, needs, asked)
         num_there = cuts[-1] if cuts else 0
         self._remember(keys[num_there:], prompt.num_cached // self._page_size + num_there)
         self._loading.promise(keys[:num_there], places)
@@ -182,11 +192,11 @@ class KvtierLinker(UnifiedCacheLinker):
     # -- to the device -----------------------------------------------------------------------------
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Its answer depends on the transfers alone: ranks must agree."""
+        """Queue a load. The result depends on the transfers alone, since ranks must agree."""
         wanted = [each for each in transfers if each.keys and each.device_indices is not None]
         if not wanted:
             return False
-        self._loading.queue(rid, wanted, self._bringing.waited_s(rid))
+        self._loading.queue(rid, wanted, self._promotion.waited_s(rid))
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:
@@ -200,9 +210,9 @@ class KvtierLinker(UnifiedCacheLinker):
 
     @contextmanager
     def _after_forward(self) -> Iterator[None]:
-        """Copies that are submitted in here start after what the forward's stream has to do by now.
+        """Submit copies in this context so that they start after the work queued on the forward.
 
-        It may read the pages that they overwrite, or write those that they read.
+        That work may read the pages that the copies overwrite, or write those that they read.
         """
         if self.forward_stream is None or self._device.name == "cpu":
             yield
@@ -213,7 +223,7 @@ class KvtierLinker(UnifiedCacheLinker):
     # -- from the device ---------------------------------------------------------------------------
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Its answer depends on the transfers alone: ranks must agree."""
+        """Begin a store. The result depends on the transfers alone, since ranks must agree."""
         wanted = [each for each in transfers if each.keys and each.device_indices is not None]
         if not wanted:
             return False
@@ -247,7 +257,7 @@ class KvtierLinker(UnifiedCacheLinker):
     def num_completed_offloads(self) -> int:
         """Return how many of the first offloads are complete.
 
-        They complete in order. SGLang asks in each step.
+        They complete in order. SGLang calls this in each step.
         """
         for linked in self._linked.values():
             linked.cache.poll()
@@ -264,13 +274,13 @@ class KvtierLinker(UnifiedCacheLinker):
     # -- upkeep ------------------------------------------------------------------------------------
 
     def _observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
-        if not self._loading.take_waits():  # else it may be the time for layers, too
+        if not self._loading.take_waits():  # else the step may have waited for layers
             self._account.observe_prefill(num_before, num_tokens, seconds)
 
     def before_new_weights(self) -> None:
-        """Pages of the old weights are forgotten: SGLang's keys stay the same.
+        """Forget the pages of the old weights, since SGLang's keys stay the same.
 
-        Of what is under way SGLang is told the end as ever, but nothing of it is kept.
+        SGLang is still told when copies in flight end, but their pages are not kept.
         """
         self._wait_for_copies()
         for offload in self._offloads:
@@ -281,23 +291,23 @@ class KvtierLinker(UnifiedCacheLinker):
         self._names.forget()
 
     def after_new_weights(self) -> None:
-        """From now on pages have names that no other process knows."""
+        """Give pages names from now on that no other process uses."""
         self._names.disown("its weights were replaced in memory")
 
     def _wait_for_copies(self) -> None:
-        """From the device and to it."""
+        """Wait for copies from and to the device."""
         stores = (store.job for each in self._offloads for _, store in each.stores)
         for job in (*self._loading.jobs(), *stores):
             if job is not None:
                 job.wait()
 
     def reset(self) -> None:
-        """The device's pages mean nothing any more; what is kept below them stays."""
+        """Forget the device's pages. Pages in the tiers below are kept."""
         self._wait_for_copies()
         self._loading.reset()
         while self._offloads:
             self.pop_completed_offload()
-        self._bringing.forget()
+        self._promotion.forget()
 
     def close(self) -> None:
         if self._is_closed:
@@ -317,9 +327,9 @@ class KvtierLinker(UnifiedCacheLinker):
 
 
 def _needs(transfers: Sequence[PoolTransfer]) -> dict[str, int] | None:
-    """By pool: how many pages before a cut it must have there, 0 for all of them.
+    """Return, by pool, how many pages are needed before a cut; 0 for all of them.
 
-    None for a look-up of a kind that nobody knows.
+    None for a look-up of an unknown kind.
     """
     needs: dict[str, int] = {}
     for each in transfers:

@@ -1,11 +1,11 @@
 """Loads of pages from host memory to the device, in three stages.
 
-    promised   SGLang was told of them, and may ask for them until it looks up something else
-    queued     a request asked for them; its forward comes
-    batch      copies that one forward follows, layer by layer
+    promised   reported to SGLang, which may load them until its next look-up
+    queued     requested by a request that waits for its forward
+    batch      copied for one forward, layer by layer
 
-In each stage they are held: they don't leave host memory. A stage takes them before the one in
-front of it lets them go.
+In each stage the pages are held, so that they can't be evicted from host memory. Each stage holds
+them before the previous one releases them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """Tokens of a prompt, from ``first`` up to ``end``, that a request waited for."""
+class ReusedTokens:
+    """Tokens ``first`` to ``end`` of a prompt that a request reuses after a wait."""
 
     first: int
     end: int
@@ -43,7 +43,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class LoadPart:
-    """Pages of one pool: their keys, and where they go on the device."""
+    """Pages of one pool: their keys, and their destinations on the device."""
 
     linked: PoolTiers
     keys: list[bytes]
@@ -51,37 +51,47 @@ class LoadPart:
 
 
 @dataclass(slots=True)
-class Queued:
-    """Pages that a request wants loaded.
+class QueuedLoad:
+    """Load that a request has requested.
 
-    is_whole: all of them are there. given: pages of the KV pool.
+    Attributes:
+        given: the tokens of its pages in the KV pool.
+        parts: its pages by pool.
+        is_whole: whether all of them are in host memory.
     """
 
-    given: Given
+    given: ReusedTokens
     parts: list[LoadPart] = field(default_factory=list)
     is_whole: bool = False
 
 
 @dataclass(slots=True)
-class Batch:
-    """Loads that one forward follows, by pool; is_whole: everything was there that was asked for.
+class LoadBatch:
+    """Loads for one forward.
 
-    given: to each request.
+    Attributes:
+        loads: copies by pool.
+        is_whole: whether all requested pages were in host memory.
+        given: the tokens of each request.
     """
 
     loads: list[tuple[PoolTiers, Load]] = field(default_factory=list)
     is_whole: bool = True
-    given: Sequence[Given] = ()
+    given: Sequence[ReusedTokens] = ()
 
 
 class Loading:
     """Loads of one linker, on the scheduler's thread.
 
-    A load that can't be queued or begun is logged, and is told of when its batch is finished: until
-    then this rank goes on as the others do.
+    A load that can't be queued or begun is logged, and reported when its batch is finished: until
+    then this rank must do the same as the others.
 
-    linked: by pool. page_size: tokens. layers: where the forward waits. after_forward: copies that
-    are submitted in there start after what the forward's stream has to do by then.
+    Args:
+        linked: tiers by pool.
+        page_size: tokens per page.
+        layers: lets the forward wait for layers.
+        after_forward: context in which submitted copies start after the work queued on the
+            forward's stream.
     """
 
     def __init__(
@@ -96,29 +106,29 @@ class Loading:
         self._layers = layers
         self._after_forward = after_forward
         self._account = linked[KV].cache.ladder.account
-        self._num_cached = 0  # tokens that the device has, of the prompt that was looked up last
+        self._num_cached = 0  # tokens on the device of the prompt that was looked up last
         self._promised: dict[str, Sequence[bytes]] = {}  # by pool
-        self._queued: dict[str, Queued] = {}  # by request
-        self._batches: dict[int, Batch] = {}
+        self._queued: dict[str, QueuedLoad] = {}  # by request
+        self._batches: dict[int, LoadBatch] = {}
         self._num_batches = 0
         self._has_waited = False
 
     # -- promised ----------------------------------------------------------------------------------
 
     def look_up(self, num_cached: int) -> None:
-        """SGLang looks up a prompt, of which the device has so many tokens.
+        """Begin a look-up of SGLang's, and release the pages promised by the one before.
 
-        What was promised before it may go.
+        num_cached: number of the prompt's first tokens that are on the device.
         """
         self._let_go()
         self._num_cached = num_cached
 
     def promise(self, keys: Sequence[bytes], places: Mapping[str, Sequence[BlockLocation]]) -> None:
-        """Hold the pages that SGLang may load now, until it loads them or looks up something else.
+        """Hold the pages that SGLang may load now, until it loads them or looks up another prompt.
 
         Other ranks may have fewer pages, so all pages in memory are held.
 
-        places: of each of ``keys`` and perhaps of more, by pool.
+        places: locations by pool, of ``keys`` and perhaps of more pages.
         """
         for name, linked in self._linked.items():
             pairs = zip(keys, places[name], strict=False)
@@ -133,16 +143,18 @@ class Loading:
     # -- queued ------------------------------------------------------------------------------------
 
     def queue(self, rid: str, wanted: Sequence[PoolTransfer], waited_s: float) -> None:
-        """In the place of what the request asked for before.
+        """Queue a request's load, instead of any load that it has queued before.
 
-        wanted: by pool, with keys and indices of the device.
-        waited_s: how long the request waited for them.
+        Args:
+            rid: the request.
+            wanted: its pages by pool, with keys and device indices.
+            waited_s: how long the request has waited for them.
         """
         self.cancel(rid)
         num_pages = max((len(each.keys) for each in wanted if each.name == KV), default=0)
         self._account.planned(num_pages, 0)
         end = self._num_cached + num_pages * self._page_size
-        self._queued[rid] = queued = Queued(Given(self._num_cached, end, waited_s))
+        self._queued[rid] = queued = QueuedLoad(ReusedTokens(self._num_cached, end, waited_s))
         try:
             for each in wanted:
                 queued.parts.append(self._hold(each))
@@ -164,7 +176,7 @@ class Loading:
         return LoadPart(linked, keys, pages)
 
     def cancel(self, rid: str) -> bool:
-        """The request does not want it any more. Whether it had asked for anything."""
+        """Cancel a request's queued load. Return whether it had one."""
         queued = self._queued.pop(rid, None)
         _release(queued.parts if queued else ())
         return queued is not None
@@ -172,16 +184,16 @@ class Loading:
     # -- batches -----------------------------------------------------------------------------------
 
     def begin(self) -> int:
-        """The next forward is of all requests that are queued.
+        """Begin the loads of all queued requests, for the next forward.
 
-        Returns the number of their batch; -1 for none.
+        Returns the number of their batch; -1 if none is queued.
         """
         if not self._queued:
             return -1
         queued, self._queued = list(self._queued.values()), {}
         parts = [part for each in queued for part in each.parts]
         is_whole = all(each.is_whole for each in queued)
-        batch = Batch(is_whole=is_whole, given=[each.given for each in queued])
+        batch = LoadBatch(is_whole=is_whole, given=[each.given for each in queued])
         index = self._num_batches
         self._num_batches += 1
         self._batches[index] = batch
@@ -199,7 +211,7 @@ class Loading:
         return index
 
     def finish(self, index: int) -> bool:
-        """The batch's forward is over. Whether all that its requests asked for had arrived."""
+        """End a batch after its forward. Return whether all requested pages had arrived."""
         self._layers.end(index)
         batch = self._batches.pop(index, None)
         if batch is None:
@@ -227,11 +239,11 @@ class Loading:
     # -- upkeep ------------------------------------------------------------------------------------
 
     def forget_promised(self) -> None:
-        """The caches are about to be cleared, and with them what is held."""
+        """Forget the promised pages without releasing them, before the caches are cleared."""
         self._promised.clear()
 
     def reset(self) -> None:
-        """The device's pages mean nothing any more. Waits for copies that are under way."""
+        """Forget all loads, after waiting for the copies in flight."""
         self._let_go()
         for rid in list(self._queued):
             self.cancel(rid)
@@ -245,7 +257,7 @@ def _release(parts: Iterable[LoadPart]) -> None:
 
 
 def _by_pool(parts: Iterable[LoadPart]) -> Iterator[LoadPart]:
-    """Return the pages that all requests want, merged by pool."""
+    """Yield the pages of all requests, merged by pool."""
     found: dict[str, LoadPart] = {}
     for part in parts:
         whole = found.setdefault(part.linked.pool.name, LoadPart(part.linked, [], []))

@@ -1,4 +1,4 @@
-"""When SGLang replaces its weights while it serves: hooks around the four ways to do that."""
+"""Notice that SGLang replaces its weights while serving: hooks around its four update methods."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ WAYS = ("disk", "distributed", "tensor", "ipc")
 
 
 class WeightsListener(Protocol):
-    """Keeps KV that the weights have made."""
+    """Owner of KV that was computed with the weights."""
 
     def before_new_weights(self) -> None:
-        """They are about to be replaced: keep nothing more, and give nothing out."""
+        """Forget all KV, since the weights are about to be replaced."""
 
     def after_new_weights(self) -> None:
-        """They were, or not; SGLang has emptied its own cache."""
+        """Continue after the update, successful or not. SGLang has emptied its own cache."""
 
 
 class WeightsWatch:
-    """Tells listeners of new weights, on the scheduler's thread."""
+    """Notifies listeners of new weights, on the scheduler's thread."""
 
     def __init__(self) -> None:
         self._keepers: list[WeightsListener] = []

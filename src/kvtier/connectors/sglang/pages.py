@@ -1,9 +1,8 @@
 """Locations of pages in SGLang's host pools, in any layout.
 
-A pool says where the pieces of a page are (``get_page_buffer_meta``): one for MLA, K and V for the
-page_first layouts, as many as there are layers, or twice as many, for layer_first. In every layout
-piece i of page p begins at ``first[i] + p * step[i]``: so the pool is asked three times, and the
-rest is arithmetic.
+A pool's ``get_page_buffer_meta`` locates the pieces of a page: one piece for MLA, K and V for the
+page_first layouts, one or two per layer for layer_first. In every layout piece i of page p begins
+at ``first[i] + p * step[i]``. So three calls suffice, and the rest is arithmetic.
 """
 
 from __future__ import annotations
@@ -33,19 +32,21 @@ class HostPool(Protocol):
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
         """Return addresses and sizes of the pages' pieces, page after page.
 
-        indices: of the pages' tokens.
+        indices: the pages' tokens.
         """
 
 
 class Pages:
     """Locations of the pages of one pool.
 
-    Raises ``LayoutError`` for a pool that does not say where its pages are, or whose pages lie
-    elsewhere.
+    The constructor raises ``LayoutError`` for a pool that does not locate its pages, or whose pages
+    are not equally spaced.
 
-    page_size: tokens. sizes: int64 [num_pieces], bytes of each. The bytes of a page are in the
-    order in which its own ``get_data_page`` has them, so that both ways to reach it agree. memory:
-    of all pages, None where other things lie between them.
+    Attributes:
+        page_size: tokens per page.
+        sizes: int64 [num_pieces], bytes of each piece. Pieces are in the order of the pool's
+            ``get_data_page``, so that both kinds of access agree.
+        memory: memory of all pages; None if it has gaps.
     """
 
     def __init__(self, pool: HostPool) -> None:
@@ -68,11 +69,14 @@ class Pages:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of a page."""
+        """Bytes per page."""
         return int(self.sizes.sum())
 
     def at(self, indices: torch.Tensor) -> Pieces:
-        """The pages of these tokens, a multiple of ``page_size`` of them, page after page."""
+        """Return the pieces of the pages of these tokens, page after page.
+
+        indices: whole pages of tokens.
+        """
         starts = indices.cpu().numpy()[:: self.page_size].astype(np.int64)
         pages = starts // self.page_size
         if (starts % self.page_size).any():
@@ -81,9 +85,9 @@ class Pages:
         return Pieces(addresses.astype(np.uint64), self.sizes)
 
     def in_tensors(self, tensors: Sequence[torch.Tensor]) -> Pieces:
-        """Pages that lie in tensors of their own, each in one piece.
+        """Return the pieces of pages that are in tensors of their own, each contiguous.
 
-        ``ValueError`` for one of another size.
+        Raises ``ValueError`` for a tensor of another size.
         """
         ends = np.cumsum(self.sizes)
         for each in tensors:
@@ -97,7 +101,7 @@ class Pages:
 
 
 def _page(pool: HostPool, page: int) -> tuple[Int64s, Int64s]:
-    """int64 [num_pieces] each: where the pieces of one page begin, and their sizes."""
+    """Return addresses and sizes of one page's pieces: int64 [num_pieces] each."""
     start = page * pool.page_size
     try:
         found = pool.get_page_buffer_meta(torch.arange(start, start + pool.page_size))
@@ -111,10 +115,9 @@ def _page(pool: HostPool, page: int) -> tuple[Int64s, Int64s]:
 
 
 def _order_in_page(pool: HostPool, first: Int64s) -> Int64s:
-    """In which a flat page has the pieces.
+    """Return the order of the pieces in a flat page.
 
-    That of their addresses where all are in one buffer, and as they are told where they are in
-    several.
+    It is the order of addresses if all pieces are in one buffer, else the pool's order.
     """
     buffer = getattr(pool, "kv_buffer", None)
     if isinstance(buffer, torch.Tensor):

@@ -1,4 +1,4 @@
-"""One pool's pages on disk: where they lie in memory, and the slab that keeps them."""
+"""Pages of one pool: their addresses in memory, and the slab or store that keeps them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvtier.connectors.common.opening import open_disk, open_store
 from kvtier.connectors.common.slab_calls import SlabCalls, SlabReads
 from kvtier.connectors.sglang.identity import StorageConfig, folder_of, is_replicated
 from kvtier.connectors.sglang.pages import Pages
-from kvtier.connectors.sglang.rank_metrics import told_metrics
+from kvtier.connectors.sglang.rank_metrics import pool_metrics
 from kvtier.connectors.sglang.settings import StorageSettings
 from kvtier.index.policies.replayed import LRU
 from kvtier.layout import opaque
@@ -19,7 +19,7 @@ from kvtier.tiers.disk import DiskReader, goes_direct
 
 
 class PoolSlab(NamedTuple):
-    """One pool: where its pages lie in memory, and calls to the slab that keeps them."""
+    """One pool: addresses of its pages in memory, and calls to the slab that keeps them."""
 
     pages: Pages
     calls: SlabCalls | SlabReads
@@ -35,14 +35,24 @@ def open_slab(
     replica: int = 0,
     policy: str = LRU,
 ) -> PoolSlab:
-    """Open the slab of a rank's pool, or read that of the rank that writes for all.
+    """Open the slab of a rank's pool, or a reader of the slab of the rank that writes for all.
 
-    Raises ``ConfigError`` for settings that can't be used, and for a slab that somebody else has; a
-    disk that can't be read is left alone, and SGLang serves without it.
+    A disk that can't be read is not used, and SGLang serves without it.
 
-    policy: says what leaves first; all but LRU are told of requests.
+    Args:
+        settings: settings of the back end.
+        config: this rank.
+        name: name of the pool.
+        pages: addresses of the pool's pages.
+        capacity_bytes: capacity for this pool on this rank.
+        digest: return the namespace of the pool's pages; b"" while it is unknown.
+        replica: number of this engine among its replicas.
+        policy: eviction policy.
+
+    Raises:
+        ConfigError: settings can't be used, or another process has opened the slab.
     """
-    group, metrics = opaque(pages.num_bytes), told_metrics(config, name)
+    group, metrics = opaque(pages.num_bytes), pool_metrics(config, name)
     if settings.stores:
         (location,) = settings.stores
         store = open_store(location, group, capacity_bytes, pages.memory)

@@ -11,7 +11,7 @@ from kvtier.connectors.common.pool_cache import PoolCache
 from kvtier.connectors.sglang.capacity import room, slot_bytes
 from kvtier.connectors.sglang.device_pools import DevicePool
 from kvtier.connectors.sglang.identity import folder_of, pool_facts
-from kvtier.connectors.sglang.rank_metrics import told_metrics
+from kvtier.connectors.sglang.rank_metrics import pool_metrics
 from kvtier.connectors.sglang.ranks import RankConfig, replica_of
 from kvtier.connectors.sglang.settings import LinkerSettings
 from kvtier.devices import Device
@@ -24,7 +24,7 @@ from kvtier.transfer import TransferEngine
 class PoolTiers:
     """One of SGLang's device pools with the tiers that keep its pages.
 
-    pool: SGLang's. cache: what is kept of it.
+    pool: SGLang's pool. cache: cache of its pages.
     """
 
     pool: DevicePool
@@ -43,8 +43,18 @@ def link(
 ) -> Mapping[str, PoolTiers]:
     """Return the tiers of each pool by name: host memory, a slab if configured, and stores.
 
-    options: SGLang's ``ServerArgs``. engine: copies for ``device``. policy: says what leaves first.
-    Raises ``ConfigError`` for room that can't be had.
+    Args:
+        pools: SGLang's device pools.
+        settings: settings of the linker.
+        config: this rank.
+        options: SGLang's ``ServerArgs``.
+        names: names of pages in storage.
+        device: the pools' device.
+        engine: copies for ``device``.
+        policy: eviction policy.
+
+    Raises:
+        ConfigError: a capacity can't be allocated.
     """
     page_bytes = {pool.name: pool.page_bytes for pool in pools}
     in_host = room("host_capacity", settings.host_bytes, config, options, page_bytes)
@@ -76,16 +86,16 @@ def link(
             settings.bytes_per_day,
             settings.lookup_deadline_s,
             policy,
-            told_metrics(config, pool.name),
+            pool_metrics(config, pool.name),
         )
         linked[pool.name] = PoolTiers(pool, cache)
     return linked
 
 
 def _facts(config: RankConfig, pool: DevicePool) -> bytes:
-    """Return the facts of a pool.
+    """Return the facts that identify a pool's pages.
 
-    KV that is equal on all ranks has one name on all of them, so a store keeps it once.
+    KV that is equal on all ranks has the same names on all, so a store keeps it once.
     """
     as_named = replace(config, is_mla_model=pool.has_latents)
     return pool_facts(as_named, pool.name, pool.source, pool.shapes)

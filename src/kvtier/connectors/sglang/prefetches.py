@@ -1,9 +1,8 @@
 """Report requests that join SGLang's queue to a storage back end whose policy learns.
 
-A hook around ``prefetch_from_storage`` does.
-
-The scheduler's thread only notes them. What a prompt's pages are called is worked out, and told, on
-the storage's own threads, before anything is stored that could push something out.
+A hook around ``prefetch_from_storage`` notes each request on the scheduler's thread. The storage's
+own threads compute the keys of its pages and report them, before they store pages that could evict
+others.
 """
 
 from __future__ import annotations
@@ -22,15 +21,17 @@ logger = logging.getLogger(__name__)
 
 TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 MOST_NOTED = 4096
-"""Requests that are remembered: those that were told of lately, and those that wait for it."""
+"""Most requests remembered: those reported lately, and those not reported yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class QueuedRequest:
     """A request that joined the queue.
 
-    before: keys of the pages that SGLang has of its prompt. rest: its tokens behind these, as
-    SGLang's ``RadixKey``. last: the key that they follow.
+    Attributes:
+        before: keys of the prompt's pages that SGLang has cached.
+        rest: the prompt's tokens behind these, as SGLang's ``RadixKey``.
+        last: key of the last cached page; None if there is none.
     """
 
     before: Sequence[str]
@@ -50,14 +51,14 @@ class PrefetchWatch:
     """Reports requests that join the queue, on the scheduler's thread."""
 
     def __init__(self) -> None:
-        self._listeners: list[Callable[[Joined], object]] = []
+        self._listeners: list[Callable[[QueuedRequest], object]] = []
         self._known: OrderedDict[str, int] = OrderedDict()  # requests: tokens of each
 
-    def listen(self, joined: Callable[[Joined], object]) -> None:
-        """Somebody wants to know of each request, once. Does not raise, and does not wait."""
+    def listen(self, joined: Callable[[QueuedRequest], object]) -> None:
+        """Add a listener, called once per request. It must neither raise nor wait."""
         self._listeners.append(joined)
 
-    def leave(self, joined: Callable[[Joined], object]) -> None:
+    def leave(self, joined: Callable[[QueuedRequest], object]) -> None:
         """Remove a listener."""
         self._listeners.remove(joined)
 
@@ -102,10 +103,10 @@ class PrefetchWatch:
         num_before = len(matched_prefix_tokens or ())
         num_tokens = num_before + len(tokens)
         if request.attempt_id or self._known.get(request.rid) == num_tokens:
-            return  # SGLang asks again
+            return  # a repeated call for the same request
         before = keys_up_to(tree, node, prefix_keys) if num_before else ()
         if len(before) != num_before // tree.page_size:
-            return  # not all of its tree is hashed
+            return  # some cached pages are not hashed yet
         self._known[request.rid] = num_tokens
         self._known.move_to_end(request.rid)
         while len(self._known) > MOST_NOTED:
@@ -114,28 +115,28 @@ class PrefetchWatch:
 
         is_bigram = tree.tree_core.is_eagle
         rest = RadixKey(tokens, extra_key, is_bigram=is_bigram, cache_salt=cache_salt)
-        joined = Joined(before, rest, before[-1] if before else None)
+        joined = QueuedRequest(before, rest, before[-1] if before else None)
         for listener in self._listeners:
             listener(joined)
 
 
-class Joining:
-    """Requests on their way to a slab. ``note`` is the scheduler's, ``tell`` any thread's.
+class RequestReports:
+    """Queue of requests to report. The scheduler calls ``note``, any thread calls ``tell``.
 
-    asked: told of the pages of each. page_size: tokens.
+    asked: called with the keys of each request's pages. page_size: tokens per page.
     """
 
     def __init__(self, asked: Callable[[list[bytes]], object], page_size: int) -> None:
         self._asked = asked
         self._page_size = page_size
-        self._noted: deque[Joined] = deque(maxlen=MOST_NOTED)
+        self._noted: deque[QueuedRequest] = deque(maxlen=MOST_NOTED)
 
-    def note(self, joined: Joined) -> None:
-        """Costs the same however long the prompt is."""
+    def note(self, joined: QueuedRequest) -> None:
+        """Queue a request. Constant time, whatever the length of its prompt."""
         self._noted.append(joined)
 
     def tell(self) -> None:
-        """All that was noted."""
+        """Report all queued requests."""
         while self._noted:
             try:
                 joined = self._noted.popleft()
@@ -145,10 +146,10 @@ class Joining:
                 self._asked(keys)
 
 
-def told_by() -> dict[str, Callable[..., Any]]:
-    """Return the function that reports requests; None for an unknown SGLang."""
+def reporting_hooks() -> dict[str, Callable[..., Any]]:
+    """Return the hooks that report requests; none for an unknown SGLang."""
     return {} if TELLING.differences() else PREFETCHES.hooks()
 
 
 PREFETCHES = PrefetchWatch()
-"""The one instance of this process: a scheduler has one tree."""
+"""The instance of this process: a scheduler has one tree."""

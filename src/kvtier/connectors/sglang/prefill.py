@@ -1,7 +1,4 @@
-"""Measure SGLang's steps for the planner, and report finished requests to the recorder.
-
-Hooks around its scheduler's functions do both.
-"""
+"""Hooks around SGLang's scheduler that measure steps, and report finished requests."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from kvtier.plan.steps import Observe, StepClock
 LOSS = "what prefill takes is not known, all KV that is found is loaded, and nothing is recorded"
 """Consequence, for the log, if the hooks could not be installed."""
 Ended = Callable[[Any], None]
-"""Told of each of SGLang's ``Req`` that was computed and is over. Does not raise."""
+"""Called with each SGLang ``Req`` that was computed and has finished. Must not raise."""
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 MOST_STEPS = 16
-"""Largest number of steps begun and not ended; older ones were dropped by SGLang."""
+"""Most steps in progress; SGLang has dropped older ones."""
 
 
 class PrefillWatch:
@@ -32,10 +29,10 @@ class PrefillWatch:
         self._listeners: list[Observe] = []
         self._ended: list[Ended] = []
         self._steps = StepClock(self._tell)
-        self._begun: OrderedDict[int, int] = OrderedDict()  # by the result that stands for it
+        self._begun: OrderedDict[int, int] = OrderedDict()  # steps by the id of their result
 
     def listen(self, observe: Observe) -> None:
-        """Somebody wants to know; on the scheduler's thread."""
+        """Add a listener of steps, called on the scheduler's thread."""
         self._listeners.append(observe)
 
     def leave(self, observe: Observe) -> None:
@@ -43,11 +40,11 @@ class PrefillWatch:
         self._listeners.remove(observe)
 
     def listen_to_ends(self, ended: Ended) -> None:
-        """Somebody wants to know of requests; on the scheduler's thread."""
+        """Add a listener of finished requests, called on the scheduler's thread."""
         self._ended.append(ended)
 
     def leave_ends(self, ended: Ended) -> None:
-        """Remove a listener of ended requests."""
+        """Remove a listener of finished requests."""
         self._ended.remove(ended)
 
     def hooks(self) -> dict[str, Callable[..., Any]]:
@@ -82,7 +79,7 @@ class PrefillWatch:
                 for ended in self._ended:
                     ended(req)
         if self._listeners:
-            # A step without a number has ended, too: the next one did not begin before.
+            # Steps without a number count, too: the next step can't have begun earlier.
             self._steps.end(self._begun.pop(id(result), 0), self._clock())
         return done
 

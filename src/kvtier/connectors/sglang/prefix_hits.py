@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SidePool:
-    """Pages that a pool beside the KV has of a prompt.
+    """Pages of a prompt in a pool besides the KV.
 
-    are_there: for each page of the chain, from its beginning. num_last: pages needed before a cut;
-    0 for all.
+    are_there: whether it has each page, from the first on. num_last: pages needed before a cut; 0
+    for all.
     """
 
     are_there: Sequence[bool]
     num_last: int = 0
 
     def cuts(self, num_pages: int) -> list[int]:
-        """Lengths of prefixes, in pages and up to ``num_pages``, that it can restore."""
+        """Return the lengths of prefixes, in pages up to ``num_pages``, that it can restore."""
         found, in_row = [], 0
         for length, is_there in enumerate(self.are_there[:num_pages], 1):
             in_row = in_row + 1 if is_there else 0
@@ -31,8 +31,8 @@ class SidePool:
 class PrefixHits:
     """Prefixes of a prompt that all pools can restore.
 
-    cuts: lengths of prefixes that all pools can restore, ascending; a range where there is one
-    pool. by_pool: the longest one of each alone; pools that have none are not named.
+    cuts: lengths of these prefixes in pages, ascending; a range if there is one pool. by_pool: the
+    longest prefix of each pool alone, without pools that have none.
     """
 
     cuts: Sequence[int]
@@ -46,7 +46,7 @@ class PrefixHits:
 def common_hits(kv: tuple[str, int], sides: Mapping[str, SidePool]) -> PrefixHits:
     """Return the hits that all pools have in common.
 
-    kv: name of the pool that all others stand beside, and how many of the first pages it has.
+    kv: name of the KV pool, and how many of the first pages it has. sides: the other pools.
     """
     name, num_pages = kv
     common: Sequence[int] = range(1, num_pages + 1)

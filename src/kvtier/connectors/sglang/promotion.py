@@ -1,8 +1,8 @@
 """Promote a waiting prompt's pages from storage to host memory.
 
-``kvtier.keyed.reuse`` decides whether a request loads, waits or computes. This module describes
-SGLang's look-ups to it, begins the promotions that a request waits for, and tells when its wait is
-over.
+``kvtier.keyed.reuse`` decides whether a request loads, waits or computes. This module translates
+SGLang's look-ups for it, begins the promotions that a request waits for, and reports when the wait
+is over.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 NOWHERE, MEMORY, UNKNOWN = BlockLocation.NOWHERE, BlockLocation.MEMORY, BlockLocation.UNKNOWN
 MOST_VISITS = 4096
-"""Requests that are remembered where nobody says which have gone."""
+"""Most requests remembered, since SGLang does not report all that end."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingPrompt:
-    """Tokens of a prompt, and how many of the first ones the device has."""
+    """Length of a prompt in tokens, and how many of the first ones are on the device."""
 
     num_cached: int
     num_tokens: int
@@ -41,7 +41,7 @@ class WaitingPrompt:
 
 @dataclass(slots=True)
 class PromptState:
-    """A request whose blocks are promoted, or looked up in stores.
+    """A request whose pages are being promoted, or looked up in storage.
 
     began_s: when it began to wait. over_s: when its wait was found to be over.
     """
@@ -54,7 +54,11 @@ class PromptState:
 class PromptPromotion:
     """Promotes the pages of waiting prompts from storage to host memory.
 
-    caches: by pool, that of the KV first. page_size: tokens.
+    Args:
+        caches: caches by pool, that of the KV first.
+        page_size: tokens per page.
+        always: whether all pages found are loaded, at any cost.
+        clock: seconds.
     """
 
     def __init__(
@@ -69,21 +73,22 @@ class PromptPromotion:
         self._always = always
         self._clock = clock
         self._visits: dict[str, PromptState] = {}
-        self._explained: dict[str, None] = {}  # requests that the log has, the latest last
-        self._declined: dict[str, None] = {}  # requests whose pages were counted
-        self._brings = True
+        self._explained: dict[str, None] = {}  # requests that were logged, the latest last
+        self._declined: dict[str, None] = {}  # requests whose declined pages were counted
+        self._promotes = True
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """Requests are looked up in here that can wait.
+        """Mark look-ups in this context as those of requests that can wait.
 
-        From now on nothing is brought for others: they are computed at once.
+        After its first use, no pages are promoted for look-ups outside of it, since these requests
+        are computed at once.
         """
-        self._brings = True
+        self._promotes = True
         try:
             yield
         finally:
-            self._brings = False
+            self._promotes = False
 
     def cuts(
         self,
@@ -94,18 +99,22 @@ class PromptPromotion:
         needs: Mapping[str, int],
         asked: Sequence[PendingLookup] = (),
     ) -> list[int]:
-        """Lengths of prefixes of ``keys``, in pages, whose load can begin now.
+        """Return the lengths of prefixes of ``keys``, in pages, whose load can begin now.
 
-        What else there is begins to come to host memory, once for each request that can wait, and
-        again when it has heard what stores have.
+        Begins to promote further pages, once per request that can wait, and again after storage has
+        answered its look-ups.
 
-        keys: of the pages that the device does not have. places: of each, by pool. needs: by pool,
-        how many pages before a cut must be there; 0 for all of them. asked: what stores were asked
-        about them, and is worth waiting for.
+        Args:
+            rid: the request.
+            prompt: its length, and the tokens on the device.
+            keys: the pages that are not on the device.
+            places: locations of each, by pool.
+            needs: by pool, how many pages are needed before a cut; 0 for all of them.
+            asked: look-ups in storage that are worth waiting for.
         """
         ready, reachable = _ready_cuts(places, needs), _reachable_cuts(places, needs)
         visit, now_s = self._visits.get(rid), self._clock()
-        may_wait = self._brings and (visit is None or bool(visit.wait.answers))
+        may_wait = self._promotes and (visit is None or bool(visit.wait.answers))
         began_s = visit.began_s if visit else now_s
         decision = decide(
             self._found(prompt, keys, ready, reachable),
@@ -120,7 +129,7 @@ class PromptPromotion:
         if isinstance(decision, WaitUntil):
             end, loads = decision.end, decision.ready
             num_wanted = self._num_pages(prompt, end)
-            reads = self._bring(keys[:num_wanted], places, needs)
+            reads = self._promote(keys[:num_wanted], places, needs)
             is_unknown = asked and any(UNKNOWN in each[:num_wanted] for each in places.values())
             wait = Wait(decision.until_s, reads, asked if is_unknown else ())
             self._visits[rid] = PromptState(wait, began_s)
@@ -132,17 +141,17 @@ class PromptPromotion:
                 num_weighed = 0
             if visit is not None and may_wait:
                 visit.wait = Wait(visit.wait.until_s)
-        if not asked:  # else some of them may be nowhere
+        if not asked:  # otherwise some of them may be in no tier
             self._note_declined(rid, num_weighed - self._num_pages(prompt, end))
         num_loads = self._num_pages(prompt, loads)
         return list(ready[: bisect_right(ready, num_loads)])
 
     def _num_pages(self, prompt: WaitingPrompt, end: int) -> int:
-        """Return how many pages behind those of the device end at a token or before."""
+        """Return how many pages behind those on the device end at token ``end`` or before."""
         return max(0, end - prompt.num_cached) // self._page_size
 
     def _note_declined(self, rid: str, num_pages: int) -> None:
-        """A request is looked up several times, and counts once."""
+        """Count a request's declined pages once, though it is looked up several times."""
         if num_pages > 0 and rid not in self._declined:
             self._declined[rid] = None
             self._caches[KV].ladder.account.planned(0, num_pages)
@@ -184,13 +193,13 @@ class PromptPromotion:
             caches[0].host.num_open,
         )
 
-    def _bring(
+    def _promote(
         self,
         keys: Sequence[bytes],
         places: Mapping[str, Sequence[BlockLocation]],
         needs: Mapping[str, int],
     ) -> list[StorageWaiter]:
-        """Begin to bring what the pools need for a cut after ``keys``."""
+        """Begin to promote the pages that all pools need for a cut after ``keys``."""
         reads: list[StorageWaiter] = []
         for name, cache in self._caches.items():
             first = max(0, len(keys) - needs[name]) if needs[name] else 0
@@ -201,7 +210,7 @@ class PromptPromotion:
             reads.append(cache.wait_for_reads(coming))
         return reads
 
-    # -- to wait or not ----------------------------------------------------------------------------
+    # -- waits -------------------------------------------------------------------------------------
 
     def wait(self, rid: str) -> WaitState:
         """Return what a request waits for on this rank, and note the end of its wait."""
@@ -222,7 +231,7 @@ class PromptPromotion:
         return (self._clock() if visit.over_s is None else visit.over_s) - visit.began_s
 
     def keep_only(self, rids: Collection[str]) -> None:
-        """All other requests have gone."""
+        """Forget all requests but these."""
         for rid in [rid for rid in self._visits if rid not in rids]:
             del self._visits[rid]
 
@@ -234,7 +243,7 @@ class PromptPromotion:
 def _ready_cuts(
     places: Mapping[str, Sequence[BlockLocation]], needs: Mapping[str, int]
 ) -> Sequence[int]:
-    """Return the lengths of prefixes, ascending, for which memory has what every pool needs."""
+    """Return the lengths of prefixes, ascending, whose pages are in memory in every pool."""
     kv = places[KV]
     num_pages = next((at for at, place in enumerate(kv) if place is not MEMORY), len(kv))
     sides = {name: [place is MEMORY for place in places[name]] for name in needs if name != KV}
@@ -244,7 +253,7 @@ def _ready_cuts(
 def _reachable_cuts(
     places: Mapping[str, Sequence[BlockLocation]], needs: Mapping[str, int]
 ) -> Sequence[int]:
-    """``_ready_cuts``, once everything is in memory that may come there."""
+    """Return ``_ready_cuts`` as they will be if all pages arrive in memory that may."""
     kv = places[KV]
     num_pages = kv.index(NOWHERE) if NOWHERE in kv else len(kv)
     sides = {name: [place is not NOWHERE for place in places[name]] for name in needs if name != KV}
@@ -254,7 +263,7 @@ def _reachable_cuts(
 def _common_cuts(
     num_pages: int, sides: Mapping[str, Sequence[bool]], needs: Mapping[str, int]
 ) -> Sequence[int]:
-    """Return a range where the KV is the only pool: no list of its pages is made then."""
+    """Return the cuts that all pools have in common; a range if KV is the only pool."""
     pools = {name: SidePool(are_there, needs[name]) for name, are_there in sides.items()}
     return common_hits((KV, num_pages), pools).cuts
 

@@ -1,10 +1,11 @@
 """Report each request once, with all pages of its prompt, to a policy that learns.
 
-SGLang looks a prompt up from where its own cache ends. The keys of what comes before are in its
-tree already, so they cost nothing but the way from there:
+SGLang looks a prompt up from the end of its own cache. The keys of the pages before are taken from
+its tree, which has them already. Requests are noticed in:
 
-    linker    its tree's look-ups, those as well that the device has all of (hooks in ``gate.py``)
-    storage   ``prefetch_from_storage``, which every request that joins the queue comes through
+    linker    the tree's look-ups, also those of prompts that are fully on the device (hooks in
+              ``scheduler_hooks.py``)
+    storage   ``prefetch_from_storage``, which is called for every request that joins the queue
               (``prefetches.py``)
 """
 
@@ -28,12 +29,15 @@ logger = logging.getLogger(__name__)
 def policy_of(
     settings: StoreSettings, options: object, pools: Collection[str], hooks: Hooks
 ) -> str:
-    """Choose the eviction policy; the only place that does.
+    """Return the eviction policy to use.
 
-    LRU if SGLang does not report requests, or if several pools would have to agree.
+    It is LRU if SGLang does not report requests, or if several pools would have to agree.
 
-    options: SGLang's ``ServerArgs``, or None. hooks: those that tell; none where this SGLang has no
-    place for them.
+    Args:
+        settings: the user's settings.
+        options: SGLang's ``ServerArgs``, or None.
+        pools: names of the pools.
+        hooks: the hooks that report requests; none if this SGLang does not support them.
     """
     if settings.eviction_policy == LRU:
         return LRU
@@ -52,8 +56,7 @@ def policy_of(
 def keys_up_to(tree: Any, node: Any, in_front: Sequence[str] | None = None) -> list[str]:
     """Return the keys of all hashed pages from the root of SGLang's tree to the end of a node.
 
-    in_front: keys in front of the node, for callers that know them. They are SGLang's prefix keys,
-    which are none of its own.
+    in_front: keys before the node (SGLang's prefix keys), if the caller knows them.
     """
     if in_front is None:
         in_front = tree.get_prefix_hash_values(node)
@@ -61,15 +64,17 @@ def keys_up_to(tree: Any, node: Any, in_front: Sequence[str] | None = None) -> l
 
 
 class PromptReporter:
-    """Reports a linker's requests, on the scheduler's thread. Nothing raises.
+    """Reports a linker's requests, on the scheduler's thread. Its methods never raise.
 
-    A request that was not reported is served all the same. cache: of the KV. page_size: tokens.
+    A request that was not reported is served all the same.
+
+    cache: the cache of the KV pool. page_size: tokens per page.
     """
 
     def __init__(self, cache: KeyedCache, page_size: int) -> None:
         self._cache = cache
         self._page_size = page_size
-        self._told: dict[int, weakref.ref[Any]] = {}  # requests, by their ``id``
+        self._told: dict[int, weakref.ref[Any]] = {}  # reported requests, by their ``id``
         self._now: tuple[Any, int, Callable[[], Sequence[str]]] | None = None
         self._parent: Callable[[], str | None] | None = None
 
@@ -77,19 +82,22 @@ class PromptReporter:
     def looking_up(
         self, req: Any, num_cached: int, before: Callable[[], Sequence[str]]
     ) -> Iterator[None]:
-        """In here SGLang looks up a request, perhaps not for the first time.
+        """Mark SGLang's look-up of a request, perhaps a repeated one, by this context.
 
-        num_cached: tokens of it that the device has. before: the keys of their pages.
+        Args:
+            req: the request.
+            num_cached: number of its first tokens that are on the device.
+            before: return the keys of their pages.
         """
         is_new = self._cache.learns and not self._is_told(req)
         self._now = (req, num_cached, before) if is_new else None
         try:
             yield
         finally:
-            self.look_up(())  # where the device has all whole pages, nothing is asked for
+            self.look_up(())  # if the device has all whole pages, the linker is not called
 
     def look_up(self, keys: Sequence[bytes]) -> None:
-        """It is asked for the pages behind these: tell of all."""
+        """Report the current request. keys: its pages behind those on the device."""
         now, self._now = self._now, None
         if now is not None:
             with _quietly():
@@ -100,7 +108,7 @@ class PromptReporter:
     ) -> None:
         first = before() if num_cached else ()
         if len(first) * self._page_size != num_cached:
-            return  # not all of its tree is hashed
+            return  # some cached pages are not hashed yet
         at = id(req)
         self._told[at] = weakref.ref(req, lambda _: self._told.pop(at, None))
         self._cache.on_request([*page_keys(first), *keys])
@@ -114,9 +122,9 @@ class PromptReporter:
         self._parent = parent
 
     def store(self, keys: Sequence[bytes], known: Container[bytes]) -> None:
-        """A node's pages are about to be stored.
+        """Note that a node's pages are about to be stored.
 
-        Those that are not among ``known`` come behind those in front of them, as an answer does.
+        Pages that are not among ``known`` belong to an answer, and follow the page before them.
         """
         parent, self._parent = self._parent, None
         if not self._cache.learns:

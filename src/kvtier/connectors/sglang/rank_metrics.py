@@ -1,4 +1,4 @@
-"""Whose numbers SGLang shows: it sums what its scheduler's processes have told prometheus."""
+"""Choice of the rank whose metrics are exposed, since SGLang sums those of all its processes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from kvtier.connectors.sglang.identity import StorageConfig
 from kvtier.telemetry import Metrics
 
 
-def told_metrics(config: StorageConfig, pool: str) -> Metrics:
-    """For what is counted of a pool.
+def pool_metrics(config: StorageConfig, pool: str) -> Metrics:
+    """Return the metrics of a pool.
 
-    Of ranks that do the same the first one speaks for all, and the pool of the KV for those beside
-    it.
+    They are exposed only on the first of the ranks that do the same, and only for the KV pool.
     """
     ranks = (config.tp_rank, config.pp_rank, config.attn_cp_rank)
     return Metrics(is_exposed=pool == KV and not any(ranks))

@@ -12,9 +12,9 @@ from sglang.srt.runtime_context import get_parallel
 
 @dataclass(slots=True)
 class RankConfig:
-    """Stands in for ``HiCacheStorageConfig`` where SGLang passes none.
+    """Replacement of ``HiCacheStorageConfig`` for the linker, to which SGLang passes none.
 
-    is_mla_model: False for such models, too, since every rank keeps its own pages in memory and on
+    is_mla_model: False for MLA models, too, since every rank keeps its own pages in memory and on
     disk.
     """
 
@@ -58,5 +58,5 @@ def replica_of() -> int:
     """
     try:
         return get_parallel().dp_rank or 0
-    except (AttributeError, RuntimeError, ValueError):  # of a part alone, or before 0.5.23
+    except (AttributeError, RuntimeError, ValueError):  # no engine, or before 0.5.23
         return 0

@@ -22,18 +22,18 @@ logger = logging.getLogger(__name__)
 METRIC = "sglang:kvtier_recorded_requests"
 """Name in Prometheus, without ``_total``."""
 HEALTH_CHECK = "HEALTH_CHECK"
-"""So begin the names of requests of SGLang's own."""
+"""Prefix of the names of SGLang's own requests."""
 
 
 class Recording:
-    """Listens to which requests end, on the scheduler's thread, until it is closed."""
+    """Records finished requests, on the scheduler's thread, until it is closed."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         WATCH.listen_to_ends(self._ended)
 
     def _ended(self, req: Any) -> None:
-        # Where a request brings embeddings, its tokens say nothing.
+        # The tokens of a request with embeddings are placeholders.
         if str(req.rid).startswith(HEALTH_CHECK) or req.input_embeds is not None:
             return
         try:
@@ -44,7 +44,7 @@ class Recording:
             logger.exception("kvtier: a request was not recorded")
 
     def close(self) -> None:
-        """Write what was reported, and end."""
+        """Write the requests recorded so far, and end."""
         WATCH.leave_ends(self._ended)
         self._recorder.close()
 
@@ -52,10 +52,15 @@ class Recording:
 def open_recording(
     settings: ConnectorSettings, config: StorageConfig, page_size: int, replica: int
 ) -> Recording | None:
-    """Open a recording on the rank that records, if the settings ask for one.
+    """Open a recording on the rank that records, if the settings enable it.
 
-    None if the file can't be written. replica: of engines that share nothing; beside it, attention
-    may be data parallel (``dp_rank``): each has requests of its own.
+    Returns None on other ranks, or if the file can't be written.
+
+    Args:
+        settings: the connector's settings.
+        config: this rank. With data-parallel attention, each ``dp_rank`` records its own requests.
+        page_size: tokens per page.
+        replica: number of the engine among independent replicas.
     """
     if not settings.record or config.tp_rank or config.pp_rank or config.attn_cp_rank:
         return None
@@ -68,8 +73,7 @@ def open_recording(
 def _arrival(req: Any) -> float:
     """Return ``time.monotonic`` at a request's arrival.
 
-    SGLang's own times are those of ``perf_counter``, from whichever of its processes saw the
-    request first.
+    SGLang's own times are of ``perf_counter``, in the process that received the request first.
     """
     times = getattr(req, "time_stats", None)
     began = getattr(times, "created_time", 0.0) or getattr(times, "wait_queue_entry_time", 0.0)
@@ -77,11 +81,8 @@ def _arrival(req: Any) -> float:
 
 
 def _tenant(req: Any) -> str:
-    """Return what separates equal prompts in SGLang's own cache.
-
-    The salt, and the adapter's name.
-    """
-    salt = getattr(req, "cache_salt", None) or ""  # before 0.5.23 it is in the other one
+    """Return what separates equal prompts in SGLang's own cache: salt and adapter name."""
+    salt = getattr(req, "cache_salt", None) or ""  # before 0.5.23 it is in ``extra_key``
     return f"{salt}\0{req.extra_key}" if req.extra_key else salt
 
 
@@ -91,7 +92,7 @@ def _count(written: bool) -> None:
 
 @cache
 def _counter() -> Counter:
-    # Imported as late as SGLang does: the environment says then where its processes count together.
+    # Imported as late as SGLang does: only then the environment has the multi-process directory.
     from prometheus_client import Counter
 
     return Counter(METRIC, MEANING, ["outcome"])

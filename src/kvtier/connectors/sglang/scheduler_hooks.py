@@ -1,9 +1,8 @@
-"""Hold requests in SGLang's queue while their KV is promoted, or looked up in stores.
+"""Hooks around SGLang's scheduler that hold requests in its queue while their KV is promoted.
 
-Hooks around its scheduler's choice of what to compute next do that.
-
-SGLang takes whatever is first in its queue, and asks what is kept of it only then. So the requests
-near the head are looked up before, and those that wait are taken out of the queue while it chooses.
+SGLang schedules the first request in its queue, and looks up its prefix only then. So the requests
+near the head are looked up in advance, and those that wait are taken out of the queue while SGLang
+chooses its next batch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from kvtier.connectors.sglang.prompt_reporting import keys_up_to
 from kvtier.keyed.waiters import WaitState
 
-if TYPE_CHECKING:  # a process that does not ask for kvtier pays for nothing
+if TYPE_CHECKING:  # a process that does not use kvtier must not import it
     from kvtier.connectors.sglang.promotion import PromptPromotion
 
 LOSS = "no request waits for KV on disk: it is found by the next one that begins alike"
@@ -27,28 +26,31 @@ SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
 WRAPPER = f"{LINKER}.UnifiedCacheLinkerWrapper"
 NUM_AHEAD = 32
-"""Requests at the head of the queue that are looked up before their turn."""
+"""Requests at the head of the queue that are looked up in advance."""
 REST_S = 2e-4
-"""Slept in a step in which everything waits: SGLang's loop would hold up those who read."""
+"""Sleep in a step in which all requests wait: SGLang's busy loop would slow the reading threads."""
 
 
 class QueueGate:
-    """Holds back requests that wait, on the thread of one scheduler.
+    """Holds back waiting requests, on the thread of one scheduler.
 
     Every rank holds back the same requests: those that wait on any rank. No request waits longer
-    than each rank's own deadline.
+    than the longest of the ranks' deadlines.
     """
 
-    def __init__(self, bringing: PromptPromotion) -> None:
-        self._bringing = bringing
+    def __init__(self, promotion: PromptPromotion) -> None:
+        self._promotion = promotion
         self._looked_up: set[str] = set()
-        self._asking: set[str] = set()  # that wait for answers, on some rank
+        self._asking: set[str] = set()  # requests that wait for look-ups in storage on some rank
         self._passed: set[str] = set()
 
     def choose(self, scheduler: Any, is_idle: bool, choose: Callable[[], Any]) -> Any:
         """Return SGLang's choice of requests to compute, without those that wait.
 
-        is_idle: nothing else runs.
+        Args:
+            scheduler: SGLang's scheduler.
+            is_idle: whether no batch is running.
+            choose: SGLang's own choice.
         """
         held = self._held(scheduler)
         if not held:
@@ -69,7 +71,7 @@ class QueueGate:
             self._looked_up.clear()
             self._asking.clear()
             self._passed.clear()
-            self._bringing.forget()
+            self._promotion.forget()
             return set()
         asked = [req for req in queue[:NUM_AHEAD] if req.rid not in self._passed]
         if not asked:
@@ -83,11 +85,14 @@ class QueueGate:
         self._passed &= there
         self._looked_up &= there
         self._asking &= there
-        self._bringing.keep_only(there)
+        self._promotion.keep_only(there)
         return held
 
     def _is_held(self, rid: str, wait: int) -> bool:
-        """wait: of all ranks together. When all have heard what stores have, all look again."""
+        """Whether to hold a request back. When all look-ups are answered, it is looked up again.
+
+        wait: the greatest ``WaitState`` of all ranks.
+        """
         if wait == WaitState.ANSWERS:
             self._asking.add(rid)
         elif rid in self._asking:
@@ -97,11 +102,11 @@ class QueueGate:
         return wait != WaitState.OVER
 
     def _wait(self, req: Any, cache: Any) -> WaitState:
-        if req.rid not in self._looked_up:  # the same on all ranks: they reduce what they find
+        if req.rid not in self._looked_up:  # the same on all ranks, since look-ups are reduced
             self._looked_up.add(req.rid)
-            with self._bringing.ahead():
+            with self._promotion.ahead():
                 req.init_next_round_input(cache, cow_mamba=False)  # looks it up
-        return self._bringing.wait(req.rid)
+        return self._promotion.wait(req.rid)
 
 
 def hooks() -> dict[str, Callable[..., Any]]:
@@ -109,16 +114,16 @@ def hooks() -> dict[str, Callable[..., Any]]:
 
     Each hook gets the original function first.
     """
-    return {f"{SCHEDULER}.get_new_batch_prefill": _choose, **told_by()}
+    return {f"{SCHEDULER}.get_new_batch_prefill": _choose, **reporting_hooks()}
 
 
-def told_by() -> dict[str, Callable[..., Any]]:
-    """Those of them that tell of prompts."""
+def reporting_hooks() -> dict[str, Callable[..., Any]]:
+    """Return those of the hooks that report prompts."""
     return {f"{WRAPPER}.match": _match, f"{WRAPPER}._offload_node": _offload_node}
 
 
 def _linker(wrapper: Any) -> Any:
-    """Ours; None where SGLang has another, or none."""
+    """Return kvtier's linker; None if SGLang has another one, or none."""
     linker = getattr(wrapper, "cache_linker", None)
     return linker if isinstance(getattr(linker, "gate", None), QueueGate) else None
 
@@ -150,6 +155,6 @@ def _offload_node(offload: Callable[..., Any], wrapper: Any, node: Any, transfer
 
 
 def _key_before(core: Any, node: Any) -> str | None:
-    """Return the key of the page in front of a node; None at the beginning of a prompt."""
+    """Return the key of the page before a node; None at the beginning of a prompt."""
     found = core.snapshot_buffer_backup(node, False)
     return None if found is None else found.parent_last_hash

@@ -10,7 +10,7 @@ from kvtier.connectors.common.settings import HostSettings, StoreSettings
 
 @dataclass(frozen=True, slots=True)
 class StorageSettings(StoreSettings):
-    """Below SGLang's own host memory, on a disk, or in a store in its place."""
+    """Settings of the storage back end: a disk, or one store, below SGLang's own host memory."""
 
     option: ClassVar[str] = "--hicache-storage-backend-extra-config"
     own: ClassVar[frozenset[str]] = frozenset(
@@ -51,9 +51,6 @@ class StorageSettings(StoreSettings):
 
 @dataclass(frozen=True, slots=True)
 class LinkerSettings(HostSettings):
-    """In the place of SGLang's host memory.
-
-    Kvtier's, and a disk and stores below it where they are named.
-    """
+    """Settings of the linker: host memory of kvtier's, and optionally a disk and stores below."""
 
     option: ClassVar[str] = "--unified-cache-external-linker-config"

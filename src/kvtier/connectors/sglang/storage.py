@@ -1,8 +1,8 @@
 """``--hicache-storage-backend dynamic``: pages of SGLang's host pools in slabs on disk.
 
-SGLang decides what is stored and when it is asked for; what is kept, and what leaves, is the
-ladder's business (``common/slab_calls.py``). It calls from threads of its own: ``exists`` from one,
-``get`` from another, ``set`` from a third; each may wait for the disk.
+SGLang decides what is stored and when it is read. The ladder decides what is kept and what is
+evicted (``common/slab_calls.py``). SGLang calls ``exists``, ``get`` and ``set`` from one thread
+each; each may wait for the disk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvtier.connectors.sglang.identity import engine_digest, page_keys, pool_fac
 from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
 from kvtier.connectors.sglang.pages import HostPool, Pages
 from kvtier.connectors.sglang.pool_slab import PoolSlab, open_slab
-from kvtier.connectors.sglang.prefetches import PREFETCHES, Joining
+from kvtier.connectors.sglang.prefetches import PREFETCHES, RequestReports
 from kvtier.connectors.sglang.prefill import WATCH
 from kvtier.connectors.sglang.prefix_hits import SidePool, common_hits
 from kvtier.connectors.sglang.prompt_reporting import policy_of
@@ -54,15 +54,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KV = "kv"
-"""SGLang's name of the pool that others stand beside."""
+"""SGLang's name of the KV pool."""
 SERVED_POLICIES = (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
 GIB = 1 << 30
 
 
 class KvtierStorage(HiCacheStorage):
-    """Whatever the disk does after the start is a miss, or a page that was not stored.
+    """SGLang's storage back end, on kvtier's slabs.
 
-    At the start, what can't be served raises ``ConfigError`` or ``LayoutError``: one sentence.
+    At start, configurations that can't be served raise ``ConfigError`` or ``LayoutError``, with one
+    sentence. Later, a failure of the disk is a miss, or a page that was not stored.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object]) -> None:
@@ -74,9 +75,9 @@ class KvtierStorage(HiCacheStorage):
         self._pools: dict[str, HostPool] = {}
         self._slabs: dict[str, PoolSlab] = {}
         self._said: set[str] = set()
-        self._moves = Moves()
+        self._transfers = TransferRecorder()
         self._recording: Recording | None = None
-        self._joining: Joining | None = None
+        self._requests: RequestReports | None = None
         self._names = BlockNames(self._engine_digest, self._settings.namespace)
 
     def _engine_digest(self, weights: str) -> bytes:
@@ -95,22 +96,22 @@ class KvtierStorage(HiCacheStorage):
         self._pools[str(host_pool_name)] = host_pool
 
     def on_host_pools_registered(self) -> None:
-        """All pools are known: open their slabs."""
+        """Open the slabs. SGLang calls this when all pools are known."""
         self._names.settle(sources(self._options, self._config))
         pages = {name: Pages(pool) for name, pool in self._pools.items()}
         page_bytes = {name: each.num_bytes for name, each in pages.items()}
         name = "storage_capacity" if self._settings.stores else "disk_capacity"
         num_bytes = self._settings.size(name)
         room_of = room(name, num_bytes, self._config, self._options, page_bytes)
-        policy = policy_of(self._settings, self._options, pages, prefetches.told_by())
+        policy = policy_of(self._settings, self._options, pages, prefetches.reporting_hooks())
         for name, each in pages.items():
             self._slabs[name] = self._open(name, each, room_of[name], policy)
         self._recording = open_recording(
             self._settings, self._config, pages[KV].page_size, replica_of()
         )
         if self._slabs[KV].calls.learns:
-            self._joining = Joining(self._slabs[KV].calls.on_request, pages[KV].page_size)
-            PREFETCHES.listen(self._joining.note)
+            self._requests = RequestReports(self._slabs[KV].calls.on_request, pages[KV].page_size)
+            PREFETCHES.listen(self._requests.note)
         WATCH.listen(self._observe_prefill)
         NEW_WEIGHTS.listen(self)
         tell_missing(WATCH.hooks(), prefill.LOSS)
@@ -138,13 +139,13 @@ class KvtierStorage(HiCacheStorage):
         return self._opened()[KV]
 
     def _opened(self) -> dict[str, PoolSlab]:
-        if not self._slabs:  # before 0.5.23 nobody says that all pools are known
+        if not self._slabs:  # before 0.5.23 SGLang does not call on_host_pools_registered
             self.on_host_pools_registered()
-        if self._joining is not None:
-            self._joining.tell()
+        if self._requests is not None:
+            self._requests.tell()
         return self._slabs
 
-    # -- what SGLang's controller calls ------------------------------------------------------------
+    # -- called by SGLang's controller -------------------------------------------------------------
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
@@ -172,18 +173,18 @@ class KvtierStorage(HiCacheStorage):
     def _load(
         self, slab: PoolSlab, keys: list[str], pages: Pieces, before: Sequence[str] = ()
     ) -> list[bool]:
-        with self._moves.timing(True, slab.pages.num_bytes) as are_moved:
+        with self._transfers.timing(True, slab.pages.num_bytes) as are_moved:
             are_moved += slab.calls.load(page_keys(keys), pages, page_keys(before))
         return are_moved
 
     def _store(
         self, slab: PoolSlab, keys: list[str], pages: Pieces, before: Sequence[str] = ()
     ) -> list[bool]:
-        with self._moves.timing(False, slab.pages.num_bytes) as are_moved:
+        with self._transfers.timing(False, slab.pages.num_bytes) as are_moved:
             are_moved += slab.calls.store(page_keys(keys), pages, page_keys(before))
         return are_moved
 
-    # -- the same for pools beside the KV ----------------------------------------------------------
+    # -- the same calls for several pools ----------------------------------------------------------
 
     def batch_exists_v2(
         self,
@@ -205,7 +206,7 @@ class KvtierStorage(HiCacheStorage):
             sides[name] = SidePool(slab.calls.find(names[:num_pages]), num_last)
         hits = common_hits((KV, num_pages), sides)
         found = PoolTransferResult(hits.longest, dict(hits.by_pool))
-        found.restorable_prefix_pages = list(hits.cuts)  # before 0.5.23 nobody reads it
+        found.restorable_prefix_pages = list(hits.cuts)  # unused before 0.5.23
         return found
 
     def batch_get_v2(
@@ -233,7 +234,7 @@ class KvtierStorage(HiCacheStorage):
         transfers: list[PoolTransfer],
         move: Callable[[PoolSlab, list[str], Pieces], list[bool]],
     ) -> dict[str, list[bool]]:
-        """Return the outcome per page of each pool; of a pool named twice, both in a row."""
+        """Return the outcome per page of each pool. Repeated pools' outcomes are concatenated."""
         done: dict[str, list[bool]] = {}
         for transfer in transfers:
             keys, slab = transfer.keys or [], self._opened().get(str(transfer.name))
@@ -250,7 +251,7 @@ class KvtierStorage(HiCacheStorage):
             self._said.add(sentence)
             logger.warning(sentence)
 
-    # -- the same for pages in tensors of their own ------------------------------------------------
+    # -- the same calls for pages in tensors of their own ------------------------------------------
 
     def exists(self, key: str) -> bool:
         return self._slab().calls.num_found(page_keys([key])) == 1
@@ -302,17 +303,17 @@ class KvtierStorage(HiCacheStorage):
     # -- upkeep ------------------------------------------------------------------------------------
 
     def before_new_weights(self) -> None:
-        """Pages of the old weights are forgotten: SGLang's keys stay the same."""
+        """Forget the pages of the old weights, since SGLang's keys stay the same."""
         self.clear()
         self._names.forget()
 
     def after_new_weights(self) -> None:
-        """From now on pages have names that no other process knows."""
+        """Give pages names from now on that no other process uses."""
         self._names.disown("its weights were replaced in memory")
 
     def get_stats(self) -> StorageMetrics:
-        """Return what was moved since the last call. Called on the scheduler's thread."""
-        reads, writes = self._moves.take()
+        """Return the transfers since the last call. Called on the scheduler's thread."""
+        reads, writes = self._transfers.take()
         return StorageMetrics(
             prefetch_pgs=reads.pages,
             backup_pgs=writes.pages,
@@ -326,13 +327,13 @@ class KvtierStorage(HiCacheStorage):
         return True
 
     def close(self) -> None:
-        """SGLang's threads have ended. The slabs are free for their next owner."""
+        """Close the slabs, so that another process may open them. SGLang's threads have ended."""
         if self._slabs:
             WATCH.leave(self._observe_prefill)
             NEW_WEIGHTS.leave(self)
-        if self._joining is not None:
-            PREFETCHES.leave(self._joining.note)
-            self._joining = None
+        if self._requests is not None:
+            PREFETCHES.leave(self._requests.note)
+            self._requests = None
         if self._recording is not None:
             self._recording.close()
             self._recording = None
@@ -347,7 +348,7 @@ def _before(extra_info: HiCacheStorageExtraInfo | None) -> list[str]:
 
 
 def _server_args() -> object:
-    """SGLang's options; None where nobody has published them, as in a test of one part."""
+    """Return SGLang's options; None if they are not published, as outside of an engine."""
     try:
         return get_server_args()
     except ValueError:
@@ -362,8 +363,8 @@ class TransferStats:
         self.gib_per_s: list[float] = []
 
 
-class Moves:
-    """Any thread may note, and any may take."""
+class TransferRecorder:
+    """Records calls that move pages. Any thread may record, and any may take."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -371,9 +372,9 @@ class Moves:
 
     @contextmanager
     def timing(self, is_read: bool, page_bytes: int) -> Iterator[list[bool]]:
-        """Around a call, which fills the list that it is given: which pages were moved.
+        """Time the call in this context, which fills the list with which pages were moved.
 
-        A call that moved none says nothing.
+        A call that moved none is not recorded.
         """
         are_moved: list[bool] = []
         began = time.perf_counter()
@@ -386,7 +387,7 @@ class Moves:
                 moved.gib_per_s.append(num * page_bytes / GIB / max(seconds, 1e-9))
 
     def take(self) -> tuple[TransferStats, TransferStats]:
-        """Return what was read and written, and reset."""
+        """Return the recorded reads and writes, and reset."""
         with self._lock:
             taken = self._reads, self._writes
             self._reads, self._writes = TransferStats(), TransferStats()

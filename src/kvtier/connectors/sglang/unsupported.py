@@ -1,4 +1,4 @@
-"""Check for options that kvtier cannot serve. Each is one sentence at start."""
+"""Check at start for options that kvtier cannot serve. Each error is one sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvtier.errors import ConfigError
 
 
 def refuse(config: StorageConfig, options: object, settings: StoreSettings) -> None:
-    """Raises ``ConfigError`` for an engine whose pages can't be kept.
+    """Raise ``ConfigError`` for an engine whose pages can't be kept.
 
     options: SGLang's ``ServerArgs``, or None.
     """
@@ -39,7 +39,10 @@ def refuse(config: StorageConfig, options: object, settings: StoreSettings) -> N
 
 
 def _takes_media(options: object) -> bool:
-    """Whether SGLang serves a model that sees or hears. options: its ``ServerArgs``."""
+    """Whether SGLang serves a model that takes images, video or audio.
+
+    options: its ``ServerArgs``.
+    """
     if not hasattr(options, "model_path"):
         return False
     from sglang.srt.configs.model_config import ModelConfig
@@ -49,7 +52,7 @@ def _takes_media(options: object) -> bool:
 
 
 def refuse_linked(config: StorageConfig) -> None:
-    """Raises ``ConfigError`` for an engine whose device pools can't be linked."""
+    """Raise ``ConfigError`` for an engine whose device pools can't be linked."""
     if config.pp_size > 1:
         raise ConfigError(
             f"pipeline parallelism of {config.pp_size}: each stage looks KV up for itself, and "
