@@ -183,7 +183,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
         monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", registry)
         monkeypatch.setitem(sys.modules, "sglang.srt.utils", utils)
-        monkeypatch.setattr(plugin, "around", dict)
+        monkeypatch.setattr(plugin, "wrapping_hooks", dict)
         monkeypatch.delenv(plugin.COPIES_VARIABLE, raising=False)
         if wanted is not None:
             monkeypatch.setenv(plugin.COPIES_VARIABLE, wanted)
