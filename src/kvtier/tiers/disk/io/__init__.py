@@ -1,4 +1,4 @@
-"""I/O engines: they read and write the slab."""
+"""I/O engines that read and write the slab."""
 
 from __future__ import annotations
 

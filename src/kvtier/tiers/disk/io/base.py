@@ -1,4 +1,4 @@
-"""The seam of I/O engines: batches of blocks between one open file and memory."""
+"""Interface of I/O engines: batches of transfers between one open file and memory."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ Uint32s = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
 
 IO_ALIGNMENT: Final = 4096
-"""O_DIRECT: offsets, addresses and sizes are multiples of this (open(2): that of the file system;
-no current one asks for more)."""
+"""With O_DIRECT, offsets, addresses and sizes are multiples of this. No current file system
+requires more (open(2))."""
 MAX_ENTRIES: Final = 256
-"""Entries of one vectored call: as many pieces of memory as the kernel submits at once."""
+"""Maximum entries of one vectored call: as many pieces of memory as the kernel submits at once."""
 
 
 class IoEngine(ABC):
     """Reads and writes blocks of one file.
 
-    Block i is ``sizes[i]`` bytes at ``offsets[i]`` of the file and at ``addresses[i]`` in memory.
+    Block i has ``sizes[i]`` bytes at ``offsets[i]`` of the file and at ``addresses[i]`` in memory.
 
-    What lies scattered in memory is several such blocks, neighbours in the file and in the batch.
-    An engine may move those in one vectored call (see ``runs``); where that fails it moves them one
-    by one, so that an error is told of the block that it is about.
+    Data that is scattered in memory is passed as several blocks, neighbours in the file and in the
+    batch. An engine may move those in one vectored call (see ``runs``). If that call fails, it
+    moves them one by one, so that the error is reported for the right block.
 
     The caller guarantees
-        the file stays open and the memory exists until ``close``; no block of a batch overlaps
-        another where something writes; with O_DIRECT all three numbers are multiples of
-        ``IO_ALIGNMENT``. At most one thread reads while one other writes; ``sync`` may be called
-        by either. ``close`` comes last.
+        the file stays open and the memory exists until ``close``. No block of a batch overlaps
+        another one that is written to. With O_DIRECT all three numbers are multiples of
+        ``IO_ALIGNMENT``. At most one thread reads while one other writes; either may call
+        ``sync``. ``close`` is the last call.
     The implementer provides
-        a call returns only when the kernel uses none of its buffers any more, whatever happened. A
-        short transfer is continued until all is done, the file ends or an error comes.
-        ``deadline_s`` after the call began, no block is begun any more and those under way are
-        cancelled where the kernel can; what it cannot cancel is waited for.
+        a call returns only when the kernel no longer uses any of its buffers. A short transfer is
+        continued until it is complete, the file ends, or an error occurs. ``deadline_s`` after the
+        start of the call no further block begins, and blocks in flight are cancelled. If the kernel
+        can't cancel them, the call waits for them.
     Outcomes and errors
-        per block: the number of bytes moved (below its size: the file ended there), or -errno;
-        ``-ECANCELED`` where the deadline came first, and the memory or the file may then hold a
-        part. A batch never raises for what the disk did; ``sync`` raises ``OSError``. After
-        ``close``, and in a forked child, everything raises ``Closed``.
+        per block: the number of bytes moved (if below its size, the file ended there), or -errno.
+        ``-ECANCELED``: the deadline came first; the memory or the file may then hold a part. A
+        batch never raises for errors of the disk; ``sync`` raises ``OSError``. After ``close``, and
+        in a forked child, everything raises ``Closed``.
     """
 
     name: str
@@ -62,7 +62,14 @@ class IoEngine(ABC):
     def read(
         self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
     ) -> Int64s:
-        """Read a batch; int64 [n], per block bytes or -errno. None: no deadline."""
+        """Read a batch; return bytes or -errno per block: int64 [n].
+
+        Args:
+            offsets: int64 [n], offset of each block in the file.
+            addresses: uint64 [n], address of each block in memory.
+            sizes: int64 [n], bytes of each block.
+            deadline_s: time limit in seconds; None for no limit.
+        """
 
     def read_checked(
         self,
@@ -72,9 +79,10 @@ class IoEngine(ABC):
         num_checked: int,
         deadline_s: float | None = None,
     ) -> tuple[Int64s, Uint32s]:
-        """Read, and return crc32c of the first ``num_checked`` bytes of each block in memory.
+        """Read a batch, and compute the crc32c of the first ``num_checked`` bytes of each block.
 
-        Or of all that the block has. Meaningful for blocks that arrived whole.
+        A block with fewer bytes is checked as a whole. Checksums are valid only for blocks that
+        arrived completely. For the other parameters see ``read``.
         """
         done = self.read(offsets, addresses, sizes, deadline_s)
         return done, crc32c_many(addresses, np.minimum(sizes, num_checked).astype(np.uint64))
@@ -83,19 +91,19 @@ class IoEngine(ABC):
     def write(
         self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
     ) -> Int64s:
-        """Write a batch; int64 [n], per block bytes or -errno. None: no deadline."""
+        """Write a batch; return bytes or -errno per block: int64 [n]. Parameters as in ``read``."""
 
     @abstractmethod
     def sync(self) -> None:
-        """Return when all that was written before is on the medium (fdatasync)."""
+        """Wait until all earlier writes are on the medium (fdatasync)."""
 
     def findings(self) -> list[Finding]:
-        """For ``kvtier doctor``: what this engine uses, and why not something faster."""
+        """Return findings for ``kvtier doctor``: the engine, and why it is not a faster one."""
         return []
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back but the file. A second call does nothing."""
+        """Release everything except the file. A second call does nothing."""
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -104,10 +112,16 @@ class IoEngine(ABC):
 
 
 def runs(offsets: Int64s, sizes: Int64s, fuse_bytes: int, max_bytes: int) -> Iterator[slice]:
-    """The batch in parts that one call may move each, in its order.
+    """Yield the parts of a batch, in order, each of which one call may move.
 
-    A part of several blocks has neighbours in the file, of 1 to ``fuse_bytes`` bytes each and
-    ``max_bytes`` in all, no more than ``MAX_ENTRIES``.
+    A part is a single block, or several small blocks that are neighbours in the file, at most
+    ``MAX_ENTRIES``.
+
+    Args:
+        offsets: int64 [n], offset of each block in the file.
+        sizes: int64 [n], bytes of each block.
+        fuse_bytes: maximum bytes of a block that is joined with others.
+        max_bytes: maximum bytes of a part of several blocks.
     """
     ends = offsets + sizes
     is_small = (sizes > 0) & (sizes <= fuse_bytes)
@@ -125,12 +139,12 @@ def runs(offsets: Int64s, sizes: Int64s, fuse_bytes: int, max_bytes: int) -> Ite
 
 
 def is_direct(fd: int) -> bool:
-    """Whether the file was opened with O_DIRECT."""
+    """Return whether the file was opened with O_DIRECT."""
     return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0))
 
 
 def check_batch(offsets: Int64s, addresses: Uint64s, sizes: Int64s, direct: bool) -> None:
-    """Assert what the caller of ``read`` and ``write`` guarantees."""
+    """Assert the guarantees of the callers of ``read`` and ``write``."""
     assert len(offsets) == len(addresses) == len(sizes), (
         f"a batch has as many offsets as addresses and sizes, "
         f"not {len(offsets)}, {len(addresses)} and {len(sizes)}"

@@ -1,8 +1,8 @@
-"""cuFile's batches: many pieces are begun by one call, and their events waited for.
+"""Batch I/O of cuFile: one call submits many requests, then their events are collected.
 
-An event says two things, and both have to be good: its status, and what it moved. A batch whose
-events have not all come is under way, whatever was answered meanwhile: nothing of it is let go. A
-cancel promises nothing either, it only makes events come sooner.
+A request has succeeded only if both the status of its event and its byte count are good. A batch is
+in flight until all of its events have arrived, whatever other calls returned, so its memory must
+not be released before. A cancel gives no guarantee; it only makes events arrive sooner.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from kvtier.tiers.disk.io.placed import Placed
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 4 << 20
-"""Bytes of one request. A request that goes through host memory holds a buffer of this size."""
+"""Maximum bytes of a request. One that goes through host memory holds a buffer of this size."""
 LOOK_S: Final = 0.1
-"""One wait for events lasts this long at most."""
+"""Maximum duration of one wait for events."""
 PAUSE_S: Final = 0.0005
 REFUSED: Final = frozenset({5022, 5037})
-"""Answers of ``BatchIOSubmit`` that come before anything is begun: wrong arguments, a full batch.
-Any other may come after."""
+"""Errors of ``BatchIOSubmit`` after which no request is in flight: wrong arguments, a full batch.
+After any other error, some requests may be."""
 
 MODE, READ, WRITE = 1, 0, 1
 WAITING, PENDING, CANCELED, COMPLETE = 0x01, 0x02, 0x08, 0x10
 
 
 class BatchRequest(Structure):
-    """CUfileIOParams_t, its union of one laid flat."""
+    """CUfileIOParams_t, with its union of one member flattened."""
 
     _fields_ = (
         ("mode", c_int),
@@ -52,7 +52,7 @@ class BatchRequest(Structure):
 
 
 class BatchEvent(Structure):
-    """CUfileIOEvents_t. moved: bytes, or an error below 0, though the header has no sign for it."""
+    """CUfileIOEvents_t. moved: bytes, or a negative error, although the header has it unsigned."""
 
     _fields_ = (("cookie", c_void_p), ("status", c_int), ("moved", c_ssize_t))
 
@@ -69,7 +69,7 @@ class Timespec(Structure):
 
 
 def batch_calls(prefix: str, without: str) -> tuple[Call, ...]:
-    """The calls of batches. without: what is done where they are missing."""
+    """Return the calls of batches. without: replacement if they are missing."""
     events = (c_void_p, c_uint, POINTER(c_uint), POINTER(BatchEvent), POINTER(Timespec))
     submit = (c_void_p, c_uint, POINTER(BatchRequest), c_uint)
     setup = (POINTER(c_void_p), c_uint)
@@ -84,7 +84,7 @@ def batch_calls(prefix: str, without: str) -> tuple[Call, ...]:
 
 @dataclass(slots=True)
 class _Request:
-    """A part of a piece: ``size`` bytes from ``done`` on."""
+    """A request for a part of a piece: ``size`` bytes from byte ``done`` on."""
 
     piece: int
     done: int
@@ -92,10 +92,16 @@ class _Request:
 
 
 class BatchQueue:
-    """The batches of one direction, one after the other. One thread uses it.
+    """Runs the batches of one direction, one after the other. One thread uses it.
 
-    max_requests: in one batch. on_lost: called when it can't be said for too long whether the
-    driver still moves something. Raises ``DriverError``.
+    Args:
+        library: the file library.
+        handle: handle of the file.
+        max_requests: maximum requests in a batch.
+        on_lost: called when it is unknown for too long whether the driver still moves bytes.
+
+    Raises:
+        DriverError: the batch cannot be set up.
     """
 
     def __init__(
@@ -112,16 +118,19 @@ class BatchQueue:
         self._id = self._set_up()
 
     def close(self) -> None:
-        """Nothing may be under way."""
+        """Destroy the batch. Nothing may be in flight."""
         if self._id:
             self._library.tell("BatchIODestroy", self._id)
             self._id = 0
 
     def move(self, batch: Placed, pieces: list[int], grace_s: float) -> None:
-        """Move these pieces of ``batch``; their results are there when it returns.
+        """Move pieces of ``batch``, and set their results.
 
-        grace_s: after the deadline, until ``on_lost`` is called. It is waited on then, for as long
-        as it takes.
+        Args:
+            batch: the transfer.
+            pieces: indices of the pieces to move.
+            grace_s: seconds after the deadline until ``on_lost`` is called. The call still returns
+                only when nothing is in flight, however long that takes.
         """
         left = deque(
             _Request(piece, at, min(PIECE_BYTES, batch.sizes[piece] - at))
@@ -147,7 +156,7 @@ class BatchQueue:
         return made.value or 0
 
     def _submit(self, batch: Placed, some: list[_Request]) -> bool:
-        """Begin some requests; False where surely none of them was."""
+        """Submit requests. Return False if certainly none of them is in flight."""
         for request, slot in zip(some, self._requests, strict=False):
             self._last_cookie += 1
             self._under_way[self._last_cookie] = request
@@ -169,7 +178,7 @@ class BatchQueue:
         return True
 
     def _collect(self, batch: Placed, left: deque[_Request], grace_s: float) -> None:
-        """Until all events have come. What has moved in part goes back to ``left``."""
+        """Wait until all events have arrived. Put the rest of partial requests into ``left``."""
         is_cancelled = is_lost = False
         while self._under_way:
             now = time.monotonic()
@@ -187,12 +196,12 @@ class BatchQueue:
                 request = self._under_way.pop(event.cookie or 0, None)
                 if request is not None:
                     _settle(batch, request, event, left)
-        if is_cancelled:  # nobody says that it can be used again
+        if is_cancelled:  # it is undocumented whether a cancelled batch can be reused
             self.close()
             self._id = self._set_up_again()
 
     def _wait(self, seconds: float) -> list[BatchEvent]:
-        """Events that came; of what has ended."""
+        """Return the events of requests that have ended."""
         num, most = c_uint(len(self._under_way)), len(self._under_way)
         code = self._library.code(
             "BatchIOGetStatus",
@@ -207,7 +216,7 @@ class BatchQueue:
             time.sleep(LOOK_S)
             return []
         if not num.value:
-            time.sleep(PAUSE_S)  # not every driver waits as long as it was asked to
+            time.sleep(PAUSE_S)  # some drivers return before the timeout
         some = self._events[: min(num.value, most)]
         return [event for event in some if not event.status & (WAITING | PENDING)]
 
@@ -221,7 +230,7 @@ class BatchQueue:
 
 
 def _settle(batch: Placed, request: _Request, event: BatchEvent, left: deque[_Request]) -> None:
-    """Put down what became of a request."""
+    """Record the outcome of a request."""
     if event.status == CANCELED:
         _fail(batch, request, -errno.ECANCELED)
         return
@@ -233,7 +242,7 @@ def _settle(batch: Placed, request: _Request, event: BatchEvent, left: deque[_Re
         batch.results[request.piece] += moved
     if moved == request.size:
         return
-    # Only the end of the file cuts a page, and no read may begin there.
+    # A partial page means the end of the file; no read may begin there.
     if moved and not moved % IO_ALIGNMENT:
         left.append(_Request(request.piece, request.done + moved, request.size - moved))
     elif batch.ended():
@@ -241,7 +250,7 @@ def _settle(batch: Placed, request: _Request, event: BatchEvent, left: deque[_Re
 
 
 def _fail(batch: Placed, request: _Request, code: int) -> None:
-    """Record the first failure; lateness only if nothing else failed."""
+    """Record the first failure of a piece; another error replaces a cancellation."""
     before = batch.results[request.piece]
     if before >= 0 or before == -errno.ECANCELED:
         batch.results[request.piece] = code

@@ -1,7 +1,7 @@
-"""NVIDIA: cuFile (GPUDirect Storage) by ctypes. Source: cufile.h of cuFile 1.13 to 1.20.
+"""ctypes bindings of NVIDIA's cuFile (GPUDirect Storage). Source: cufile.h of cuFile 1.13 to 1.20.
 
-Where the machine has no way of its own from disk to GPU, cuFile goes by buffers in host memory, and
-says nothing of it: its *compatibility mode*. ``probe`` finds out which it is.
+If the machine has no direct path from disk to GPU, cuFile silently goes through buffers in host
+memory: its *compatibility mode*. ``probe`` finds out which mode is in use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LIBRARY_VARIABLE: Final = "KVTIER_CUFILE_LIBRARY"
 
 
 class KernelFacts(Structure):
-    """``nvfs`` of CUfileDrvProps_t: of nvidia-fs, its kernel module; all 0 without it."""
+    """``nvfs`` of CUfileDrvProps_t: facts on the kernel module nvidia-fs; all 0 without it."""
 
     _fields_ = (
         ("major", c_uint),
@@ -79,7 +79,7 @@ CALLS = (
 
 
 def _version(library: FileLibrary) -> tuple[int, int]:
-    """1000 for each major, 10 for each minor."""
+    """Return the version, which the library encodes as 1000 * major + 10 * minor."""
     number = c_int()
     if not library.has("GetVersion") or library.code("GetVersion", byref(number)):
         return UNKNOWN
@@ -102,7 +102,7 @@ CUFILE = Vendor(
 
 
 class CuFileEngine(DirectEngine):
-    """A GPU of NVIDIA. use: of its driver, ``CudaDriver.use``."""
+    """I/O engine for NVIDIA GPUs. use: ``CudaDriver.use``."""
 
     name = "cufile"
     vendor = CUFILE

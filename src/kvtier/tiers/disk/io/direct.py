@@ -1,9 +1,9 @@
-"""Accelerator memory <-> one file, by a vendor's library, past host memory where the machine can.
+"""I/O engine between one file and accelerator memory, using a vendor's file library.
 
-Three ways, the best that the library has:
+The engine uses the best interface that the library has:
 
-    vectors   one call for pieces that follow each other in the file, wherever they lie in memory
-    batch     many pieces are begun by one call, and their events waited for
+    vectors   one call for pieces that are neighbours in the file, wherever they lie in memory
+    batch     one call submits many pieces, then their events are collected
     single    one call per piece
 """
 
@@ -46,29 +46,30 @@ from kvtier.tiers.disk.io.workers import Latch, Workers
 logger = logging.getLogger(__name__)
 
 NUM_THREADS: Final = 8
-"""Per direction, where a call returns when its bytes are there."""
+"""Threads per direction for synchronous calls."""
 GRACE_S: Final = 5.0
-"""After a deadline. What is not back by then may never come back: the engine is given up."""
+"""Seconds after a deadline. A call that has not returned by then may never return, so the engine is
+given up."""
 
 NUM_REQUESTS: Final = 64
-"""Under way in a direction, where the buffers of the way through host memory could be set."""
+"""Maximum requests in flight per direction, if the library's bounce buffers could be set."""
 NUM_REQUESTS_WITHOUT_POOL: Final = 16
-"""And where they could not: by default there are 64 of 1 MiB, and a batch that finds none left
-waits for ever (NIXL #2070)."""
+"""The same if they could not. By default there are 64 buffers of 1 MiB, and a batch that finds none
+free waits forever (NIXL #2070)."""
 BOUNCE_POOL: Final = (
     (4, 2 * NUM_REQUESTS),
     (1024, 2 * NUM_REQUESTS),
     (PIECE_BYTES >> 10, 2 * NUM_REQUESTS),
 )
-"""(KiB, number): enough for both directions."""
+"""(KiB, number) of the library's bounce buffers: enough for both directions."""
 
 _given_up: list[DirectEngine] = []
-"""Engines whose driver may still move bytes. They keep their memory for as long as the process
-lives: nobody else may get it."""
+"""Engines whose driver may still move bytes. They keep their memory referenced until the process
+ends, so that it is not reused."""
 
 
 class FileWay(Enum):
-    """Way in which pieces are handed to the library."""
+    """Interface by which pieces are passed to the library."""
 
     VECTORS = "vectors"
     BATCH = "batch"
@@ -76,27 +77,34 @@ class FileWay(Enum):
 
 
 class DirectEngine(IoEngine):
-    """As ``IoEngine``, for addresses of an accelerator.
+    """``IoEngine`` for accelerator memory.
 
     The caller guarantees besides
-        ``probe`` found that the machine can: opening a driver that is not there may take for ever.
-        ``fd`` was opened with O_DIRECT. ``buffers`` hold every address, are whole allocations or
-        lie within one, and live until ``close``, or for ever where ``is_given_up``. Nothing here is
-        ordered against compute: before a batch that computing may still write to, or read from,
-        ``hold_for`` is called.
+        ``probe`` has succeeded: without a driver, opening one may take forever. ``fd`` was opened
+        with O_DIRECT. ``buffers`` contain every address. Each buffer is an allocation or lies
+        within one, and lives until ``close``, or forever if ``is_given_up``. Transfers are not
+        ordered against compute: the caller calls ``hold_for`` before a batch whose memory compute
+        may still use.
     The implementer provides besides
-        a driver's call that was begun is waited for, and so is a batch whose cancel is not
-        confirmed. ``GRACE_S`` after the deadline the engine is given up: that call still does not
-        return before the driver is done, if ever, so whoever waits for it keeps its memory; every
-        other one answers -EIO at once, ``close`` gives nothing back, and the buffers stay
-        referenced until the process ends.
+        a call waits for driver calls that have begun, and for batches whose cancellation is not
+        confirmed. ``GRACE_S`` after the deadline the engine is given up: the hanging call still
+        returns only when the driver is done, if ever, so its memory stays safe. All other calls
+        return -EIO immediately, ``close`` releases nothing, and the buffers stay referenced until
+        the process ends.
     Outcomes and errors besides
-        -EFAULT for a piece outside of ``buffers``; -EIO for all where the accelerator is lost, or
-        work failed that was to be waited for. ``read_checked`` raises ``TierError``: no processor
-        sees these bytes.
+        -EFAULT for a piece outside of ``buffers``. -EIO for all pieces if the accelerator is lost,
+        or the work before a fence failed. ``read_checked`` raises ``TierError``: the CPU can't
+        compute checksums of this memory.
 
-    use: makes the accelerator the calling thread's. way: this one or none; the best by default.
-    Raises ``TierError`` where the library, its driver, the file system or the memory won't do.
+    Args:
+        fd: descriptor of the file.
+        buffers: accelerator memory to register.
+        use: makes the accelerator current for the calling thread.
+        way: interface of the library to use; the best one by default.
+        num_threads: threads per direction for synchronous calls.
+
+    Raises:
+        TierError: the library, its driver, the file system or the memory is not usable.
     """
 
     vendor: Vendor
@@ -119,7 +127,7 @@ class DirectEngine(IoEngine):
             raise self._refusal("the file was opened without O_DIRECT")
         self._memory = Registered(buffers)
         with ExitStack() as undo:
-            # Of our own: where the driver does not let go, nobody else's file gets this number.
+            # A duplicate: if the driver hangs, the number must not be reused for another file.
             self._fd = os.dup(fd)
             undo.callback(os.close, self._fd)
             try:
@@ -137,21 +145,18 @@ class DirectEngine(IoEngine):
 
     @property
     def is_given_up(self) -> bool:
-        """Whether the driver may move bytes for longer than anybody waited.
+        """Whether the engine was given up, because its driver may move bytes at any later time.
 
-        Open another engine, with other memory, or end the process.
+        The remedy is another engine with other memory, or the end of the process.
         """
         return bool(self._why_given_up)
 
     def hold_for(self, fence: Fence) -> None:
-        """Start all later reads and writes after ``fence``. Any thread."""
+        """Delay all later reads and writes until ``fence`` has passed. Thread-safe."""
         self._held_for.add(fence)
 
     def holds(self, addresses: Uint64s, sizes: Int64s) -> Bools:
-        """Return which pieces lie entirely in one of ``buffers``.
-
-        The library refuses all others.
-        """
+        """Return which pieces lie entirely in one of ``buffers``. The library refuses others."""
         return np.asarray(self._memory.bases(addresses, sizes) != 0)
 
     def read(
@@ -196,7 +201,7 @@ class DirectEngine(IoEngine):
             return
         self._is_closed = True
         if not self._process.is_here:
-            return  # no driver survives a fork: what a child gave back would be its parent's
+            return  # a forked child has no driver; releasing would affect its parent
         if self.is_given_up:
             return
         for workers in self._workers.values():
@@ -206,7 +211,7 @@ class DirectEngine(IoEngine):
     # -- opening ----------------------------------------------------------------------------------
 
     def _open(self, undo: ExitStack) -> None:
-        """Driver, file, memory, batches; given back in the opposite order."""
+        """Open the driver, and register file, memory and batches; ``undo`` reverts it."""
         library = self._library
         self._use()
         has_pool = library.open(BOUNCE_POOL)
@@ -227,7 +232,7 @@ class DirectEngine(IoEngine):
                 self._batches[write] = queue
 
     def _allow_pinning(self) -> None:
-        """Registered memory is pinned, which is bounded; the bound may be raised."""
+        """Raise the driver's limit on pinned memory if the registrations exceed it."""
         wanted = sum(memory.nbytes for memory in self._memory.memories)
         allowed = self.vendor.limits(self._library).max_pinned_bytes
         if 0 < allowed < wanted and self._library.has("DriverSetMaxPinnedMemSize"):
@@ -235,7 +240,7 @@ class DirectEngine(IoEngine):
             logger.info("pinned memory bytes=%d allowed=%d code=%d", wanted, allowed, code)
 
     def _quietly(self, call: Callable[[], None]) -> None:
-        """Release resources; an error of one does not keep the rest from being released."""
+        """Release a resource; log an error, so that the others are released, too."""
         for each in (self._use, call):
             try:
                 each()
@@ -264,7 +269,7 @@ class DirectEngine(IoEngine):
         if not len(chosen):
             return results
         code = -errno.EIO if self.is_given_up else self._held_for.wait(write, ends_at)
-        results[chosen] = code or -errno.EIO  # of what nobody comes to move
+        results[chosen] = code or -errno.EIO  # for pieces that no worker moves
         if code:
             return results
         batch = Placed(
@@ -293,13 +298,13 @@ class DirectEngine(IoEngine):
                 try:
                     run = left.popleft()
                 except IndexError:
-                    return  # others have the rest
+                    return  # no runs are left
                 self._move_run(batch, run)
 
         return workers.run(self._on_device(work), min(workers.num_threads, len(left)))
 
     def _on_device(self, work: Callable[[], None]) -> Callable[[], None]:
-        """``work`` on a thread that has the accelerator; not at all where that is lost."""
+        """Return ``work`` with the accelerator made current; it does nothing if that fails."""
 
         def done_there() -> None:
             try:
@@ -319,10 +324,10 @@ class DirectEngine(IoEngine):
             _given_up.append(self)
         logger.error("%s given up reason=%s", self.vendor.name, reason)
 
-    # -- calls that return when their bytes are there ---------------------------------------------
+    # -- synchronous calls ------------------------------------------------------------------------
 
     def _move_run(self, batch: Placed, run: list[int]) -> None:
-        """Pieces that follow each other in the file."""
+        """Move pieces that are neighbours in the file, and set their results."""
         size, done, code = sum(batch.sizes[piece] for piece in run), 0, batch.ended()
         while done < size:
             if batch.is_late:
@@ -330,7 +335,7 @@ class DirectEngine(IoEngine):
                 break
             moved = self._move_rest(batch, run, done)
             if moved < 0 and len(run) > 1:
-                # Which piece is to blame? What was moved is moved again, to the same place.
+                # Find the piece with the error. Moving a piece again is harmless.
                 for piece in run:
                     self._move_run(batch, [piece])
                 return
@@ -338,7 +343,7 @@ class DirectEngine(IoEngine):
                 code = moved
                 break
             done += moved
-            # Only the end of the file cuts a page, and no read may begin there.
+            # A partial page means the end of the file; no read may begin there.
             if not moved or moved % IO_ALIGNMENT:
                 break
         for piece in run:
@@ -347,7 +352,7 @@ class DirectEngine(IoEngine):
             done -= batch.sizes[piece]
 
     def _move_rest(self, batch: Placed, run: list[int], done: int) -> int:
-        """Move the bytes behind the first ``done`` of a run; return bytes, or -errno."""
+        """Move the bytes of a run after the first ``done`` ones; return bytes or -errno."""
         offset = batch.offsets[run[0]] + done
         left: list[tuple[int, int, int]] = []
         for piece in run:
@@ -364,7 +369,7 @@ class DirectEngine(IoEngine):
 
 
 def best_way(library: FileLibrary) -> FileWay:
-    """The best way that a library has."""
+    """Return the best interface that a library has."""
     if library.has("Readv") and library.has("Writev"):
         return FileWay.VECTORS
     if library.has("BatchIOGetStatus"):

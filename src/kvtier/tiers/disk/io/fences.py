@@ -1,4 +1,4 @@
-"""Work of the accelerator that transfers have to wait for: no stream orders them."""
+"""Fences of the accelerator that transfers have to wait for, since no stream orders them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOK_S: Final = 0.0002
 
 
 class HeldFor:
-    """Fences that each direction waits for, once. Any thread."""
+    """Fences that each direction of transfers waits for, once per fence. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,15 +27,15 @@ class HeldFor:
     def add(self, fence: Fence) -> None:
         with self._lock:
             for fences in self._fences.values():
-                while fences and _has_passed(fences[0]):  # of a direction that is not used
+                while fences and _has_passed(fences[0]):  # bounds the queue of an unused direction
                     fences.popleft()
                 fences.append(fence)
 
     def wait(self, write: bool, ends_at: float | None) -> int:
-        """0 when the fences of a direction have passed, else -errno, and the others stay.
+        """Wait until the fences of a direction have passed. Return 0, or -errno.
 
-        ECANCELED where ``ends_at`` (``monotonic``) came first, EIO where the work before one
-        failed.
+        ECANCELED: ``ends_at`` (``monotonic``) came first. EIO: the work before a fence failed. The
+        remaining fences are kept for the next call.
         """
         with self._lock:
             fences, self._fences[write] = self._fences[write], deque()
@@ -57,7 +57,7 @@ class HeldFor:
 
 
 def _passes(fence: Fence, ends_at: float) -> bool:
-    """Whether it passes in time."""
+    """Wait for a fence; return whether it passed in time."""
     while not fence.passed:
         if time.monotonic() >= ends_at:
             return False
@@ -69,4 +69,4 @@ def _has_passed(fence: Fence) -> bool:
     try:
         return fence.passed
     except DeviceError:
-        return False  # whoever waits for it hears of that
+        return False  # ``wait`` reports the error

@@ -1,19 +1,19 @@
-"""A vendor's library that moves bytes between a file and accelerator memory, by ctypes.
+"""ctypes bindings of vendors' libraries that move bytes between files and accelerator memory.
 
-NVIDIA's cuFile, AMD's hipFile and Ascend's NDS have the same calls under names that begin
-otherwise. What each vendor has, and what is done without:
+NVIDIA's cuFile, AMD's hipFile and Ascend's NDS have the same calls with different prefixes. Calls
+of each vendor, and the replacements of missing ones:
 
     call                              cuFile      hipFile   NDS
     DriverOpen, DriverClose           yes         yes       yes
     HandleRegister, HandleDeregister  yes         yes       yes
     Read, Write                       yes         yes       yes
-    BufRegister, BufDeregister        yes         yes       no: it looks memory up by itself
+    BufRegister, BufDeregister        yes         yes       no: not needed
     Readv, Writev                     from 1.20   no        no: a batch, or one call per piece
     BatchIO*                          yes         not used  no: one call per piece
     SetParameterPosixPoolSlabArray    from 1.15   no        no: smaller batches
 
-Loading one is harmless. Opening its driver may not be: cuFile 1.20 spins for ever where there is no
-driver, so ``probe`` tries that in a process of its own first.
+Loading a library is harmless. Opening its driver may not be: cuFile 1.20 spins forever if there is
+no driver. So ``probe`` tries that in a separate process first.
 """
 
 from __future__ import annotations
@@ -85,38 +85,38 @@ class FileStatus(Structure):
 
 
 class FileName(Union):
-    """A descriptor of the system, or a pointer."""
+    """Name of a file: a descriptor of the operating system, or a pointer."""
 
     _fields_ = (("fd", c_int), ("pointer", c_void_p))
 
 
 class FileDescriptor(Structure):
-    """Names a file, which is a descriptor of the system where ``kind`` is ``OF_SYSTEM``."""
+    """Description of a file. With kind ``OF_SYSTEM`` the name is an OS descriptor."""
 
     _fields_ = (("kind", c_int), ("name", FileName), ("operations", c_void_p))
 
 
 class Vector(Structure):
-    """A piece of memory: of ``Readv`` and ``Writev``."""
+    """One piece of memory in ``Readv`` and ``Writev``."""
 
     _fields_ = (("address", c_void_p), ("num_bytes", c_size_t))
 
 
 OF_SYSTEM: Final = 1
 UNKNOWN: Final = (0, 0)
-"""A version."""
+"""Version of a library that does not report one."""
 
 
 def of_system(fd: int) -> FileDescriptor:
-    """The name of a file that is open here."""
+    """Return the description of a file that is open in this process."""
     return FileDescriptor(OF_SYSTEM, FileName(fd=fd))
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits that the driver reports; 0 where it reports none.
+    """Limits that the driver reports; 0 if it reports none.
 
-    max_batch: requests in one batch. max_pinned_bytes: of all registered memory.
+    max_batch: maximum requests in a batch. max_pinned_bytes: maximum bytes of registered memory.
     """
 
     max_batch: int = 0
@@ -125,13 +125,19 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Vendor:
-    """A vendor's names for what all have.
+    """Description of a vendor's file library.
 
-    files: of the library, in the order they are tried. wheel: a pattern of it below site-packages.
-    override: an environment variable that names another. descriptor: makes what ``HandleRegister``
-    wants of an fd. version: (major, minor), ``UNKNOWN`` where it can't be asked. compat: the
-    environment variables that allow, and force, the library's way through host memory. log: the one
-    that names its log, which it writes to the current folder otherwise.
+    name: name of the library.
+    prefix: prefix of its calls.
+    files: file names of the library, in the order in which they are tried.
+    wheel: glob pattern of the library below site-packages.
+    override: environment variable that names another file.
+    calls: calls to bind.
+    descriptor: converts an fd into the argument of ``HandleRegister``.
+    version: returns (major, minor), or ``UNKNOWN``.
+    limits: returns the driver's limits.
+    compat: environment variables that allow, and that force, its path through host memory.
+    log: environment variable that names its log file; by default it logs to the current folder.
     """
 
     name: str
@@ -147,10 +153,10 @@ class Vendor:
     log: str = ""
 
     def variables(self, may_bounce: bool) -> dict[str, str]:
-        """The environment that its driver is to find when it opens.
+        """Return the environment variables to set when the driver opens.
 
-        may_bounce: it may go through host memory; False forbids it, so that what is called direct
-        is.
+        may_bounce: allow its path through host memory. False forbids it, so that transfers are
+        really direct.
         """
         made = {}
         if self.log and self.log not in os.environ:
@@ -164,7 +170,7 @@ class Vendor:
 def shared_calls(
     prefix: str, status: type[Structure], descriptor: type[Structure]
 ) -> tuple[Call, ...]:
-    """The calls that nothing works without."""
+    """Return the required calls, which all libraries have."""
     move = (c_void_p, c_void_p, c_size_t, c_ssize_t, c_ssize_t)
     handle = POINTER(c_void_p)
     return (
@@ -178,7 +184,7 @@ def shared_calls(
 
 
 def buffer_calls(prefix: str, status: type[Structure]) -> tuple[Call, ...]:
-    """Return the calls of libraries that need memory registered first."""
+    """Return the calls of libraries that require registration of memory."""
     return (
         Call(f"{prefix}BufRegister", (c_void_p, c_size_t, c_int), returns=status),
         Call(f"{prefix}BufDeregister", (c_void_p,), returns=status),
@@ -195,7 +201,8 @@ def buffer_calls(prefix: str, status: type[Structure]) -> tuple[Call, ...]:
 class _Opened:
     """A driver that is open in this process.
 
-    memory: (size, users) of what is registered, by its first address.
+    is_ours: whether kvtier opened it. has_bounce_pool: whether its bounce buffers could be set.
+    memory: (bytes, users) of each registration by start address.
     """
 
     is_ours: bool
@@ -206,13 +213,13 @@ class _Opened:
 
 _lock = threading.Lock()
 _opened: dict[tuple[int, str], _Opened] = {}
-"""By process, for a forked child has its parent's drivers no more, and by library."""
+"""Open drivers by (process id, library path). A forked child has none of its parent's drivers."""
 
 
 class FileLibrary:
-    """A vendor's library, loaded.
+    """A loaded file library of a vendor.
 
-    Raises ``DeviceError`` where it is not there, and from every call that it refuses.
+    Raises ``DeviceError`` if the library is missing, and from each call that fails.
     """
 
     def __init__(self, vendor: Vendor) -> None:
@@ -226,7 +233,7 @@ class FileLibrary:
 
     @property
     def path(self) -> str:
-        """The file that was loaded."""
+        """Path of the loaded library."""
         return self._library.path
 
     def __str__(self) -> str:
@@ -234,29 +241,29 @@ class FileLibrary:
         return name if self.version == UNKNOWN else f"{name} {'.'.join(map(str, self.version))}"
 
     def has(self, name: str) -> bool:
-        """Whether it has the call ``name``, which is given without the prefix."""
+        """Return whether the library has the call ``name``, given without the prefix."""
         return self._library.has(self.vendor.prefix + name)
 
     def code(self, name: str, *arguments: object) -> int:
-        """Call ``name``; the code that it answers, 0 for success."""
+        """Call ``name``, and return its status code; 0 for success."""
         status: Any = self._library.function(self.vendor.prefix + name)(*arguments)
         return int(status.code)
 
     def check(self, name: str, *arguments: object) -> None:
-        """Call ``name``; ``DriverError`` unless it answers 0."""
+        """Call ``name``, and raise ``DriverError`` unless it succeeds."""
         self._library.check(self.vendor.prefix + name, self.code(name, *arguments))
 
     def tell(self, name: str, *arguments: object) -> None:
-        """Call ``name``, which answers nothing."""
+        """Call ``name``, which returns nothing."""
         self._library.function(self.vendor.prefix + name)(*arguments)
 
-    # -- the driver, which a process has once -----------------------------------------------------
+    # -- the driver, shared by all users in the process -------------------------------------------
 
     def open(self, bounce_pool: tuple[tuple[int, int], ...] = ()) -> bool:
-        """Open the driver, or use the one that is open.
+        """Open the driver, or share the open one. Return whether ``bounce_pool`` could be set.
 
-        bounce_pool: (KiB, number) of the buffers that its way through host memory may use. It can
-        be said only before the driver is open. Gives whether it was.
+        bounce_pool: (KiB, number) of the buffers for the path through host memory. They can be set
+        only before the driver opens.
         """
         with _lock:
             opened = _opened.get(self._key)
@@ -271,7 +278,7 @@ class FileLibrary:
             return opened.has_bounce_pool
 
     def close(self) -> None:
-        """The last user closes it, if it was opened here."""
+        """Release the driver. The last user closes it, if kvtier opened it."""
         with _lock:
             opened = _opened[self._key]
             opened.num_users -= 1
@@ -294,7 +301,7 @@ class FileLibrary:
     # -- files and memory -------------------------------------------------------------------------
 
     def register_file(self, fd: int) -> int:
-        """The library's name for a file, which stays open."""
+        """Register a file, which must stay open, and return its handle."""
         handle, descriptor = c_void_p(), self.vendor.descriptor(fd)
         self.check("HandleRegister", byref(handle), byref(descriptor))
         return handle.value or 0
@@ -303,7 +310,7 @@ class FileLibrary:
         self.tell("HandleDeregister", handle)
 
     def register_memory(self, address: int, nbytes: int) -> None:
-        """Memory that several engines use is registered once, where it is the same for all."""
+        """Register memory. Engines that register the same range share one registration."""
         if not self.has("BufRegister"):
             return
         with _lock:
@@ -314,7 +321,7 @@ class FileLibrary:
             memory[address] = nbytes, num_users + 1
 
     def deregister_memory(self, address: int) -> None:
-        """The last user of it lets it go."""
+        """Release a registration. The last user deregisters the memory."""
         if not self.has("BufDeregister"):
             return
         with _lock:
@@ -325,12 +332,24 @@ class FileLibrary:
             else:
                 self.check("BufDeregister", address)
 
-    # -- transfers that return when they are done -------------------------------------------------
+    # -- synchronous transfers --------------------------------------------------------------------
 
     def move(
         self, write: bool, handle: int, base: int, address: int, size: int, offset: int
     ) -> int:
-        """One piece at ``address``; bytes, or -errno. base: of the registration that holds it."""
+        """Move one piece between file and accelerator memory.
+
+        Args:
+            write: direction; True writes to the file.
+            handle: handle of the file.
+            base: start of the registration that holds the piece.
+            address: address of the piece.
+            size: bytes of the piece.
+            offset: offset in the file.
+
+        Returns:
+            Bytes moved, or -errno.
+        """
         name = f"{self.vendor.prefix}{'Write' if write else 'Read'}"
         base = base if self.has("BufRegister") else address
         ctypes.set_errno(0)
@@ -340,14 +359,25 @@ class FileLibrary:
     def move_vectors(
         self, write: bool, handle: int, vectors: ctypes.Array[Vector], size: int, offset: int
     ) -> int:
-        """Neighbours in the file, of ``size`` bytes together; bytes, or -errno."""
+        """Move pieces that are neighbours in the file.
+
+        Args:
+            write: direction; True writes to the file.
+            handle: handle of the file.
+            vectors: pieces of memory.
+            size: bytes of all pieces.
+            offset: offset in the file.
+
+        Returns:
+            Bytes moved, or -errno.
+        """
         name = f"{self.vendor.prefix}{'Writev' if write else 'Readv'}"
         ctypes.set_errno(0)
         done = self._library.function(name)(handle, vectors, len(vectors), offset, 0)
         return outcome(done, size, ctypes.get_errno())
 
     def _keep_errno(self, name: str) -> None:
-        """Bind a call once more, such that ``ctypes.get_errno`` has what it leaves behind."""
+        """Bind a call again, such that ``ctypes.get_errno`` returns its errno."""
         function: Any = self._library.function(name)
         kind = ctypes.CFUNCTYPE(function.restype, *function.argtypes, use_errno=True)
         call = Call(name, function.argtypes, returns=function.restype)
@@ -355,9 +385,9 @@ class FileLibrary:
 
 
 def asked_limits(properties: type[Structure]) -> Callable[[FileLibrary], Limits]:
-    """Return the limits that ``DriverGetProperties`` reports.
+    """Return a function that reads the limits from ``DriverGetProperties``.
 
-    properties: its structure, sizes in KiB.
+    properties: structure of the properties; sizes in KiB.
     """
 
     def ask(library: FileLibrary) -> Limits:
@@ -370,9 +400,9 @@ def asked_limits(properties: type[Structure]) -> Callable[[FileLibrary], Limits]
 
 
 def outcome(done: int, size: int, left_errno: int = 0) -> int:
-    """Return the outcome of a transfer of ``size`` bytes: bytes, or -errno.
+    """Convert the return value of a transfer of ``size`` bytes to bytes or -errno.
 
-    More bytes than were requested are an error: it is unknown what was moved.
+    More bytes than requested are an error, because it is unknown what was moved.
     """
     if done >= 0:
         return done if done <= size else -errno.EIO
@@ -387,6 +417,6 @@ def _meaning(library: Library, code: int) -> str:
 
 
 def _in_wheels(pattern: str) -> list[Path]:
-    """Libraries that came with Python packages, the newest name first."""
+    """Return the libraries in Python packages that match a pattern, in descending name order."""
     site = Path(sysconfig.get_paths()["purelib"])
     return sorted(site.glob(pattern), reverse=True) if pattern else []

@@ -1,7 +1,7 @@
-"""The I/O engine to use.
+"""Selection of the I/O engine.
 
-For host memory io_uring where it can be had, plain system calls elsewhere; for an accelerator's
-memory its vendor's file library.
+Host memory: io_uring if available, else plain system calls. Accelerator memory: the vendor's file
+library.
 """
 
 from __future__ import annotations
@@ -30,10 +30,16 @@ def open_engine(
     buffers: Sequence[Memory] = (),
     queue_depth: int = 32,
 ) -> IoEngine:
-    """An engine for the open file ``fd``.
+    """Open an I/O engine for the open file ``fd``.
 
-    buffers: memory that blocks mostly lie in. queue_depth: requests at a time, per direction.
-    Raises ``TierError`` where ``kind`` is ``uring`` and that can't be had.
+    Args:
+        fd: descriptor of the file.
+        kind: engine to use; ``auto`` for io_uring if available.
+        buffers: memory that most blocks lie in, to be registered.
+        queue_depth: requests in flight per direction.
+
+    Raises:
+        TierError: ``kind`` is ``uring``, and io_uring is not available.
     """
     reason = ""
     if kind is not IoKind.PREADV:
@@ -50,10 +56,18 @@ def open_engine(
 def open_direct(
     fd: int, device: Device, memories: Sequence[Memory], may_bounce: bool
 ) -> DirectEngine:
-    """An engine between the open file ``fd`` and ``memories`` of ``device``, by its file library.
+    """Open an engine between a file and accelerator memory, using the vendor's file library.
 
-    ``probe`` has found that it works. may_bounce: only by way of host memory, inside the library;
-    else that way is forbidden. Raises ``TierError``.
+    ``probe`` must have found that the library works.
+
+    Args:
+        fd: descriptor of the file.
+        device: the accelerator.
+        memories: memory of ``device`` to register.
+        may_bounce: allow the library to move bytes through host memory; False forbids it.
+
+    Raises:
+        TierError: the library, its driver, the file system or the memory is not usable.
     """
     made, _ = KINDS[device.file_library]
     with _environment(made.vendor.variables(may_bounce)):
@@ -65,7 +79,7 @@ _changing = Lock()
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables of this process, for a while: drivers read theirs when they open."""
+    """Set environment variables temporarily: drivers read them when they open."""
     with _changing:
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)

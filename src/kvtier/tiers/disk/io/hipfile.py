@@ -1,7 +1,7 @@
-"""AMD: hipFile by ctypes, which has the shape of cuFile. Source: hipfile.h of hipFile 0.2.
+"""ctypes bindings of AMD's hipFile, which resembles cuFile. Source: hipfile.h of hipFile 0.2.
 
-Its properties count in 64 bits, its version has three numbers, and it takes no vectors. Batches can
-be asked for, but were not answered up to 0.3, so each piece is a call.
+Differences: its properties have 64 bits, its version has three numbers, and it has no vectored
+calls. Batches are not used, because up to 0.3 submitted ones get no answer; each piece is one call.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ HIPFILE = Vendor(
 
 
 class HipFileEngine(DirectEngine):
-    """A GPU of AMD. use: of its driver, ``HipDriver.use``."""
+    """I/O engine for AMD GPUs. use: ``HipDriver.use``."""
 
     name = "hipfile"
     vendor = HIPFILE

@@ -1,9 +1,9 @@
-"""Ascend: NDS (NPU Direct Storage) by ctypes. Source: nds_api.h as UCM has it.
+"""ctypes bindings of Ascend's NDS (NPU Direct Storage). Source: nds_api.h as UCM has it.
 
-It reads and writes, and no more: no vectors, no batches, no registration of memory, no version. A
-transfer waits for no stream and no stream for it, so the device's fence has to be waited for first;
-who forgot that has stored KV that was half computed. Addresses, sizes and offsets are multiples of
-4 KiB. Letting a file go takes seconds: it is registered once, and kept.
+NDS can only read and write: it has no vectors, no batches, no registration of memory and no
+version. Transfers are not ordered against streams, so the device's fence has to be waited for
+first; otherwise half-computed KV would be stored. Addresses, sizes and offsets are multiples of
+4 KiB. Deregistering a file takes seconds, so a file is registered once and kept.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NDS = Vendor(
 
 
 class NdsEngine(DirectEngine):
-    """An NPU of Ascend. use: of its driver, ``AscendDriver.use``."""
+    """I/O engine for Ascend NPUs. use: ``AscendDriver.use``."""
 
     name = "nds"
     vendor = NDS

@@ -1,4 +1,4 @@
-"""A batch of an I/O engine between a file and registered memory."""
+"""Batches of transfers between a file and registered memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvtier.devices.base import Memory
 from kvtier.tiers.disk.io.base import Int64s, Uint64s
 
 MAX_RUN_BYTES: Final = 16 << 20
-"""Bytes of one call, cuFile's default maximum. Deadlines are checked between calls."""
+"""Maximum bytes of one call: cuFile's default. Deadlines are checked between calls."""
 MAX_RUN_PIECES: Final = 128
-"""Pieces of one call. No vendor documents a limit; NIXL's pools hold as many."""
+"""Maximum pieces of one call. No vendor documents a limit; NIXL's pools have this size."""
 
 
 class Registered:
-    """Memory that was registered, each piece as a whole. They don't overlap."""
+    """Registered ranges of memory, which don't overlap."""
 
     def __init__(self, buffers: Iterable[Memory]) -> None:
         self.memories = sorted(buffers, key=lambda memory: memory.address)
@@ -40,10 +40,15 @@ class Registered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """Pieces of a batch, as lists, for they are handed on one by one.
+    """Pieces of a batch, as lists, because they are processed one by one.
 
-    bases: of the registrations that hold them. ends_at: when none is begun any more
-    (``monotonic``); None: never. results: int64 [n], written as they are known, each by one thread.
+    write: direction; True writes to the file.
+    offsets: offset of each piece in the file.
+    addresses: address of each piece in memory.
+    bases: start of the registration that holds each piece.
+    sizes: bytes of each piece.
+    ends_at: deadline (``monotonic``) after which no piece begins; None for none.
+    results: int64 [n], bytes or -errno; each is written by one thread.
     """
 
     write: bool
@@ -59,16 +64,22 @@ class Placed:
         return self.ends_at is not None and time.monotonic() >= self.ends_at
 
     def ended(self) -> int:
-        """The result of a piece for which nothing more comes: no disk ends a write early."""
+        """Return the result of a piece that ended early: an error for a write, else 0."""
         return -errno.EIO if self.write else 0
 
 
 def runs(
     order: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], max_pieces: int
 ) -> list[list[int]]:
-    """Return runs of pieces that follow each other in the file, of at most ``MAX_RUN_BYTES``.
+    """Return runs of pieces that are neighbours in the file, of at most ``MAX_RUN_BYTES``.
 
-    A larger piece is a run by itself. order: the pieces by offset.
+    A larger piece is a run by itself.
+
+    Args:
+        order: indices of the pieces, ascending by offset.
+        offsets: offset of each piece.
+        sizes: bytes of each piece.
+        max_pieces: maximum pieces of a run.
     """
     made: list[list[int]] = []
     end = room = -1

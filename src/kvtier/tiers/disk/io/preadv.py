@@ -1,4 +1,4 @@
-"""Plain system calls on a few threads: works everywhere."""
+"""I/O engine with ``preadv`` and ``pwritev`` on a few threads; works everywhere."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from kvtier.tiers.disk.io.base import (
 )
 
 NUM_THREADS = 8
-"""Per direction. A disk is kept busy by a few."""
+"""Threads per direction. A few keep a disk busy."""
 
 FUSED_BYTES = 4 << 20
-"""A call moves neighbours in the file of up to this much, wherever they lie in memory."""
+"""Maximum bytes of neighbouring blocks in the file that one call moves."""
 
 MAX_RETRIES = 64
-"""Retries of a call that the kernel asks to repeat."""
+"""Maximum retries of a call that fails with EAGAIN."""
 
 
 class _Way(Enum):
@@ -42,10 +42,9 @@ class _Way(Enum):
 
 
 class PreadvEngine(IoEngine):
-    """``preadv`` and ``pwritev``, a call at a time on each of ``num_threads`` threads a direction.
+    """Engine that runs ``preadv`` and ``pwritev`` on ``num_threads`` threads per direction.
 
-    A call that the kernel has begun cannot be cancelled: a deadline only keeps blocks from being
-    begun, and further pieces of a short one.
+    A running call cannot be cancelled. A deadline only keeps further calls from being made.
     """
 
     name = "preadv"
@@ -57,7 +56,7 @@ class PreadvEngine(IoEngine):
         self._direct = is_direct(fd)
         self._num_threads = num_threads
         self._is_closed = False
-        # A pool starts its threads with its first batch.
+        # A pool starts its threads with the first batch.
         self._pools = {way: ThreadPoolExecutor(num_threads, f"kvtier-{way.value}") for way in _Way}
 
     def read(
@@ -80,7 +79,7 @@ class PreadvEngine(IoEngine):
 
     def close(self) -> None:
         self._is_closed = True
-        if self._process.is_here:  # a forked child has none of their threads
+        if self._process.is_here:  # a forked child does not have the threads
             for pool in self._pools.values():
                 pool.shutdown()
 
@@ -97,11 +96,11 @@ class PreadvEngine(IoEngine):
         until = None if deadline_s is None else time.monotonic() + deadline_s
         blocks = list(zip(offsets.tolist(), addresses.tolist(), sizes.tolist(), strict=True))
         results = np.zeros(len(blocks), np.int64)
-        # One job per thread, not per call: a job costs as much as a small read.
+        # One job per thread, not per call: submitting a job costs as much as a small read.
         left = deque(runs(offsets, sizes, FUSED_BYTES, FUSED_BYTES))
 
         def work() -> None:
-            with suppress(IndexError):  # all blocks taken
+            with suppress(IndexError):  # no runs are left
                 while True:
                     run = left.popleft()
                     results[run] = self._move_run(way, blocks[run], until)
@@ -114,10 +113,10 @@ class PreadvEngine(IoEngine):
     def _move_run(
         self, way: _Way, blocks: Sequence[tuple[int, int, int]], until: float | None
     ) -> list[int]:
-        """Bytes moved or -errno, per block; they are neighbours in the file."""
+        """Move neighbouring blocks of the file; return bytes moved or -errno per block."""
         (offset, _, _), *others = blocks
         moved = self._move(way, offset, [where[1:] for where in blocks], until)
-        if moved < 0 and moved != -errno.ECANCELED and others:  # whichever of them it is about
+        if moved < 0 and moved != -errno.ECANCELED and others:  # find the block with the error
             return [self._move(way, at, [(to, size)], until) for at, to, size in blocks]
         if moved < 0:
             return [moved] * len(blocks)
@@ -130,9 +129,16 @@ class PreadvEngine(IoEngine):
     def _move(
         self, way: _Way, offset: int, pieces: Sequence[tuple[int, int]], until: float | None
     ) -> int:
-        """Bytes moved or -errno, between one place in the file and pieces of memory.
+        """Move bytes between the file at ``offset`` and pieces of memory.
 
-        Address and size of each.
+        Args:
+            way: direction.
+            offset: offset in the file.
+            pieces: (address, bytes) of each piece.
+            until: deadline (``monotonic``), or None.
+
+        Returns:
+            Bytes moved, or -errno.
         """
         call: Callable[[int, Sequence[memoryview], int], int]
         call = os.preadv if way is _Way.READ else os.pwritev
@@ -155,17 +161,17 @@ class PreadvEngine(IoEngine):
             except OSError as error:
                 return -(error.errno or errno.EIO)
             if not moved and way is _Way.WRITE:
-                return -errno.EIO  # write(2) has no end of file
+                return -errno.EIO  # a write must move something
             done += moved
             left = _after(left, moved)
-            # With O_DIRECT only the end of the file cuts a page, and no read may begin there.
+            # With O_DIRECT a partial page means the end of the file; no read may begin there.
             if not moved or (way is _Way.READ and self._direct and moved % IO_ALIGNMENT):
                 break
         return done
 
 
 def _after(pieces: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return the pieces of memory left when their first ``num_bytes`` are done."""
+    """Return the pieces of memory that remain after their first ``num_bytes`` bytes."""
     left = []
     for piece in pieces:
         if num_bytes < len(piece):

@@ -1,7 +1,7 @@
-"""Whether bytes go between a disk and an accelerator, and which way: tried in a process of its own.
+"""Probe of the path between a disk and an accelerator, run in a child process.
 
-In a process of its own, for a driver that is not there may never answer (cuFile 1.20), end its
-process, or leave threads behind. The child gets a time limit, and is killed at it.
+Without a driver, a library may hang (cuFile 1.20), end the process, or leave threads behind. So the
+child process has a time limit, after which it is killed.
 
     python -m kvtier.tiers.disk.io.probe /nvme0 --device cuda
 """
@@ -29,7 +29,7 @@ LIMIT_S: Final = 30.0
 """Time limit of a whole probe. Opening cuFile's driver and its first transfer take seconds."""
 TRIAL: Final = "kvtier.tiers.disk.io.trial"
 OF_DEVICE: Final = {"cuda": ("cufile", "hipfile"), "npu": ("nds",)}
-"""Libraries for an accelerator, by what torch calls it."""
+"""File libraries by torch's name of the accelerator."""
 
 
 class Reach(Enum):
@@ -44,8 +44,11 @@ class Reach(Enum):
 class Probe:
     """Result of a probe.
 
-    library: its name and version; "" if it is missing. why_not: reason against a better path; "" if
-    there is none better.
+    kind: library that was tried, as ``KINDS`` names it.
+    library: its name and version; "" if it is missing.
+    reach: path of bytes that works.
+    tried: result of the trial.
+    why_not: why no better path works; "" for the best one.
     """
 
     kind: str
@@ -56,16 +59,16 @@ class Probe:
 
     @property
     def works(self) -> bool:
-        """Whether bytes came back as they were, whichever way."""
+        """Whether bytes came back unchanged, by either path."""
         return self.reach is not Reach.NONE
 
     @property
     def is_bounced(self) -> bool:
-        """Whether they went by way of host memory, inside the library."""
+        """Whether the library moved the bytes through host memory."""
         return self.reach is Reach.BOUNCED
 
     def finding(self) -> Finding:
-        """A line of ``kvtier doctor``."""
+        """Return the finding for ``kvtier doctor``."""
         topic = f"disk to accelerator: {self.kind}"
         if self.reach is Reach.NONE:
             return Finding(topic, "no", self.why_not)
@@ -82,14 +85,21 @@ class Probe:
 
 _lock = threading.Lock()
 _known: dict[tuple[str, str, int, str], Probe] = {}
-"""By library, its version, the disk and the accelerator."""
+"""Results by library with version, kind, disk and accelerator."""
 
 
 def probe(kind: str, folder: str, device: str = "cuda:0", limit_s: float = LIMIT_S) -> Probe:
-    """Try ``kind``, "cufile", "hipfile" or "nds", between ``folder`` and ``device``.
+    """Try a file library between ``folder`` and ``device``.
 
-    Tried once per process for each disk, library, version and accelerator. Costs one or two
-    processes, ``limit_s`` at most and what it takes to kill one. Never raises for what it finds.
+    Each combination of disk, library version and accelerator is tried once per process. It takes
+    one or two child processes, and at most ``limit_s`` plus the time to kill a child. A failure is
+    a result, not an error.
+
+    Args:
+        kind: "cufile", "hipfile" or "nds".
+        folder: directory on the disk.
+        device: accelerator, as torch names it.
+        limit_s: time limit in seconds.
     """
     vendor = KINDS[kind][0].vendor
     try:
@@ -105,9 +115,12 @@ def probe(kind: str, folder: str, device: str = "cuda:0", limit_s: float = LIMIT
 
 
 def findings(folder: str, device: str, limit_s: float = LIMIT_S) -> list[Finding]:
-    """Return findings for ``kvtier doctor``.
+    """Return findings for ``kvtier doctor``, one per library for ``device``.
 
-    Every library for ``device``, "cuda" or "npu", with or without a number.
+    Args:
+        folder: directory on the disk.
+        device: "cuda" or "npu", with or without a number.
+        limit_s: time limit of each probe in seconds.
     """
     kind, _, number = device.partition(":")
     named = f"{kind}:{number or 0}"
@@ -117,7 +130,7 @@ def findings(folder: str, device: str, limit_s: float = LIMIT_S) -> list[Finding
 def _tried(
     kind: str, vendor: Vendor, library: str, folder: str, device: str, limit_s: float
 ) -> Probe:
-    """First with the way through host memory forbidden: what works then is direct."""
+    """Try a library, first with its path through host memory forbidden, then allowed."""
     ends_at = time.monotonic() + limit_s
     try:
         fd, path = tempfile.mkstemp(prefix=".kvtier-probe-", dir=folder)
@@ -139,7 +152,7 @@ def _tried(
 
 
 def _run(arguments: list[str], variables: dict[str, str], ends_at: float, limit_s: float) -> Tried:
-    """Run a trial; never longer than until ``ends_at``."""
+    """Run a trial in a child process until ``ends_at`` at the latest."""
     left_s = max(0.0, ends_at - time.monotonic())
     try:
         ended = run_module(TRIAL, *arguments, timeout_s=left_s, variables=variables)

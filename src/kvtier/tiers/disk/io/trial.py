@@ -1,6 +1,6 @@
-"""Accelerator memory to a file and back, once: what ``probe`` runs in a process of its own.
+"""Trial transfer from accelerator memory to a file and back; ``probe`` runs it as a child process.
 
-The last line that it prints is what became of it, as JSON.
+Its last line of output is the result as JSON.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvtier.tiers.disk.io.base import IO_ALIGNMENT, Int64s, Uint64s
 from kvtier.tiers.disk.io.vendors import KINDS
 
 NUM_BYTES: Final = 32 << 20
-"""Moved each way."""
+"""Bytes moved in each direction."""
 PIECE_BYTES: Final = 128 << 10
-"""A layer of a block, about; pieces lie scattered in memory."""
+"""Bytes of a piece, about one layer of a block. Pieces are scattered in memory."""
 
 
 class TrialDriver(Protocol):
@@ -58,8 +58,8 @@ class TrialDevice(Protocol):
 class Tried:
     """Result of a trial.
 
-    engine, accelerator: what was used, in words. why_not: "" if the bytes came back unchanged; only
-    then GB/s is given.
+    engine, accelerator: description of the engine and the accelerator.
+    why_not: reason of the failure; "" if the bytes came back unchanged. Only then speeds are given.
     """
 
     engine: str = ""
@@ -70,16 +70,24 @@ class Tried:
 
 
 def run(kind: str, device_name: str, path: str, num_bytes: int = NUM_BYTES) -> Tried:
-    """Write a pattern from accelerator memory to the file at ``path``, which exists.
+    """Write a pattern from accelerator memory to a file, read it back elsewhere, and compare.
 
-    Read it back to other places, and compare. Raises ``CacheError`` and ``OSError``.
+    Args:
+        kind: library, as ``KINDS`` names it.
+        device_name: accelerator, as torch names it.
+        path: an existing file.
+        num_bytes: bytes to move in each direction.
+
+    Raises:
+        CacheError: the accelerator or the library failed.
+        OSError: the file or a transfer failed.
     """
     make_engine, plugin = KINDS[kind]
     with ExitStack() as stack:
         device = cast(TrialDevice, load_plugin("devices", plugin)(device_name, _no_compute))
         stack.callback(device.close)
         accelerator = device.driver.identity
-        # Twice the bytes: those read back lie elsewhere. A page more, to begin at one.
+        # Twice the bytes, to read back to other addresses; one page more, for alignment.
         whole = device.allocate(2 * num_bytes + IO_ALIGNMENT)
         stack.callback(device.free, whole)
         begin = -(-whole.address // IO_ALIGNMENT) * IO_ALIGNMENT
@@ -116,14 +124,14 @@ def run(kind: str, device_name: str, path: str, num_bytes: int = NUM_BYTES) -> T
 
 
 def _no_compute() -> None:
-    """Nothing is computed here."""
+    """Do nothing: no compute has to be waited for."""
 
 
 def _copy(
     device: TrialDevice, memory: Memory, content: np.ndarray[tuple[int], np.dtype[np.uint8]],
     direction: Direction,
 ) -> None:  # fmt: skip
-    """``content`` to the accelerator, or from it."""
+    """Copy ``content`` to accelerator memory, or fill it from there."""
     arena = mmap.mmap(-1, len(content))
     view = np.frombuffer(arena, np.uint8)
     host = Memory(view.ctypes.data, len(content), "host", arena)
@@ -137,7 +145,7 @@ def _copy(
 
 
 def _move(move: Callable[[Int64s, Uint64s, Int64s], Int64s], address: int, places: Int64s) -> None:
-    """The file's pieces, from or to ``places`` in the memory at ``address``."""
+    """Move the file's pieces from or to ``places`` in the memory at ``address``."""
     num = len(places)
     offsets = np.arange(num) * PIECE_BYTES
     addresses = (places * PIECE_BYTES).astype(np.uint64) + np.uint64(address)
@@ -158,4 +166,4 @@ def main(kind: str, device_name: str, path: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    os._exit(0)  # what a driver does at the end of a process is not asked
+    os._exit(0)  # skip exit handlers of drivers

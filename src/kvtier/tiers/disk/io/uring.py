@@ -1,4 +1,4 @@
-"""io_uring: one call submits a batch and waits for it; file and memory are registered."""
+"""io_uring engine: one call submits a batch and waits for it; file and memory are registered."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ from kvtier.system.process import OwnerProcess
 from kvtier.tiers.disk.io.base import Int64s, IoEngine, Uint32s, Uint64s, check_batch, is_direct
 
 PIECE_BYTES = 4 << 20
-"""A request moves at most this much; a larger block goes in several. The kernel cuts what the
-device can't take at once, for less than more requests cost: half the CPU time at 2.5 MiB."""
+"""Maximum bytes of a request; a larger block takes several. The kernel splits requests that are too
+large for the device, at a lower cost than more requests: half the CPU time at 2.5 MiB."""
 
 FUSED_BYTES = 512 << 10
-"""Neighbours in the file of up to this much each go in one request, wherever they lie in memory."""
+"""Blocks of up to this size that are neighbours in the file share one request."""
 
 REGISTERED_BYTES = 1 << 30
-"""The kernel registers memory in pieces of at most this much."""
+"""Maximum bytes of a memory registration, a limit of the kernel."""
 
 
 class UringEngine(IoEngine):
-    """Two rings of the native core, one per direction.
+    """io_uring engine with two rings of the native core, one per direction.
 
-    buffers: memory that blocks mostly lie in; registered where the kernel allows that much.
-    Raises ``TierError`` where io_uring can't be had.
+    Args:
+        fd: descriptor of the file.
+        buffers: memory that most blocks lie in; registered if the kernel allows it.
+        queue_depth: requests in flight per direction.
+
+    Raises:
+        TierError: io_uring is not available.
     """
 
     name = "uring"
@@ -53,7 +58,7 @@ class UringEngine(IoEngine):
         self._notes = [note for ring in self._rings for note in self._register(ring, buffers)]
 
     def _register(self, ring: UringRing, buffers: Sequence[Memory]) -> list[str]:
-        """Register what can be; gives what could not, in words."""
+        """Register file and memory; return notes on what could not be registered."""
         notes = []
         if refused := ring.register_file():
             notes.append(f"the file is not registered: {os.strerror(-refused)}")
@@ -80,7 +85,7 @@ class UringEngine(IoEngine):
         num_checked: int,
         deadline_s: float | None = None,
     ) -> tuple[Int64s, Uint32s]:
-        """As promised; blocks are checked while others are still on their way."""
+        """Read a batch; compute checksums while other blocks are still in flight."""
         done, crcs = self._transfer(False, offsets, addresses, sizes, deadline_s, num_checked)
         assert crcs is not None
         return done, crcs

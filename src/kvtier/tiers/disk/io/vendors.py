@@ -14,5 +14,5 @@ KINDS: Final[dict[str, tuple[type[DirectEngine], str]]] = {
     "hipfile": (HipFileEngine, "hip"),
     "nds": (NdsEngine, "ascend"),
 }
-"""Per library, as ``Device.file_library`` names it, what uses it, and the plug-in of the device
-whose memory it reaches."""
+"""By library (``Device.file_library``): its engine, and the plug-in of the device whose memory it
+reaches."""

@@ -1,4 +1,4 @@
-"""Threads that wait in a driver's calls, for as long as these take."""
+"""Worker threads for calls of a driver, which may block for any time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Work = Callable[[], None]
 
 
 class Latch:
-    """Opens when all jobs are done. error: of the first that raised one."""
+    """Countdown latch that opens when all jobs are done. error: first error of a job."""
 
     def __init__(self, num_jobs: int) -> None:
         self._left = num_jobs
@@ -21,7 +21,7 @@ class Latch:
             self._opened.set()
 
     def count(self, error: BaseException | None = None) -> None:
-        """Count a job that is done."""
+        """Count a finished job."""
         with self._lock:
             self.error = self.error or error
             self._left -= 1
@@ -29,14 +29,14 @@ class Latch:
                 self._opened.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it is open; False when the time is over first."""
+        """Wait until the latch opens; return False on timeout."""
         return self._opened.wait(timeout_s)
 
 
 class Workers:
-    """``num_threads`` threads, begun with the first job.
+    """Pool of ``num_threads`` threads, started with the first job.
 
-    They are daemons: one that a driver never lets go must not keep the process from ending.
+    They are daemon threads: a thread that hangs in a driver must not keep the process from ending.
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
@@ -46,7 +46,7 @@ class Workers:
         self._threads: list[threading.Thread] = []
 
     def run(self, work: Work, num_jobs: int) -> Latch:
-        """Do ``work`` on ``num_jobs`` threads."""
+        """Queue ``work`` ``num_jobs`` times; return a latch that opens when all have ended."""
         if not self._threads and num_jobs:
             for number in range(self.num_threads):
                 name = f"{self._name}-{number}"
@@ -58,7 +58,7 @@ class Workers:
         return latch
 
     def close(self) -> None:
-        """End the threads; none may be at work."""
+        """Stop the threads. None may be working."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
