@@ -1,12 +1,12 @@
-"""Parts that connectors share. They translate for any engine.
+"""Parts that the connectors of all engines share.
 
-block_slab.py    a storage tier as jobs over rows of an engine's memory, with holds.py for blocks
-                 that somebody was told of; the ladder below it decides
-slab_calls.py    the same for threads that wait for their calls, with call_memory.py for blocks that
-                 lie anywhere; and reads of a slab that another process owns
-pool_cache.py    an engine's device pool over host memory and storage, with paged_pool.py for where
-                 its bytes lie
-names.py         what blocks are called outside the process, by the weights (weights.py)
-settings.py      what a user may set; opening.py: a disk that an engine serves without, too
-contract.py      what a connector relies on in its engine, compared with the one that is installed
+block_slab.py    asynchronous jobs between a storage tier and an engine's host memory; holds.py:
+                 blocks that were reported and must not be evicted yet
+slab_calls.py    blocking calls to a slab, for an engine's threads; call_memory.py: blocks at any
+                 address; and reads of a slab that another process owns
+pool_cache.py    an engine's device pool over host memory and storage; paged_pool.py: addresses of
+                 its pages
+names.py         names of blocks outside the process, by the weights (weights.py)
+settings.py      settings of a user; opening.py: opens a disk without which an engine still serves
+contract.py      the parts of an engine that a connector relies on, compared with the installed one
 """

@@ -1,7 +1,7 @@
-"""A storage tier as a cache of jobs, by the engine's own keys, over rows of its host memory.
+"""Asynchronous jobs between a storage tier and rows of an engine's host memory, by its own keys.
 
-No call waits for the disk. The engine's host memory is the memory tier of the ladder: a row belongs
-to it for as long as a job lasts.
+No call waits for the disk. The engine's host memory is the memory tier of the ladder. The engine
+lends it a row for the duration of a job.
 """
 
 from __future__ import annotations
@@ -30,35 +30,37 @@ from kvtier.transfer import LocalMover
 from kvtier.types import BlockId, Slot
 
 PIECE_BYTES = 16 << 20
-"""Read or written at a time, so that whoever closes does not wait for a long job."""
+"""Bytes per read or write, so that closing does not wait for a long job."""
 LOOK_BLOCKS = 64
-"""Blocks of a job that are looked at together."""
+"""Blocks of a job whose states are queried together."""
 DIGEST_BYTES = 32
-"""Bytes of a namespace's digest, as storage keeps it beside each block."""
+"""Bytes of a namespace's digest, which storage keeps with each block."""
 CLOSE_WAIT_S = 10.0
-"""For stores that are queued when the slab is closed; the rest are dropped."""
+"""Longest wait for queued stores when the slab is closed; the rest are dropped."""
 HELD_SHARE = 2
-"""At most one block in so many can be held: the others make room for what is stored."""
+"""At most 1/HELD_SHARE of the blocks can be held, so that others can be evicted for stores."""
 END_WAIT_S = 90.0
-"""For reads and writes under way; the disk tier's own deadlines come first."""
+"""Longest wait for reads and writes in flight; the disk tier's own deadlines are shorter."""
 THERE = bytes([State.READY])
-"""Mark of a block that storage has, as the index writes it."""
+"""Mark of a block that storage has, in the index's encoding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Look:
+class LookupResult:
     """Result of a look-up in storage.
 
-    marks: by key, ``THERE`` where storage has it; bytes are searched faster than an array is made.
-    blocks: what the index calls them, None for those that it does not know.
+    Attributes:
+        marks: per key, ``THERE`` if storage has the block. Searching bytes is faster than making an
+            array.
+        blocks: per key, the block in the index; None if unknown.
     """
 
     marks: bytes
     blocks: Sequence[BlockId | None]
 
     @classmethod
-    def nothing(cls, num_keys: int) -> Look:
-        """None of them is there."""
+    def nothing(cls, num_keys: int) -> LookupResult:
+        """Return the result of a look-up that found nothing."""
         return cls(bytes(num_keys), [None] * num_keys)
 
     @property
@@ -68,15 +70,15 @@ class Look:
 
     @property
     def num_first(self) -> int:
-        """Return how many of the first keys are there."""
+        """Number of the first keys that storage has without a gap."""
         return len(self.marks) - len(self.marks.lstrip(THERE))
 
     def flags(self) -> list[bool]:
-        """By key, whether storage has it."""
+        """Return per key whether storage has it."""
         return [mark == THERE[0] for mark in self.marks]
 
     def first(self, num: int) -> list[BlockId]:
-        """The first ``num`` blocks, all of which are there."""
+        """Return the first ``num`` blocks, all of which storage must have."""
         return cast("list[BlockId]", self.blocks[:num])
 
     def there(self) -> list[BlockId]:
@@ -85,11 +87,14 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Standing:
+class BlockStates:
     """State of blocks: bool [n] each.
 
-    in_memory: in lent rows. moving: between these and storage, or queued for it. stored: in
-    storage.
+    Attributes:
+        blocks: the blocks in the index; None if unknown.
+        in_memory: whether each is in a lent row.
+        moving: whether it is in flight between rows and storage, or queued for a write.
+        stored: whether it is in storage.
     """
 
     blocks: Sequence[BlockId | None]
@@ -102,10 +107,13 @@ class Standing:
 class FinishedJob:
     """A job that has ended.
 
-    keys: of a load that are in place, or of a store that were written for it.
-
-    is_whole: all that was asked for is in place, or in the slab. left_out: of a store, that were
-    not written, for they are not worth their room. seconds: from the start, time in line included.
+    Attributes:
+        job_id: the caller's number of the job.
+        is_load: whether it is a load; otherwise a store.
+        keys: blocks that this job has loaded or written.
+        is_whole: whether all requested blocks are in their rows (load), or in the slab (store).
+        left_out: blocks of a store that storage did not admit.
+        seconds: duration from the start, queueing included.
     """
 
     job_id: int
@@ -120,9 +128,13 @@ class FinishedJob:
 class _Job:
     """A job that has not ended.
 
-    asked: its blocks. placed: those of them whose rows are lent. moving: those that are on their
-    way, or wait for it. waiting: ``moving``, from the first that has not ended. left_out: those
-    that are not worth their room.
+    Attributes:
+        job_id, is_load, left_out: see ``FinishedJob``.
+        asked: its blocks.
+        placed: those of them whose rows are lent.
+        moving: those of them that it reads or writes.
+        began_s: time of its start.
+        waiting: ``moving``, from the first that has not ended.
     """
 
     job_id: int
@@ -139,31 +151,33 @@ class _Job:
 
 
 class BlockSlab(KeyedCache):
-    """A storage tier as a cache of jobs.
+    """Keyed cache of one storage tier, used through asynchronous jobs.
 
-    A block is in memory in a row that a job names, until the job is finished; so ``reserve`` finds
-    no room here, and ``promote`` brings nothing. What is in memory stays in storage, too: a job's
-    end can't push out its beginning. The block that was used least recently is evicted first, or
-    the one that another policy chooses.
+    A block is in memory only while a job runs, in the row that the job names. So ``reserve`` finds
+    no room here, and ``promote`` reads nothing. Blocks in memory can't be evicted from storage: the
+    end of a job can't push out its beginning.
 
     Args:
         tier: the storage.
-        rows: the engine's host memory, in slots of a block each.
-        digest: of the namespace that the blocks belong to, 32 bytes; while it is empty, nothing is
-            found and nothing stored.
-        most_queued: blocks that may wait for the disk; more are refused, since each holds a row.
-        bytes_per_day, lookup_patience_s: see ``LadderOptions``.
+        rows: the engine's host memory, one block per slot.
+        digest: digest of the blocks' namespace, 32 bytes. While it is empty, nothing is found and
+            nothing stored.
+        most_queued: blocks that may be queued for the disk. More are refused, since each holds a
+            row.
+        bytes_per_day: see ``LadderOptions``.
+        piece_bytes: bytes per read or write.
+        lookup_patience_s: see ``LadderOptions``.
         tells_changes: whether ``take_changes`` is called.
-        policy: says what is evicted first; all but LRU need ``on_request`` to be called.
-        metrics: what is counted; nothing shows it where there are none.
+        policy: eviction policy; all but LRU need ``on_request`` to be called.
+        metrics: by default, metrics that are counted but not exposed.
         clock: seconds.
 
     The caller guarantees
-        one thread calls; the rows of a job stay as they are until the job is finished; no block is
-        loaded into two rows at a time.
-    Outcomes and errors
-        nothing raises but ``close``, and a digest of the wrong length: ``ConfigError``. What can't
-        be stored or loaded is told by ``FinishedJob``.
+        that one thread calls; that the rows of a job do not change until the job is finished; that
+        no block is loaded into two rows at a time.
+    Errors
+        Only ``close`` raises, and a digest of the wrong length: ``ConfigError``. ``FinishedJob``
+        reports blocks that can't be stored or loaded.
     """
 
     def __init__(
@@ -181,7 +195,7 @@ class BlockSlab(KeyedCache):
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.digest = digest  # first: where it is wrong nothing was begun
+        self.digest = digest  # first: if it is wrong, nothing has been opened
         bytes_per_block = tier.bytes_per_block
         tiers: dict[str, MemoryTier | StorageTier] = {rows.name: rows, tier.name: tier}
         self._tier = tier
@@ -206,13 +220,13 @@ class BlockSlab(KeyedCache):
         self._num_queued = 0
         self._tells_changes = tells_changes
         self._jobs: list[_Job] = []
-        self._leased: set[BlockId] = set()  # in storage, for they are in memory, too
+        self._leased: set[BlockId] = set()  # leased in storage, since they are in memory, too
         self._holds = Holds(index, tier.name, tier.num_blocks // HELD_SHARE)
         ladder.eviction.tell_left_out = self._note_left_out
 
     @property
     def digest(self) -> bytes:
-        """Return the digest of the namespace; empty while it is unknown."""
+        """Digest of the namespace; empty while it is unknown."""
         return self._digest
 
     @digest.setter
@@ -226,33 +240,30 @@ class BlockSlab(KeyedCache):
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of blocks in the slab or on their way to it.
-
-        Recovered blocks that nobody has asked for are not counted.
-        """
+        """Number of blocks in the slab or in flight to it, without recovered blocks not adopted."""
         return self._index.num_held(self._tier.name)
 
     @property
     def is_readable(self) -> bool:
-        """False while storage is left alone, for it failed again and again."""
+        """Whether storage is in use; False while its circuit breaker is open."""
         return self._mover.accepts((self._tier.name, self.memory))
 
     @property
     def reads_for_s(self) -> float:
-        """Return how long the current read has taken; 0 for none."""
+        """Seconds that the current read has taken; 0 if there is none."""
         return self._mover.queued_s((self._tier.name, self.memory), lambda num_bytes: 0.0)
 
     @property
     def num_jobs(self) -> int:
-        """Jobs that ``take_finished`` has not returned yet."""
+        """Number of jobs that ``take_finished`` has not returned yet."""
         return len(self._jobs)
 
-    # -- what is there -----------------------------------------------------------------------------
+    # -- look-ups ----------------------------------------------------------------------------------
 
     def locate(self, key: bytes) -> BlockLocation:
         """Return the location of a block, as far as the index knows. Changes nothing.
 
-        ``STORAGE`` where it can be loaded, ``ARRIVING`` where it is on its way to the slab.
+        It is ``STORAGE`` if the block can be loaded, ``ARRIVING`` if it is in flight to the slab.
         """
         if not self.is_readable:
             return BlockLocation.NOWHERE
@@ -268,19 +279,19 @@ class BlockSlab(KeyedCache):
         is_moving = states[0] is State.WRITING or self.ladder.write_queues.has(block)
         return BlockLocation.ARRIVING if is_moving else BlockLocation.NOWHERE
 
-    def look(self, keys: Sequence[bytes]) -> Look:
-        """Return which blocks can be loaded, as far as the index knows. Changes nothing."""
+    def look(self, keys: Sequence[bytes]) -> LookupResult:
+        """Look up which blocks can be loaded, as far as the index knows. Changes nothing."""
         if not self.is_readable:
-            return Look.nothing(len(keys))
+            return LookupResult.nothing(len(keys))
         blocks, states = self._index.find_all(keys)
         marks = states[1::2]
         if self._lost:
             gone = {block for block, tier in self._lost if tier != self.memory}
             pairs = zip(marks, blocks, strict=True)
             marks = bytes(0 if block in gone else mark for mark, block in pairs)
-        return Look(marks, blocks)
+        return LookupResult(marks, blocks)
 
-    def standing(self, keys: Sequence[bytes]) -> Standing:
+    def standing(self, keys: Sequence[bytes]) -> BlockStates:
         """Return the state of ``keys`` in memory, in storage and between them."""
         blocks, states = self._index.find_all(keys)
         by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
@@ -293,7 +304,7 @@ class BlockSlab(KeyedCache):
                 if block is not None and (in_memory[at] or stored[at]):
                     in_memory[at] &= not self._is_doubted(block)
                     stored[at] &= (block, self._tier.name) not in self._lost
-        return Standing(blocks, in_memory, moving, stored)
+        return BlockStates(blocks, in_memory, moving, stored)
 
     def adopt_recovered(self, keys: Collection[bytes], stops_at_gap: bool = True) -> list[bytes]:
         return super().adopt_recovered(keys, stops_at_gap) if self.is_readable else []
@@ -306,16 +317,16 @@ class BlockSlab(KeyedCache):
         return super().begin_lookup(keys, has_gaps)
 
     def hold_until(self, blocks: Sequence[BlockId], until_s: float) -> None:
-        """They are in the slab, and stay until ``until_s``, by ``clock``, or until ``let_go``."""
+        """Keep blocks in the slab until ``until_s``, by ``clock``, or until ``let_go``."""
         self._holds.hold(blocks, until_s)
 
     def let_go(self, keys: Sequence[bytes]) -> None:
-        """One who was told of them has read them, in the order in which they were held."""
+        """Release held blocks that were read, in the order in which they were held."""
         if keys and (first := self._index.find(keys[0])) is not None:
             self._holds.let_go(first[0], len(keys))
 
     def _note(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
-        """Record changes of the storage; those of the rows concern only the jobs."""
+        """Record changes of storage. Changes of rows concern only the jobs."""
         is_stored = tier != self.memory
         if is_stored and self._tells_changes:
             super()._note(tier, blocks, is_removed)
@@ -332,9 +343,12 @@ class BlockSlab(KeyedCache):
     def _place_in_rows(
         self, keys: Sequence[bytes], slots: Sequence[Slot], depths: Sequence[int]
     ) -> None:
-        """The engine has blocks in ``slots``, and storage gets those that it has not.
+        """Note blocks that the engine has in ``slots``, and write those that storage lacks.
 
-        keys: in prompt order, none of them in memory already. depths: see ``commit``.
+        Args:
+            keys: in prompt order, none of them in memory already.
+            slots: row of each block.
+            depths: see ``commit``.
         """
         self._rows.lend(list(slots))
         blocks = self._index.make(keys)
@@ -348,15 +362,15 @@ class BlockSlab(KeyedCache):
         self._archive(blocks)
 
     def _fetch_into_rows(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
-        """Bring blocks from storage into ``slots``; none of them is in memory already."""
+        """Read blocks from storage into ``slots``. None of them may be in memory already."""
         self._rows.lend(list(slots))
         blocks = tuple(self._known(keys))
         self.ladder.loads.load(Copy(self._tier.name, self.memory, blocks), slots)
 
     def _free_rows(self, keys: Sequence[bytes]) -> None:
-        """The engine takes the slots of these blocks back; nothing moves from or to them.
+        """Give the rows of blocks back to the engine. No copy from or to them may be in flight.
 
-        What did not arrive has none.
+        Blocks that did not arrive have none.
         """
         there = self.standing(keys)
         blocks = [cast("BlockId", block) for block in compress(there.blocks, there.in_memory)]
@@ -368,7 +382,7 @@ class BlockSlab(KeyedCache):
         self._rows.free(cast("list[Slot]", slots))
 
     def _lease(self, blocks: Sequence[BlockId]) -> None:
-        """They stay in storage while they are in memory."""
+        """Keep blocks in storage while they are in memory."""
         self._index.lease(blocks, self._tier.name)
         self._leased.update(blocks)
 
@@ -377,9 +391,13 @@ class BlockSlab(KeyedCache):
     def store(
         self, job_id: int, keys: Sequence[bytes], depths: Sequence[int], rows: Sequence[Slot]
     ) -> None:
-        """Write blocks that are not there yet; the others count as used.
+        """Begin a job that writes blocks storage does not have yet. The others count as used.
 
-        depths: of each block, its position in the prompt, in blocks. rows: where it is.
+        Args:
+            job_id: the caller's number of the job.
+            keys: the blocks.
+            depths: position of each block in its prompt, in blocks.
+            rows: row of each block.
         """
         at = {key: position for position, key in enumerate(keys)}
         super().adopt_recovered(at, stops_at_gap=False)
@@ -402,7 +420,7 @@ class BlockSlab(KeyedCache):
         self.touch(at)
 
     def load(self, job_id: int, keys: Sequence[bytes], rows: Sequence[Slot]) -> None:
-        """Read blocks into ``rows``. Those that are not there fail, and no others with them."""
+        """Begin a job that reads blocks into ``rows``. A missing block does not fail the others."""
         at = {key: position for position, key in enumerate(keys)}
         super().adopt_recovered(at, stops_at_gap=False)
         self.touch(at)
@@ -423,7 +441,7 @@ class BlockSlab(KeyedCache):
         self._jobs.append(job)
 
     def take_finished(self) -> list[FinishedJob]:
-        """Jobs that were finished since the last call. Their blocks can be found, or not, now."""
+        """Return the jobs finished since the last call, and free their rows."""
         self._poll()
         ended = [job for job in self._jobs if not job.waiting]
         self._jobs = [job for job in self._jobs if job.waiting]
@@ -437,7 +455,7 @@ class BlockSlab(KeyedCache):
         self._free_rows(job.placed)
         if not job.is_load:
             self._num_queued -= len(job.moving)
-            self.touch(job.asked)  # its pieces came one by one, the end of the prompt last
+            self.touch(job.asked)  # its pieces were used one by one, the end of the prompt last
         seconds = self._clock() - job.began_s
         return FinishedJob(job.job_id, job.is_load, moved, is_whole, job.left_out, seconds)
 
@@ -448,7 +466,7 @@ class BlockSlab(KeyedCache):
                 job.left_out += keys.intersection(job.moving)
 
     def _poll(self) -> bool:
-        """Notice what has ended. True while something waits or moves."""
+        """Notice transfers that have ended. Return whether jobs are still waiting for others."""
         self._holds.expire(self._clock())
         self.poll()
         for job in self._jobs:
@@ -462,21 +480,23 @@ class BlockSlab(KeyedCache):
         return any(job.waiting for job in self._jobs)
 
     def clear(self) -> None:
-        """Forget every block, in storage as well and for good, when the jobs have ended."""
+        """Wait for all jobs, then delete every block, also from storage."""
         self.drain()
         self._holds.clear()
         super().clear()
 
     def drain(self) -> None:
-        """Wait until nothing is read or written any more. ``take_finished`` tells what became."""
+        """Wait until no read or write is in flight. ``take_finished`` returns the outcomes."""
         while self._poll():
             self.ladder.transfers.wait(END_WAIT_S)
 
     def close(self) -> None:
-        """Finish what is under way, and give the slab to its next owner.
+        """Finish reads and writes, and close the slab, so that another process may open it.
 
-        Stores that are still queued after ``CLOSE_WAIT_S`` are dropped. ``TierError`` where a read
-        or a write does not end: the memory of the jobs must stay then.
+        Stores that are still queued after ``CLOSE_WAIT_S`` are dropped.
+
+        Raises:
+            TierError: a read or write does not end. The memory of the jobs must not be freed.
         """
         ends_s = time.monotonic() + CLOSE_WAIT_S
         while self._poll() and (left_s := ends_s - time.monotonic()) > 0:
@@ -489,7 +509,7 @@ class BlockSlab(KeyedCache):
         self._tier.close()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where rows, blocks and leases don't add up."""
+        """Raise AssertionError if rows, blocks and leases don't add up."""
         super().check_invariants()
         num_queued = sum(len(job.moving) for job in self._jobs if not job.is_load)
         assert self._num_queued == num_queued, "blocks wait for nobody"

@@ -1,4 +1,4 @@
-"""Memory of the blocks of a call, wherever the caller has them."""
+"""Memory tier over the blocks of calls, at any address."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ABANDONED: list[mmap.mmap] = []
 
 
 class CallMemory(LentMemory):
-    """Its slots stand for wherever a caller's blocks are, for as long as the call lasts.
+    """Memory tier whose slots refer to a caller's blocks for the duration of a call.
 
-    sizes: int64 [num_pieces], bytes of each piece of a block. num_slots: blocks of all calls at a
-    time.
+    sizes: int64 [num_pieces], bytes of each piece of a block. num_slots: most blocks of all calls
+    at a time.
     """
 
     def __init__(self, sizes: npt.NDArray[np.int64], num_slots: int) -> None:
@@ -33,7 +33,7 @@ class CallMemory(LentMemory):
         self._unused = SlotPool(num_slots)
 
     def place(self, blocks: Pieces) -> Sequence[Slot]:
-        """Slots for the blocks of a call, in their order; they are its own until ``take_back``."""
+        """Return slots for the blocks of a call, in their order, valid until ``take_back``."""
         assert (blocks.sizes == self.sizes).all(), "blocks of another shape"
         slots = self._unused.allocate(len(blocks))
         assert slots is not None, "more blocks at a time than the memory was made for"
@@ -41,7 +41,7 @@ class CallMemory(LentMemory):
         return slots
 
     def take_back(self, slots: Sequence[Slot]) -> None:
-        """Take the memory back at the end of a call."""
+        """Free slots at the end of a call."""
         self._unused.free(slots)
 
     def pieces(self, slots: Sequence[Slot]) -> Pieces:
@@ -49,9 +49,9 @@ class CallMemory(LentMemory):
 
 
 class SpareMemory:
-    """Memory for blocks that are read only to measure how long that takes.
+    """Memory for blocks that are read only to measure the duration of a read.
 
-    Slots of ``memory`` for ``num_blocks`` blocks, in pages of their own until ``close``.
+    It takes slots of ``memory`` for ``num_blocks`` blocks until ``close``.
     """
 
     def __init__(self, memory: CallMemory, num_blocks: int) -> None:
@@ -65,10 +65,10 @@ class SpareMemory:
         self.slots: Sequence[Slot] = memory.place(pieces)
 
     def close(self) -> None:
-        """Nothing is read into it any more."""
+        """Free the memory, when no read into it is in flight."""
         self._memory.take_back(self.slots)
         self._pages.close()
 
     def abandon(self) -> None:
-        """A read into it does not end: it is nobody else's for as long as the process lives."""
+        """Keep the memory for the life of the process, since a read into it does not end."""
         _ABANDONED.append(self._pages)

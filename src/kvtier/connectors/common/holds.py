@@ -1,4 +1,4 @@
-"""Blocks that stay in storage for a while, for somebody was told that they are there."""
+"""Temporary holds on blocks in storage that were reported to an engine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ class _Hold:
 
 
 class Holds:
-    """Holds on blocks of a storage tier, each with a time at which it ends by itself.
+    """Holds on blocks of a storage tier, each of which expires.
 
-    So nothing is held for ever if the caller who was told of the blocks never loads them.
+    So no block is held for ever if an engine never loads the blocks that it was told of.
 
-    tier: the storage. most: blocks that can be kept from eviction at a time; more are not held.
+    Args:
+        index: blocks by key.
+        tier: the storage.
+        most: blocks that can be kept from eviction at a time. More are not held.
     """
 
     def __init__(self, index: KeyIndex, tier: str, most: int) -> None:
@@ -34,13 +37,13 @@ class Holds:
         self._by_first: dict[BlockId, deque[_Hold]] = {}
 
     def __len__(self) -> int:
-        """Blocks that are held; one that several were told of counts for each."""
+        """Return the number of held blocks; a block with several holds counts once per hold."""
         return sum(len(hold.blocks) for hold in self._held)
 
     def hold(self, blocks: Sequence[BlockId], until_s: float) -> None:
-        """Keep blocks from eviction until ``until_s``, whatever becomes of other holds on them.
+        """Keep blocks from eviction until ``until_s``, independently of other holds on them.
 
-        blocks: the storage has all of them. until_s: never less than in the last call.
+        blocks: the storage must have all of them. until_s: never less than in the last call.
         """
         num_stuck = self._index.num_held(self._tier) - self._index.num_evictable(self._tier)
         blocks = blocks[: max(0, self._most - num_stuck)]
@@ -59,7 +62,7 @@ class Holds:
                 self._by_first.setdefault(hold.blocks[0], deque()).append(hold)
 
     def expire(self, now_s: float) -> None:
-        """Release the holds whose time is over. Constant time while there is none."""
+        """Release expired holds. Constant time if there are none."""
         while self._held and (not self._held[0].blocks or self._held[0].until_s <= now_s):
             self._end(self._held.popleft())
 
@@ -77,7 +80,7 @@ class Holds:
             self._index.release(hold.blocks, self._tier)
 
     def _take(self, first: BlockId) -> _Hold | None:
-        """Take the oldest hold that begins with ``first`` out of the look-up by first block."""
+        """Remove the oldest hold that begins with ``first`` from ``_by_first``, and return it."""
         same = self._by_first.get(first)
         if not same:
             return None

@@ -16,11 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 class BlockNames:
-    """Names of the blocks of one engine, under a namespace that names its weights.
+    """Names of the blocks of one engine, in a namespace that depends on its weights.
 
-    digest_of: of the namespace, 32 bytes, given the digest of the weights. salt: the user's
-    ``namespace``. Nothing has a name before ``settle`` was called and all bytes of the weights were
-    read: what was stored under a wrong name could not be called back from an engine's own memory.
+    Blocks have no names before ``settle`` was called and all bytes of the weights were read: a
+    wrong name could not be revoked, since the engine's own memory may keep the block.
+
+    digest_of: return the digest of the namespace, 32 bytes, from that of the weights. salt: the
+    user's ``namespace``.
     """
 
     def __init__(self, digest_of: Callable[[str], bytes], salt: str = "") -> None:
@@ -31,7 +33,7 @@ class BlockNames:
         self._digest = b""
 
     def settle(self, sources: Sequence[Source]) -> None:
-        """Small weights are read at once, large ones in the background."""
+        """Identify the weights. Small ones are read at once, large ones in the background."""
         found = identify(sources, self._salt)
         if isinstance(found, Identity):
             self._found = found
@@ -44,15 +46,17 @@ class BlockNames:
 
     @property
     def digest(self) -> bytes:
-        """Return the digest of the namespace, 32 bytes; none while the weights are being read."""
+        """Digest of the namespace, 32 bytes; b"" while the weights are being read."""
         if not self._digest and self._found is not None:
             self._digest = self._digest_of(self._found.digest)
         return self._digest
 
     def digest_of_part(self, facts: bytes) -> Callable[[], bytes]:
-        """The digest of what only some blocks belong to, such as those of one pool.
+        """Return a function that returns the digest of a part's blocks, such as those of one pool.
 
-        None while ``digest`` is. facts: all that decides on their bytes beside the engine.
+        It returns b"" while ``digest`` is empty.
+
+        facts: everything that decides on the bytes of these blocks besides the engine.
         """
         known = (b"", b"")
 
@@ -65,21 +69,21 @@ class BlockNames:
         return digest
 
     def forget(self) -> None:
-        """From now on nobody knows what blocks are called, until ``disown``."""
+        """Give blocks no names until ``disown`` is called."""
         self.close()
         self._found, self._digest = None, b""
 
     def disown(self, reason: str) -> None:
-        """From now on blocks have names that no other process knows.
+        """Give blocks names from now on that no other process uses.
 
-        The weights in memory may be others than those in the files.
+        The weights in memory may differ from those in the files.
         """
         self.close()
         self._found = unknown(reason)
         self._digest = b""
 
     def close(self) -> None:
-        """Read no further."""
+        """Stop reading the weights."""
         if self._weights is not None:
             self._weights.stop()
             self._weights = None
@@ -95,6 +99,6 @@ class BlockNames:
 def block_key(digest: bytes, key: bytes) -> BlockKey:
     """Return the name of a block outside the process.
 
-    digest: of its namespace. key: the engine's.
+    digest: digest of its namespace. key: the engine's key.
     """
     return next_key(digest, key)

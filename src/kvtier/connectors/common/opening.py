@@ -1,4 +1,4 @@
-"""Open a disk or a store for an engine that serves without it, too."""
+"""Open a disk or a store for an engine that can also serve without it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class NoStorage(StorageTier):
-    """Has no room and finds nothing: stands in for a tier that can't be opened."""
+    """Empty storage without room, in place of a tier that can't be opened."""
 
     facts = StorageFacts(finds_at_once=True)
     num_blocks = 0
@@ -53,10 +53,13 @@ def open_disk(
 ) -> DiskTier | NoStorage:
     """Open the slab, or return an empty storage tier if the disk cannot be read.
 
-    Raises ``ConfigError`` for options that can't be used, and for a slab that somebody else has; a
-    disk that can't be read is left alone.
+    Args:
+        options: options of the disk tier.
+        group: layout of a block.
+        memory: the memory that most blocks are read into and written from.
 
-    memory: that blocks are read into, and written from, for the most part.
+    Raises:
+        ConfigError: options can't be used, or another process has opened the slab.
     """
     try:
         tier = DiskTier(options, group, memory)
@@ -71,9 +74,16 @@ def open_disk(
 def open_store(
     location: str, group: KVGroup, capacity_bytes: int, memory: Memory | None = None
 ) -> StorageTier:
-    """A tier by its URL. Raises ``ConfigError`` for one that can't be used.
+    """Open a store by its URL.
 
-    memory: as ``open_disk``.
+    Args:
+        location: the URL.
+        group: layout of a block.
+        capacity_bytes: capacity for blocks in the store.
+        memory: see ``open_disk``.
+
+    Raises:
+        ConfigError: the URL can't be used.
     """
     tier = make_storage(location, group, capacity_bytes, memory)
     for finding in tier.findings():

@@ -1,12 +1,13 @@
-"""From an engine's pages to bytes: blocks between many tensors and slots of host memory.
+"""Copies of blocks between an engine's pages, spread over many tensors, and slots of host memory.
 
-A *share* is what one tensor keeps of a page. A block of n pages lies in its slot share by share:
+A *share* is the part of a page in one tensor. A block of n pages is stored in its slot share by
+share:
 
     slot(s) + n * (bytes of the shares before p) + j * bytes(p)      share p of page j of the block
 
-so that neighbouring pages of one tensor are neighbours in the slot, and one copy. Where an engine's
-compute follows a load, the shares of a layer stand together. Storage has a block's bytes in that
-order, too, and may read them directly into the pages.
+So neighbouring pages of one tensor are neighbours in the slot, and need one copy. The shares of a
+layer follow each other, so that compute can start layer by layer. Storage keeps a block's bytes in
+the same order, and may read them directly into the pages.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ALL = slice(None)
 class PoolShare:
     """The part of every page that one tensor keeps.
 
-    address: of page 0. stride: to the next page. nbytes: of the part.
+    address: address of page 0. stride: bytes to the next page. nbytes: bytes of the part.
     """
 
     address: int
@@ -45,9 +46,11 @@ class PoolShare:
 class GroupPages:
     """Pages of one group, and the blocks that they belong to.
 
-    pages: ids on the device, in the order of the prompt. slots: one per block that they touch, None
-    for a block that does not pass through host memory. first: place of the first page within its
-    block.
+    Attributes:
+        pages: page ids on the device, in prompt order.
+        slots: slot of each block that the pages touch; None for a block that does not pass through
+            host memory.
+        first: position of the first page within its block.
     """
 
     pages: Sequence[int]
@@ -55,15 +58,15 @@ class GroupPages:
     first: int
 
     def blocks(self, start: int, end: int, pages_per_block: int) -> GroupPages:
-        """Some of the blocks, neighbours, and the pages that belong to them."""
+        """Return the blocks ``start`` to ``end`` with their pages."""
         begin = max(0, start * pages_per_block - self.first)
         pages = self.pages[begin : max(0, end * pages_per_block - self.first)]
         return GroupPages(pages, self.slots[start:end], 0 if start else self.first)
 
     def by_block(self, pages_per_block: int) -> Int64s:
-        """int64 [num_blocks, pages_per_block]: the page at each place.
+        """Return the page at each position of each block: int64 [num_blocks, pages_per_block].
 
-        -1 where there is none, for a block is touched in part only.
+        It is -1 at positions without a page, in blocks that are touched in part.
         """
         places = np.full(len(self.slots) * pages_per_block, -1, np.int64)
         places[self.first : self.first + len(self.pages)] = self.pages
@@ -74,10 +77,17 @@ NO_PAGES = GroupPages([], [], 0)
 
 
 class PagedPool:
-    """An engine's tensors as shares, by group; and the slots of host memory for their blocks.
+    """An engine's tensors as shares, by group, and the copies of their blocks.
 
-    groups: the shares of each KV group. pages_per_block: n above. slot_bytes: from one slot to the
-    next, at least a block of the largest group. allocations: see ``Pool``.
+    Args:
+        groups: the shares of each KV group.
+        num_pages: pages of the pool.
+        pages_per_block: n above.
+        slot_bytes: bytes from one slot of host memory to the next, at least those of the largest
+            group's block.
+        kind: kind of the tensors' memory.
+        owner: kept alive as long as the pool.
+        allocations: see ``Pool``.
     """
 
     def __init__(
@@ -110,9 +120,14 @@ class PagedPool:
         seams: Int64s = NO_SEAMS,
         some: slice = ALL,
     ) -> CopyBatch:
-        """All copies of some blocks; groups: all of them, empty where one has no pages.
+        """Return the copies of some blocks as one batch.
 
-        seams: offsets of ``host`` that no copy may run across. some: which shares of each group.
+        Args:
+            groups: the pages of each group; empty for a group without pages.
+            host: host memory of the slots.
+            direction: from or to the device.
+            seams: offsets of ``host`` that no copy may cross.
+            some: the shares of each group to copy.
         """
         at_device: list[Int64s] = []
         at_host: list[Int64s] = []
@@ -125,7 +140,7 @@ class PagedPool:
             block, within = np.divmod(place, self.pages_per_block)
             slots = np.asarray(group.slots, np.int64)[block] * self._slot_bytes
             pages = np.asarray(group.pages, np.int64)
-            # Share after share, pages within a share in order: neighbours follow each other.
+            # Share after share, and a share's pages in order, so that neighbours can be merged.
             at_device.append((shares.offset[:, None] + np.outer(shares.stride, pages)).ravel())
             base = shares.before[:, None] * self.pages_per_block
             at_host.append((slots + base + np.outer(shares.nbytes, within)).ravel())
@@ -139,14 +154,14 @@ class PagedPool:
         batch = CopyBatch(self.memory, host, device, inside, size)
         return coalesce(batch, dst_seams=seams)
 
-    # -- past host memory --------------------------------------------------------------------------
+    # -- direct reads ------------------------------------------------------------------------------
 
     @property
     def why_not_direct(self) -> str:
-        """Return why storage can't read blocks directly into these pages; "" if it can.
+        """Reason why storage can't read blocks directly into these pages; "" if it can.
 
-        A read brings blocks of all groups: their pieces have the same sizes, or those of the
-        largest one's first pieces.
+        One read may have blocks of all groups. So a group's pieces must have the sizes of the
+        largest group's first pieces.
         """
         sizes = self._largest.nbytes
         for number, group in enumerate(self._groups):
@@ -158,7 +173,7 @@ class PagedPool:
         return ""
 
     def direct_pool(self, device: Device) -> Pool:
-        """Return this memory of ``device`` as storage has to know it to read into it."""
+        """Return the description of this memory that storage needs to read into it."""
         first_two = np.arange(min(2, self._num_pages))
         pages = np.repeat(first_two[:, None], self.pages_per_block, axis=1)
         far = None if self.memory.kind in HOST_KINDS else device
@@ -168,8 +183,10 @@ class PagedPool:
     def pieces(self, groups: Sequence[Int64s]) -> Pieces:
         """Return the destinations of whole blocks' bytes, group after group.
 
-        groups: int64 [num_blocks, n] for each of them, the pages of each block; -1 for one that is
-        not to be touched. What a block of a small group has not is not wanted either.
+        Pieces that a block of a small group lacks have address 0, which means not to read them.
+
+        groups: pages of each block, int64 [num_blocks, n] per group; -1 for pages that must not be
+        written.
         """
         sizes = np.repeat(self._largest.nbytes, self.pages_per_block)
         found = [np.zeros((0, len(sizes)), np.uint64)]
@@ -185,7 +202,7 @@ class PagedPool:
 
     @property
     def _largest(self) -> _Columns:
-        """The group whose blocks are in the most pieces."""
+        """The group whose blocks have the most pieces."""
         return max(self._groups, key=lambda group: len(group.nbytes))
 
 
@@ -195,9 +212,16 @@ def _in_words(nbytes: Int64s) -> str:
 
 @dataclass(frozen=True, eq=False)
 class LayerSteps(Steps):
-    """A load into a pool of one group, some layers after others.
+    """A load into a pool of one group, in steps of some layers each.
 
-    pages: of that group. ends: for each step, how many of the shares have come with it.
+    Attributes:
+        pool: the pool.
+        pages: pages of its group.
+        host: host memory of the slots.
+        seams: see ``PagedPool.stage``.
+        ends: per step, the number of shares loaded by its end.
+        step_layers: layers per step.
+        num_bytes: bytes of the whole load.
     """
 
     pool: PagedPool
@@ -225,7 +249,7 @@ class LayerSteps(Steps):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Columns:
-    """Shares as arrays: int64 [num_shares]. before: bytes of a page in the shares before each."""
+    """Shares as arrays: int64 [num_shares]. before: bytes of a page in earlier shares."""
 
     offset: Int64s
     stride: Int64s
@@ -241,7 +265,7 @@ class _Columns:
         return cls(table[:, 0].copy(), table[:, 1].copy(), nbytes, np.cumsum(nbytes) - nbytes)
 
     def pick(self, some: slice) -> _Columns:
-        """Some of the shares; where they lie in a slot stays the same."""
+        """Return some of the shares, with unchanged positions in a slot."""
         if some == ALL:
             return self
         return _Columns(self.offset[some], self.stride[some], self.nbytes[some], self.before[some])

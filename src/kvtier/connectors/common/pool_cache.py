@@ -1,10 +1,10 @@
-"""Keep KV of an engine's device pool in host memory and storage, by the engine's keys.
+"""Cache of an engine's device pool in host memory and storage, by the engine's keys.
 
-    store: device pages --> host slots --> storage, when it has time
-    load:  storage --> host slots, at a look-up --> device pages, layer by layer
+    store: device pages --> host slots --> storage, by a write queue
+    load:  storage --> host slots, by a promotion --> device pages, layer by layer
 
-The engine owns its device's pages, and says which; all below them is the ladder's. For engines
-whose ranks each decide for themselves.
+The engine owns the device's pages. The ladder manages all tiers below. For engines whose ranks
+decide independently.
 """
 
 from __future__ import annotations
@@ -33,9 +33,13 @@ CLOSE_WAIT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Blocks on their way to host memory.
+    """A store to host memory that has begun.
 
-    asked: all of them, in prompt order. new: those that were not there. job: None where all were.
+    Attributes:
+        asked: all requested blocks, in prompt order.
+        depths: position of each block in its prompt.
+        new: the blocks that are being copied.
+        job: the copy; None if there is none.
     """
 
     asked: Sequence[bytes]
@@ -50,21 +54,27 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Blocks on their way to the device; they stay in host memory until ``end_load``."""
+    """A load to the device that has begun; ``end_load`` releases its blocks in host memory."""
 
     keys: Sequence[bytes]
     job: CopyJob
 
 
 class PoolCache(KeyedCache):
-    """A keyed cache that copies the pages of a device pool itself. A block is a page.
+    """Keyed cache that itself copies the pages of a device pool. A block is a page.
 
-    pool: of one group. ends: for each of the engine's layers, how many of the pool's shares belong
-    to it or to those before it. storages: fastest first. engine: copies between the device and
-    ``host``. digest: of the namespace, b"" while nobody knows it. bytes_per_day: of the disk.
-    lookup_deadline_s: how long somebody may wait to hear what a store has. policy: says what leaves
-    each tier first; all but LRU need ``on_request`` to be called. metrics: what is counted; nothing
-    shows it where there are none.
+    Args:
+        pool: the device pool, of one group.
+        ends: per layer of the engine, the number of the pool's shares that belong to it or to
+            earlier layers.
+        host: host memory.
+        storages: storage tiers, fastest first.
+        engine: copies between the device and ``host``.
+        digest: return the digest of the namespace; b"" while it is unknown.
+        bytes_per_day: limit of writes to the disk.
+        lookup_deadline_s: longest wait of a request for a store's answer to a look-up.
+        policy: eviction policy of all tiers; all but LRU need ``on_request`` to be called.
+        metrics: by default, metrics that are counted but not exposed.
     """
 
     def __init__(
@@ -110,13 +120,14 @@ class PoolCache(KeyedCache):
     # -- from the device --------------------------------------------------------------------------
 
     def store(self, keys: Sequence[bytes], depths: Sequence[int], pages: Sequence[int]) -> Store:
-        """Begin to copy the blocks that are not in host memory.
+        """Begin to copy the blocks that are not in host memory, as many as there is room for.
 
-        As many of the first ones as there is room for. The pages stay as they are until the store
-        is done.
+        The pages must not change until the store is done.
 
-        keys: in prompt order. depths: of each, its place in the prompt. pages: of each, on the
-        device.
+        Args:
+            keys: the blocks, in prompt order.
+            depths: position of each block in its prompt.
+            pages: page of each block on the device.
         """
         room = self.reserve(keys)
         if room is None:
@@ -130,7 +141,7 @@ class PoolCache(KeyedCache):
         return Store(keys, depths, room.keys, self._engine.submit([batch], Direction.STORE))
 
     def end_store(self, store: Store) -> bool:
-        """It is done. Whether all that was asked for is in host memory, or was."""
+        """End a store that is done. Return whether all its blocks are in host memory or storage."""
         if store.job is not None and store.job.succeeded:
             num_bytes = store.job.num_bytes
             self.ladder.account.moved((DEVICE, HOST), num_bytes, store.job.seconds)
@@ -169,7 +180,7 @@ class PoolCache(KeyedCache):
         return Load(keys, self._engine.submit(steps, Direction.LOAD))
 
     def end_load(self, load: Load) -> bool:
-        """It is done. Whether all of it has arrived."""
+        """End a load that is done. Return whether all its blocks have arrived."""
         if load.job.succeeded:
             seconds = load.job.seconds
             self.ladder.account.moved((HOST, DEVICE), load.job.num_bytes, seconds)
@@ -180,13 +191,13 @@ class PoolCache(KeyedCache):
     # -- upkeep -----------------------------------------------------------------------------------
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is on its way between host memory and storage."""
+        """Wait until no transfer between host memory and storage is in flight."""
         return self.ladder.transfers.drain(timeout_s, self.poll)
 
     def close(self) -> bool:
-        """Finish what is under way; nothing moves from or to the device any more.
+        """Finish transfers, and close the tiers. No copy from or to the device may be in flight.
 
-        False where that takes too long: the memory must stay then.
+        Returns False if that takes too long; the memory must not be freed then.
         """
         self.drain(CLOSE_WAIT_S)
         if self._mover.close(CLOSE_WAIT_S):

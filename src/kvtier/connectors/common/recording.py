@@ -1,7 +1,4 @@
-"""Record an engine's requests for ``kvtier replay``.
-
-Requests go on whatever becomes of the file.
-"""
+"""Record an engine's requests for ``kvtier replay``. Requests are served even if that fails."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from kvtier.recording import Chains, Recorder, salt_from_environment
 logger = logging.getLogger(__name__)
 
 Count = Callable[[bool], None]
-"""Told of each request whether it was written, from any thread."""
+"""Called for each request, from any thread, with whether it was written."""
 WRITTEN, DROPPED = "written", "dropped"
 MEANING = "Requests written to the recording, or dropped since its queue was full."
 
@@ -28,9 +25,9 @@ def outcome(written: bool) -> str:
 
 
 def record_tokens(block_tokens: int) -> int:
-    """Tokens per key of a recording, for an engine that caches blocks of ``block_tokens``.
+    """Return the tokens per key of a recording, for an engine with blocks of ``block_tokens``.
 
-    Whole blocks, as many as make what is worth a key.
+    It is the least multiple of ``block_tokens`` that is at least ``BLOCK_SIZE``.
     """
     return -(-BLOCK_SIZE // block_tokens) * block_tokens
 
@@ -38,10 +35,13 @@ def record_tokens(block_tokens: int) -> int:
 def open_recorder(
     settings: ConnectorSettings, block_tokens: int, count: Count, replica: str = ""
 ) -> Recorder | None:
-    """Open a recorder if the settings ask for one. A file that cannot be written is one log line.
+    """Open a recorder if the settings enable it. If the file can't be written, log that.
 
-    block_tokens: per key. replica: which of several engines with the same settings this is: each
-    has a file of its own.
+    Args:
+        settings: the connector's settings.
+        block_tokens: tokens per key.
+        count: called for each request.
+        replica: name of this engine among several with the same settings; each has its own file.
     """
     if not settings.record:
         return None
@@ -50,14 +50,14 @@ def open_recorder(
         path = path.with_stem(f"{path.stem}-{replica}")
     try:
         chains = Chains(salt_from_environment(), block_tokens)
-        return Recorder(path, chains, settings.record_bytes, _Told(path, count))
+        return Recorder(path, chains, settings.record_bytes, _RecordCounter(path, count))
     except ConfigError as error:
         logger.warning("kvtier serves without a recording: %s", error)
         return None
 
 
-class _Told:
-    """Counts, and says once that requests are left out."""
+class _RecordCounter:
+    """Counts requests, and logs once if some are dropped."""
 
     def __init__(self, path: Path, count: Count) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Settings in an engine's option for its plug-in, read and checked."""
+"""Settings from an engine's plug-in option, read and checked."""
 
 from __future__ import annotations
 
@@ -48,12 +48,14 @@ HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
-    """By the names that they have everywhere in kvtier.
+    """Settings that all connectors have. Names are the same everywhere in kvtier.
 
-    Sizes are of all ranks on this machine together, and may be written "200GiB".
+    Sizes are for all ranks on this machine together, and may be written "200GiB".
 
-    option: the engine's, in which they stand. own: what the engine reads there itself. renamed:
-    what had another name once.
+    Attributes:
+        option: the engine's option that holds the settings.
+        own: keys in it that the engine reads itself.
+        renamed: new names of settings by their former names.
     """
 
     option: ClassVar[str]
@@ -61,26 +63,27 @@ class ConnectorSettings:
     renamed: ClassVar[Mapping[str, str]] = {}
 
     disk_path: str | list[str] = ""
-    """Folder for a slab per rank, or folders on several disks, over which each block is cut; ""
-    for no disk."""
+    """Folder for a slab per rank, or folders on several disks, over which each block is striped;
+    "" for no disk."""
     disk_capacity: str | int = 0
-    """Room on the disk, reserved at the start and never exceeded."""
+    """Space on the disk, reserved at the start and never exceeded."""
     disk_durability: str = "process"
-    """Failures that a block on disk survives: the end of the ``process``, or also of ``power``."""
+    """Failures that a block on disk survives: ``process`` (a crash of the process), or ``power``
+    (also a power failure)."""
     disk_verify: str = "always"
     """Checksum verification of reads: ``always``, ``sampled`` or ``off``."""
     disk_bytes_per_day: str | int = 0
-    """Bytes written per day at most, for disks that wear; 0 for no limit."""
+    """Most bytes written per day, to limit SSD wear; 0 for no limit."""
     load_policy: str = "auto"
-    """When KV is loaded: ``auto``, where that is faster than computing it, or ``always``."""
+    """When KV is loaded: ``auto`` (if that is faster than computing it), or ``always``."""
     namespace: str = ""
-    """KV on disk is shared only under the same name: for what kvtier can't know of, such as weights
-    that are in no file."""
+    """Name that must be equal for KV in storage to be shared. It covers what kvtier can't detect,
+    such as weights that are in no file."""
     record: str = ""
-    """File that requests are recorded to for ``kvtier replay``, as salted hashes, lengths and
+    """File to which requests are recorded for ``kvtier replay``, as salted hashes, lengths and
     times; "" for none."""
     record_max_bytes: str | int = "1GiB"
-    """Space that the recording may take; older requests leave."""
+    """Most bytes of the recording; the oldest requests are deleted."""
 
     def __post_init__(self) -> None:
         for name, kind in CHOICES.items():
@@ -100,20 +103,24 @@ class ConnectorSettings:
 
     @classmethod
     def wrong(cls, sentence: str) -> ConfigError:
-        """The error that says so."""
+        """Return a ``ConfigError`` that names the engine's option."""
         return ConfigError(f"{cls.option}: {sentence}")
 
     def size(self, name: str) -> int:
-        """Bytes that the setting ``name`` stands for."""
+        """Return the bytes of the setting ``name``."""
         given: str | int = getattr(self, name)
         return parse_size(given, f"{self.option}: {name}") if given else 0
 
     def disk_options(
         self, subfolder: str = "", capacity_bytes: int = 0, rank: int = 0, num_ranks: int = 1
     ) -> DiskOptions:
-        """The same, as the disk tier wants it.
+        """Return the options of the disk tier.
 
-        subfolder: below each path. capacity_bytes: a part of all, for one slab of several.
+        Args:
+            subfolder: folder below each path.
+            capacity_bytes: capacity of this slab; 0 for the whole ``disk_capacity``.
+            rank: this rank, among those that share a block.
+            num_ranks: number of these ranks.
         """
         paths = [self.disk_path] if isinstance(self.disk_path, str) else self.disk_path
         first, *more = (Path(each).expanduser() / subfolder for each in paths)
@@ -145,7 +152,10 @@ class ConnectorSettings:
 
     @classmethod
     def read(cls, given: Mapping[str, object]) -> Self:
-        """Raises ``ConfigError`` for a key that nobody knows, or a value that can't be read."""
+        """Return the settings in ``given``.
+
+        Raises ``ConfigError`` for an unknown key, or a value that can't be read.
+        """
         known = {each.name: str(each.type) for each in fields(cls)}
         for key in given:
             if key in cls.renamed:
@@ -204,7 +214,7 @@ class StoreSettings(ConnectorSettings):
 
     @property
     def stores(self) -> list[str]:
-        """URLs, fastest first."""
+        """URLs of the stores, fastest first."""
         if isinstance(self.storage, str):
             return [self.storage] if self.storage else []
         return self.storage
@@ -215,7 +225,7 @@ class StoreSettings(ConnectorSettings):
 
     @property
     def has_storage(self) -> bool:
-        """Whether anything is kept outside of memory."""
+        """Whether there is a disk or a store."""
         return bool(self.disk_path or self.stores)
 
 

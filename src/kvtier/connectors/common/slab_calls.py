@@ -1,4 +1,4 @@
-"""Calls of an engine's threads to a slab; each waits for its end."""
+"""Blocking calls of an engine's threads to a slab."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from threading import Condition, Lock
 
 import numpy as np
 
-from kvtier.connectors.common.block_slab import BlockSlab, FinishedJob, Look
+from kvtier.connectors.common.block_slab import BlockSlab, FinishedJob, LookupResult
 from kvtier.connectors.common.call_memory import CallMemory, SpareMemory
 from kvtier.connectors.common.names import block_key
 from kvtier.errors import TierError
@@ -23,40 +23,47 @@ from kvtier.telemetry import Metrics
 from kvtier.tiers import Outcome, Pieces, StorageTier
 
 CALL_BLOCKS = 256
-"""Blocks that a call moves at a time; a longer call moves them in several turns."""
+"""Most blocks of one job; a longer call has several jobs, one after the other."""
 NUM_CALLS = 8
-"""Calls that may be moving blocks at a time. There is room for as many again: a quarter of the
-memory may be on its way to storage."""
+"""Most calls that move blocks at a time. The memory has four times their blocks, since at most a
+quarter of it may be in flight to storage."""
 PIECE_BYTES = 128 << 20
-"""Bytes read or written at a time: the caller waits for all of them."""
+"""Bytes per read or write. They are large, since the caller waits for all of them."""
 MOST_PREFILLS = 256
 LOOK_S = 1.0
-"""Longest pause between two looks of a caller, whatever it hears."""
+"""Longest pause between two checks of a waiting caller."""
 ANSWER_S = 0.5
-"""Time that a look-up waits for a store to say what it has. Once a store took longer, nobody waits
-until it answers in time."""
+"""Longest wait of a look-up for a store's answer. A store that took longer is not waited for until
+it answers in time again."""
 GLANCE_S = 0.002
-"""Age up to which calls of one look-up use what an earlier one has seen."""
+"""Longest time for which calls reuse the state that an earlier call has polled."""
 FIND_S = 1.0
 READ_S = 10.0
-"""Time limits in a slab of another process; a block that takes longer counts as absent."""
+"""Timeouts of calls to a slab of another process; a block that takes longer counts as absent."""
 
 
 class SlabCalls:
-    """Blocks by the engine's keys, of 32 bytes, wherever in memory each call has them.
+    """Blocking calls to a slab, by the engine's keys of 32 bytes. Blocks may be anywhere in memory.
 
-    sizes: int64 [num_pieces], bytes of each piece of a block. digest: of the namespace, b"" while
-    nobody knows it: nothing is found then, and nothing stored. hold_s: how long a block that was
-    found stays for whoever asked. late_s: a read that takes longer means that nothing can be
-    found for now. block_tokens: in a block, for a planner that leaves what is faster to compute
-    than to read, unless always_loads; 0 for none. policy, metrics: see ``BlockSlab``. clock:
-    seconds.
+    Args:
+        tier: the storage.
+        sizes: int64 [num_pieces], bytes of each piece of a block.
+        digest: return the digest of the namespace; b"" while it is unknown. Nothing is found or
+            stored in that case.
+        hold_s: seconds for which a block that was found is kept from eviction.
+        late_s: while a read takes longer, nothing is found.
+        block_tokens: tokens per block, for the planner that leaves out blocks which are faster to
+            compute than to read; 0 for no planner.
+        always_loads: whether all blocks are loaded, at any cost.
+        policy, bytes_per_day, metrics: see ``BlockSlab``.
+        clock: seconds.
 
     The caller guarantees
-        the memory of a call's blocks is alive and touched by nobody else until the call returns.
-    Outcomes and errors
-        nothing raises: what can't be stored or loaded is not there. A call returns when nothing of
-        it is under way any more.
+        that the memory of a call's blocks is alive and not accessed otherwise until the call
+        returns.
+    Errors
+        Only ``close`` raises. Blocks that can't be stored or loaded count as absent. A call returns
+        when none of its copies is in flight any more.
     """
 
     def __init__(
@@ -85,7 +92,7 @@ class SlabCalls:
         self._prefills: deque[tuple[int, int, float]] = deque(maxlen=MOST_PREFILLS)
         self._probed_s = clock()
         self.num_recomputed = 0
-        """Blocks that were found, and not told of: computing them is faster."""
+        """Blocks that were found but not reported, since computing them is faster."""
         num_slots = 4 * CALL_BLOCKS * NUM_CALLS
         self._memory = CallMemory(np.array(sizes, np.int64), num_slots)
         self._finds_at_once = tier.facts.finds_at_once
@@ -114,13 +121,13 @@ class SlabCalls:
 
     @property
     def learns(self) -> bool:
-        """Whether a policy wants to hear of requests."""
+        """Whether a policy learns from requests."""
         return self._slab.learns
 
     def on_request(self, keys: Sequence[bytes]) -> None:
-        """Report a request that begins, to policies that learn.
+        """Report a new request to policies that learn. Call it once per request.
 
-        keys: its whole prompt, from the first block on. Call it once per request.
+        keys: its whole prompt, from the first block on.
         """
         with self._lock:
             self._slab.on_request(keys)
@@ -128,8 +135,9 @@ class SlabCalls:
     def num_found(self, keys: Sequence[bytes], num_before: int = 0) -> int:
         """Return how many of the first of ``keys`` are found.
 
-        They stay for ``hold_s``, or until they are loaded, and count as used then. num_before:
-        blocks of the prompt that come before.
+        They are kept for ``hold_s``, or until they are loaded; a load counts as a use.
+
+        num_before: number of the prompt's blocks before ``keys``.
         """
         self._ask(keys)
         with self._lock:
@@ -141,7 +149,7 @@ class SlabCalls:
             return num
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """The same for each of ``keys``, whatever comes before it."""
+        """Return for each of ``keys`` whether it is found. They are kept as by ``num_found``."""
         self._ask(keys, has_gaps=True)
         with self._lock:
             look = self._look(keys)
@@ -149,7 +157,7 @@ class SlabCalls:
             return look.flags()
 
     def _ask(self, keys: Sequence[bytes], has_gaps: bool = False) -> None:
-        """Ask storage that answers later, and wait without holding up other callers."""
+        """Look up keys in storage that does not answer at once, and wait without the lock."""
         ends_s = time.monotonic() + ANSWER_S
         while not self._finds_at_once:
             with self._lock:
@@ -162,14 +170,14 @@ class SlabCalls:
             with self._lock:
                 self._slab.ladder.storage_lookup.hear()
 
-    def _look(self, keys: Sequence[bytes]) -> Look:
+    def _look(self, keys: Sequence[bytes]) -> LookupResult:
         self._glance()
         if self._slab.reads_for_s > self._late_s:
-            return Look.nothing(len(keys))
+            return LookupResult.nothing(len(keys))
         return self._adopt_and_look(keys)
 
-    def _adopt_and_look(self, keys: Sequence[bytes]) -> Look:
-        """Look keys up. Blocks that a restart found are adopted, and count as used."""
+    def _adopt_and_look(self, keys: Sequence[bytes]) -> LookupResult:
+        """Look up keys. Recovered blocks are adopted, and count as used."""
         look = self._slab.look(keys)
         if look.has_unknown and (adopted := self._slab.adopt_recovered(keys)):
             self._slab.touch(adopted)
@@ -177,10 +185,7 @@ class SlabCalls:
         return look
 
     def _worth(self, num_before: int, num_found: int, keys: Sequence[bytes]) -> int:
-        """Return how many of the found blocks to report.
-
-        All, or none if computing them is faster.
-        """
+        """Return how many of the found blocks to report: all, or none if computing is faster."""
         first, end = (num * self._block_tokens for num in (num_before, num_before + num_found))
         found = FoundBlocks(
             first,
@@ -188,8 +193,8 @@ class SlabCalls:
             ready=[end],
             reachable=[end],
             sources=lambda end: [self._tier_name] * num_found,
-            # Reading costs a line, and computing the rest a line less a square: their sum is lowest
-            # at an end, so that there is nothing between all and none.
+            # The cost of reading is linear, that of computing the rest concave: the sum has its
+            # minimum at an end, so reading a part is never best.
             block_size=0,
             bytes_per_block=self._bytes_per_block,
         )
@@ -207,21 +212,29 @@ class SlabCalls:
         return 0
 
     def _probe(self, keys: Sequence[bytes]) -> None:
-        """Read blocks that nobody waits for, to measure what reading takes now."""
+        """Read blocks that no call waits for, to measure the current duration of a read."""
         job = next(self._jobs)
         spare = self._probes[job] = SpareMemory(self._memory, len(keys))
         self._slab.load(job, keys, spare.slots)
 
     def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
-        """Computing so many tokens after others took so long. Never waits: on whatever thread."""
+        """Report that ``num_tokens`` after ``num_before`` others were computed in ``seconds``.
+
+        Any thread may call it. Never waits.
+        """
         self._prefills.append((num_before, num_tokens, seconds))
 
     def load(
         self, keys: Sequence[bytes], blocks: Pieces, before: Sequence[bytes] = ()
     ) -> list[bool]:
-        """Read blocks; which of them are in place. Memory of the others may hold anything.
+        """Read blocks. Return for each whether it is in place.
 
-        before: the keys of the prompt that come before, which count as used as well.
+        The memory of the others has undefined content.
+
+        Args:
+            keys: in prompt order.
+            blocks: destinations.
+            before: keys of the prompt's blocks before ``keys``, which count as used as well.
         """
         done: list[bool] = []
         began_s = self._clock()
@@ -245,18 +258,23 @@ class SlabCalls:
             self._memory.take_back(slots)
             self._slab.let_go(keys)
             self._slab.touch([*before, *keys])
-        place = {key: at for at, key in enumerate(keys)}  # of a key that is there twice, the last
+        place = {key: at for at, key in enumerate(keys)}  # a repeated key's last position
         return [key in arrived and place[key] == at for at, key in enumerate(keys)]
 
     def store(
         self, keys: Sequence[bytes], blocks: Pieces, before: Sequence[bytes] = ()
     ) -> list[bool]:
-        """Write blocks that are not there yet.
+        """Write blocks that storage does not have yet.
 
-        Which are there now, or were left out, for they are not worth their room. Nothing is begun
-        after a failure: a prompt without its beginning is of no use.
+        After a failure, later blocks are not written: they are of no use without the earlier ones.
 
-        keys: in prompt order. before: those of the prompt that come before.
+        Args:
+            keys: in prompt order.
+            blocks: their memory.
+            before: keys of the prompt's blocks before ``keys``.
+
+        Returns:
+            For each block, whether storage has it now, or did not admit it.
         """
         done: list[bool] = []
         for at in range(0, len(keys), CALL_BLOCKS):
@@ -270,7 +288,7 @@ class SlabCalls:
         prompt = [*before, *keys]
         with self._lock:
             self._tend()
-            self._slab.touch(prompt)  # what makes room for it is not its beginning
+            self._slab.touch(prompt)  # so that its own beginning is not evicted for it
             if self._slab.learns and before:
                 self._slab.continues(keys, before[-1])
             are_there = self._adopt_and_look(keys).flags()
@@ -288,12 +306,12 @@ class SlabCalls:
         return [is_there or key in left_out for key, is_there in pairs]
 
     def clear(self) -> None:
-        """Forget everything, for good."""
+        """Delete all blocks."""
         with self._lock:
             self._slab.clear()
 
     def close(self) -> None:
-        """Finish what is under way, and give the slab to its next owner. As ``BlockSlab``."""
+        """Finish reads and writes, and close the slab; see ``BlockSlab.close``."""
         with self._lock:
             try:
                 self._slab.close()
@@ -306,16 +324,13 @@ class SlabCalls:
     # -- waiting -----------------------------------------------------------------------------------
 
     def _glance(self) -> None:
-        """``_tend``, unless somebody has only just done so.
-
-        A prompt is looked up in several calls.
-        """
+        """Call ``_tend``, unless that was done a moment ago: a look-up makes several calls."""
         has_news = self._prefills or self._num_rings != self._num_heard
         if has_news or self._clock() - self._tended_s >= GLANCE_S:
             self._tend()
 
     def _tend(self) -> None:
-        """Notice what has become known meanwhile, and what is over."""
+        """Process prefill reports, the namespace's digest, and finished jobs."""
         self._tended_s, self._num_heard, self._snapshot = self._clock(), self._num_rings, None
         while self._prefills:
             self._slab.ladder.account.observe_prefill(*self._prefills.popleft())
@@ -323,7 +338,7 @@ class SlabCalls:
         self._collect()
 
     def _costs(self) -> Costs:
-        """Return the costs of reading and computing, as of the last tending."""
+        """Return the costs of reading and computing, as of the last ``_tend``."""
         if self._snapshot is None:
             self._snapshot = self._slab.ladder.cost_snapshot()
         return self._snapshot
@@ -339,7 +354,7 @@ class SlabCalls:
             self._ring()
 
     def _wait(self, job: int) -> FinishedJob:
-        """Until the job is finished. Whoever is first to look finishes those of others, too."""
+        """Wait until the job is finished. Each waiting thread collects other threads' jobs, too."""
         while True:
             num_rings = self._num_rings
             with self._lock:
@@ -353,7 +368,7 @@ class SlabCalls:
         return self._num_rings != num_rings
 
     def _ring(self) -> None:
-        """Something has ended. Never waits for the slab: a thread of the slab's own calls."""
+        """Wake the waiting callers. Must not wait for the slab, whose own threads call this."""
         with self._bell:
             self._num_rings += 1
             self._bell.notify_all()
@@ -362,7 +377,7 @@ class SlabCalls:
 class SlabReads:
     """Reads of a slab that another process owns.
 
-    Nothing is stored, held or counted as used: the owner is asked the same and does that.
+    Nothing is stored, held or counted as used: the owner gets the same calls and does that.
     """
 
     def __init__(self, tier: StorageTier, digest: Callable[[], bytes]) -> None:
@@ -370,10 +385,10 @@ class SlabReads:
         self._digest = digest
 
     learns = False
-    """Its owner does."""
+    """Only the slab's owner reports requests to its policy."""
 
     def on_request(self, keys: Sequence[bytes]) -> None:
-        """Do nothing: the slab's owner is told."""
+        """Do nothing: the slab's owner gets the same call."""
 
     def num_found(self, keys: Sequence[bytes], num_before: int = 0) -> int:
         are_there = self.find(keys)
@@ -397,7 +412,7 @@ class SlabReads:
         return [False] * len(keys)
 
     def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
-        """Its owner decides what is worth reading."""
+        """Do nothing: the slab's owner decides what is worth reading."""
 
     def clear(self) -> None:
         """Do nothing: the slab's owner clears it."""

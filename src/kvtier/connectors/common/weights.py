@@ -12,11 +12,15 @@ from kvtier.identity import Basis, Identification, Identity, process_start_ns, u
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Source of a model's weights, as the engine was told.
+    """Source of a model's weights, as configured in the engine.
 
-    model: a folder, a file, or a name on the hub. revision: "" for the newest. download_dir: folder
-    of the hub's files; "" for the hub's own cache. is_in_files: the engine reads the model's own
-    files, and nothing else. has_other_hub: names are those of a hub that is not asked here.
+    Attributes:
+        model: a folder, a file, or a name on the hub.
+        revision: "" for the newest.
+        download_dir: folder of the hub's files; "" for the hub's own cache.
+        load_format: the engine's load format.
+        is_in_files: whether the engine reads only the model's own files.
+        has_other_hub: whether the name is one of a hub that is not supported here.
     """
 
     model: str
@@ -30,8 +34,8 @@ class Source:
 def identify(sources: Sequence[Source], namespace: str = "") -> Identification | Identity:
     """Return the identity of models that are used together, from all their files.
 
-    If the weights are in no known files: an identity by name if the user gave a ``namespace``, and
-    thereby says that they stay the same; else one that no other process has.
+    If the weights are in no known files, it is an identity by name if the user gave a ``namespace``
+    (which asserts that they do not change), otherwise one that no other process has.
     """
     places: list[Path] = []
     for source in sources:
@@ -44,9 +48,9 @@ def identify(sources: Sequence[Source], namespace: str = "") -> Identification |
                 "that can be found; if they stay the same, say so by the setting 'namespace'"
             )
         places.append(place)
-    # Connectors are made when weights are loaded already. Of files that changed since the process
-    # began nobody can say what they held then. What the hub's cache has is never changed in place,
-    # and is often fetched at that very start.
+    # Connectors are made after the weights were loaded, so local files that changed since the
+    # process began can't be trusted. The hub's cache is never changed in place, and is often
+    # downloaded at that start.
     is_local = any(os.path.exists(source.model) for source in sources)
     return Identification(places, since_ns=process_start_ns() if is_local else None)
 
@@ -71,6 +75,6 @@ def _place(source: Source) -> Path | None:
             cache_dir=source.download_dir or None,
             local_files_only=True,
         )
-    except (OSError, ValueError):  # not there, or no name of the hub's
+    except (OSError, ValueError):  # not in the cache, or no name of the hub
         return None
     return Path(found)
