@@ -1,8 +1,7 @@
-"""Base of every index: operations on blocks by number.
+"""Interface that all indices share: operations on blocks by number.
 
-A block gets its number from the index that finds it: ``PromptIndex`` along the tokens of a prompt,
-``KeyIndex`` by the key that an engine gives it. What leaves, what is held, what may be copied is
-the same for both, and whoever decides on that asks here.
+A ``PromptIndex`` finds blocks along the tokens of a prompt, a ``KeyIndex`` by keys of an engine.
+States, leases and evictions of blocks are the same in both.
 """
 
 from __future__ import annotations
@@ -19,29 +18,29 @@ NUM_SLOTS = 1 << 32
 
 
 def check_time(now: float) -> None:
-    """Raise ValueError for what is in no order: a queue would never find its first."""
+    """Raise ValueError for a time that is not finite, because queues could not order it."""
     if not isfinite(now):
         raise ValueError(f"now must be a finite number of seconds, not {now}")
 
 
 def check_slot(slot: Slot) -> None:
-    """Raise ValueError for what is no slot."""
+    """Raise ValueError for a number that is out of range for a slot."""
     if not 0 <= slot < NUM_SLOTS:
         raise ValueError(f"slot {slot} is not in 0 .. 2**32 - 1")
 
 
 class BlockIndex(ABC):
-    """Index of cached blocks by column and slot, with their leases.
+    """Index of cached blocks: their state, slot and leases in each column.
 
-    A column is what one tier has of one group of layers: it has slots, leases and an order of
-    leaving of its own. The name of a tier alone is the column of the first group, and with one
-    group there are no others.
+    A column is one tier's slots of one group of layers, with its own leases and eviction order. The
+    name of a tier stands for the column of the first group; with one group there are no others.
 
-    tiers: fastest tier first. Queries change nothing. Owned by one thread.
+    Queries change nothing. One thread owns the index.
 
-    Misuse raises: KeyError for a block that is not known any more and for a column that there is
-    not, AssertionError for a move that is not legal, ValueError for a slot outside of
-    0 .. 2**32 - 1 and for a time that is not finite.
+    Misuse raises KeyError (unknown block or column), AssertionError (illegal transition) or
+    ValueError (slot outside of 0 .. 2**32 - 1, time that is not finite).
+
+    tiers: names of the tiers, fastest first.
     """
 
     tiers: tuple[str, ...]
@@ -58,11 +57,11 @@ class BlockIndex(ABC):
 
     @abstractmethod
     def slots(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
-        """Slots of blocks that ``column`` holds."""
+        """Return the slots of blocks that ``column`` holds."""
 
     @abstractmethod
     def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[BlockId]:
-        """The blocks of ``column`` that ``blocks`` continue: the nearest ready one above each."""
+        """Return the nearest ancestor of each of ``blocks`` that is ready in ``column``."""
 
     @abstractmethod
     def num_uses(self, block: BlockId) -> int:
@@ -78,18 +77,19 @@ class BlockIndex(ABC):
 
     @abstractmethod
     def num_evictable(self, column: AnyColumn) -> int:
-        """Blocks of ``column`` that are ready and not leased: they could leave one after another.
+        """Return the number of blocks in ``column`` that are ready and not leased.
 
-        An upper bound where leaves leave first, for a child that has to stay keeps its parent.
+        It is an upper bound of the blocks that can be evicted: where leaves are evicted first, a
+        leased child protects its ancestors.
         """
 
     @abstractmethod
     def num_held(self, column: AnyColumn) -> int:
-        """Blocks that occupy a slot of ``column``."""
+        """Return the number of blocks that occupy a slot of ``column``."""
 
     @abstractmethod
     def name(self, block: BlockId) -> BlockName:
-        """Return the key of the block, its name outside this process."""
+        """Return the name of the block outside of this process, with its key."""
 
     def names(self, blocks: Sequence[BlockId]) -> Sequence[BlockName]:
         """Return the name of each block."""
@@ -97,47 +97,47 @@ class BlockIndex(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Blocks known, cached or only on the way to a cached one."""
+        """Return the number of known blocks: cached ones, and ancestors of cached ones."""
 
     # -- writing: absent -> writing -> ready ------------------------------------------------------
 
     @abstractmethod
     def begin_write(self, block: BlockId, column: AnyColumn, slot: Slot) -> None:
-        """``slot`` of ``column`` is being filled with ``block``."""
+        """Note that ``slot`` of ``column`` is being filled with ``block``."""
 
     def begin_write_all(
         self, blocks: Iterable[BlockId], column: AnyColumn, slots: Iterable[Slot]
     ) -> None:
-        """``begin_write`` of each."""
+        """Call ``begin_write`` for each block."""
         for block, slot in zip(blocks, slots, strict=True):
             self.begin_write(block, column, slot)
 
     @abstractmethod
     def commit(self, block: BlockId, column: AnyColumn, now: float) -> None:
-        """The block's bytes are in its slot of ``column``: it can be matched from now on.
+        """Note that the block's bytes are in its slot of ``column``. It can be matched now.
 
-        It is no use of one that was touched since its write began: how long a copy takes says
-        nothing.
+        This counts as a use, unless the block was touched since its write began: then the end of
+        the copy is no new use.
         """
 
     def commit_all(self, blocks: Iterable[BlockId], column: AnyColumn, now: float) -> None:
-        """``commit`` of each, in this order; it says which leaves first where nothing else does."""
+        """Call ``commit`` for each block in order. The order breaks ties between victims."""
         for block in blocks:
             self.commit(block, column, now)
 
     @abstractmethod
     def abort(self, block: BlockId, column: AnyColumn) -> Slot:
-        """The write failed: the block is absent from ``column`` again. Returns the slot."""
+        """Note that the write failed: the block is absent from ``column``. Return its slot."""
 
     def abort_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
-        """``abort`` of each."""
+        """Call ``abort`` for each block."""
         return [self.abort(block, column) for block in blocks]
 
-    # -- what is worth its room -------------------------------------------------------------------
+    # -- admission --------------------------------------------------------------------------------
 
     @abstractmethod
     def set_room(self, column: AnyColumn, num_blocks: int) -> None:
-        """``column`` has room for so many blocks, 1 or more: a policy that learns has to know."""
+        """Set the capacity of ``column``, 1 block or more, for policies that learn."""
 
     @abstractmethod
     def admit(
@@ -147,82 +147,89 @@ class BlockIndex(ABC):
         num_free: int,
         least_chance: float = 0.0,
     ) -> Sequence[BlockId]:
-        """Those of ``blocks``, which ``column`` has not, that are worth the room that they need.
+        """Return those of ``blocks`` that the policy of ``column`` admits.
 
-        As many as ``num_free``, then those that are worth more than what would leave for them. What
-        lies behind one that is not is not either. All of them, where the policy of the column lets
-        everything in. Where too little may leave, that is not looked at.
+        Blocks are admitted while there are free slots, then if they are worth more than the blocks
+        that would be evicted for them. After a rejected block, its continuation is rejected, too.
+        If too few blocks can be evicted, values are not compared. Some policies admit every block.
 
-        least_chance: that a block is used before it leaves again; it is not worth a write
-        otherwise, be there room or not.
+        Args:
+            blocks: blocks that are absent from ``column``.
+            column: column to admit blocks to.
+            num_free: number of free slots.
+            least_chance: minimum probability that a block is used before its eviction. Blocks
+                below it are not worth a write, even if there are free slots.
         """
 
     @abstractmethod
     def set_recompute_slope(self, at_blocks: float) -> None:
-        """Set the depth, in blocks, at which a block is worth twice the first one, in proportion.
+        """Set how the value of a block grows with its depth, for policies that learn.
 
-        Applies to all columns where a policy learns; 0: all are worth the same.
+        at_blocks: depth at which a block is worth twice the first one; the value grows linearly.
+        0: all blocks have the same value.
         """
 
     # -- use --------------------------------------------------------------------------------------
 
     @abstractmethod
     def touch(self, blocks: Iterable[BlockId], now: float) -> None:
-        """The blocks were used: every column that holds them should know.
+        """Report a use of blocks to every column that holds them.
 
-        blocks: of one request, in prompt order. Of a group that needs the last blocks only those
-        were used that a cut after all of ``blocks`` needs.
+        In a group that needs only the last blocks, just those count as used that a cut after all of
+        ``blocks`` needs.
+
+        blocks: blocks of one request, in prompt order.
         """
 
     @abstractmethod
     def lease(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:
-        """Hold blocks that are ready (or on their way) in ``column``: they can't be evicted."""
+        """Lease blocks that are ready or being written in ``column``: they can't be evicted."""
 
     @abstractmethod
     def release(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:
-        """Give one hold back per block."""
+        """Release one lease of each block."""
 
     # -- eviction: ready -> evicting -> absent ----------------------------------------------------
 
     @abstractmethod
     def evict(self, column: AnyColumn, num_blocks: int) -> Sequence[BlockId]:
-        """Choose up to ``num_blocks`` blocks to leave ``column``; they are not matched there now.
+        """Choose up to ``num_blocks`` victims in ``column``. They are no longer matched there.
 
-        In a group that needs all blocks leaves go first, so a parent may follow its child in the
-        same call; in others any block may. Finish each with ``forget`` (it is gone) or ``keep`` (it
-        stays after all).
+        In a group that needs all blocks, leaves are evicted first; a parent may follow its child in
+        the same call. In other groups any block may be evicted. The caller finishes each with
+        ``forget`` (evicted) or ``keep`` (not evicted after all).
         """
 
     @abstractmethod
     def forget(self, block: BlockId, column: AnyColumn) -> Slot:
-        """The block has left ``column``. Returns its slot, free from now on."""
+        """Finish an eviction from ``column``. Return the block's slot, which is free now."""
 
     def forget_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
-        """``forget`` of each."""
+        """Call ``forget`` for each block."""
         return [self.forget(block, column) for block in blocks]
 
     def drop(self, column: AnyColumn, num_blocks: int) -> Sequence[Slot]:
-        """``evict``, and ``forget`` at once. Returns the slots that are free now."""
+        """Evict and forget up to ``num_blocks`` blocks. Return the slots that are free now."""
         return self.forget_all(self.evict(column, num_blocks), column)
 
     @abstractmethod
     def keep(self, block: BlockId, column: AnyColumn) -> None:
-        """The block stays in ``column``: it is ready again."""
+        """Cancel an eviction from ``column``: the block is ready again."""
 
     @abstractmethod
     def lose(self, block: BlockId, column: AnyColumn) -> Slot | None:
-        """The column has lost the block, which was ready there.
+        """Remove a ready block that ``column`` has lost. Return its slot.
 
-        Its children stay, out of reach for now. Returns the slot; None while somebody holds the
-        block: ask again.
+        Its children stay, but can't be matched for now. Returns None without any change while the
+        block is leased; the caller tries again later.
         """
 
-    # -- for tests and doctors --------------------------------------------------------------------
+    # -- for tests and diagnosis ------------------------------------------------------------------
 
     @abstractmethod
     def describe(self) -> str:
-        """In words, what keeps the index and why."""
+        """Describe the implementation, and why it is used."""
 
     @abstractmethod
     def check_invariants(self) -> None:
-        """Raise AssertionError where the counts and the trie disagree. O(all blocks)."""
+        """Raise AssertionError if the counts and the blocks disagree. O(all blocks)."""

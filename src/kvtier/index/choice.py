@@ -1,4 +1,4 @@
-"""Choose the native index or the Python one; nothing else decides this."""
+"""Choice between the native index and the Python one."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ _log = logging.getLogger(__name__)
 def make_index(
     policies: Mapping[AnyColumn, EvictionPolicy], rules: Sequence[ReuseRule] = (ALL,)
 ) -> PromptIndex:
-    """The native index where it can do what ``policies`` do, its Python twin elsewhere.
+    """Make the native index if it implements all of ``policies``, else the Python index.
 
-    policies: per column; those of the first group by their tiers' names, fastest tier first, which
-    is the order of the ladder. rules: per group, see ``ReuseRule.of``.
+    policies: policy of each column. Columns of the first group are named by their tiers, fastest
+        tier first.
+    rules: rule of each group; see ``ReuseRule.of``.
     """
     if not NATIVE:
         _warn_of_lru({policy.native_name for policy in policies.values()})
         return PythonIndex(policies, rules, because=f"native core: {NATIVE_REASON}")
     names: dict[AnyColumn, str] = {}
     for column, policy in policies.items():
-        # Only what the class says of itself: a class derived from ours may choose otherwise.
+        # Only the class's own attribute counts: a derived class may choose victims differently.
         name = vars(type(policy)).get("native_name", "")
         if not name:
             because = f"{type(policy).__name__} is a policy in Python"
@@ -49,9 +50,9 @@ def make_key_index(
     policy: str = RUNS,
     group_bytes: int = 0,
 ) -> KeyIndex:
-    """The native flat index, or its Python twin where nothing was compiled.
+    """Make the native key index, or the Python one if the native core is missing.
 
-    tiers: fastest tier first. The others: see ``KeyIndex``.
+    The parameters are those of ``KeyIndex``.
     """
     if not NATIVE:
         if learning:
@@ -62,7 +63,7 @@ def make_key_index(
 
 
 def _warn_of_lru(names: Collection[str]) -> None:
-    """Log once per index that LRU runs in the place of policies that only the native core has."""
+    """Log that LRU replaces policies that only the native core has."""
     for name in sorted({*names} - {LRU, ""}):
         _log.warning(
             "eviction_policy=%s needs the native core (%s): lru is used instead",

@@ -1,4 +1,4 @@
-"""Groups of layers in the index: what each needs of a prompt, and the columns that they make."""
+"""Groups of layers in the index: the blocks that each needs for a cut, and their columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier.types import AnyColumn, column_of
 
 @dataclass(frozen=True, slots=True)
 class ReuseRule:
-    """Blocks of one group that a cut needs: its last ``num_last`` blocks, None for all.
+    """Rule for the blocks of a group that a cut needs: the last ``num_last``, or all if None.
 
     all positions       [0 ......... cut)    full attention, latents
     the last W tokens         [..... cut)    sliding window
@@ -27,23 +27,23 @@ class ReuseRule:
 
     @property
     def needs_all(self) -> bool:
-        """Whether a block is of no use without those in front of it. Then leaves leave first."""
+        """Whether a block needs all blocks before it. Then leaves are evicted first."""
         return self.num_last is None
 
     def num_needed(self, cut: int) -> int:
-        """Return how many of the last blocks before ``cut`` it needs."""
+        """Return how many of the last blocks before ``cut`` are needed."""
         return cut if self.num_last is None else min(cut, self.num_last)
 
     def needed(self, cut: int) -> range:
-        """Positions of the blocks that a cut after ``cut`` blocks needs."""
+        """Return the positions of the blocks that a cut after ``cut`` blocks needs."""
         return range(cut - self.num_needed(cut), cut)
 
     @staticmethod
     def of(group: KVGroup) -> ReuseRule:
-        """The rule of a group, by its kind of attention.
+        """Return the rule of a group, from its kind of attention.
 
-        The next token sees itself and the ``window - 1`` tokens before it, so these have to be in
-        whole blocks in front of the cut: ceil((window - 1) / block_size).
+        With a sliding window, the next token attends to itself and the ``window - 1`` tokens before
+        it. They take ceil((window - 1) / block_size) whole blocks before the cut.
         """
         if group.attention is Attention.SLIDING:
             return ReuseRule(-(-(group.window - 1) // group.block_size))
@@ -56,11 +56,12 @@ ALL = ReuseRule()
 def columns_of(
     given: Collection[AnyColumn], num_groups: int
 ) -> tuple[tuple[str, ...], tuple[AnyColumn, ...]]:
-    """The tiers, in the order given, and all columns.
+    """Return the tiers, in the given order, and all columns.
 
-    The first group's of every tier, by the tier's name, then the second group's, and so on.
+    The columns of the first group come first, named by their tiers, then those of the second group,
+    and so on.
 
-    ConfigError where ``given`` has other columns than these, or where there is no group.
+    Raises ConfigError if ``given`` is not exactly the set of these columns, or there is no group.
     """
     tiers = tuple(column for column in given if isinstance(column, str))
     columns = tuple(column_of(tier, group) for group in range(num_groups) for tier in tiers)

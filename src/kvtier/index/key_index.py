@@ -1,7 +1,7 @@
-"""The index for engines that bring keys: a key names a whole prefix, there is no path to walk.
+"""Interface of the flat index, for engines that name blocks by keys of whole prefixes.
 
-The native core and a Python twin implement it. Both number blocks in the same way, and under LRU
-choose the same victims, so tests compare them. Other policies exist in the native core only.
+The native core and a Python class implement it. Both assign the same block numbers, and choose the
+same victims under LRU, so tests compare them. Other policies exist only in the native core.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from kvtier.keys import next_key
 from kvtier.types import AnyColumn, BlockId, BlockName, Slot
 
 UNKNOWN = 0
-"""In ``KeyMatches.states``: the index does not know the block."""
+"""State in ``KeyMatches.states`` of a block that the index does not know."""
 
 
 class KeyMatches(NamedTuple):
     """Result of ``KeyIndex.find_all``.
 
-    blocks: one of each key, None where it is not known. states: key by key, the number of the
-    ``State`` in every tier; ``UNKNOWN`` in all of them where the block is not known.
+    blocks: the block of each key; None if it is unknown.
+    states: for each key one byte per tier, the value of the ``State``; ``UNKNOWN`` for an unknown
+        block.
     """
 
     blocks: list[BlockId | None]
@@ -35,7 +36,7 @@ class KeyMatches(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KeyedBlock:
-    """A block as it is now; per tier its state, slot (-1 for none) and leases."""
+    """Snapshot of a block. places: per tier its state, slot (-1 for none) and leases."""
 
     block: BlockId
     key: bytes
@@ -47,23 +48,28 @@ class KeyedBlock:
 class KeyIndex(BlockIndex):
     """Index of blocks by key.
 
-    A column has them in one order: who was used longest ago leaves first; of the blocks of one use,
-    those at the end of the prompt. The order is that of the calls: the times that they bring are
-    not looked at.
+    By default a column evicts its blocks in LRU order, and blocks of the same use from the end of
+    the prompt to its start. The order of the calls counts; their times are ignored.
 
-    What an eviction meets and may not take, for it is held or being written, leaves the order until
-    it is let go of, and is then the next to leave. So no call takes longer where more is held, and
-    every call takes constant time per block, however many there are.
+    If an eviction meets a block that is leased or being written, the block is taken out of the
+    order. When it becomes evictable, it is the next victim. So every call takes constant time per
+    block, no matter how many blocks are leased.
 
-    tiers: fastest tier first. namespace: digest of all else that decides on the bytes of a block.
-    learning: tiers in which ``policy`` decides what leaves, by the requests and at the times that
-    it is told of; none where that is ``lru``, which this order is. Keys have 1 to 256 bytes, and as
-    many as the first one had: ValueError otherwise, and for a policy that there is not.
+    All keys have the same length, 1 to 256 bytes.
 
-    group_bytes: for models with several groups of layers, how many bytes at the end of a key name
-    the group. Keys that are alike but for these are of one *place* in a prompt. Where a policy
-    decides, its blocks leave together, those of groups that have none there left out; an eviction
-    may take more blocks than it was asked for, to the end of a place.
+    Args:
+        tiers: names of the tiers, fastest first.
+        namespace: returns the digest of everything else that determines the bytes of a block.
+        learning: tiers in which ``policy`` chooses the victims, from the requests that are reported
+            to it. Ignored if the policy is ``lru``.
+        policy: one of ``POLICIES``.
+        group_bytes: for models with several groups of layers, the number of bytes at the end of a
+            key that name the group. Keys that differ only in these bytes belong to the same *place*
+            in a prompt. A policy evicts all blocks of a place together, so an eviction may take
+            more blocks than requested.
+
+    Raises:
+        ValueError: the policy is unknown. Calls with a key of a wrong length raise it, too.
     """
 
     def __init__(
@@ -83,26 +89,23 @@ class KeyIndex(BlockIndex):
 
     @property
     def policies(self) -> str:
-        """In words, what decides on what leaves."""
+        """Name of the policy that chooses victims."""
         return self.policy if self.learning else LRU
 
     # -- queries ----------------------------------------------------------------------------------
 
     @abstractmethod
     def find_all(self, keys: Sequence[bytes]) -> KeyMatches:
-        """The blocks of ``keys``, and where they stand."""
+        """Return the blocks of ``keys``, and their states in each tier."""
 
     def find(self, key: bytes) -> tuple[BlockId, tuple[State, ...]] | None:
-        """The block of ``key``, and where it stands in each of ``tiers``.
-
-        None where it is not known.
-        """
+        """Return the block of ``key`` and its state in each of ``tiers``; None if unknown."""
         [block], states = self.find_all((key,))
         return None if block is None else (block, tuple(map(State, states)))
 
     @abstractmethod
     def keys(self, blocks: Iterable[BlockId]) -> list[bytes]:
-        """Return the engine's key of each block."""
+        """Return the key of each block, as the engine gave it."""
 
     def name(self, block: BlockId) -> BlockName:
         return self.names([block])[0]
@@ -113,59 +116,64 @@ class KeyIndex(BlockIndex):
         return [BlockName(namespace, depth, next_key(namespace, key)) for depth, key in known]
 
     def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[BlockId]:
-        """None: only the engine knows which block continues which."""
+        """Return nothing: only the engine knows which block continues which."""
         return []
 
     @abstractmethod
     def depth(self, block: BlockId) -> int:
-        """Place of the block in its prompt, as ``set_depths`` said; 0 before."""
+        """Return the position of the block in its prompt, set by ``set_depths``; 0 before."""
 
     # -- writing ----------------------------------------------------------------------------------
 
     def expect(self, num_blocks: int) -> None:
-        """There will be about ``num_blocks``, at most 2**32 - 1.
+        """Allocate the tables for about ``num_blocks`` blocks, at most 2**32 - 1.
 
-        What finds them is made now, and not piece by piece beside requests.
+        So they need not grow while requests are served.
         """
         return
 
     @abstractmethod
     def make(self, keys: Sequence[bytes]) -> Sequence[BlockId]:
-        """Numbers of blocks, known or new. Begin a write of a new one before anything else."""
+        """Return the blocks of ``keys``; make unknown ones.
+
+        The caller begins a write of each new block before it calls anything else.
+        """
 
     @abstractmethod
     def set_depths(self, blocks: Sequence[BlockId], depths: Sequence[int]) -> None:
-        """Places of blocks in their prompts."""
+        """Set the positions of blocks in their prompts."""
 
     # -- requests, where a policy learns -----------------------------------------------------------
 
     @abstractmethod
     def on_request(self, keys: Iterable[bytes], now: float) -> None:
-        """Report a request that begins.
+        """Report a new request to learning policies.
 
-        To be told once of each, with all of its prompt from the first block on, known or not,
-        before anything is written for it. Keys of one place come together.
+        Called once per request, before any of its blocks is written.
+
+        keys: keys of all blocks of its prompt, known or not, in order. Keys of the same place are
+        neighbours.
         """
 
     @abstractmethod
     def retain(self, keys: Iterable[bytes], said: Said, now: float) -> None:
-        """Somebody says something of a prompt, which is given as to ``on_request``.
+        """Apply a hint on a prompt's future use. keys: see ``on_request``.
 
-        ValueError for what nobody can mean.
+        Raises ValueError for an invalid hint.
         """
 
     @abstractmethod
     def continues(self, keys: Iterable[bytes], before: bytes) -> None:
-        """Place blocks of an answer one behind the other, and behind the block ``before``.
+        """Report blocks of an answer, which continue the block ``before`` in order.
 
-        They were in no request yet. To be told before they are written.
+        No request has contained them yet. Called before they are written.
         """
 
     @abstractmethod
     def admit_keys(
         self, keys: Sequence[bytes], column: AnyColumn, num_free: int, least_chance: float = 0.0
     ) -> list[bytes]:
-        """``admit``, of blocks that may not be known."""
+        """Return the keys of the blocks to admit; see ``admit``. The blocks may be unknown."""
 
     def admit(
         self,
@@ -186,4 +194,4 @@ class KeyIndex(BlockIndex):
 
     @abstractmethod
     def order(self, column: AnyColumn) -> Sequence[BlockId]:
-        """Blocks of ``column`` that an eviction would look at, in this order."""
+        """Return the blocks of ``column`` in the order in which evictions examine them."""

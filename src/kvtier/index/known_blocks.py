@@ -1,4 +1,4 @@
-"""Blocks that engines name by keys: one row each, found by key and by number."""
+"""Table of the blocks that engines name by keys; it finds them by key and by number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_KEY_BYTES = 256
 
 @dataclass(slots=True)
 class KnownBlock:
-    """One block: its state in each column, how often it was used, and its depth in a prompt."""
+    """One block: its residency in each column, its number of uses, and its depth in a prompt."""
 
     block: BlockId
     key: bytes
@@ -24,7 +24,7 @@ class KnownBlock:
 
     @property
     def is_cached(self) -> bool:
-        """Whether some column holds it, or is about to."""
+        """Whether some column holds the block, or is being filled with it."""
         return any(each.state is not State.ABSENT for each in self.residencies)
 
 
@@ -45,22 +45,25 @@ class KnownBlocks:
         return len(self._by_number)
 
     def __iter__(self) -> Iterator[KnownBlock]:
-        """In the order of their places."""
+        """Iterate over the blocks in the order of their places (low 32 bits of the number)."""
         return iter(sorted(self._by_number.values(), key=lambda each: each.block & 0xFFFFFFFF))
 
     def __getitem__(self, block: BlockId) -> KnownBlock:
         return self._by_number[block]
 
     def get(self, block: BlockId) -> KnownBlock | None:
-        """None for a block that is not known any more."""
+        """Return a block by number; None if it is no longer known."""
         return self._by_number.get(block)
 
     def find(self, key: bytes) -> KnownBlock | None:
-        """None where it is not known."""
+        """Return a block by key; None if it is unknown."""
         return self._by_key.get(key)
 
     def make(self, key: bytes) -> KnownBlock:
-        """The block of ``key``, new where it was not known. Raises ValueError for no such key."""
+        """Return the block of ``key``; make it if it is unknown.
+
+        Raises ValueError for a key of a wrong length.
+        """
         self._check(key)
         known = self._by_key.get(key)
         if known is None:
@@ -78,12 +81,12 @@ class KnownBlocks:
             raise ValueError(f"a key has {len(key)} bytes, those before it {self._key_bytes}")
 
     def drop(self, known: KnownBlock) -> None:
-        """Nobody needs it any more."""
+        """Remove a block that no column holds."""
         del self._by_key[known.key], self._by_number[known.block]
         self._numbers.give_back(known.block)
 
     def check_invariants(self) -> None:
-        """AssertionError where a block is not found by its key, or nothing needs it."""
+        """Raise AssertionError for a block under a wrong key, or one that no column holds."""
         for key, known in self._by_key.items():
             assert known.key == key, "a block under another key"
             assert known.is_cached, "a block that nothing needs"

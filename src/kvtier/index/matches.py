@@ -1,7 +1,7 @@
-"""Reusable part of a path through the trie, for one group of layers and for several.
+"""Reusable part of a path through the trie, for one or several groups of layers.
 
-A node has a residency per column: those of the first group, fastest tier first, then those of the
-second group, and so on.
+The residencies of a node are those of the first group, fastest tier first, then those of the second
+group, and so on.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from kvtier.types import BlockId, GroupMatch, Match
 
 
 def find_prefix(nodes: Iterable[Node], tiers: Sequence[str], num_asked: int) -> Match:
-    """The blocks in front of the first one that no tier has ready, with one group.
+    """Return the blocks before the first one that is not ready in any tier. For one group.
 
-    nodes: those that are known of a prompt of ``num_asked`` blocks, from its first one on.
+    nodes: known nodes of the prompt, from its first block on.
+    tiers: names of the tiers, fastest first.
+    num_asked: number of blocks of the prompt.
     """
     blocks: list[BlockId] = []
     found: list[str] = []
@@ -35,14 +37,14 @@ def find_prefix(nodes: Iterable[Node], tiers: Sequence[str], num_asked: int) -> 
 def find_cuts(
     nodes: Iterable[Node], tiers: Sequence[str], rules: Sequence[ReuseRule], num_asked: int
 ) -> GroupMatch:
-    """The cuts in front of which every group has what it needs, and the blocks up to the last one.
+    """Return the cuts for which every group has the needed blocks, and the blocks before the last.
 
-    rules: per group. nodes, num_asked: as for ``find_prefix``.
+    rules: rule of each group. For the other parameters see ``find_prefix``.
     """
     blocks: list[BlockId] = []
     places: list[list[str | None]] = [[] for _ in rules]
     in_flight: list[list[bool]] = [[] for _ in rules]
-    runs = [0] * len(rules)  # per group: how many of the last blocks are ready
+    runs = [0] * len(rules)  # per group: length of the run of ready blocks that ends here
     cuts: list[int] = []
     for cut, node in enumerate(nodes, start=1):
         found = [_fastest(node, tiers, group) for group in range(len(rules))]
@@ -67,7 +69,7 @@ def find_cuts(
 
 
 def _fastest(node: Node, tiers: Sequence[str], group: int) -> str | None:
-    """The fastest tier that has the group's part of the block ready."""
+    """Return the fastest tier that has the group's part of the block ready; None if none has."""
     first = group * len(tiers)
     for tier, residency in zip(tiers, node.residencies[first:], strict=False):
         if residency.state is State.READY:

@@ -1,4 +1,4 @@
-"""Operations on blocks by number that both indices of the native core share."""
+"""Operations on blocks by number, shared by both indices of the native core."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtier.types import AnyColumn, BlockId, Slot
 
 
 class NativeBlocks(BlockIndex):
-    """Blocks that ``_core``, an object of the native core, keeps."""
+    """Index whose blocks are kept by ``_core``, an object of the native core."""
 
     _core: BlockTrie | KeyCore
 
@@ -37,7 +37,7 @@ class NativeBlocks(BlockIndex):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of blocks, look-up table and queues, free places included."""
+        """Bytes of memory of blocks, lookup table and queues, including free places."""
         return self._core.num_bytes()
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The index of the native core: a call per prompt, and no Python object per block."""
+"""Prompt index of the native core: one call per prompt, no Python object per block."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ _array_over = np.frombuffer
 
 
 class NativeIndex(NativeBlocks, PromptIndex):
-    """Blocks in an arena of the native core.
+    """Prompt index that keeps blocks in an arena of the native core.
 
-    policies: per column the name of a native policy, the first group's tiers fastest first. rules:
-    per group.
+    policies: name of each column's native policy, the first group's tiers first, fastest tier
+        first.
+    rules: rule of each group.
     """
 
     _core: BlockTrie
@@ -95,7 +96,7 @@ class NativeIndex(NativeBlocks, PromptIndex):
     def names(self, blocks: Sequence[BlockId]) -> BlockNames:
         namespaces, depths, keys, are_all_known = self._core.names(blocks)
         if not are_all_known:
-            self.key(blocks[-1])  # mostly the others are in front of it
+            self.key(blocks[-1])  # mostly the other blocks are its prefix
             *_, keys, are_all_known = self._core.names(blocks)
         if not are_all_known:
             keys = Keys(map(self.key, blocks))
@@ -159,7 +160,7 @@ class NativeIndex(NativeBlocks, PromptIndex):
     def drop(self, column: AnyColumn, num_blocks: int) -> Sequence[Slot]:
         return cast("Sequence[Slot]", self._core.drop(column, num_blocks))
 
-    # -- for tests and doctors --------------------------------------------------------------------
+    # -- for tests and diagnosis ------------------------------------------------------------------
 
     def nodes(self) -> list[Node]:
         made: dict[int, Node] = {}

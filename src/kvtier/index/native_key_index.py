@@ -1,4 +1,4 @@
-"""The flat index of the native core: a call per prompt, and no Python object per block."""
+"""Flat index of the native core: one call per prompt, no Python object per block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtier.types import AnyColumn, BlockId
 
 
 class NativeKeyIndex(NativeBlocks, KeyIndex):
-    """Blocks in rows of the native core."""
+    """Key index that keeps blocks in rows of the native core."""
 
     _core: Core
 
@@ -83,7 +83,7 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
         check_time(now)
         self._core.touch(blocks)
 
-    # -- for tests and doctors --------------------------------------------------------------------
+    # -- for tests and diagnosis ------------------------------------------------------------------
 
     def known(self) -> list[KeyedBlock]:
         return [

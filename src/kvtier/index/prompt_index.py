@@ -1,8 +1,7 @@
-"""The index that the cache asks: one call per prompt, blocks by number.
+"""Interface of the prompt index, which finds blocks along the tokens of prompts.
 
-Two classes keep these promises, the native core's (``native_index``) and its Python twin
-(``python_index``); ``choice`` says which is used. Both number blocks in the same way and choose the
-same victims, so what one does can be compared with the other.
+The native core (``native_index``) and a Python class (``python_index``) implement it; ``choice``
+selects one. Both assign the same block numbers and choose the same victims, so tests compare them.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from kvtier.types import AnyColumn, BlockId, BlockKey, GroupMatch, Label, Match,
 class Inserted(NamedTuple):
     """Result of ``PromptIndex.insert``.
 
-    blocks: along the path, as far as it went. slots: where each of them is now. num_new: how many
-    of them are in a slot that the caller gave.
+    blocks: blocks along the path, as far as it was followed. slots: slot of each of them. num_new:
+    number of blocks that took a slot of the caller.
     """
 
     blocks: Sequence[BlockId]
@@ -36,12 +35,14 @@ class Inserted(NamedTuple):
 
 
 class PromptIndex(BlockIndex):
-    """Blocks along the tokens of prompts: a child is found below its parent, by its label.
+    """Index of blocks along the tokens of prompts. A child is found by its parent and label.
 
-    rules: per group, what a cut needs of it. columns: (tier, group), group by group. The verbs that
-    change something take whole paths and keep the counts that make eviction a constant-time
-    question. Labels: ``keys.Labels``, or any sequence of bytes; ValueError for labels outside of
-    their tokens.
+    Labels are ``keys.Labels``, or any sequence of bytes. ValueError is raised for labels outside of
+    their tokens. Methods that change the index maintain counts, so that evictions take constant
+    time per block.
+
+    rules: rule of each group: the blocks that a cut needs.
+    columns: all columns, group by group.
     """
 
     rules: tuple[ReuseRule, ...]
@@ -49,24 +50,27 @@ class PromptIndex(BlockIndex):
 
     @abstractmethod
     def match(self, namespace: bytes, labels: Sequence[Label]) -> Match:
-        """Longest prefix of ``labels`` whose blocks are all ready in some tier.
+        """Return the longest prefix of ``labels`` whose blocks are all ready in some tier.
 
-        AssertionError where that is not what can be reused: with several groups, or one that needs
-        less.
+        Raises AssertionError with several groups, or one that does not need all blocks: there the
+        reusable part is not a prefix.
         """
 
     @abstractmethod
     def match_groups(self, namespace: bytes, labels: Sequence[Label]) -> GroupMatch:
         """Return the ready blocks along ``labels`` per group, up to the last possible cut.
 
-        The walk goes on past blocks that a group lacks, as long as a later cut may do without.
+        The walk continues past missing blocks of a group, if a later cut may not need them.
         Cost: O(blocks x groups).
         """
 
     def match_slots(
         self, namespace: bytes, labels: Sequence[Label], column: AnyColumn
     ) -> npt.NDArray[np.int64]:
-        """Slots of the longest prefix that ``column`` has ready: int64 [num_blocks], read-only."""
+        """Return the slots of the longest prefix that is ready in ``column``.
+
+        The result is int64 [num_blocks], read-only.
+        """
         states = self.states(namespace, labels, column)
         ready = next((at for at, state in enumerate(states) if state is not State.READY), None)
         blocks = self.extend(namespace, labels[: len(states) if ready is None else ready])
@@ -89,16 +93,16 @@ class PromptIndex(BlockIndex):
 
     @abstractmethod
     def key(self, block: BlockId) -> BlockKey:
-        """Chained key of the block's prefix; computed once, with its ancestors'."""
+        """Return the chained key of the block's prefix; computed once, with those of ancestors."""
 
     @abstractmethod
     def set_keys(self, blocks: Sequence[BlockId], keys: Sequence[BlockKey]) -> None:
-        """Somebody has computed the keys of blocks already."""
+        """Set keys of blocks that were computed elsewhere."""
 
     def learn_keys(
         self, namespace: bytes, labels: Sequence[Label], blocks: Sequence[BlockId]
     ) -> None:
-        """The blocks along ``labels`` are known: keys that were computed ahead are theirs."""
+        """Set the keys of the blocks along ``labels``, if they were computed in advance."""
         keys = labels.computed_keys(namespace) if isinstance(labels, Labels) else None
         if keys is not None:
             self.set_keys(blocks, keys[: len(blocks)])
@@ -106,16 +110,16 @@ class PromptIndex(BlockIndex):
     @property
     @abstractmethod
     def num_namespaces(self) -> int:
-        """Namespaces with a block."""
+        """Number of namespaces with a block."""
 
     @abstractmethod
     def extend(
         self, namespace: bytes, labels: Sequence[Label], after: BlockId | None = None
     ) -> Sequence[BlockId]:
-        """Numbers of the blocks along ``labels``, known or new.
+        """Return the blocks along ``labels``; make unknown ones.
 
-        Begin a write before anything else: a block that no column holds is forgotten by the next
-        change near it.
+        The caller begins a write of each new block before it calls anything else: a block that no
+        column holds is removed by the next change near it.
 
         after: the block below which the labels begin; None for the start of a prompt.
         """
@@ -130,11 +134,20 @@ class PromptIndex(BlockIndex):
         after: BlockId | None = None,
         hold: bool = False,
     ) -> Inserted:
-        """Blocks whose bytes are in ``column`` already: ``extend``, ``begin_write`` and ``commit``.
+        """Add blocks whose bytes are in ``column`` already.
 
-        slots: one per label. A block that is ready in ``column`` keeps the slot that it has; the
-        walk ends before one that is being written or evicted there.
-        hold: lease all blocks of the path.
+        This is ``extend``, ``begin_write`` and ``commit`` in one call. A block that is ready in
+        ``column`` keeps its slot. The path ends before a block that is being written or evicted
+        there.
+
+        Args:
+            namespace: namespace of the prompt.
+            labels: labels of the blocks.
+            column: column that has the bytes.
+            slots: slot of each block.
+            now: time in seconds.
+            after: the block below which the labels begin; None for the start of a prompt.
+            hold: whether to lease all blocks of the path.
         """
         check_time(now)
         states = self.states(namespace, labels, column, after)
@@ -159,19 +172,20 @@ class PromptIndex(BlockIndex):
 
     @abstractmethod
     def on_request(self, namespace: bytes, labels: Sequence[Label], now: float) -> None:
-        """Report a request that begins.
+        """Report a new request, from which policies learn.
 
-        To be told once of each, with all of its prompt, before anything is written for it. labels:
-        of blocks known or not. Policies that learn do so by this.
+        Called once per request, before any of its blocks is written. labels: labels of all blocks
+        of its prompt, known or not.
         """
 
     @abstractmethod
     def retain(self, namespace: bytes, labels: Sequence[Label], said: Said, now: float) -> None:
-        """Somebody says something of a prompt; policies that learn take it into account.
+        """Apply a hint on a prompt's future use, for policies that learn.
 
-        labels: of all of its blocks, known or not. ValueError for what nobody can mean.
+        labels: labels of all blocks of the prompt, known or not. Raises ValueError for an invalid
+        hint.
         """
 
     @abstractmethod
     def nodes(self) -> list[Node]:
-        """All blocks as they are now, with their places in the trie. To be read only."""
+        """Return all blocks with their places in the trie. Read-only."""

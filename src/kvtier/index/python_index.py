@@ -1,7 +1,7 @@
-"""The index in pure Python: fall-back, oracle, and home of policies that are written in Python.
+"""Prompt index in pure Python: fall-back, test oracle, and host of policies written in Python.
 
-A trie says which prefixes are known, a residency per column says where each block stands, a policy
-per column says which block leaves first.
+A trie holds the known prefixes, a residency per column the state of each block, and a policy per
+column chooses the victims.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from kvtier.types import (
 class PythonIndex(PromptIndex):
     """Prompt index that keeps blocks as Python objects.
 
-    policies: per column, the first group's tiers fastest first. rules: per group. because: why
-    this index is used.
+    policies: policy of each column, the first group's tiers first, fastest tier first.
+    rules: rule of each group.
+    because: why this index is used.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class PythonIndex(PromptIndex):
     def abort(self, block: BlockId, column: AnyColumn) -> Slot:
         return self._leave(block, column)
 
-    # -- what is worth its room -------------------------------------------------------------------
+    # -- admission --------------------------------------------------------------------------------
 
     def on_request(self, namespace: bytes, labels: Sequence[Label], now: float) -> None:
         check_time(now)
@@ -186,7 +187,7 @@ class PythonIndex(PromptIndex):
     def _prompt(
         self, namespace: bytes, labels: Sequence[Label]
     ) -> Iterator[tuple[EvictionPolicy, list[int], list[BlockId]]]:
-        """A prompt as policies that know prompts are told of it."""
+        """Yield, for each policy that knows prompts, the prompt's prefix names and found blocks."""
         known = list(self._trie.walk(namespace, labels))
         path = [node.name for node in known]
         name = path[-1] if path else prefix_name(0, Label(namespace))
@@ -284,7 +285,7 @@ class PythonIndex(PromptIndex):
         self._count_in_parent(block, column, -1)
         return self._leave(block, column)
 
-    # -- for tests and doctors --------------------------------------------------------------------
+    # -- for tests and diagnosis ------------------------------------------------------------------
 
     def nodes(self) -> list[Node]:
         return list(self._trie.nodes.values())
@@ -312,7 +313,7 @@ class PythonIndex(PromptIndex):
         return slot
 
     def _enter(self, block: BlockId, column: AnyColumn) -> None:
-        """Tell the policy that ``column`` has the block."""
+        """Report to the policy that the block entered ``column``."""
         node, position = self._trie.nodes[block], self._position[column]
         if not self._policies[position].knows_prompts:
             return
@@ -329,7 +330,7 @@ class PythonIndex(PromptIndex):
         self._count_in_parent(block, column, change)
 
     def _count_in_parent(self, block: BlockId, column: AnyColumn, change: int) -> None:
-        """Children keep a block only where they are of no use without it."""
+        """Update the number of children in the parent, if children need their parent."""
         position = self._position[column]
         parent = self._trie.nodes[block].parent
         if self._rule_of[position].needs_all and parent is not None and parent.residencies:
@@ -337,7 +338,7 @@ class PythonIndex(PromptIndex):
             self._review(parent.block, column)
 
     def _review(self, block: BlockId, column: AnyColumn) -> None:
-        """Tell the policy whether the block may leave ``column`` now."""
+        """Report to the policy whether the block may be evicted from ``column`` now."""
         policy = self._policies[self._position[column]]
         if self._residency(block, column).evictable:
             policy.add(block)

@@ -1,4 +1,4 @@
-"""The flat index in pure Python, always under LRU: fall-back, and oracle of the native one."""
+"""Flat index in pure Python, always with LRU: fall-back, and test oracle of the native one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_LEASES = 0xFFFF
 class _Column:
     """A tier's blocks in the index.
 
-    order: of eviction; blocks that an eviction has passed over are not in it.
+    order: order of eviction. Blocks that an eviction has skipped are not in it.
     """
 
     order: OrderedDict[BlockId, None] = field(default_factory=OrderedDict)
@@ -30,7 +30,7 @@ class _Column:
 
 
 class PythonKeyIndex(KeyIndex):
-    """Blocks as Python objects. because: why this index is used."""
+    """Key index that keeps blocks as Python objects. because: why this index is used."""
 
     def __init__(
         self,
@@ -174,9 +174,9 @@ class PythonKeyIndex(KeyIndex):
                 self._come_back(block, column)
 
     def _come_back(self, block: BlockId, column: AnyColumn) -> None:
-        """A block that was passed over leaves next.
+        """Make a block that an eviction has skipped the next victim, once it is evictable.
 
-        Those that left meanwhile were used after it.
+        Blocks that were evicted meanwhile were used later than this one.
         """
         here = self._column(column)
         if not self._residency(block, column).evictable:
@@ -245,7 +245,7 @@ class PythonKeyIndex(KeyIndex):
     def _residency(self, block: BlockId, column: AnyColumn) -> Residency:
         return self._blocks[block].residencies[self._position(column)]
 
-    # -- for tests and doctors --------------------------------------------------------------------
+    # -- for tests and diagnosis ------------------------------------------------------------------
 
     def known(self) -> list[KeyedBlock]:
         return [

@@ -1,11 +1,11 @@
-"""Residency of a block in a column, as a table of legal moves.
+"""Residency of a block in a column: states and legal transitions.
 
              begin_write        commit             evict
     ABSENT -------------> WRITING ------> READY <--------> EVICTING
       ^                      |              |      keep        |
       +------- abort --------+------- forget ------------------+
 
-A leased block is READY and being read (or WRITING and waited for): it may not leave.
+A leased block is READY and being read, or WRITING and waited for. It must not be evicted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvtier.types import Slot
 
 
 class State(IntEnum):
-    """Integers, for they are hashed and compared a few times per block and request."""
+    """State of a block in a column. Integers, because they are hashed and compared often."""
 
     ABSENT = auto()
     WRITING = auto()
@@ -39,10 +39,11 @@ MOVES: frozenset[tuple[State, State]] = frozenset(
 
 @dataclass(slots=True)
 class Residency:
-    """One block in one column.
+    """State of one block in one column.
 
-    num_children: its children WRITING or READY in this column, which need it; 0 in a group whose
-    blocks are of use without those in front of them. was_used: touched since its write began.
+    num_children: number of children that are WRITING or READY in this column, and so need this
+        block; always 0 in a group that does not need all blocks.
+    was_used: whether the block was touched since its write began.
     """
 
     state: State = State.ABSENT
@@ -59,10 +60,10 @@ class Residency:
 
     @property
     def is_there(self) -> bool:
-        """Ready, or on its way, and not about to leave."""
+        """Whether the block is ready or being written."""
         return self.state in (State.WRITING, State.READY)
 
     @property
     def evictable(self) -> bool:
-        """Ready, nobody reads it, and no child in this column would lose its prefix."""
+        """Whether the block is ready, not leased, and no child in this column needs it."""
         return self.state is State.READY and self.leases == 0 and self.num_children == 0

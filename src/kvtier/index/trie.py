@@ -1,4 +1,4 @@
-"""The trie: one node per block, found by (parent, label). Labels are compared in full."""
+"""Trie of blocks: one node per block, found by (parent, label). Labels are compared in full."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kvtier.types import BlockId, BlockKey, Label
 
 
 def prefix_name(before: int, label: Label) -> int:
-    """Return the number by which policies know a prefix.
+    """Return the number that identifies a prefix to policies.
 
-    before: the name of it without its last block.
+    before: number of the prefix without its last block. label: label of the last block.
     """
     return hash((before, label))
 
 
 class Node:
-    """One block: its place in the trie, its state per column, how often it was used."""
+    """One block: its place in the trie, its residency in each column, its number of uses."""
 
     __slots__ = ("block", "children", "key", "label", "name", "num_uses", "parent", "residencies")
 
@@ -34,15 +34,15 @@ class Node:
 
     @property
     def is_cached(self) -> bool:
-        """Whether some column holds it, or is about to."""
+        """Whether some column holds the block, or is being filled with it."""
         return any(residency.state is not State.ABSENT for residency in self.residencies)
 
 
 class BlockNumbers:
-    """Numbers of nodes: a place in the low 32 bits, how often it was used before in the others.
+    """Allocator of block numbers: a place in the low 32 bits, its number of reuses in the others.
 
-    Places are used again last in, first out, as the native core does, so that both give the same
-    number to the same block.
+    Freed places are reused last in, first out, as in the native core, so that both assign the same
+    numbers.
     """
 
     def __init__(self) -> None:
@@ -60,10 +60,10 @@ class BlockNumbers:
 
 
 class Trie:
-    """Blocks under one root per namespace.
+    """Blocks in one trie per namespace.
 
-    A node lives while a column holds its block or a longer prefix needs it: ``prune`` removes it
-    after that. A root is a node without a block of its own.
+    A node lives while a column holds its block, or a longer prefix needs it; then ``prune`` removes
+    it. The root of a namespace is a node without a block.
     """
 
     def __init__(self, num_columns: int) -> None:
@@ -78,7 +78,10 @@ class Trie:
     def walk(
         self, namespace: bytes, labels: Sequence[Label], after: BlockId | None = None
     ) -> Iterator[Node]:
-        """The known nodes along ``labels`` until one is missing: from a root, or below it."""
+        """Yield the known nodes along ``labels``, up to the first missing one.
+
+        after: block below which the labels begin; None for the root.
+        """
         if isinstance(labels, Labels):
             labels.check()
         node = self._roots.get(namespace) if after is None else self.nodes[after]
@@ -91,12 +94,15 @@ class Trie:
     def extend(
         self, namespace: bytes, labels: Sequence[Label], after: BlockId | None = None
     ) -> list[Node]:
-        """The nodes along ``labels``, made where missing, from the root or below ``after``."""
+        """Return the nodes along ``labels``; make missing ones.
+
+        after: block below which the labels begin; None for the root.
+        """
         if isinstance(labels, Labels):
             labels.check()
         if not labels:
             return []  # a root without blocks would never be pruned
-        labels = list(labels)  # read before anything changes: they may not be right
+        labels = list(labels)  # before any change, because reading invalid labels raises
         node = self._roots.get(namespace) if after is None else self.nodes[after]
         if node is None:
             node = self._roots[namespace] = Node(self._numbers.take(), None, namespace, 0)
@@ -111,7 +117,7 @@ class Trie:
         return path
 
     def prune(self, node: Node) -> None:
-        """Remove ``node`` and its ancestors as far as nothing holds or needs them."""
+        """Remove ``node`` and its ancestors, as far as no column and no child needs them."""
         while node.parent is not None and not node.children and not node.is_cached:
             parent = node.parent
             del parent.children[node.label]

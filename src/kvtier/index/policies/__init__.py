@@ -1,4 +1,4 @@
-"""Eviction policies. ``base`` is the seam."""
+"""Eviction policies. ``base`` has their interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seam of eviction policies: order the candidates of one column."""
+"""Interface of eviction policies, which order the eviction candidates of one column."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from kvtier.types import BlockId
 
 
 class EvictionPolicy(ABC):
-    """Orders the blocks of one column that may leave it.
+    """Orders the blocks of one column for eviction.
 
     The caller guarantees
-        a block becomes a candidate when it is ready, unleased and, in a group that needs all
-        blocks, a leaf within the column (``add``), and stops being one when any of that ends
-        (``discard``); ``touch`` is called on every use of a block, candidate or not; ``forget``
-        when the column no longer holds it. ``now`` is finite
-        and never runs backwards within one policy.
+        ``add`` is called when a block becomes a candidate: it is ready, not leased and, in a group
+        that needs all blocks, a leaf within the column. ``discard`` is called when any of that
+        ends. ``touch`` is called on every use of a block, candidate or not, and ``forget`` when the
+        column no longer holds it. ``now`` is finite and never decreases within one policy.
     The implementer provides
-        ``victim``: the candidate to lose first. Every call is O(log n) or better.
+        ``victim``, the candidate to evict first. Every call is O(log n) or better.
     Outcomes
-        ``victim`` gives None when there is no candidate. Nothing raises.
+        ``victim`` returns None if there is no candidate. Nothing raises.
 
-    A policy that ``knows_prompts`` is told more: ``on_request`` of every request, before its blocks
-    enter the column, and ``entered`` of each block that begins to be written, or is there at once.
-    A block that it gave as a victim counts as gone.
+    A policy that ``knows_prompts`` gets further calls: ``on_request`` for every request, before its
+    blocks enter the column, and ``entered`` for each block whose write begins, or that is there at
+    once. A block that it returned as a victim counts as evicted.
 
-    native_name: the native core's name for the very same policy. Where it is set in the class
-    itself, the native index is used and the object only names the policy; otherwise the index in
-    Python calls the object.
+    native_name: the native core's name of the same policy. If the class itself sets it, the native
+    index is used, and the object only names the policy. Otherwise the Python index calls the
+    object.
     """
 
     native_name: ClassVar[str] = ""
@@ -39,76 +38,79 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def touch(self, block: BlockId, now: float) -> None:
-        """The block was used, or entered the column, at ``now`` (seconds)."""
+        """Report that the block was used, or entered the column, at ``now`` (seconds)."""
 
     @abstractmethod
     def add(self, block: BlockId) -> None:
-        """The block became a candidate."""
+        """Add the block to the candidates."""
 
     @abstractmethod
     def discard(self, block: BlockId) -> None:
-        """The block is no longer a candidate (it may become one again)."""
+        """Remove the block from the candidates. It may become one again."""
 
     @abstractmethod
     def forget(self, block: BlockId) -> None:
-        """The column no longer holds the block: drop all state about it."""
+        """Drop all state of a block that the column no longer holds."""
 
     def see(self, residency_of: Callable[[BlockId], Residency]) -> None:
         """Give the policy a function that returns the residency of a block in the column."""
         return
 
     def set_room(self, num_blocks: int) -> None:
-        """The column has room for so many blocks."""
+        """Set the capacity of the column in blocks."""
         return
 
     def on_request(self, path: Sequence[int], found: Sequence[BlockId], now: float) -> None:
-        """Report a request that begins.
+        """Report a new request.
 
-        path: names of its prefixes, 64 bits each. found: the first blocks, as far as the column has
-        them.
+        path: names of all prefixes of its prompt, 64 bits each. found: the first blocks of the
+        prompt, as far as the column holds them. now: time in seconds.
         """
         return
 
     def retain(self, path: Sequence[int], found: Sequence[BlockId], said: Said, now: float) -> None:
-        """Take a hint on a prompt into account. The prompt is given as to ``on_request``."""
+        """Apply a hint on a prompt's future use. For path and found see ``on_request``."""
         return
 
     def set_recompute_slope(self, at_blocks: float) -> None:
-        """Set the depth, in blocks, at which a block is worth twice the first one, in proportion.
+        """Set how the value of a block grows with its depth.
 
-        0: all are worth the same.
+        at_blocks: see ``BlockIndex.set_recompute_slope``.
         """
         return
 
     def admit(
         self, names: Sequence[int], num_free: int, least_chance: float = 0.0
     ) -> Sequence[int]:
-        """Return the positions of those absent blocks that are worth their room and a write.
+        """Return the positions of the blocks to admit; see ``BlockIndex.admit``.
 
-        See ``BlockIndex.admit``.
+        names: names of the blocks' prefixes.
         """
         return range(len(names))
 
     def entered(self, block: BlockId, name: int, parent: BlockId | None, at: int) -> None:
-        """The block is in the column from now on.
+        """Report that the block entered the column.
 
-        name: of its prefix. parent: the block in front of it, None where the column has not got
-        that. at: how many blocks are in front of it.
+        Args:
+            block: the block.
+            name: name of its prefix.
+            parent: the block before it; None if the column does not hold that.
+            at: number of blocks before it in the prompt.
         """
         return
 
     def begin_evicting(self) -> None:
-        """The victims that follow are one eviction's."""
+        """Report that the following victims belong to one eviction."""
         return
 
     @abstractmethod
     def victim(self) -> BlockId | None:
-        """The candidate to lose first; it stays one until ``discard``."""
+        """Return the candidate to evict first. It stays a candidate until ``discard``."""
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where the policy disagrees with itself; for tests."""
+        """Raise AssertionError if the policy's state is inconsistent; for tests."""
         return
 
     @abstractmethod
     def candidates(self) -> set[BlockId]:
-        """All candidates; for tests and invariants only."""
+        """Return all candidates; for tests and invariants only."""

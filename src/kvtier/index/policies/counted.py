@@ -1,4 +1,4 @@
-"""Counts that every policy over one tier has."""
+"""Counters shared by all policies over one tier."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Core(Protocol):
-    """A policy of the native core, or its twin."""
+    """Interface of a policy object that has the counters."""
 
     def num_blocks(self) -> int: ...
     def num_history(self) -> int: ...
@@ -15,26 +15,26 @@ class Core(Protocol):
 
 
 class Counted:
-    """Counts of the policy ``_core``, which subclasses make."""
+    """Counters of the policy ``_core``, which subclasses create."""
 
     __slots__ = ()
     _core: Core
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of blocks in the tier."""
+        """Number of blocks in the tier."""
         return self._core.num_blocks()
 
     @property
     def num_history(self) -> int:
-        """Entries kept of blocks that have left: at most twice the capacity."""
+        """Number of history entries of evicted blocks: at most twice the capacity."""
         return self._core.num_history()
 
     @property
     def num_bytes(self) -> int:
-        """Return the policy's memory in bytes."""
+        """Memory of the policy in bytes."""
         return self._core.num_bytes()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where the policy disagrees with itself. O(all blocks)."""
+        """Raise AssertionError if the policy's state is inconsistent. O(all blocks)."""
         self._core.check_invariants()

@@ -1,6 +1,6 @@
-"""The policy that learns, for a tier that somebody else keeps.
+"""The learned policy as a library, for a tier that the caller manages.
 
-Told what happens there, it says what is let in and what leaves.
+The caller reports requests and stored blocks; the policy chooses admissions and victims.
 """
 
 from __future__ import annotations
@@ -18,21 +18,27 @@ _NOTHING = np.zeros(0, np.uint64)
 
 
 class LivePolicy(Counted):
-    """A tier of ``capacity_blocks`` blocks of one size.
+    """Learned policy for a tier of ``capacity_blocks`` blocks of the same size.
 
-    A key names a whole prefix, up to the end of a block: 64 bits of a hash that is chained, for
-    instance. Two prompts have the same key only where all before it is the same, too.
-
-    seed: of what is left to chance: among many blocks it looks at some. doubles_at_blocks: the
-    block so deep in a prompt is worth twice what the first one is, and so on in proportion; 0: all
-    are worth the same.
+    A key names a whole prefix, up to the end of a block; for instance 64 bits of a chained hash.
+    Two prompts have a key in common only if all blocks before it are the same, too.
 
         a request begins       asked(keys of its prompt, now)
         it has blocks to store keys = keys[: admits(keys, kept)], victims(too_many, kept), then
                                entered(keys)
 
-    Owned by one thread. ValueError for a size out of range, a time that is not finite, and keys
-    that can't be those of a prompt.
+    One thread owns the object.
+
+    Args:
+        capacity_blocks: capacity of the tier in blocks.
+        seed: seed of the random choices; if there are many blocks, the policy samples.
+        doubles_at_blocks: depth in a prompt at which a block is worth twice the first one; the
+            value grows linearly. 0: all blocks have the same value.
+
+    Raises:
+        ValueError: a size is out of range, a time is not finite, or keys can't be those of a
+            prompt.
+        ConfigError: the native core is missing.
     """
 
     __slots__ = ("_core",)
@@ -46,52 +52,57 @@ class LivePolicy(Counted):
         self._core = _hot.LivePolicy(capacity_blocks, seed, doubles_at_blocks)
 
     def asked(self, keys: Keys, now_s: float) -> int:
-        """A request begins; to be told once of each, before anything is stored for it.
+        """Report a new request. Return how many of its first blocks are resident.
 
-        keys: uint64 [num_blocks], of all blocks of its prompt, resident or not. now_s: seconds
-        since any moment; one that lies before that of an earlier request counts as that one.
-        Returns how many of its first blocks are resident.
+        Called once per request, before any of its blocks is stored.
+
+        keys: uint64 [num_blocks], keys of all blocks of its prompt, resident or not.
+        now_s: time in seconds, with any origin. A time before that of an earlier request counts as
+            the latter.
         """
         return self._core.asked(keys, now_s)
 
     def retain(self, keys: Keys, said: Said, now_s: float) -> None:
-        """Somebody says something of a prompt.
+        """Apply a hint on a prompt's future use to its blocks that are resident or requested.
 
-        Of what is resident of it, or was asked for and is to come. keys: of its blocks, from the
-        first one on. now_s: as for ``asked``.
+        Args:
+            keys: uint64 [num_blocks], keys of its blocks, from the first one on.
+            said: the hint.
+            now_s: as for ``asked``.
         """
         self._core.retain(keys, said, now_s)
 
     def admits(self, keys: Keys, kept: Keys = _NOTHING) -> int:
-        """Return how many of the first of these blocks are worth their room.
+        """Return how many of these blocks, from the first on, to admit.
 
-        Those for which there are free slots, then those worth more than what would leave for them.
+        Blocks are admitted while there are free slots, then if they are worth more than the blocks
+        that would be evicted for them. If too few blocks can be evicted, values are not compared.
 
-        Nothing is compared if too little may leave.
-
-        keys: of blocks that are not resident, the next ones of a prompt, or of several. kept: see
-        ``victims``.
+        keys: uint64 [num_blocks], keys of absent blocks, the next ones of one or several prompts.
+        kept: see ``victims``.
         """
         return self._core.admits(keys, kept)
 
     def entered(self, keys: Keys) -> None:
-        """Blocks are resident now, no more than there is room for; those that were are passed over.
+        """Report that blocks are resident now. Blocks that were resident before are ignored.
 
-        keys: in the order of their prompt. Blocks that nobody has asked for, such as those of an
-        answer, lie behind the block before them in ``keys``, resident or new: give that first.
+        There must be room for all of them.
+
+        keys: uint64 [num_blocks], in prompt order. Blocks that were not in a request, such as those
+        of an answer, continue the block before them in ``keys``; so pass their predecessor first.
         """
         self._core.entered(keys)
 
     def victims(self, num_blocks: int, kept: Keys = _NOTHING) -> list[int]:
-        """Keys of up to ``num_blocks`` blocks that have left by this.
+        """Evict up to ``num_blocks`` blocks, and return their keys.
 
-        kept: of those that may not; nor may what lies in front of them.
+        kept: keys of blocks that must stay; the blocks before them in their prompts stay, too.
         """
         return self._core.victims(num_blocks, kept)
 
     def left(self, keys: Keys) -> None:
-        """Blocks are not resident any more, for another reason.
+        """Report that blocks are no longer resident for another reason than ``victims``.
 
-        Those that were not are passed over.
+        Blocks that were not resident are ignored.
         """
         self._core.left(keys)

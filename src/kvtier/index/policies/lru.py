@@ -1,4 +1,4 @@
-"""Least recently used leaf first."""
+"""LRU eviction policy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvtier.types import BlockId
 
 
 class LruPolicy(EvictionPolicy):
-    """A heap of (last use, block) with stale entries left in place and skipped.
+    """LRU policy with a heap of (last use, block).
 
-    A block that was touched while in the heap has a stale entry; it is dropped when it surfaces,
-    and the heap is rebuilt when stale entries outnumber the candidates.
+    If a block in the heap is touched, its old entry becomes stale. Stale entries are dropped when
+    they reach the top, and the heap is rebuilt when they outnumber the candidates.
     """
 
     native_name = "lru"

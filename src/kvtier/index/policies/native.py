@@ -1,11 +1,11 @@
-"""Eviction policies that only the native core has: kvtier's learned policy, and published ones.
+"""Eviction policies that only the native core implements: the learned policy, and published ones.
 
-The native index runs the policy called ``native_name``, and tells it which requests ask for which
-blocks. The index in Python, which is used where the core was not built, runs LRU in its place.
+The native index runs the policy called ``native_name``, and reports all requests to it. The Python
+index, which is used without the native core, runs LRU instead.
 
 ``native/policy/list_policies.hpp`` and ``lfuda.hpp`` implement the published policies and name
-their sources. These count a request for a block as its use, evict the end of a prompt before its
-beginning, and admit every block.
+their sources. They count a request for a block as its use, evict the end of a prompt before its
+start, and admit every block.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from kvtier.index.policies.lru import LruPolicy
 
 
 class NativePolicy(LruPolicy):
-    """A policy of the native core that is told of requests."""
+    """Base class of the native core's policies that learn from requests."""
 
     knows_prompts = True
 
 
 class RunsPolicy(NativePolicy):
-    """kvtier's learned policy: it learns which prompts are used again, and when."""
+    """kvtier's learned policy, which learns which prompts are reused, and when."""
 
     native_name = "runs"
 
@@ -44,10 +44,7 @@ class S3FifoPolicy(NativePolicy):
 
 
 class LfudaPolicy(NativePolicy):
-    """LFU with dynamic ageing.
-
-    The least frequently used block leaves first, and old uses count less.
-    """
+    """LFU with dynamic ageing: the least frequently used block first; old uses count less."""
 
     native_name = "lfuda"
 

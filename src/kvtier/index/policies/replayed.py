@@ -1,6 +1,6 @@
-"""Policies over one tier of blocks, driven by the requests of a trace.
+"""Replay of a trace's requests through an eviction policy over one tier.
 
-To compare them, and to see what a tier of a size would hold.
+It serves to compare policies, and to find the hits of a tier of a given size.
 """
 
 from __future__ import annotations
@@ -17,24 +17,30 @@ from kvtier.index.policies.counted import Counted
 RUNS: Final = "runs"
 LRU: Final = "lru"
 POLICIES: Final = (RUNS, LRU, "arc", "s3fifo", "lfuda", "sieve")
-"""By name: kvtier's own that learns; least recently used; ARC; S3-FIFO; least frequently used with
-ageing; SIEVE. The tiers of a running cache can use each of them, too."""
+"""Names of the policies: kvtier's learned policy, LRU, ARC, S3-FIFO, LFU with dynamic ageing, and
+SIEVE. The tiers of a running cache can use each of them, too."""
 
 
 class PolicyReplay(Counted):
-    """A tier of ``capacity_blocks`` blocks of one size under one policy; no bytes are kept.
+    """Simulated tier of blocks of the same size under one policy; it holds no bytes.
 
-    policy: one of ``POLICIES``. seed: of what ``runs`` leaves to chance: among many blocks it looks
-    at some. doubles_at_blocks: for ``runs``, what hits are worth: the block so deep in a prompt is
-    worth twice what the first one is, and so on in proportion, as the time that it saves is where
-    attention costs more towards the end; 0: all are worth the same.
+    ``arc``, ``s3fifo`` and ``sieve`` know single blocks only: the blocks of a request are reported
+    to them from the last to the first. The other policies know prompts: they keep a block only with
+    all blocks before it, and never evict a request's blocks for its later ones.
 
-    ``arc``, ``s3fifo`` and ``sieve`` know blocks and no prompts: they are told of those of a
-    request from the last to the first. The others know paths, keep a block only with all before it,
-    and never let a request's blocks leave for its later ones.
+    The replay processes more than a million block references per second. One thread owns it.
 
-    Handles a million and more block references per second. Owned by one thread. Raises ValueError
-    for an unknown policy or a size out of range, ConfigError where the native core is missing.
+    Args:
+        policy: one of ``POLICIES``.
+        capacity_blocks: capacity of the tier in blocks.
+        seed: seed of the random choices of ``runs``; if there are many blocks, it samples.
+        doubles_at_blocks: for ``runs``, the depth in a prompt at which a block is worth twice the
+            first one; the value grows linearly, like the time to recompute a block with attention.
+            0: all blocks have the same value.
+
+    Raises:
+        ValueError: the policy is unknown, or a size is out of range.
+        ConfigError: the native core is missing.
     """
 
     __slots__ = ("_core", "policy")
@@ -58,18 +64,18 @@ class PolicyReplay(Counted):
         self._core = _hot.PolicyReplay(policy, capacity_blocks, seed, doubles_at_blocks)
 
     def request(self, keys: npt.NDArray[np.uint64], now_s: float) -> int:
-        """A prompt arrives, with a block for each key.
+        """Process a request. Return how many of its first blocks were cached.
 
-        Returns how many blocks from its first on were cached; afterwards all of it is that the
-        policy lets in.
+        Afterwards all of its blocks that the policy admits are cached.
 
-        keys: uint64 [num_blocks], of any length. What two prompts have in common are the blocks up
-        to the first key that differs, whatever comes behind. now_s: seconds since any moment; one
-        that lies before that of an earlier request counts as that one.
+        keys: uint64 [num_blocks], key of each block of the prompt. Two prompts share the blocks
+            before the first key that differs.
+        now_s: time in seconds, with any origin. A time before that of an earlier request counts as
+            the latter.
         """
         return self._core.request(keys, now_s)
 
     @property
     def num_stored(self) -> int:
-        """Blocks that were written since the beginning: hits are not."""
+        """Number of blocks that were written since the start; hits are not written."""
         return self._core.num_stored()
