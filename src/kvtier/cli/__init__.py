@@ -1,4 +1,4 @@
-"""The command line. Importing it is fast: commands import what they need when they run."""
+"""Command line. Importing it is fast, since commands import their dependencies when they run."""
 
 from __future__ import annotations
 

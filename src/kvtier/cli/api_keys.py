@@ -11,31 +11,30 @@ from pathlib import Path
 KEY_VARIABLE = "KVTIER_API_KEY"
 """Environment variable that holds the API key, or several keys separated by blanks."""
 _ARG_START, _ARG_END = 48, 49
-"""Fields of /proc/self/stat, the first being 1: where the kernel has the command line from."""
+"""Fields of /proc/self/stat, counted from 1, that hold the addresses of the command line."""
 
 
 def take_keys(given: list[str] | None) -> list[str] | None:
     """Return the API keys of the command line, or of the environment.
 
-    The command line no longer shows them afterwards, and no child process inherits those of the
-    environment.
+    Keys are hidden from the process's command line, and removed from the environment, so that no
+    child process inherits them.
     """
     variable = os.environ.pop(KEY_VARIABLE, None)
     if given:
         hide_arguments(given)
         return given
-    # An empty variable is a mistake, and no open door.
+    # An empty variable is a mistake; it must not disable the check.
     return None if variable is None else variable.split() or [""]
 
 
 def take_key(given: str | None) -> str | None:
-    """Return a client's key.
+    """Return a client's key: the option's, or the first one of the environment; None for none.
 
-    The option's, which ``ps`` then shows no longer, or the first one of the environment; None for
-    none.
+    The key is hidden as by ``take_keys``.
 
     Raises:
-        ConfigError: No header can carry the key.
+        ConfigError: the key can't be sent in a header.
     """
     from kvtier.live.client import check_api_key
 
@@ -44,9 +43,9 @@ def take_key(given: str | None) -> str | None:
 
 
 def hide_arguments(secrets: Collection[str]) -> None:
-    """Write stars over ``secrets`` in this process's own command line, as ``ps`` shows it.
+    """Overwrite ``secrets`` with stars in this process's command line, as ``ps`` shows it.
 
-    Whoever looked before has seen them. Where there is no such file, nothing is done.
+    They are visible until this call. Systems without /proc are not supported.
     """
     with suppress(OSError, ValueError, IndexError):
         # The second field is a name in parentheses, which may hold blanks.

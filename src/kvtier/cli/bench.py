@@ -33,7 +33,7 @@ def serve(
     ] = "kvtier-tiny",
     device: Annotated[str, typer.Option(help='"auto", "cpu", "cuda", "npu", ...')] = "auto",
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer and shorter prompts: a look, not a measurement.")
+        bool, typer.Option("--quick", help="Fewer and shorter prompts, for a rough impression.")
     ] = False,
     experiments: Annotated[
         str,
@@ -66,28 +66,28 @@ def serve(
     disk_path: Annotated[
         Path | None,
         typer.Option(
-            help="Directory on the disk to measure; what is made there is removed.",
-            show_default="the system's place for temporary files",
+            help="Directory on the disk to measure; files made there are removed.",
+            show_default="the system's directory for temporary files",
         ),
     ] = None,
     disk_bytes_per_s: Annotated[
         str | None,
         typer.Option(
-            help='Runs slow-disk, too, over a disk of so many bytes per second: "50MB", or '
-            '"auto" for one that takes twice as long as computing.',
+            help="Also run slow-disk, on a disk throttled to this many bytes per second: "
+            '"50MB", or "auto" for a disk that takes twice as long as computing.',
             show_default="none",
         ),
     ] = None,
     storage: Annotated[
         str | None,
         typer.Option(
-            help='Runs store, too, over this store: "valkey://host", "s3://bucket/prefix"; what is '
-            "made there is removed.",
+            help='Also run store, on this store: "valkey://host", "s3://bucket/prefix"; blocks '
+            "written there are removed.",
             show_default="none",
         ),
     ] = None,
     storage_capacity: Annotated[
-        str, typer.Option(help="How much of what the store has an engine knows of.")
+        str, typer.Option(help="Most bytes of the store's blocks that an engine keeps track of.")
     ] = "10GiB",
     threads: Annotated[
         int, typer.Option(help="Threads to compute with; 0 leaves torch's own choice.")
@@ -98,18 +98,18 @@ def serve(
         str | None,
         typer.Option("--json", metavar="FILE", help='Write the result as JSON; "-" for stdout.'),
     ] = None,
-    report: Annotated[Path, typer.Option(help="Where to write the HTML report.")] = Path(
+    report: Annotated[Path, typer.Option(help="File to write the HTML report to.")] = Path(
         "reports/bench-serve.html"
     ),
     no_report: Annotated[bool, typer.Option("--no-report", help="Write no report.")] = False,
 ) -> None:
-    """Time to first token, accuracy and overhead of the prefix cache, on real text.
+    """Measure time to first token, accuracy and overhead of the prefix cache, on real text.
 
-    Exits with 1 where reused KV changed an answer, with 2 where it could not measure.
+    Exits with 1 if reused KV changed an answer, with 2 if it could not measure.
     """
     from rich.console import Console
 
-    # With JSON on stdout, whatever is meant for a person goes to stderr.
+    # With JSON on stdout, text for people goes to stderr.
     console = Console(stderr=json_file == STDOUT)
     check_packages(["torch", "transformers"], "engine", needs_report=not no_report)
     chosen = _experiments(experiments)
@@ -160,7 +160,7 @@ def serve(
 def copy(
     device: Annotated[str, typer.Option(help='"auto", "cpu", "cuda", "npu", ...')] = "auto",
     size: Annotated[
-        str, typer.Option(help="Bytes moved at a time, and memory taken on either side.")
+        str, typer.Option(help="Bytes per copy, and size of the buffer on either side.")
     ] = "256MiB",
     repeats: Annotated[int, typer.Option(min=1, help="Timed copies of each kind.")] = 9,
     json_file: Annotated[
@@ -168,9 +168,9 @@ def copy(
         typer.Option("--json", metavar="FILE", help='Write the result as JSON; "-" for stdout.'),
     ] = None,
 ) -> None:
-    """Copies between a device and host memory: scattered ones against one in a piece.
+    """Measure copies between a device and host memory: scattered blocks against one large block.
 
-    Measures anew which way of copying is fastest here, and remembers it for later runs.
+    Determines the fastest copy method on this machine, and stores it for later runs.
     """
     from rich.console import Console
 
@@ -191,26 +191,26 @@ def copy(
 def url(
     url: Annotated[str, typer.Argument(help="Address of a server: http://127.0.0.1:8000")],
     model: Annotated[
-        str | None, typer.Option(help="Model to ask.", show_default="the server's first")
+        str | None, typer.Option(help="Model to request.", show_default="the server's first")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 100,
-    turns: Annotated[int, typer.Option(min=1, help="Requests of each conversation.")] = 4,
+    requests: Annotated[int, typer.Option(min=1, help="Total number of requests.")] = 100,
+    turns: Annotated[int, typer.Option(min=1, help="Requests per conversation.")] = 4,
     concurrency: Annotated[
-        int, typer.Option(min=1, max=1024, help="Requests that are asked at a time.")
+        int, typer.Option(min=1, max=1024, help="Requests in flight at a time.")
     ] = 8,
     shared_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens that all conversations begin with.")
+        int, typer.Option(min=0, help="Tokens of the prefix that all conversations share.")
     ] = 500,
     turn_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens that each turn adds to its conversation.")
     ] = 500,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 64,
     chat: Annotated[
         bool,
-        typer.Option("--chat", help="Ask /v1/chat/completions, in the place of /v1/completions."),
+        typer.Option("--chat", help="Use /v1/chat/completions instead of /v1/completions."),
     ] = False,
     seed: Annotated[
-        int, typer.Option(help="Order of the text. Runs with the same seed ask the same.")
+        int, typer.Option(help="Seed of the prompts. Runs with equal seeds send equal prompts.")
     ] = 0,
     text: Annotated[
         list[Path] | None,
@@ -220,7 +220,7 @@ def url(
         ),
     ] = None,
     timeout_s: Annotated[
-        float, typer.Option(min=0.1, max=86400.0, help="Seconds that a request may take in all.")
+        float, typer.Option(min=0.1, max=86400.0, help="Timeout of a request, in seconds.")
     ] = 600.0,
     api_key: Annotated[
         str | None,
@@ -231,10 +231,10 @@ def url(
         typer.Option("--json", metavar="FILE", help='Write the result as JSON; "-" for stdout.'),
     ] = None,
 ) -> None:
-    """Ask any OpenAI-compatible server for answers to conversations that share a beginning.
+    """Load any OpenAI-compatible server with conversations that share a prefix.
 
     Each turn repeats its conversation so far, so a cache can serve all of it but the new text.
-    Exits with 1 where a request failed, with 2 where the first one did.
+    Exits with 1 if a request failed, with 2 if the first one did.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""The class of every command: its help, old names of its options, its configuration file."""
+"""Base class of all commands: help, renamed options, and the configuration file."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ RENAMED = {
     },
     "vllm-args": {"--host": "--host-capacity", "--disk": "--disk-path"},
 }
-"""By command, old to new."""
+"""New names of options by their old names, per command."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class CommandLine(typer.Typer):
-    """A group of commands, each of the class ``Command``. Help is plain text: tables cut names."""
+    """A group of commands of class ``Command``. Help is plain text, since tables cut names."""
 
     def __init__(self, **named: Any) -> None:
         super().__init__(cls=Commands, no_args_is_help=True, rich_markup_mode=None, **named)
@@ -71,7 +71,7 @@ class Command(TyperCommand):
             fail(name, error)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments and options by their panel. No name is cut, however narrow it is."""
+        """Write arguments and options by their panel, without cutting names on narrow terminals."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for each in self.get_params(ctx):
             record = each.get_help_record(ctx)
@@ -89,7 +89,7 @@ def _is_option(param: Any) -> bool:
 
 
 def _with_stdout(args: list[str]) -> list[str]:
-    """Return ``args`` with "-" behind a ``--json`` that has no file."""
+    """Return ``args`` with "-" after each ``--json`` without a file."""
     told: list[str] = []
     for at, each in enumerate(args):
         told.append(each)
@@ -124,7 +124,7 @@ def _options(
         typer.Option(
             "--config",
             metavar="FILE.toml",
-            help="Take options that are not given here from this file, under the same names.",
+            help="File with defaults of this command's options, under the same names.",
             is_eager=True,
             expose_value=False,
             callback=_read_config,
@@ -148,10 +148,10 @@ def _key(param: Any) -> str:
 
 
 def _checked(name: str, key: str, value: object, param: Any) -> object:
-    """Return ``value`` as the parser takes it.
+    """Return ``value`` in the form that the parser takes.
 
     Raises:
-        ConfigError: An option of this kind has no such value.
+        ConfigError: the value has the wrong type for the option.
     """
     is_list = param.multiple or param.nargs != 1
     values = value if isinstance(value, list) else [value]

@@ -1,4 +1,4 @@
-"""``kvtier dashboard``: what to give to Grafana and Prometheus."""
+"""``kvtier dashboard``: a dashboard for Grafana, and alerts for Prometheus."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def dashboard(
         bool, typer.Option("--alerts", help="Print alerts for Prometheus instead.")
     ] = False,
 ) -> None:
-    """Print a dashboard for Grafana: kvtier serve, and vLLM and SGLang with kvtier under them."""
+    """Print a Grafana dashboard for kvtier serve, and for vLLM and SGLang with kvtier."""
     from kvtier.tools.dashboard import ALERTS, ROWS, make_dashboard, make_rules
 
     if alerts:

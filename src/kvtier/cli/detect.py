@@ -1,4 +1,4 @@
-"""Looks at the machine, for ``kvtier doctor``. Works without torch, and loads no model."""
+"""Diagnosis of the machine, for ``kvtier doctor``. Works without torch, and loads no model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TRIAL_BYTES = 1 << 16
 class Diagnosis:
     """Result of ``kvtier doctor``.
 
-    device: what ``--device auto`` runs on. native: the native core is in use.
+    device: the device that ``--device auto`` selects. native: whether the native core is in use.
     """
 
     version: str
@@ -51,10 +51,10 @@ class Diagnosis:
 
 
 def diagnose(root: Path = Path("/"), disk_path: str | None = None) -> Diagnosis:
-    """Return everything that ``kvtier doctor`` tells.
+    """Return everything that ``kvtier doctor`` reports.
 
-    root: where ``proc`` and ``sys`` are mounted. disk_path: a folder that an accelerator may be
-    able to read without the processor.
+    root: folder in which ``proc`` and ``sys`` are mounted. disk_path: folder for which direct reads
+    by the accelerator are tried.
     """
     native = native_core()
     devices, device = devices_found()
@@ -93,7 +93,7 @@ def _cpu_name(root: Path) -> str:
 
 
 def huge_pages(root: Path) -> Finding:
-    """Whether the host tier's arena can have huge pages; it asks for them by itself."""
+    """Return whether the host tier's arena can have huge pages, which it requests itself."""
     topic = "huge pages"
     try:
         text = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text()
@@ -106,7 +106,7 @@ def huge_pages(root: Path) -> Finding:
 
 
 def packages() -> tuple[Finding, ...]:
-    """Versions of what the engine and the server need."""
+    """Return the versions of the packages that the engine and the server need."""
     found = []
     for name in PACKAGES:
         try:
@@ -118,7 +118,7 @@ def packages() -> tuple[Finding, ...]:
 
 
 def engines() -> tuple[Finding, ...]:
-    """Those that are installed and that kvtier has a connector for, and whether it serves them.
+    """Return the installed engines with a kvtier connector, and whether it supports them.
 
     None of them is imported.
     """
@@ -136,9 +136,10 @@ def engines() -> tuple[Finding, ...]:
 def _engine(contract: Contract, command: str, topic: str = "") -> Finding | None:
     """Return the finding on one engine; None if it is not installed.
 
-    command: prints the options for it.
-
-    topic: that the contract is of; the whole engine if it has no name of its own.
+    Args:
+        contract: the connector's contract with the engine.
+        command: the command that prints the engine's options.
+        topic: name of the finding; by default, the engine's package.
     """
     from kvtier.connectors.common.contract import version_of
 
@@ -155,7 +156,7 @@ def _engine(contract: Contract, command: str, topic: str = "") -> Finding | None
 
 
 def native_core() -> Finding:
-    """Whether the native core is there, and what is missing without it."""
+    """Return whether the native core is installed, and what its absence costs."""
     topic = "native core"
     try:
         from kvtier._hot import NATIVE, NATIVE_REASON
@@ -168,7 +169,7 @@ def native_core() -> Finding:
 
 
 def devices_found() -> tuple[tuple[Finding, ...], str]:
-    """Per device what serves it, or what is missing for that; and the one that "auto" means."""
+    """Return per device its back end, or what is missing, and the device that "auto" selects."""
     from kvtier.devices.find import look_for
 
     findings: list[Finding] = []
@@ -196,9 +197,9 @@ def devices_found() -> tuple[tuple[Finding, ...], str]:
 
 
 def disk_to_accelerator(device: str, disk_path: str | None) -> tuple[Finding, ...]:
-    """Return the path of bytes between a folder and ``device``, "cuda" or "cuda:1".
+    """Return how ``device``, such as "cuda:1", can read files of a folder directly.
 
-    If a folder is named, each library for it is tried.
+    If a folder is given, each library for it is tried.
     """
     topic = "disk to accelerator"
     if device == "cpu":
@@ -215,13 +216,13 @@ def disk_to_accelerator(device: str, disk_path: str | None) -> tuple[Finding, ..
 
 
 def _short(reason: str) -> str:
-    """torch lists all device types that it knows."""
+    """Return ``reason`` without the list of device types that torch appends."""
     before, found, after = reason.partition(": Expected one of")
     return before + after[after.find(". ") :] if found and ". " in after else before
 
 
 def _of(device: Device, kind: str) -> list[Finding]:
-    """The device's findings, its name in front of each topic."""
+    """Return the device's findings, with its name before each topic."""
     topics = (each for each in device.findings() if each.topic != "device")
     named = [] if kind == "cpu" else [Finding(device.name, "yes")]
     return [
@@ -231,7 +232,7 @@ def _of(device: Device, kind: str) -> list[Finding]:
 
 
 def page_locking(device: Device) -> Finding:
-    """Whether ``device`` can copy directly from host memory, tried on a little of it."""
+    """Return whether ``device`` can copy directly from host memory, by a small trial."""
     topic = f"{device.name}: page-locking"
     if device.name == "cpu":
         return Finding(topic, "not needed", "device memory is host memory")

@@ -16,13 +16,13 @@ def doctor(
     disk_path: Annotated[
         str | None,
         typer.Option(
-            help="A folder on a disk: whether the accelerator reads it without a stop in host "
-            "memory is tried. A file of 32 MiB is made there, and removed.",
+            help="Folder on a disk for which direct reads by the accelerator, past host memory, "
+            "are tried. A file of 32 MiB is written there and removed.",
             show_default="none",
         ),
     ] = None,
 ) -> None:
-    """Say what was detected, which path is used, and why not a better one. Loads no model."""
+    """Show devices, packages and the paths in use, and why better ones are not. Loads no model."""
     diagnosis = diagnose(disk_path=disk_path)
     if as_json:
         typer.echo(json.dumps(asdict(diagnosis), indent=2))

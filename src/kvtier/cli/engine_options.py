@@ -1,4 +1,4 @@
-"""Options of the commands that print an engine's options: what is the same for all engines."""
+"""Options that ``kvtier vllm-args`` and ``kvtier sglang-args`` share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import Annotated
 
 import typer
 
-DiskCapacity = Annotated[
-    str, typer.Option(help="How much of that disk to use, of all ranks together.")
-]
+DiskCapacity = Annotated[str, typer.Option(help="Disk space for KV, of all ranks together.")]
 StorageCapacity = Annotated[
-    str, typer.Option(help="How much of each store to know of at a time; 1TiB without.")
+    str,
+    typer.Option(help="Most bytes of each store's blocks to keep track of; 1TiB by default."),
 ]
 Record = Annotated[
     str,
@@ -19,15 +18,13 @@ Record = Annotated[
         "no text and no token ids."
     ),
 ]
-RecordMaxBytes = Annotated[
-    str, typer.Option(help="Space that the recording may take; 1GiB without.")
-]
+RecordMaxBytes = Annotated[str, typer.Option(help="Most bytes of the recording; 1GiB by default.")]
 Policy = Annotated[
     str,
     typer.Option(
         "--policy",
-        help="Which KV leaves a full tier first: runs learns what is used again, lru takes what "
-        "was used longest ago; runs without.",
+        help="Eviction policy: runs (the default) learns which KV is reused, lru evicts the least "
+        "recently used.",
     ),
 ]
 
@@ -36,14 +33,14 @@ AsJson = Annotated[
     bool,
     typer.Option(
         "--json",
-        help="Print the JSON alone, without the shell's quotes: the value of the last option, for "
-        "scripts and containers.",
+        help="Print only the JSON value of the last option, without shell quotes, for scripts and "
+        "containers.",
     ),
 ]
 
 
 def given(**settings: object) -> dict[str, object]:
-    """Those that the user gave, as the connectors' settings are called."""
+    """Return the settings that the user gave, by the connectors' names."""
     return {name: value for name, value in settings.items() if value}
 
 

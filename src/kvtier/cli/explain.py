@@ -1,4 +1,4 @@
-"""``kvtier explain``: ask a running server where a prompt comes from, and what was compared."""
+"""``kvtier explain``: ask a running server where each part of a prompt's KV came from, and why."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ STDIN = "-"
 
 
 def explain(
-    url: Annotated[str, typer.Argument(help="Of kvtier serve: http://127.0.0.1:8000")],
+    url: Annotated[str, typer.Argument(help="Address of kvtier serve: http://127.0.0.1:8000")],
     prompt_file: Annotated[
         str, typer.Option(help="The prompt, as text in UTF-8; - for stdin.")
     ] = STDIN,
     salt: Annotated[str, typer.Option(help="The tenant's cache_salt.", show_default="none")] = "",
     api_key: Annotated[
         str | None,
-        typer.Option(help=f"Of the server; better given as {KEY_VARIABLE} in the environment."),
+        typer.Option(help=f"Key of the server; better given as {KEY_VARIABLE} in the environment."),
     ] = None,
     timeout_s: Annotated[
         float, typer.Option(min=0.1, max=86400.0, help="Seconds to wait for the answer.")
     ] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Send a prompt, and say where each part of it came from and what else was compared.
+    """Send a prompt, and show where each part of its KV came from and which plans were compared.
 
-    The prompt is a request as any other, for one token: what was not cached is computed, and
-    cached from then on.
+    The prompt is an ordinary request for one token: uncached parts are computed, and cached
+    afterwards.
     """
     from rich.console import Console
 

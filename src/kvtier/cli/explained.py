@@ -1,4 +1,4 @@
-"""An explanation of ``X-KVTier-Explain``, as a table and sentences for people."""
+"""Show an explanation of ``X-KVTier-Explain`` as a table and sentences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.plan.explain import COMPUTED
 from kvtier.types import DEVICE, DISK, HOST
 
 Found = Mapping[str, Any]
-"""As the server sends it."""
+"""Explanation as the server sends it."""
 
 _SECONDS = (int, float, type(None))
 _SHAPE = {
@@ -68,7 +68,7 @@ PLACES = {DEVICE: "device memory", HOST: "host memory", DISK: "disk", COMPUTED: 
 
 
 def show(found: Found, what: str, console: Console) -> None:
-    """Print an explanation as a table and sentences. what: whom it was asked of."""
+    """Print an explanation as a table and sentences. what: the model and server, for the title."""
     num, reused = found["prompt_tokens"], found["reused_tokens"]
     console.print(f"{printable(what)}: {num:,} tokens, {reused:,} of them reused\n")
     console.print(_table(found))
@@ -95,7 +95,7 @@ def _table(found: Found) -> Table:
 
 
 def sentences(found: Found) -> Iterator[str]:
-    """Return what the table does not say."""
+    """Yield the sentences below the table."""
     yield ""
     yield from _times(found)
     weak = found["too_few_measurements"]
@@ -150,7 +150,8 @@ def _rejected(cut: Mapping[str, Any], found: Found) -> str:
 def _expected(part: Mapping[str, Any]) -> str:
     """Return the expected time in words.
 
-    The planner takes what was never measured as free, so that it is tried.
+    It is unknown if the route was never measured: the planner treats it as free, so that it is
+    tried.
     """
     return "unknown" if part["measured"] == 0 else seconds(part["predicted_s"])
 
@@ -164,20 +165,20 @@ def _total(parts: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def span(part: Mapping[str, Any]) -> str:
-    """ "0-1,023"."""
+    """Format a range of tokens, such as "0-1,023"."""
     return f"{part['first']:,}-{part['end'] - 1:,}"
 
 
 def place(tier: str) -> str:
-    """A tier, for whoever has not read the guide."""
+    """Return a tier's name for people who have not read the guide."""
     return PLACES.get(tier, f"store {printable(tier)}")
 
 
 def seconds(value: float | None) -> str:
-    """Format a time; "?" is one that nobody knows."""
+    """Format a time; "?" for an unknown one."""
     return "?" if value is None else wording.seconds(value)
 
 
 def about(value: float | None) -> str:
-    """An estimate."""
+    """Format an estimated time."""
     return seconds(value) if value is None else f"about {seconds(value)}"

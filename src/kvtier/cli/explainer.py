@@ -1,4 +1,4 @@
-"""HTTP client of ``kvtier explain``: a prompt goes to a server, its explanation comes back."""
+"""HTTP client of ``kvtier explain``: sends a prompt to a server and returns its explanation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ HEADER = "X-KVTier-Explain"
 
 
 class Explainer:
-    """A server of kvtier's own, asked to explain prompts."""
+    """Client of a kvtier server that explains prompts."""
 
     def __init__(self, url: str, key: str | None, timeout_s: float) -> None:
         self.url = server_url(url)
         self._key, self._timeout_s = key, timeout_s
 
     def model(self) -> str:
-        """Return the name of its model."""
+        """Return the name of the server's first model."""
         try:
             return str(self._ask("/v1/models")["data"][0]["id"])[:MOST_SAID]
         except (KeyError, IndexError, TypeError) as error:

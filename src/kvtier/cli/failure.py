@@ -1,4 +1,4 @@
-"""The boundary between commands and people: an error is one sentence and an exit status."""
+"""Errors of commands: one sentence on stderr, and an exit status."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvtier.errors import CacheError, install_command, printable
 logger = logging.getLogger(__name__)
 
 USAGE = 2
-"""Exit status of every command that could not do what it was told: a setting that can't be used, a
-file or a server that does not answer. 1 is for a command that looked, and found something wrong."""
+"""Exit status of a command that could not do its work: a bad setting, a bad file, or a server that
+does not answer. A command that ran and found something wrong exits with 1."""
 
 
 def fail(command: str, reason: object) -> NoReturn:
-    """Print why to stderr and exit with ``USAGE``. A name in it can't command the terminal."""
+    """Print ``reason`` to stderr, with control characters escaped, and exit with ``USAGE``."""
     lines = map(printable, str(reason).split("\n"))
     typer.echo(f"kvtier {command}: " + "\n".join(lines), err=True)
     raise typer.Exit(USAGE)
@@ -28,10 +28,10 @@ def fail(command: str, reason: object) -> NoReturn:
 
 @contextmanager
 def starting(command: str) -> Iterator[Callable[[], None]]:
-    """Tell every error of a start in one sentence, with exit status ``USAGE``.
+    """Report any error of a start in one sentence, with exit status ``USAGE``.
 
-    Yields a function to call when the start is complete: errors after that are raised as they are.
-    The traceback is logged at the level DEBUG.
+    Yields a function to call when the start is complete; later errors are raised unchanged. The
+    traceback is logged at level DEBUG.
     """
     is_running = False
 
@@ -51,23 +51,23 @@ def starting(command: str) -> Iterator[Callable[[], None]]:
 
 
 class Commands(TyperGroup):
-    """A Typer group that turns errors of its commands into a sentence and a status.
+    """Typer group that reports errors which the user or the machine caused in one sentence.
 
-    Errors that the user or the machine caused are told in one sentence, with exit status ``USAGE``.
+    The exit status is ``USAGE``.
     """
 
     def invoke(self, ctx: Any) -> object:
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise  # the reader of our output has gone: nobody needs a message
+            raise  # the reader of our output has gone: no message is needed
         except (CacheError, OSError) as error:
             groups = ctx.command_path.split()[1:]
             fail(" ".join([*groups, ctx.invoked_subcommand]), error)
 
 
 def _sentence(error: Exception) -> str:
-    """``error`` in a line; one that is not kvtier's own says where it comes from."""
+    """Return ``error`` in one line; one that is not kvtier's own says how to find its origin."""
     if isinstance(error, CacheError):
         return str(error)
     if isinstance(error, ImportError):

@@ -1,4 +1,4 @@
-"""``kvtier inspect``: what is in a slab of the disk tier, as tables or as JSON."""
+"""``kvtier inspect``: the content of a slab of the disk tier, as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def inspect(
     path: Annotated[Path, typer.Argument(help="Directory of a slab.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say what is in a slab: by namespace, age and size. Changes nothing; it may be in use."""
+    """Show the content of a slab by namespace, age and size. Read-only; the slab may be in use."""
     from kvtier.tiers.disk.inspect.report import report_slab
 
     now = time.time()
@@ -49,7 +49,7 @@ def show_slab(console: Console, report: SlabReport, now: float) -> None:
 
 
 def describe_layout(description: str) -> str:
-    """One line about what a block holds."""
+    """Return one line about the content of a block."""
     try:
         fields = json.loads(description)
         parts = fields["parts"]
@@ -63,7 +63,7 @@ def describe_layout(description: str) -> str:
             f"{fields['dtype']}, {fields['block_size']} tokens per block"
         )
     except (ValueError, KeyError, TypeError, RecursionError):
-        return description  # not by kvtier, perhaps
+        return description  # perhaps not written by kvtier
 
 
 def _summary(report: SlabReport, now: float) -> Table:

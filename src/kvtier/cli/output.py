@@ -9,7 +9,7 @@ STDOUT = "-"
 
 
 def write_json(text: str, target: str) -> None:
-    """To a file, whose directory is made where it is missing; "-" for stdout."""
+    """Write to a file, whose directory is made if missing, or to stdout ("-")."""
     if target == STDOUT:
         print(text)
         return
@@ -19,9 +19,10 @@ def write_json(text: str, target: str) -> None:
 
 
 def check_packages(wanted: list[str], extra: str, needs_report: bool) -> None:
-    """Raise ``ConfigError`` for what is missing, before an hour was spent measuring.
+    """Raise ``ConfigError`` for missing packages, before an hour is spent measuring.
 
-    extra: of this package, which brings it.
+    extra: the extra of kvtier that installs them. needs_report: whether to include those of the
+    HTML report.
     """
     from kvtier.errors import ConfigError, install_command
 

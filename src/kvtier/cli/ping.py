@@ -1,4 +1,4 @@
-"""``kvtier ping`` and ``kvtier describe``: whether a server answers, and what it serves."""
+"""``kvtier ping`` and ``kvtier describe``: check that a server answers, and show what it serves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MOST_SHOWN = 200
-"""Characters of a name, and models, that are taken from a server."""
+"""Most characters of a name, and most models, that are read from a server's answer."""
 TIMEOUT_S = 5.0
 
 Url = Annotated[str, typer.Argument(help="Address of a server: http://127.0.0.1:8000")]
@@ -34,9 +34,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def ping(
     url: Url, api_key: Key = None, timeout_s: Timeout = TIMEOUT_S, as_json: AsJson = False
 ) -> None:
-    """Ask a server whether it is healthy, and say how long its answer took.
+    """Check that a server is healthy, and show how long its answer took.
 
-    Exits with 2 where it does not answer, or says that it is not healthy.
+    Exits with 2 if it does not answer, or reports that it is not healthy.
     """
     from kvtier.live.client import RefusedError, fetch, server_url
 
@@ -59,9 +59,9 @@ def ping(
 def describe(
     url: Url, api_key: Key = None, timeout_s: Timeout = TIMEOUT_S, as_json: AsJson = False
 ) -> None:
-    """Say what a server serves: models, engine, version, requests, and how full its tiers are.
+    """Show what a server serves: models, engine, version, requests, and how full its tiers are.
 
-    Works with kvtier serve, vLLM and SGLang. What a server does not tell is left out.
+    Works with kvtier serve, vLLM and SGLang. Facts that a server does not report are left out.
     """
     from kvtier.live.client import server_url
     from kvtier.live.scrape import Watched
@@ -91,10 +91,10 @@ def describe(
 
 
 def models_of(server: str, key: str | None, timeout_s: float) -> list[dict[str, object]]:
-    """Return name and length of each model; at least one.
+    """Return name and maximum length of each model; at least one.
 
     Raises:
-        ConfigError: The server tells no models.
+        ConfigError: the server reports no models.
     """
     try:
         first, *rest = _json(f"{server}/v1/models", key, timeout_s)["data"][:MOST_SHOWN]
@@ -112,7 +112,7 @@ def _length(model: Mapping[str, object]) -> int | None:
 
 
 def _version(server: str, key: str | None, timeout_s: float) -> str | None:
-    """Return what ``/version`` says; None where there is none."""
+    """Return the server's ``/version``; None if there is none."""
     from kvtier.live.client import NoAnswerError, RefusedError
 
     try:

@@ -1,4 +1,4 @@
-"""``kvtier record``: from a log of requests to a trace that holds none of their text."""
+"""``kvtier record``: convert a log of requests to a trace that holds none of their text."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def record(
         list[Path],
         typer.Argument(help="Logs of vLLM or SGLang with token ids, or anything kvtier replays."),
     ],
-    to: Annotated[Path, typer.Option(help="The trace to write; must not be there.")],
+    to: Annotated[Path, typer.Option(help="The trace to write; must not exist.")],
     block_tokens: Annotated[int, typer.Option(help="Tokens per key.")] = BLOCK_SIZE,
 ) -> None:
-    """Write requests down as salted hashes, lengths and times: no text, no token ids.
+    """Record requests as salted hashes, lengths and times, without text or token ids.
 
     kvtier serve --record does the same while it serves.
     """

@@ -1,4 +1,4 @@
-"""``kvtier remote``: look after a store that replicas share."""
+"""``kvtier remote``: maintain a store that replicas share."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 @app.callback()
 def remote() -> None:
-    """Look after a store that replicas share."""
+    """Maintain a store that replicas share."""
 
 
 Url = Annotated[
-    str, typer.Argument(help="Of the store, as --storage has it: valkey://host, s3://bucket/prefix")
+    str,
+    typer.Argument(help="URL of the store, as in --storage: valkey://host, s3://bucket/prefix"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command()
 def check(url: Url, as_json: AsJson = False) -> None:
-    """Say whether a store does what kvtier relies on, and what kvtier has there.
+    """Check that a store supports kvtier, and show what kvtier has stored there.
 
-    Exits with 2 where it can't be used, or not be reached.
+    Exits with 2 if the store can't be used or reached.
     """
     from kvtier.tiers.remote.pruning import Contents
 
@@ -60,27 +61,29 @@ def prune(
     older_than: Annotated[
         str | None,
         typer.Option(
-            help='Remove what was not used for so long (Valkey), or written before (S3): "7d", '
-            '"12h", "30min".',
+            help="Remove blocks not used for this long (Valkey), or written this long ago (S3): "
+            '"7d", "12h", "30min".',
             show_default="any age",
         ),
     ] = None,
     max_bytes: Annotated[
         str | None,
         typer.Option(
-            help='Then the oldest of the rest, until no more of kvtier\'s is left: "1TiB".',
+            help="Then remove the oldest blocks until kvtier's blocks take at most this many "
+            'bytes: "1TiB".',
             show_default="any size",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be removed.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old blocks from a store, and from a bucket what tells of them.
+    """Remove old blocks from a store, and their manifests from a bucket.
 
-    Replicas may go on meanwhile: a block that one of them knows of, and that is gone, is computed
-    again.
+    Replicas may run meanwhile. A removed block that one of them still expects is computed again.
 
-    Only what kvtier has written goes: each block's header is verified before.
+    Only blocks that kvtier has written are removed: each block's header is verified first.
     """
     from kvtier.config import parse_size
     from kvtier.tiers.remote.pruning import prune as prune_store

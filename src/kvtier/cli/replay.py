@@ -1,4 +1,4 @@
-"""``kvtier replay``: from what a server was asked to what memory pays for itself."""
+"""``kvtier replay``: replay recorded requests, and compute which memory pays for itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _TRACE, _TIERS, _MODEL, _PRICES, _OUTPUT = "Trace", "Tiers", "Model and machine", "Prices", "Output"
 
 PIPED_WIDTH = 120
-"""Columns of output that is no terminal's: no table is cut."""
+"""Columns of output that is not a terminal, so that no table is cut."""
 DEVICE_CAPACITY = "16GiB"
 BYTES_PER_TOKEN = 131_072
 PREFILL_TOKENS_PER_S = 10_000.0
@@ -32,7 +32,7 @@ DISK_PRICE = 0.15
 ACCELERATOR_PRICE = 2.5
 YEARS = 3.0
 DISK_WRITES = 1825.0
-"""Once a day for five years: what many disks for reading are sold for."""
+"""Full writes of a disk: one per day for five years, as many read-intensive disks are rated."""
 
 
 def replay(
@@ -40,14 +40,14 @@ def replay(
         list[Path],
         typer.Argument(
             help="Recordings of kvtier serve --record, traces of Mooncake or Bailian, agentic "
-            "sessions, or logs of vLLM or SGLang; packed by gzip or zstd, too."
+            "sessions, or logs of vLLM or SGLang; also compressed by gzip or zstd."
         ),
     ],
     policies: Annotated[
         str,
         typer.Option(
-            help="What to replay, separated by commas; the first one decides what to buy. "
-            "opt is the optimum.",
+            help="Eviction policies to replay, separated by commas; the recommendation is for the "
+            "first one. opt is the optimum.",
             rich_help_panel=_TIERS,
             show_default="runs,lru,opt; without the native core lru,opt",
         ),
@@ -55,7 +55,7 @@ def replay(
     sizes: Annotated[
         str,
         typer.Option(
-            help='Sizes to look at: "64GiB,1TiB", or shares of all different blocks: "1%,5%".',
+            help='Cache sizes to replay: "64GiB,1TiB", or shares of all distinct blocks: "1%,5%".',
             rich_help_panel=_TIERS,
             show_default="powers of two",
         ),
@@ -69,10 +69,10 @@ def replay(
         ),
     ] = None,
     host_capacity: Annotated[
-        str, typer.Option(help="Host memory to tell about, too.", rich_help_panel=_TIERS)
+        str, typer.Option(help="Host memory to evaluate, too.", rich_help_panel=_TIERS)
     ] = "0",
     disk_capacity: Annotated[
-        str, typer.Option(help="Disk to tell about, too.", rich_help_panel=_TIERS)
+        str, typer.Option(help="Disk capacity to evaluate, too.", rich_help_panel=_TIERS)
     ] = "0",
     block_tokens: Annotated[
         int,
@@ -87,16 +87,19 @@ def replay(
         ),
     ] = "auto",
     coarsen: Annotated[
-        int, typer.Option(help="Blocks of the trace that become one.", rich_help_panel=_TRACE)
+        int,
+        typer.Option(help="Blocks of the trace to merge into one.", rich_help_panel=_TRACE),
     ] = 1,
     sessions: Annotated[
-        int, typer.Option(help="Agentic sessions to take; 0 for all.", rich_help_panel=_TRACE)
+        int, typer.Option(help="Agentic sessions to replay; 0 for all.", rich_help_panel=_TRACE)
     ] = 0,
     hours: Annotated[
         float,
-        typer.Option(help="Time in which agentic sessions begin.", rich_help_panel=_TRACE),
+        typer.Option(help="Hours within which agentic sessions start.", rich_help_panel=_TRACE),
     ] = 8.0,
-    seed: Annotated[int, typer.Option(help="Draws their beginnings.", rich_help_panel=_TRACE)] = 11,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the sessions' start times.", rich_help_panel=_TRACE)
+    ] = 11,
     shared_prefix: Annotated[
         bool,
         typer.Option(
@@ -108,21 +111,18 @@ def replay(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="config.json in Hugging Face format, or its directory: says what KV a token "
-            "takes.",
+            help="config.json in Hugging Face format, or its directory, for the KV size per token.",
             rich_help_panel=_MODEL,
         ),
     ] = None,
     kv_dtype: Annotated[
         str,
-        typer.Option(
-            help="auto, bfloat16, float8, ...: what KV is kept in.", rich_help_panel=_MODEL
-        ),
+        typer.Option(help="Data type of KV: auto, bfloat16, float8, ...", rich_help_panel=_MODEL),
     ] = "auto",
     bytes_per_token: Annotated[
         int | None,
         typer.Option(
-            help="KV of a token, all layers and ranks, in the place of --model.",
+            help="KV bytes per token, of all layers and ranks, instead of --model.",
             rich_help_panel=_MODEL,
             show_default=f"{BYTES_PER_TOKEN}, as Llama-3-8B",
         ),
@@ -130,8 +130,7 @@ def replay(
     prefill_tokens_per_s: Annotated[
         float | None,
         typer.Option(
-            help="Prompt tokens that an accelerator computes in a second, at the beginning of a "
-            "prompt.",
+            help="Prompt tokens that an accelerator computes per second, at the start of a prompt.",
             rich_help_panel=_MODEL,
             show_default=f"{PREFILL_TOKENS_PER_S:g}",
         ),
@@ -139,7 +138,7 @@ def replay(
     prefill_doubles_at: Annotated[
         float | None,
         typer.Option(
-            help="The token of a prompt that takes twice as long as the first, for attention.",
+            help="Position at which attention makes a token take twice as long as the first.",
             rich_help_panel=_MODEL,
             show_default=f"{PREFILL_DOUBLES_AT:g}",
         ),
@@ -147,14 +146,14 @@ def replay(
     bench: Annotated[
         Path | None,
         typer.Option(
-            help="JSON of kvtier bench serve, in the place of --prefill-tokens-per-s.",
+            help="JSON of kvtier bench serve, instead of --prefill-tokens-per-s.",
             rich_help_panel=_MODEL,
         ),
     ] = None,
     host_bytes_per_s: Annotated[
         str | None,
         typer.Option(
-            help="From host memory to the device.",
+            help="Bandwidth from host memory to the device.",
             rich_help_panel=_MODEL,
             show_default=HOST_BYTES_PER_S,
         ),
@@ -162,13 +161,15 @@ def replay(
     disk_bytes_per_s: Annotated[
         str | None,
         typer.Option(
-            help="From disk to the device.", rich_help_panel=_MODEL, show_default=DISK_BYTES_PER_S
+            help="Bandwidth from disk to the device.",
+            rich_help_panel=_MODEL,
+            show_default=DISK_BYTES_PER_S,
         ),
     ] = None,
     host_price_per_gib: Annotated[
         float | None,
         typer.Option(
-            help="Of a GiB of host memory, in $.",
+            help="Price of a GiB of host memory, in $.",
             rich_help_panel=_PRICES,
             show_default=f"{HOST_PRICE:g}",
         ),
@@ -176,13 +177,15 @@ def replay(
     disk_price_per_gib: Annotated[
         float | None,
         typer.Option(
-            help="Of a GiB of disk.", rich_help_panel=_PRICES, show_default=f"{DISK_PRICE:g}"
+            help="Price of a GiB of disk, in $.",
+            rich_help_panel=_PRICES,
+            show_default=f"{DISK_PRICE:g}",
         ),
     ] = None,
     accelerator_price_per_hour: Annotated[
         float | None,
         typer.Option(
-            help="Of an accelerator for an hour.",
+            help="Price of an accelerator for an hour, in $.",
             rich_help_panel=_PRICES,
             show_default=f"{ACCELERATOR_PRICE:g}",
         ),
@@ -190,7 +193,7 @@ def replay(
     paid_off_years: Annotated[
         float | None,
         typer.Option(
-            help="Over which memory is paid off.",
+            help="Years over which memory is paid off.",
             rich_help_panel=_PRICES,
             show_default=f"{YEARS:g}",
         ),
@@ -198,8 +201,8 @@ def replay(
     disk_full_writes: Annotated[
         float | None,
         typer.Option(
-            help="How often a disk can be written in full before it is worn: drive writes per day, "
-            "times days of its warranty.",
+            help="Full writes of a disk before it is worn: drive writes per day, times the days of "
+            "its warranty.",
             rich_help_panel=_PRICES,
             show_default=f"{DISK_WRITES:g}",
         ),
@@ -214,16 +217,16 @@ def replay(
         ),
     ] = None,
     report: Annotated[
-        Path, typer.Option(help="Where to write the HTML report.", rich_help_panel=_OUTPUT)
+        Path, typer.Option(help="File to write the HTML report to.", rich_help_panel=_OUTPUT)
     ] = Path("reports/replay.html"),
     no_report: Annotated[
         bool, typer.Option("--no-report", help="Write no report.", rich_help_panel=_OUTPUT)
     ] = False,
 ) -> None:
-    """Replay what a server was asked, and say which host memory and disk pay for themselves."""
+    """Replay recorded requests, and show which host memory and disk pay for themselves."""
     from rich.console import Console
 
-    # With JSON on stdout, whatever is meant for a person goes to stderr.
+    # With JSON on stdout, text for people goes to stderr.
     console = Console(stderr=json_file == STDOUT)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPED_WIDTH

@@ -1,4 +1,4 @@
-"""``kvtier serve``: its options, and the configs that they make."""
+"""``kvtier serve``: its options, and the configurations made from them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            help="Key that clients must send. Given several times: each of them will do. Better "
-            f"given as {KEY_VARIABLE} in the environment (several: with blanks in between), where "
+            help="Key that clients must send. Repeat the option to accept several keys. Better "
+            f"given as {KEY_VARIABLE} in the environment (several keys separated by blanks), where "
             "other users of the machine never see it.",
             rich_help_panel=_SERVER,
             show_default="none",
@@ -54,14 +54,14 @@ def serve(
         bool,
         typer.Option(
             "--metrics-open",
-            help="Serve /metrics without a key, as /health is.",
+            help="Serve /metrics without a key, like /health.",
             rich_help_panel=_SERVER,
         ),
     ] = False,
     ssl_certfile: Annotated[
         str | None,
         typer.Option(
-            help="Certificate in PEM: the server speaks HTTPS. Read again when it changes.",
+            help="Certificate in PEM, to serve HTTPS. It is read again when it changes.",
             rich_help_panel=_SERVER,
             show_default="none",
         ),
@@ -69,7 +69,7 @@ def serve(
     ssl_keyfile: Annotated[
         str | None,
         typer.Option(
-            help="The certificate's key in PEM, where that is in another file.",
+            help="The certificate's key in PEM, if it is in another file.",
             rich_help_panel=_SERVER,
             show_default="none",
         ),
@@ -83,31 +83,33 @@ def serve(
     max_connections: Annotated[
         int,
         typer.Option(
-            help="Open connections; some more are kept for /health, /metrics and the live page.",
+            help="Most open connections; some more are reserved for /health, /metrics and the live "
+            "page.",
             rich_help_panel=_SERVER,
         ),
     ] = 1024,
     header_timeout_s: Annotated[
         float,
         typer.Option(
-            help="Seconds that a connection may stay without a whole request header.",
+            help="Timeout of a connection for a complete request header, in seconds.",
             rich_help_panel=_SERVER,
         ),
     ] = 10.0,
     body_timeout_s: Annotated[
         float,
-        typer.Option(help="Seconds that a request's body may take.", rich_help_panel=_SERVER),
+        typer.Option(help="Timeout for a request's body, in seconds.", rich_help_panel=_SERVER),
     ] = 30.0,
     write_timeout_s: Annotated[
         float,
         typer.Option(
-            help="Seconds that a client may leave its answer unread.", rich_help_panel=_SERVER
+            help="Timeout of a client that does not read its answer, in seconds.",
+            rich_help_panel=_SERVER,
         ),
     ] = 60.0,
     shutdown_grace_s: Annotated[
         float,
         typer.Option(
-            help="Seconds that requests in flight may go on after SIGTERM.",
+            help="Seconds for which requests in flight may continue after SIGTERM.",
             rich_help_panel=_SERVER,
         ),
     ] = 30.0,
@@ -123,15 +125,15 @@ def serve(
     record_max_bytes: Annotated[
         str,
         typer.Option(
-            help="Space that the recording may take; older requests leave.",
+            help="Most bytes of the recording; the oldest requests are deleted.",
             rich_help_panel=_SERVER,
         ),
     ] = "1GiB",
     events: Annotated[
         str,
         typer.Option(
-            help="ZeroMQ address to publish which KV is in which tier, for routers: "
-            "tcp://127.0.0.1:5557. They have token ids of prompts in them.",
+            help="ZeroMQ address at which KV events are published for routers: "
+            "tcp://127.0.0.1:5557. They contain token ids of prompts.",
             rich_help_panel=_SERVER,
             show_default="none",
         ),
@@ -139,7 +141,7 @@ def serve(
     events_replay: Annotated[
         str,
         typer.Option(
-            help="Address where routers ask for events that they missed.",
+            help="ZeroMQ address at which routers request events that they missed.",
             rich_help_panel=_SERVER,
             show_default="none",
         ),
@@ -156,19 +158,19 @@ def serve(
         bool,
         typer.Option(
             "--traces",
-            help="Send spans of requests to where OpenTelemetry's environment variables say "
+            help="Send spans of requests to the endpoint in OpenTelemetry's environment variables "
             "(OTEL_EXPORTER_OTLP_ENDPOINT).",
             rich_help_panel=_SERVER,
         ),
     ] = False,
     log_level: Annotated[
-        LogLevel, typer.Option(help="What is logged, to stderr.", rich_help_panel=_SERVER)
+        LogLevel, typer.Option(help="Level of the log on stderr.", rich_help_panel=_SERVER)
     ] = LogLevel.INFO,
     log_format: Annotated[
         LogFormat | None,
         typer.Option(
-            help="How it looks: text, or json with an object in each line. KVTIER_LOG_FORMAT in "
-            "the environment says the same.",
+            help="Format of the log: text, or json with one object per line. KVTIER_LOG_FORMAT in "
+            "the environment sets the same.",
             rich_help_panel=_SERVER,
             show_default="text",
         ),
@@ -180,29 +182,31 @@ def serve(
         str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=_MODEL)
     ] = "auto",
     max_running: Annotated[
-        int, typer.Option(help="Requests decoded together.", rich_help_panel=_MODEL)
+        int, typer.Option(help="Most requests decoded together.", rich_help_panel=_MODEL)
     ] = 64,
     max_queue: Annotated[
-        int, typer.Option(help="Requests that may wait; then 429.", rich_help_panel=_MODEL)
+        int,
+        typer.Option(help="Most queued requests; others get status 429.", rich_help_panel=_MODEL),
     ] = 512,
     max_model_tokens: Annotated[
         int,
         typer.Option(
-            help="Prompt and answer together; 0: what the model allows.", rich_help_panel=_MODEL
+            help="Most tokens of prompt and answer together; 0 for the model's limit.",
+            rich_help_panel=_MODEL,
         ),
     ] = 0,
     chunk_tokens: Annotated[
         int,
-        typer.Option(help="Grid that prompts are computed on.", rich_help_panel=_MODEL),
+        typer.Option(help="Tokens per prefill chunk.", rich_help_panel=_MODEL),
     ] = CHUNK_TOKENS,
     threads: Annotated[
-        int, typer.Option(help="Compute threads; 0: torch's choice.", rich_help_panel=_MODEL)
+        int, typer.Option(help="Compute threads; 0 for torch's choice.", rich_help_panel=_MODEL)
     ] = 0,
     prefix_cache: Annotated[
         bool,
         typer.Option(
             "--prefix-cache/--no-prefix-cache",
-            help="Reuse what was computed of earlier prompts.",
+            help="Reuse KV of earlier prompts.",
             rich_help_panel=_CACHE,
         ),
     ] = True,
@@ -219,8 +223,8 @@ def serve(
     disk_path: Annotated[
         list[str] | None,
         typer.Option(
-            help="Directory for KV on a local disk, found again after a restart. Given several "
-            "times: KV is cut over several disks.",
+            help="Directory for KV on a local disk; the KV survives a restart. Repeat the option "
+            "to stripe KV over several disks.",
             rich_help_panel=_CACHE,
             show_default="none",
         ),
@@ -231,22 +235,23 @@ def serve(
     disk_durability: Annotated[
         Durability,
         typer.Option(
-            help="What stored KV survives: the end of the process, or of power, too.",
+            help="Failures that stored KV survives: a crash of the process, or also a power "
+            "failure.",
             rich_help_panel=_CACHE,
         ),
     ] = Durability.PROCESS,
     disk_verify: Annotated[
         Verify,
         typer.Option(
-            help="Which KV read from disk has its checksum compared.", rich_help_panel=_CACHE
+            help="Reads from disk for which the checksum is verified.", rich_help_panel=_CACHE
         ),
     ] = Verify.ALWAYS,
     disk_direct: Annotated[
         Direct,
         typer.Option(
-            help="Whether KV on disk goes directly to the device, past host memory; auto: where "
-            "there is none, and while that is short; to an accelerator where that was tried, and "
-            "--disk-verify is not always.",
+            help="Whether KV on disk is read directly into the device, past host memory. auto: if "
+            "there is no host tier, or while it is short of room; into an accelerator only if that "
+            "was tried and --disk-verify is not always.",
             rich_help_panel=_CACHE,
         ),
     ] = Direct.AUTO,
@@ -254,39 +259,39 @@ def serve(
         list[str] | None,
         typer.Option(
             help='More storage for KV, by a plug-in: "plug-in:location", or '
-            '"name=plug-in:location". May be given several times.',
+            '"name=plug-in:location". Repeat the option for several.',
             rich_help_panel=_CACHE,
             show_default="none",
         ),
     ] = None,
     storage_capacity: Annotated[
-        str, typer.Option(help="Room for KV in each of --storage.", rich_help_panel=_CACHE)
+        str, typer.Option(help="Capacity for KV in each of --storage.", rich_help_panel=_CACHE)
     ] = "10GiB",
     disk_bytes_per_day: Annotated[
         str,
         typer.Option(
-            help='What may be written in a day, for disks that wear: "500GiB"; 0 for no limit.',
+            help='Most bytes written per day, to limit SSD wear: "500GiB"; 0 for no limit.',
             rich_help_panel=_CACHE,
         ),
     ] = "0",
     prefetch_policy: Annotated[
         PrefetchPolicy,
         typer.Option(
-            help="Whether a request waits for what the disk has of it before its turn comes.",
+            help="Whether a queued request is scheduled before its KV has been read from disk.",
             rich_help_panel=_CACHE,
         ),
     ] = PrefetchPolicy.BEST_EFFORT,
     client_hints: Annotated[
         ClientHints,
         typer.Option(
-            help="Whether hints of clients (the field kvtier of a request) count.",
+            help="Whether hints of clients (the field kvtier of a request) are used.",
             rich_help_panel=_CACHE,
         ),
     ] = ClientHints.ON,
     prefetch_timeout_s: Annotated[
         float,
         typer.Option(
-            help="Seconds that it waits at most, with --prefetch-policy timeout.",
+            help="Longest wait with --prefetch-policy timeout, in seconds.",
             rich_help_panel=_CACHE,
         ),
     ] = 1.0,
@@ -301,9 +306,8 @@ def serve(
         str,
         typer.Option(
             "--policy",
-            help="Which blocks leave a full host tier, or disk, first: runs learns what is used"
-            " again, lru takes those that were used longest ago; arc, s3fifo, lfuda and sieve are"
-            " others' ways.",
+            help="Eviction policy of host memory and disk: runs learns which blocks are reused, lru"
+            " evicts the least recently used; arc, s3fifo, lfuda and sieve are published policies.",
             rich_help_panel=_CACHE,
         ),
     ] = "runs",

@@ -1,4 +1,4 @@
-"""A server with its engine, from its configs until it ends."""
+"""Run a server with its engine, from their configurations until a signal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 def serve_until_ended(
     engine_config: EngineConfig, server_config: ServerConfig, on_ready: Callable[[], None]
 ) -> None:
-    """Serve until a signal comes. Settings are checked before torch and the model are loaded.
+    """Serve until a signal arrives. Settings are checked before torch and the model are loaded.
 
     on_ready: called as soon as clients can connect.
     """
@@ -48,7 +48,7 @@ def serve_until_ended(
 
 
 def _check(config: EngineConfig) -> None:
-    """Raise ``ConfigError`` for names that nothing is known by."""
+    """Raise ``ConfigError`` for unknown names of models, policies and plug-ins."""
     find_model(config.model)
     find_plugin("policies", config.cache.eviction_policy)
     storage_names(config.cache.storage, bool(config.cache.disk_path))

@@ -1,4 +1,4 @@
-"""``kvtier sglang-args``: what to add to ``sglang serve``."""
+"""``kvtier sglang-args``: print options for ``sglang serve``."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def sglang_args(
     host_capacity: Annotated[
         str,
         typer.Option(
-            help="Host DRAM of kvtier's, of all ranks together: it takes the place of SGLang's own "
-            "hierarchical cache (the linker). Without, the disk is put below that."
+            help="Host DRAM for KV, of all ranks together, for the linker, which replaces SGLang's "
+            "own hierarchical cache. Without it, the disk is below that cache."
         ),
     ] = "",
     storage: Annotated[
         list[str] | None,
         typer.Option(
-            help='A store that servers share: "valkey://host". Behind the linker, below the disk '
-            "where there is one, and several by the option again, the fastest first; else one, in "
-            "the place of the disk. Without a password: name that in the server's environment."
+            help='A store that servers share: "valkey://host". With the linker it is below the '
+            "disk, and the option may be repeated, fastest first. Otherwise one store is allowed, "
+            "instead of a disk. Give a password in the server's environment, not here."
         ),
     ] = None,
     storage_capacity: StorageCapacity = "",
@@ -45,14 +45,21 @@ def sglang_args(
     record: Record = "",
     record_max_bytes: RecordMaxBytes = "",
     load_policy: Annotated[
-        str, typer.Option(help="auto: what is faster to compute is not read; always: to measure.")
+        str,
+        typer.Option(
+            help="auto: KV that is faster to compute is not read; always: all is read, to measure."
+        ),
     ] = "auto",
     namespace: Annotated[
-        str, typer.Option(help="KV is shared only under the same text; for what no file tells.")
+        str,
+        typer.Option(
+            help="Text that must be equal for KV to be shared; for what the model's files don't "
+            "tell."
+        ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Print the options that put kvtier under SGLang, to be pasted behind its launch command."""
+    """Print the options that enable kvtier in SGLang, to be appended to its launch command."""
     from kvtier.connectors.sglang.settings import LinkerSettings, StorageSettings
 
     ours = given(

@@ -1,4 +1,4 @@
-"""``kvtier top``: what a cache does right now, in a terminal."""
+"""``kvtier top``: live state of a cache, in a terminal."""
 
 from __future__ import annotations
 
@@ -16,28 +16,26 @@ if TYPE_CHECKING:
     from kvtier.live.scrape import Watched
 
 FIRST_S = 2.0
-"""Between the two looks of ``--once``: what happens per second is the difference."""
+"""Seconds between the two readings of ``--once``, whose difference gives the rates."""
 
 
 def top(
-    url: Annotated[
-        str, typer.Argument(help="The engine: its address, or that of its metrics.")
-    ] = URL,
+    url: Annotated[str, typer.Argument(help="Address of the engine, or of its metrics.")] = URL,
     once: Annotated[
-        bool, typer.Option("--once", help=f"Look for {FIRST_S:.0f} seconds, show, and end.")
+        bool, typer.Option("--once", help=f"Measure for {FIRST_S:.0f} seconds, print, and exit.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Look once, and print one JSON object.")
+        bool, typer.Option("--json", help="Measure once, and print one JSON object.")
     ] = False,
     every_s: Annotated[
-        float, typer.Option("--every", min=1.0, max=60.0, help="Seconds between two looks.")
+        float, typer.Option("--every", min=1.0, max=60.0, help="Seconds between updates.")
     ] = 1.0,
     api_key: Annotated[
         str | None,
-        typer.Option(help=f"Key that the engine wants; better given as {KEY_VARIABLE}."),
+        typer.Option(help=f"Key of the engine; better given as {KEY_VARIABLE}."),
     ] = None,
 ) -> None:
-    """Show what a cache does right now: of a kvtier server, vLLM or SGLang."""
+    """Show the live state of the cache of a kvtier server, vLLM or SGLang."""
     from kvtier.live.scrape import Watched
 
     watched = Watched(url, take_key(api_key))

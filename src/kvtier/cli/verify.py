@@ -26,15 +26,15 @@ def verify(
         bool,
         typer.Option(
             "--repair",
-            help="Forget damaged blocks, write the journal anew, and use quarantined slots again "
-            "that can be read.",
+            help="Forget damaged blocks, rewrite the journal, and reuse quarantined slots that can "
+            "be read.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Read every block of a slab and compare its checksum. Refused while a process uses the slab.
+    """Read every block of a slab and verify its checksum. Refused while a process uses the slab.
 
-    Exits with 1 where something is wrong and was not repaired, with 2 where it could not look.
+    Exits with 1 if something is wrong and was not repaired, with 2 if the slab can't be read.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -68,7 +68,7 @@ def _count(number: int, what: str) -> str:
 
 
 def show_check(console: Console, report: CheckReport) -> None:
-    """Print the report, and what to do about it."""
+    """Print the report, and how to repair the slab."""
     from rich.table import Table
 
     def say(line: str) -> None:

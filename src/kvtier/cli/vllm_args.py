@@ -1,4 +1,4 @@
-"""``kvtier vllm-args``: what to add to ``vllm serve``."""
+"""``kvtier vllm-args``: print options for ``vllm serve``."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def vllm_args(
         str, typer.Option(help="Host DRAM for KV, of all ranks together.")
     ] = "4GiB",
     disk_path: Annotated[
-        str, typer.Option(help="Directory for KV on a local disk; none without.")
+        str, typer.Option(help="Directory for KV on a local disk; no disk by default.")
     ] = "",
     disk_capacity: DiskCapacity = "",
     storage: Annotated[
         list[str] | None,
         typer.Option(
             help='A store that servers share, below host memory and the disk: "valkey://host". '
-            "Several: the option again, the fastest first. Without a password: name that in the "
-            "server's environment."
+            "Repeat the option for several, fastest first. Give a password in the server's "
+            "environment, not here."
         ),
     ] = None,
     storage_capacity: StorageCapacity = "",
@@ -41,11 +41,11 @@ def vllm_args(
     record: Record = "",
     record_max_bytes: RecordMaxBytes = "",
     blocks_per_chunk: Annotated[
-        int, typer.Option(min=1, help="Blocks of vLLM's that make one of kvtier's.")
+        int, typer.Option(min=1, help="Number of vLLM blocks per kvtier block.")
     ] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Print the option that puts kvtier under vLLM, to be pasted behind ``vllm serve MODEL``.
+    """Print the option that enables kvtier in vLLM, to be appended to ``vllm serve MODEL``.
 
     In a script: --kv-transfer-config "$(kvtier vllm-args --json ...)".
     """
@@ -64,7 +64,7 @@ def vllm_args(
     )
     if blocks_per_chunk > 1:
         extra["blocks_per_chunk"] = blocks_per_chunk
-    VllmSettings.read(extra)  # refuses what vLLM would refuse when it starts
+    VllmSettings.read(extra)  # raises here what vLLM would raise at its start
     config = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",

@@ -1,4 +1,4 @@
-"""``kvtier watch``: the live page for an engine that has none."""
+"""``kvtier watch``: serve the live page for an engine that has none."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ URL = "http://127.0.0.1:8000"
 
 
 def watch(
-    url: Annotated[
-        str, typer.Argument(help="The engine: its address, or that of its metrics.")
-    ] = URL,
-    host: Annotated[str, typer.Option(help="Address to show the page at.")] = "127.0.0.1",
+    url: Annotated[str, typer.Argument(help="Address of the engine, or of its metrics.")] = URL,
+    host: Annotated[str, typer.Option(help="Address to serve the page at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes any free one.")] = 8500,
     api_key: Annotated[
         str | None,
-        typer.Option(help=f"Key that the engine wants; better given as {KEY_VARIABLE}."),
+        typer.Option(help=f"Key of the engine; better given as {KEY_VARIABLE}."),
     ] = None,
 ) -> None:
-    """Show a page of what a cache does: of vLLM, SGLang, or a kvtier server elsewhere.
+    """Serve a live page of the cache of vLLM, SGLang, or a kvtier server elsewhere.
 
-    A server of kvtier's own has the page itself, at /.
+    A kvtier server has the page itself, at /.
     """
     from kvtier.live.local import LOCAL_HOSTS, LocalServer
     from kvtier.live.scrape import Watched

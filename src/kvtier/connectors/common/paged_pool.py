@@ -183,7 +183,7 @@ class PagedPool:
     def pieces(self, groups: Sequence[Int64s]) -> Pieces:
         """Return the destinations of whole blocks' bytes, group after group.
 
-        Pieces that a block of a small group lacks have address 0, which means not to read them.
+        Pieces that a block of a small group lacks have address 0: they are not requested.
 
         groups: pages of each block, int64 [num_blocks, n] per group; -1 for pages that must not be
         written.
