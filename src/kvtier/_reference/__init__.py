@@ -1,3 +1,3 @@
-"""Pure-Python twins of the native functions: fall-back where nothing was compiled, and oracle."""
+"""Pure-Python equivalents of the native functions: fall-back and test oracle."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments of the twins, checked as the native core checks them."""
+"""Argument checks of the Python equivalents, the same as in the native core."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ import operator
 
 MAX_THREADS = 256
 END_OF_MEMORY = 2**63
-"""Processes have the lower half of the addresses."""
+"""End of the addresses that a process can have: the lower half of the address space."""
 
 
 def check_threads(threads: int) -> None:
-    """Raise unless this is a number of threads that may be asked for."""
+    """Raise ValueError unless ``threads`` is in the permitted range."""
     if not 1 <= operator.index(threads) <= MAX_THREADS:
         raise ValueError(f"threads must be between 1 and {MAX_THREADS}, not {threads}")
 
 
 def check_memory(name: str, address: int, num_bytes: int) -> None:
-    """Raise unless these bytes can lie in memory; no bytes lie anywhere."""
+    """Raise ValueError unless these bytes can be in memory. 0 bytes may have any address."""
     if num_bytes and (address == 0 or address + num_bytes > END_OF_MEMORY):
         raise ValueError(f"{name}{num_bytes} bytes at address {address} do not lie in memory")
 
 
 def pieces_of(addresses: object, sizes: object) -> list[tuple[int, int]]:
-    """Pieces of memory, ``sizes[i]`` bytes at ``addresses[i]``. Raise unless all can be there."""
+    """Return (address, size) of each piece of memory.
+
+    Raises TypeError or ValueError for bad arrays, or an impossible piece.
+    """
     starts, lengths = words_of("addresses", addresses), words_of("sizes", sizes)
     if len(starts) != len(lengths):
         raise ValueError(
@@ -35,9 +38,9 @@ def pieces_of(addresses: object, sizes: object) -> list[tuple[int, int]]:
 
 
 def words_of(name: str, array: object) -> memoryview:
-    """The items of a one-dimensional, C-contiguous array of uint64."""
+    """Return a view of a one-dimensional, C-contiguous array of uint64; raise for others."""
     try:
-        view = memoryview(array)  # type: ignore[arg-type]  # that is the question
+        view = memoryview(array)  # type: ignore[arg-type]  # checked here
     except TypeError:
         raise TypeError(
             f"{name} must be an array of uint64, not {type(array).__qualname__}"

@@ -1,4 +1,4 @@
-"""The batched copy, one ``memmove`` per fragment."""
+"""Batched copy, with one ``memmove`` per fragment."""
 
 from __future__ import annotations
 
@@ -23,12 +23,20 @@ def copy_batch(
 ) -> int:
     """Copy ``size[i]`` bytes from address ``src[i]`` to address ``dst[i]``, for every i.
 
-    dst, src, size: C-contiguous uint64 arrays of one length; sizes in bytes, 0 is skipped.
-    threads: 1 to 256; checked and otherwise ignored here.
-    Returns the number of bytes copied, when all of them are there.
     The caller guarantees that the memory exists, and that no destination overlaps another
-    destination or a source: the order of the copies is not defined.
-    Raises TypeError or ValueError for bad arguments, before anything is copied.
+    destination or a source: the order of the copies is undefined.
+
+    Args:
+        dst: uint64 [n], C-contiguous, destination addresses.
+        src: uint64 [n], C-contiguous, source addresses.
+        size: uint64 [n], C-contiguous, bytes to copy; 0 is skipped.
+        threads: 1 to 256; checked and otherwise ignored here.
+
+    Returns:
+        Number of copied bytes, after all copies are done.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid; nothing was copied.
     """
     batch = _Batch(dst, src, size)
     check_threads(threads)
@@ -42,10 +50,12 @@ def copy_checked(
     size: NDArray[np.uint64],
     pieces: int = 1,
 ) -> NDArray[np.uint32]:
-    """The same, and uint32 [num_blocks]: the crc32c of each block, as it lies at its destination.
+    """Copy as ``copy_batch`` does, and return the crc32c of each block: uint32 [num_blocks].
 
-    pieces: fragments in a row that are a block; there is a whole number of blocks. The core reads
-    each byte once. Here what somebody writes to a destination meanwhile is checked as well.
+    Checksums are those of the destinations. The native core reads each byte once. This function
+    reads the destination again, so concurrent writes to it are in the checksum.
+
+    pieces: number of consecutive fragments per block; there is a whole number of blocks.
     """
     batch = _Batch(dst, src, size)
     if operator.index(pieces) < 1 or len(batch.sizes) % pieces:
@@ -63,7 +73,7 @@ def copy_checked(
 
 
 class _Batch:
-    """The three arrays of a copy, as lists. Raises what a copy raises."""
+    """The three arrays of a copy, as checked lists. Raises the same errors as a copy."""
 
     def __init__(self, dst: object, src: object, size: object) -> None:
         views = {"dst": dst, "src": src, "size": size}

@@ -1,7 +1,7 @@
-"""crc32c, many bytes at a time with numpy.
+"""crc32c in NumPy, many bytes at a time.
 
-A state is the inverted checksum. It is linear in the bytes (over bits), so a long piece is cut into
-rows of one width, the rows go side by side, and their states are then added in pairs:
+The state is the inverted checksum. It is linear in the bits, so a long piece is cut into rows of
+the same width. All rows are processed in parallel, and their states are then joined in pairs:
 
     state(a b) = shift(state(a), len(b)) ^ state(b)      with state(b) begun at 0
 """
@@ -21,15 +21,14 @@ if TYPE_CHECKING:
 
 _POLYNOMIAL = 0x82F63B78
 _ALL_BITS = 0xFFFF_FFFF
-_ROW_BYTES = 512  # of a long piece
-_NUM_SIDE_BY_SIDE = 1 << 14  # rows at a time: their states stay in the cache
+_ROW_BYTES = 512  # bytes of a row of a long piece
+_NUM_SIDE_BY_SIDE = 1 << 14  # rows at a time; their states stay in the CPU's caches
 
 
 def crc32c(address: int, num_bytes: int, seed: int = 0) -> int:
-    """Checksum of ``num_bytes`` at ``address``: CRC-32 by Castagnoli's polynomial.
+    """Return the crc32c (Castagnoli) of ``num_bytes`` bytes at ``address``.
 
-    seed: the checksum of the bytes before them; 0 for none.
-    The caller guarantees that the memory exists.
+    The caller guarantees that the memory exists. seed: checksum of the preceding bytes; 0 for none.
     """
     if num_bytes < 0 or not 0 <= seed <= _ALL_BITS or address < 0:
         raise TypeError(
@@ -43,9 +42,9 @@ def crc32c(address: int, num_bytes: int, seed: int = 0) -> int:
 def crc32c_many(
     addresses: NDArray[np.uint64], sizes: NDArray[np.uint64], threads: int = 1
 ) -> NDArray[np.uint32]:
-    """uint32 [n]: checksums of ``sizes[i]`` bytes at ``addresses[i]``.
+    """Return the crc32c of ``sizes[i]`` bytes at ``addresses[i]``, for every i: uint32 [n].
 
-    addresses, sizes: C-contiguous uint64 arrays of one length; threads: 1 to 256, ignored here.
+    addresses, sizes: uint64 [n], C-contiguous. threads: 1 to 256; ignored here.
     """
     pieces = pieces_of(addresses, sizes)
     check_threads(threads)
@@ -53,12 +52,12 @@ def crc32c_many(
 
 
 def crc32c_rows(rows: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """uint32 [n]: checksum of each row of uint8 [n, width].
+    """Return the crc32c of each row of uint8 [n, width]: uint32 [n].
 
-    The bytes of a row lie side by side; the rows may lie apart, as in ``records[:, 4:64]``.
+    Each row is contiguous; there may be gaps between rows, as in ``records[:, 4:64]``.
     """
     try:
-        view = memoryview(rows)  # type: ignore[arg-type]  # that is the question
+        view = memoryview(rows)  # type: ignore[arg-type]  # checked here
     except TypeError:
         raise TypeError(f"rows must be an array of uint8, not {type(rows).__qualname__}") from None
     if view.format != "B":
@@ -94,7 +93,7 @@ def _update(state: int, address: int, num_bytes: int) -> int:
 
 
 def _update_rows(states: NDArray[np.uint32], rows: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """The states after their rows, four bytes of each row at a time."""
+    """Return the states after their rows, processing four bytes of each row at a time."""
     num_words = rows.shape[1] // 4
     low, high = _half_tables()
     words = np.ascontiguousarray(rows[:, : 4 * num_words]).view("<u4")
@@ -108,10 +107,10 @@ def _update_rows(states: NDArray[np.uint32], rows: NDArray[np.uint8]) -> NDArray
 
 
 def _joined(states: NDArray[np.uint32]) -> int:
-    """The state of all rows in order, from those of each alone."""
+    """Return the state of all rows in order, from the state of each row."""
     num_bytes = _ROW_BYTES
     while len(states) > 1:
-        # An odd one out stands first: zero states before it change nothing.
+        # Pad an odd number in front: a zero state there has no effect.
         if len(states) % 2:
             states = np.concatenate((np.zeros(1, np.uint32), states))
         low, high = _shift_tables(num_bytes)
@@ -132,19 +131,22 @@ def _byte_table() -> list[int]:
 
 @cache
 def _half_tables() -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """uint32 [65536] twice: states after four zero bytes, by their low and their high half."""
+    """Return tables of the states after four zero bytes, by low and high half of a state.
+
+    Both are uint32 [65536].
+    """
     return _spread(_shift_bits(4))
 
 
 @cache
 def _shift_tables(num_bytes: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """The same after ``num_bytes`` zero bytes: a power of two, 4 or more."""
+    """Return such tables for ``num_bytes`` zero bytes: a power of two, at least 4."""
     return _spread(_shift_bits(num_bytes))
 
 
 @cache
 def _shift_bits(num_bytes: int) -> tuple[int, ...]:
-    """Return the states to which single bits, 1 << i, become after ``num_bytes`` zero bytes."""
+    """Return the state that each single bit, 1 << i, becomes after ``num_bytes`` zero bytes."""
     if num_bytes == 1:
         table = _byte_table()
         return tuple(table[(1 << i) & 0xFF] ^ ((1 << i) >> 8) for i in range(32))
@@ -161,7 +163,7 @@ def _times(bits: tuple[int, ...], state: int) -> int:
 
 
 def _spread(bits: tuple[int, ...]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Two tables of 65,536 from 32 bits: every state is the sum of those of its bits."""
+    """Expand the effects of 32 single bits to two tables of 65,536 entries, by XOR."""
     halves = []
     for start in (0, 16):
         table = np.zeros(1, np.uint32)

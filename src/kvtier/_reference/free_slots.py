@@ -1,4 +1,4 @@
-"""Free slots of a tier, as a row of bits: twin of the native class."""
+"""Python equivalent of the native ``FreeSlots``: free slots of a tier as a bit array."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import numpy as np
 
 
 class FreeSlots:
-    """``num_slots`` slots, of which none is free at first. Not safe to be used by several threads.
+    """Set of free slots among ``num_slots``, initially empty. Not thread-safe.
 
-    ValueError for what is no slot, or more slots than there are; nothing is changed then.
+    Methods raise ValueError for invalid slots, or more slots than exist, without any change.
     """
 
     def __init__(self, num_slots: int) -> None:
         if not 0 <= num_slots < 1 << 32:
             raise ValueError(f"num_slots: {num_slots} is not in 0 .. {(1 << 32) - 1}")
-        # A slot that is never free stands on either side, so that every run has two ends.
+        # A sentinel that is never free on either side, so that every run has two ends.
         self._bounded = np.zeros(num_slots + 2, bool)
         self._is_free = self._bounded[1:-1]
         self._num_opened = 0
@@ -26,12 +26,12 @@ class FreeSlots:
         return self._num_free
 
     def longest_run(self) -> int:
-        """Free neighbours, at most."""
+        """Return the length of the longest run of free neighbouring slots."""
         edges = np.flatnonzero(self._bounded[1:] != self._bounded[:-1])
         return int((edges[1::2] - edges[::2]).max(initial=0))
 
     def open(self, first: int, end: int) -> None:
-        """Slots first .. end - 1 are free from now on; none from ``first`` on was opened before."""
+        """Open slots first .. end - 1 as free. No slot from ``first`` on may be open already."""
         if not 0 <= end <= len(self._is_free):
             raise ValueError(f"end: {end} is not in 0 .. {len(self._is_free)}")
         if not 0 <= first <= end:
@@ -43,7 +43,7 @@ class FreeSlots:
         self._num_free += end - first
 
     def free(self, slots: Sequence[int]) -> None:
-        """These are free again. AssertionError for one that is free already, or named twice."""
+        """Free slots. Raise AssertionError for a slot that is free already, or given twice."""
         for slot in slots:
             if not 0 <= slot < 1 << 32:
                 raise ValueError(f"slot {slot} is not in 0 .. 2**32 - 1")
@@ -58,7 +58,7 @@ class FreeSlots:
         self._num_free += len(slots)
 
     def take(self, num_slots: int) -> list[int]:
-        """Free slots, ascending: the first run that is long enough, else the lowest ones."""
+        """Take free slots, ascending: the first run that is long enough, else the lowest ones."""
         if not 0 <= num_slots <= self._num_free:
             raise ValueError(f"num_slots: {num_slots} is not in 0 .. {self._num_free}")
         if num_slots == 0:

@@ -1,4 +1,4 @@
-"""Slots by key: the twin of the native table, in a dictionary."""
+"""Python equivalent of the native ``KeyTable``: slots by key, in a dictionary."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ Int64s = npt.NDArray[np.int64]
 
 
 class KeyTable:
-    """The slot of each key. Not safe to be used by several threads at once.
+    """Table of the slot of each key. Not thread-safe.
 
-    keys: V32 [n], C-contiguous. slots: int64 [n], 0 .. 2**32 - 1. Of equal keys the last counts.
-    ValueError or TypeError for anything else, and nothing is changed then.
+    Invalid arguments raise ValueError or TypeError without any change.
+
+    keys: V32 [n], C-contiguous; of equal keys the last one counts. slots: int64 [n], in
+    0 .. 2**32 - 1.
     """
 
     def __init__(self, keys: Keys, slots: Int64s) -> None:
@@ -27,22 +29,22 @@ class KeyTable:
         return len(self._slots)
 
     def num_bytes(self) -> int:
-        """Memory of the table, about: a key, a number, and what the dictionary needs for both."""
+        """Return the approximate memory of the table in bytes."""
         return 200 * len(self._slots)
 
     def find(self, keys: Keys) -> Int64s:
-        """int64 [n]: the slot of each key, -1 where it is not there."""
+        """Return the slot of each key: int64 [n]; -1 for a missing key."""
         check_array("keys", keys, np.dtype(f"V{KEY_BYTES}"))
         found = [self._slots.get(key, -1) for key in as_bytes(keys)]
         return np.array(found, np.int64)
 
     def put(self, keys: Keys, slots: Int64s) -> None:
-        """The keys are in these slots from now on."""
+        """Set the slots of keys."""
         _check_pairs(keys, slots)
         self._slots.update(zip(as_bytes(keys), slots.tolist(), strict=True))
 
     def remove(self, keys: Keys, slots: Int64s) -> None:
-        """The keys are in these slots no more; one that is elsewhere stays there."""
+        """Remove keys that are in these slots; keys in other slots stay."""
         _check_pairs(keys, slots)
         for key, slot in zip(as_bytes(keys), slots.tolist(), strict=True):
             if self._slots.get(key) == slot:
@@ -50,7 +52,7 @@ class KeyTable:
 
 
 def as_bytes(keys: Keys) -> list[bytes]:
-    """The keys one by one."""
+    """Return keys as a list of bytes."""
     whole = keys.tobytes()
     return [whole[at : at + KEY_BYTES] for at in range(0, len(whole), KEY_BYTES)]
 
@@ -68,7 +70,7 @@ def _check_pairs(keys: Keys, slots: Int64s) -> None:
 
 
 def check_array(name: str, array: object, dtype: np.dtype[np.generic]) -> None:
-    """Raise where ``array`` is not a one-dimensional, C-contiguous array of ``dtype``."""
+    """Raise unless ``array`` is a one-dimensional, C-contiguous array of ``dtype``."""
     kind = f"V{KEY_BYTES}" if dtype.kind == "V" else dtype.name
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{name} must be an array of {kind}, not {type(array).__qualname__}")

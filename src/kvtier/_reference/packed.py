@@ -1,4 +1,4 @@
-"""Numbers and keys of many blocks: the twins of the native classes, as lists."""
+"""Python equivalents, as lists, of the native arrays of block numbers and keys."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Item = TypeVar("Item")
 
 
 class _Packed(list[Item], Generic[Item]):
-    """Not changed once made, equal to any list of the same items.
+    """Immutable sequence that equals any list of the same items.
 
-    The native classes keep the items themselves, side by side: whoever takes a part has a view of
-    it, and the core, numpy and the collector of garbage meet no object for each.
+    The native classes store the items contiguously: slices are views, NumPy and the core can use
+    the memory directly, and there is no Python object per item.
     """
 
     __hash__ = None
@@ -26,12 +26,12 @@ class _Packed(list[Item], Generic[Item]):
 
     @classmethod
     def joined(cls, *parts: Iterable[Item]) -> _Packed[Item]:
-        """The items of all parts, in order."""
+        """Return a sequence of the items of all parts, in order."""
         return cls(chain.from_iterable(parts))
 
 
 class Numbers(_Packed[Item]):
-    """Blocks or slots: 0 .. 2**63 - 1. To numpy an array of int64."""
+    """Block or slot numbers, 0 .. 2**63 - 1. NumPy sees an array of int64."""
 
     def __init__(self, items: Iterable[Item] = ()) -> None:
         super().__init__(items)
@@ -43,14 +43,14 @@ class Numbers(_Packed[Item]):
 
     @staticmethod
     def counted(first: int, end: int) -> Numbers[int]:
-        """first, first + 1, ... end - 1."""
+        """Return the numbers first .. end - 1."""
         if end < first:
             raise ValueError(f"the end {end} is before the first {first}")
         return Numbers(range(first, end))
 
 
 class Keys(_Packed[Item]):
-    """Keys of blocks: 32 bytes each. To numpy an array of V32."""
+    """Keys of blocks, 32 bytes each. NumPy sees an array of V32."""
 
     def __init__(self, items: Iterable[Item] = ()) -> None:
         super().__init__(items)

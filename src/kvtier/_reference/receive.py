@@ -1,4 +1,4 @@
-"""Values that a server sends one behind the other, as RESP has them, each to where it belongs."""
+"""Reception of consecutive RESP values from a server directly into their memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 END = b"\r\n"
 LEAST_REPLY_BYTES = 3
-"""Length of an error without words, ``-\\r\\n``."""
+"""Length of the shortest reply: an error without text, ``-\\r\\n``."""
 MOST_PARTS = 1024
 LEAST_WAIT_S = 0.001
 
@@ -37,20 +37,28 @@ def receive_values(
     due: int,
     until: float,
 ) -> tuple[NDArray[np.uint32], bytes, int]:
-    """Receive values that begin with this line, each to its pieces, until another reply comes.
+    """Receive values that begin with ``line``, each into its pieces, until another reply comes.
 
-    fd: of a blocking socket. line: the first one of a value that fills its pieces. held: bytes that
-    came before. addresses, sizes: C-contiguous uint64 [num_values * pieces]. heads: of each value
-    the first pieces, which have no checksum. due: replies that come after these values. until: of
-    ``time.monotonic``.
+    Args:
+        fd: descriptor of a blocking socket.
+        line: header line of a value that fills its pieces.
+        held: bytes that were received before.
+        addresses: uint64 [num_values * pieces], C-contiguous, address of each piece.
+        sizes: uint64 [num_values * pieces], C-contiguous, bytes of each piece.
+        pieces: number of pieces of a value.
+        heads: number of pieces at the start of a value that are left out of its checksum.
+        due: number of replies that follow these values.
+        until: deadline (``time.monotonic``).
 
-    Returns uint32 [n], the crc32c of each value that is whole, which are the first ones; what has
-    come behind them; and a number of ``errno``: ETIMEDOUT for what came too late, ECONNRESET where
-    the server has closed the connection, EPROTO for a value that does not end where it should; 0
-    where all have come, or another reply has. That one is left, and nothing of it goes to its
-    pieces.
+    Returns:
+        The crc32c of each complete value, which are the first ones: uint32 [n]; bytes that were
+        received after them; and an errno. ETIMEDOUT: the deadline has passed. ECONNRESET: the
+        server has closed the connection. EPROTO: a value does not end in the right place. 0: all
+        values were received, or another reply came. That reply is in the returned bytes, and none
+        of it was written to pieces.
 
-    Raises TypeError or ValueError for bad arguments, before anything is received.
+    Raises:
+        TypeError, ValueError: an argument is invalid; nothing was received.
     """
     memory = pieces_of(addresses, sizes)
     if operator.index(pieces) < 1 or len(memory) % pieces:
@@ -66,7 +74,7 @@ def receive_values(
     values = [memory[at : at + pieces] for at in range(0, len(memory), pieces)]
     num, rest, number = 0, held, 0
     try:
-        with socket.socket(fileno=os.dup(fd)) as its:  # the same one, with the same limit
+        with socket.socket(fileno=os.dup(fd)) as its:  # shares the socket and its timeout
             reader = _Reader(its, line, held, until)
             try:
                 while num < len(values) and reader.is_next():
@@ -89,10 +97,7 @@ def receive_values(
 
 
 class _Reader:
-    """Reader of the rest of an answer.
-
-    rest: what has come and was not read.
-    """
+    """Reader of consecutive values. rest: bytes that were received, but not consumed yet."""
 
     def __init__(self, its: socket.socket, line: bytes, held: bytes, until: float) -> None:
         self._socket = its
@@ -101,7 +106,7 @@ class _Reader:
         self.rest = held
 
     def is_next(self) -> bool:
-        """Whether a value comes next; its first line is gone then."""
+        """Return whether a value comes next. If so, consume its header line."""
         while len(self.rest) < len(self._line) and self._line.startswith(self.rest):
             more = bytearray(len(self._line) - len(self.rest))
             num = self._receive([memoryview(more)])
@@ -112,7 +117,10 @@ class _Reader:
         return True
 
     def read_value(self, pieces: list[tuple[int, int]], num_ahead: int) -> OSError | None:
-        """The next one, and so many bytes behind its end. Returns what went wrong with those."""
+        """Read the next value into its pieces, and up to ``num_ahead`` bytes after its end.
+
+        Returns the error that occurred while the bytes after the value were received, if any.
+        """
         parts = []
         for address, size in pieces:
             place = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
@@ -130,7 +138,7 @@ class _Reader:
         return late
 
     def _fill(self, parts: list[memoryview]) -> tuple[int, OSError | None]:
-        """Return how many bytes are missing, and why."""
+        """Fill ``parts``. Return how many bytes are missing, and the error."""
         while parts:
             try:
                 num = self._receive(parts[:MOST_PARTS])
@@ -143,7 +151,7 @@ class _Reader:
         return 0, None
 
     def _receive(self, parts: list[memoryview]) -> int:
-        """Some bytes, one at least; the system does not wait for longer than there is time."""
+        """Receive at least one byte into ``parts``, before the deadline."""
         left_s = self._until - time.monotonic()
         if left_s <= 0:
             raise OSError(errno.ETIMEDOUT, "it took too long")

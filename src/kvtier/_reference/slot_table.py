@@ -1,4 +1,4 @@
-"""Slots by key, with the keys in the slots' own rows: the twin of the native table."""
+"""Python equivalent of the native ``SlotTable``: slots by key, with keys in an external table."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from kvtier._reference.key_table import KEY_BYTES, Int64s, Keys, as_bytes, check
 
 
 class SlotTable:
-    """Slot of each listed key. Not thread-safe.
+    """Table of the slot of each listed key. Not thread-safe.
 
-    keys: V32 [num_slots], of all slots, any number of bytes apart; they are looked at, not copied,
-    and that of a listed slot does not change. slots: int64 [n], to be listed; of equal keys the
-    last counts. ValueError or TypeError for anything else, and nothing is changed then.
+    Invalid arguments raise ValueError or TypeError without any change.
+
+    keys: V32 [num_slots], key of each slot, with any stride. The array is not copied; the key of a
+        listed slot must not change.
+    slots: int64 [n], slots to list; of slots with equal keys the last one counts.
     """
 
     def __init__(self, keys: Keys, slots: Int64s) -> None:
@@ -31,21 +33,21 @@ class SlotTable:
         return len(self._slots)
 
     def num_bytes(self) -> int:
-        """Memory of the table, about: a key, a number, and what the dictionary needs for both."""
+        """Return the approximate memory of the table in bytes."""
         return 200 * len(self._slots)
 
     def find(self, keys: Keys) -> Int64s:
-        """int64 [n]: the slot of each key, -1 where none is listed."""
+        """Return the slot of each key: int64 [n]; -1 for a key that is not listed."""
         check_array("keys", keys, np.dtype(f"V{KEY_BYTES}"))
         return np.array([self._slots.get(key, -1) for key in as_bytes(keys)], np.int64)
 
     def put(self, slots: Int64s) -> None:
-        """List slots, in the place of others with the same keys."""
+        """List slots; they replace other slots with the same keys."""
         self._check(slots)
         self._slots.update(zip(self._keys_of(slots), slots.tolist(), strict=True))
 
     def remove(self, slots: Int64s) -> None:
-        """List these slots no more."""
+        """Remove slots from the list."""
         self._check(slots)
         for key, slot in zip(self._keys_of(slots), slots.tolist(), strict=True):
             if self._slots.get(key) == slot:

@@ -1,4 +1,4 @@
-"""Token ids as bytes, through numpy."""
+"""Packing of token ids into bytes, with NumPy."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import numpy as np
 
 
 def pack_tokens(tokens: object) -> bytes | None:
-    """The ids as little-endian uint32.
+    """Return the ids as little-endian uint32.
 
-    tokens: a list or tuple of int, or an array of integers with four or eight bytes each: one axis,
-    contiguous, in the machine's byte order. None for anything else, and where an id lies outside
-    0 .. 2**32 - 1: then it is for the caller to look closer.
+    None for an unsupported type, or an id outside of 0 .. 2**32 - 1; the caller then finds out
+    why.
+
+    tokens: a list or tuple of int, or a one-dimensional, contiguous array of integers with four or
+    eight bytes each, in native byte order.
     """
     if isinstance(tokens, (list, tuple)):
         if not all(type(token) is int for token in tokens):
@@ -21,7 +23,7 @@ def pack_tokens(tokens: object) -> bytes | None:
             return None
     else:
         try:
-            view = memoryview(tokens)  # type: ignore[arg-type]  # that is the question
+            view = memoryview(tokens)  # type: ignore[arg-type]  # checked here
         except TypeError:
             return None
         plain = (

@@ -1,12 +1,12 @@
-"""Conformance suites and fault wrappers: for our tests, and for authors of plug-ins.
+"""Conformance suites and fault-injecting wrappers, for kvtier's tests and authors of plug-ins.
 
-Subclass a suite in a test file, tell it how to make your class, and run pytest:
+Subclass a suite in a test file, implement its factory method, and run pytest:
 
     class TestMyPolicy(PolicySuite):
         def make_policy(self) -> EvictionPolicy:
             return MyPolicy()
 
-Needs pytest.
+The package requires pytest.
 """
 
 from __future__ import annotations

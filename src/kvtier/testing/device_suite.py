@@ -18,34 +18,34 @@ SIZE = 1 << 16
 
 
 class DeviceSuite(ABC):
-    """Subclass it, and say how to make a device.
+    """Conformance suite of devices. Implement ``make_device``.
 
-    A device with memory of its own also says how to make, fill and read that memory, and how to
-    queue compute work; for a device that works on host memory the four below will do.
+    For a device with its own memory, also override ``make_memory``, ``fill``, ``content`` and
+    ``compute``. Their defaults fit a device that works on host memory.
     """
 
     @abstractmethod
     def make_device(self) -> Device:
-        """A device, ready to copy."""
+        """Make a device that is ready to copy."""
 
     def make_memory(self, nbytes: int) -> Memory:
-        """``nbytes`` of the device's memory."""
+        """Allocate ``nbytes`` of the device's memory."""
         return host_memory(nbytes)
 
     def fill(self, memory: Memory, data: Bytes) -> None:
-        """Make ``data`` the content of the device's memory, and wait for it."""
+        """Write ``data`` to the device's memory, and wait for completion."""
         memory_bytes(memory)[:] = data
 
     def content(self, memory: Memory) -> Bytes:
-        """A copy of the device's memory."""
+        """Return a copy of the content of the device's memory."""
         return memory_bytes(memory).copy()
 
     def compute(self, memory: Memory, value: int) -> None:
-        """Queue compute work that sets every byte of ``memory`` to ``value``. Need not wait."""
+        """Queue compute work that sets every byte of ``memory`` to ``value``; need not wait."""
         memory_bytes(memory)[:] = value
 
     def make_host_memory(self, device: Device, nbytes: int) -> Memory:
-        """Host memory to copy from and to; page-locked, for instance."""
+        """Allocate host memory to copy from and to; it may be page-locked."""
         del device
         return host_memory(nbytes)
 
@@ -86,7 +86,7 @@ class DeviceSuite(ABC):
         rng = np.random.default_rng(5)
         device = self.make_device()
         there, _, sent = self._batch(device, rng, Direction.STORE, 40)
-        # To the same places on the other side, which don't overlap there.
+        # Copy to the same offsets on the other side, where they don't overlap.
         places = there.dst_offset
         store = CopyBatch(there.src, there.dst, places, places, there.size)
         device.copy(store, Direction.STORE)
@@ -169,7 +169,7 @@ class DeviceSuite(ABC):
         try:
             queue = device.make_queue(Direction.LOAD)
         except DeviceError:
-            return  # one queue a direction is enough for a device
+            return  # a device needs only one queue per direction
         usual = self._batch(device, np.random.default_rng(8), Direction.LOAD, 100)
         further = self._batch(device, np.random.default_rng(9), Direction.LOAD, 100)
         copier = Thread(target=device.copy, args=(usual[0], Direction.LOAD))
@@ -198,7 +198,7 @@ class DeviceSuite(ABC):
         waiter.join(timeout=60)
         assert not waiter.is_alive()
 
-    # -- the rest ----------------------------------------------------------------------------------
+    # -- other -------------------------------------------------------------------------------------
 
     def test_locked_memory_can_be_copied_and_unlocked(self) -> None:
         device = self.make_device()
@@ -221,14 +221,14 @@ class DeviceSuite(ABC):
     def _batch(
         self, device: Device, rng: np.random.Generator, direction: Direction, num_copies: int
     ) -> tuple[CopyBatch, Bytes, Bytes]:
-        """A random batch between device and host, with what dst and src hold before it."""
+        """Return a random batch, and the content of dst and src before the copy."""
         before = rng.integers(0, 256, SIZE, np.uint8)
         sent = rng.integers(0, 256, SIZE, np.uint8)
         pool, host = self.make_memory(SIZE), self.make_host_memory(device, SIZE)
         src, dst = (host, pool) if direction is Direction.LOAD else (pool, host)
         self.fill(pool, before if direction is Direction.LOAD else sent)
         memory_bytes(host)[:] = sent if direction is Direction.LOAD else before
-        # Cut the destination into pieces, use every other one: no two overlap or touch.
+        # Cut the destination into pieces, and use every other one: they never overlap or touch.
         cuts = np.sort(rng.choice(np.arange(1, SIZE), 2 * num_copies, replace=False))
         dst_offset, end = cuts[0::2].astype(np.int64), cuts[1::2]
         size = end - dst_offset
@@ -252,7 +252,7 @@ class DeviceSuite(ABC):
 
 
 def _apply(batch: CopyBatch, sent: Bytes, before: Bytes) -> Bytes:
-    """Return the content of the destination after plain copies, one after the other."""
+    """Return the expected content of the destination, by plain copies in order."""
     after = before.copy()
     for at, to, size in zip(
         batch.src_offset.tolist(), batch.dst_offset.tolist(), batch.size.tolist(), strict=True

@@ -1,4 +1,4 @@
-"""A device that fails when it is told to."""
+"""Device wrapper with fault injection."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from kvtier.errors import DeviceError
 
 
 class FaultyDevice(Device):
-    """Wraps a device. Faults are told per direction, because the order within one is fixed.
+    """Device wrapper that injects faults into copies.
 
-    A copy is one batch that is submitted. Copies wait while their direction is held (``hold``,
-    ``let_go``): tests say when a copy happens, instead of sleeping until it should have.
+    A copy is one submitted batch. Faults are planned per direction, because only the order of
+    copies within a direction is fixed. With ``hold`` and ``let_go`` a test decides when the copies
+    of a direction run, so it needs no sleeps.
     """
 
     def __init__(self, inner: Device) -> None:
@@ -29,39 +30,39 @@ class FaultyDevice(Device):
         self._faults: dict[tuple[Direction, int], Callable[[CopyBatch, Direction], None]] = {}
         self.let_go()
 
-    # -- what tests say ---------------------------------------------------------------------------
+    # -- control by tests -------------------------------------------------------------------------
 
     def hold(self, *directions: Direction) -> None:
-        """Copies of these directions (of both, if none is named) wait until ``let_go``."""
+        """Make copies of these directions (default: both) wait until ``let_go``."""
         for direction in directions or Direction:
             self._gates[direction].clear()
 
     def let_go(self, *directions: Direction) -> None:
-        """Copies of these directions (of both, if none is named) run again."""
+        """Let copies of these directions (default: both) run again."""
         for direction in directions or Direction:
             self._gates[direction].set()
 
     def fail(self, direction: Direction, nth: int = 1) -> None:
-        """The ``nth`` copy from now raises ``DeviceError`` and moves nothing."""
+        """Make the ``nth`` copy from now raise ``DeviceError`` and move nothing."""
         self._plan(direction, nth, self._raise)
 
     def fail_half_way(self, direction: Direction, nth: int = 1) -> None:
-        """The ``nth`` copy from now moves the first half of the batch, then raises."""
+        """Make the ``nth`` copy from now move the first half of the batch, then raise."""
         self._plan(direction, nth, self._copy_half)
 
     def crash(self, direction: Direction, nth: int = 1) -> None:
-        """The ``nth`` copy from now raises what no device should: ``ZeroDivisionError``."""
+        """Make the ``nth`` copy from now raise an unexpected error, ``ZeroDivisionError``."""
         self._plan(direction, nth, self._divide_by_zero)
 
     def flip(self, direction: Direction, nth: int = 1) -> None:
-        """The ``nth`` copy from now succeeds, with one byte wrong.
+        """Make the ``nth`` copy from now succeed with one wrong byte.
 
-        Only where the CPU can write to the destination.
+        The CPU must be able to write to the destination.
         """
         self._plan(direction, nth, self._copy_and_flip)
 
     def forget_faults(self) -> None:
-        """Faults that have not happened yet won't."""
+        """Cancel all faults that have not happened yet."""
         self._faults.clear()
 
     # -- the device -------------------------------------------------------------------------------
@@ -76,14 +77,14 @@ class FaultyDevice(Device):
         self._inner.use()
 
     def submit(self, batch: CopyBatch, direction: Direction) -> None:
-        """Return what the wrapped queue does with ``batch``, or the fault that the test wants."""
+        """Submit ``batch`` to the wrapped queue, or cause the planned fault."""
         self._gates[direction].wait()
         self.num_copies[direction] += 1
         fault = self._faults.pop((direction, self.num_copies[direction]), self._submit)
         fault(batch, direction)
 
     def inner_queue(self, direction: Direction) -> CopyQueue:
-        """The wrapped device's queue."""
+        """Return the wrapped device's queue."""
         return self._inner.queue(direction)
 
     def fence(self) -> Fence:
@@ -124,7 +125,7 @@ class FaultyDevice(Device):
         raise ZeroDivisionError(f"the test wants this {direction.value} to crash")
 
     def _copy_half(self, batch: CopyBatch, direction: Direction) -> None:
-        """Whole copies up to the middle one, and half of that."""
+        """Copy the fragments before the middle one and half of that one, then raise."""
         middle = len(batch.size) // 2
         size = batch.size[: middle + 1].copy()
         size[middle:] //= 2
@@ -134,7 +135,7 @@ class FaultyDevice(Device):
         self._raise(batch, direction)
 
     def _copy_and_flip(self, batch: CopyBatch, direction: Direction) -> None:
-        self._inner.copy(batch, direction)  # the byte is flipped when it is there
+        self._inner.copy(batch, direction)  # waits, so that the byte can be flipped afterwards
         if batch.num_bytes:
             fragment = int(np.argmax(batch.size > 0))
             address = batch.dst.address + int(batch.dst_offset[fragment])

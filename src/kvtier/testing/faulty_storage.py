@@ -1,4 +1,4 @@
-"""A storage tier that fails when it is told to."""
+"""Storage wrapper with fault injection."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class _Fault(Enum):
 
 
 class FaultyStorage(StorageWrapper):
-    """Wraps a storage tier. Faults are told per call: "find", "put", "get" or "drop".
+    """Storage wrapper that injects faults into the calls "find", "put", "get" and "drop".
 
-    Calls wait while they are held (``hold``, ``let_go``): tests say when, instead of sleeping until
-    it should have been. num_calls: of each, so far.
+    With ``hold`` and ``let_go`` a test decides when calls run, so it needs no sleeps.
+
+    num_calls: number of calls of each kind so far. is_dead: whether a ``crash`` has happened.
     """
 
     def __init__(self, inner: StorageTier) -> None:
@@ -42,53 +43,53 @@ class FaultyStorage(StorageWrapper):
         self._faults: dict[tuple[str, int], _Fault] = {}
         self.let_go()
 
-    # -- what tests say ----------------------------------------------------------------------------
+    # -- control by tests --------------------------------------------------------------------------
 
     def hold(self, *calls: str) -> None:
-        """These calls (all, if none is named) wait until ``let_go``: the storage is slow."""
+        """Make these calls (default: all) wait until ``let_go``, like a slow storage."""
         for call in calls or CALLS:
             self._gates[call].clear()
 
     def let_go(self, *calls: str) -> None:
-        """These calls (all, if none is named) go on; so do those that hang."""
+        """Let these calls (default: all) run again, and release hanging ones."""
         for call in calls or CALLS:
             self._gates[call].set()
         self._hanging.set()
 
     def fail(self, call: str, nth: int = 1) -> None:
-        """The ``nth`` call from now raises ``OSError``, and does nothing."""
+        """Make the ``nth`` call from now raise ``OSError`` and do nothing."""
         self._plan(call, nth, _Fault.FAIL)
 
     def refuse(self, call: str, nth: int = 1) -> None:
-        """The ``nth`` call from now does nothing, and says ``FAILED`` for all blocks."""
+        """Make the ``nth`` call from now do nothing, and return ``FAILED`` for all blocks."""
         self._plan(call, nth, _Fault.REFUSE)
 
     def lose(self, call: str, nth: int = 1) -> None:
-        """The ``nth`` call from now is carried out, and nobody hears: it says ``FAILED``."""
+        """Make the ``nth`` call from now succeed, but return ``FAILED``."""
         self._plan(call, nth, _Fault.LOSE)
 
     def hang(self, call: str, nth: int = 1) -> None:
-        """The ``nth`` call from now does not return before ``let_go``, and has failed then."""
+        """Make the ``nth`` call from now hang until ``let_go``, then return ``FAILED``."""
         self._hanging.clear()
         self._plan(call, nth, _Fault.HANG)
 
     def flip(self, nth: int = 1) -> None:
-        """The ``nth`` get from now brings its first block with a byte wrong, and notices."""
+        """Make the ``nth`` get from now read a wrong byte in its first block, and detect it."""
         self._plan("get", nth, _Fault.FLIP)
 
     def shorten(self, nth: int = 1) -> None:
-        """The ``nth`` get from now brings half of its last block; garbage is in the other half."""
+        """Make the ``nth`` get from now read half of its last block, and garbage after that."""
         self._plan("get", nth, _Fault.SHORTEN)
 
     def crash(self, nth: int = 1) -> None:
-        """The ``nth`` put from now writes half of its blocks, and then the process ends.
+        """Make the ``nth`` put from now write half of its blocks, and then crash.
 
-        Nobody hears of them, and whatever is called afterwards raises ``OSError``.
+        That call, and all later calls, raise ``OSError``.
         """
         self._plan("put", nth, _Fault.CRASH)
 
     def forget_faults(self) -> None:
-        """Faults that have not happened yet won't."""
+        """Cancel all faults that have not happened yet."""
         with self._lock:
             self._faults.clear()
 
@@ -141,9 +142,9 @@ class FaultyStorage(StorageWrapper):
     def _run(
         self, call: str, num_blocks: int, work: Callable[[], list[Outcome]]
     ) -> tuple[_Fault | None, list[Outcome]]:
-        """Do what is asked for, or a fault; the one that came, and the outcomes.
+        """Run ``work``, or cause the planned fault. Return the fault, if any, and the outcomes.
 
-        After a crash nothing was done.
+        For ``CRASH`` it does nothing; the caller handles that fault.
         """
         self._gates[call].wait()
         with self._lock:

@@ -1,4 +1,4 @@
-"""Memory for tests, and bytes for blocks that give a wrong block away."""
+"""Memory for tests, and distinct bytes for each block, so that a wrong block is detected."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def host_memory(nbytes: int) -> Memory:
-    """``nbytes`` zeroed bytes of host memory, owned by a numpy array."""
+    """Allocate ``nbytes`` zeroed bytes of host memory, owned by a NumPy array."""
     array = np.zeros(nbytes, np.uint8)
     return Memory(array.ctypes.data, nbytes, "host", array)
 
 
 def memory_bytes(memory: Memory) -> Bytes:
-    """uint8 [nbytes]: a view of host memory. The owner has to be a buffer (numpy array, mmap)."""
+    """Return a view of host memory: uint8 [nbytes]. Its owner must be a buffer (array, mmap)."""
     array = np.frombuffer(memory.owner, np.uint8, memory.nbytes)  # type: ignore[call-overload]
     assert array.ctypes.data == memory.address, "the memory does not begin where its owner does"
     return np.asarray(array)
 
 
 class BlockBytes:
-    """The bytes every block should have: a pure function of its namespace and whole prefix.
+    """Expected bytes of every block, a pure function of its namespace and whole prefix.
 
-    Two blocks are alike only where they may be shared, so a wrong block is noticed.
+    Two blocks have the same bytes only if they may be shared, so a wrong block is detected.
     """
 
     def __init__(self, group: KVGroup) -> None:
@@ -41,7 +41,7 @@ class BlockBytes:
         self._known: dict[tuple[bytes, ...], Bytes] = {}
 
     def expected(self, namespace: bytes, prefix: Sequence[Label]) -> Bytes:
-        """uint8 [bytes_per_block], ``block_first``: the last block of ``prefix``."""
+        """Return the last block of ``prefix``: uint8 [bytes_per_block], ``block_first``."""
         name = (namespace, *prefix)
         if name not in self._known:
             hasher = shake_128()
@@ -51,7 +51,7 @@ class BlockBytes:
         return self._known[name]
 
     def write(self, memory: Memory, layout: Layout, slot: int, block: Bytes) -> None:
-        """Put ``block`` (as ``expected`` gives it) into ``slot``."""
+        """Write ``block``, in the form of ``expected``, into ``slot``."""
         repack(block, self._one, [0], memory_bytes(memory), layout, [slot])
 
     def read(self, memory: Memory, layout: Layout, slot: int) -> Bytes:
@@ -61,7 +61,7 @@ class BlockBytes:
         return block
 
     def read_all(self, memory: Memory, layout: Layout) -> Bytes:
-        """uint8 [num_blocks, bytes_per_block]: what every slot holds."""
+        """Return the content of every slot: uint8 [num_blocks, bytes_per_block]."""
         blocks = range(layout.num_blocks)
         to = self._block_first(layout.num_blocks)
         content = np.empty(to.nbytes, np.uint8)

@@ -1,4 +1,4 @@
-"""Conformance suite of eviction policies. The order that a policy chooses is its own."""
+"""Conformance suite of eviction policies. It does not test the order of victims."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvtier.types import BlockId
 
 
 class PolicySuite(ABC):
-    """Subclass it, and say how to make a policy."""
+    """Conformance suite of eviction policies. Implement ``make_policy``."""
 
     @abstractmethod
     def make_policy(self) -> EvictionPolicy:
-        """A policy that knows no block yet."""
+        """Make a policy without any blocks."""
 
     def test_no_candidate_means_no_victim(self) -> None:
         policy = self.make_policy()
@@ -114,7 +114,7 @@ class PolicySuite(ABC):
 
     @staticmethod
     def _drain(policy: EvictionPolicy) -> list[int]:
-        """Victim after victim, as a tier does that loses all its blocks."""
+        """Evict all candidates, one after the other; return them in order."""
         victims: list[int] = []
         while (victim := policy.victim()) is not None:
             assert victim not in victims, "a discarded block was a victim again"

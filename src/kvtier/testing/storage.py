@@ -1,4 +1,4 @@
-"""A storage tier in a dictionary, with gates and faults: for tests of what is above it."""
+"""In-memory storage tier with gates and faults, for tests of the layers above it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtier.types import BlockKey, BlockName
 
 
 class StoredBlocks:
-    """Content that outlives the tier: the bytes of blocks by key, oldest first.
+    """Content that outlives a ``MemoryStorage``: bytes of blocks by key, oldest first.
 
     spoiled: keys of damaged blocks.
     """
@@ -23,20 +23,25 @@ class StoredBlocks:
         self.spoiled: set[BlockKey] = set()
 
     def copy(self) -> StoredBlocks:
-        """As a crash would leave it now."""
+        """Return a copy of the blocks, as a crash would leave them now."""
         copied = StoredBlocks()
         copied.blocks.update(self.blocks)
         return copied
 
 
 class MemoryStorage(StorageTier):
-    """``num_blocks`` blocks on a shelf; another tier over the same shelf finds them.
+    """Storage tier of ``num_blocks`` blocks in memory. A later tier over the same shelf finds them.
 
-    open_finds, open_reads, open_writes: gates, open at first; ``clear`` holds the next call, until
-    it has taken too long. spoiled: keys that come back ``DAMAGED``, until they are put again.
-    refused: keys that can't be put. unreachable: every get and put fails. num_written: blocks, in
-    all. reads: the keys of each get that has begun; is_reading, is_writing: there was a get, a put;
-    was_asked: there was a look-up. scrubs: how many bytes each scrub was to look at.
+    Attributes:
+        open_finds, open_reads, open_writes: gates, initially open. While one is cleared, its calls
+            wait until they time out.
+        spoiled: keys that are returned as ``DAMAGED``, until they are put again.
+        refused: keys that can't be put.
+        unreachable: whether every get and put fails.
+        num_written: number of written blocks.
+        reads: keys of each get that has begun.
+        is_reading, is_writing, was_asked: events that are set by the first get, put and find.
+        scrubs: ``max_bytes`` of each scrub.
     """
 
     def __init__(
@@ -75,12 +80,12 @@ class MemoryStorage(StorageTier):
 
     @property
     def num_used(self) -> int:
-        """Blocks that were put or found, and not dropped."""
+        """Number of blocks that were put or found, and not dropped."""
         return len(self._known)
 
     @property
     def num_unfound(self) -> int:
-        """Blocks of an earlier tier that nobody has found yet."""
+        """Number of blocks of an earlier tier that were not found yet."""
         return len(self._unfound)
 
     @property

@@ -1,4 +1,4 @@
-"""A storage tier against a dictionary: any calls in any order, and restarts."""
+"""Stateful test of a storage tier against a model: random calls and restarts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ some_numbers = st.lists(st.integers(0, 9), max_size=4, unique=True)
 
 
 def check_against_dictionary(suite: StorageSuite) -> None:
-    """Try sequences of calls, each on a tier that ``suite`` makes."""
+    """Run random sequences of calls, each on a new tier that ``suite`` makes."""
     profile = settings(
         max_examples=15,
         stateful_step_count=25,
@@ -32,10 +32,10 @@ def check_against_dictionary(suite: StorageSuite) -> None:
 
 
 class StorageMachine(RuleBasedStateMachine):
-    """The model.
+    """Model of a storage tier, as sets of block numbers.
 
-    kept: blocks that must stay. unfound: an earlier process has left them; they are there until
-    their room is needed. maybe: dropped, or pushed out, or not, who knows.
+    kept: blocks that must exist. unfound: blocks of an earlier process; they exist until their room
+    is needed. maybe: blocks that may have been dropped or evicted.
     """
 
     def __init__(self, suite: StorageSuite) -> None:
@@ -98,7 +98,7 @@ class StorageMachine(RuleBasedStateMachine):
             is_leading &= outcome is THERE
 
     def _was_found(self, number: int) -> None:
-        """It stays from now on."""
+        """Update the model: a found block must stay, unless the tier evicts."""
         self.unfound.discard(number)
         self.maybe.discard(number)
         (self.maybe if self.storage.facts.evicts else self.kept).add(number)

@@ -29,38 +29,39 @@ each_layout = pytest.mark.parametrize("sizes", LAYOUTS, ids=list(cuts(GROUP.byte
 
 
 class StorageSuite(StorageTimes):
-    """Subclass it, and say how to make a storage tier that reaches host memory."""
+    """Conformance suite of storage tiers that reach host memory.
+
+    Implement ``make_storage`` and ``reopen``.
+    """
 
     group: KVGroup = GROUP
-    """The shape of the blocks: 256 bytes each."""
+    """Shape of the blocks: 256 bytes each."""
 
     @abstractmethod
     def reopen(self, storage: StorageTier) -> StorageTier:
-        """Make the storage of the next process in place of ``storage``.
+        """Make the storage of the next process, with the same medium and capacity.
 
-        It was closed or abandoned.
-
-        It has as much room.
+        storage: the previous tier, which was closed or abandoned.
         """
 
-    # Hooks: what they can't do is not tested.
+    # Optional hooks. Tests of unsupported ones are skipped.
 
     def spoil(self, storage: StorageTier, key: BlockKey) -> bool:
-        """Change a byte of a block on the medium, behind the tier's back. False: nobody can."""
+        """Change a byte of a block on the medium. Return False if that is not supported."""
         del storage, key
         return False
 
     def abandon(self, storage: StorageTier) -> bool:
-        """End the tier as the end of its process would. False: there is no way to."""
+        """End the tier as the end of its process would. Return False if not supported."""
         del storage
         return False
 
     def check(self, storage: StorageTier) -> None:
-        """Look whether the tier's own books add up; nothing else is going on."""
+        """Check the tier's invariants. No other call runs meanwhile."""
         del storage
 
     def end(self, storage: StorageTier) -> None:
-        """Check and close."""
+        """Check the tier, and close it."""
         self.check(storage)
         storage.close()
 
@@ -68,7 +69,7 @@ class StorageSuite(StorageTimes):
         self.end(storage)
         return self.reopen(storage)
 
-    # -- what it says of itself --------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------
 
     def test_tier_says_what_it_is(self) -> None:
         storage = self.make_storage(3)
@@ -240,7 +241,7 @@ class StorageSuite(StorageTimes):
         storage = self.next_process(storage)
         user = User(storage)
         assert user.find(1) == [ABSENT]
-        user.drop(2, for_good=True)  # which this process has not found
+        user.drop(2, for_good=True)  # a block that this process has not found
         storage = self.next_process(storage)
         assert User(storage).found(0, 1, 2) == [0]
         self.end(storage)
@@ -318,7 +319,7 @@ class StorageSuite(StorageTimes):
         self.end(storage)
 
     def test_scrubbed_block_is_not_in_the_way_of_others(self) -> None:
-        """The room of a damaged block is free, and its key is not that of whoever comes there."""
+        """The room of a damaged block can be reused, and its key does not find the new block."""
         storage = self.scrubbed_storage(2)
         User(storage).put(0, 1)
         storage = self.next_process(storage)
@@ -332,10 +333,10 @@ class StorageSuite(StorageTimes):
         assert user.put(0)[0] is FAILED or storage.facts.evicts
         self.end(storage)
 
-    # -- several at a time -------------------------------------------------------------------------
+    # -- concurrency -------------------------------------------------------------------------------
 
     def test_as_many_at_a_time_as_the_facts_say(self) -> None:
-        """Readers get what is there while writers put, and one looks up and drops."""
+        """Readers, writers, and one thread that finds and drops run concurrently."""
         storage = self.make_storage(40)
         facts, rounds = storage.facts, 25
         User(storage).put(0, 1, 2, 3)
@@ -365,7 +366,7 @@ class StorageSuite(StorageTimes):
         self.end(storage)
 
     def test_agrees_with_a_dictionary(self) -> None:
-        """Any calls in any order, and restarts."""
+        """Run random calls and restarts against a model."""
         pytest.importorskip("hypothesis")
         from kvtier.testing.storage_machine import check_against_dictionary
 

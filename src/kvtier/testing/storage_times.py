@@ -1,4 +1,4 @@
-"""Conformance suite of storage tiers for deadlines."""
+"""Conformance tests of storage tiers for deadlines."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ THERE, ABSENT, _, FAILED = Outcome
 
 
 class StorageTimes(ABC):
-    """A part of ``StorageSuite``: for tiers whose medium can be made to hang."""
+    """Part of ``StorageSuite`` for tiers whose medium can be made to hang."""
 
     @abstractmethod
     def make_storage(self, num_blocks: int) -> StorageTier:
-        """A tier for exactly ``num_blocks`` blocks of ``group``, in a place where nothing is.
+        """Make an empty tier for exactly ``num_blocks`` blocks of ``group``.
 
         A test may make several, one after the other.
         """
 
     @abstractmethod
     def next_process(self, storage: StorageTier) -> StorageTier:
-        """End the tier, and make the one that the next process has."""
+        """Close the tier, and make the one of the next process."""
 
     @abstractmethod
     def end(self, storage: StorageTier) -> None:
-        """Check and close."""
+        """Check the tier, and close it."""
 
     def hang(self, storage: StorageTier) -> AbstractContextManager[None] | None:
-        """While it is entered, the medium answers nobody."""
+        """Return a context manager during which the medium hangs; None if that is impossible."""
         return self.stall(storage, 0)
 
     def stall(self, storage: StorageTier, num_blocks: int) -> AbstractContextManager[None] | None:
-        """Let the medium move ``num_blocks`` blocks, then answer nobody while this is entered.
+        """Return a context manager during which the medium moves ``num_blocks`` blocks, then hangs.
 
-        Or as many parts of blocks.
+        The number may count parts of blocks instead. None if that is impossible.
         """
         del storage, num_blocks
         return None
@@ -66,7 +66,7 @@ class StorageTimes(ABC):
         self.end(storage)
 
     def test_nothing_is_under_way_when_a_late_call_has_returned(self) -> None:
-        """A late call leaves its memory alone once it has returned."""
+        """After a late call has returned, it no longer accesses its memory."""
         storage = self.make_storage(4)
         User(storage).put(0, 1)
         memory = Scattered(2, [storage.bytes_per_block])

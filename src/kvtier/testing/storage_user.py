@@ -1,4 +1,4 @@
-"""Somebody who uses a storage tier, and the memory that blocks come from and go to."""
+"""Test client of storage tiers, and scattered memory for its blocks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ TIMEOUT_S = 60.0
 
 
 def stored_key(number: int) -> BlockKey:
-    """A key, as good as any other."""
+    """Return the key of test block ``number``."""
     return BlockKey(shake_128(b"key %d" % number).digest(32))
 
 
 def stored_bytes(key: BlockKey, num_bytes: int) -> bytes:
-    """The bytes of the block called ``key``: no other block has them."""
+    """Return the bytes of the block with ``key``, different for each block."""
     return shake_128(b"bytes of " + key).digest(num_bytes)
 
 
 def cuts(block_bytes: int) -> dict[str, list[int]]:
-    """Ways to lay a block out: sizes of its pieces, whole, alike, and none like the other."""
+    """Return layouts of a block by name: sizes of its pieces, whole, equal and unequal."""
     half, quarter = block_bytes // 2, block_bytes // 4
     return {
         "one piece": [block_bytes],
@@ -42,10 +42,8 @@ def cuts(block_bytes: int) -> dict[str, list[int]]:
 class Scattered:
     """Memory for ``num_blocks`` blocks in pieces of ``sizes`` bytes.
 
-    No piece lies beside the next one of its block, nor at an address that is a multiple of
-    anything.
-
-    What is in no piece is ``UNTOUCHED``, and so is everything at first.
+    The pieces are unaligned, and not next to the following piece of their block. Bytes outside of
+    the pieces have the value ``UNTOUCHED``; initially all bytes do.
     """
 
     def __init__(self, num_blocks: int, sizes: Sequence[int]) -> None:
@@ -67,32 +65,32 @@ class Scattered:
         self._bytes[:] = UNTOUCHED
 
     def write(self, at: int, content: bytes) -> None:
-        """Put the bytes of block ``at`` where they belong."""
+        """Write the bytes of block ``at`` to its pieces."""
         self._bytes[self._places(at)] = np.frombuffer(content, np.uint8)
 
     def read(self, at: int) -> bytes:
-        """The bytes of block ``at``."""
+        """Return the bytes of block ``at``."""
         return self._bytes[self._places(at)].tobytes()
 
     def is_untouched(self, at: int) -> bool:
-        """Whether nothing was written to block ``at``."""
+        """Return whether nothing was written to block ``at``."""
         return bool((self._bytes[self._places(at)] == UNTOUCHED).all())
 
     def check_around(self) -> None:
-        """Raise AssertionError where bytes in no piece were changed."""
+        """Raise AssertionError if bytes outside of the pieces were changed."""
         around = np.ones(len(self._bytes), bool)
         for at in range(len(self._begins)):
             around[self._places(at)] = False
         assert (self._bytes[around] == UNTOUCHED).all(), "bytes around the pieces were changed"
 
     def _places(self, at: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """int64 [block_bytes]: where each byte of a block lies."""
+        """Return the position of each byte of a block: int64 [block_bytes]."""
         runs = zip(self._begins[at].tolist(), self._sizes.tolist(), strict=True)
         return np.concatenate([np.arange(begin, begin + size) for begin, size in runs])
 
 
 class User:
-    """Somebody who puts blocks into a storage tier and gets them back, and looks at every byte."""
+    """Test client that puts blocks into a storage tier, gets them back, and checks every byte."""
 
     def __init__(
         self,
@@ -105,7 +103,7 @@ class User:
         self.sizes = sizes or cuts(storage.bytes_per_block)["unequal pieces"]
 
     def put(self, *numbers: int, namespace: bytes = NAMESPACE, depth: int = 0) -> list[Outcome]:
-        """Put blocks; their memory is as it was afterwards."""
+        """Put blocks, and check that their memory is unchanged afterwards."""
         keys = [stored_key(number) for number in numbers]
         memory = Scattered(len(keys), self.sizes)
         for at, key in enumerate(keys):
@@ -122,7 +120,10 @@ class User:
         return outcomes
 
     def get(self, *numbers: int) -> list[Outcome]:
-        """Get blocks; whatever is called there has the right bytes, and nothing around changed."""
+        """Get blocks, and check that those that are ``THERE`` have the right bytes.
+
+        Also check that absent blocks, and bytes outside of the pieces, are unchanged.
+        """
         keys = [stored_key(number) for number in numbers]
         memory = Scattered(len(keys), self.sizes)
         outcomes = self.storage.get(keys, memory.pieces, self.timeout_s)
@@ -141,7 +142,7 @@ class User:
         return outcomes
 
     def found(self, *numbers: int) -> list[int]:
-        """Those that are there, asked for one by one."""
+        """Return the blocks that exist, looked up one by one."""
         return [number for number in numbers if self.find(number) == [Outcome.THERE]]
 
     def drop(self, *numbers: int, for_good: bool = False) -> None:
@@ -152,7 +153,7 @@ class User:
 
 
 def together(jobs: Sequence[tuple[Callable[[int], None], int]], rounds: int) -> None:
-    """Run each job in a thread of its own, ``rounds`` times, all of a round at the same time."""
+    """Run each job in its own thread, ``rounds`` times; the jobs of a round start together."""
     barrier = Barrier(len(jobs))
     errors: list[BaseException] = []
 

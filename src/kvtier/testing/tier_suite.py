@@ -15,11 +15,11 @@ from kvtier.types import Slot
 
 
 class RoomSuite(ABC):
-    """Slots are given out and taken back. Subclass it, and say how to make what has them."""
+    """Conformance suite of ``Room``: allocating and freeing slots. Implement ``make_tier``."""
 
     @abstractmethod
     def make_tier(self, num_slots: int) -> Room:
-        """One with exactly ``num_slots`` free slots."""
+        """Make a tier with exactly ``num_slots`` free slots."""
 
     def test_new_tier_is_empty(self) -> None:
         tier = self.make_tier(5)
@@ -129,15 +129,15 @@ class RoomSuite(ABC):
 
 
 class MemoryTierSuite(RoomSuite):
-    """A tier in memory, and the device that copies to and from it."""
+    """Conformance suite of memory tiers, with the device that copies to and from them."""
 
     @abstractmethod
     def make_tier(self, num_slots: int) -> MemoryTier:
-        """A tier with exactly ``num_slots`` free slots."""
+        """Make a tier with exactly ``num_slots`` free slots."""
 
     @abstractmethod
     def make_device(self) -> Device:
-        """The device that the tier's memory belongs to, or that reads it."""
+        """Make the device that can copy to and from the tier's memory."""
 
     def test_tier_has_a_name_and_findings(self) -> None:
         tier = self.make_tier(2)
