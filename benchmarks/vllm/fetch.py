@@ -68,7 +68,8 @@ def unpack(archive: bytes, folder: Path) -> list[Path]:
     return written
 
 
-def main() -> None:
+def source_archive(name: str, version: str) -> bytes:
+    """Return a project's source distribution, from the index that pip is set up for."""
     trusted = ssl.create_default_context(cafile=setting("cert"))
 
     def get(address: str) -> bytes:
@@ -76,14 +77,18 @@ def main() -> None:
         with urllib.request.urlopen(asked, context=trusted, timeout=300) as answer:
             return bytes(answer.read())
 
-    page = (setting("index-url") or PYPI).rstrip("/") + "/vllm/"
-    link, expected = find_link(get(page).decode(), page, f"vllm-{VERSION}.tar.gz")
+    page = f"{(setting('index-url') or PYPI).rstrip('/')}/{name}/"
+    link, expected = find_link(get(page).decode(), page, f"{name}-{version}.tar.gz")
     archive = get(link)
     if expected and hashlib.sha256(archive).hexdigest() != expected:
         sys.exit(f"{link}: not the bytes that the index promises")
-    written = unpack(archive, FOLDER)
+    return archive
+
+
+def main() -> None:
+    written = unpack(source_archive("vllm", VERSION), FOLDER)
     if not written:
-        sys.exit(f"{link} has no {INSIDE}")
+        sys.exit(f"vLLM {VERSION} has no {INSIDE}")
     print(f"{len(written)} files of vLLM {VERSION}'s {INSIDE} are in {FOLDER}")
 
 

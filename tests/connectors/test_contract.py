@@ -122,6 +122,10 @@ def test_each_change_is_one_sentence_with_a_way_out(
 def test_what_a_version_may_lack_is_no_difference(sources: Callable[..., Path]) -> None:
     folder = sources(
         ("OffloadingWorker", ", expedited=None", ""),
+        ("OffloadingManager", "    def get_load_source(self, key, req_context): ...\n", ""),
+        ("ReqContext", "    def get_offload_key_position(self, key): ...\n", ""),
+        ("ReqContext", "    _offload_key_positions: object = None\n", ""),
+        ("CacheHitSource", "class CacheHitSource", "class HitSource"),
     )
     assert contract.VLLM.differences(folder) == []
 

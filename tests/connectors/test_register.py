@@ -44,6 +44,7 @@ def _vllm(monkeypatch: pytest.MonkeyPatch, **pieces: Factory) -> Factory:
         "vllm.v1.kv_offload.cpu.policies": {},
         "vllm.v1.kv_offload.cpu.policies.factory": policies,
         "vllm.v1.kv_offload.tiering": {},
+        "vllm.v1.kv_offload.tiering.backpressure": {"BackpressureDetector": factory},
         "vllm.v1.kv_offload.tiering.factory": tiers,
     }.items():
         module = ModuleType(name)
@@ -80,5 +81,5 @@ def test_another_vllm_is_told_and_goes_on(
     _vllm(monkeypatch)
     monkeypatch.setitem(sys.modules, "vllm.v1.kv_offload.factory", ModuleType("nothing in it"))
     register()
-    assert "kvtier can't be used by this vLLM: made for 0.32 to 0.33" in caplog.text
+    assert "kvtier can't be used by this vLLM: made for 0.30 to 0.33" in caplog.text
     assert "OffloadingSpecFactory" in caplog.text

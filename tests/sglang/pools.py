@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+from kvtier.connectors.sglang.cpu_copies import POOLS, class_name
 
 NUM_PAGES = 12
 PAGE = 16
@@ -23,23 +24,16 @@ def host_pool(kind: str, layout: str, dtype: torch.dtype = torch.float32) -> Any
     common |= {"device": "cpu", "enable_memory_saver": False}
     if kind == "mha":
         device = MHATokenToKVPool(head_num=2, head_dim=8, **common)
-        host, info, own = MHATokenToKVPoolHost, device._mha_buffer_info(), {}
     else:
         device = MLATokenToKVPool(kv_lora_rank=24, qk_rope_head_dim=8, **common)
-        host, info = MLATokenToKVPoolHost, device._mla_buffer_info()
-        own = {"target_layer_num": LAYERS}
-    pool = host(
-        info,
-        1.1,
-        0,
-        PAGE,
-        layout,
-        pin_memory=False,
-        device_capacity_tokens=size,
-        start_layer=0,
-        end_layer=LAYERS,
-        **own,
-    )
+    host = resolve_name(next(class_name(each) for each in POOLS if each.startswith(kind)))
+    buffers = getattr(device, f"_{kind}_buffer_info", None)
+    if buffers is None:  # before SGLang 0.5.23
+        pool = host(device, 1.1, 0, PAGE, layout, pin_memory=False)
+    else:
+        own = {"device_capacity_tokens": size, "start_layer": 0, "end_layer": LAYERS}
+        own |= {"target_layer_num": LAYERS} if kind == "mla" else {}
+        pool = host(buffers(), 1.1, 0, PAGE, layout, pin_memory=False, **own)
     pool.device_pool = device  # its tensors are the copies' other side
     fill(pool, 0)
     return pool

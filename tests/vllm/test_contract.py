@@ -23,10 +23,15 @@ def _folder() -> Path:
     return folder
 
 
+def _files() -> list[str]:
+    """Those that are there: a version without one fails the first test, or lacks nothing in it."""
+    return [each for each in contract.FILES if (_folder() / each).exists()]
+
+
 def _classes() -> dict[str, type]:
     """Those of the contract, imported."""
     found: dict[str, type] = {}
-    for file in contract.FILES:
+    for file in _files():
         module = import_module("vllm." + file.removesuffix(".py").replace("/", "."))
         found.update((name, each) for name, each in vars(module).items() if isinstance(each, type))
     return found
@@ -51,6 +56,8 @@ def test_written_sources_say_what_the_imported_classes_say() -> None:
     sources = Sources(_folder(), contract.FILES)
     for name, methods in (*contract.OVERRIDDEN.items(), *contract.CALLED.items()):
         for method in methods:
+            if f"{name}.{method}" in contract.OPTIONAL and not hasattr(classes[name], method):
+                continue
             written = sources.parameters(name, method)
             static = inspect.getattr_static(classes[name], method)
             found = inspect.signature(getattr(static, "__func__", static))
@@ -74,7 +81,7 @@ def test_doctor_can_ask_without_importing_vllm_or_torch() -> None:
 
 
 def test_moved_signature_of_the_real_thing_is_a_sentence(tmp_path: Path) -> None:
-    for file in (*contract.FILES, "_version.py"):
+    for file in (*_files(), "_version.py"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(_folder() / file, tmp_path / file)
     base = tmp_path / contract.FILES[0]

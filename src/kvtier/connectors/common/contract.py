@@ -8,6 +8,7 @@ importing them: ``kvtier doctor`` and an engine's own process can afford it.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,9 +44,10 @@ class Contract:
     were run under. overridden: what the engine calls, and the connector has its own: what may be
     passed must be known. called: by the connector: they must take what it passes, and want nothing
     more. built: from the fields named, in this order. read: fields, attributes and members. files:
-    where these classes are, inside the package. options: of the engine's command line, that kvtier
-    prints or its guides name; not compared by ``differences``, for an engine without one of them
-    says so itself.
+    where these classes are, inside the package. optional: classes, and members as ``Class.member``,
+    that not all of these versions have: kvtier does without. options: of the engine's command line,
+    that kvtier prints or its guides name; not compared by ``differences``, for an engine without
+    one of them says so itself.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Contract:
     called: Mapping[str, Mapping[str, Takes]] = field(default_factory=dict)
     built: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     read: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
     options: tuple[str, ...] = ()
 
     @property
@@ -77,6 +80,11 @@ class Contract:
     def was_run_with(self, version: str) -> bool:
         """Whether the tests were run under ``version``, or another patch of it."""
         return any(f"{version}.".startswith(f"{each}.") for each in self.run_with)
+
+    def covers(self, version: str) -> bool:
+        """Whether a version is one of those from ``oldest`` to ``newest``."""
+        found, oldest, newest = map(_numbers, (version, self.oldest, self.newest))
+        return oldest <= found and found[: len(newest)] <= newest
 
     def differences(self, folder: Path | None = None) -> list[str]:
         """One sentence for each thing that is not as kvtier knows it; empty where all is.
@@ -98,6 +106,12 @@ class Contract:
             raise ConfigError(f"kvtier can't serve this {self.name}:\n  " + "\n  ".join(found))
 
 
+def _numbers(version: str) -> list[int]:
+    """Return the numbers in front of whatever else a version has."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return [int(each) for each in found[0].split(".")] if found else []
+
+
 def version_of(folder: Path) -> str:
     """An engine's own version: its distribution may have another name on each kind of device."""
     try:
@@ -114,15 +128,15 @@ def version_of(folder: Path) -> str:
 
 def _compare(contract: Contract, sources: Sources) -> Iterator[str]:
     for name in contract.classes:
-        if name not in sources.classes:
+        if name not in sources.classes and name not in contract.optional:
             yield f"there is no {name} where kvtier knows it"
     for name, methods in contract.overridden.items():
         if name in sources.classes:
-            yield from _overridden(sources, name, methods)
+            yield from _overridden(sources, name, methods, contract.optional)
     for name, methods in contract.called.items():
         for method, takes in methods.items():
             if name in sources.classes:
-                yield from _called(sources, name, method, takes)
+                yield from _called(sources, name, method, takes, contract.optional)
     for name, fields in contract.built.items():
         if name in sources.classes:
             found = sources.fields(name)
@@ -132,16 +146,25 @@ def _compare(contract: Contract, sources: Sources) -> Iterator[str]:
                 yield f"{name} is made of ({_show(found)}); kvtier gives it ({given})"
     for name, attributes in contract.read.items():
         if name in sources.classes:
-            missing = [each for each in attributes if each not in sources.attributes(name)]
+            there = sources.attributes(name) | _members(name, contract.optional)
+            missing = [each for each in attributes if each not in there]
             if missing:
                 yield f"{name} has no {', '.join(missing)}"
 
 
-def _overridden(sources: Sources, name: str, methods: Mapping[str, Takes]) -> Iterator[str]:
+def _members(name: str, optional: frozenset[str]) -> set[str]:
+    """Return the members of a class that it may lack."""
+    return {each.removeprefix(f"{name}.") for each in optional if each.startswith(f"{name}.")}
+
+
+def _overridden(
+    sources: Sources, name: str, methods: Mapping[str, Takes], optional: frozenset[str]
+) -> Iterator[str]:
     for method, takes in methods.items():
         found = sources.parameters(name, method)
         if found is None:
-            yield f"{name} has no {method}"
+            if f"{name}.{method}" not in optional:
+                yield f"{name} has no {method}"
             continue
         known = [each.rstrip("=") for each in takes.names]
         required = [each.rstrip("=") for each in takes.required]
@@ -153,10 +176,13 @@ def _overridden(sources: Sources, name: str, methods: Mapping[str, Takes]) -> It
             yield f"{name} wants {method}, which kvtier has not"
 
 
-def _called(sources: Sources, name: str, method: str, takes: Takes) -> Iterator[str]:
+def _called(
+    sources: Sources, name: str, method: str, takes: Takes, optional: frozenset[str]
+) -> Iterator[str]:
     found = sources.parameters(name, method)
     if found is None:
-        yield f"{name} has no {method}"
+        if f"{name}.{method}" not in optional:
+            yield f"{name} has no {method}"
         return
     wanted = [each for each, has_default in found.items() if not has_default]
     if list(found)[: len(takes.names)] != list(takes.names) or set(wanted) - set(takes.names):

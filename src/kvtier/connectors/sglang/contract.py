@@ -1,7 +1,8 @@
 """The parts of SGLang that kvtier relies on, as data (see ``common/contract.py``).
 
 version     what is new in it, for kvtier
-0.5.18      the storage back end's calls of today
+0.5.14      the storage back end's calls of today
+0.5.16      host pools have modules of their own; the context of a process has SGLang's options
 0.5.23      a back end is told that all host pools are known; where a prompt may be cut is a list,
             that ranks intersect; pools beside the KV may come as groups of blocks, which are
             not served; whole prompts are told of
@@ -86,12 +87,13 @@ OPTIONS = (
 STORAGE = Contract(
     "SGLang",
     "sglang",
-    "0.5.18",
+    "0.5.14",
     "0.5.23",
     ("0.5.23",),
     (
         "srt/configs/model_config.py",
         f"{CACHE}/hicache_storage.py",
+        f"{CACHE}/memory_pool_host.py",
         f"{CACHE}/pool_host/base.py",
         f"{CACHE}/pool_host/mha.py",
         f"{CACHE}/pool_host/mla.py",
@@ -106,6 +108,7 @@ STORAGE = Contract(
     called=CALLED,
     built=BUILT,
     read=READ,
+    optional=frozenset({"RuntimeContext.server_args"}),
     options=OPTIONS,
 )
 """Contract of the storage back end."""

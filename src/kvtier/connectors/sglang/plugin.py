@@ -49,7 +49,11 @@ def wrapping_hooks() -> Hooks:
     from kvtier.connectors.sglang.prefill import WATCH
 
     found = {**WATCH.hooks(), **NEW_WEIGHTS.hooks()}
-    if not find_spec(scheduler_hooks.LINKER):
+    try:
+        has_linker = find_spec(scheduler_hooks.LINKER) is not None
+    except ModuleNotFoundError:  # nor the package that it would be in: SGLang 0.5.17 and older
+        has_linker = False
+    if not has_linker:
         return found
     return {**found, **scheduler_hooks.hooks(), **PREFETCHES.hooks()}
 

@@ -21,7 +21,6 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils import is_cpu
 
 from kvtier.connectors.common.names import BlockNames
@@ -40,6 +39,11 @@ from kvtier.connectors.sglang.ranks import replica_of
 from kvtier.connectors.sglang.recording import Recording, open_recording
 from kvtier.connectors.sglang.settings import StorageSettings
 from kvtier.connectors.sglang.unsupported import refuse
+
+try:
+    from sglang.srt.runtime_context import get_server_args
+except ImportError:  # SGLang 0.5.14
+    from sglang.srt.server_args import get_global_server_args as get_server_args
 
 if TYPE_CHECKING:
     import torch

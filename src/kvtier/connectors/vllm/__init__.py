@@ -64,6 +64,7 @@ def _register_pieces() -> None:
     """For those who keep vLLM's own host tier: a tier below it, and a policy for it."""
     try:
         from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
+        from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector  # noqa: F401
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
     except ImportError as error:
         logger.info("this vLLM has no place for kvtier's tier or policy: %s", error)

@@ -21,9 +21,9 @@ from collections.abc import Mapping
 
 from kvtier.connectors.common.contract import Contract, Takes
 
-OLDEST, NEWEST = "0.32", "0.33"
+OLDEST, NEWEST = "0.30", "0.33"
 """Oldest and newest version whose sources fulfil the contract."""
-RUN_WITH = ("0.32",)
+RUN_WITH = ("0.30", "0.32")
 """Versions that the tests were run under."""
 
 
@@ -136,7 +136,9 @@ READ: Mapping[str, tuple[str, ...]] = {
     "OffloadingConnector": (
         "scheduler", "connector_scheduler", "connector_worker", "_connector_metadata",
     ),
-    "OffloadingConnectorScheduler": ("config", "manager"),
+    "OffloadingConnectorScheduler": ("config", "manager", "_req_status", "_make_boundary_key"),
+    "RequestOffloadState": ("config", "group_states", "req_context", "update_offload_keys"),
+    "RequestGroupState": ("offload_keys",),
     "SchedulerOffloadConfig": ("kv_group_configs", "tokens_per_hash"),
     "GroupOffloadConfig": ("group_idx", "tokens_per_chunk"),
     "OffloadingConnectorWorker": ("worker", "spec", "kv_cache_config"),
@@ -185,6 +187,17 @@ READ: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """kvtier reads these fields, attributes and members."""
 
+OPTIONAL = frozenset(
+    {
+        "CacheHitSource",
+        "OffloadingManager.get_load_source",
+        "ReqContext.get_offload_key_position",
+        "ReqContext._offload_key_positions",
+    }
+)
+"""Not in every version: before 0.32 nobody asks where a hit came from; before 0.31 kvtier notes
+itself where a key is in its request (``offloading/positions.py``)."""
+
 FILES = (
     f"{OFFLOAD}/base.py",
     f"{OFFLOAD}/config.py",
@@ -226,5 +239,6 @@ VLLM = Contract(
     called=CALLED,
     built=BUILT,
     read=READ,
+    optional=OPTIONAL,
     options=OPTIONS,
 )

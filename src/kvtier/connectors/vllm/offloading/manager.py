@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -16,13 +17,15 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.connectors.vllm.manager import Found, TierManager
 from kvtier.connectors.vllm.offloading.host_slots import HostSlots
 from kvtier.connectors.vllm.offloading.stats import stats_of
 from kvtier.connectors.vllm.offloading.translation import kind_of, request_of, source_of
 from kvtier.connectors.vllm.request_state import RequestState
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 RESULTS = {
     Found.NOTHING: LookupResult.MISS,

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import Locality, Medium, ReqContext
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+import kvtier.connectors.vllm.offloading.positions  # noqa: F401 - of blocks, before vLLM 0.31
 from kvtier.connectors.vllm.engine_facts import EngineFacts, GroupFacts
 from kvtier.connectors.vllm.prompt import RequestBlocks
 from kvtier.types import DISK, HOST
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 KINDS = {HOST: (Medium.CPU, Locality.LOCAL), DISK: (Medium.STORAGE, Locality.LOCAL)}
-SOURCES = {HOST: CacheHitSource.HOST, DISK: CacheHitSource.DISK}
 
 
 def facts_of(config: OffloadingConfig) -> EngineFacts:
@@ -65,6 +66,10 @@ def kind_of(tier: str) -> tuple[Medium, Locality]:
     return KINDS.get(tier, (Medium.STORAGE, Locality.REMOTE))
 
 
+@cache
 def source_of(tier: str) -> CacheHitSource:
-    """Under which name hits are counted. vLLM has none for stores."""
-    return SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+    """Under which name hits are counted, from vLLM 0.32. It has none for stores."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    names = {HOST: CacheHitSource.HOST, DISK: CacheHitSource.DISK}
+    return names.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)

@@ -1,0 +1,225 @@
+"""Versions of engines: compare their sources with kvtier's contracts, and tell which were run.
+
+    python -m scripts.engine_versions sources        fetch the sources, compare (make scan-engines)
+    python -m scripts.engine_versions record NAME JUNIT_XML
+                                                     note what a test run of that version passed
+    python -m scripts.engine_versions tables         write the tables of the README and the docs
+    python -m scripts.engine_versions tables --check exit with 1 where one is out of date
+
+NAME is an engine and a version, such as vllm-0.30.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+import tarfile
+import xml.etree.ElementTree as ElementTree
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+
+from benchmarks.vllm.fetch import source_archive
+from kvtier.connectors.common.contract import Contract
+from kvtier.connectors.sglang.contract import LINKER, STORAGE
+from kvtier.connectors.vllm.contract import VLLM
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / ".peers/sources"
+RECORD = ROOT / "tests/engine_versions.json"
+"""By engine and version, what was run: written by ``record``."""
+BEGIN, END = "<!-- Written by scripts/engine_versions.py: -->\n", "<!-- end -->\n"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of kvtier that serves an engine. title: for people."""
+
+    engine: str
+    title: str
+    contract: Contract
+
+
+PARTS = (
+    Part("vllm", "vLLM, OffloadingConnector", VLLM),
+    Part("sglang", "SGLang, storage back end", STORAGE),
+    Part("sglang", "SGLang, linker", LINKER),
+)
+VERSIONS: Mapping[str, tuple[str, ...]] = {
+    "vllm": (
+        "0.18.1", "0.20.2", "0.23.0", "0.25.1", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0",
+        "0.32.0", "0.33.0",
+    ),
+    "sglang": ("0.5.8", "0.5.14", "0.5.16", "0.5.17", "0.5.18", "0.5.21", "0.5.23"),
+}  # fmt: skip
+"""Versions whose sources are compared: all that people run, and one that is too old."""
+
+
+# -- sources ---------------------------------------------------------------------------------------
+
+
+def fetch(engine: str, version: str) -> Path:
+    """Return a folder with the files of an engine that contracts name; fetched once."""
+    package = SOURCES / f"{engine}-{version}" / engine
+    wanted = {f"{engine}/{file}" for each in PARTS for file in each.contract.files}
+    have = package.parent / "files.json"
+    if not have.exists() or set(json.loads(have.read_text())) != wanted:
+        for name, content in _archive(engine, version):
+            inside = _inside(PurePosixPath(name), engine)
+            if inside in wanted:
+                file = package.parent / inside
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content())
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "_version.py").write_text(f'__version__ = "{version}"\n')
+        have.write_text(json.dumps(sorted(wanted)))
+    return package
+
+
+def _archive(engine: str, version: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Yield the files of an engine: of its sources where its wheel is large, else of its wheel."""
+    if engine == "vllm":
+        with tarfile.open(fileobj=io.BytesIO(source_archive(engine, version))) as archive:
+            for member in archive:
+                file = archive.extractfile(member)
+                if file is not None:
+                    yield member.name, file.read
+        return
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+        command += ["--only-binary", ":all:", "-d", folder, f"{engine}=={version}"]
+        subprocess.run(command, check=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                yield name, partial(archive.read, name)
+
+
+def _inside(path: PurePosixPath, engine: str) -> str:
+    """Return a file's path from its package on, in an archive's own folder or not."""
+    parts = path.parts if path.parts[0] == engine else path.parts[1:]
+    return "/".join(parts) if parts and parts[0] == engine else ""
+
+
+def compare() -> bool:
+    """Print how each version differs from each contract. Return whether it is as promised."""
+    is_right = True
+    for part in PARTS:
+        for version in VERSIONS[part.engine]:
+            found = part.contract.differences(fetch(part.engine, version))
+            promised = part.contract.covers(version)
+            verdict = "agrees" if not found else f"{len(found)} differences"
+            is_wrong = promised is bool(found)
+            is_right = is_right and not is_wrong
+            print(f"{part.title:28} {version:8} {verdict}{' - NOT AS PROMISED' * is_wrong}")
+            for each in found if promised else ():
+                print(f"    {each}")
+    return is_right
+
+
+# -- what was run ----------------------------------------------------------------------------------
+
+
+def record(name: str, report: Path) -> None:
+    """Note how many tests passed under a version. Exits where any failed, or none ran."""
+    engine, version = name.split("-", 1)
+    suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
+    count = {each: int(suite.get(each, 0)) for each in ("tests", "failures", "errors", "skipped")}
+    passed = count["tests"] - count["failures"] - count["errors"] - count["skipped"]
+    if count["failures"] or count["errors"] or not passed:
+        sys.exit(f"{name}: {count}: not recorded")
+    known = read_record()
+    known.setdefault(engine, {})[version] = passed
+    ordered = {
+        each: dict(sorted(found.items(), key=lambda item: _order(item[0])))
+        for each, found in sorted(known.items())
+    }
+    RECORD.write_text(json.dumps(ordered, indent=1) + "\n")
+    write_tables()
+
+
+def read_record() -> dict[str, dict[str, int]]:
+    """Tests that passed, by engine and version."""
+    found: dict[str, dict[str, int]] = json.loads(RECORD.read_text())
+    return found
+
+
+def _order(version: str) -> list[int]:
+    return [int(each) for each in version.split(".")]
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def summary() -> Iterator[str]:
+    """Yield the README's table: a row for each part."""
+    yield "| part | run on the CPU | sources compared, not run |"
+    yield "| -- | -- | -- |"
+    record = read_record()
+    for part in PARTS:
+        ran = [each for each in record.get(part.engine, {}) if part.contract.covers(each)]
+        others = [
+            each for each in VERSIONS[part.engine] if part.contract.covers(each) and each not in ran
+        ]
+        yield f"| {part.title} | {', '.join(ran) or 'none'} | {', '.join(others)} |"
+
+
+def versions() -> Iterator[str]:
+    """Yield the table of the docs: a row for each version."""
+    yield "| engine | version | served by | tests passed on the CPU |"
+    yield "| -- | -- | -- | -- |"
+    record = read_record()
+    for engine, each_version in VERSIONS.items():
+        for version in each_version:
+            parts = [each for each in PARTS if each.engine == engine]
+            serving = [each for each in parts if each.contract.covers(version)]
+            name = parts[0].contract.name
+            titles = ", ".join(each.title.removeprefix(f"{name}, ") for each in serving)
+            passed = record.get(engine, {}).get(version, "sources compared only")
+            yield f"| {name} | {version} | {titles or 'nothing'} | {passed if serving else ''} |"
+
+
+TABLES = {ROOT / "README.md": summary, ROOT / "docs/versions.md": versions}
+
+
+def write_tables(*, is_check: bool = False) -> bool:
+    """Write the tables between their marks. Return whether all were as they are now."""
+    is_current = True
+    for page, rows in TABLES.items():
+        text = page.read_text()
+        before, _, rest = text.partition(BEGIN)
+        _, _, after = rest.partition(END)
+        made = f"{before}{BEGIN}\n" + "".join(f"{row}\n" for row in rows()) + f"\n{END}{after}"
+        if made != text:
+            is_current = False
+            print(f"{page.relative_to(ROOT)}: the table of versions is out of date")
+            if not is_check:
+                page.write_text(made)
+    return is_current
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("sources")
+    recording = commands.add_parser("record")
+    recording.add_argument("name")
+    recording.add_argument("report", type=Path)
+    commands.add_parser("tables").add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    if given.command == "sources":
+        sys.exit(not compare())
+    elif given.command == "record":
+        record(given.name, given.report)
+    else:
+        sys.exit(not write_tables(is_check=given.check) and given.check)
+
+
+if __name__ == "__main__":
+    main()
