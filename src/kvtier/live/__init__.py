@@ -1,6 +1,6 @@
-"""See it run: an engine's metrics, read twice, make a picture of what its cache does.
+"""Live view of a cache, from the metrics of its engine.
 
     /metrics --> Reading --> History --> Picture --> the page, `kvtier top`, JSON
 
-The same for kvtier's own server, vLLM and SGLang. Pure but for ``scrape`` and ``local``.
+It works for kvtier's own server, vLLM and SGLang. Only ``scrape``, ``client`` and ``local`` do I/O.
 """

@@ -1,4 +1,4 @@
-"""HTTP client for the commands that look at a server: bounded in time and size, no redirects."""
+"""HTTP client for commands that query a server: bounded in time and size, no redirects."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from urllib.request import (
 from kvtier.errors import CacheError, ConfigError, printable
 
 MOST_BYTES = 16 << 20
-"""Bytes of an answer that are read."""
+"""Most bytes of an answer."""
 MOST_LINE_BYTES = 1 << 20
-"""Bytes of a line of a streamed answer that are waited for."""
+"""Most bytes of a line in a streamed answer."""
 PIECE_BYTES = 64 << 10
-"""Bytes of a streamed answer that are read at a time."""
+"""Most bytes of a streamed answer per read."""
 MOST_REFUSAL_BYTES = 64 << 10
-"""Bytes of an error's body that are read."""
+"""Most bytes of an error's body that are read."""
 MOST_REASON = 200
-"""Characters of a library's error text that are shown."""
+"""Most characters of a library's error text that are shown."""
 MOST_SAID = 1000
-"""Characters of a server's sentence that are shown."""
+"""Most characters of a server's error message that are shown."""
 CUT = "the connection ended within the answer"
 
 
@@ -71,7 +71,7 @@ class RefusedError(CacheError):
 
     @property
     def said(self) -> str:
-        """The server's own sentence, printable; "" for none."""
+        """The server's own error message, printable; "" if there is none."""
         try:
             return error_message(json.loads(self.content))
         except (ValueError, RecursionError):
@@ -79,17 +79,17 @@ class RefusedError(CacheError):
 
 
 def error_message(body: object) -> str:
-    """Return the message of an error of OpenAI's API, printable; "" where ``body`` is none."""
+    """Return the message of an error of OpenAI's API, printable; "" if ``body`` is no error."""
     found = body.get("error", body) if isinstance(body, dict) else None
     said = found.get("message") if isinstance(found, dict) else found
     return printable(said[:MOST_SAID]) if isinstance(said, str) else ""
 
 
 def check_url(url: str) -> str:
-    """Return ``url``, with ``http://`` in front where it names no scheme.
+    """Return ``url``, with ``http://`` in front if it has no scheme.
 
     Raises:
-        ConfigError: It is no HTTP address of a server, or has a password in it.
+        ConfigError: it is no HTTP address of a server, or has a password in it.
     """
     whole = url if "://" in url else f"http://{url}"
     try:
@@ -108,7 +108,7 @@ def check_api_key(key: str) -> str:
     """Return ``key``.
 
     Raises:
-        ConfigError: No header can carry it. The message does not tell it.
+        ConfigError: it can't be sent in a header. The message does not contain it.
     """
     if not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(
@@ -119,9 +119,9 @@ def check_api_key(key: str) -> str:
 
 
 def server_url(url: str) -> str:
-    """Return the address below which a server's paths are, from its own or that of its ``/v1``.
+    """Return a server's base URL, from its address with or without ``/v1``.
 
-    Raises ``ConfigError`` as ``check_url`` does.
+    Raises ``ConfigError`` like ``check_url``.
     """
     return check_url(url).rstrip("/").removesuffix("/v1")
 
@@ -136,12 +136,15 @@ def fetch(
     """Return the body of the answer to a GET, or to a POST of ``content``.
 
     Args:
-        timeout_s: For the exchange in all, however the bytes arrive.
-        api_key: Sent to this server only: a redirect is an answer like any other.
+        url: address of the request.
+        timeout_s: timeout of the whole exchange.
+        headers: headers of the request.
+        content: body of a POST; None for a GET.
+        api_key: sent to this server only, since redirects are not followed.
 
     Raises:
-        RefusedError: The status is not 2xx.
-        NoAnswerError: No whole answer came within ``timeout_s`` and ``MOST_BYTES``.
+        RefusedError: the status is not 2xx.
+        NoAnswerError: no complete answer arrived within ``timeout_s`` and ``MOST_BYTES``.
     """
     with _answer(url, timeout_s, headers, content, api_key) as answer:
         found: bytes = answer.read(MOST_BYTES + 1)
@@ -160,11 +163,11 @@ def stream(
     content: bytes | None = None,
     api_key: str | None = None,
 ) -> Generator[bytes, None, None]:
-    """Yield the lines of the answer as they arrive, without their ends.
+    """Yield the lines of the answer as they arrive, without their line ends.
 
-    Arguments and errors are those of ``fetch``; the time is for the whole answer. An answer ends
-    with an error, too, where a line does not end within ``MOST_LINE_BYTES``. Close the generator
-    to leave the rest unread.
+    Arguments and errors are those of ``fetch``; the timeout is for the whole answer. A line longer
+    than ``MOST_LINE_BYTES`` raises ``NoAnswerError``, too. Close the generator to leave the rest
+    unread.
     """
     num_bytes, line = 0, bytearray()
     with _answer(url, timeout_s, headers, content, api_key) as answer:
@@ -183,9 +186,9 @@ def stream(
 
 
 def _pieces(answer: HTTPResponse) -> Iterator[bytes]:
-    """Yield the body as it arrives. Raises ``IncompleteRead`` where the connection ends within it.
+    """Yield the body as it arrives. Raise ``IncompleteRead`` if the connection ends within it.
 
-    Not by ``readline``, which takes a cut for the end.
+    ``readline`` is not used, since it takes a broken connection for the end.
     """
     left = answer.length
     while (left is None or left > 0) and (piece := answer.read1(PIECE_BYTES)):
@@ -203,7 +206,7 @@ def _answer(
     content: bytes | None,
     api_key: str | None,
 ) -> Iterator[HTTPResponse]:
-    """Send a request and yield its answer. Errors of the block, too, become those of ``fetch``."""
+    """Send a request and yield its answer. Errors in the block are converted as by ``fetch``."""
     sent = {**headers, **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
     with _Deadline(timeout_s) as deadline:
         request = Request(url, content, sent)
@@ -217,7 +220,7 @@ def _answer(
         except (OSError, ValueError, HTTPException) as error:
             is_late = deadline.is_over or isinstance(getattr(error, "reason", error), TimeoutError)
             raise NoAnswerError(url, _too_slow(timeout_s) if is_late else _reason(error)) from None
-        if deadline.is_over:  # a connection that was cut looks like the end of an answer
+        if deadline.is_over:  # a connection that was shut down looks like the end of an answer
             raise NoAnswerError(url, _too_slow(timeout_s))
 
 
@@ -236,7 +239,7 @@ def _opener(scheme: str, deadline: _Deadline) -> OpenerDirector:
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Return the context of every connection: reading the machine's certificates takes long."""
+    """Return the TLS context of all connections, cached since reading certificates is slow."""
     return ssl.create_default_context()
 
 
@@ -245,7 +248,7 @@ def _too_slow(timeout_s: float) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Describe a failure without what the server sent."""
+    """Describe a failure without quoting what the server sent."""
     if isinstance(error, IncompleteRead):
         return CUT
     if isinstance(error, HTTPException):
@@ -256,16 +259,16 @@ def _reason(error: Exception) -> str:
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """A key is for the server that was named, and for no other."""
+    """Refuses redirects, so that an API key is sent only to the server that was named."""
 
     def redirect_request(self, *arguments: Any) -> None:
         return None
 
 
 class _Deadline:
-    """Shuts the connections of one exchange down when its time is over.
+    """Shuts down the connections of one exchange when its timeout expires.
 
-    A socket's own timeout begins anew with every byte.
+    A socket's own timeout restarts with every byte.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -292,7 +295,7 @@ class _Deadline:
             self._sockets.clear()
 
     def watch(self, connected: socket.socket) -> None:
-        """Keep a duplicate: TLS takes the socket itself over."""
+        """Keep a duplicate of a socket, since TLS takes over the socket itself."""
         with self._lock:
             self._sockets.append(connected.dup())
         if self.is_over:
@@ -302,7 +305,7 @@ class _Deadline:
         with self._lock:
             self.is_over = True
             for each in self._sockets:
-                with suppress(OSError):  # the server may have been faster
+                with suppress(OSError):  # the server may have closed it already
                     each.shutdown(socket.SHUT_RDWR)
 
 
@@ -315,7 +318,7 @@ class _Plain(HTTPConnection):
 
 
 class _Secure(HTTPSConnection, _Plain):
-    """``HTTPSConnection.connect`` calls ``_Plain.connect`` before the handshake."""
+    """HTTPS connection, whose ``connect`` calls ``_Plain.connect`` before the handshake."""
 
 
 def _connection(

@@ -1,4 +1,4 @@
-"""Metrics of each engine that are not kvtier's own: prompts, requests, times."""
+"""Names of each engine's metrics that are not kvtier's own: prompts, requests, times."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from kvtier.live.reading import Reading
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Names of metrics. engine: for people. sign: which metric shows that it is this engine.
+    """Names of one engine's metrics.
 
-    asked, given: units of prompts, tokens or blocks, and those of them that were not computed, by
-    ``source``, which is called as in ``sources``; others are left out. device: of its own memory,
-    the share in use. flows: bytes that the engine itself moves, by route.
+    Attributes:
+        engine: the engine's name, for display.
+        sign: metric by which the engine is recognized.
+        asked: tokens or blocks of prompts.
+        given: tokens or blocks of prompts that were not computed, with label ``source``.
+        source: label of ``given`` that names the tier.
+        prompt_tokens, running, waiting, ttft, requests: further metrics.
+        device: share of the engine's own memory in use.
+        sources: tiers by the values of ``source``; other values are ignored.
+        flows: bytes that the engine itself moves, by (source, destination).
     """
 
     engine: str
@@ -32,7 +39,7 @@ class Dialect:
     flows: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     def name_of(self, source: str) -> str | None:
-        """The tier that a source is; None for none."""
+        """Return the tier of a value of ``source``; None if it is ignored."""
         return self.sources.get(source) if self.sources else source
 
 

@@ -1,4 +1,4 @@
-"""The page's files, and what a browser is allowed to do with them."""
+"""Files of the live page, and the headers that restrict the browser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TYPES = {
     "chart.js": "text/javascript; charset=utf-8",
     "ladder.js": "text/javascript; charset=utf-8",
 }
-"""All that there are: a path names one of these, or nothing."""
+"""Content types of the page's files. No other file is served."""
 PATHS = frozenset({"/", LIVE_PATH, *(FOLDER + name for name in TYPES)})
 """Paths that a browser requests to show the page."""
 
@@ -31,11 +31,11 @@ HEADERS: Mapping[str, str] = {
     "Cache-Control": "no-cache",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""Nothing from elsewhere, nothing inline, in nobody's frame."""
+"""Headers of all answers: no resources of other origins, no inline code, no framing."""
 
 
 def name_of(path: str) -> str | None:
-    """Return the file that a path names; None for none."""
+    """Return the name of the file at a path; None if there is none."""
     if path == "/":
         return PAGE
     name = path.removeprefix(FOLDER)
@@ -44,5 +44,5 @@ def name_of(path: str) -> str | None:
 
 @cache
 def content_of(name: str) -> bytes:
-    """A file's content, read once."""
+    """Return a file's content. It is read once."""
     return (files("kvtier.live") / "page" / name).read_bytes()

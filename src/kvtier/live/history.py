@@ -1,4 +1,4 @@
-"""Readings of the last minute, of a server that may restart."""
+"""History of the last minute's readings, which detects restarts of the server."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kvtier.live.reading import Reading
 WINDOW_S = 60.0
 """Window of rates that are shown as "in the last minute"."""
 FLOW_S = 5.0
-"""Window of rates that are shown as "now"; a shorter one jumps from piece to piece."""
+"""Window of rates that are shown as "now"; in a shorter one they would fluctuate."""
 MOST_AGE_S = 90.0
-"""Age beyond which a reading is no part of the last minute, though none is closer to it."""
+"""Age beyond which a reading is not used for the last minute, even if there is no younger one."""
 MOST = 256
-"""Readings that are kept: who asks more often gets the same picture."""
+"""Most readings that are kept."""
 
 
 class History:
-    """Readings, oldest first. Where counters fall the server has begun anew, and so does this."""
+    """Readings, oldest first. A counter that decreases means a restart; older ones are dropped."""
 
     def __init__(self) -> None:
         self._readings: deque[Reading] = deque(maxlen=MOST)
@@ -29,8 +29,8 @@ class History:
     def add(self, reading: Reading) -> None:
         """Add a reading that is newer than all before.
 
-        One that is a minute old is kept, to compare with, unless it is older than ``MOST_AGE_S``:
-        after a time in which nobody looked, rates begin anew.
+        The oldest reading kept is about a minute old. It is dropped if it is older than
+        ``MOST_AGE_S``, so that rates start anew after a pause without readings.
         """
         if self._readings and reading.has_fallen(self._readings[-1]):
             self._readings.clear()
@@ -45,13 +45,13 @@ class History:
 
     @property
     def age_s(self) -> float:
-        """Return the time from the first reading since the server's start to the last."""
+        """Seconds from the first reading since the server's start to the last."""
         if not self._readings or self._since_s is None:
             return 0.0
         return self._readings[-1].at_s - self._since_s
 
     def picture(self) -> Picture:
-        """As things are at the last reading. There must be one."""
+        """Return the picture at the last reading. There must be one."""
         now = self._readings[-1]
         recent = (each for each in self._readings if now.at_s - each.at_s <= FLOW_S)
         before = next(recent)

@@ -1,4 +1,4 @@
-"""The page for an engine that has none: a small server beside whoever looks."""
+"""Local HTTP server of the live page, for an engine that does not serve it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 class LocalServer(ThreadingHTTPServer):
-    """Serves the page, and what it shows of ``watched``. port: 0 for any free one.
+    """Serves the page and the picture of ``watched``. port: 0 for any free one.
 
-    On a loopback address it answers only who calls it by that: a page from elsewhere can't make a
-    browser ask it under a name of its own.
+    On a loopback address it answers only requests whose Host header is a loopback name, to prevent
+    DNS rebinding.
     """
 
     daemon_threads = True
@@ -32,7 +32,7 @@ class LocalServer(ThreadingHTTPServer):
         return f"http://{host!s}:{port}/"
 
     def knows(self, host: str) -> bool:
-        """Whether a request may call this server ``host``, as its header says."""
+        """Whether a request with this Host header is answered."""
         name = host.rpartition(":")[0] or host
         return not self._is_loopback or name.strip("[]") in LOCAL_HOSTS
 
@@ -72,4 +72,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *arguments: object) -> None:
-        """Log nothing: nobody reads it."""
+        """Log nothing."""

@@ -1,4 +1,4 @@
-"""A picture from readings: differences over the last minute, and sums since the server began."""
+"""Make a picture from readings: rates over the last minute, and totals since the server's start."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvtier.live.reading import Reading
 from kvtier.types import DEVICE, DISK, HOST
 
 LEAST_ASKED = {"tokens": 2000.0, "blocks": 100.0}
-"""Below which a share of what was asked for says nothing."""
+"""Least requested tokens or blocks for which a hit share is shown."""
 LEAST_LOADS = 5
-"""Copies below which nobody can say how good the estimates are."""
+"""Least number of copies for which the error of the estimates is shown."""
 LEAST_PREFILL_S = 0.5
-"""The same for prefill."""
+"""Least predicted prefill time for which the error of the estimates is shown."""
 LEAST_GONE = 30
-"""Evicted blocks of the sample below which nobody can say how many return."""
+"""Least number of sampled evicted blocks for which the share that returned is shown."""
 LEAST_TIMES = 5
-"""Requests below which a mean time says nothing."""
+"""Least number of requests for which a mean time is shown."""
 LEAST_WINDOW_S = 0.5
 ORDER = (DEVICE, HOST, DISK)
 
@@ -30,7 +30,12 @@ def make_picture(
 ) -> Picture:
     """Make a picture from readings.
 
-    first: the oldest of the last minute; before: of the last seconds. Both may be ``now``.
+    Args:
+        first: the oldest reading of the last minute; may be ``now``.
+        before: the oldest reading of the last seconds; may be ``now``.
+        now: the latest reading.
+        age_s: seconds for which the server has been watched.
+        has_restarted: whether it restarted meanwhile.
     """
     dialect = dialect_of(now)
     hits, whole = _hits(first, now, dialect)
@@ -59,9 +64,9 @@ def make_picture(
 
 
 def _grown(first: Reading, now: Reading, name: str, **labels: str) -> float | None:
-    """By how much something has grown; None where it is not told, or nothing lies between.
+    """Return the growth of a metric; None if it is missing, or the readings are too close.
 
-    What is told only since it first happened was 0.
+    A metric that is missing in ``first`` only was 0.
     """
     if now.at_s - first.at_s < LEAST_WINDOW_S:
         return None
@@ -75,7 +80,7 @@ def _rate(first: Reading, now: Reading, name: str, **labels: str) -> float | Non
 
 
 def _ratio(part: float | None, whole: float | None, least: float) -> float | None:
-    """None where the whole is too small to say so."""
+    """Return the share ``part`` / ``whole``; None if ``whole`` is below ``least``."""
     if part is None or whole is None or whole < least:
         return None
     return min(1.0, part / whole)
@@ -104,7 +109,7 @@ def _hits(
 
 
 def _place(tier: str) -> int:
-    """In the ladder; stores are below it, in the order in which they are told."""
+    """Return the sort key of a tier: its position in the ladder, with stores at the end."""
     return ORDER.index(tier) if tier in ORDER else len(ORDER)
 
 
@@ -157,7 +162,7 @@ def _tier(name: str, first: Reading, now: Reading) -> Tier:
 def _returns(name: str, now: Reading, evicted: float) -> tuple[float | None, float | None]:
     """Return the share of evicted blocks that were requested again, and the median delay.
 
-    The sample is as large as what left over its weight.
+    The size of the sample is the number of evicted blocks over the weight of a sampled one.
     """
     returned = now.total("kvtier_returned_blocks_total", tier=name)
     num_seen = now.total("kvtier_return_seconds_count", tier=name)
@@ -171,7 +176,7 @@ def _returns(name: str, now: Reading, evicted: float) -> tuple[float | None, flo
 
 
 def _median(now: Reading, name: str, tier: str) -> float | None:
-    """The upper end of the bucket in which half of them are reached; None where that is open."""
+    """Return the upper end of the bucket that contains the median; None if it is unbounded."""
     buckets = sorted(
         (end, value)
         for at, value in now.values.get(name, {}).items()
@@ -183,7 +188,7 @@ def _median(now: Reading, name: str, tier: str) -> float | None:
 
 
 def _end(le: str | None) -> float | None:
-    """A bucket's upper end, in seconds; None where ``le`` is missing or no such number."""
+    """Return a bucket's upper end in seconds; None if ``le`` is missing or invalid."""
     try:
         end = float(le or "")
     except ValueError:

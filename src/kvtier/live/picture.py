@@ -1,7 +1,7 @@
-"""State of a cache now, as values: for a page, a terminal, a script.
+"""Current state of a cache, as values for the page, a terminal or a script.
 
-None stands for what can't be told: the engine does not say, or there are too few of them. Nobody is
-to show 0 in its place.
+None means unknown: the engine does not report the value, or there are too few measurements. It must
+not be shown as 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TierShare:
-    """Share of requested tokens. recent: in the last minute. ever: since the server's start."""
+    """Share of requested tokens found in a tier.
+
+    recent: in the last minute. ever: since the server's start.
+    """
 
     tier: str
     recent: float | None
@@ -24,12 +27,21 @@ class TierShare:
 class Tier:
     """State of one tier.
 
-    used, slots: in blocks; used_bytes, capacity_bytes: the same in bytes. fill: 0 to 1.
-    evicted_per_s: blocks, in the last minute. turnover_s: until all of it would have left at that
-    rate. returned: of the blocks that left since the server began, the share that was wanted again;
-    return_s: half of these within. damaged: blocks that it could not give back as they were, since
-    the server began; damaged_recently: in the last minute. left_alone: 0 in use, 1 being retried, 2
-    paused after errors, 3 in use with a slab that was cut short.
+    Attributes:
+        name: name of the tier.
+        used, slots: blocks in use, and capacity in blocks.
+        fill: share in use, 0 to 1.
+        evicted_per_s: blocks evicted per second, in the last minute.
+        turnover_s: time in which the whole tier would be evicted at that rate.
+        evicted: blocks evicted since the server's start.
+        returned: share of them that was requested again.
+        return_s: median time until that request.
+        damaged: blocks that could not be returned intact, since the server's start.
+        damaged_recently: the same in the last minute.
+        unwritten: blocks whose queued write was dropped.
+        left_alone: 0 in use, 1 being retried, 2 paused after errors, 3 in use with a slab whose
+            data file was truncated.
+        used_bytes, capacity_bytes: ``used`` and ``slots`` in bytes.
     """
 
     name: str
@@ -53,8 +65,14 @@ class Tier:
 class Flow:
     """Transfers from one tier to another.
 
-    bytes_per_s: in the last seconds. in_flight: copies. queued_s: until one that begins now has its
-    turn; None where none is taken, or nobody tells. num_bytes, failed: since the server began.
+    Attributes:
+        src, dst: the tiers.
+        bytes_per_s: rate in the last seconds.
+        num_bytes: bytes since the server's start.
+        in_flight: number of copies in flight.
+        queued_s: queueing delay of a copy that begins now; None if copies are refused, or unknown.
+        is_refused: whether copies are refused.
+        failed: blocks that failed since the server's start.
     """
 
     src: str
@@ -69,10 +87,14 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Expected and actual time in the last minute.
+    """Expected and actual durations of loads or prefill, in the last minute.
 
-    what: a tier that blocks came from, or "prefill". ratio: actual over expected. num: how many of
-    them; None if unknown.
+    Attributes:
+        what: source tier of the loads, or "prefill".
+        expected_s: sum of expected durations.
+        took_s: sum of actual durations.
+        ratio: actual over expected.
+        num: number of loads; None if unknown.
     """
 
     what: str
@@ -86,7 +108,7 @@ class Guess:
 class Saved:
     """Prompt tokens that were not computed, and the seconds saved, less the cost of loading.
 
-    Per second: in the last minute.
+    tokens_per_s, seconds_per_s: in the last minute.
     """
 
     tokens: float | None
@@ -99,9 +121,11 @@ class Saved:
 class Requests:
     """Requests of the engine.
 
-    running, waiting: now.
-
-    per_s, ttft_s: ended, and their mean time to the first token, in the last minute.
+    Attributes:
+        running, waiting: number of requests now.
+        per_s: requests ended per second, in the last minute.
+        prompt_tokens_per_s: prompt tokens per second, in the last minute.
+        ttft_s: mean time to first token, in the last minute.
     """
 
     running: float | None
@@ -115,9 +139,8 @@ class Requests:
 class ServerInfo:
     """Facts about the server.
 
-    models: names of the served models.
-
-    version: kvtier's, "" if unknown. uptime_s: None if the engine does not tell it.
+    models: names of the served models. version: kvtier's version; "" if unknown. uptime_s: None if
+    the engine does not report it.
     """
 
     models: tuple[str, ...] = ()
@@ -127,7 +150,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class PageAnswer:
-    """To a question that people have. level: "good", "plain" or "bad"."""
+    """Answer to a question of an operator. level: "good", "plain" or "bad"."""
 
     question: str
     text: str
@@ -138,12 +161,25 @@ class PageAnswer:
 class Picture:
     """State of an engine's cache at one moment.
 
-    engine: by name.
-
-    age_s: for how long this server has been watched. window_s: what "in the last minute" is, where
-    it is less. has_restarted: it began anew since. loaded, recomputed: cached blocks that were to
-    be loaded, or computed all the same, since the server began; the same in the last minute.
-    late_loads, late_loads_recently: given up at their deadline.
+    Attributes:
+        engine: name of the engine.
+        age_s: seconds for which the server has been watched.
+        window_s: actual length of "the last minute".
+        has_restarted: whether the server restarted while watched.
+        has_cache: whether the engine reports kvtier metrics.
+        hits: hit share of each tier.
+        hit_share: hit share of all tiers.
+        saved: prefill saved by the cache.
+        tiers, flows: tiers, and transfers between them.
+        loaded, recomputed: cached blocks that were loaded, or recomputed all the same, since the
+            server's start.
+        loaded_recently, recomputed_recently: the same in the last minute.
+        guesses: accuracy of the planner's estimates.
+        late_loads: loads given up at their deadline, since the server's start.
+        late_loads_recently: the same in the last minute.
+        requests: requests of the engine.
+        server: facts about the server.
+        answers: answers to an operator's questions.
     """
 
     engine: str
@@ -168,7 +204,7 @@ class Picture:
     answers: tuple[PageAnswer, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """For ``json.dumps``: no infinity, no NaN."""
+        """Return the picture for ``json.dumps``, with None for infinity and NaN."""
         plain: dict[str, Any] = _plain(asdict(self))
         return plain
 

@@ -1,4 +1,4 @@
-"""The questions that people have about a cache, and what a picture answers."""
+"""Answers to an operator's questions about a cache, from a picture."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from kvtier.live.picture import PageAnswer, Picture, Tier
 from kvtier.live.wording import TOO_FEW, count, seconds, share, size
 from kvtier.types import DEVICE
 
-LONG_LINE_S = 0.5
-"""A line that requests notice."""
+LONG_QUEUE_S = 0.5
+"""Least queueing delay that is reported as slow."""
 WRONG_RATIO = 1.5
-"""Above, a copy or a prefill takes so much longer than planned that requests notice."""
+"""Least ratio of actual to expected duration that is reported as slow."""
 MANY_RETURN = 0.3
-"""Share of evicted blocks that are requested again; a larger tier would have kept them."""
+"""Least share of evicted blocks requested again for which a larger tier is recommended."""
 WORTH_SHARE = 0.05
 
 
 def answer(picture: Picture) -> Iterator[PageAnswer]:
-    """In the order in which people ask."""
+    """Yield the answers, in the order of display."""
     if not picture.has_cache:
         said = "This engine reports no kvtier metrics: it runs without kvtier, or without metrics."
         yield PageAnswer("Is it on?", said, "bad")
@@ -102,7 +102,7 @@ def _reasons(picture: Picture) -> Iterator[str]:
             num = count(tier.damaged_recently)
             yield f"{tier.name} returned {num} damaged {noun} in the last minute."
     for flow in picture.flows:
-        if flow.queued_s is not None and flow.queued_s >= LONG_LINE_S:
+        if flow.queued_s is not None and flow.queued_s >= LONG_QUEUE_S:
             yield f"{flow.src} → {flow.dst} has a queue of {seconds(flow.queued_s)}."
     for guess in picture.guesses:
         if guess.ratio is not None and guess.ratio > WRONG_RATIO:

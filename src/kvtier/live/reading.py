@@ -1,4 +1,4 @@
-"""One scrape of an engine's metrics, under the names that kvtier has for them."""
+"""One scrape of an engine's metrics, under kvtier's names."""
 
 from __future__ import annotations
 
@@ -15,40 +15,39 @@ from kvtier.telemetry.metrics import UNDER_VLLM
 Labels = tuple[tuple[str, str], ...]
 
 MOST_LINES = 50_000
-"""Lines of a text that are read."""
+"""Most lines of a text."""
 MOST_LINE = 16_384
-"""Characters of one of them."""
+"""Most characters of a line."""
 MOST_SERIES = 2000
-"""Series of one metric, after those that differ in other labels are summed."""
+"""Most series of one metric, after those that differ in other labels are summed."""
 MOST_PLACES = 64
-"""Tiers and stores of one engine."""
+"""Most tiers and stores of one engine."""
 MOST_LABEL = 64
-"""Characters of a label's value that are kept."""
+"""Most characters of a label's value; the rest is cut."""
 MOST_VALUE = 2.0**63
 MOST_MODELS = 4
-"""Names of models that are kept."""
+"""Most names of models that are kept."""
 MODEL = "model_name"
 INFO = "kvtier_server_info"
 
 UNDER_ENGINE = "vllm:kvtier_"
 KEPT = frozenset({"tier", "src", "dst", "decision", "le", "source", "cache_source"})
-"""Labels that tell kinds of numbers apart. Over the others, as model, engine and process, the
-numbers are summed."""
+"""Labels that are kept. Values are summed over all others, such as model, engine and process."""
 WORST = frozenset({"kvtier_breaker_state", "kvtier_queued_seconds", "kvtier_slot_bytes"})
-"""Metrics whose series are joined by their maximum, not their sum."""
+"""Metrics whose series are merged by their maximum, not their sum."""
 INFINITE = frozenset({"kvtier_queued_seconds"})
-"""May be infinite."""
+"""Metrics that may be infinite."""
 PLACES = frozenset({"tier", "src", "dst"})
 """Labels that name a tier."""
 COUNTED = ("counter", "histogram", "summary")
 ENDINGS = ("_total", "_count", "_sum", "_bucket")
-"""Kinds of metrics that only grow, and how the names of such numbers end."""
+"""Types of metrics that only grow, and suffixes of their names."""
 
 
 class UnreadableError(CacheError):
-    """A text is not an engine's metrics, or far more than one engine has.
+    """The text is not an engine's metrics, or far too large.
 
-    The message says which, without what was sent.
+    The message says which, without quoting the text.
     """
 
 
@@ -56,11 +55,12 @@ class UnreadableError(CacheError):
 class Reading:
     """One reading of an engine's metrics.
 
-    values: by name and labels.
-
-    at_s: when, seconds of any clock that only grows. growing: names of what can't fall while the
-    server lives. models: names of the served models. version: kvtier's; "" where the engine does
-    not tell it.
+    Attributes:
+        at_s: time of the reading, in seconds of any monotonic clock.
+        values: values by name and labels.
+        growing: names of metrics that can't decrease while the server runs.
+        models: names of the served models.
+        version: kvtier's version; "" if the engine does not report it.
     """
 
     at_s: float
@@ -71,7 +71,7 @@ class Reading:
 
     @classmethod
     def parse(cls, text: str, at_s: float) -> Reading:
-        """From Prometheus' text format. Raises ``UnreadableError`` for what is none."""
+        """Return a reading from Prometheus' text format; raise ``UnreadableError`` otherwise."""
         if text.count("\n") >= MOST_LINES or max(map(len, text.split("\n"))) > MOST_LINE:
             raise UnreadableError(f"more than {MOST_LINES:,} lines, or one that is far too long")
         try:
@@ -81,10 +81,10 @@ class Reading:
 
     @classmethod
     def of(cls, families: Iterable[Metric], at_s: float) -> Reading:
-        """From what a registry collects. Values that no metric of ours has are left out.
+        """Return a reading from a registry's metrics, without impossible values.
 
         Raises:
-            UnreadableError: There are more series, or more tiers, than one engine has.
+            UnreadableError: there are more series, or more tiers, than one engine has.
         """
         values: dict[str, dict[Labels, float]] = {}
         growing: set[str] = set()
@@ -118,11 +118,11 @@ class Reading:
         return cls(at_s, values, frozenset(growing), tuple(models), version)
 
     def has(self, name: str) -> bool:
-        """Whether the engine tells it, be it 0."""
+        """Whether the engine reports a metric, even if it is 0."""
         return name in self.values
 
     def total(self, name: str, **labels: str) -> float | None:
-        """The sum of what has these labels; None where nothing of that name is told."""
+        """Return the sum of the series with these labels; None if the metric is missing."""
         by_labels = self.values.get(name)
         if by_labels is None:
             return None
@@ -130,7 +130,7 @@ class Reading:
         return sum(value for at, value in by_labels.items() if wanted <= set(at))
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """The sums by one label, in the order in which they are told."""
+        """Return the sums by the values of one label, in the order of the text."""
         found: dict[str, float] = {}
         for at, value in self.values.get(name, {}).items():
             key = dict(at).get(label)
@@ -139,7 +139,7 @@ class Reading:
         return found
 
     def by_route(self, name: str) -> dict[tuple[str, str], float]:
-        """The same by ``src`` and ``dst``."""
+        """Return the sums by ``src`` and ``dst``."""
         found: dict[tuple[str, str], float] = {}
         for at, value in self.values.get(name, {}).items():
             labels = dict(at)
@@ -149,7 +149,7 @@ class Reading:
         return found
 
     def has_fallen(self, before: Reading) -> bool:
-        """Whether something counted is below what it was: the server has begun anew."""
+        """Whether a counter has decreased since ``before``: the server has restarted."""
         for name in before.growing:
             now = self.values.get(name, {})
             if any(now.get(at, 0.0) < value for at, value in before.values[name].items()):
@@ -158,12 +158,12 @@ class Reading:
 
 
 def _is_possible(name: str, value: float) -> bool:
-    """Whether a metric that is shown may have this value: none is negative, and NaN is none."""
+    """Whether a metric may have this value: it must not be negative, NaN or too large."""
     return 0 <= value < MOST_VALUE or (name in INFINITE and isinf(value) and value > 0)
 
 
 def _kept(labels: Mapping[str, str]) -> Labels:
-    """The labels that tell numbers apart, as text that a terminal can show."""
+    """Return the labels that are kept, as printable text."""
     kept = (each for each in labels.items() if each[0] in KEPT)
     return tuple(sorted((label, printable(value[:MOST_LABEL])) for label, value in kept))
 

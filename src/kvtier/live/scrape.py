@@ -1,4 +1,4 @@
-"""An engine's ``/metrics``, read over HTTP again and again."""
+"""Repeated scrapes of an engine's ``/metrics`` over HTTP."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvtier.live.reading import Reading, UnreadableError
 
 TIMEOUT_S = 5.0
 LEAST_PAUSE_S = 0.8
-"""However many look, the engine is asked no more often."""
+"""Least time between two scrapes, however many clients look."""
 
 
 class ScrapeError(CacheError):
-    """The engine did not say how it is. The text says why, without what it sent."""
+    """The metrics could not be read. The message says why, without quoting the answer."""
 
 
 def metrics_url(url: str) -> str:
@@ -35,7 +35,7 @@ def metrics_url(url: str) -> str:
 
 
 def read_text(url: str, api_key: str | None = None) -> str:
-    """The metrics' text. Raises ``ScrapeError``."""
+    """Return the text of the metrics. Raise ``ScrapeError`` if it can't be read."""
     try:
         content = fetch(url, TIMEOUT_S, {"Accept": "text/plain"}, api_key=api_key)
     except RefusedError as error:
@@ -48,14 +48,14 @@ def read_text(url: str, api_key: str | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Result of a look: a picture as plain data, or why there is none."""
+    """Result of a scrape: a picture as plain data, or the reason why there is none."""
 
     picture: dict[str, Any] | None
     error: str = ""
 
 
 class Watched:
-    """An engine somewhere, looked at by several threads; it is asked once for all of them."""
+    """A watched engine. Several threads may look; they share one scrape."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = metrics_url(url)
@@ -66,7 +66,10 @@ class Watched:
         self._seen = Seen(None)
 
     def look(self) -> Seen:
-        """As it is now, or was a moment ago. Waits for the engine, for some seconds at most."""
+        """Return the current picture, at most ``LEAST_PAUSE_S`` old.
+
+        Waits up to ``TIMEOUT_S`` for the engine.
+        """
         with self._lock:
             now_s = time.monotonic()
             if self._looked_s is None or now_s - self._looked_s >= LEAST_PAUSE_S:

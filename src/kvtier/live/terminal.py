@@ -1,4 +1,4 @@
-"""A picture for a terminal."""
+"""Draw a picture in a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTHING = Text("–", "dim")
 
 
 class Fitted:
-    """A renderable cut to the terminal's height; the last line says how much was cut."""
+    """Renderable cut to the terminal's height; the last line says how much was cut."""
 
     def __init__(self, whole: RenderableType) -> None:
         self._whole = whole
@@ -42,7 +42,7 @@ class Fitted:
 
 
 def draw(seen: Seen, url: str) -> RenderableType:
-    """Draw what was seen, or why nothing was."""
+    """Return a drawing of the picture, or the reason why there is none."""
     if seen.picture is None:
         return Text(f"{seen.error or url}. Retrying …", "yellow")
     picture = seen.picture
@@ -78,7 +78,7 @@ def _head(picture: Mapping[str, Any], url: str) -> Text:
 
 
 def _saved(saved: Mapping[str, Any]) -> str:
-    """Return the prefill time saved so far, and how many engines' work that is now."""
+    """Format the prefill time saved so far, and the current rate in engines' worth of compute."""
     if saved["seconds"] is None:
         return "–"
     text = seconds(saved["seconds"])
@@ -115,7 +115,7 @@ def _tiers(picture: Mapping[str, Any]) -> Table:
 
 
 def _capacity(tier: Mapping[str, Any]) -> str:
-    """Return what a tier can hold: in bytes if the engine tells them, else in blocks."""
+    """Format a tier's capacity, in bytes if the engine reports them, else in blocks."""
     if tier["capacity_bytes"] is not None:
         return size(tier["capacity_bytes"])
     return "–" if tier["slots"] is None else f"{count(tier['slots'])} blocks"

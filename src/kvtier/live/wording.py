@@ -1,6 +1,6 @@
-"""Sizes, times, shares and counts in words: on the page, in a terminal, in reports.
+"""Format sizes, times, shares and counts, for terminals and reports.
 
-``page/words.js`` says the same on the page.
+``page/words.js`` does the same on the page.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def share(part: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Format a time in the unit that is read most easily; one below zero is none."""
+    """Format a time in a suitable unit; a negative one as 0."""
     if value is None:
         return TOO_FEW
     for limit, unit, name in (
@@ -56,7 +56,7 @@ def size(num_bytes: float | None, digits: int = 3) -> str:
 
 
 def _short(value: float, digits: int = 3) -> str:
-    """Round to ``digits`` figures, but never in front of the point: 1.02, 12.3, 1023."""
+    """Round to ``digits`` significant digits, but keep the integer part: 1.02, 12.3, 1023."""
     num_decimals = max(0, digits - 1 - floor(log10(value)))
     text = f"{value:.{num_decimals}f}"
     return text.rstrip("0").rstrip(".") if num_decimals else text
