@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from importlib import import_module
 
 from kvtier.connectors.vllm.contract import NEWEST, OLDEST
 from kvtier.connectors.vllm.registry import CONNECTOR_NAME, Connectors
@@ -34,6 +35,15 @@ from kvtier.connectors.vllm.registry import CONNECTOR_NAME, Connectors
 logger = logging.getLogger(__name__)
 
 SPEC_NAME = "kvtier"
+KV_CONNECTOR = "KvtierConnector"
+"""Name of kvtier's own connector. vLLM finds it by this module's name, too."""
+
+
+def __getattr__(name: str) -> object:
+    """Return kvtier's own connector, once vLLM has what it relies on."""
+    if name == KV_CONNECTOR:
+        return import_module("kvtier.connectors.vllm.entry").KvtierConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register() -> None:

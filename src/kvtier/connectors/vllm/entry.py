@@ -9,15 +9,21 @@ from __future__ import annotations
 from importlib import import_module
 
 from kvtier.connectors.vllm import contract
+from kvtier.connectors.vllm.kv_connector import contract as kv_connector
 
 
 def __getattr__(name: str) -> object:
-    """The class that vLLM's factory of specs was given by name.
+    """Return a class that one of vLLM's factories was given by name.
 
     Raises ``ConfigError`` with all differences from the vLLM that kvtier knows.
     """
-    if name != "KvtierSpec":
+    found: object
+    if name == "KvtierConnector":
+        kv_connector.VLLM.require()
+        found = import_module("kvtier.connectors.vllm.kv_connector.connector").KvtierConnector
+    elif name == "KvtierSpec":
+        contract.VLLM.require()
+        found = import_module("kvtier.connectors.vllm.offloading.spec").KvtierSpec
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    contract.VLLM.require()
-    found: object = import_module("kvtier.connectors.vllm.offloading.spec").KvtierSpec
     return found

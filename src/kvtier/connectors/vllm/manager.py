@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -16,7 +16,7 @@ from kvtier.connectors.vllm.counts import LOADED, SHARED, Counts, MetricValues, 
 from kvtier.connectors.vllm.names import VllmNames
 from kvtier.connectors.vllm.promotion import Promotion
 from kvtier.connectors.vllm.prompt import GROUP_BYTES, RequestBlocks, Shape, depth
-from kvtier.connectors.vllm.request_state import RequestState
+from kvtier.connectors.vllm.request_state import Advice, RequestState
 from kvtier.index import make_key_index
 from kvtier.keyed.cache import BlockLocation, Change, KeyedCache, Reserved
 from kvtier.ladder import LadderOptions
@@ -148,6 +148,34 @@ class TierManager:
             self.cache.touch(visit.in_prompt_order())
             if visit.last_asked:
                 self._hint(visit.request, at_end=True)
+
+    def num_to_load(
+        self,
+        visit: RequestState,
+        num_computed: int,
+        num_tokens: int,
+        look_up: Callable[[], int | None],
+    ) -> int | None:
+        """Return how many tokens a request loads behind those that the device has; None: it waits.
+
+        It loads only where that pays, and waits no longer than computing would take.
+
+        look_up: return how many tokens are found, by ``find``; None if some are not ready.
+        """
+        if self.bringing.must_wait(visit, num_computed):
+            return None
+        while True:
+            visit.begin_look_up(num_computed)
+            found = look_up()
+            if found:
+                return self.bringing.num_worth_loading(visit, num_computed, found, num_tokens)
+            if found is not None:
+                return 0
+            match self.bringing.advise(visit, num_computed, num_tokens):
+                case Advice.WAIT:
+                    return None
+                case Advice.COMPUTE:
+                    return 0
 
     def find(self, key: bytes, visit: RequestState) -> Found:
         """Look up a block for a request."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvtier.connectors.common.names import BlockNames as SharedNames
 from kvtier.connectors.common.weights import Source
@@ -34,16 +35,31 @@ class VllmNames(SharedNames):
 
     bytes_per_block: of all ranks that keep a block together, or on one rank. salt: the user's
     ``namespace``.
+
+    needs_layout: blocks have no name before ``tell_layout``.
     """
 
     def __init__(
         self, facts: EngineFacts, bytes_per_block: int, engine: str, salt: str = ""
     ) -> None:
         def digest_of(weights: str) -> bytes:
+            facts = self._facts
             return namespace(facts, bytes_per_block, engine, weights, self._traits, salt).digest
 
         super().__init__(digest_of, salt)
+        self._facts = facts
         self._traits = ""
+        self.needs_layout = False
+
+    @property
+    def digest(self) -> bytes:
+        """Return the digest of the namespace; b"" while weights or the layout are unknown."""
+        return b"" if self.needs_layout else super().digest
+
+    def tell_layout(self, layout: str) -> None:
+        """Note how the ranks lay out a page's bytes, where vLLM's config does not say."""
+        self._facts = replace(self._facts, kv_cache_layout=layout)
+        self.needs_layout = False
 
     def settle(self, sources: Sequence[Source], traits: str = "") -> None:
         """As ever. traits: of the model, what ``EngineFacts`` does not say."""

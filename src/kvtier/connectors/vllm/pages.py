@@ -1,26 +1,42 @@
-"""An engine's tensors as shares of pages, by KV group."""
+"""An engine's tensors as shares of pages, by KV group.
+
+Where the bytes of a page lie is told from shapes and strides, so that every backend's layout fits:
+
+    (num_pages, 2, ...)     K and V of a page side by side: one share
+    (2, num_pages, ...)     all K, then all V: two shares
+    (K, V, ...)             a tensor for each, as vllm-ascend has them, or MLA's two parts
+    (num_pages * k, ...)    the kernel's pages are smaller than the scheduler's
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from itertools import product
 
 import torch
 
 from kvtier.connectors.common.paged_pool import PagedPool, PoolShare
 from kvtier.devices import Memory
+from kvtier.errors import LayoutError
+
+Cache = torch.Tensor | Sequence[torch.Tensor]
+"""KV of one layer, as an engine registers it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePages:
     """Pages of an engine on one device.
 
-    groups: the shares of each KV group. tensors: own the memory of all shares.
+    groups: the shares of each KV group. tensors: own the memory of all shares. layout: order of a
+    page's bytes; engines that differ in it must not read each other's blocks.
     """
 
     groups: Sequence[Sequence[PoolShare]]
     num_pages: int
     tensors: Sequence[torch.Tensor]
+    layout: str = ""
 
     @property
     def device(self) -> str:
@@ -45,3 +61,130 @@ class EnginePages:
             self.tensors,
             list(allocations.values()),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSize:
+    """Size of a layer's pages, as the engine's KV cache config has it.
+
+    page_bytes: what one may be, the likeliest first.
+    """
+
+    name: str
+    page_bytes: Sequence[int]
+
+
+def tell_pages(
+    kv_caches: Mapping[str, Cache], groups: Sequence[Sequence[LayerSize]], num_pages: int
+) -> EnginePages:
+    """Return the shares of all layers of each group. No memory is copied.
+
+    Raises ``LayoutError`` where pages can't be told.
+    """
+    shares, order = [], []
+    tensors: list[torch.Tensor] = []
+    for group in groups:
+        # Layers that share their KV have it once.
+        of_group: dict[PoolShare, None] = {}
+        for layer in group:
+            parts = _tensors(kv_caches[layer.name])
+            tensors += parts
+            axis, of_layer = _shares(layer, parts, num_pages)
+            of_group.update(dict.fromkeys(of_layer))
+            order.append([layer.name, *(_describe(part, axis) for part in parts)])
+        shares.append(list(of_group))
+    layout = sha256(repr(order).encode()).hexdigest()
+    return EnginePages(shares, num_pages, tensors, layout)
+
+
+def _describe(part: torch.Tensor, axis: int) -> object:
+    """Return the order of a page's bytes in a part, whatever the number of pages."""
+    inner = [at for at in range(part.ndim) if at != axis]
+    by_stride = sorted(inner, key=part.stride)
+    return str(part.dtype), [(at, part.size(at)) for at in by_stride]
+
+
+def _tensors(cache: Cache) -> list[torch.Tensor]:
+    return [cache] if isinstance(cache, torch.Tensor) else list(cache)
+
+
+def _shares(
+    layer: LayerSize, parts: Sequence[torch.Tensor], num_pages: int
+) -> tuple[int, list[PoolShare]]:
+    """Return the axis of pages, and the shares of one layer.
+
+    Neighbours are merged, and views of another part's bytes left out.
+    """
+    for page_bytes in layer.page_bytes:
+        told = [
+            (axis, found)
+            for axis in (0, 1)
+            if (found := _along(axis, parts, num_pages, page_bytes)) is not None
+        ]
+        if len(told) > 1:
+            raise LayoutError(f"{layer.name}: {num_pages} pages are too few to tell K from V")
+        if told:
+            return told[0]
+    shapes = ", ".join(f"{tuple(each.shape)} strides {each.stride()}" for each in parts)
+    raise LayoutError(
+        f"{layer.name}: no axis of {shapes} is one of {num_pages} pages of "
+        f"{' or '.join(map(str, layer.page_bytes))} bytes"
+    )
+
+
+def _along(
+    axis: int, parts: Sequence[torch.Tensor], num_pages: int, page_bytes: int
+) -> list[PoolShare] | None:
+    """Return the shares if pages are along ``axis`` of every part, and None else."""
+    if any(part.ndim <= axis or part.size(axis) < num_pages for part in parts):
+        return None
+    row_shares: list[PoolShare] = []
+    for part in parts:
+        row_shares += _rows(part, axis)
+    row_shares = _merged(row_shares)
+    num_rows, rest = divmod(page_bytes, sum(each.nbytes for each in row_shares))
+    if rest or not num_rows or any(part.size(axis) < num_pages * num_rows for part in parts):
+        return None
+    return _merged(
+        [
+            PoolShare(each.address + row * each.stride, each.stride * num_rows, each.nbytes)
+            for each in row_shares
+            for row in range(num_rows)
+        ]
+    )
+
+
+def _rows(part: torch.Tensor, axis: int) -> list[PoolShare]:
+    """Return the runs of bytes of one row along ``axis``, as shares whose pages are rows."""
+    item = part.element_size()
+    inner = [(part.stride(at), part.size(at)) for at in range(part.ndim) if at != axis]
+    inner = sorted((stride, size) for stride, size in inner if size > 1)
+    run = 1
+    while inner and inner[0][0] == run:
+        run *= inner.pop(0)[1]
+    starts = (
+        sum(stride * place for (stride, _), place in zip(inner, places, strict=True))
+        for places in product(*(range(size) for _, size in inner))
+    )
+    stride = part.stride(axis) * item
+    return [
+        PoolShare(part.data_ptr() + start * item, stride, run * item) for start in sorted(starts)
+    ]
+
+
+def _merged(shares: Sequence[PoolShare]) -> list[PoolShare]:
+    """Return shares without those inside others; neighbours within a row are one."""
+    found: list[PoolShare] = []
+    order = {share: at for at, share in reversed(list(enumerate(shares)))}
+    for each in sorted(order, key=lambda share: (share.stride, share.address, -share.nbytes)):
+        last = found[-1] if found else None
+        if last is not None and last.stride == each.stride:
+            begin, end = last.address, last.address + last.nbytes
+            if each.address + each.nbytes <= end:
+                continue
+            if each.address == end and last.nbytes + each.nbytes <= each.stride:
+                found[-1] = PoolShare(begin, last.stride, last.nbytes + each.nbytes)
+                order.setdefault(found[-1], order[last])
+                continue
+        found.append(each)
+    return sorted(found, key=order.__getitem__)

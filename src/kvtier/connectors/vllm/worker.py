@@ -69,6 +69,7 @@ class EndedCopy:
     job_id: int
     num_bytes: int = 0
     seconds: float = 0.0
+    has_failed: bool = False
 
 
 class TierWorker:
@@ -77,8 +78,7 @@ class TierWorker:
     A store starts after the compute that was queued when it was submitted, a load after what may
     still read the pages that it overwrites.
 
-    ``take_ended`` tells of every copy; of those that failed, ``take_failed_loads`` and
-    ``take_report`` do.
+    ``take_ended`` tells of every copy, and ``take_report`` of the slots of those that failed.
     """
 
     def __init__(
@@ -109,7 +109,6 @@ class TierWorker:
         self._engine = TransferEngine(device)
         self._engine.start()
         self._copies: dict[int, PageCopy] = {}
-        self._failed_loads: list[int] = []
         self._failed_slots: set[Slot] = set()
         found = None if self._executor is None else self._executor.found()
         direct = (each.name for each in self._storages if each.facts.direct is not Direct.OFF)
@@ -151,11 +150,6 @@ class TierWorker:
         """Begin what the scheduler ordered, on the ranks that have storage."""
         if self._executor is not None:
             self._executor.carry_out(order)
-
-    def take_failed_loads(self) -> list[int]:
-        """Loads that failed, of those that vLLM has heard of as done."""
-        failed, self._failed_loads = self._failed_loads, []
-        return failed
 
     def take_report(self, steps: frozenset[int]) -> Report:
         """Return this rank's report to the scheduler. steps: that were computed."""
@@ -256,9 +250,7 @@ class TierWorker:
             logger.error("copy failed direction=%s error=%s", copy.direction.value, copy.error)
             if copy.job is not None and copy.job.error is not None:
                 self._failed_slots |= copy.slots
-            if copy.direction is Direction.LOAD:
-                self._failed_loads.append(job_id)
-            return EndedCopy(job_id)
+            return EndedCopy(job_id, has_failed=True)
         if copy.job is None:
             return EndedCopy(job_id)  # a report tells what reads took
         return EndedCopy(job_id, copy.job.num_bytes, copy.job.seconds)

@@ -44,7 +44,6 @@ from kvtier.connectors.vllm.offloading.worker import OffloadedPages
 from kvtier.connectors.vllm.queued_requests import QueuedRequests
 from kvtier.connectors.vllm.recording import record_settings
 from kvtier.connectors.vllm.registry import CONNECTOR_NAME
-from kvtier.connectors.vllm.request_state import Advice
 from kvtier.connectors.vllm.standalone.unsupported import engine_of
 from kvtier.connectors.vllm.step import prefill_pieces
 from kvtier.transfer.ranks import RankOrder, Report
@@ -159,24 +158,15 @@ class KvtierOffloadingConnector(RecordedConnector):
 
         No request waits longer than computing would take.
         """
-        visit, bringing = self._manager.visit(request.request_id), self._manager.bringing
-        if bringing.must_wait(visit, num_computed_tokens):
-            return None, False
-        while True:
-            visit.begin_look_up(num_computed_tokens)
-            found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-            if found is None:
-                match bringing.advise(visit, num_computed_tokens, request.num_tokens):
-                    case Advice.WAIT:
-                        return None, False
-                    case Advice.COMPUTE:
-                        return 0, False
-                continue
-            if found:
-                found = bringing.num_worth_loading(
-                    visit, num_computed_tokens, found, request.num_tokens
-                )
-            return found, is_async and found > 0
+        theirs = super().get_num_new_matched_tokens
+        visit = self._manager.visit(request.request_id)
+
+        def look_up() -> int | None:
+            found: int | None = theirs(request, num_computed_tokens)[0]
+            return found
+
+        num = self._manager.num_to_load(visit, num_computed_tokens, request.num_tokens, look_up)
+        return num, bool(num)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         theirs = super().build_connector_meta(scheduler_output)

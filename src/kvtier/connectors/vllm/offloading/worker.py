@@ -34,6 +34,8 @@ class OffloadedPages(TierWorker, OffloadingWorker):
         rank: int,
     ) -> None:
         super().__init__(pages_of(caches), device, room, pages_per_block, rank)
+        self._failed_loads: list[int] = []
+        self._loads: set[int] = set()
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
@@ -58,16 +60,28 @@ class OffloadedPages(TierWorker, OffloadingWorker):
             of_group = pages.block_ids[at : at + count].tolist()
             ranges.append(PageRange(of_group, index % self.pages_per_block))
             at += count
+        if direction is Direction.LOAD:
+            self._loads.add(job_id)
         self.submit(job_id, ranges, slots.to_slots(), direction)
         return True
 
     def get_finished(self) -> list[TransferResult]:
+        ended = self.take_ended()
+        self._failed_loads += [
+            each.job_id for each in ended if each.has_failed and each.job_id in self._loads
+        ]
+        self._loads.difference_update(each.job_id for each in ended)
         return [
             TransferResult(each.job_id, True, each.num_bytes, each.seconds)
             if each.num_bytes
             else TransferResult(each.job_id, True)  # nobody learns from it
-            for each in self.take_ended()
+            for each in ended
         ]
+
+    def take_failed_loads(self) -> list[int]:
+        """Return the loads that failed, of those that vLLM has heard of as done."""
+        failed, self._failed_loads = self._failed_loads, []
+        return failed
 
 
 def pages_of(caches: CanonicalKVCaches) -> EnginePages:

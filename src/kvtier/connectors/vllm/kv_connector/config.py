@@ -1,0 +1,134 @@
+"""Facts about an engine, from vLLM's configuration alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvtier.connectors.vllm.engine_facts import EngineFacts, GroupFacts
+from kvtier.connectors.vllm.pages import LayerSize
+from kvtier.connectors.vllm.settings import VllmSettings
+from kvtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+WHOLE_PROMPTS = ("FullAttentionSpec", "MLAAttentionSpec")
+"""Kinds of layers that keep the KV of a whole prompt; so do all kinds derived from them."""
+
+
+def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
+    """Return the facts of an engine. Raises ``ConfigError`` for one that can't be served."""
+    parallel, cache = config.parallel_config, config.cache_config
+    (group,) = _groups(kv_cache_config)
+    dcp = parallel.decode_context_parallel_size
+    pcp = getattr(parallel, "prefill_context_parallel_size", 1)
+    tokens_per_page = group.kv_cache_spec.block_size * dcp * pcp
+    dtype = config.model_config.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
+    events = config.kv_events_config
+    num_bytes = sum(int(each.size) for each in kv_cache_config.kv_cache_tensors)
+    return EngineFacts(
+        groups=(GroupFacts(0, tokens_per_page, tuple(group.layer_names)),),
+        bytes_per_page=num_bytes // kv_cache_config.num_blocks,
+        pages_per_block=_pages_per_block(
+            config.kv_transfer_config.kv_connector_extra_config, tokens_per_page
+        ),
+        tokens_per_hash=_tokens_per_hash(config, kv_cache_config, dcp * pcp),
+        dtype=str(dtype).removeprefix("torch."),
+        engine_id=str(config.kv_transfer_config.engine_id),
+        rank=parallel.rank,
+        num_ranks=max(1, parallel.world_size),
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        pcp_size=pcp,
+        dcp_size=dcp,
+        replica=getattr(parallel, "data_parallel_index", parallel.data_parallel_rank),
+        num_replicas=parallel.data_parallel_size,
+        publishes_events=events is not None and bool(events.enable_kv_cache_events),
+    )
+
+
+def _groups(kv_cache_config: KVCacheConfig) -> list[Any]:
+    groups = list(kv_cache_config.kv_cache_groups)
+    kinds = {type(each).__name__ for group in groups for each in _specs(group).values()}
+    served = all(_keeps_whole_prompts(each) for group in groups for each in _specs(group).values())
+    if len(groups) != 1 or not served:
+        raise ConfigError(
+            f"KvtierConnector serves models whose layers all keep the KV of whole prompts, in one "
+            f"KV group; this one has {len(groups)} groups of {', '.join(sorted(kinds))}: use "
+            "OffloadingConnector with spec_name kvtier, where this vLLM has what it needs"
+        )
+    return groups
+
+
+def _keeps_whole_prompts(spec: object) -> bool:
+    return any(each.__name__ in WHOLE_PROMPTS for each in type(spec).__mro__)
+
+
+def _specs(group: Any) -> Mapping[str, Any]:
+    """Return the specification of each layer; a group of unlike layers has one for each."""
+    spec = group.kv_cache_spec
+    apart = getattr(spec, "kv_cache_specs", {})
+    return {name: apart.get(name, spec) for name in group.layer_names}
+
+
+def layer_sizes(kv_cache_config: KVCacheConfig) -> list[list[LayerSize]]:
+    """Return the sizes of all layers' pages, by group."""
+    return [
+        [LayerSize(name, _page_bytes(spec)) for name, spec in _specs(group).items()]
+        for group in kv_cache_config.kv_cache_groups
+    ]
+
+
+def _page_bytes(spec: object) -> list[int]:
+    names = ("unpadded_page_size_bytes", "real_page_size_bytes", "page_size_bytes")
+    found: Iterable[int | None] = (getattr(spec, each, None) for each in names)
+    return list(dict.fromkeys(each for each in found if each))
+
+
+def _tokens_per_hash(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, context_parallel: int
+) -> int:
+    """Return the tokens that one of ``Request.block_hashes`` names."""
+    from vllm.v1.core import kv_cache_utils
+
+    resolve = getattr(kv_cache_utils, "resolve_kv_cache_block_sizes", None)
+    if resolve is None:  # before 0.20 it is the scheduler's block size
+        return int(config.cache_config.block_size) * context_parallel
+    return int(resolve(kv_cache_config, config)[1])
+
+
+def _pages_per_block(extra: Mapping[str, object], tokens_per_page: int) -> int:
+    """Read ``blocks_per_chunk`` or ``block_size``, as vLLM's OffloadingConnector has them."""
+    num_pages, num_tokens = extra.get("blocks_per_chunk"), extra.get("block_size")
+    if num_pages is not None and num_tokens is not None:
+        raise VllmSettings.wrong("block_size and blocks_per_chunk say the same; give one of them")
+    try:
+        if num_tokens is None:
+            found, rest = int(str(num_pages or 1)), 0
+        else:
+            found, rest = divmod(int(str(num_tokens)), tokens_per_page)
+    except ValueError:
+        found, rest = 0, 0
+    if found < 1 or rest:
+        raise VllmSettings.wrong(
+            f"block_size has to be a multiple of {tokens_per_page} tokens, and blocks_per_chunk at "
+            f"least 1; they are {num_tokens!r} and {num_pages!r}"
+        )
+    return found
+
+
+def keep_block_hashes(config: VllmConfig) -> None:
+    """Have vLLM hash the same prompt to the same keys in each process, as it does from 0.30 on.
+
+    Before, it begins with a random number unless ``PYTHONHASHSEED`` is set, and asks for that after
+    it has made its connector. Hashes that somebody could make collide stay random.
+    """
+    from vllm.v1.core import kv_cache_utils
+
+    if hasattr(kv_cache_utils, "resolve_none_hash_seed"):
+        return
+    if config.cache_config.prefix_caching_hash_algo in ("sha256", "sha256_cbor"):
+        os.environ.setdefault("PYTHONHASHSEED", "0")

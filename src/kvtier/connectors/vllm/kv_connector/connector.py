@@ -1,0 +1,205 @@
+"""``KvtierConnector``: kvtier on vLLM's connector interface, without ``v1/kv_offload``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from kvtier.connectors.vllm import pauses, weights
+from kvtier.connectors.vllm.adapters import Adapters, RekeyedRequest
+from kvtier.connectors.vllm.cores import off_compute_cores
+from kvtier.connectors.vllm.halves import Sizes
+from kvtier.connectors.vllm.key_scope import counts_media, scope_of
+from kvtier.connectors.vllm.kv_connector.config import facts_of, keep_block_hashes, layer_sizes
+from kvtier.connectors.vllm.kv_connector.messages import RankMessage, StepMessage
+from kvtier.connectors.vllm.kv_connector.rank import RankHalf
+from kvtier.connectors.vllm.kv_connector.scheduler import SchedulerHalf, Tracked
+from kvtier.connectors.vllm.manager import TierManager
+from kvtier.connectors.vllm.pages import tell_pages
+from kvtier.connectors.vllm.worker import TierWorker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """vLLM carries it to all ranks."""
+
+    message: StepMessage
+
+
+@dataclass
+class RankMetadata(KVConnectorWorkerMetadata):
+    """vLLM carries it to the scheduler's process, one for all ranks."""
+
+    message: RankMessage
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RankMetadata:
+        assert isinstance(other, RankMetadata), f"a message of another connector: {type(other)}"
+        return RankMetadata(self.message.and_also(other.message))
+
+
+class KvtierConnector(KVConnectorBase_V1):
+    """Made in the scheduler's process and in each rank.
+
+    All loads are asynchronous: a request runs when its blocks have come.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        # A copy that failed is recomputed; vLLM's own default is to fail the request.
+        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._facts = facts_of(vllm_config, kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._sizes = Sizes(self._facts, extra)
+        self._layers = layer_sizes(kv_cache_config)
+        self._num_pages = int(kv_cache_config.num_blocks)
+        self._rank: RankHalf | None = None
+        self._scheduler: SchedulerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._make_scheduler_half(extra)
+
+    def _make_scheduler_half(self, extra: Mapping[str, object]) -> None:
+        config, names = self._vllm_config, self._sizes.names
+        names.needs_layout = True
+        keep_block_hashes(config)
+        manager = self._sizes.make_manager(TierManager)
+        self._scheduler = SchedulerHalf(
+            manager, self._facts, bool(extra.get("offload_prompt_only", False))
+        )
+        self._adapters = Adapters()
+        self._counts_media = counts_media(config)
+        if manager.has_storage:
+            with off_compute_cores():
+                names.settle(weights.sources(config), weights.traits(config))
+        pauses.watch(self)
+
+    # -- in the scheduler's process ----------------------------------------------------------------
+
+    @property
+    def _half(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "a rank's side decides nothing"
+        return self._scheduler
+
+    def on_new_request(self, request: Request) -> None:
+        self._track(request)
+
+    def _track(self, request: Request) -> Tracked:
+        """Return a request's state. Before 0.23 vLLM tells of no request that it adds."""
+        if self._half.is_known(request.request_id):
+            return self._half.begin(request)
+        adapter = request.lora_request
+        load = b"" if adapter is None else self._adapters.load_of(adapter)
+        keyed: Any = RekeyedRequest(request, load) if load else request
+        tracked = self._half.begin(keyed)
+        tracked.visit.scope = scope_of(request, self._counts_media, keeps_adapter=load is not None)
+        return tracked
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        num = self._half.num_to_load(self._track(request), num_computed_tokens)
+        return num, bool(num)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._half.on_pages(self._track(request), blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return StepMetadata(self._half.take_step(scheduler_output))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        theirs = connector_output.kv_connector_worker_meta
+        if isinstance(theirs, RankMetadata):
+            self._half.hear(theirs.message)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._half.finish(request, block_ids), None
+
+    def has_pending_push_work(self) -> bool:
+        return self._half.has_pending_work
+
+    def reset_cache(self) -> bool | None:
+        """Empty all tiers; in a pause that leaves the weights as they are, none of them."""
+        with self._half.manager.keeping(pauses.PAUSES.keep()):
+            self._half.reset()
+        return True
+
+    def reset_for_weights(self) -> None:
+        """Empty all tiers after a pause: other weights may be in memory now."""
+        self._half.reset()
+
+    def take_events(self) -> Iterable[Any]:
+        self._half.manager.take_changes()
+        return ()
+
+    # -- in a rank ---------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        pages = tell_pages(kv_caches, self._layers, self._num_pages)
+        worker = self._sizes.make_worker(TierWorker, pages, pages.device)
+        self._rank = RankHalf(worker, pages)
+
+    @property
+    def _pages(self) -> RankHalf:
+        assert self._rank is not None, "vLLM has registered no KV cache"
+        return self._rank
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        theirs = self._get_connector_metadata()
+        assert isinstance(theirs, StepMetadata), f"metadata of another connector: {type(theirs)}"
+        self._pages.begin_step(theirs.message)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: a request runs when all of its layers have come."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Do nothing: stores begin when all layers have been computed."""
+
+    def wait_for_save(self) -> None:
+        self._pages.end_step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        stored, loaded = self._pages.take_finished()
+        return stored or None, loaded or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._pages.take_failed_pages()
+
+    def build_connector_worker_meta(self) -> RankMetadata | None:
+        message = self._pages.take_message()
+        return None if message is None else RankMetadata(message)
+
+    def shutdown(self) -> None:
+        if self._rank is not None:
+            self._rank.shutdown()
+        if self._scheduler is not None:
+            self._scheduler.manager.shutdown()

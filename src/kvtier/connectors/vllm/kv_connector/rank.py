@@ -1,0 +1,97 @@
+"""A rank's half: copies between its pages and host memory, as the scheduler's half orders them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvtier.connectors.vllm.kv_connector.messages import PageJob, RankMessage, StepMessage
+from kvtier.connectors.vllm.pages import EnginePages
+from kvtier.connectors.vllm.worker import TierWorker
+from kvtier.devices import Direction
+
+
+class RankHalf:
+    """Carries out the scheduler's jobs and orders, on the thread that runs the model."""
+
+    def __init__(self, worker: TierWorker, pages: EnginePages) -> None:
+        self.worker = worker
+        self._layouts = frozenset({pages.layout})
+        self._jobs: dict[int, tuple[PageJob, Direction]] = {}
+        self._stores: Sequence[PageJob] = ()
+        self._finishing: set[str] = set()
+        self._steps: list[int] = []
+        self._failed_pages: set[int] = set()
+        self._ended: Counter[int] = Counter()
+        self._load_bytes: list[int] = []
+        self._load_s = 0.0
+
+    def begin_step(self, message: StepMessage) -> None:
+        """Begin loads and orders. Stores wait for ``end_step`` if the model is to run."""
+        if message.waits:
+            self.worker.wait(set(self._jobs))
+        for job in message.loads:
+            self._submit(job, Direction.LOAD)
+        for order in message.orders:
+            self.worker.carry_out(order)
+        self._finishing.update(message.finishing)
+        if message.step is not None:
+            self._steps.append(message.step)
+        self._stores = message.stores
+        if not message.computes:
+            self.end_step()
+            self.worker.rest()
+
+    def end_step(self) -> None:
+        """Begin the step's stores, once: its KV has been computed, or is about to be."""
+        stores, self._stores = self._stores, ()
+        for job in stores:
+            self._submit(job, Direction.STORE)
+
+    def _submit(self, job: PageJob, direction: Direction) -> None:
+        self._jobs[job.job_id] = job, direction
+        self.worker.submit(job.job_id, job.pages, job.slots, direction)
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose last store has ended, and those whose load has."""
+        loaded: set[str] = set()
+        for each in self.worker.take_ended():
+            job, direction = self._jobs.pop(each.job_id)
+            self._ended[each.job_id] += 1
+            if direction is Direction.LOAD:
+                loaded.add(job.request_id)
+                if each.num_bytes:
+                    self._load_bytes.append(each.num_bytes)
+                    self._load_s += each.seconds
+                if each.has_failed:
+                    self._failed_pages.update(*(pages.pages for pages in job.pages))
+        stored: set[str] = set()
+        if self._finishing:
+            storing = {
+                job.request_id
+                for job, direction in self._jobs.values()
+                if direction is Direction.STORE
+            }
+            storing.update(job.request_id for job in self._stores)
+            stored = self._finishing - storing
+            self._finishing &= storing
+        return stored, loaded
+
+    def take_failed_pages(self) -> set[int]:
+        """Return the pages of loads that failed."""
+        failed, self._failed_pages = self._failed_pages, set()
+        return failed
+
+    def take_message(self) -> RankMessage | None:
+        """Return what there is to say to the scheduler's half; None for nothing."""
+        report = self.worker.take_report(frozenset(self._steps))
+        self._steps.clear()
+        if not (report or self._ended or self._layouts):
+            return None
+        message = RankMessage(report, self._ended, self._load_bytes, self._load_s, self._layouts)
+        self._ended, self._load_bytes, self._load_s = Counter(), [], 0.0
+        self._layouts = frozenset()
+        return message
+
+    def shutdown(self) -> None:
+        self.worker.shutdown()

@@ -1,0 +1,300 @@
+"""The scheduler's half: which blocks a request loads and stores, in jobs for all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvtier.connectors.vllm.copies import BlockSlots, PageRange
+from kvtier.connectors.vllm.kv_connector.messages import PageJob, RankMessage, StepMessage
+from kvtier.connectors.vllm.manager import Found, TierManager
+from kvtier.connectors.vllm.prompt import RequestBlocks, group_key
+from kvtier.connectors.vllm.step import prefill_pieces
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from kvtier.connectors.vllm.engine_facts import EngineFacts
+    from kvtier.connectors.vllm.request_state import RequestState
+
+logger = logging.getLogger(__name__)
+
+GROUP = 0
+"""The one KV group that this front serves."""
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """A request, its blocks and its pages.
+
+    Args:
+        request: vLLM's, or one with other hashes in its place.
+        visit: its state in ``TierManager``.
+        keys: of all its blocks so far, in prompt order.
+        ends: the token at which each ends; ``visit`` shares it.
+        pages: that vLLM has given it, in the order of its tokens.
+        num_stored: first blocks that were stored, or need not be.
+        next_end: tokens that have to be computed before there is more to store.
+        load: its load that runs. stores: its stores that run.
+    """
+
+    request: Any
+    visit: RequestState
+    keys: list[bytes]
+    ends: dict[bytes, int]
+    pages: list[int] = field(default_factory=list)
+    num_stored: int = 0
+    next_end: int = 0
+    load: int | None = None
+    stores: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class RunningJob:
+    """A copy that not all ranks have reported.
+
+    num_left: ranks that have not. is_dropped: what it stores is not to be used.
+    """
+
+    of: Tracked
+    keys: Sequence[bytes]
+    is_store: bool
+    num_left: int
+    is_dropped: bool = False
+
+
+class SchedulerHalf:
+    """Answers vLLM's scheduler, on its thread.
+
+    prompt_only: answers are not stored.
+    """
+
+    def __init__(self, manager: TierManager, facts: EngineFacts, prompt_only: bool = False) -> None:
+        self.manager = manager
+        self._facts = facts
+        self._page = facts.groups[GROUP].tokens_per_page
+        self._block = self._page * facts.pages_per_block
+        self._hashes_per_block = self._block // facts.tokens_per_hash
+        self._prompt_only = prompt_only
+        self._requests: dict[str, Tracked] = {}
+        self._jobs: dict[int, RunningJob] = {}
+        self._ids = itertools.count(1)
+        self._loads: list[PageJob] = []
+        self._stores: list[PageJob] = []
+        self._finishing: list[str] = []
+        self._waits = False
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def begin(self, request: Any) -> Tracked:
+        """Return a request that vLLM has added, or asks about for the first time."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            ends: dict[bytes, int] = {}
+            blocks = RequestBlocks(request.request_id, ends, request.kv_transfer_params)
+            tracked = Tracked(request, self.manager.begin(blocks), [], ends)
+            tracked.next_end = self._block
+            self._requests[request.request_id] = tracked
+        return tracked
+
+    def is_known(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def _hash(self, tracked: Tracked) -> None:
+        """Name the blocks that vLLM has hashed meanwhile."""
+        every, keys = self._hashes_per_block, tracked.keys
+        hashes = tracked.request.block_hashes
+        for at in range(len(keys), len(hashes) // every):
+            key = group_key(bytes(hashes[(at + 1) * every - 1]), GROUP)
+            keys.append(key)
+            tracked.ends[key] = (at + 1) * self._block
+
+    # -- loads -------------------------------------------------------------------------------------
+
+    def num_to_load(self, tracked: Tracked, num_computed: int) -> int | None:
+        """Return the tokens to load behind those that the device has. None: ask again."""
+        request = tracked.request
+        if request.skip_reading_prefix_cache:
+            return 0
+        if self.manager.names.needs_layout and self.manager.has_storage:
+            return None  # until the ranks have said it, in the first step
+        self._hash(tracked)
+
+        def look_up() -> int | None:
+            # The last token is computed, or there would be nothing to sample from.
+            first, last = num_computed // self._block, (request.num_tokens - 1) // self._block
+            end, is_ready = first, True
+            for key in tracked.keys[first:last]:
+                found = self.manager.find(key, tracked.visit)
+                if found is Found.NOTHING:
+                    break
+                is_ready &= found is Found.READY
+                end += 1
+            return max(0, end * self._block - num_computed) if is_ready else None
+
+        return self.manager.num_to_load(tracked.visit, num_computed, request.num_tokens, look_up)
+
+    def on_pages(self, tracked: Tracked, blocks: KVCacheBlocks, num_tokens: int) -> None:
+        """Note the pages of a request, and have ``num_tokens`` loaded into them."""
+        tracked.pages = list(blocks.get_block_ids()[GROUP])
+        if not num_tokens:
+            return
+        begin = tracked.visit.num_computed
+        end = begin + num_tokens
+        keys = tracked.keys[begin // self._block : end // self._block]
+        slots = self.manager.begin_load(keys, tracked.visit)
+        pages = tracked.pages[begin // self._page : end // self._page]
+        first = begin // self._page % self._facts.pages_per_block
+        job = self._begin_job(tracked, keys, PageRange(pages, first), slots, is_store=False)
+        tracked.load = job.job_id
+        self._loads.append(job)
+
+    def _begin_job(
+        self,
+        tracked: Tracked,
+        keys: Sequence[bytes],
+        pages: PageRange,
+        slots: BlockSlots,
+        is_store: bool,
+    ) -> PageJob:
+        job_id = next(self._ids)
+        self._jobs[job_id] = RunningJob(tracked, keys, is_store, self._facts.num_ranks)
+        return PageJob(job_id, tracked.request.request_id, [pages], slots)
+
+    # -- stores ------------------------------------------------------------------------------------
+
+    def _store(self, tracked: Tracked, num_computed: int) -> None:
+        """Store the blocks that are new among the first ``num_computed`` tokens."""
+        self._hash(tracked)
+        num_tokens = min(num_computed, tracked.request.num_tokens)
+        if self._prompt_only:
+            num_tokens = min(num_tokens, tracked.request.num_prompt_tokens)
+        end = min(num_tokens // self._block, len(tracked.keys))
+        tracked.next_end = (end + 1) * self._block
+        keys = tracked.keys[tracked.num_stored : end]
+        room = self.manager.begin_store(keys, tracked.visit) if keys else None
+        if room is None:  # for the time being
+            return
+        tracked.num_stored = end
+        if not room.keys:
+            return
+        num, pages = self._facts.pages_per_block, tracked.pages
+        stored: list[int] = []
+        for key in room.keys:
+            at = tracked.ends[key] // self._page
+            stored += pages[at - num : at]
+        assert len(stored) == num * len(room.keys), "a block whose pages vLLM has not told"
+        slots = BlockSlots(room.slots)
+        job = self._begin_job(tracked, room.keys, PageRange(stored), slots, is_store=True)
+        tracked.stores.add(job.job_id)
+        self._stores.append(job)
+
+    def _drop_stores(self, tracked: Tracked) -> None:
+        """Note that pages are taken from a request whose stores may still read them.
+
+        What they copy is not used. Their slots are free when all ranks have ended the copy.
+        """
+        for job_id in tracked.stores:
+            self._jobs[job_id].is_dropped = True
+        tracked.pages = []
+        tracked.num_stored, tracked.next_end = 0, self._block
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def take_step(self, output: SchedulerOutput) -> StepMessage:
+        """Return what the ranks are to do in a step that vLLM has scheduled."""
+        for request_id in output.preempted_req_ids or ():
+            if tracked := self._requests.get(request_id):
+                self._drop_stores(tracked)
+        num_scheduled = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            if tracked := self._requests.get(new.req_id):
+                tracked.pages = list(new.block_ids[GROUP])
+                self._store(tracked, new.num_computed_tokens + num_scheduled[new.req_id])
+        cached = output.scheduled_cached_reqs
+        resumed = cached.resumed_req_ids
+        for request_id, pages, before in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            tracked = self._requests.get(request_id)
+            if tracked is None:
+                continue
+            if pages is not None:
+                if request_id in resumed:
+                    tracked.pages = list(pages[GROUP])
+                else:
+                    tracked.pages += pages[GROUP]
+            num_computed = before + num_scheduled[request_id]
+            if num_computed >= tracked.next_end:
+                self._store(tracked, num_computed)
+        message = StepMessage(
+            self._loads,
+            self._stores,
+            self.manager.take_orders(),
+            self._finishing,
+            self.manager.steps.begin(time.monotonic(), prefill_pieces(output)),
+            bool(num_scheduled),
+            self._waits,
+        )
+        self._loads, self._stores, self._finishing, self._waits = [], [], [], False
+        return message
+
+    def finish(self, request: Any, pages: Sequence[int]) -> bool:
+        """Note that a request has finished. Return whether its pages are still read."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None:
+            return False
+        if tracked.load is None and pages:
+            # What the last steps have computed may have been hashed only now.
+            tracked.pages = list(pages)
+            self._store(tracked, min(request.num_computed_tokens, request.num_tokens - 1))
+        self.manager.finish(request.request_id)
+        if all(self._jobs[job_id].is_dropped for job_id in tracked.stores):
+            return False
+        self._finishing.append(request.request_id)
+        return True
+
+    def hear(self, message: RankMessage) -> None:
+        """Take in what the ranks say."""
+        manager = self.manager
+        if message.layouts:
+            manager.names.tell_layout(" ".join(sorted(message.layouts)))
+        manager.hear(message.report)
+        manager.observe_loads(message.load_bytes, message.load_s)
+        for job_id, num in message.ended.items():
+            job = self._jobs.get(job_id)
+            if job is None:  # of before a reset
+                continue
+            job.num_left -= num
+            if not job.num_left:
+                del self._jobs[job_id]
+                self._end(job_id, job)
+
+    def _end(self, job_id: int, job: RunningJob) -> None:
+        if job.is_store:
+            job.of.stores.discard(job_id)
+            self.manager.end_store(job.keys, job.of.visit, success=not job.is_dropped)
+        else:
+            job.of.load = None
+            self.manager.end_load(job.keys, job.of.visit)
+
+    def reset(self) -> None:
+        """Forget all KV, and all copies that run: the ranks end them before the next ones."""
+        self.manager.reset_cache()
+        self._jobs.clear()
+        self._stores.clear()
+        self._waits = True
+        for tracked in self._requests.values():
+            tracked.load = None
+            tracked.stores.clear()
+            tracked.num_stored, tracked.next_end = 0, self._block
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether the engine has to go on taking steps."""
+        return bool(self._jobs or self._finishing) or self.manager.has_pending_work()

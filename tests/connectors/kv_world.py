@@ -1,0 +1,178 @@
+"""Both halves of ``KvtierConnector`` without vLLM: real copies between tensors and host memory.
+
+Requests, steps and pages are what vLLM's scheduler would tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from hashlib import blake2b
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvtier.connectors.vllm.engine_facts import EngineFacts, GroupFacts
+from kvtier.connectors.vllm.kv_connector.messages import RankMessage, StepMessage
+from kvtier.connectors.vllm.kv_connector.rank import RankHalf
+from kvtier.connectors.vllm.kv_connector.scheduler import SchedulerHalf
+from kvtier.connectors.vllm.manager import TierManager
+from kvtier.connectors.vllm.names import VllmNames
+from kvtier.connectors.vllm.pages import LayerSize, tell_pages
+from kvtier.connectors.vllm.prompt import Shape
+from kvtier.connectors.vllm.worker import RankRoom, TierWorker
+from kvtier.devices import find_device
+from kvtier.transfer.ranks import RankMover
+from kvtier.types import DEVICE, HOST, LoadPolicy
+
+PAGE = 4
+"""Tokens of a page."""
+NUM_PAGES = 24
+LAYERS = ("a", "b")
+SHAPE = (2, NUM_PAGES, PAGE, 1, 8)
+"""All keys of a layer, then all its values; one byte for each number."""
+PAGE_BYTES = 2 * PAGE * 8
+SLOT_BYTES = 4096
+
+
+class KvWorld:
+    """A scheduler and its ranks. num: pages per block."""
+
+    def __init__(self, num_ranks: int = 1, num: int = 1, num_slots: int = 16) -> None:
+        self.num = num
+        facts = EngineFacts(
+            (GroupFacts(0, PAGE, LAYERS),),
+            len(LAYERS) * PAGE_BYTES,
+            num,
+            PAGE,
+            "uint8",
+            num_ranks=num_ranks,
+        )
+        manager = TierManager(
+            RankMover({}, SLOT_BYTES, num_ranks, num_ranks, device=DEVICE),
+            {HOST: num_slots},
+            VllmNames(facts, SLOT_BYTES, "vllm"),
+            Shape((PAGE * num,), SLOT_BYTES, num_ranks),
+            LoadPolicy.ALWAYS,
+            bytes_per_day=0,
+            publishes_events=True,
+        )
+        self.half = SchedulerHalf(manager, facts)
+        self.caches = [
+            {name: torch.zeros(SHAPE, dtype=torch.uint8) for name in LAYERS}
+            for _ in range(num_ranks)
+        ]
+        layers = [[LayerSize(name, [PAGE_BYTES]) for name in LAYERS]]
+        self.ranks = []
+        for rank, caches in enumerate(self.caches):
+            pages = tell_pages(caches, layers, NUM_PAGES)
+            room = RankRoom(SLOT_BYTES, num_slots)
+            worker = TierWorker(pages, find_device("cpu"), room, num, rank)
+            self.ranks.append(RankHalf(worker, pages))
+        self.stored: set[str] = set()
+        self.loaded: set[str] = set()
+        self.failed: set[int] = set()
+        self.step()
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.shutdown()
+
+    # -- what vLLM's scheduler does ----------------------------------------------------------------
+
+    def request(self, name: str, text: str, **changes: object) -> Any:
+        """A request for a prompt, a token per character."""
+        ends = range(PAGE, len(text) + 1, PAGE)
+        hashes = [blake2b(text[:end].encode(), digest_size=32).digest() for end in ends]
+        made: dict[str, object] = {
+            "request_id": name,
+            "kv_transfer_params": None,
+            "block_hashes": hashes,
+            "num_tokens": len(text),
+            "num_prompt_tokens": len(text),
+            "num_computed_tokens": 0,
+            "skip_reading_prefix_cache": False,
+        }
+        return SimpleNamespace(**made | changes)
+
+    def asks(self, request: Any, num_computed: int = 0) -> int | None:
+        return self.half.num_to_load(self.half.begin(request), num_computed)
+
+    def gets_pages(self, request: Any, pages: Sequence[int], num_external: int = 0) -> None:
+        blocks: Any = SimpleNamespace(get_block_ids=lambda: (list(pages),))
+        self.half.on_pages(self.half.begin(request), blocks, num_external)
+
+    def message(self, *scheduled: tuple[Any, Sequence[int], int], **more: Any) -> StepMessage:
+        """Return the message of a step. scheduled: new requests, their pages, and new tokens."""
+        output: Any = SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(
+                    req_id=request.request_id,
+                    block_ids=(list(pages),),
+                    num_computed_tokens=request.num_computed_tokens,
+                )
+                for request, pages, _ in scheduled
+            ],
+            scheduled_cached_reqs=more.pop("cached", NOTHING_CACHED),
+            num_scheduled_tokens={each.request_id: num for each, _, num in scheduled}
+            | more.pop("num_scheduled", {}),
+            preempted_req_ids=more.pop("preempted", None),
+            **more,
+        )
+        return self.half.take_step(output)
+
+    def run(self, message: StepMessage, ends: bool = True) -> None:
+        """Carry a message out on all ranks. ends: wait for its copies, and report."""
+        for rank in self.ranks:
+            rank.begin_step(message)
+            rank.end_step()
+        if ends:
+            self.hear()
+
+    def hear(self, *ranks: RankHalf) -> None:
+        """Wait for the copies of ranks, all of them by default, and take in what they say."""
+        messages: list[RankMessage] = []
+        for rank in ranks or self.ranks:
+            rank.worker.wait(set(rank.worker.job_ids))
+            stored, loaded = rank.take_finished()
+            self.stored |= stored
+            self.loaded |= loaded
+            self.failed |= rank.take_failed_pages()
+            said = rank.take_message()
+            messages += [] if said is None else [said]
+        if messages:
+            self.half.hear(reduce(RankMessage.and_also, messages))
+
+    def step(self, *scheduled: tuple[Any, Sequence[int], int], **more: Any) -> None:
+        self.run(self.message(*scheduled, **more))
+
+    # -- bytes -------------------------------------------------------------------------------------
+
+    def fill(self, pages: Sequence[int], seed: int) -> None:
+        """Write different bytes to each page, layer, part and rank."""
+        random = torch.Generator().manual_seed(seed)
+        for caches in self.caches:
+            for cache in caches.values():
+                for page in pages:
+                    some = torch.randint(0, 256, SHAPE[:1] + SHAPE[2:], generator=random)
+                    cache[:, page] = some.to(torch.uint8)
+
+    def bytes_of(self, pages: Sequence[int]) -> list[torch.Tensor]:
+        return [
+            cache[:, list(pages)].clone() for caches in self.caches for cache in caches.values()
+        ]
+
+    def serve(self, name: str, text: str, pages: Sequence[int]) -> Any:
+        """A request that is computed, stored and finished, all in a step."""
+        request = self.request(name, text)
+        assert self.asks(request) == 0
+        self.gets_pages(request, pages)
+        self.step((request, pages, len(text)))
+        request.num_computed_tokens = len(text)
+        return request
+
+
+NOTHING_CACHED: Any = SimpleNamespace(
+    req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]
+)

@@ -1,0 +1,245 @@
+"""kvtier's own front under vLLM: its two halves, asked as vLLM asks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.devices import CopyBatch, Direction
+from kvtier.errors import DeviceError
+from kvtier.transfer import CopyJob, TransferEngine
+from kvtier.types import HOST
+from tests.connectors.kv_world import PAGE, KvWorld
+
+TEXT = "the quick brown fox jump"
+"""Six pages."""
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., KvWorld]]:
+    made: list[KvWorld] = []
+
+    def world(**options: int) -> KvWorld:
+        made.append(KvWorld(**options))
+        return made[-1]
+
+    yield world
+    for each in made:
+        each.half.manager.cache.check_invariants()
+        each.close()
+
+
+def _are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*each) for each in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num", [1, 2])
+def test_pages_come_back_elsewhere_byte_for_byte(
+    make: Callable[..., KvWorld], num_ranks: int, num: int
+) -> None:
+    world = make(num_ranks=num_ranks, num=num)
+    world.fill(range(6), seed=1)
+    before = world.bytes_of(range(6))
+    first = world.serve("first", TEXT, range(6))
+    assert world.half.finish(first, range(6)) is False, "nothing is under way any more"
+    world.fill(range(24), seed=2)
+    again = world.request("again", TEXT + "s")
+    assert world.asks(again) == len(TEXT)
+    pages = [9, 20, 3, 14, 7, 11, 12]
+    world.gets_pages(again, pages, len(TEXT))
+    world.step()
+    assert world.loaded == {"again"}
+    assert _are_equal(world.bytes_of(pages[:6]), before)
+    assert not world.failed
+
+
+def test_load_begins_within_a_block_behind_what_the_device_has(
+    make: Callable[..., KvWorld],
+) -> None:
+    world = make(num=2)
+    world.fill(range(6), seed=1)
+    world.half.finish(world.serve("first", TEXT, range(6)), range(6))
+    before = world.bytes_of(range(3, 6))
+    world.fill(range(24), seed=2)
+    untouched = world.bytes_of([10, 11, 12])
+    again = world.request("again", TEXT + "s")
+    assert world.asks(again, 3 * PAGE) == 3 * PAGE
+    pages = [10, 11, 12, 13, 14, 15, 16]
+    world.gets_pages(again, pages, 3 * PAGE)
+    world.step()
+    assert _are_equal(world.bytes_of([13, 14, 15]), before)
+    assert _are_equal(world.bytes_of([10, 11, 12]), untouched)
+
+
+def test_last_token_is_computed_even_if_all_blocks_are_there(
+    make: Callable[..., KvWorld],
+) -> None:
+    world = make()
+    world.serve("first", TEXT, range(6))
+    assert world.asks(world.request("again", TEXT)) == len(TEXT) - PAGE
+
+
+def test_request_that_wants_no_cached_kv_gets_none(make: Callable[..., KvWorld]) -> None:
+    world = make()
+    world.serve("first", TEXT, range(6))
+    again = world.request("again", TEXT + "s", skip_reading_prefix_cache=True)
+    assert world.asks(again) == 0
+
+
+def test_finished_request_keeps_its_pages_until_every_rank_has_stored_them(
+    make: Callable[..., KvWorld],
+) -> None:
+    world = make(num_ranks=2)
+    request = world.request("first", TEXT)
+    world.asks(request)
+    message = world.message((request, range(6), len(TEXT)))
+    world.run(message, ends=False)
+    request.num_computed_tokens = len(TEXT)
+    assert world.half.finish(request, range(6)) is True
+    finishing = world.message()
+    assert finishing.finishing == ["first"]
+    assert world.half.has_pending_work
+    first, second = world.ranks
+    first.begin_step(finishing)
+    world.hear(first)
+    assert world.stored == {"first"}, "of the first rank"
+    assert world.asks(world.request("again", TEXT + "s")) is None, "not all ranks have it"
+    world.stored.clear()
+    second.begin_step(finishing)
+    world.hear(second)
+    assert world.stored == {"first"}
+    assert world.asks(world.request("more", TEXT + "s")) == len(TEXT)
+
+
+def test_preempted_request_stores_nothing_and_its_slots_wait_for_all_ranks(
+    make: Callable[..., KvWorld],
+) -> None:
+    world = make(num_ranks=2, num_slots=6)
+    request = world.request("first", TEXT)
+    world.asks(request)
+    world.run(world.message((request, range(6), len(TEXT))), ends=False)
+    used = world.half.manager.ladder.used_slots()[HOST]
+    world.run(world.message(preempted={"first"}), ends=False)
+    world.hear(world.ranks[0])
+    assert world.half.manager.ladder.used_slots()[HOST] == used == 6, "one rank may still copy"
+    world.hear(world.ranks[1])
+    assert world.half.manager.ladder.used_slots()[HOST] == 0
+    assert world.asks(world.request("again", TEXT + "s")) == 0
+
+
+def test_request_that_was_preempted_is_stored_when_it_runs_again(
+    make: Callable[..., KvWorld],
+) -> None:
+    world = make()
+    request = world.request("first", TEXT)
+    world.asks(request)
+    world.run(world.message((request, range(6), len(TEXT))), ends=False)
+    world.step(preempted={"first"})
+    world.fill(range(10, 16), seed=3)
+    before = world.bytes_of(range(10, 16))
+    resumed: Any = SimpleNamespace(
+        req_ids=["first"],
+        resumed_req_ids={"first"},
+        new_block_ids=[(list(range(10, 16)),)],
+        num_computed_tokens=[0],
+    )
+    world.step(cached=resumed, num_scheduled={"first": len(TEXT)})
+    again = world.request("again", TEXT + "s")
+    assert world.asks(again) == len(TEXT)
+    world.gets_pages(again, range(7), len(TEXT))
+    world.step()
+    assert _are_equal(world.bytes_of(range(6)), before)
+
+
+def test_blocks_are_stored_as_they_become_full(make: Callable[..., KvWorld]) -> None:
+    world = make()
+    request = world.request("first", TEXT)
+    world.asks(request)
+    world.step((request, [0, 1], PAGE + 1))
+    assert world.half.manager.ladder.used_slots()[HOST] == 1
+    for before, pages in ((PAGE + 1, None), (2 * PAGE, ([2],)), (2 * PAGE + 1, None)):
+        cached: Any = SimpleNamespace(
+            req_ids=["first"],
+            resumed_req_ids=set(),
+            new_block_ids=[pages],
+            num_computed_tokens=[before],
+        )
+        world.step(cached=cached, num_scheduled={"first": 3 if before == PAGE + 1 else 1})
+    assert world.half.manager.ladder.used_slots()[HOST] == 2
+    request.num_computed_tokens = 2 * PAGE + 2
+    request.num_tokens = 2 * PAGE + 3
+    assert world.half.finish(request, [0, 1, 2]) is False
+    assert world.half.manager.ladder.used_slots()[HOST] == 2
+
+
+def test_pages_of_a_load_that_failed_are_reported_and_its_block_forgotten(
+    make: Callable[..., KvWorld],
+) -> None:
+    world = make()
+    world.serve("first", TEXT, range(6))
+    worker = world.ranks[0].worker
+    worker._engine.close()
+    worker._engine = FailingLoads(worker._device)
+    worker._engine.start()
+    again = world.request("again", TEXT + "s")
+    assert world.asks(again) == len(TEXT)
+    world.gets_pages(again, range(10, 17), len(TEXT))
+    world.step()
+    assert world.loaded == {"again"}
+    assert world.failed == set(range(10, 16))
+    assert world.asks(world.request("more", TEXT + "s")) == 0
+
+
+class FailingLoads(TransferEngine):
+    """Copies to the device fail."""
+
+    def submit(self, steps: Any, direction: Direction) -> CopyJob:
+        batches: list[CopyBatch] = list(steps)
+        if direction is Direction.STORE:
+            return super().submit(batches, direction)
+        job = CopyJob(0, 1)
+        job.finish(DeviceError("a copy failed, as was planned"))
+        return job
+
+
+def test_reset_forgets_all_and_the_ranks_end_their_copies_first(
+    make: Callable[..., KvWorld],
+) -> None:
+    world = make()
+    world.serve("first", TEXT, range(6))
+    request = world.request("second", TEXT[::-1])
+    world.asks(request)
+    world.run(world.message((request, range(6, 12), len(TEXT))), ends=False)
+    world.half.reset()
+    world.half.manager.cache.check_invariants()
+    assert world.half.manager.ladder.used_slots()[HOST] == 0
+    after = world.message()
+    assert after.waits
+    world.ranks[0].begin_step(after)
+    assert all(copy.done for copy in world.ranks[0].worker._copies.values())
+    world.hear()
+    assert world.asks(world.request("again", TEXT + "s")) == 0
+    assert not world.half.has_pending_work
+
+
+def test_full_host_memory_stores_what_it_can_later(make: Callable[..., KvWorld]) -> None:
+    world = make(num_slots=4)
+    world.serve("first", TEXT[: 4 * PAGE], range(4))
+    held = world.request("held", TEXT[: 4 * PAGE] + "s")
+    assert world.asks(held) == 4 * PAGE
+    world.gets_pages(held, range(10, 15), 4 * PAGE)
+    other = world.request("other", TEXT[::-1])
+    assert world.asks(other) == 0
+    message = world.message((other, range(16, 22), len(TEXT)))
+    assert (len(message.loads), len(message.stores)) == (1, 0), "every slot is held"
+    world.run(message)
+    other.num_computed_tokens = len(TEXT)
+    other.num_tokens = len(TEXT) + 1
+    keeps = world.half.finish(other, range(16, 22))
+    world.step()
+    assert keeps is bool(world.stored)

@@ -1,0 +1,116 @@
+"""Pages are told from shapes and strides, whatever backend laid them out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kvtier.connectors.vllm.pages import Cache, EnginePages, LayerSize, tell_pages
+from kvtier.errors import LayoutError
+
+NUM_PAGES, TOKENS, HEADS, DIM = 7, 4, 2, 8
+PART = TOKENS * HEADS * DIM
+"""Bytes of the keys of a page; the values have as many."""
+
+
+def _memory(*shape: int) -> torch.Tensor:
+    """Different numbers, as far as bytes go."""
+    made = torch.arange(int(torch.tensor(shape).prod()), dtype=torch.int64) * 131 % 251
+    return made.to(torch.uint8).view(shape)
+
+
+def _told(cache: Cache, page_bytes: int = 2 * PART) -> EnginePages:
+    return tell_pages({"a": cache}, [[LayerSize("a", [page_bytes])]], NUM_PAGES)
+
+
+def _bytes(pages: EnginePages, page: int) -> list[int]:
+    """Return the bytes of a page, share after share, read at their addresses."""
+    found: list[int] = []
+    for share in pages.groups[0]:
+        for tensor in pages.tensors:
+            begin = share.address + page * share.stride - tensor.untyped_storage().data_ptr()
+            if 0 <= begin < tensor.untyped_storage().nbytes():
+                flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+                found += flat[begin : begin + share.nbytes].tolist()
+                break
+    return found
+
+
+def _by_index(parts: Sequence[torch.Tensor]) -> list[int]:
+    """Return all bytes of one page by ordinary indexing."""
+    return sorted(number for part in parts for number in part.flatten().tolist())
+
+
+BLOCKS_FIRST = _memory(NUM_PAGES, 2, TOKENS, HEADS, DIM)
+KEYS_FIRST = _memory(2, NUM_PAGES, TOKENS, HEADS, DIM)
+HEADS_INSIDE = _memory(NUM_PAGES, 2, HEADS, TOKENS, DIM).transpose(2, 3)
+BLOCKS_INSIDE = _memory(NUM_PAGES, 2, TOKENS, HEADS, DIM).transpose(0, 1)
+TWO_ROWS = _memory(2 * NUM_PAGES, 2, TOKENS // 2, HEADS, DIM)
+PADDED = _memory(NUM_PAGES, 3 * PART)[:, : 2 * PART].view(NUM_PAGES, TOKENS, HEADS * 2, DIM)
+
+
+@pytest.mark.parametrize(
+    ("cache", "num_shares", "pages"),
+    [
+        (BLOCKS_FIRST, 1, lambda at: [BLOCKS_FIRST[at]]),
+        (KEYS_FIRST, 2, lambda at: [KEYS_FIRST[0, at], KEYS_FIRST[1, at]]),
+        (HEADS_INSIDE, 1, lambda at: [HEADS_INSIDE[at]]),
+        (BLOCKS_INSIDE, 1, lambda at: [BLOCKS_INSIDE[:, at]]),
+        (TWO_ROWS, 1, lambda at: [TWO_ROWS[2 * at : 2 * at + 2]]),
+        (PADDED, 1, lambda at: [PADDED[at]]),
+    ],
+    ids=["blocks first", "keys first", "heads inside", "blocks inside", "two rows", "padded"],
+)
+def test_every_byte_of_a_page_is_in_one_share(cache: Cache, num_shares: int, pages: object) -> None:
+    told = _told(cache)
+    assert len(told.groups[0]) == num_shares
+    assert callable(pages)
+    for at in (0, 3, NUM_PAGES - 1):
+        assert sorted(_bytes(told, at)) == _by_index(pages(at))
+
+
+def test_parts_of_a_layer_are_shares_of_their_own() -> None:
+    keys, values = _memory(NUM_PAGES, TOKENS, HEADS, DIM), _memory(NUM_PAGES, TOKENS, HEADS, DIM)
+    (first, second) = _told((keys, values)).groups[0]
+    assert (first.address, first.stride, first.nbytes) == (keys.data_ptr(), PART, PART)
+    assert second.address == values.data_ptr()
+
+
+def test_rows_of_two_parts_make_one_page() -> None:
+    parts = [_memory(2 * NUM_PAGES, TOKENS // 2, HEADS, DIM) for _ in range(2)]
+    assert [each.nbytes for each in _told(parts).groups[0]] == [PART, PART]
+
+
+def test_rows_beyond_vllms_pages_hide_no_values() -> None:
+    parts = [_memory(2 * NUM_PAGES, TOKENS, HEADS, DIM) for _ in range(2)]
+    assert [each.nbytes for each in _told(parts).groups[0]] == [PART, PART]
+
+
+def test_view_of_all_parts_stands_for_them() -> None:
+    full = _memory(NUM_PAGES, 2 * PART)
+    (share,) = _told((full[:, :PART], full[:, PART:], full)).groups[0]
+    assert (share.address, share.nbytes) == (full.data_ptr(), 2 * PART)
+
+
+def test_layers_that_share_their_kv_have_it_once() -> None:
+    caches = {"a": BLOCKS_FIRST, "b": BLOCKS_FIRST}
+    sizes = [LayerSize(name, [2 * PART]) for name in caches]
+    assert len(tell_pages(caches, [sizes], NUM_PAGES).groups[0]) == 1
+
+
+def test_pages_that_cannot_be_told_are_refused() -> None:
+    with pytest.raises(LayoutError, match="a: no axis of .* is one of 7 pages of 100 bytes"):
+        _told(BLOCKS_FIRST, 100)
+    both = _memory(2, 2, TOKENS, HEADS, DIM)
+    with pytest.raises(LayoutError, match="2 pages are too few to tell K from V"):
+        tell_pages({"a": both}, [[LayerSize("a", [2 * PART])]], 2)
+
+
+def test_layouts_of_a_page_are_told_apart_and_pools_of_any_size_are_alike() -> None:
+    larger = _memory(NUM_PAGES + 5, 2, TOKENS, HEADS, DIM)
+    layouts = [_told(each).layout for each in (BLOCKS_FIRST, HEADS_INSIDE, BLOCKS_INSIDE)]
+    assert len(set(layouts)) == 3
+    sizes = [[LayerSize("a", [2 * PART])]]
+    assert tell_pages({"a": larger}, sizes, NUM_PAGES + 5).layout == layouts[0]
