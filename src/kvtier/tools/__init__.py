@@ -1,1 +1,1 @@
-"""Programs around the cache: benchmarks of serving, replay, the dashboard."""
+"""Tools for operators: benchmarks of serving, replay of traces, and the dashboard."""

@@ -2,14 +2,14 @@
 
 For every prompt, one request at a time:
 
-    cold      under another salt, so that nothing is shared with it: the reference
-    donor     another request with the same beginning computes and stores it
-    device    the prompt again, its beginning from the device tier: equal to cold?
-    host      the device tier emptied, the prompt again, its beginning from the host tier: equal?
-    disk      a new engine over the same disk, its beginning from there: equal?
+    cold      under another salt, so that it shares nothing: the reference
+    donor     another request with the same prefix computes and stores it
+    device    the prompt again, its prefix from the device tier: equal to cold?
+    host      the prompt again after the device tier was emptied, its prefix from the host: equal?
+    disk      the prompt in a new engine over the same disk, its prefix from there: equal?
     control   the last three again, with one block damaged in three ways: different from cold?
 
-Damage on disk is written with a checksum that fits: otherwise it would be found, and recomputed.
+Damage on disk is written with a valid checksum; otherwise it would be detected and recomputed.
 """
 
 from __future__ import annotations
@@ -47,9 +47,13 @@ Logits = npt.NDArray[np.float32]
 class AccuracyRow:
     """One prompt served from one tier.
 
-    reused: whether all of the prompt's beginning came from that tier.
-    max_difference: largest distance of a logit from the cold run's, 0.0 when equal.
-    noticed: per kind of damage, whether the logits differed.
+    Attributes:
+        prompt: number of the prompt.
+        tier: the tier.
+        reused: whether the whole prefix came from that tier.
+        equal: whether the logits equal the cold run's in every bit.
+        max_difference: largest difference of a logit from the cold run's; 0.0 if equal.
+        noticed: per kind of damage, whether the logits differed.
     """
 
     prompt: int
@@ -61,13 +65,13 @@ class AccuracyRow:
 
     @property
     def passed(self) -> bool:
-        """Served from the tier, and equal to the cold run in every bit."""
+        """Whether it was served from the tier, and equals the cold run in every bit."""
         return self.reused and self.equal
 
 
 @dataclass(frozen=True, slots=True)
 class AccuracyResult:
-    """All rows, one per prompt and tier, and what they were measured at."""
+    """All rows, one per prompt and tier, and the sizes of the experiment."""
 
     rows: tuple[AccuracyRow, ...]
     num_prompts: int
@@ -76,11 +80,14 @@ class AccuracyResult:
     steps: int
 
     def num_equal(self, *tiers: str) -> int:
-        """Prompts that passed in each of ``tiers`` (all, where none is named)."""
+        """Return the number of prompts that passed in each of ``tiers`` (by default, all)."""
         return self._count(lambda row: row.passed, tiers)
 
     def num_noticed(self, *tiers: str, damage: Damage | None = None) -> int:
-        """Prompts whose damage was noticed in each of ``tiers``; of every kind, or of one."""
+        """Return the number of prompts whose damage was noticed in each of ``tiers``.
+
+        damage: one kind of damage; by default, every kind must be noticed.
+        """
         kinds = tuple(Damage) if damage is None else (damage,)
         return self._count(lambda row: all(row.noticed[kind] for kind in kinds), tiers)
 
@@ -92,18 +99,18 @@ class AccuracyResult:
 
     @property
     def share(self) -> float:
-        """Share of the prompts for which all holds: the smallest of the counts."""
+        """Share of prompts that passed: the smaller of the two counts."""
         return min(self.num_equal(), self.num_noticed()) / self.num_prompts
 
     @property
     def full_size(self) -> bool:
-        """Whether this is the size that the target is defined at."""
+        """Whether this is the size for which the target is defined."""
         return (
             self.num_prompts >= FULL_ACCURACY_PROMPTS and self.prompt_tokens >= FULL_PROMPT_TOKENS
         )
 
     def as_json(self) -> Mapping[str, object]:
-        """The counts, in all and by tier."""
+        """Return the counts, in total and by tier."""
         return {
             "prompts": self.num_prompts,
             "equal": self.num_equal(),
@@ -122,7 +129,7 @@ class AccuracyResult:
         }
 
     def rows_json(self) -> list[Mapping[str, object]]:
-        """One object for each prompt and tier."""
+        """Return one object per prompt and tier."""
         return [
             {
                 "experiment": "accuracy",
@@ -138,16 +145,16 @@ class AccuracyResult:
 
 
 def num_steps(num_prompts: int) -> int:
-    """Runs in the whole experiment, for the progress bar."""
+    """Return the number of runs in the whole experiment, for the progress bar."""
     return num_prompts * (3 + len(TIERS) * (1 + len(Damage)))
 
 
 def measure_accuracy(setting: Setting, progress: Progress) -> AccuracyResult:
-    """Run the experiment on a fresh engine, and its last part on another over the same disk."""
+    """Run the experiment on a fresh engine, and the disk part on another over the same disk."""
     options = setting.options
     length = options.accuracy_tokens
     room = options.blocks(length + options.steps)
-    # One prompt more than asked for: the last one's negative control needs another's block.
+    # One prompt more than requested: the last one's negative control needs another's block.
     prompts = setting.prompts(options.accuracy_prompts + 1, length)
     progress.begin("Accuracy", num_steps(options.accuracy_prompts))
     rows: list[AccuracyRow] = []
@@ -170,7 +177,7 @@ def measure_accuracy(setting: Setting, progress: Progress) -> AccuracyResult:
 
 
 class _Accuracy:
-    """The runs of all prompts; remembers each one's reference."""
+    """Runs of all prompts, with the reference of each."""
 
     def __init__(self, steps: int, reused_tokens: int, progress: Progress) -> None:
         self._steps = steps
@@ -179,7 +186,7 @@ class _Accuracy:
         self._cold: list[Logits] = []
 
     def prepare(self, engine: Engine, number: int, prompt: Prompt, other: Prompt) -> None:
-        """Compute the reference; then have other requests compute what is to be reused.
+        """Compute the reference; then let other requests compute the prefix to be reused.
 
         other: a prompt that shares nothing with this one.
         """
@@ -196,7 +203,7 @@ class _Accuracy:
     def measure(
         self, engine: Engine, tier: str, number: int, prompt: Prompt, other: Prompt, seed: int
     ) -> AccuracyRow:
-        """The prompt again, served from ``tier``; then with damage there."""
+        """Serve the prompt from ``tier``, then again with damage in it, and return the row."""
         cold = self._cold[number]
         self._expose(engine, tier)
         warm, hits = self._run(engine, prompt, self._steps)
@@ -228,7 +235,7 @@ class _Accuracy:
         run_one(engine, prompt, SamplingParams(max_tokens=1, ignore_eos=True))
 
     def _meet_stranger(self, engine: Engine, other: Prompt) -> None:
-        """Have blocks of another prompt at hand: some damage is done with them."""
+        """Compute blocks of another prompt, which one kind of damage needs."""
         self._ask(engine, other[: 2 * engine.info.chunk_tokens + 1])
 
     def _expose(self, engine: Engine, tier: str) -> None:

@@ -1,7 +1,7 @@
-"""``kvtier bench copy``: scattered copies between a device and host memory, by every way there is.
+"""``kvtier bench copy``: scattered copies between a device and host memory, by every copy path.
 
-The yardstick is one copy of as many bytes, in a piece, from page-locked memory, in the same round.
-Before anything is timed, each way has to bring the right bytes and touch no others.
+The reference is one contiguous copy of as many bytes, from page-locked memory, in the same round.
+Before a path is timed, it is checked that it copies the right bytes and no others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvtier.tools.report.target import Target, target_words
 
 COPY_BYTES = (2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10, 1 << 20)
 NUM_COPIES = (64, 4096)
-"""A few copies, as of a layer of a short prompt, and many."""
+"""Numbers of copies: few, like those of one layer of a short prompt, and many."""
 CONTIGUOUS = "contiguous"
 USUAL = "usual"
 """The path that a transfer takes by default."""
@@ -33,20 +33,20 @@ WANTED = (
     ("8 KiB", 8 << 10, 8 << 10, 0.85),
     ("4 KiB", 4 << 10, 4 << 10, 0.6),
 )
-"""G1: least rate of the usual way against a copy in a piece, by the size of the copies, from and
-to."""
+"""Target G1: name, smallest and largest size of a copy, and least rate of the usual path as a share
+of a contiguous copy's."""
 MANY_BYTES = 16 << 20
-"""From here on a rate is the link's, not that of handing the work over."""
+"""Least bytes of a batch for which the link limits the rate, not the submission."""
 
 Copy = Callable[[CopyBatch, Direction], None]
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRow:
-    """One way.
+    """Measurement of one copy path.
 
-    ratio: the time of a contiguous copy of as many bytes / this one's: the median over the rounds.
-    ratio_low, ratio_high: between which it lies, if the rounds are enough to say so.
+    ratio: time of a contiguous copy of as many bytes / time of this one, median over the rounds.
+    ratio_low, ratio_high: its interval, if there were enough rounds.
     """
 
     direction: str
@@ -71,7 +71,7 @@ class CopyRow:
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """Result on one device. left_out: copy paths that fail, or that bring wrong bytes."""
+    """Result on one device. left_out: copy paths that fail, or copy wrong bytes."""
 
     device: str
     machine: Mapping[str, Fact]
@@ -81,7 +81,7 @@ class CopyResult:
 
     @property
     def targets(self) -> list[Target]:
-        """G1, where the device is an accelerator: many copies, the worse direction."""
+        """Target G1 on an accelerator: many copies, the worse direction."""
         if self.device == "cpu":
             return []
         found = []
@@ -100,7 +100,7 @@ class CopyResult:
         return found
 
     def as_json(self) -> dict[str, object]:
-        """One object, as every benchmark prints it."""
+        """Return the result as one object, as every benchmark prints it."""
         return {
             "benchmark": "copy paths",
             "machine": dict(self.machine),
@@ -119,7 +119,18 @@ def measure_copies(
     copy_bytes: tuple[int, ...] = COPY_BYTES,
     num_copies: tuple[int, ...] = NUM_COPIES,
 ) -> CopyResult:
-    """Time every way of ``device``, interleaved. Raises ``DeviceError`` without memory for it."""
+    """Time every copy path of ``device``, interleaved.
+
+    Args:
+        device: the device.
+        nbytes: size of the buffers on both sides.
+        repeats: number of rounds.
+        copy_bytes: sizes of copies.
+        num_copies: numbers of copies per batch.
+
+    Raises:
+        DeviceError: the memory can't be allocated.
+    """
     if nbytes < 2 * copy_bytes[0] * num_copies[0]:
         raise ConfigError(f"size: {nbytes} bytes are too few to measure with; give 16MiB or more")
     machine = {**machine_facts(), "device": device.name}
@@ -196,7 +207,7 @@ def _measure(
 
 
 def show_copies(console: Console, result: CopyResult) -> None:
-    """A table: a line per direction, size and number, a column per way, then the targets."""
+    """Print a table with a line per direction, size and number, a column per path, and targets."""
     ways = list(dict.fromkeys(row.path for row in result.rows))
     locked = "page-locked" if result.is_page_locked else "pageable"
     table = Table(

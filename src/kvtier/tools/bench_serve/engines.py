@@ -1,4 +1,4 @@
-"""Engines of the size that an experiment needs, and one request at a time on them."""
+"""Make engines of the size that an experiment needs, and run one request at a time on them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvtier.tools.report.corpus import Corpus, Prompt
 from kvtier.types import LoadPolicy
 
 DISK_PAGE_BYTES = 4096
-"""A block takes whole pages of the disk."""
+"""Page size of the disk; a block takes whole pages."""
 REQUEST_TIMEOUT_S = 1800.0
-"""No single request may hang a benchmark for longer."""
+"""Timeout of a single request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Common start of every experiment: the options, the model's facts, the text as tokens."""
+    """Common input of all experiments: options, facts about the model, and tokenized text."""
 
     options: ServeOptions
     info: EngineInfo
@@ -31,7 +31,7 @@ class Setting:
     sample: Sample | None = None
 
     def prompts(self, num_prompts: int, num_tokens: int) -> list[Prompt]:
-        """Prompts of which no two share a block."""
+        """Return prompts of which no two share a block."""
         return self.corpus.prompts(num_prompts, num_tokens, self.options.block_size)
 
 
@@ -47,10 +47,18 @@ def open_engine(
     disk_bytes_per_s: int = 0,
     storage: tuple[str, int] | None = None,
 ) -> Iterator[Engine]:
-    """A running engine with tiers of that many blocks.
+    """Yield a running engine with tiers of the given sizes.
 
-    host_blocks: 0 turns the cache off. disk: the directory of the disk tier; None for none.
-    disk_bytes_per_s: throttles it. storage: a store, and how many of its bytes the engine knows of.
+    Args:
+        options: options of the benchmark.
+        info: facts about the model.
+        device_blocks: blocks of the device tier.
+        host_blocks: blocks of the host tier; 0 turns the cache off.
+        disk: directory of the disk tier; None for none.
+        disk_blocks: blocks of the disk tier.
+        load_policy: when cached blocks are loaded.
+        disk_bytes_per_s: throttled rate of the disk; 0 for no limit.
+        storage: URL and capacity of a store; None for none.
     """
     slot_bytes = -(-info.bytes_per_block // DISK_PAGE_BYTES) * DISK_PAGE_BYTES
     config = EngineConfig(
@@ -77,13 +85,13 @@ def open_engine(
 
 @contextmanager
 def scratch_disk(options: ServeOptions) -> Iterator[Path]:
-    """An empty directory for a disk tier, gone afterwards."""
+    """Yield an empty directory for a disk tier, and remove it afterwards."""
     with TemporaryDirectory(prefix="kvtier-bench-", dir=options.disk_path) as folder:
         yield Path(folder) / "slab"
 
 
 def probe(options: ServeOptions) -> Setting:
-    """Load the model once: to learn its sizes, to borrow the tokenizer, to see it write."""
+    """Load the model once, for its sizes, its tokenizer, and a sample of its text."""
     engine = Engine(
         EngineConfig(
             model=options.model,
@@ -102,14 +110,14 @@ def probe(options: ServeOptions) -> Setting:
 def run_one(
     engine: Engine, prompt: Sequence[int], params: SamplingParams, salt: str = ""
 ) -> Completion:
-    """Serve one request and nothing else. ``BenchError`` where it does not end as asked."""
+    """Serve one request alone. Raise ``BenchError`` if it is not answered in full."""
     completion = engine.submit(prompt, params, salt=salt).result(REQUEST_TIMEOUT_S)
     check_complete(completion, params)
     return completion
 
 
 def check_complete(completion: Completion, params: SamplingParams) -> None:
-    """``BenchError`` unless the completion has all the tokens that were asked for."""
+    """Raise ``BenchError`` unless the completion has all requested tokens."""
     if len(completion.token_ids) != params.max_tokens:
         raise BenchError(
             f"a request ended with {completion.finish_reason!r} after "
@@ -126,6 +134,6 @@ def clear_tiers(engine: Engine, *tiers: str) -> None:
 
 
 def settle(engine: Engine) -> None:
-    """Wait until nothing runs and every copy has ended."""
+    """Wait until no request runs and every copy has ended."""
     if not engine.drain():
         raise BenchError("copies did not end within 60 s; is the machine out of memory?")

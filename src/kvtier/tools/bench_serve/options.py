@@ -12,11 +12,11 @@ from kvtier.errors import CacheError, ConfigError
 FULL_ACCURACY_PROMPTS = 20
 FULL_TTFT_PROMPTS = 100
 FULL_PROMPT_TOKENS = 3500
-"""The sizes that the targets are defined at."""
+"""Sizes for which the targets are defined."""
 
 
 class BenchError(CacheError):
-    """A measurement would not mean what it says; the message says why."""
+    """A measurement would be invalid; the message says why."""
 
 
 class Experiment(StrEnum):
@@ -53,9 +53,9 @@ class ServeOptions:
     """Files and directories to take prompts from; none for the interpreter's own library."""
     disk_path: Path | None = None
     """Directory on the disk to measure; a slab is made in it and removed. None for the system's
-    place for temporary files."""
+    directory for temporary files."""
     seed: int = 0
-    """Order of the text, and where the negative control does its damage."""
+    """Seed of the order of the text, and of the blocks that the negative control damages."""
     experiments: tuple[Experiment, ...] = USUAL
     disk_bytes_per_s: str = "auto"
     """Bytes per second of the slow disk; "auto": reading takes twice as long as computing."""
@@ -70,7 +70,7 @@ class ServeOptions:
     ttft_prompts: int = FULL_TTFT_PROMPTS
     ttft_tokens: int = FULL_PROMPT_TOKENS
     device_share: float = 0.35
-    """Share of the TTFT prompts that the device pool has room for."""
+    """Share of the TTFT prompts that fit into the device pool."""
     overhead_pairs: int = 40
     overhead_tokens: int = FULL_PROMPT_TOKENS
     batch_prompts: int = 8
@@ -81,7 +81,7 @@ class ServeOptions:
     """Length of the prompt that is loaded while it is computed; 0 for 16,384 on an accelerator, and
     fewer on a CPU."""
     quick: bool = False
-    """Whether the sizes are those of the demo."""
+    """Whether the sizes are those of a quick run."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -146,7 +146,7 @@ class ServeOptions:
         accuracy_prompts: int | None = None,
         steps: int | None = None,
     ) -> ServeOptions:
-        """The full sizes, or the demo's, except what is given."""
+        """Return options with full or quick sizes, except those that are given."""
         return cls(
             model=model,
             device=device,
@@ -178,15 +178,18 @@ class ServeOptions:
         return min(512, max(self.chunk_tokens + 1, self.overhead_tokens // 4))
 
     def reused_tokens(self, prompt_tokens: int) -> int:
-        """Tokens of a known prompt that need not be computed: whole chunks, not the last token."""
+        """Return the tokens of a cached prompt that need not be computed.
+
+        These are whole chunks, without the last token.
+        """
         return (prompt_tokens - 1) // self.chunk_tokens * self.chunk_tokens
 
     def cached_tokens(self, prompt_tokens: int) -> int:
-        """Tokens of a prompt that stay in the cache: its whole chunks."""
+        """Return the tokens of a prompt that are cached: its whole chunks."""
         return prompt_tokens // self.chunk_tokens * self.chunk_tokens
 
     def blocks(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens`` tokens."""
+        """Return the number of blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
 

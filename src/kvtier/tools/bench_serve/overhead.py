@@ -1,10 +1,10 @@
-"""Overhead: what the cache costs when no prompt was ever seen before.
+"""Overhead: the cost of the cache if no prompt can be reused.
 
-Two engines in one process, one with both tiers and one without, are asked the same new prompts: a
-long one, for its time to first token, then a batch of shorter ones at once with their output, for
-throughput. Who goes first changes every time. A ratio is taken between two measurements that follow
-each other, so that what else the machine does falls out, and the median over all pairs is the
-result. The tiers are small, and full from early on: eviction is part of the cost.
+Two engines in one process, one with both tiers and one without, serve the same new prompts: a long
+one, for its time to first token, then a batch of shorter ones with their output, for throughput.
+The order of the engines alternates. Each ratio is between two consecutive measurements, so that
+other load on the machine cancels out. The result is the median over all pairs. The tiers are small
+and soon full, so eviction is part of the cost.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ from kvtier.tools.report.stats import Estimate, median_with_interval, rounded
 
 TTFT_OUTPUT_TOKENS = 4
 FULL_PAIRS = 30
-"""Pairs that the target is defined for."""
+"""Pairs for which the target is defined."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """Result of one engine in a pair.
 
-    tokens_per_s: of the batch, prompts and output. cpu_s: processor time of the whole process,
-    background copies included. reused_tokens: 0, unless the text repeats itself.
+    Attributes:
+        ttft_ms: time to first token of the long prompt.
+        tokens_per_s: throughput of the batch, prompts and output.
+        cpu_s: processor time of the whole process, background copies included.
+        reused_tokens: 0, unless the text repeats itself.
     """
 
     ttft_ms: float
@@ -48,7 +51,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class OverheadRow:
-    """Both engines on the same prompts."""
+    """Results of both engines on the same prompts."""
 
     pair: int
     on: Turn
@@ -56,17 +59,17 @@ class OverheadRow:
 
     @property
     def ttft_ratio(self) -> float:
-        """TTFT with the cache, as a multiple of without."""
+        """TTFT with the cache / without it."""
         return self.on.ttft_ms / self.off.ttft_ms
 
     @property
     def throughput_ratio(self) -> float:
-        """Tokens per second with the cache, as a multiple of without."""
+        """Tokens per second with the cache / without it."""
         return self.on.tokens_per_s / self.off.tokens_per_s
 
     @property
     def cpu_ratio(self) -> float:
-        """Processor time with the cache, as a multiple of without."""
+        """Processor time with the cache / without it."""
         return self.on.cpu_s / self.off.cpu_s
 
 
@@ -91,7 +94,7 @@ class OverheadResult:
 
     @property
     def loss(self) -> Estimate:
-        """The worse of: longer TTFT, lower throughput. Below 0 where the cache gained in both."""
+        """The worse of longer TTFT and lower throughput; below 0 if the cache improved both."""
         ttft = self.ttft_ratio.changed(lambda ratio: ratio - 1)
         throughput = self.throughput_ratio.changed(lambda ratio: 1 - ratio)
         return Estimate(
@@ -102,16 +105,16 @@ class OverheadResult:
 
     @property
     def full_size(self) -> bool:
-        """Whether there are as many pairs as the target is defined for."""
+        """Whether there are as many pairs as the target requires."""
         return len(self.rows) >= FULL_PAIRS
 
     @property
     def full_length(self) -> bool:
-        """Whether the prompts are as long."""
+        """Whether the prompts are as long as the target requires."""
         return self.prompt_tokens >= FULL_PROMPT_TOKENS
 
     def as_json(self) -> Mapping[str, object]:
-        """The ratios, and where they lie."""
+        """Return the ratios and their intervals."""
         return {
             "ttft_ratio": rounded(self.ttft_ratio.value),
             "throughput_ratio": rounded(self.throughput_ratio.value),
@@ -126,7 +129,7 @@ class OverheadResult:
         }
 
     def rows_json(self) -> list[Mapping[str, object]]:
-        """One object for each pair."""
+        """Return one object per pair."""
         return [
             {
                 "experiment": "overhead",
@@ -143,7 +146,7 @@ class OverheadResult:
 
 
 def num_steps(num_pairs: int) -> int:
-    """Measurements in the whole experiment, for the progress bar."""
+    """Return the number of measurements in the whole experiment, for the progress bar."""
     return 4 * (num_pairs + 1)
 
 
@@ -176,7 +179,7 @@ def measure_overhead(setting: Setting, progress: Progress) -> OverheadResult:
 
 
 class _Pairs:
-    """Asks both engines the same, one right after the other."""
+    """Runs the same requests on both engines, one right after the other."""
 
     def __init__(self, on: Engine, off: Engine, output_tokens: int, progress: Progress) -> None:
         self._engines = (on, off)
@@ -185,7 +188,7 @@ class _Pairs:
         self._progress = progress
 
     def measure(self, pair: int, prompt: Prompt, batch: Sequence[Prompt]) -> OverheadRow:
-        """One pair. Even pairs begin with the cache on, odd ones with the cache off."""
+        """Measure one pair. Even pairs begin with the cache on, odd ones with the cache off."""
         done: dict[Engine, list[Completion]] = {engine: [] for engine in self._engines}
         cpu_s = dict.fromkeys(self._engines, 0.0)
         batch_s: dict[Engine, float] = {}
@@ -206,7 +209,7 @@ class _Pairs:
         return OverheadRow(pair, on, off)
 
     def _run_batch(self, engine: Engine, batch: Sequence[Prompt]) -> tuple[list[Completion], float]:
-        """All prompts at once. Returns the completions and the seconds until the last one ended."""
+        """Run all prompts at once. Return the completions, and the seconds until the last ended."""
         began = time.perf_counter()
         handles = [engine.submit(prompt, self._more) for prompt in batch]
         completions = [handle.result(REQUEST_TIMEOUT_S) for handle in handles]

@@ -1,9 +1,9 @@
 """Loading while computing: how much of a load is hidden behind the prefill that follows it?
 
-One long prompt, in rounds. In each it is computed from nothing, served from the device, and twice
-from the host: once with the prefill following the load layer by layer, once with the prefill
-waiting for the whole load; which of these two comes first changes from round to round. The load's
-own time is that of the copies that nothing followed. A first round, which does not count, warms up.
+One long prompt is served in rounds. In each round it is computed cold, served from the device, and
+twice from the host: once with the prefill following the load layer by layer, and once with the
+prefill waiting for the whole load, in alternating order. The load's own time is measured without an
+overlapping prefill. A first round, which does not count, warms up.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kvtier.types import DEVICE, HOST, LoadPolicy
 
 FULL_TOKENS = 16384
 FULL_PARAMETERS = 6_500_000_000
-"""Parameters of the model that the targets are defined for: the shape of Llama-3-8B."""
+"""Parameters of the model for which the targets are defined: the shape of Llama-3-8B."""
 ACCELERATOR_CHUNK_TOKENS = 1024
-"""Prefill grid on an accelerator: 128 tokens would leave most of it idle, and of a known prompt a
-whole chunk is computed again, so that larger ones cost more than they bring."""
+"""Prefill chunk on an accelerator. Chunks of 128 tokens would leave most of it idle. Larger chunks
+cost more than they gain, since one whole chunk of a cached prompt is computed again."""
 CPU_TOKENS = 3500
 MAX_TOKENS = 2
 
@@ -49,8 +49,12 @@ class Case(StrEnum):
 class OverlapRow:
     """One request.
 
-    load_ms: what its copies to the device took by themselves. same_logits: equal to the first cold
-    run's, bit for bit; None there.
+    Attributes:
+        turn: number of the round.
+        case: source of the prompt.
+        ttft_ms: time to first token.
+        load_ms: duration of its copies to the device.
+        same_logits: whether the logits equal the first cold run's, bit for bit; None for that run.
     """
 
     turn: int
@@ -64,8 +68,8 @@ class OverlapRow:
 class OverlapResult:
     """All rows, round by round.
 
-    load_bytes: what a load brings. at_full_size: whether device and model are those that the
-    targets are defined for.
+    load_bytes: bytes per load. at_full_size: whether device and model are those for which the
+    targets are defined.
     """
 
     rows: tuple[OverlapRow, ...]
@@ -75,18 +79,18 @@ class OverlapResult:
     at_full_size: bool
 
     def ttft_ms(self, case: Case) -> float:
-        """Median time to first token."""
+        """Return the median time to first token."""
         return median(row.ttft_ms for row in self.rows if row.case is case)
 
     @property
     def load_ms(self) -> float:
-        """Median time of a load that nothing followed."""
+        """Median duration of a load without an overlapping prefill."""
         return median(row.load_ms for row in self.rows if row.case is Case.AWAITED)
 
     def hidden(self, case: Case) -> Estimate:
-        """Return the share of a load's time that the prefill hides.
+        """Return the share of a load's duration that the prefill hides.
 
-        By this, requests from the host were not slower than those from the device.
+        At 1, requests from the host are as fast as those from the device.
         """
 
         def figure(rounds: Floats) -> Floats:
@@ -98,7 +102,7 @@ class OverlapResult:
 
     @property
     def share_of_cold(self) -> Estimate:
-        """Time to first token from the host, following the load, by that of a cold run."""
+        """Time to first token from the host, layer by layer, as a share of a cold run's."""
 
         def figure(rounds: Floats) -> Floats:
             warm, cold = np.moveaxis(np.median(rounds, axis=-2), -1, 0)
@@ -122,7 +126,7 @@ class OverlapResult:
 
     @property
     def full_size(self) -> bool:
-        """Whether device, model and prompt are those that the targets are defined for."""
+        """Whether device, model and prompt are those for which the targets are defined."""
         return self.at_full_size and self.prompt_tokens >= FULL_TOKENS
 
     @property
@@ -131,7 +135,7 @@ class OverlapResult:
         return all(row.same_logits is not False for row in self.rows)
 
     def as_json(self) -> Mapping[str, object]:
-        """The medians, and what they come to."""
+        """Return the medians, and the figures derived from them."""
         return {
             "ttft_ms": {case.name.lower(): round(self.ttft_ms(case), 3) for case in Case},
             "load_ms": round(self.load_ms, 3),
@@ -147,7 +151,7 @@ class OverlapResult:
         }
 
     def rows_json(self) -> list[Mapping[str, object]]:
-        """One object for each request."""
+        """Return one object per request."""
         return [
             {
                 "experiment": "overlap",
@@ -162,7 +166,7 @@ class OverlapResult:
 
 
 def num_steps(num_rounds: int) -> int:
-    """Requests in the whole experiment, for the progress bar."""
+    """Return the number of requests in the whole experiment, for the progress bar."""
     return len(Case) * (num_rounds + 1)
 
 
@@ -199,7 +203,7 @@ def _is_full(info: EngineInfo) -> bool:
 
 
 class _Rounds:
-    """Asks for the prompt in every way, and writes down what came of it."""
+    """Requests the prompt in every case, and collects the rows."""
 
     def __init__(
         self, engine: Engine, prompt: Prompt, reused_tokens: int, progress: Progress
@@ -212,7 +216,7 @@ class _Rounds:
         self.rows: list[OverlapRow] = []
 
     def run(self, turn: int) -> None:
-        """One round, under a name of its own, so that it begins cold."""
+        """Run one round, under a salt of its own, so that it begins cold."""
         clear_tiers(self._engine, DEVICE, HOST)
         gc.collect()
         self._ask(turn, Case.COLD, {})
@@ -245,7 +249,7 @@ class _Rounds:
         self._progress.advance(f"{ttft_ms:.0f} ms")
 
     def _load_s(self) -> float:
-        """Seconds of all copies from the host to the device so far."""
+        """Return the seconds of all copies from the host to the device so far."""
         registry = self._engine.cache.metrics.registry
         labels = {"src": HOST, "dst": DEVICE}
         return registry.get_sample_value("kvtier_copy_seconds_sum", labels) or 0.0

@@ -26,7 +26,7 @@ LABEL_HEIGHT = 0.42
 
 
 def ttft_distribution(result: TtftResult) -> tuple[str, str]:
-    """Every request as a dot, by where it was served from; time on a logarithmic axis."""
+    """Draw every request as a dot, by source; time on a logarithmic axis."""
 
     def draw(width: float) -> Figure:
         figure = Figure(figsize=(width, 0.85 * len(PLACES) + 0.7), layout="constrained")
@@ -55,7 +55,7 @@ def ttft_distribution(result: TtftResult) -> tuple[str, str]:
 
 
 def second_pass(result: TtftResult) -> tuple[str, str]:
-    """The second pass in the order of its requests: time above, source of the tokens below."""
+    """Draw the second pass in the order of its requests: time above, source of tokens below."""
     rows = [row for row in result.rows if row.turn == 2]
 
     def draw(width: float) -> Figure:
@@ -108,7 +108,7 @@ def second_pass(result: TtftResult) -> tuple[str, str]:
 
 
 def overhead_pairs(result: OverheadResult) -> tuple[str, str]:
-    """The ratio on / off of every pair, with its median and the band of one per cent."""
+    """Draw the ratio on / off of every pair, with the median and a band of one per cent."""
     lines: list[tuple[str, list[float], Estimate]] = [
         ("Time to first token", [row.ttft_ratio for row in result.rows], result.ttft_ratio),
         ("Throughput", [row.throughput_ratio for row in result.rows], result.throughput_ratio),
@@ -118,7 +118,7 @@ def overhead_pairs(result: OverheadResult) -> tuple[str, str]:
         figure = Figure(figsize=(width, 2.5), layout="constrained")
         axes = figure.add_subplot()
         every = np.array([100 * (value - 1) for _, values, _ in lines for value in values])
-        # Outliers of a busy machine would squeeze the rest: they are shown at the edge.
+        # Outliers of a busy machine would squeeze the rest, so they are drawn at the edge.
         edge = max(5.0, 1.3 * float(np.percentile(np.abs(every), 80)))
         axes.axvspan(-1, 1, color=LINE, alpha=0.55, linewidth=0)
         axes.axvline(0, color=MUTED, linewidth=1)
@@ -161,7 +161,7 @@ def overhead_pairs(result: OverheadResult) -> tuple[str, str]:
 
 
 def _strip(axes: Axes, row: int, values: Sequence[float], colour: str, median: bool = True) -> None:
-    """Values as dots around a row, the same at every run."""
+    """Draw values as dots around a row, at reproducible positions."""
     axes.plot(
         values, row + _jitter(len(values)), "o", color=colour, alpha=0.55, markersize=5,
         markeredgewidth=0,
@@ -172,12 +172,12 @@ def _strip(axes: Axes, row: int, values: Sequence[float], colour: str, median: b
 
 
 def _jitter(count: int) -> npt.NDArray[np.float64]:
-    """Offsets that keep neighbours apart: a low-discrepancy sequence, not chance."""
+    """Return offsets that keep neighbours apart, from a low-discrepancy sequence."""
     return (np.arange(count, dtype=np.float64) * 0.6180339887 % 1 - 0.5) * 0.3
 
 
 def _log_milliseconds(axes: Axes, which: str, values: Sequence[float]) -> None:
-    """A logarithmic axis with a few round ticks, in ms."""
+    """Make an axis logarithmic, with a few round ticks in ms."""
     low, high = min(values) / 1.25, max(values) * 1.25
     steps = (1, 2, 5) if high / low < 300 else (1,)
     ticks = [

@@ -1,4 +1,4 @@
-"""The HTML report: one file, no external resources, for a screen, a phone or a dark room."""
+"""HTML report in one file without external resources, for wide, narrow and dark screens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MACHINE_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A row of the picture at the top. width: per cent of the longest bar."""
+    """Bar of the chart at the top. width: per cent of the longest bar."""
 
     place: str
     name: str
@@ -56,12 +56,12 @@ class Bar:
 
 
 def write_report(result: ServeResult, path: Path) -> None:
-    """Write the report to ``path``; its directory is made where it is missing."""
+    """Write the report to ``path``; its directory is made if missing."""
     write_page(render_report(result), path)
 
 
 def render_report(result: ServeResult) -> str:
-    """The report as one HTML document."""
+    """Return the report as one HTML document."""
     overhead, ttft = result.overhead, result.ttft
     return render_page(
         "kvtier.tools.bench_serve/serve.html.j2",
@@ -103,7 +103,7 @@ def render_report(result: ServeResult) -> str:
 
 
 def _bars(result: TtftResult | None, store: StoreResult | None) -> list[Bar]:
-    """Mean times to scale: cold, then by place, the slowest kind of place first."""
+    """Return bars of mean times: cold, then by tier, slowest first."""
     found: list[tuple[str, str, Summary | None, Estimate | None]] = []
     if result is not None:
         found += [

@@ -1,4 +1,4 @@
-"""Result of ``kvtier bench serve``: against its targets, and as one JSON object."""
+"""Result of ``kvtier bench serve``: its targets, and one JSON object."""
 
 from __future__ import annotations
 
@@ -39,10 +39,17 @@ OTHER_MIX = "with another mix of tiers than the target's"
 
 @dataclass(frozen=True, slots=True)
 class ServeResult:
-    """Everything that was found; None for an experiment that did not run.
+    """Results of all experiments; None for an experiment that did not run.
 
-    command: what to type to get the same. started: local time, ISO 8601. wall_s: of all of it.
-    text: where the prompts came from. sample: what the model writes.
+    Attributes:
+        options: options of the run.
+        info: facts about the model.
+        machine: facts about the machine.
+        command: command to repeat the run.
+        started: local time, ISO 8601.
+        wall_s: duration of the whole run.
+        text: source of the prompts.
+        sample: sample of the model's text.
     """
 
     options: ServeOptions
@@ -62,7 +69,7 @@ class ServeResult:
 
     @property
     def targets(self) -> list[Target]:
-        """The targets that this run measured, in the order of the experiments."""
+        """Targets that this run measured, in the order of the experiments."""
         found = []
         if self.accuracy is not None:
             found.append(_accuracy_target(self.accuracy, self.info.attention))
@@ -88,14 +95,14 @@ class ServeResult:
 
     @property
     def correct(self) -> bool:
-        """Whether every comparison of logits came out as promised."""
+        """Whether all logits were equal, and all damage was noticed."""
         accurate = self.accuracy is None or self.accuracy.share == 1.0
         accurate = accurate and (self.overlap is None or self.overlap.all_same)
         accurate = accurate and (self.store is None or self.store.all_same)
         return accurate and (self.ttft is None or self.ttft.num_same == self.ttft.num_warm)
 
     def as_json(self) -> Json:
-        """The one JSON object of this benchmark."""
+        """Return the JSON object of this benchmark."""
         options, info = self.options, self.info
         return {
             "benchmark": "serve",
@@ -127,13 +134,13 @@ class ServeResult:
 
     @property
     def _found(self) -> list[_Experiment]:
-        """Return the results of the experiments that ran, in order."""
+        """Results of the experiments that ran, in order."""
         every = (self.accuracy, self.ttft, self.overhead, self.slow_disk, self.overlap, self.store)
         return [found for found in every if found is not None]
 
 
 class _Experiment(Protocol):
-    """Part of the JSON object of one experiment: its figures, and what they are made of."""
+    """Result of one experiment: its figures, and its rows, for the JSON object."""
 
     def as_json(self) -> Json: ...
     def rows_json(self) -> list[Json]: ...
@@ -159,7 +166,7 @@ def _deviation(result: _Sized) -> str:
 
 
 def _accuracy_target(result: AccuracyResult, attention: str) -> Target:
-    """Not a sample of anything: one prompt that differs is enough, at any size."""
+    """Return the accuracy target. It has no interval: one differing prompt fails it at any size."""
     return Target(
         "C2" if attention == "latent" else "C1",
         "share of prompts with logits equal bit for bit and all damage noticed",

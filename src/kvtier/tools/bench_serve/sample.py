@@ -13,7 +13,7 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The end of a prompt, and what the model wrote after it, greedily."""
+    """The end of a prompt, and the model's greedy continuation."""
 
     ending: str
     continuation: str

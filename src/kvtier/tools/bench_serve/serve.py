@@ -21,10 +21,16 @@ from kvtier.tools.report.progress import Progress, Silence
 def run_serve(
     options: ServeOptions, progress: Progress | None = None, command: str = "kvtier bench serve"
 ) -> ServeResult:
-    """Load the model, run what ``options.experiments`` names, and give what was found.
+    """Load the model, run the experiments in ``options``, and return their results.
 
-    command: what the user typed, for the report. Raises ``ConfigError`` for settings that can't
-    work, ``BenchError`` where a measurement would not mean what it says.
+    Args:
+        options: options of the benchmark.
+        progress: shows the progress; by default, nothing.
+        command: the user's command, for the report.
+
+    Raises:
+        ConfigError: settings can't work.
+        BenchError: a measurement would be invalid.
     """
     progress = progress or Silence()
     began, started = time.monotonic(), datetime.now().astimezone()

@@ -1,9 +1,9 @@
-"""A disk slower than computing: what does it cost to have known prompts there?
+"""A disk slower than computing: the cost of having cached prompts on it.
 
-An engine computes all prompts once and keeps them on disk. Then two engines are asked the same
-prompts in turn: one over that disk, read and written at a throttled rate, and one without a cache.
-At such a rate no load is worth waiting for; the cache has to see that, and the time to first token
-has to be that of a cold run. Who goes first changes with every prompt.
+An engine computes all prompts once and stores them on disk. Then two engines serve the same prompts
+alternately: one over that disk, throttled to a low rate, and one without a cache. At such a rate no
+load is worth waiting for. The planner must notice that, and the time to first token must be that of
+a cold run. The order of the engines alternates with every prompt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvtier.tools.report.stats import (
 
 AUTO = "auto"
 SLOWER_THAN_COMPUTING = 2.0
-"""With ``AUTO`` a prompt takes so many times as long to read as to compute."""
+"""With ``AUTO``, time to read a prompt / time to compute it."""
 OUTPUT_TOKENS = 4
 
 
@@ -37,8 +37,8 @@ OUTPUT_TOKENS = 4
 class SlowDiskRow:
     """One prompt.
 
-    ttft_ms: over the throttled disk. cold_ms: of the engine without a cache. reused_tokens: what
-    was loaded all the same.
+    ttft_ms: time to first token over the throttled disk. cold_ms: the same without a cache.
+    reused_tokens: tokens that were loaded all the same.
     """
 
     prompt: int
@@ -49,7 +49,7 @@ class SlowDiskRow:
 
 @dataclass(frozen=True, slots=True)
 class SlowDiskResult:
-    """All prompts, in order. bytes_per_s: the rate. prompt_bytes: of a prompt's KV on disk."""
+    """All prompts, in order. bytes_per_s: rate of the disk. prompt_bytes: a prompt's KV on disk."""
 
     rows: tuple[SlowDiskRow, ...]
     prompt_tokens: int
@@ -70,12 +70,12 @@ class SlowDiskResult:
 
     @property
     def p50_loss(self) -> Estimate:
-        """Median time to first token, as a share longer than cold."""
+        """Relative increase of the median time to first token over cold runs."""
         return self._loss(50, LEAST_VALUES)
 
     @property
     def p99_loss(self) -> Estimate:
-        """The same of the 99th percentile."""
+        """Relative increase of the 99th percentile over cold runs."""
         return self._loss(99, P99_VALUES)
 
     def _loss(self, percentile: int, least: int) -> Estimate:
@@ -84,21 +84,21 @@ class SlowDiskResult:
 
     @property
     def load_s(self) -> float:
-        """Return the seconds to read a prompt."""
+        """Seconds to read a prompt."""
         return self.prompt_bytes / self.bytes_per_s
 
     @property
     def full_size(self) -> bool:
-        """Whether there are as many prompts as the target is defined for."""
+        """Whether there are as many prompts as the target requires."""
         return len(self.rows) >= FULL_TTFT_PROMPTS
 
     @property
     def full_length(self) -> bool:
-        """Whether they are as long."""
+        """Whether they are as long as the target requires."""
         return self.prompt_tokens >= FULL_PROMPT_TOKENS
 
     def as_json(self) -> Mapping[str, object]:
-        """The times, and what they come to."""
+        """Return the times, and the figures derived from them."""
         p99 = self.p99_loss
         return {
             "ttft_ms": {"slow_disk": self.warm.as_json(), "cold": self.cold.as_json()},
@@ -111,7 +111,7 @@ class SlowDiskResult:
         }
 
     def rows_json(self) -> list[Mapping[str, object]]:
-        """One object for each prompt."""
+        """Return one object per prompt."""
         return [
             {
                 "experiment": "slow-disk",
@@ -125,12 +125,12 @@ class SlowDiskResult:
 
 
 def num_steps(num_prompts: int) -> int:
-    """Requests in the whole experiment, for the progress bar."""
+    """Return the number of requests in the whole experiment, for the progress bar."""
     return 3 * num_prompts + 3
 
 
 def measure_slow_disk(setting: Setting, progress: Progress) -> SlowDiskResult:
-    """Fill a disk, throttle it, and ask for what is there."""
+    """Fill a disk, throttle it, and request the prompts on it."""
     options, info = setting.options, setting.info
     count, length = options.ttft_prompts, options.ttft_tokens
     *prompts, warm_up = setting.prompts(count + 1, length)
@@ -159,7 +159,7 @@ def measure_slow_disk(setting: Setting, progress: Progress) -> SlowDiskResult:
 
 
 def _rate(wanted: str, prompt_bytes: int, cold_ms: Sequence[float]) -> int:
-    """Bytes per second: those asked for, or too few for any load to be worth it."""
+    """Return the rate of the disk: as requested, or too low for any load to be worth it."""
     if wanted != AUTO:
         return parse_size(wanted, "disk_bytes_per_s")
     usual = summarize(cold_ms)
@@ -168,14 +168,14 @@ def _rate(wanted: str, prompt_bytes: int, cold_ms: Sequence[float]) -> int:
 
 
 class _Slow:
-    """Asks one request after the other."""
+    """Runs one request after the other."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._params = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
 
     def ask(self, engine: Engine, prompt: Prompt) -> tuple[float, int]:
-        """Time to first token in ms, and tokens reused."""
+        """Return time to first token in ms, and reused tokens."""
         completion = run_one(engine, prompt, self._params)
         self._progress.advance(f"{completion.ttft_s * 1000:.0f} ms")
         return completion.ttft_s * 1000, completion.num_cached_tokens

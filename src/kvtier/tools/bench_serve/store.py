@@ -1,7 +1,8 @@
-"""A store that replicas share: what does another process find there, and how soon?
+"""A store that replicas share: time to first token in another process.
 
-An engine computes all prompts once and writes them to the store; then it is closed, and another one
-opened that has nothing but the store. What is made there has a name of its own, and is removed.
+An engine computes all prompts once and writes them to the store. Then it is closed, and another
+engine is opened whose only cached blocks are those in the store. The blocks are written below a
+name of their own, and removed at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kvtier.tools.report.stats import (
 from kvtier.types import DEVICE, HOST
 
 STORE = "store"
-"""Name of the tier in this report, whichever store it is."""
+"""Name of the tier in this report, for any store."""
 OUTPUT_TOKENS = 4
 
 
@@ -41,8 +42,8 @@ OUTPUT_TOKENS = 4
 class StoreRow:
     """One prompt.
 
-    cold_ms, ttft_ms: time to first token computed, and with the store. hit_tokens: that came from
-    there. same_logits: equal to the first time, bit for bit.
+    cold_ms, ttft_ms: time to first token when computed, and with the store. hit_tokens: tokens from
+    the store. same_logits: whether the logits are equal, bit for bit.
     """
 
     prompt: int
@@ -56,9 +57,13 @@ class StoreRow:
 class StoreResult:
     """All prompts, in order.
 
-    where: the store, without what is secret. num_bytes: read from it. lookup_ms: until it had said
-    what it has, on average; None for a store that this process knows by heart. num_lookups:
-    questions.
+    Attributes:
+        rows: one per prompt.
+        where: the store, without secrets.
+        prompt_tokens: tokens per prompt.
+        num_bytes: bytes read from the store.
+        num_lookups: number of look-ups in it.
+        lookup_ms: mean duration of a look-up; None if there were none.
     """
 
     rows: tuple[StoreRow, ...]
@@ -70,7 +75,7 @@ class StoreResult:
 
     @property
     def hits(self) -> list[StoreRow]:
-        """Prompts of which something came from the store."""
+        """Prompts with tokens from the store."""
         return [row for row in self.rows if row.hit_tokens]
 
     @property
@@ -81,15 +86,12 @@ class StoreResult:
 
     @property
     def warm(self) -> Summary | None:
-        """Return the times of the hits; None for no hit."""
+        """Times of the hits; None if there are none."""
         return summarize([row.ttft_ms for row in self.hits])
 
     @property
     def saved(self) -> Estimate | None:
-        """Return the share of the mean time to first token that hits save.
-
-        Against their own cold times.
-        """
+        """Share of the mean time to first token that hits save, against their own cold times."""
         pairs = [(row.ttft_ms, row.cold_ms) for row in self.hits]
         return mean_saved(pairs) if pairs else None
 
@@ -102,7 +104,7 @@ class StoreResult:
         return all(row.same_logits for row in self.rows)
 
     def as_json(self) -> Mapping[str, object]:
-        """Return what was found in the store, and how soon."""
+        """Return hits, times and look-ups."""
         return {
             "where": self.where,
             "prompts": len(self.rows),
@@ -118,7 +120,7 @@ class StoreResult:
         }
 
     def rows_json(self) -> list[Mapping[str, object]]:
-        """One object for each prompt."""
+        """Return one object per prompt."""
         return [
             {
                 "experiment": "store",
@@ -133,12 +135,12 @@ class StoreResult:
 
 
 def num_steps(num_prompts: int) -> int:
-    """Requests in the whole experiment, for the progress bar."""
+    """Return the number of requests in the whole experiment, for the progress bar."""
     return 2 * num_prompts + 3
 
 
 def check_store(setting: Setting) -> None:
-    """Raise what is wrong with the store, before anything else is measured for an hour."""
+    """Raise an error if the store can't be used, before other experiments run for an hour."""
     options = setting.options
     cached = options.blocks(options.cached_tokens(options.ttft_tokens))
     needed = (options.ttft_prompts + 1) * cached * setting.info.bytes_per_block
@@ -156,7 +158,7 @@ def check_store(setting: Setting) -> None:
 
 
 def measure_store(setting: Setting, progress: Progress) -> StoreResult:
-    """Fill a store by one engine, and ask another one for what is there."""
+    """Fill a store by one engine, and request its prompts from another one."""
     options, info = setting.options, setting.info
     count, length = options.ttft_prompts, options.ttft_tokens
     *prompts, warm_up = setting.prompts(count + 1, length)
@@ -174,7 +176,7 @@ def measure_store(setting: Setting, progress: Progress) -> StoreResult:
             settle(engine)
         gc.collect()
         with open_engine(options, info, *sizes, storage=storage) as engine:
-            for _ in range(2):  # a load, then what a load runs over is warm
+            for _ in range(2):  # compute, then load: warms up the load path
                 bench.ask(engine, warm_up)
                 clear_tiers(engine, DEVICE, HOST)
             before = _Counts.of(engine)
@@ -192,9 +194,9 @@ def measure_store(setting: Setting, progress: Progress) -> StoreResult:
 
 @contextmanager
 def scratch_place(url: str) -> Iterator[tuple[str, str]]:
-    """A place in a store that nobody else uses: its URL, and what to call the store.
+    """Yield the URL of an unused place in a store, and the name of the store for messages.
 
-    What is in it is removed at the end.
+    Blocks in that place are removed at the end.
     """
     keeper = make_keeper(url)
     where = keeper.where
@@ -209,9 +211,11 @@ def scratch_place(url: str) -> Iterator[tuple[str, str]]:
 
 
 def _place_in(url: str, name: str) -> str:
-    """Return the URL of a place of its own in the store.
+    """Return the URL of a place named ``name`` in the store.
 
-    url: as ``--storage`` has it. A folder of its own in a bucket, else a prefix of keys.
+    It is a folder in a bucket, otherwise a prefix of keys.
+
+    url: URL of the store, as in ``--storage``.
     """
     before, _, query = url.partition("?")
     if before.rpartition("=")[2].startswith("s3:"):
@@ -223,7 +227,7 @@ def _place_in(url: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Counts of an engine on its store."""
+    """Counters of an engine's use of its store."""
 
     num_bytes: float
     num_lookups: float
@@ -256,7 +260,7 @@ class _Answer:
 
 
 class _Asking:
-    """Asks one request after the other."""
+    """Runs one request after the other."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -1,7 +1,7 @@
 """Damage to cached blocks, for the negative control: a comparison that can't fail proves nothing.
 
-The only place where a benchmark reaches into the cache. Everything runs on the engine thread,
-between requests, and goes through the device's own copies, so that it works for any device.
+This is the only place where a benchmark uses internals of the cache. All of it runs on the engine
+thread, between requests, with the device's own copies, so that it works for any device.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Damage(StrEnum):
     """Damage to one cached block."""
 
     SWAPPED = "swapped"
-    """It changes places with another block of the same prompt."""
+    """It is swapped with another block of the same prompt."""
     VALUE = "value"
     """One number in it has the wrong sign."""
     OTHER = "other"
-    """Another prompt's block lies in its place."""
+    """It is replaced by another prompt's block."""
 
 
 @contextmanager
@@ -51,11 +51,20 @@ def damaged(
     other: Sequence[int],
     seed: int,
 ) -> Iterator[None]:
-    """Damage one block of ``prompt`` in ``tier`` while inside; then put the right bytes back.
+    """Damage one block of ``prompt`` in ``tier`` within this context, and restore it at the end.
 
-    The caller guarantees that nothing runs and no copy is on its way (``Engine.drain``).
-    other: a prompt whose first blocks are in ``tier`` too, for ``Damage.OTHER``.
-    seed: chooses the block. ``BenchError`` where the tier does not hold what is to be damaged.
+    The caller guarantees that no request runs and no copy is in flight (``Engine.drain``).
+
+    Args:
+        engine: the engine.
+        tier: the tier.
+        damage: kind of damage.
+        prompt: a prompt with at least two blocks in ``tier``.
+        other: a prompt whose first blocks are in ``tier`` too, for ``Damage.OTHER``.
+        seed: chooses the block.
+
+    Raises:
+        BenchError: the tier does not hold the blocks to damage.
     """
     reader = _Blocks(engine, tier)
     saved: dict[Place, Bytes] = {}
@@ -81,7 +90,7 @@ def damaged(
 def _choose(
     blocks: _Blocks, damage: Damage, prompt: Sequence[int], other: Sequence[int], seed: int
 ) -> dict[Place, Bytes]:
-    """Wrong content, by the place where it is to go."""
+    """Return wrong content by the location at which to write it."""
     random = np.random.default_rng(seed)
     mine = blocks.places(prompt)
     if damage is Damage.SWAPPED:
@@ -96,10 +105,10 @@ def _choose(
 
 
 def _with_wrong_sign(blocks: _Blocks, content: Bytes, random: np.random.Generator) -> Bytes:
-    """``content`` with the sign turned of the largest number of one token, in one head and layer.
+    """Return ``content`` with the sign flipped of one token's largest number in a head and layer.
 
-    Works on bits, where the sign is the highest and the rest orders numbers by size, so that it
-    fits every floating-point type.
+    It works on bits, of which the highest is the sign and the others order numbers by size, so that
+    it fits every floating-point type.
     """
     wrong = content.copy()
     group = blocks.layout.group
@@ -114,7 +123,7 @@ def _with_wrong_sign(blocks: _Blocks, content: Bytes, random: np.random.Generato
 
 
 class _Blocks:
-    """Bytes of a tier's blocks, ``block_first``, whatever the tier's own layout."""
+    """Access to the bytes of a tier's blocks, in layout ``block_first``."""
 
     def __init__(self, engine: Engine, tier: str) -> None:
         self._cache: Cache = engine.cache
@@ -138,7 +147,7 @@ class _Blocks:
         return list(index.slots(held, name))
 
     def read(self, place: Place) -> Bytes:
-        """A copy of the block's bytes."""
+        """Return a copy of the block's bytes."""
         content = np.zeros(self.layout.nbytes, np.uint8)
         if isinstance(self._tier, StorageTier):
             assert isinstance(place, BlockName)
@@ -155,7 +164,7 @@ class _Blocks:
         """Overwrite the block's bytes."""
         if isinstance(self._tier, StorageTier):
             assert isinstance(place, BlockName)
-            self._tier.drop([place.key], for_good=True)  # what is there is not written again
+            self._tier.drop([place.key], for_good=True)  # an existing block is not written again
             if self._tier.put([place], _pieces(content), TIMEOUT_S) != [Outcome.THERE]:
                 raise BenchError(f"the {self._name} tier refused a block")
             return
@@ -169,11 +178,11 @@ def _pieces(content: Bytes) -> Pieces:
 
 
 class _Scratch(MemoryTier):
-    """One block in an array of ours, so that a device can copy from and to it."""
+    """Memory tier of one block in an array, so that a device can copy from and to it."""
 
     def __init__(self, content: Bytes, layout: Layout) -> None:
         memory = Memory(content.ctypes.data, content.nbytes, "host", content)
         super().__init__("scratch", memory, layout)
 
     def close(self) -> None:
-        """Nothing to give back: the array belongs to the caller."""
+        """Do nothing: the array belongs to the caller."""

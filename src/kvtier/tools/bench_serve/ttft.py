@@ -1,11 +1,11 @@
 """Time to first token: a cold pass, then the same prompts again from the tiers.
 
-The device pool has room for about 35 % of the prompts, the host tier for all. Eviction is by least
-recent use, so after the first pass the newest prompts are on the device. The second pass asks for
-the newest first: those come from the device, and by the time the older ones are loaded from the
-host, what they push out was served already. Then the engine is closed and another one opened over
-the same disk: the third pass comes from there. Which tier a request was really served from is read
-from its completion, never assumed.
+The device pool has room for about 35 % of the prompts, the host tier for all. The device tier is
+LRU, so after the first pass the newest prompts are on the device. The second pass requests the
+newest prompts first, from the device. When it loads the older ones from the host, the prompts that
+they evict have already been served. Then the engine is closed and another one opened over the same
+disk, which serves the third pass. The tier that served a request is read from its completion, never
+assumed.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from kvtier.tools.report.stats import (
 from kvtier.types import DEVICE, DISK, HOST
 
 WARM = (DEVICE, HOST, DISK)
-"""Tiers that reused blocks may come from."""
+"""Tiers of reused blocks."""
 COLD = "cold"
-"""Served from no tier: everything was computed."""
+"""Source of a request without reuse: everything was computed."""
 MAX_TOKENS = 4
 DEVICE_SHARE_WANTED = (0.30, 0.40)
 """Share of requests from the device for which the target is defined."""
@@ -53,9 +53,14 @@ FIELDS = ("ttft_ms", "reduction", "hit_tokens", "second_pass", "restart", "same_
 class TtftRow:
     """One request.
 
-    turn: 1, 2, or 3 after the restart. order: its place in the pass. served_from: the tier that
-    most of the reused tokens came from. same_logits: equal to the first pass, bit for bit; None
-    there.
+    Attributes:
+        turn: the pass: 1, 2, or 3 after the restart.
+        order: position in the pass.
+        prompt: number of the prompt.
+        served_from: the tier of most reused tokens.
+        hit_tokens: reused tokens by tier.
+        ttft_ms: time to first token.
+        same_logits: whether the logits equal the first pass's, bit for bit; None in the first pass.
     """
 
     turn: int
@@ -76,7 +81,7 @@ class TtftResult:
     device_prompts: int
 
     def times_ms(self, turn: int, served_from: str | None = None) -> list[float]:
-        """Times to first token of a pass, of all its requests or those from one tier."""
+        """Return the times to first token of a pass, of all its requests or those from one tier."""
         return [
             row.ttft_ms
             for row in self.rows
@@ -84,17 +89,17 @@ class TtftResult:
         ]
 
     def summary(self, served_from: str) -> Summary | None:
-        """Summarize the first pass for ``COLD``, else what that tier's pass served from it."""
+        """Return the summary of ``times_from``; None if there are no times."""
         return summarize(self.times_from(served_from))
 
     def times_from(self, served_from: str) -> list[float]:
-        """Times to first token that count for a place: the cold pass, or what came from a tier."""
+        """Return the times to first token of a source: the cold pass, or requests from a tier."""
         if served_from == COLD:
             return self.times_ms(1)
         return self.times_ms(_turn_of(served_from), served_from)
 
     def whole_pass(self, turn: int) -> Summary:
-        """Return all requests of a pass."""
+        """Return the summary of all requests of a pass."""
         summary = summarize(self.times_ms(turn))
         assert summary is not None, "a pass has at least two requests"
         return summary
@@ -105,9 +110,9 @@ class TtftResult:
         return self._reduction(2, None)
 
     def reduction_from(self, tier: str) -> Estimate | None:
-        """The same for the prompts that ``tier`` served, against their own cold times.
+        """Return the reduction for prompts that ``tier`` served, against their own cold times.
 
-        None for no prompt.
+        None if it served no prompt.
         """
         turn = _turn_of(tier)
         return self._reduction(turn, tier) if self.times_ms(turn, tier) else None
@@ -122,7 +127,7 @@ class TtftResult:
         return mean_saved(pairs)
 
     def hit_tokens(self, tier: str) -> int:
-        """Tokens that the later passes took from ``tier``."""
+        """Return the tokens that the later passes reused from ``tier``."""
         return sum(row.hit_tokens.get(tier, 0) for row in self.rows if row.turn > 1)
 
     @property
@@ -146,22 +151,22 @@ class TtftResult:
 
     @property
     def usual_mix(self) -> bool:
-        """Whether the mix of tiers is the one that the target is defined for."""
+        """Whether the mix of tiers is the one for which the target is defined."""
         low, high = DEVICE_SHARE_WANTED
         return low <= self.device_share <= high and not self.times_ms(2, COLD)
 
     @property
     def full_size(self) -> bool:
-        """Whether there are as many prompts as the target is defined for."""
+        """Whether there are as many prompts as the target requires."""
         return self.num_prompts >= FULL_TTFT_PROMPTS
 
     @property
     def full_length(self) -> bool:
-        """Whether they are as long."""
+        """Whether they are as long as the target requires."""
         return self.prompt_tokens >= FULL_PROMPT_TOKENS
 
     def as_json(self) -> Mapping[str, object]:
-        """The fields that this experiment has, under the names of ``FIELDS``."""
+        """Return the fields of this experiment, by the names in ``FIELDS``."""
         fields = (
             {name: summary_json(self.summary(name)) for name in (COLD, *WARM)},
             {
@@ -180,7 +185,7 @@ class TtftResult:
         return dict(zip(FIELDS, fields, strict=True))
 
     def rows_json(self) -> list[Mapping[str, object]]:
-        """One object for each request."""
+        """Return one object per request."""
         return [
             {
                 "experiment": "ttft",
@@ -197,17 +202,17 @@ class TtftResult:
 
 
 def _turn_of(tier: str) -> int:
-    """The pass that is to be served from ``tier``."""
+    """Return the pass that is served from ``tier``."""
     return 3 if tier == DISK else 2
 
 
 def num_steps(num_prompts: int) -> int:
-    """Requests in the whole experiment, for the progress bar."""
+    """Return the number of requests in the whole experiment, for the progress bar."""
     return 3 * num_prompts + 4
 
 
 def measure_ttft(setting: Setting, progress: Progress) -> TtftResult:
-    """Run the passes on a fresh engine, and the last one on another; one request at a time."""
+    """Run two passes on a fresh engine, and the last one on another; one request at a time."""
     options = setting.options
     count, length = options.ttft_prompts, options.ttft_tokens
     prompts = setting.prompts(count + 1, length)  # the last one is for warming up
@@ -236,7 +241,7 @@ def measure_ttft(setting: Setting, progress: Progress) -> TtftResult:
 
 
 class _Passes:
-    """Asks one request after the other and writes down what came of it."""
+    """Runs one request after the other, and collects the rows."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -244,7 +249,7 @@ class _Passes:
         self.rows: list[TtftRow] = []
 
     def warm_up(self, engine: Engine, prompt: Prompt) -> None:
-        """Run every path once: prefill, decoding, a store, a load. Leaves device and host empty."""
+        """Run every path once: prefill, decoding, store, load. Leaves device and host empty."""
         for _ in range(2):
             self._run(engine, prompt)
             clear_tiers(engine, DEVICE)
@@ -276,6 +281,6 @@ class _Passes:
 
 
 def served_from(hit_tokens: Mapping[str, int]) -> str:
-    """The tier that most of the reused tokens came from; ``COLD`` where none were reused."""
+    """Return the tier of most reused tokens; ``COLD`` if none were reused."""
     tier = max(hit_tokens, key=lambda name: hit_tokens[name], default=COLD)
     return tier if hit_tokens.get(tier, 0) > 0 else COLD

@@ -1,5 +1,5 @@
-"""``kvtier bench url``: load for any OpenAI-compatible server, and what it answered.
+"""``kvtier bench url``: load test of any OpenAI-compatible server.
 
-``load.py`` is the place to start: it asks conversations that share a beginning, several at a time.
+Start with ``load.py``: it sends conversations that share a prefix, several at a time.
 ``exchange.py`` is one streamed request, ``result.py`` the figures.
 """

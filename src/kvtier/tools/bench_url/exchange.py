@@ -1,4 +1,4 @@
-"""One streamed request to an OpenAI-compatible server, and what came back when."""
+"""One streamed request to an OpenAI-compatible server, with its times."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvtier.errors import CacheError
 from kvtier.live.client import NoAnswerError, RefusedError, error_message, stream
 
 MOST_TOKENS = 1 << 40
-"""Tokens that a server may say that it read or wrote."""
+"""Largest number of tokens that a server may report."""
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
 """Fields of a chat's delta that hold tokens. The first one is the answer."""
 
 
 class FailedRequestError(CacheError):
-    """A request that was not answered as asked.
+    """A request that was not answered correctly.
 
     Attributes:
-        kind: reason, without anything that the server chose.
+        kind: reason, without text from the server.
     """
 
     def __init__(self, kind: str, said: str = "") -> None:
@@ -31,7 +31,7 @@ class FailedRequestError(CacheError):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """An answered request: seconds from its beginning, and tokens as the server counts them."""
+    """An answered request: seconds from its start, and tokens as counted by the server."""
 
     text: str
     first_token_s: float
@@ -46,9 +46,11 @@ class Endpoint:
     """A model of a server.
 
     Attributes:
-        server: address below which ``/v1`` is.
-        is_chat: asks ``/v1/chat/completions`` in the place of ``/v1/completions``.
-        timeout_s: for each request in all.
+        server: base URL, without ``/v1``.
+        model: name of the model.
+        is_chat: use ``/v1/chat/completions`` instead of ``/v1/completions``.
+        timeout_s: timeout of each request.
+        api_key: key of the server; None for none.
     """
 
     server: str
@@ -66,10 +68,11 @@ class Endpoint:
         """Send a conversation and read its next answer.
 
         Args:
-            texts: By turns of the user and of the model; the last one is the user's.
+            texts: alternately of the user and of the model; the last one is the user's.
+            max_tokens: most tokens of the answer.
 
         Raises:
-            FailedRequestError: There is no whole answer.
+            FailedRequestError: the answer is missing or incomplete.
         """
         content = json.dumps(self._body(texts, max_tokens)).encode()
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
@@ -139,7 +142,7 @@ def _events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the server-sent events of an answer, up to its end mark.
 
     Raises:
-        FailedRequestError: An event is an error, or the mark did not come.
+        FailedRequestError: an event is an error, or the end mark is missing.
     """
     for line in lines:
         if not line.startswith(b"data:"):
@@ -161,7 +164,7 @@ def _text(value: object) -> str:
 
 
 def _count(value: object) -> int | None:
-    """Return a number of tokens; None where the server tells none."""
+    """Return a number of tokens; None if the server reports none."""
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_TOKENS:

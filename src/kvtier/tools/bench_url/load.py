@@ -1,4 +1,4 @@
-"""Conversations that share a beginning, asked of a server several at a time."""
+"""Send conversations that share a prefix to a server, several at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvtier.tools.report.corpus import Corpus
 from kvtier.tools.report.progress import Progress
 
 SAMPLE_CHARACTERS = 2048
-"""Length of the text by which characters per token are measured."""
+"""Length of the text with which characters per token are measured."""
 SAMPLE_BEGINNING = "Characters per token are measured by this text.\n"
-"""First line of that text, so that no conversation begins like it."""
+"""First line of that text, so that no conversation shares a prefix with it."""
 DISTINCT_CHARACTERS = 64
-"""Characters in which no two turns of the user agree."""
+"""No two turns of the user begin with the same characters of this number."""
 MOST_CHARACTERS_PER_TOKEN = 16.0
 
 
@@ -29,13 +29,13 @@ class LoadOptions:
     """Size of a load.
 
     Attributes:
-        requests: in all; each is one turn of a conversation.
-        turns: of each conversation, one after another.
-        concurrency: requests at a time.
-        shared_tokens: the beginning that all conversations share.
-        turn_tokens: text that each turn adds.
-        max_tokens: of each answer.
-        seed: order of the text. Two runs with the same seed ask the same.
+        requests: total number of requests; each is one turn of a conversation.
+        turns: turns per conversation, one after another.
+        concurrency: requests in flight at a time.
+        shared_tokens: tokens of the prefix that all conversations share.
+        turn_tokens: tokens that each turn adds.
+        max_tokens: most tokens per answer.
+        seed: order of the text. Two runs with the same seed send the same prompts.
         text: files and directories to take text from; none for the interpreter's own library.
     """
 
@@ -51,7 +51,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class TurnAnswer:
-    """An answer, and which turn of its conversation it is, from 1."""
+    """An answer, and the number of its turn in the conversation, from 1."""
 
     turn: int
     exchange: Exchange
@@ -59,7 +59,7 @@ class TurnAnswer:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """Everything that a server answered, and how long it took in all."""
+    """All answers of a server, and the duration of the run."""
 
     endpoint: Endpoint
     options: LoadOptions
@@ -69,12 +69,12 @@ class LoadRun:
 
     @property
     def num_not_sent(self) -> int:
-        """Turns that were not asked, since one before them failed."""
+        """Number of turns that were not sent, since an earlier one failed."""
         return self.options.requests - len(self.answers) - len(self.failures)
 
 
 class Conversation:
-    """A user's texts, and what was said so far."""
+    """A conversation: the user's remaining texts, and the texts so far."""
 
     def __init__(self, texts: Sequence[str], max_tokens: int) -> None:
         self._rest = deque(texts)
@@ -83,16 +83,16 @@ class Conversation:
 
     @property
     def turn(self) -> int:
-        """The turn that was asked last, from 1."""
+        """Number of the last turn sent, from 1."""
         return (len(self._said) + 1) // 2
 
     @property
     def has_more(self) -> bool:
-        """Whether there is another turn to ask."""
+        """Whether there is another turn to send."""
         return bool(self._rest)
 
     def ask(self, endpoint: Endpoint) -> Exchange:
-        """Ask the next turn. Raises ``FailedRequestError``."""
+        """Send the next turn. Raises ``FailedRequestError``."""
         self._said.append(self._rest.popleft())
         found = endpoint.ask(self._said, self._max_tokens)
         self._said.append(found.text)
@@ -105,10 +105,10 @@ def run_load(
     conversations: Sequence[Conversation],
     progress: Progress,
 ) -> LoadRun:
-    """Ask all conversations and return what was answered.
+    """Send all conversations and return the answers.
 
-    Turns go round: the next one of a conversation waits behind those that were due before it. A
-    conversation ends with a request that fails.
+    Turns are sent round robin: the next turn of a conversation is queued behind those that were due
+    before it. A failed request ends its conversation.
     """
     progress.begin("requests", options.requests)
     due: SimpleQueue[Conversation | None] = SimpleQueue()
@@ -149,10 +149,10 @@ def run_load(
 
 
 def make_conversations(endpoint: Endpoint, options: LoadOptions) -> list[Conversation]:
-    """Cut conversations from text, in the lengths that the server's tokenizer gives them.
+    """Cut conversations from text, with lengths measured by the server's tokenizer.
 
     Raises:
-        ConfigError: The request that measures characters per token fails, or there is too little
+        ConfigError: the request that measures characters per token fails, or there is too little
             text.
     """
     corpus = Corpus(lambda text: [*map(ord, text)], options.text, options.seed, "characters")

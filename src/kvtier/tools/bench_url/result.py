@@ -24,7 +24,7 @@ NOT_REPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Median and 95th percentile; None where there are too few values."""
+    """Median and 95th percentile; None if there are too few values."""
 
     median_ms: float | None
     p95_ms: float | None
@@ -40,7 +40,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class TurnFigures:
-    """Figures of some requests. Tokens are sums; None where the server reports none."""
+    """Figures of some requests. Tokens are sums; None if the server reports none."""
 
     requests: int
     prompt_tokens: int | None
@@ -81,7 +81,7 @@ def figures(run: LoadRun) -> dict[str, TurnFigures]:
 
 
 def rates(run: LoadRun) -> dict[str, float]:
-    """Return requests and tokens per second; tokens only where the server counts them."""
+    """Return requests and tokens per second; tokens only if the server reports them."""
     every = figures(run)["all"]
     told = {
         "requests": every.requests,
@@ -148,6 +148,6 @@ def show_load(console: Console, run: LoadRun) -> None:
 
 
 def _sum(values: Iterator[int | None]) -> int | None:
-    """Return the sum of what was told; None for nothing."""
+    """Return the sum of the values that are not None; None if there are none."""
     told = [each for each in values if each is not None]
     return sum(told) if told else None
