@@ -1,9 +1,11 @@
 """A Grafana dashboard and Prometheus alerts, made from the tables of metrics.
 
-``series.py``  what Prometheus has of ``kvtier serve``, of vLLM and of SGLang with kvtier under them
-``queries.py`` PromQL over these, and over nothing else
-``rows.py``    what is shown; ``alerts.py`` what somebody is told of
-``grafana.py`` and ``rules.py`` write both down as the programs read them
+``series.py``  series of ``kvtier serve``, and of vLLM and SGLang with kvtier
+``queries.py`` PromQL over these series only
+``rows/``      rows of panels
+``alerts.py``  alerts
+``grafana.py`` the dashboard as JSON for Grafana
+``rules.py``   the alerts as YAML for Prometheus
 """
 
 from __future__ import annotations

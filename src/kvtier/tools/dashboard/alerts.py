@@ -1,4 +1,4 @@
-"""Alerts on lasting trouble. A single failed block, which is recomputed, raises none."""
+"""Alerts on lasting problems. A single failed block, which is recomputed, raises none."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ def _over(window: str) -> QueryScope:
 
 class Severity(StrEnum):
     WARNING = "warning"
-    """Look at it today."""
+    """To be checked within a day."""
     INFO = "info"
-    """Worth knowing when the machine is next thought about."""
+    """To be considered when capacity is planned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
     """One alert.
 
-    lasts: for how long the condition must hold.
-
-    summary, advice: with labels as ``{{ $labels.tier }}``.
+    Attributes:
+        name: name of the alert.
+        condition: PromQL.
+        lasts: time for which the condition must hold.
+        severity: see ``Severity``.
+        summary, advice: texts, with labels as ``{{ $labels.tier }}``.
     """
 
     name: str

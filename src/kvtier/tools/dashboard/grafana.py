@@ -1,4 +1,4 @@
-"""The dashboard as Grafana reads it."""
+"""Write the dashboard as JSON for Grafana."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALWAYS_THERE = {
     EngineKind.VLLM: "vllm:num_requests_running",
     EngineKind.SGLANG: "sglang:num_running_reqs",
 }
-"""A series that every instance of an engine has: so the instances are known by what they export."""
+"""A series that every instance of an engine exports, by which instances are found."""
 
 
 def make_dashboard(rows: Sequence[PanelRow]) -> dict[str, Json]:
@@ -95,7 +95,7 @@ def _labels(name: str, label: str, series: str) -> Json:
 
 
 def _placed(rows: Sequence[PanelRow]) -> Iterator[Json]:
-    """Panels from left to right, a line of them below the other."""
+    """Yield the panels with their positions: from left to right, line by line."""
     number = x = y = 0
     for row in rows:
         number += 1
@@ -147,7 +147,7 @@ _OPTIONS: dict[PanelKind, Json] = {
         "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
         "tooltip": {"mode": "multi", "sort": "desc"},
     },
-    # The last value: it is of all the time that is shown, or of the window before its end.
+    # The last value, which covers the whole time range, or the window before its end.
     PanelKind.NUMBER: {
         "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
         "colorMode": "value",

@@ -1,4 +1,4 @@
-"""Panels, whatever draws them."""
+"""Panels of the dashboard, independent of Grafana's JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Unit(StrEnum):
 
 
 def names_in(query: str) -> tuple[str, ...]:
-    """Metrics that a query asks for, without ``_bucket``, ``_sum`` and ``_count``."""
+    """Return the metrics in a query, without ``_bucket``, ``_sum`` and ``_count``."""
     found = _NAME.findall(query)
     return tuple(dict.fromkeys(name if name in SERIES else _PART.sub("", name) for name in found))
 
@@ -43,7 +43,7 @@ def names_in(query: str) -> tuple[str, ...]:
 class Query:
     """One query of a panel.
 
-    text: PromQL. legend: of each of its lines, with labels as ``{{tier}}``.
+    text: PromQL. legend: legend of each line, with labels as ``{{tier}}``.
     """
 
     text: str
@@ -52,10 +52,20 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One thing that people want to know. Engines that are not there add no line to it.
+    """One panel. Engines that are not running add no line to it.
 
-    meaning: what it says, and what to do. decimals: None leaves them to Grafana. states: text and
-    colour by value.
+    Attributes:
+        title: title of the panel.
+        meaning: what it shows, and what to do.
+        unit: unit of the values.
+        queries: queries of the panel.
+        kind: kind of panel.
+        width: columns of Grafana's grid.
+        is_stacked: whether lines are stacked.
+        without: text if there is no value.
+        highest: upper end of the axis; None for automatic.
+        bad_from: value from which on it is red; None for never.
+        states: value, text and colour of each state.
     """
 
     title: str
@@ -72,13 +82,13 @@ class Panel:
 
     @property
     def series(self) -> tuple[Series, ...]:
-        """Return the series that the panel draws."""
+        """Series that the panel draws."""
         names = (name for query in self.queries for name in names_in(query.text))
         return tuple(SERIES[name] for name in dict.fromkeys(names))
 
     @property
     def description(self) -> str:
-        """Its meaning, and that of each metric in it."""
+        """Meaning of the panel, and of each metric in it."""
         each = (f"- `{series.name}`: {series.meaning}" for series in self.series)
         return "\n".join([self.meaning, "", *each])
 

@@ -1,4 +1,4 @@
-"""PromQL over the series that there are: another name, kind or label is a mistake of ours."""
+"""PromQL over known series. An unknown name, kind or label fails an assertion."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ _BEYOND = 5
 
 
 def few(quantile: float) -> int:
-    """Observations below which ``quantile`` can't be told."""
+    """Return the least number of observations for which ``quantile`` is shown."""
     return math.ceil(_BEYOND / (1 - quantile))
 
 
 @dataclass(frozen=True, slots=True)
 class QueryScope:
-    """Writes queries over some instances and some time.
+    """Writer of queries over some instances and a time window.
 
-    selection: matchers that every series gets. window: of rates. kept: labels that every sum keeps.
+    Attributes:
+        selection: matchers that every series gets.
+        window: window of rates.
+        kept: labels that every sum keeps.
     """
 
     selection: str = ""
@@ -38,10 +41,10 @@ class QueryScope:
         return self._sum(by, self._over("increase", self._select(name, "counter", by, where)))
 
     def grown(self, name: str, *by: str) -> str:
-        """By how much a counter has grown, also where it has only begun.
+        """Return the growth of a counter, including counters that are new in the window.
 
-        One with labels is not there before it counts, and Prometheus sees no growth in its first
-        value.
+        A counter with labels does not exist before its first increment, and ``increase`` does not
+        see growth in a first value.
         """
         (series,) = self._select(name, "counter", by)
         begun = f"({series} unless {series} offset {self.window})"
@@ -56,7 +59,7 @@ class QueryScope:
         return f"max{self._by(by)} ({' or '.join(self._select(name, 'gauge', by))})"
 
     def count(self, name: str, *by: str) -> str:
-        """Observations of a histogram, in the window."""
+        """Return the number of observations of a histogram in the window."""
         series = self._select(name, "histogram", by, part="_count")
         return self._sum(by, self._over("increase", series))
 
@@ -83,13 +86,13 @@ class QueryScope:
         return f" by ({', '.join(labels)})" if labels else ""
 
     def _over(self, function: str, series: Sequence[str]) -> str:
-        """A function of the window: of the first that an instance has."""
+        """Apply a function over the window, to the first of the series that an instance has."""
         return " or ".join(f"{function}({each}[{self.window}])" for each in series)
 
     def _select(
         self, name: str, kind: str, by: tuple[str, ...], where: str = "", part: str = ""
     ) -> list[str]:
-        """The series, and what is the same under vLLM, which puts its own name in front."""
+        """Return the series, and its equivalent under vLLM, which has a prefix."""
         series = SERIES[name]
         assert series.kind == kind, f"{name} is a {series.kind}, and asked for as a {kind}"
         asked = {*by, *([where.partition("=")[0].rstrip("!")] if where else [])}
@@ -100,8 +103,8 @@ class QueryScope:
 
 
 def share(part: str, whole: str, over: tuple[str, ...] = ()) -> str:
-    """``part`` of ``whole``, which has the labels ``over`` and no others.
+    """Return a query for ``part`` as a share of ``whole``, which has only the labels ``over``.
 
-    Nothing where there is none of that.
+    It has no value if ``whole`` is 0.
     """
     return f"{part} / on ({', '.join(over)}) group_left () ({whole} > 0)"

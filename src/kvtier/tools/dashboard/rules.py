@@ -1,4 +1,4 @@
-"""Alerts as Prometheus reads them."""
+"""Write the alerts as YAML rules for Prometheus."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ groups:
 
 
 def make_rules(alerts: Sequence[Alert]) -> str:
-    """A file of rules, in YAML."""
+    """Return a file of rules, in YAML."""
     return _HEAD + "".join(line for alert in alerts for line in _rule(alert))
 
 
 def _rule(alert: Alert) -> Iterator[str]:
-    # A text in JSON is one in YAML, too.
+    # A JSON string is a YAML string, too.
     yield f"      - alert: {alert.name}\n"
     yield f"        expr: {json.dumps(alert.condition)}\n"
     yield f"        for: {alert.lasts}\n"

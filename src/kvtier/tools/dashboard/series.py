@@ -21,10 +21,10 @@ class EngineKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric, as Prometheus shows it.
+    """One metric in Prometheus.
 
-    A histogram's name is without ``_bucket``, ``_sum`` and ``_count``. labels: those that tell
-    parts of it from each other.
+    A histogram's name is without ``_bucket``, ``_sum`` and ``_count``. labels: labels that
+    distinguish its series.
     """
 
     name: str

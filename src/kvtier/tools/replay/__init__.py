@@ -1,7 +1,8 @@
-"""Replays what was asked of a server, and says what memory pays for itself.
+"""Replay recorded requests, and compute which memory pays for itself.
 
-``replay.py`` is the place to start. A trace (``traces/``, ``trace.py``) is cut into segments, from
-which LRU of all sizes (``lru.py``) and the optimum (``policies.py``) follow; other policies are
-asked request by request (``policies.py``). ``savings.py`` turns hits into time, ``sizing.py`` time
-into money; ``evidence.py`` says how far the trace can be trusted. ``words.py`` has the sentences.
+Start with ``replay.py``. A trace (``traces/``, ``trace.py``) is cut into segments, from which the
+hits of LRU at all sizes (``lru.py``) and of the optimum (``policies.py``) are computed. Other
+policies are simulated request by request (``policies.py``). ``savings.py`` converts hits to time,
+``sizing.py`` time to money. ``evidence.py`` measures how much the trace can tell. ``summary.py``
+has the sentences.
 """

@@ -1,4 +1,4 @@
-"""Assumptions of a replay beside the trace: model, machine, prices."""
+"""Assumptions of a replay besides the trace: model, machine, prices."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ GIVEN, DEFAULT = "given", "assumed"
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """One assumption in words.
-
-    One of them in words. source: where it comes from; ``DEFAULT`` where nobody said.
-    """
+    """One assumption in words. source: its origin; ``DEFAULT`` if it was not given."""
 
     name: str
     value: str
@@ -31,12 +28,17 @@ class Assumption:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Figures that what is saved is computed from.
+    """Figures from which savings are computed. All prices are in one currency.
 
-    prefill: what computing takes. bytes_per_token: of KV. device_bytes: what the engine keeps
-    itself; 0 for nothing. Bandwidths: bytes a second, towards the device. Prices: in one currency,
-    of a GiB, and of an accelerator for an hour. years: over which memory is paid off.
-    disk_writes: how often a disk can be written in full; infinite for one that does not wear.
+    Attributes:
+        bytes_per_token: KV bytes per token.
+        prefill: cost of computing a prompt.
+        device_bytes: KV memory of the engine itself; 0 for none.
+        host_bytes_per_s, disk_bytes_per_s: bandwidths towards the device.
+        host_price, disk_price: prices of a GiB.
+        accelerator_price: price of an accelerator for an hour.
+        years: years over which memory is paid off.
+        disk_writes: full writes of a disk before it is worn; infinite for one that does not wear.
     """
 
     bytes_per_token: int
@@ -66,13 +68,13 @@ class Machine:
 
     @property
     def host_price_per_hour(self) -> float:
-        """Return the price of a GiB of host memory, paid off over its life."""
+        """Price of a GiB of host memory per hour, paid off over its life."""
         return self.host_price / (self.years * HOURS_PER_YEAR)
 
     def disk_price_per_hour(self, writes_per_hour: float) -> float:
-        """Return the price of a GiB of disk that is overwritten so often.
+        """Return the price per hour of a GiB of disk with this many full writes per hour.
 
-        It is paid off by the time it is worn, if that comes first.
+        A disk that wears out earlier is paid off over that time.
         """
         hours = self.years * HOURS_PER_YEAR
         if writes_per_hour * hours > self.disk_writes:
@@ -83,9 +85,9 @@ class Machine:
 def prefill_cost(tokens_per_s: float, doubles_at: float) -> PrefillCost:
     """Return the prefill cost.
 
-    So many tokens a second at first, half as many at token ``doubles_at``.
+    Attention to earlier tokens takes longer as their number grows.
 
-    Attention to the tokens before takes longer as their number grows.
+    tokens_per_s: rate at the start of a prompt. doubles_at: token at which the rate is half of it.
     """
     if not 0 < tokens_per_s < 1e12:
         raise ConfigError(f"prefill_tokens_per_s: {tokens_per_s} is no rate")
@@ -93,10 +95,10 @@ def prefill_cost(tokens_per_s: float, doubles_at: float) -> PrefillCost:
 
 
 def rate_of_bench(path: Path, doubles_at: float) -> float:
-    """Tokens per second of a prompt's first tokens, from the JSON of ``kvtier bench serve``.
+    """Return the prefill rate at the start of a prompt, from the JSON of ``kvtier bench serve``.
 
-    Its cold prompts have one length: the rate follows from their mean, and from where the time per
-    token doubles.
+    Its cold prompts all have the same length. The rate follows from their mean time and from
+    ``doubles_at``.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

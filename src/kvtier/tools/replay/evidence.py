@@ -11,22 +11,23 @@ from kvtier.tools.replay.trace import Floats, Trace
 from kvtier.tools.report.stats import Estimate, estimate
 
 LEAST_REUSES = 100
-"""Requests that found something of an earlier one; with fewer, chance decides."""
+"""Least number of requests that share blocks with an earlier one; fewer may be chance."""
 LEAST_TURNS = 2
-"""Times that a cache must have been filled for its hit ratio to hold for a longer trace, too. The
+"""Number of times that a trace must fill a cache for its hit ratio to hold for a longer trace. The
 report says "twice"."""
 NUM_SLICES = 12
-"""Slices of equal time. The spread of savings between them is the confidence in the total."""
+"""Slices of equal time, whose spread of savings gives the interval of the total."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """Evidence in a trace.
 
-    num_reuses: requests that share blocks with an earlier one.
-
-    age_p50_s, age_p90_s: how long ago a block that is used again was used, by blocks; None without
-    any. window_s: of the trace.
+    Attributes:
+        num_reuses: requests that share blocks with an earlier one.
+        age_p50_s, age_p90_s: quantiles of the time between two uses of a block; None if no block is
+            reused.
+        window_s: duration of the trace.
     """
 
     num_reuses: int
@@ -36,7 +37,7 @@ class Evidence:
 
     @property
     def weakness(self) -> str:
-        """Why nothing can be recommended, or ""."""
+        """Reason why nothing can be recommended; "" if there is none."""
         if self.window_s <= 0:
             return "all its requests come at one time"
         if self.num_reuses < LEAST_REUSES:
@@ -59,8 +60,8 @@ def gather(trace: Trace, segments: Segments) -> Evidence:
 def rate_per_hour(trace: Trace, values: Floats) -> Estimate:
     """Return the sum per hour of a value per request, with its interval.
 
-    The interval comes from how slices of the trace differ. Slices follow each other, so it is
-    rather too narrow.
+    The interval comes from the differences between slices of the trace. Consecutive slices are
+    correlated, so it is rather too narrow.
     """
     slice_s = trace.window_s / NUM_SLICES
     if not slice_s:
@@ -73,7 +74,7 @@ def rate_per_hour(trace: Trace, values: Floats) -> Estimate:
 def _weighted(
     values: Floats, weights: Floats, shares: tuple[float, ...]
 ) -> tuple[float | None, ...]:
-    """Quantiles of values that count ``weights`` times."""
+    """Return quantiles of weighted values; None if there are no values."""
     if not len(values):
         return (None,) * len(shares)
     order = np.argsort(values)

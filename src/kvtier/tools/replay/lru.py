@@ -1,13 +1,13 @@
-"""Least recently used, exactly, for all sizes from one pass.
+"""Exact LRU hits for all cache sizes, from one pass.
 
-LRU is a stack: a cache of C blocks has the C that stand highest, by the last request that touched
-them, and within one request the shallow ones above the deep ones, as a tree gives up its leaves
-first. A reference hits where the block stands at C or higher just before; that place is its
-distance (Mattson et al., Evaluation Techniques for Storage Hierarchies, 1970).
+LRU is a stack: a cache of C blocks holds the C topmost blocks, ordered by the last request that
+touched them, and within one request shallow blocks above deep ones, since a tree evicts leaves
+first. A reference is a hit if the block's position just before is at most C; that position is its
+stack distance (Mattson et al., Evaluation Techniques for Storage Hierarchies, 1970).
 
-The blocks of a segment that request p touched last stand next to each other: below those that some
-request after p has touched. There are as many of these as segments before this one, and after p,
-have touched whose own previous request was p or earlier.
+The blocks of a segment that request p touched last are adjacent in the stack, below the blocks that
+later requests have touched. The number of the latter is the number of blocks in segments between p
+and this one whose own previous request was p or earlier.
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ from kvtier.tools.replay.trace import Ints
 class Distances:
     """Stack distances of a trace's segments.
 
-    above: blocks that stand above the first of each segment.
-
-    The k-th has the distance ``above + k + 1``. int64 [num_segments]; of new blocks it means
-    nothing.
+    above: number of blocks above the first block of each segment, int64 [num_segments]; undefined
+    for new blocks. Block k of a segment has the distance ``above + k + 1``.
     """
 
     segments: Segments
     above: Ints
 
     def hits(self, capacity: int) -> Ints:
-        """Blocks that each request finds in a cache of ``capacity`` blocks.
+        """Return the blocks that each request finds in a cache: int64 [num_requests].
 
-        Int64 [num_requests].
+        capacity: blocks of the cache.
         """
         segments = self.segments
         found = np.clip(capacity - self.above, 0, segments.length)
@@ -44,8 +42,11 @@ class Distances:
 
 
 def find_distances(segments: Segments) -> Distances:
-    """Cost: O(s log n) for s segments of n requests, each step over whole arrays."""
-    # References up to each request and with it.
+    """Return the stack distances of segments.
+
+    Cost: O(s log n) for s segments of n requests, in array operations.
+    """
+    # References up to and including each request.
     touched = np.cumsum(segments.per_request(segments.length))
     earlier = _sum_before(segments.request, segments.previous, segments.length)
     above = earlier - np.where(segments.is_reuse, touched[segments.previous], 0)
@@ -53,12 +54,14 @@ def find_distances(segments: Segments) -> Distances:
 
 
 def _sum_before(request: Ints, previous: Ints, weight: Ints) -> Ints:
-    """Per event the weight of all with a smaller ``request`` and a ``previous`` not above its own.
+    """Return, per event, the weight of events with smaller ``request`` and not larger ``previous``.
 
-    request: int64 [n], ascending. Two requests differ first in some bit: there the one with 0 is
-    the smaller. So for each bit, from the highest on: events in groups that agree in all bits
-    above it, each group in the order of ``previous``; those with 1 get the sum of those with 0
-    in front of them. From bit to bit the groups are cut in two, which keeps their order.
+    At the highest bit in which two requests differ, the smaller one has 0. So for each bit, from
+    the highest on, events are grouped by all higher bits, each group ordered by ``previous``, and
+    events with bit 1 get the sum of those with bit 0 before them. Each group is then split by the
+    bit, which keeps the order.
+
+    request: int64 [n], ascending.
     """
     num = len(request)
     found = np.zeros(num, np.int64)

@@ -1,4 +1,4 @@
-"""KV bytes per token of a model, from its ``config.json``: no weights, no torch."""
+"""KV bytes per token of a model, from its ``config.json``, without weights or torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from kvtier.errors import ConfigError, LayoutError
 from kvtier.layout import DType, KVGroup, full_attention, latent_attention
 
 AS_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers that keep K and V of tokens."""
+"""Types of layers that keep K and V per token."""
 
 
 def kv_group(path: Path, dtype: str = "auto") -> KVGroup:
-    """The layers' KV for one token, as the model's configuration describes it.
+    """Return the layout of one token's KV, from the model's configuration.
 
-    path: ``config.json`` or its directory. dtype: what KV is kept in; "auto" takes the model's.
-    Layers with a window are counted as if they kept all: an upper bound. Raises ``ConfigError``.
+    Layers with a window count as full attention, which gives an upper bound. Raises
+    ``ConfigError``.
+
+    path: ``config.json`` or its directory. dtype: data type of KV; "auto" for the model's.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -65,7 +67,7 @@ def _dtype(wanted: str, config: dict[str, Any], outer: dict[str, Any]) -> DType:
                 if isinstance(each.get(name), str):
                     wanted = each[name]
         if wanted in ("auto", "float32"):
-            wanted = "bfloat16"  # what it is served in
+            wanted = "bfloat16"  # in which such models are served
     try:
         return DType(wanted)
     except ValueError as error:

@@ -20,7 +20,7 @@ COLOURS = (DEVICE, HOST, DISK, GOOD, INK, MUTED)
 
 
 def hits(result: ReplayResult) -> tuple[str, str]:
-    """Share of blocks found by size, a line per policy, up to what no cache can pass."""
+    """Draw the hit ratio of blocks by size, a line per policy, with that of an unlimited cache."""
 
     def draw(width: float) -> Figure:
         figure = Figure(figsize=(width, 3.9), layout="constrained")
@@ -52,7 +52,7 @@ def hits(result: ReplayResult) -> tuple[str, str]:
 
 
 def saved(result: ReplayResult) -> tuple[str, str]:
-    """Worth of the time that host memory and a disk save, and what they cost, by size."""
+    """Draw the value of the time that host memory and a disk save, and their cost, by size."""
     rows = [
         ("Host memory, without a disk", result.host, HOST, result.best_host),
         ("A disk below the host memory", result.disk, DISK, result.best_disk),
@@ -102,7 +102,7 @@ def _worth(
         )  # fmt: skip
     if best is not None:
         axes.plot([best.num_bytes], [best.saved], "D", color=INK, markersize=8, label="recommended")
-    # The price's line may leave at the top, but not be missing.
+    # The line of the cost may be cut at the top, but must begin in the plot.
     top = max(*(point.saved for point in points), min(point.price for point in points))
     axes.set_ylim(min(0.0, *(point.saved for point in points)), 1.15 * top if top > 0 else 1.0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: money(value)))
@@ -111,7 +111,7 @@ def _worth(
 
 
 def _sizes(axes: Axes, num_bytes: Sequence[int], width: float) -> None:
-    """A logarithmic axis with some of the sizes as ticks: as many as there is room for."""
+    """Make the x axis logarithmic, with as many of the sizes as ticks as there is room for."""
     axes.set_xscale("log", base=2)
     every = -(-len(num_bytes) // max(2, int(width / 1.1)))
     axes.xaxis.set_ticks(list(num_bytes[::every]))

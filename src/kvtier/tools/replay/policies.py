@@ -18,21 +18,22 @@ from kvtier.tools.replay.trace import Ints, Trace
 
 OPTIMUM = "opt"
 ASKED = tuple(name for name in SERVED if name != LRU)
-"""Policies that are asked request by request."""
+"""Policies that are simulated request by request."""
 
 POLICIES = (LRU, *ASKED, OPTIMUM)
 """Policies that can be replayed."""
 
 
 class Optimum:
-    """Hits of a cache that knew the future of one trace, for any size.
+    """Hits of a cache that knows the future of one trace, for any size.
 
-    Belady's rule with bypass: keep the blocks whose next use is soonest, of one request the shallow
-    ones; what is used later than all that is kept is not taken in. Exact for blocks of one size and
-    hits that must be prefixes (Belady, A Study of Replacement Algorithms, 1966).
+    Belady's rule with bypass: keep the blocks whose next use is soonest, and of one request the
+    shallow ones; do not admit blocks that are used later than all blocks kept. It is exact for
+    blocks of one size and hits that must be prefixes (Belady, A Study of Replacement Algorithms,
+    1966).
 
-    A segment comes in when its previous request ends and goes when its own begins, so what is kept
-    for request j is a number: the deepest blocks leave first, and what is left is a prefix.
+    A segment enters when its previous request ends and leaves when its own begins. The deepest
+    blocks are evicted first, so the blocks kept for request j are a prefix, and a count suffices.
     """
 
     def __init__(self, segments: Segments) -> None:
@@ -40,22 +41,22 @@ class Optimum:
         reuse = np.flatnonzero(segments.is_reuse)
         reuse = reuse[np.argsort(segments.previous[reuse], kind="stable")]
         comes = segments.previous[reuse]
-        # Segments that come in after request i: next_use[ends[i]:ends[i + 1]].
+        # Segments that enter after request i: next_use[ends[i]:ends[i + 1]].
         self._ends: list[int] = np.searchsorted(comes, np.arange(self._num + 1)).tolist()
         self._next_use: list[int] = segments.request[reuse].tolist()
         self._length: list[int] = segments.length[reuse].tolist()
 
     def hits(self, capacity: int) -> Ints:
-        """Blocks that each request finds in a cache of ``capacity`` blocks.
+        """Return the blocks that each request finds in a cache: int64 [num_requests].
 
-        Int64 [num_requests].
+        capacity: blocks of the cache.
         """
         kept = [0] * self._num
-        latest: list[int] = []  # requests with something kept, the last one first
+        latest: list[int] = []  # requests with kept blocks, the last one first
         used = 0
         ends, next_use, length = self._ends, self._next_use, self._length
         for now in range(self._num):
-            used -= kept[now]  # these are hits; what of them is used again comes in below
+            used -= kept[now]  # these are hits; those used again enter below
             for at in range(ends[now], ends[now + 1]):
                 request = next_use[at]
                 if not kept[request]:
@@ -76,8 +77,8 @@ class Optimum:
 class ReplayHits:
     """Result of a cache of ``capacity`` blocks.
 
-    found: blocks that each request finds, int64 [num_requests]. num_stored: blocks written into it,
-    in all.
+    found: blocks that each request finds, int64 [num_requests]. num_stored: total number of blocks
+    written to the cache.
     """
 
     capacity: int
@@ -88,7 +89,7 @@ class ReplayHits:
 class Replayer:
     """Replays one trace under any policy and size.
 
-    tell: called while a policy is asked, with requests done and all.
+    tell: called during a simulation, with the numbers of requests done and in total.
     """
 
     def __init__(
@@ -100,10 +101,10 @@ class Replayer:
         self._tell = tell
 
     def hits(self, policy: str, capacity: int) -> ReplayHits:
-        """Under one of ``POLICIES``. capacity: blocks."""
+        """Return the hits under one of ``POLICIES``. capacity: blocks of the cache."""
         if policy == LRU:
             found = self._distances.hits(capacity)
-            # All of a path that fits is stored; what is stored already is not written again.
+            # The part of a path that fits is stored; blocks that were found are not written again.
             stored = int((np.minimum(self._trace.lengths, capacity) - found).sum())
             return ReplayHits(capacity, found, stored)
         if policy == OPTIMUM:
@@ -111,7 +112,7 @@ class Replayer:
         return self.asked(policy, capacity)
 
     def asked(self, policy: str, capacity: int) -> ReplayHits:
-        """The same of one that is asked request by request."""
+        """Return the hits under a policy that is simulated request by request."""
         if not capacity:
             return ReplayHits(0, np.zeros(self._trace.num_requests, np.int64), 0)
         replay = PolicyReplay(policy, capacity)
@@ -128,14 +129,14 @@ class Replayer:
 def usual_policies() -> tuple[str, ...]:
     """Return the policies to replay by default.
 
-    First the one that an installation serves with, which decides, then LRU and the optimum. Without
-    the native core kvtier serves with LRU.
+    The first one is this installation's default policy, for which sizes are recommended; LRU and
+    the optimum follow. Without the native core the default policy is LRU.
     """
     return (RUNS, LRU, OPTIMUM) if NATIVE else (LRU, OPTIMUM)
 
 
 def check_policies(names: tuple[str, ...]) -> None:
-    """Raise ``ConfigError`` for one that can't be replayed."""
+    """Raise ``ConfigError`` for a policy that can't be replayed."""
     for name in names:
         if name not in POLICIES:
             raise ConfigError(f"policies: {name!r} is unknown; use some of {', '.join(POLICIES)}")

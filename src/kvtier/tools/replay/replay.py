@@ -1,4 +1,4 @@
-"""One replay, from files to what they say. Start here."""
+"""Run one replay, from files to a result. Start here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_ACCELERATORS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A tier's: bytes, or a share of what all different blocks of the trace would take."""
+    """Size of a tier: bytes, or a share of the bytes of all distinct blocks of the trace."""
 
     num_bytes: int = 0
     share: float = 0.0
@@ -39,9 +39,15 @@ class Size:
 class ReplayOptions:
     """Options of a replay.
 
-    policies: the first one but the optimum decides what to buy. sizes: of host memory and disk to
-    look at; none takes powers of two. host_bytes, disk_bytes: tiers to describe, whatever is
-    recommended; 0 for none. assumptions: ``machine`` in words.
+    Attributes:
+        paths: files of the trace.
+        read: options of reading them.
+        machine: figures from which savings are computed.
+        assumptions: ``machine`` in words.
+        policies: policies to replay. Sizes are recommended for the first one that is not the
+            optimum.
+        sizes: sizes of host memory and disk to evaluate; by default, powers of two.
+        host_bytes, disk_bytes: tiers to evaluate in any case; 0 for none.
     """
 
     paths: tuple[Path, ...]
@@ -55,7 +61,7 @@ class ReplayOptions:
 
 
 def run_replay(options: ReplayOptions, progress: Progress, command: str = "") -> ReplayResult:
-    """Read the traces, replay them, and judge the sizes. Raises ``ConfigError``."""
+    """Read the traces, replay them, and evaluate the sizes. Raises ``ConfigError``."""
     check_policies(options.policies)
     done = _Steps(progress)
     progress.begin("read", PER_MILLE)
@@ -81,7 +87,7 @@ class _Replay:
         self._block_bytes = trace.block_tokens * machine.bytes_per_token
         self._unique_bytes = segments.num_unique * self._block_bytes
         self._sizes = self._chosen_sizes()
-        # What the engine keeps itself, as engines do: the least recently used leaves first.
+        # Hits in the engine's own memory, which is assumed to be LRU.
         device = self._replayer.hits(LRU, machine.device_bytes // self._block_bytes).found
         self._num_supported = segments.num_unique // LEAST_TURNS
         self._sizing = Sizing(trace, machine, device, self._decisive, self._num_supported)
@@ -101,7 +107,7 @@ class _Replay:
         return found
 
     def _decisive(self, num_blocks: int) -> ReplayHits:
-        """Under the policy that decides; each size once."""
+        """Return the hits under the policy for which sizes are recommended. Cached by size."""
         if num_blocks not in self._kept:
             self._kept[num_blocks] = self._replayer.hits(self._policy, num_blocks)
         return self._kept[num_blocks]
@@ -165,7 +171,7 @@ class _Replay:
         )
 
     def _everything(self) -> Ints:
-        """Blocks of each request that any earlier one had."""
+        """Return the blocks of each request that any earlier one had."""
         segments = self._segments
         return segments.per_request(np.where(segments.is_reuse, segments.length, 0))
 
@@ -206,7 +212,7 @@ class _Replay:
 
 
 def _check_load(trace: Trace, machine: Machine) -> None:
-    """Refuse prompts that no fleet could compute in the time of the trace."""
+    """Raise ``ConfigError`` for prompts that no fleet could compute in the time of the trace."""
     computing_s = Prompts(trace, machine).all_s
     if trace.num_requests >= LEAST_REUSES and computing_s > MAX_ACCELERATORS * trace.window_s > 0:
         raise ConfigError(
@@ -217,7 +223,7 @@ def _check_load(trace: Trace, machine: Machine) -> None:
 
 
 class _Steps:
-    """Turns how far something is into steps of a thousandth."""
+    """Converts progress of a part to steps of a thousandth."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

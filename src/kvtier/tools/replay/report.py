@@ -1,4 +1,4 @@
-"""The HTML report: one file, no external resources, for a screen, a phone or a dark room."""
+"""HTML report in one file without external resources, for wide, narrow and dark screens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from kvtier.tools.report.svg import picture
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One figure and what it means."""
+    """One figure and its meaning."""
 
     title: str
     figure: str
@@ -50,12 +50,12 @@ class ReportRow:
 
 
 def write_report(result: ReplayResult, path: Path) -> None:
-    """Write the report to ``path``; its directory is made where it is missing."""
+    """Write the report to ``path``; its directory is made if missing."""
     write_page(render_report(result), path)
 
 
 def render_report(result: ReplayResult) -> str:
-    """The report as one HTML document."""
+    """Return the report as one HTML document."""
     host_bytes = result.best_host.num_bytes if result.best_host is not None else 0
     return render_page(
         "kvtier.tools.replay/replay.html.j2",

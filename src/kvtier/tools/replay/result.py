@@ -1,4 +1,4 @@
-"""Result of a replay, as values and as the JSON object that it prints."""
+"""Result of a replay, as values and as a JSON object."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ Json = Mapping[str, object]
 class TraceFacts:
     """Facts about a trace.
 
-    names: of the files. tokens: of all prompts. computing_s: to compute them all.
+    Attributes:
+        names: names of the files.
+        num_requests: requests.
+        num_references: blocks of all requests.
+        num_unique: distinct blocks.
+        block_tokens: tokens per block.
+        window_s: time from the first request to the last.
+        tokens: tokens of all prompts.
+        computing_s: accelerator seconds to compute them all.
+        notes: assumptions made when reading the files.
     """
 
     names: tuple[str, ...]
@@ -33,7 +42,7 @@ class TraceFacts:
 
     @property
     def ceiling(self) -> float:
-        """Share of blocks that a cache without bound would have."""
+        """Hit ratio of an unlimited cache."""
         return 1 - self.num_unique / self.num_references
 
 
@@ -41,8 +50,8 @@ class TraceFacts:
 class HitPoint:
     """One size under one policy.
 
-    hit_ratio: of blocks. time_ratio: of the time to compute all prompts, what need not be computed;
-    loading is not counted.
+    hit_ratio: share of blocks found. time_ratio: share of the time to compute all prompts that is
+    saved, without the time for loading.
     """
 
     num_bytes: int
@@ -61,7 +70,7 @@ class HitPoint:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Tiers of some sizes, and what they do. savings: against no cache at all."""
+    """Tiers of some sizes, and their savings compared to no cache."""
 
     name: str
     device_bytes: int
@@ -74,10 +83,19 @@ class Setup:
 class ReplayResult:
     """Result of a replay.
 
-    policy: that the sizes were judged under. curves: hits by policy. ceiling: of a cache without
-    bound. host: sizes of host memory without a disk; disk: sizes of a disk below the chosen
-    ``choice.host``. choice: None where the trace is too weak. setups: tiers compared. gained:
-    accelerator seconds per hour that the chosen tiers save. command: what to type to get the same.
+    Attributes:
+        command: command to repeat the replay.
+        facts: facts about the trace.
+        evidence: how much the trace can tell.
+        machine, assumptions: assumptions of the replay.
+        policy: policy for which the sizes were evaluated.
+        curves: hits by policy.
+        ceiling: hits of an unlimited cache.
+        host: sizes of host memory without a disk.
+        disk: sizes of a disk below the recommended host memory.
+        choice: recommended sizes; None if the trace is too weak.
+        setups: combinations of tiers that are compared.
+        gained: accelerator seconds per hour that the recommended tiers save.
     """
 
     command: str
@@ -96,7 +114,7 @@ class ReplayResult:
 
     @property
     def best_host(self) -> Point | None:
-        """The host memory to buy; None for none."""
+        """Recommended host memory; None for none."""
         return None if self.choice is None else self.choice.host
 
     @property
@@ -104,7 +122,7 @@ class ReplayResult:
         return None if self.choice is None else self.choice.disk
 
     def as_json(self, recommendation: str) -> Json:
-        """The one JSON object. recommendation: in words."""
+        """Return the result as one JSON object. recommendation: in words."""
         facts, evidence = self.facts, self.evidence
         return {
             "benchmark": "replay",

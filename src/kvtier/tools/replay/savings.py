@@ -1,4 +1,4 @@
-"""Value of hits: time not spent computing, less the time that loading takes."""
+"""Value of hits: computing time saved, less the time for loading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.tools.replay.trace import Floats, Ints, Trace
 class Savings:
     """Accelerator seconds and tokens saved per request, float64 and int64 [num_requests].
 
-    by_tier: tokens in all that come from device, host and disk.
+    by_tier: total tokens from device, host and disk.
     """
 
     seconds: Floats
@@ -27,7 +27,7 @@ class Savings:
 
 
 class Prompts:
-    """The requests of a trace as prompts of tokens."""
+    """Requests of a trace as prompts of tokens."""
 
     def __init__(self, trace: Trace, machine: Machine) -> None:
         in_blocks = trace.lengths * trace.block_tokens
@@ -37,7 +37,7 @@ class Prompts:
         self._machine = machine
 
     def computing_s(self, tokens: Ints) -> Floats:
-        """Return the seconds to compute the first tokens of a prompt."""
+        """Return the seconds to compute the first ``tokens`` of each prompt."""
         prefill = self._machine.prefill
         counts = tokens.astype(np.float64)
         found: Floats = prefill.token_s * counts + prefill.pair_s * counts * counts / 2
@@ -45,20 +45,20 @@ class Prompts:
 
     @property
     def all_s(self) -> float:
-        """Return the seconds of all prompts without any reuse."""
+        """Seconds to compute all prompts without reuse."""
         return float(self.computing_s(self.tokens).sum())
 
     def reused(self, blocks: Ints) -> Ints:
-        """Tokens in a request's first blocks. The last token of a prompt is always computed."""
+        """Return the tokens in each request's first blocks, without the prompt's last token."""
         found: Ints = np.minimum(blocks * self._block_tokens, np.maximum(self.tokens - 1, 0))
         return found
 
     def savings(self, device: Ints, host: Ints, disk: Ints) -> Savings:
         """Return the savings of blocks found by tier, each int64 [num_requests].
 
-        Each is read from the fastest tier that has it. What a slower tier has more is loaded where
-        that takes less time than to compute it, as kvtier's planner does it: all of it or nothing,
-        since further tokens take longer to compute and no longer to load. A load counts as if the
+        Each block is read from the fastest tier that has it. Further blocks of a slower tier are
+        loaded if that takes less time than computing them, as kvtier's planner decides: all or
+        none, since later tokens take longer to compute but not to load. A load counts as if the
         accelerator waited for it.
         """
         machine = self._machine
@@ -86,5 +86,5 @@ class Prompts:
 
     @property
     def _disk_rate(self) -> float:
-        """A block comes from disk through host memory, piece by piece: as fast as the slower."""
+        """Rate of loads from disk, which pass through host memory: the slower of both rates."""
         return min(self._machine.disk_bytes_per_s, self._machine.host_bytes_per_s)

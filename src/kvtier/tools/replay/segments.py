@@ -1,9 +1,9 @@
-"""Segments of an arena, page-locked one by one.
+"""Segments of requests: runs of blocks that the same earlier request touched last.
 
-On the way from the root a block is touched no later than those behind it, so the blocks of a
-request fall into stretches, each of which some earlier request touched last, and a rest that is
-new. Everything that LRU and the optimum do happens to whole segments or to their ends: replaying a
-trace costs by its segments, of which there are two or three per request, however long the prompts.
+Each request touches all blocks from the root on. So the blocks of a request consist of segments,
+each of which one earlier request touched last, and of new blocks at the end. LRU and the optimum
+keep or evict whole segments or their ends, so a replay costs two or three steps per request,
+however long the prompts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvtier.tools.replay.trace import Ints, Trace
 
 _KEYS_AT_ONCE = 1 << 22
-"""Keys that are sorted together: what is sorted should fit into the processor's cache."""
+"""Most keys that are sorted together, so that they fit into the processor's cache."""
 
 Tell = Callable[[int, int], None]
 """Progress callback: (done, total)."""
@@ -25,11 +25,15 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """The segments of all requests, in the order of requests and of blocks within them.
+    """Segments of all requests, in the order of requests and of blocks within them.
 
-    request: whose it is. previous: the request that touched its blocks last, -1 for new blocks.
-    first, length: its blocks, counted from the prompt's start. Each is int64 [num_segments].
-    num_requests, num_unique: requests, and different blocks, in all.
+    Attributes:
+        request: the request of each segment, int64 [num_segments].
+        previous: the request that touched its blocks last; -1 for new blocks, int64 [num_segments].
+        first: position of its first block in the prompt, int64 [num_segments].
+        length: number of its blocks, int64 [num_segments].
+        num_requests: number of requests.
+        num_unique: number of distinct blocks.
     """
 
     request: Ints
@@ -44,7 +48,7 @@ class Segments:
         return self.previous >= 0
 
     def per_request(self, values: Ints) -> Ints:
-        """Sums of values of the segments: int64 [num_requests]."""
+        """Return the sums of the segments' values per request: int64 [num_requests]."""
         sums = np.bincount(self.request, weights=values, minlength=self.num_requests)
         return sums.astype(np.int64)
 
@@ -73,7 +77,10 @@ def find_segments(trace: Trace, tell: Tell | None = None) -> Segments:
 def _previous_requests(
     trace: Trace, request_of: npt.NDArray[np.int32], tell: Tell | None
 ) -> npt.NDArray[np.int32]:
-    """Per reference, the last request before with the same key, or -1: int32 [num_references]."""
+    """Return, per reference, the last earlier request with the same key, or -1.
+
+    int32 [num_references].
+    """
     previous = np.full(trace.num_references, -1, np.int32)
     num_bits = max(0, (trace.num_references // _KEYS_AT_ONCE).bit_length())
     for part in range(1 << num_bits):

@@ -1,4 +1,4 @@
-"""Settings of model, machine and prices, and assumptions for the rest."""
+"""Settings of model, machine and prices, with assumptions for those that are not given."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WORDS = {
 
 
 class ReplaySettings:
-    """Takes settings one by one, and keeps account of them in words."""
+    """Reads settings one by one, and records them in words as assumptions."""
 
     def __init__(self) -> None:
         self._found: list[Assumption] = []
@@ -41,21 +41,21 @@ class ReplaySettings:
         return tuple(self._found)
 
     def size(self, name: str, given: str | None, default: str) -> int:
-        """Bytes, or bytes a second."""
+        """Return a size in bytes, or a rate in bytes per second."""
         value = parse_size(default if given is None else given, name)
         shown = f"{value / 1e9:.4g} GB" if name.endswith("_per_s") else capacity(value)
         self._say(name, shown, given is not None)
         return value
 
     def price(self, name: str, given: float | None, default: float) -> float:
-        """Money; or years, or writes."""
+        """Return a price, or a number of years or writes."""
         value = default if given is None else given
         shown = f"${value:g}" if "price" in name else f"{value:,g}"
         self._say(name, shown, given is not None)
         return value
 
     def doubles_at(self, given: float | None, default: float) -> float:
-        """The token that takes twice as long as a prompt's first."""
+        """Return the position of the token that takes twice as long as a prompt's first."""
         value = default if given is None else given
         if not value > 0:
             raise ConfigError(f"prefill_doubles_at: {value} is not above 0")
@@ -82,7 +82,7 @@ class ReplaySettings:
     def prefill(
         self, given: float | None, bench: Path | None, doubles_at: float, default: float
     ) -> PrefillCost:
-        """Return the time to compute a prompt."""
+        """Return the cost of computing a prompt."""
         if given is not None and bench is not None:
             raise ConfigError("prefill_tokens_per_s: --bench says it, too; give one of them")
         value, source = default if given is None else given, DEFAULT if given is None else GIVEN

@@ -18,13 +18,18 @@ DAY_S = 86_400
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One size of one tier, everything else as it is.
+    """One size of one tier, with all other tiers unchanged.
 
-    hit_ratio: of all blocks, found in any tier. tokens_per_s: not computed. seconds_per_hour:
-    accelerator seconds saved in an hour. saved, price: money per hour; what the tiers without this
-    one save is left out. gain_per_gib, price_per_gib: money per month that each GiB more than
-    the size before saves, and costs; a larger disk may wear less. written_per_day: bytes.
-    drive_writes: of the size, a day. supported: whether the trace fills this size often enough.
+    Attributes:
+        num_bytes, num_blocks: the size.
+        hit_ratio: share of all blocks found in any tier.
+        tokens_per_s: tokens that need not be computed, beyond those of the other tiers.
+        seconds_per_hour: accelerator seconds saved per hour, beyond those of the other tiers.
+        saved, price: value of that time, and cost of the tier, per hour.
+        gain_per_gib, price_per_gib: value and cost per month of each GiB added to the next smaller
+            size. A larger disk may wear less.
+        written_per_day: bytes written per day.
+        supported: whether the trace fills this size often enough.
     """
 
     num_bytes: int
@@ -45,13 +50,13 @@ class Point:
 
     @property
     def net(self) -> float:
-        """Money per hour that is left."""
+        """Value less cost, per hour."""
         return self.saved - self.price
 
 
 @dataclass(frozen=True, slots=True)
 class SizeChoice:
-    """The sizes that leave most. at_edge: whether the trace can't tell about a larger one."""
+    """The sizes with the highest net value. at_edge: whether larger ones can't be evaluated."""
 
     host: Point | None
     disk: Point | None
@@ -64,17 +69,21 @@ class SizeChoice:
 
 
 def usual_sizes(unique_bytes: int, least_bytes: int) -> list[int]:
-    """Powers of two above ``least_bytes``, up to the first that holds all blocks of a trace."""
+    """Return powers of two above ``least_bytes``, up to the first that holds all blocks."""
     top = 1 << max(0, (unique_bytes - 1).bit_length())
     found = [top >> power for power in range(NUM_SIZES - 1, -1, -1)]
     return [each for each in found if each > least_bytes]
 
 
 class Sizing:
-    """Sizes to buy for one trace and machine.
+    """Evaluation of sizes for one trace and machine.
 
-    device: blocks that the engine's own pool gives each request, int64 [num_requests]. hits: of a
-    tier with so many blocks. num_supported: blocks up to which the trace can tell.
+    Args:
+        trace: the trace.
+        machine: figures from which savings are computed.
+        device: blocks that each request finds in the engine's own pool, int64 [num_requests].
+        hits: return the hits of a tier with a number of blocks.
+        num_supported: largest size, in blocks, that the trace can tell about.
     """
 
     def __init__(
@@ -95,7 +104,7 @@ class Sizing:
         self.without = self.prompts.savings(device, self._none, self._none)
 
     def host_curve(self, num_bytes: Sequence[int]) -> list[Point]:
-        """Host memory of each size, without a disk."""
+        """Evaluate host memory of each size, without a disk."""
         machine = self._machine
         return self._curve(
             num_bytes,
@@ -106,7 +115,7 @@ class Sizing:
         )
 
     def disk_curve(self, num_bytes: Sequence[int], host: int) -> list[Point]:
-        """A disk of each size below ``host`` bytes of host memory."""
+        """Evaluate a disk of each size below ``host`` bytes of host memory."""
         above = self._found(host)
         return self._curve(
             num_bytes,
@@ -117,7 +126,7 @@ class Sizing:
         )
 
     def choose(self, host_bytes: Sequence[int], disk_bytes: Sequence[int]) -> SizeChoice:
-        """Host memory and disk together, or one of them, or neither: what leaves most money."""
+        """Return the sizes of host memory and disk, or none of it, with the highest net value."""
         hosts: list[Point | None] = [None, *self.host_curve(host_bytes)]
         best = self._choice(None, None)
         for host in hosts:
@@ -147,9 +156,14 @@ class Sizing:
         without: Savings,
         price_per_hour: Callable[[float], float],
     ) -> list[Point]:
-        """Return savings by size of one tier.
+        """Evaluate the sizes of one tier.
 
-        price_per_hour: of a GiB that is written in full so often an hour.
+        Args:
+            num_bytes: the sizes, ascending.
+            savings: return the savings for the blocks found in the tier.
+            found_above: blocks that each request finds in the tiers above.
+            without: savings without this tier.
+            price_per_hour: return the price of a GiB from its full writes per hour.
         """
         num_before, before_s, before_price = 0, without.total_s, 0.0
         points = []
@@ -187,5 +201,5 @@ class Sizing:
         return amount / window_s if window_s else 0.0
 
     def _money(self, seconds: float) -> float:
-        """Per hour, of accelerator seconds saved over the whole trace."""
+        """Return the value per hour of accelerator seconds saved over the whole trace."""
         return self._per_s(seconds) * self._machine.accelerator_price

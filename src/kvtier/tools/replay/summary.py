@@ -30,7 +30,7 @@ def policy_name(name: str) -> str:
 
 
 def money(amount: float) -> str:
-    """ "$1.20", "$0.0031"."""
+    """Format a price, such as "$1.20" or "$0.0031"."""
     sign = "\N{MINUS SIGN}" if amount < 0 else ""
     amount = abs(amount)
     return f"{sign}${amount:,.2f}" if amount >= 0.1 or not amount else f"{sign}${amount:.2g}"
@@ -64,12 +64,12 @@ def subtitle(result: ReplayResult) -> str:
 
 
 def recommendation(result: ReplayResult) -> str:
-    """Return what to buy, why, and what that rests on."""
+    """Return the recommendation, its reasons and its evidence, as one text."""
     return " ".join(paragraphs(result))
 
 
 def paragraphs(result: ReplayResult) -> list[str]:
-    """Return what to buy and why, then what that rests on."""
+    """Return the recommendation with its reasons, then its evidence."""
     refusal = _refusal(result)
     if refusal or result.choice is None:
         return [refusal]
@@ -77,7 +77,7 @@ def paragraphs(result: ReplayResult) -> list[str]:
 
 
 def _refusal(result: ReplayResult) -> str:
-    """Return why there is nothing to recommend, or ""."""
+    """Return why nothing can be recommended, or ""."""
     evidence = result.evidence
     if evidence.weakness:
         return (
@@ -192,12 +192,12 @@ def hit_rows(result: ReplayResult, with_time: bool = True) -> list[list[str]]:
 
 
 def can_tell(result: ReplayResult, point: Point) -> bool:
-    """Whether the trace bears figures of a size."""
+    """Whether the trace supports figures of a size."""
     return point.supported and not result.evidence.weakness
 
 
 def size_mark(result: ReplayResult, point: Point, is_disk: bool) -> str:
-    """Return in words what a row's colour says, for output without colours."""
+    """Return the mark of a row in words, for output without colours."""
     chosen = result.best_disk if is_disk else result.best_host
     if chosen is not None and point.num_bytes == chosen.num_bytes:
         return RECOMMENDED
@@ -207,7 +207,7 @@ def size_mark(result: ReplayResult, point: Point, is_disk: bool) -> str:
 def size_cells(result: ReplayResult, point: Point, is_disk: bool) -> list[str]:
     """Return the cells of ``SIZE_COLUMNS``, and of ``WRITTEN`` for a disk.
 
-    Savings and their value are given only where the trace supports them.
+    Savings and their value are given only if the trace supports them.
     """
     saves = [number(point.tokens_per_s), duration(point.seconds_per_hour)]
     worth, more = money(point.saved), money(point.gain_per_gib)
@@ -226,7 +226,7 @@ def size_cells(result: ReplayResult, point: Point, is_disk: bool) -> list[str]:
 
 
 def setup_cells(result: ReplayResult, setup: Setup) -> list[str]:
-    """Name, tiers, shares of prompt tokens by tier and computed, time saved per hour."""
+    """Return name, tiers, shares of prompt tokens by source, and time saved per hour."""
     all_tokens = result.facts.tokens or 1
     found = setup.savings.by_tier
     hours = result.facts.window_s / 3600
@@ -257,7 +257,7 @@ def _worn(result: ReplayResult, disk: Point) -> str:
 
 
 def setup_words(setup: Setup) -> str:
-    """ "16 GiB device, 64 GiB host, 1 TiB disk"."""
+    """Format the tiers of a setup, such as "16 GiB device, 64 GiB host, 1 TiB disk"."""
     tiers = (("device", setup.device_bytes), ("host", setup.host_bytes), ("disk", setup.disk_bytes))
     return ", ".join(f"{capacity(size)} {tier}" for tier, size in tiers if size) or "no cache"
 
@@ -272,7 +272,7 @@ def _bought(choice: SizeChoice) -> str:
 
 
 def _is_sure(result: ReplayResult) -> bool:
-    """Whether the least that the choice may save is worth more than it costs."""
+    """Whether the lower bound of the savings is worth more than the cost."""
     if result.gained is None or result.choice is None or not result.gained.is_bounded:
         return False
     return result.gained.low / 3600 * result.machine.accelerator_price > _price(result.choice)
@@ -297,7 +297,7 @@ def _block_bytes(result: ReplayResult) -> int:
 
 
 def unique_bytes(result: ReplayResult) -> int:
-    """Return the size of the different blocks of the trace."""
+    """Return the bytes of the distinct blocks of the trace."""
     return result.facts.num_unique * _block_bytes(result)
 
 

@@ -1,8 +1,8 @@
-"""A trace: which blocks each request asked for, as columns.
+"""A trace: the blocks of each request, as columns.
 
-Keys name whole prefixes, whatever the file had: two requests share a key where their prompts agree
-up to the end of that block, and nowhere else. So a key has one parent, and the requests are paths
-in a tree, which is what makes replaying fast.
+Keys identify whole prefixes, whatever the file contains: two requests share a key exactly if their
+prompts are equal up to the end of that block. So each key has one parent, and requests are paths in
+a tree, which makes the replay fast.
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ Floats = npt.NDArray[np.float64]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _CHUNK = 1 << 20
-"""Keys that are gathered before they are put away as one array."""
+"""Keys that are collected before they are merged into one array."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Requests in the order of their arrival; not changed once made.
+    """Requests in the order of their arrival. Immutable.
 
-    times: float64 [num_requests], seconds, ascending. offsets: int64 [num_requests + 1]; the
-    blocks of request i are ``keys[offsets[i]:offsets[i + 1]]``. keys: uint64 [num_references].
-    input_tokens, output_tokens: int64 [num_requests]; 0 where the file does not say.
-    block_tokens: tokens per block. notes: what was assumed to read it, in sentences.
-    has_year: False where ``times`` are those of a log that leaves out the year.
-    Memory: 8 bytes a reference; replaying takes about three times as much.
+    Memory: 8 bytes per reference; a replay takes about three times as much.
+
+    Attributes:
+        times: float64 [num_requests], seconds, ascending.
+        offsets: int64 [num_requests + 1]; the blocks of request i are
+            ``keys[offsets[i]:offsets[i + 1]]``.
+        keys: uint64 [num_references].
+        input_tokens, output_tokens: int64 [num_requests]; 0 if unknown.
+        block_tokens: tokens per block.
+        notes: assumptions made when reading the file, in sentences.
+        has_year: False if ``times`` are from a log without years.
     """
 
     times: Floats
@@ -56,28 +61,29 @@ class Trace:
 
     @property
     def lengths(self) -> Ints:
-        """Blocks of each request: int64 [num_requests]."""
+        """Number of blocks of each request: int64 [num_requests]."""
         return np.diff(self.offsets)
 
     @property
     def window_s(self) -> float:
-        """From the first arrival to the last."""
+        """Seconds from the first arrival to the last."""
         return float(self.times[-1] - self.times[0]) if len(self.times) else 0.0
 
 
 MAX_BLOCKS = 1 << 28
-"""Block references of one trace; more would take hours to replay."""
+"""Most block references of one trace; more would take hours to replay."""
 BYTES_PER_BLOCK = 40
-"""Memory that a block reference takes at the peak, while it is read or replayed."""
+"""Peak memory per block reference, while reading or replaying."""
 BLOCKS_PER_REQUEST = 16
-"""Memory of a request beside its blocks, in blocks."""
+"""Memory per request besides its blocks, in blocks."""
 
 
 class TraceBuilder:
-    """Gathers requests in any order.
+    """Collects requests in any order.
 
-    coarsen: so many blocks of the file become one. The trace is bounded by ``MAX_BLOCKS`` and by
-    the memory that is free when it begins.
+    The trace is limited by ``MAX_BLOCKS`` and by the memory that is free at the start.
+
+    block_tokens: tokens per block of the file. coarsen: number of blocks to merge into one.
     """
 
     def __init__(self, block_tokens: int, coarsen: int = 1) -> None:
@@ -98,11 +104,11 @@ class TraceBuilder:
         return len(self._times)
 
     def has_room(self, num_blocks: int) -> bool:
-        """Whether a request of so many blocks, as the file counts them, may be added."""
+        """Whether a request of this many blocks of the file may be added."""
         return self._num_used + num_blocks // self._coarsen <= self.max_blocks
 
     def add(self, time_s: float, keys: Keys, input_tokens: int, output_tokens: int) -> None:
-        """A request. keys: of its blocks, as ``chained`` makes them."""
+        """Add a request. keys: keys of its blocks, from ``chained``."""
         if self._coarsen > 1:
             keys = keys[self._coarsen - 1 :: self._coarsen].copy()
         self._num_used += len(keys) + BLOCKS_PER_REQUEST
@@ -121,7 +127,7 @@ class TraceBuilder:
             self._pending, self._num_pending = [], 0
 
     def build(self, notes: Sequence[str] = ()) -> Trace:
-        """The requests in the order of their times; those of one time as they were added."""
+        """Return the trace, ordered by time; requests of equal time as they were added."""
         self._put_away()
         offsets = np.zeros(len(self._lengths) + 1, np.int64)
         np.cumsum(self._lengths, out=offsets[1:])
@@ -130,7 +136,7 @@ class TraceBuilder:
         for number, part in enumerate(self._parts):
             keys[at : at + len(part)] = part
             at += len(part)
-            self._parts[number] = part[:0]  # its memory is free again
+            self._parts[number] = part[:0]  # frees its memory
         trace = Trace(
             np.array(self._times, np.float64),
             offsets,
@@ -144,11 +150,11 @@ class TraceBuilder:
 
 
 def chained(ids: npt.NDArray[np.uint64], seed: int = 0) -> Keys:
-    """Keys of a request's blocks from what its file calls them: each depends on all before it.
+    """Return the keys of a request's blocks from the file's ids. Each depends on all before it.
 
-    ids: uint64 [n], prompt order. seed: sets what one file calls its blocks apart from another.
-    key[k] = sum of mix(ids[j], j) over j <= k: for those who mean well; who can choose ids can make
-    two prefixes meet.
+    key[k] = sum of mix(ids[j], j) over j <= k. It is not collision resistant against chosen ids.
+
+    ids: uint64 [n], in prompt order. seed: distinguishes the ids of different files.
     """
     with np.errstate(over="ignore"):
         places = np.arange(1, len(ids) + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
@@ -158,7 +164,7 @@ def chained(ids: npt.NDArray[np.uint64], seed: int = 0) -> Keys:
 
 
 def mixed(values: Keys) -> Keys:
-    """Every bit of the result depends on every bit of the value, and no two values give one.
+    """Return values mixed by a bijection in which every result bit depends on every input bit.
 
     Source: SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
     """
@@ -170,7 +176,7 @@ def mixed(values: Keys) -> Keys:
 
 
 def in_order(trace: Trace) -> Trace:
-    """The same requests by time; equal times stay in their order."""
+    """Return the trace sorted by time; requests of equal time keep their order."""
     order = np.argsort(trace.times, kind="stable")
     if np.array_equal(order, np.arange(len(order))):
         return trace
@@ -194,7 +200,7 @@ def in_order(trace: Trace) -> Trace:
 
 
 def joined(traces: Sequence[Trace]) -> Trace:
-    """Several traces at once: what servers behind one cache would have got."""
+    """Return several traces merged into one, as if their servers shared one cache."""
     if len(traces) == 1:
         return traces[0]
     sizes = sorted({trace.block_tokens for trace in traces})

@@ -19,12 +19,16 @@ TEXT_SUFFIXES = {".py", ".txt", ".rst", ".md"}
 
 
 class Corpus:
-    """Text as one long row of tokens, read and tokenised only as far as prompts are asked for.
+    """Text as one sequence of tokens, read and tokenized only as far as needed.
 
-    encode: text to token ids. paths: files and directories; none for the source code and
-    documentation in the interpreter's own library. seed: the order in which files are read.
-    unit: what ``encode`` makes of text, for messages.
     The same files, seed and tokenizer give the same prompts on every machine.
+
+    Args:
+        encode: convert text to token ids.
+        paths: files and directories; none for the source code and documentation in the
+            interpreter's own library.
+        seed: order in which files are read.
+        unit: name of the tokens, for messages.
     """
 
     def __init__(
@@ -47,11 +51,12 @@ class Corpus:
         )
 
     def prompts(self, num_prompts: int, num_tokens: int, distinct_tokens: int) -> list[Prompt]:
-        """``num_prompts`` prompts of exactly ``num_tokens`` tokens, from places that don't overlap.
+        """Return ``num_prompts`` prompts of exactly ``num_tokens`` tokens, without overlaps.
 
-        distinct_tokens: no two of them agree in that many first tokens (the block size: then
-        they share no block). Asked again, the cut starts at the same place.
-        ConfigError when the text is too short.
+        Each call starts at the beginning of the text. Raises ``ConfigError`` if it is too short.
+
+        distinct_tokens: no two prompts agree in this number of first tokens. With the block size,
+        they share no block.
         """
         chosen: list[Prompt] = []
         beginnings: set[Prompt] = set()
@@ -66,7 +71,7 @@ class Corpus:
                         "prompts"
                     )
             beginning = tuple(self._tokens[start : start + min(distinct_tokens, num_tokens)])
-            if beginning in beginnings:  # a licence text, say: begin a little later
+            if beginning in beginnings:  # a repeated licence text, say: begin a little later
                 start += len(beginning)
                 continue
             beginnings.add(beginning)
@@ -75,7 +80,7 @@ class Corpus:
         return chosen
 
     def _read_more(self) -> bool:
-        """Tokenise the next file that is text. False when there is none left."""
+        """Tokenize the next text file. Return False if there is none left."""
         for path in self._rest:
             try:
                 text = path.read_text(encoding="utf-8")
@@ -89,9 +94,9 @@ class Corpus:
 
 
 def _pieces(text: str, num_characters: int = 4096) -> Iterator[str]:
-    """``text`` in pieces that end at a line end, the longest that fit in ``num_characters``.
+    """Yield pieces of ``text`` that end at a line end, as long as fit in ``num_characters``.
 
-    A tokenizer warns about pieces longer than its model takes.
+    Tokenizers warn about texts longer than their model's limit.
     """
     piece: list[str] = []
     length = 0
@@ -106,9 +111,9 @@ def _pieces(text: str, num_characters: int = 4096) -> Iterator[str]:
 
 
 def with_other_ending(prompt: Prompt, num_shared: int, other: Prompt) -> Prompt:
-    """A prompt of the same length that shares exactly the first ``num_shared`` tokens.
+    """Return a prompt of the same length that shares exactly the first ``num_shared`` tokens.
 
-    other: where the rest comes from; it must go on differently somewhere.
+    other: source of the other tokens.
     """
     start = num_shared
     while start < len(other) and other[start] == prompt[num_shared]:

@@ -1,4 +1,4 @@
-"""Figures in words, rounded to what can be meant."""
+"""Format figures, rounded to a meaningful number of digits."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ if TYPE_CHECKING:
 TOO_FEW = "too few runs to tell"
 SURE = "95\N{NO-BREAK SPACE}% sure"
 GAP = "\N{NO-BREAK SPACE}"
-"""Between a number and its unit."""
+"""Blank between a number and its unit."""
 
 
 def number(value: float) -> str:
-    """ "48", "4.2", "1,020"."""
+    """Format a number: "48", "4.2", "1,020"."""
     return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
 
 
 def milliseconds(value: float) -> str:
-    """ "48 ms", "4.2 ms", "1,020 ms"."""
+    """Format milliseconds: "48 ms", "4.2 ms", "1,020 ms"."""
     return f"{number(value)}{GAP}ms"
 
 
 def capacity(num_bytes: float) -> str:
-    """Format a size that somebody chose: "64 GiB", "1.5 TiB". No line breaks within it."""
+    """Format a capacity: "64 GiB", "1.5 TiB", without line breaks."""
     return size(num_bytes, digits=4).replace(" ", GAP)
 
 
 def duration(value: float) -> str:
-    """Format a time: "4.2 s", "3.2 h". No line breaks within it."""
+    """Format a time: "4.2 s", "3.2 h", without line breaks."""
     return seconds(value).replace(" ", GAP)
 
 
 def percent(share: float, signed: bool = False, digits: int = 1) -> str:
-    """ "95.3 %", or "+0.4 %" where the sign is the message."""
+    """Format a share: "95.3 %", or "+0.4 %" if ``signed``."""
     rounded = round(100 * share, digits) + 0.0  # no "-0.0"
     sign = "+" if signed and rounded else ""
     return f"{rounded:{sign}.{digits}f}{GAP}%".replace("-", "\N{MINUS SIGN}")
 
 
 def counted(number: int, noun: str) -> str:
-    """ "1 prompt", "20 prompts"."""
+    """Format a count: "1 prompt", "20 prompts"."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def between(found: Estimate) -> str:
-    """ "-0.2 % to +0.9 %", or that too little was measured."""
+    """Format an interval: "-0.2 % to +0.9 %", or ``TOO_FEW`` if there is none."""
     if not found.is_bounded:
         return TOO_FEW
     return f"{percent(found.low, signed=True)} to {percent(found.high, signed=True)}"
@@ -61,10 +61,10 @@ def about(found: Estimate, signed: bool = False) -> str:
 
 
 def change(found: Estimate) -> str:
-    """A share, as far as it can be told.
+    """Format a relative change.
 
-    "+0.9 % (+0.4 % to +1.3 %)" where it is on one side of nothing, "-0.2 % to +0.9 %" where it may
-    be nothing, else that it can't.
+    It is "+0.9 % (+0.4 % to +1.3 %)", or "-0.2 % to +0.9 %" if the interval contains 0, or
+    ``TOO_FEW`` if there is no interval.
     """
     if not found.is_bounded or found.contains(0):
         return between(found)

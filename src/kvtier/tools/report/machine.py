@@ -15,7 +15,7 @@ Fact = str | int | float | list[float]
 
 
 def machine_facts(root: Path = Path("/")) -> dict[str, Fact]:
-    """Processor, memory, versions and load as they are now. root: where ``proc`` is mounted."""
+    """Return processor, memory, versions and current load. root: folder of ``proc``."""
     facts: dict[str, Fact] = {
         "cpu": _cpu_model(root),
         "cores": num_cores(),
@@ -32,7 +32,7 @@ def machine_facts(root: Path = Path("/")) -> dict[str, Fact]:
 
 
 def load_average() -> list[float]:
-    """Runnable processes over the last 1, 5 and 15 minutes; empty where nobody counts them."""
+    """Return the load averages over 1, 5 and 15 minutes; empty if the system has none."""
     try:
         return [round(value, 2) for value in os.getloadavg()]
     except (AttributeError, OSError):

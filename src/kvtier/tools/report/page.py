@@ -1,7 +1,7 @@
-"""HTML pages of reports: one file, no external resources, for a screen, a phone or a dark room.
+"""HTML pages of reports: one file without external resources, for wide, narrow and dark screens.
 
-``page.html.j2`` is the frame with its style, and ``draw.html.j2`` the macro for pictures. The
-template of a report extends the frame and fills its blocks.
+``page.html.j2`` is the base template with its style, and ``draw.html.j2`` the macro for figures.
+The template of a report extends the base template and fills its blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 
 def render_page(template: str, **values: object) -> str:
-    """The page as one HTML document. template: "package/file"; it extends the frame."""
+    """Return the page as one HTML document. template: "package/file"."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -25,7 +25,7 @@ def render_page(template: str, **values: object) -> str:
 
 
 def write_page(html: str, path: Path) -> None:
-    """Write a page to ``path``; its directory is made where it is missing."""
+    """Write a page to ``path``; its directory is made if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(html, encoding="utf-8")
 

@@ -6,15 +6,15 @@ from abc import ABC, abstractmethod
 
 
 class Progress(ABC):
-    """Told by the experiments; shown by whoever runs them."""
+    """Progress reported by experiments; subclasses show it."""
 
     @abstractmethod
     def begin(self, title: str, num_steps: int) -> None:
-        """A new experiment begins, with that many steps."""
+        """Begin a new experiment of ``num_steps`` steps."""
 
     @abstractmethod
     def advance(self, note: str = "") -> None:
-        """One step is done. note: what was just learnt, in a few words."""
+        """Report that one step is done. note: its result, in a few words."""
 
 
 class Silence(Progress):

@@ -1,4 +1,4 @@
-"""The few statistics that the experiments report, and what may be said by them."""
+"""Statistics that the experiments report, with their intervals."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 LEAST_VALUES = 6
-"""Fewer have no interval of 95 %: the range of five encloses the median 94 times in a hundred."""
+"""Least number of values with a 95 % interval of the median: the range of five values contains it
+with 94 % only."""
 NUM_RESAMPLES = 4000
 P99_VALUES = 100
-"""Fewer values have no p99: see ``percentile``."""
+"""Least number of values with a p99; see ``percentile``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Mean, percentiles and the largest, in the unit of the values.
+    """Mean, percentiles and maximum, in the unit of the values.
 
-    A percentile is None where there are too few values for it.
+    A percentile is None if there are too few values for it.
     """
 
     mean: float
@@ -33,13 +34,13 @@ class Summary:
     max: float
 
     def as_json(self) -> dict[str, float | None]:
-        """The fields, rounded to what can be meant."""
+        """Return the fields, rounded."""
         fields = ("mean", "p50", "p90", "p99", "max")
         return {name: rounded(getattr(self, name), 3) for name in fields}
 
 
 def summarize(values: Sequence[float]) -> Summary | None:
-    """Mean, p50, p90 and p99 (linear between ranks), and maximum; None for no values."""
+    """Return mean, p50, p90, p99 (linear between ranks) and maximum; None for no values."""
     if not values:
         return None
     return Summary(
@@ -52,9 +53,9 @@ def summarize(values: Sequence[float]) -> Summary | None:
 
 
 def percentile(values: Sequence[float], percent: int) -> float | None:
-    """Return a percentile, linear between ranks; None where no value can lie beyond it.
+    """Return a percentile, linear between ranks; None if no value can lie beyond it.
 
-    Of fewer than 100 values, p99 would be the largest by another name.
+    The p99 of fewer than 100 values would be just the largest one.
     """
     if len(values) * (100 - percent) < 100:
         return None
@@ -63,10 +64,7 @@ def percentile(values: Sequence[float], percent: int) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure, and where the true one lies with 95 % confidence.
-
-    Anywhere, ``-inf`` to ``inf``, where too little was measured to say so.
-    """
+    """A figure with its 95 % interval, which is ``-inf`` to ``inf`` for too few measurements."""
 
     value: float
     low: float = -math.inf
@@ -74,7 +72,7 @@ class Estimate:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether enough was measured to say anything."""
+        """Whether there is an interval."""
         return math.isfinite(self.low) and math.isfinite(self.high)
 
     def contains(self, value: float) -> bool:
@@ -82,26 +80,26 @@ class Estimate:
         return self.low <= value <= self.high
 
     def changed(self, change: Callable[[float], float]) -> Estimate:
-        """Return how a figure changes with this one: it grows, or falls."""
+        """Return the estimate of a monotonic function of this one."""
         low, high = change(self.low), change(self.high)
         return Estimate(change(self.value), min(low, high), max(low, high))
 
     def interval_json(self, digits: int = 4) -> list[float | None]:
-        """Low and high; None for no bound."""
+        """Return low and high; None for no bound."""
         return [rounded(each, digits) for each in (self.low, self.high)]
 
 
 def exactly(value: float) -> Estimate:
-    """A figure that was counted, and is not a sample of anything."""
+    """Return the estimate of a figure that was counted, without uncertainty."""
     return Estimate(value, value, value)
 
 
 def median_with_interval(values: Sequence[float]) -> Estimate:
-    """Median and its interval from order statistics: no assumption about the distribution.
+    """Return the median and its interval from order statistics, for any distribution.
 
     The k-th smallest and k-th largest of n values enclose the median unless fewer than k of them
-    lie on one side, which has probability 2 * P(Binomial(n, 1/2) < k). Takes the largest k for
-    which that is at most 5 %; there is none for fewer than ``LEAST_VALUES``.
+    lie on one side, which has probability 2 * P(Binomial(n, 1/2) < k). The interval has the largest
+    k for which that is at most 5 %. There is none for fewer than ``LEAST_VALUES`` values.
     """
     if not values:
         raise ValueError("a median needs at least one value")
@@ -123,14 +121,17 @@ def estimate(
     figure: Callable[[Floats], Floats],
     least: int = LEAST_VALUES,
 ) -> Estimate:
-    """A figure of samples that were taken together, and its interval by the bootstrap.
+    """Return a figure of paired samples, and its interval by the bootstrap.
 
-    samples: [num, fields], what belongs together in one row (a prompt with and without the cache).
-    figure: of [..., num, fields] to [...]. least: samples below which nothing can be said.
-    The interval is between percentiles of the figures of ``NUM_RESAMPLES`` draws of as many rows,
-    with replacement: those of 95 %, and further out for few rows, which vary less in a draw than
-    they do in truth. The draws are the same at every call.
+    The interval is between percentiles of the figures of ``NUM_RESAMPLES`` resamples of as many
+    rows, with replacement. The percentiles are those of 95 %, and further out for few rows, whose
+    resamples vary too little. The resamples are the same in every call.
     Source: Hesterberg, What Teachers Should Know About the Bootstrap (2015), section 5.3.
+
+    Args:
+        samples: [num, fields], paired values in one row (a prompt with and without the cache).
+        figure: maps [..., num, fields] to [...].
+        least: least number of samples for an interval.
     """
     rows = np.asarray(samples, np.float64)
     value = float(figure(rows))
@@ -143,7 +144,7 @@ def estimate(
 
 
 def _t(freedom: int) -> float:
-    """97.5 % quantile of Student's distribution, to 0.1 % from five degrees of freedom on.
+    """Return the 97.5 % quantile of Student's t, to 0.1 % from five degrees of freedom on.
 
     Source: Abramowitz, Stegun: Handbook of Mathematical Functions, 26.7.5.
     """
@@ -158,7 +159,7 @@ def _t(freedom: int) -> float:
 
 
 def mean_saved(pairs: Sequence[tuple[float, float]]) -> Estimate:
-    """1 - mean of the first of each pair / mean of the second."""
+    """Return 1 - mean of the first of each pair / mean of the second."""
 
     def saved(rows: Floats) -> Floats:
         ours, others = np.moveaxis(rows.mean(axis=-2), -1, 0)
@@ -170,7 +171,7 @@ def mean_saved(pairs: Sequence[tuple[float, float]]) -> Estimate:
 def percentile_ratio(pairs: Sequence[tuple[float, float]], percentile: int, least: int) -> Estimate:
     """Return the ratio of percentiles of the first and the second of each pair.
 
-    least: pairs below which there is no ratio.
+    least: least number of pairs for an interval.
     """
 
     def figure(rows: Floats) -> Floats:
@@ -181,15 +182,15 @@ def percentile_ratio(pairs: Sequence[tuple[float, float]], percentile: int, leas
 
 
 def summary_json(summary: Summary | None) -> dict[str, float | None] | None:
-    """None for no values."""
+    """Return a summary for JSON; None for no values."""
     return None if summary is None else summary.as_json()
 
 
 def value_json(found: Estimate | None) -> float | None:
-    """Without its interval; None for no figure."""
+    """Return an estimate's value for JSON; None for no estimate."""
     return None if found is None else rounded(found.value)
 
 
 def rounded(value: float | None, digits: int = 4) -> float | None:
-    """For JSON, which knows neither more digits nor infinity."""
+    """Return a value rounded for JSON; None for an infinite one or NaN."""
     return None if value is None or not math.isfinite(value) else round(value, digits)

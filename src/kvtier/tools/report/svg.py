@@ -1,8 +1,8 @@
-"""Figures as SVG that take their colours and their font from the page.
+"""Figures as SVG with the colours and the font of the page.
 
-Each is drawn twice, for a wide page and for a phone: text in a picture does not reflow. Colours
-are drawn as placeholders and replaced by the page's CSS variables, so that one picture fits both
-a light and a dark page.
+Each figure is drawn twice, for wide and for narrow pages, since its text does not reflow. Colours
+are drawn as placeholders and replaced by the page's CSS variables, so that a figure fits both a
+light and a dark page.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _STYLE: Any = {
 
 @dataclass(frozen=True, slots=True)
 class SvgPicture:
-    """A figure in two widths, with the sentence under it and a description for screen readers."""
+    """A figure in two widths, with a caption and a description for screen readers."""
 
     wide: Markup
     narrow: Markup
@@ -77,12 +77,12 @@ def picture(drawn: tuple[str, str], caption: str, description: str) -> SvgPictur
 
 
 def twice(draw: Callable[[float], Figure]) -> tuple[str, str]:
-    """The figure for wide pages and for narrow ones."""
+    """Return the figure as SVG for wide and for narrow pages."""
     return _svg(draw, WIDE_IN), _svg(draw, NARROW_IN)
 
 
 def _svg(draw: Callable[[float], Figure], width: float) -> str:
-    """The figure as an ``<svg>`` element that scales with its place and uses the page's colours."""
+    """Return the figure as an ``<svg>`` element that scales and uses the page's colours."""
     salt = f"{draw.__qualname__}-{width}"  # ids must differ between the figures of one page
     with mpl.rc_context({**_STYLE, "svg.hashsalt": salt}):
         buffer = io.StringIO()
@@ -94,7 +94,7 @@ def _svg(draw: Callable[[float], Figure], width: float) -> str:
         )
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
-    # A style sheet inside would rule the whole page, and names of groups would occur twice in it.
+    # A style sheet inside would apply to the whole page, and ids of groups would not be unique.
     text = re.sub(r"<(metadata|style)\b.*?</\1>", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*"', "<g", text)
     text = re.sub(r' (width|height)="[^"]*pt"', "", text, count=2)

@@ -1,4 +1,4 @@
-"""Targets: a figure against what it has to reach, and whether that can be told."""
+"""Targets of figures, and whether they are met."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from kvtier.tools.report.figures import SURE, TOO_FEW, percent
 from kvtier.tools.report.stats import Estimate, rounded
 
 DIGITS = 4
-"""Figures are compared as they are printed."""
+"""Digits after the point to which figures are rounded, before comparison as well."""
 TOO_SMALL = "too small a run to tell"
 
 
 def is_met(found: Estimate, wanted: float, at_least: bool, digits: int = DIGITS) -> bool | None:
     """Whether a figure is on the right side of ``wanted``.
 
-    None where its interval says that it may be on either. The one place that decides this. digits:
-    it is printed with, after the point.
+    None if ``wanted`` is within its interval. This is the only place that decides this.
+
+    Args:
+        found: the figure.
+        wanted: the target.
+        at_least: whether the figure must be at least ``wanted``; otherwise at most.
+        digits: digits after the point to which the figure is printed.
     """
     low, high = (round(each, digits) for each in (found.low, found.high))
     if at_least:
@@ -27,10 +32,16 @@ def is_met(found: Estimate, wanted: float, at_least: bool, digits: int = DIGITS)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One figure against what it has to reach.
+    """A figure and its target.
 
-    deviation: how the measurement differs from what the target is defined for; "" for not at all.
-    comparable: False where, differing so, it says nothing about the target.
+    Attributes:
+        target_id: name of the target.
+        meaning: meaning of the figure.
+        found: the figure.
+        wanted: value to reach.
+        at_least: whether the figure must be at least ``wanted``; otherwise at most.
+        deviation: how the measurement deviates from the target's definition; "" if it does not.
+        comparable: False if the deviation makes the figure useless for the target.
     """
 
     target_id: str
@@ -43,21 +54,21 @@ class Target:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached; None where this run can't tell."""
+        """Whether the target is met; None if this run can't tell."""
         return is_met(self.found, self.wanted, self.at_least) if self.comparable else None
 
     @property
     def outcome(self) -> str:
-        """ "met", "not met", or why that can't be told."""
+        """The outcome in words: "met", "not met", or why that can't be told."""
         if not self.comparable:
             return TOO_SMALL
         return {True: "met", False: "not met", None: TOO_FEW}[self.met]
 
     def as_json(self) -> Mapping[str, object]:
-        """The row for the list of targets.
+        """Return the row for the list of targets.
 
-        ``met`` is null where that can't be told. ``quick`` marks a size that the target is not
-        defined for, and is left out otherwise.
+        ``met`` is null if that can't be told. ``quick`` is present only if the measurement deviates
+        from the target's definition.
         """
         row: dict[str, object] = {
             "id": self.target_id,

@@ -1,4 +1,4 @@
-"""The dashboard, row by row."""
+"""Rows of the dashboard."""
 
 from __future__ import annotations
 

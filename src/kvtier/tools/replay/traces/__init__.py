@@ -1,4 +1,4 @@
-"""Reads traces, one file per format; ``reading.py`` tells them apart by what is in them."""
+"""Readers of traces, one module per format. ``reading.py`` detects the format by content."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Sessions of agents, one a line, coded by what each request keeps of the one before it.
+"""Sessions of agents, one per line, each request encoded relative to the one before.
 
 ``id``, ``block_size``, ``tool_tokens``, ``system_tokens``, ``requests``: a list of ``[seconds,
 input tokens, output tokens, agent, keep, runs, ...]``. A request's ids are the first ``keep`` of
-the same agent's last request, and then ``runs`` = [start, length, start, length, ...]. Ids mean
-something within their session only, and sessions have no start: both are assumed here, and said.
+the same agent's last request, followed by ``runs`` = [start, length, start, length, ...]. Ids are
+valid within their session only, and sessions have no start time. Both are assumed here, and
+reported in a note.
 """
 
 from __future__ import annotations
@@ -75,10 +76,10 @@ def _add(
     number: int,
     options: ReadOptions,
 ) -> None:
-    """Add a session's requests. number: sets its ids apart."""
+    """Add a session's requests. number: distinguishes its ids from other sessions'."""
     prefix_tokens = [line.count_of(session, name) for name in ("tool_tokens", "system_tokens")]
     num_shared = sum(prefix_tokens) // builder.block_tokens if options.shared_prefix else 0
-    # What tools and system prompt are called where they are shared: by their lengths.
+    # Ids of shared tools and system prompts are made from their lengths.
     shared = mixed(mixed(np.array(prefix_tokens[:1], np.uint64)) ^ np.uint64(prefix_tokens[1]))[0]
     own = mixed(np.array([number], np.uint64))[0]
     last: dict[int, npt.NDArray[np.uint64]] = {}
@@ -110,7 +111,7 @@ _NONE = np.zeros(0, np.uint64)
 
 
 def _num_blocks(keep: int, runs: list[int]) -> int:
-    """Return the blocks of a request at most, before they are made."""
+    """Return an upper bound of a request's blocks, before they are expanded."""
     if len(runs) % 2 or not all(type(each) is int and each >= 0 for each in runs):
         raise ValueError("its runs are no pairs of start and length")
     return keep + sum(runs[1::2])

@@ -1,4 +1,4 @@
-"""Times of the lines of a log, which may leave out the year."""
+"""Times of a log's lines, which may lack the year."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 DAY_S = 86_400
 YEAR_S = 365 * DAY_S
 NO_YEAR = 2001
-"""Lines without a year begin in this one, which is no leap year."""
+"""Year assumed for the first line without a year. It is no leap year."""
 _EPOCH = date(1970, 1, 1).toordinal()
 _TIME = re.compile(
     r"(?:([0-9]{4})-)?([0-9]{2})-([0-9]{2})[ T]([0-9]{2}):([0-9]{2}):([0-9]{2})"
@@ -23,8 +23,10 @@ _TIME = re.compile(
 class Clock:
     """Reads the times of a log's lines, in their order.
 
-    Where lines have no year, a jump back by more than half a year is a turn of the year, and
-    29 February exists only if a line has it. has_year: whether all lines so far had one.
+    In lines without a year, a jump back by more than half a year is a turn of the year, and
+    29 February exists only if a line has it.
+
+    has_year: whether all lines so far had a year.
     """
 
     def __init__(self) -> None:
@@ -36,7 +38,7 @@ class Clock:
     def time_s(self, line: TraceLine, text: str) -> float:
         """Return the first time in ``text``, in seconds since 1970.
 
-        Without a year: since 1970 and some years.
+        Without a year, it is relative to an assumed one.
         """
         found = _TIME.search(text)
         if found is None:
@@ -65,7 +67,7 @@ class Clock:
         if self._before is None:
             self._before = time_s
         if time_s - self._before > YEAR_S / 2:
-            return time_s - YEAR_S  # a late line of the year before
+            return time_s - YEAR_S  # a late line of the previous year
         if self._before - time_s > YEAR_S / 2:
             length_s = YEAR_S + DAY_S * self._has_leap_day
             self._years_s += length_s

@@ -1,9 +1,9 @@
-"""Traces whose requests name their blocks: of Mooncake, and of Qwen on Bailian.
+"""Traces with block ids: of Mooncake, and of Qwen on Bailian.
 
 Mooncake: ``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids`` of 512 tokens each.
-Bailian: the same and ``chat_id``, ``parent_chat_id``, ``type``, ``turn``; ``timestamp`` in seconds,
-16 tokens each. The last block of a request may be a part of one; it counts as a block. Other tools
-write such traces with other units, so the whole is checked against ``input_length`` and time.
+Bailian: also ``chat_id``, ``parent_chat_id``, ``type``, ``turn``; ``timestamp`` in seconds, 16
+tokens per id. A partial last block counts as a block. Other tools write such traces in other units,
+so the whole trace is checked against ``input_length`` and time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAME = "Mooncake, Bailian"
 MOONCAKE_TOKENS, BAILIAN_TOKENS = 512, 16
 UNITS_S = {"s": 1.0, "ms": 1e-3}
 SINCE_1970_S, SINCE_1970_MS = 1e9, 1e11
-"""Times from here on count from 1970, in seconds or in ms."""
+"""Least times that are taken as times since 1970, in seconds and in ms."""
 
 
 def recognises(line: TraceLine) -> bool:
@@ -71,7 +71,7 @@ def read(lines: Iterator[TraceLine], options: ReadOptions, file_number: int) -> 
 
 
 def _unit(first: TraceLine, is_bailian: bool) -> str:
-    """Return the unit of the times: what a first time since 1970 shows, or what the format has."""
+    """Return the unit of times, from a first time since 1970, otherwise the format's default."""
     fields = first.json()
     time = first.number_of(fields, "timestamp")
     if time >= SINCE_1970_S:

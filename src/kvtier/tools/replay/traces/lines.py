@@ -1,4 +1,4 @@
-"""Lines of a trace, packed or not, each with its place for whoever has to complain."""
+"""Lines of a trace, compressed or not, each with its location for error messages."""
 
 from __future__ import annotations
 
@@ -31,34 +31,35 @@ if TYPE_CHECKING:
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 MAX_TIME = 1e15
-"""Seconds, or milliseconds: what is above is a mistake."""
+"""Largest time, in seconds or milliseconds; larger ones are mistakes."""
 
 MAX_REASON = 300
-"""Characters of a reason, which may quote a value from the file."""
+"""Most characters of a reason, which may quote a value from the file."""
 MAX_ID_BITS = 512
 MAX_BLOCK_TOKENS = 1 << 20
 MAX_LINE = 1 << 25
-"""Characters. A prompt of a million tokens takes about 12 million, with its text and its ids."""
+"""Most characters of a line. A prompt of a million tokens takes about 12 million, with its text and
+its ids."""
 MAX_EMPTY = 1_000_000
-"""Lines, one after the other."""
+"""Most consecutive empty lines."""
 MAX_RATIO = 100
-"""Limit of a packed file's growth when unpacked. Traces become 5 to 50 times as large."""
+"""Largest growth of a compressed file. Traces become 5 to 50 times as large."""
 LEAST_LIMIT = 1 << 25
-"""Characters that any file may become."""
+"""Characters to which any file may be decompressed."""
 
 Tell = Callable[[int], None]
 """Progress callback: bytes of the file read."""
 
 
 def check_counts(*values: float) -> None:
-    """Raise ``ValueError`` where one of them is below 0, or above what can be meant."""
+    """Raise ``ValueError`` if a value is below 0 or implausibly large."""
     for value in values:
         if not 0 <= value < MAX_TIME:
             raise ValueError(f"{shown(value)} is out of range")
 
 
 class TraceLine:
-    """A line of a file. number: from 1."""
+    """A line of a file. number: line number, from 1."""
 
     __slots__ = ("number", "path", "text")
 
@@ -69,11 +70,11 @@ class TraceLine:
         raise ConfigError(printable(f"{self.path}:{self.number}: {why[:MAX_REASON]}"))
 
     def cut_short(self) -> str:
-        """Return a note that this line, the last one, is left out."""
+        """Return a note that this last line was left out."""
         return f"The last line of {self.path.name} is cut short, and was left out."
 
     def check_room(self, num_blocks: int, builder: TraceBuilder) -> None:
-        """Refuse a request whose blocks have no room in the trace any more."""
+        """Raise ``ConfigError`` for a request that exceeds the limit of the trace."""
         if not builder.has_room(num_blocks):
             gib = builder.max_blocks * BYTES_PER_BLOCK / (1 << 30)
             self.refuse(
@@ -82,14 +83,14 @@ class TraceLine:
             )
 
     def json(self) -> Any:
-        """The line's value; ``ConfigError`` where it is no JSON."""
+        """Return the line's JSON value; raise ``ConfigError`` if it is none."""
         try:
             return json.loads(self.text)
         except (ValueError, RecursionError):
             self.refuse("no JSON; every line of this trace is a JSON value")
 
     def number_of(self, fields: dict[str, Any], name: str) -> float:
-        """A field that must be a finite number."""
+        """Return a field that must be a finite number."""
         value = fields.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             self.refuse(f"{name} is {shown(value)}, and should be a number")
@@ -98,21 +99,21 @@ class TraceLine:
         return float(value)
 
     def count_of(self, fields: dict[str, Any], name: str) -> int:
-        """A field that must be 0 or more."""
+        """Return a field that must be 0 or more, as an integer."""
         value = self.number_of(fields, name)
         if value < 0:
             self.refuse(f"{name} is {shown(fields[name])}, and should be 0 or more")
         return int(value)
 
     def block_tokens_of(self, fields: dict[str, Any], name: str) -> int:
-        """A field that must be a number of tokens per block."""
+        """Return a field that must be a number of tokens per block."""
         value = fields.get(name)
         if type(value) is not int or not 0 < value <= MAX_BLOCK_TOKENS:
             self.refuse(f"{name} is {shown(value)}, and should be tokens per block")
         return value
 
     def ids(self, values: object, name: str) -> npt.NDArray[np.uint64]:
-        """A list of integers. Those that don't lie in 0 .. 2**64 - 1 are folded into it."""
+        """Return a list of integers. Those outside 0 .. 2**64 - 1 are folded into that range."""
         if values is None:
             self.refuse(f"{name} is missing")
         if not isinstance(values, list) or not all(type(each) is int for each in values):
@@ -128,8 +129,7 @@ class TraceLine:
 def lines_of(path: Path, tell: Tell | None = None) -> Iterator[TraceLine]:
     """Yield the lines that are not empty.
 
-    Packed files are known by what is in them, not by their names, and are read within
-    ``MAX_RATIO``.
+    Compressed files are detected by content, not by name, and may grow by ``MAX_RATIO``.
     """
     with _raw(path) as raw, _unpacked(path, raw) as unpacked:
         size = os.fstat(raw.fileno()).st_size
@@ -168,7 +168,7 @@ def _refuse_size(path: Path, number: int, size: int, length: int) -> NoReturn:
 
 
 def _encoding(path: Path, unpacked: IO[bytes]) -> str:
-    """Return the encoding that a byte order mark says, or else UTF-8."""
+    """Return the encoding of a byte order mark, otherwise UTF-8."""
     try:
         begin = unpacked.peek(4)[:4]  # type: ignore[attr-defined]
     except (OSError, EOFError, zlib.error) as error:
@@ -177,7 +177,7 @@ def _encoding(path: Path, unpacked: IO[bytes]) -> str:
 
 
 def _raw(path: Path) -> IO[bytes]:
-    """Open a file. A pipe or a device is refused, and not waited for."""
+    """Open a file. Raise ``ConfigError`` for a pipe or a device, without waiting for it."""
     try:
         raw = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 (the caller closes it)
     except OSError as error:
@@ -194,7 +194,7 @@ def _without_waiting(path: str, flags: int) -> int:
 
 @contextmanager
 def _unpacked(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
-    """Yield the bytes of the file, unpacked, as a stream that has ``peek``."""
+    """Yield the decompressed bytes of the file, as a stream with ``peek``."""
     try:
         begin = raw.read(4)
         raw.seek(0)
@@ -211,7 +211,7 @@ def _unpacked(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _zstd(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
-    """By Python's own module, the package that brings it to older versions, or the program."""
+    """Decompress by Python's own module, its backport, or the ``zstd`` program."""
     for name in ("compression.zstd", "backports.zstd"):
         try:
             module = importlib.import_module(name)
@@ -227,7 +227,7 @@ def _zstd(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
         raise ConfigError(
             f"{path} is packed by zstd; unpack it, or install a reader: {install_command('replay')}"
         )
-    os.lseek(raw.fileno(), 0, os.SEEK_SET)  # it gets the file, not what is buffered here
+    os.lseek(raw.fileno(), 0, os.SEEK_SET)  # the program reads the file, not this buffer
     with subprocess.Popen([program, "-dcq"], stdin=raw, stdout=subprocess.PIPE) as running:
         assert running.stdout is not None
         try:
@@ -241,7 +241,7 @@ def _zstd(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
 
 
 def _folded(value: int) -> int:
-    """Return 64 bits of a negative or wide id. Others than equal ids are equal by chance only."""
+    """Return 64 bits of a negative or wide id. Different ids collide only by chance."""
     if -(1 << 63) <= value < 1 << 64:
         return value & (1 << 64) - 1
     wide = value.to_bytes(MAX_ID_BITS // 8 + 8, "little", signed=True)
@@ -249,7 +249,7 @@ def _folded(value: int) -> int:
 
 
 def shown(value: object) -> str:
-    """Return a value from a file for a message, whatever it is."""
+    """Format any value from a file for a message."""
     if value is None:
         return "missing"
     if isinstance(value, (list, dict)):

@@ -14,13 +14,15 @@ TIME_UNITS = ("auto", "s", "ms")
 class ReadOptions:
     """Options of reading a trace.
 
-    chains: makes keys where a file has token ids; their ``block_tokens`` counts for logs only.
-
-    block_tokens: of hashed blocks; 0 takes what the format has. time_unit: of their timestamps:
-    "s", "ms", or "auto" for what the format has. coarsen: so many blocks become one.
-    sessions, hours, seed, shared_prefix: for files of sessions without a start: how many to take (0
-    for all), the hours over which their starts are drawn, and whether sessions with equal lengths
-    of tools and system prompt share these.
+    Attributes:
+        chains: makes keys for files with token ids. Its ``block_tokens`` applies to logs only.
+        block_tokens: tokens per hashed block; 0 for the format's default.
+        coarsen: number of blocks to merge into one.
+        sessions: agentic sessions to read; 0 for all.
+        hours: hours within which their start times are drawn.
+        seed: seed of these start times.
+        shared_prefix: whether sessions with equal lengths of tools and system prompt share these.
+        time_unit: unit of the timestamps of hashed traces: "s", "ms", or "auto" for the format's.
     """
 
     chains: Chains

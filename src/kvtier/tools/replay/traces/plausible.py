@@ -1,6 +1,7 @@
-"""Checks that a trace was read in the units that it was written in.
+"""Check that a trace was read in the right units.
 
-A wrong unit is no error in any line. It shows in the whole, and would end as a purchase.
+A wrong unit is no error in any single line. It shows only in the whole trace, and would lead to a
+wrong recommendation.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ if TYPE_CHECKING:
 
 MAX_WINDOW_S = 366 * 86_400
 MAX_TOKENS_PER_S = 1e6
-"""Prompt tokens of one trace: about a hundred accelerators, without any reuse."""
+"""Most prompt tokens per second of one trace: about a hundred accelerators, without reuse."""
 LEAST_REQUESTS = 100
-"""Fewer may come at once."""
+"""Least number of requests for which the rate is checked; fewer may arrive at once."""
 SLACK = 1.1
 MAX_EXCESS = 2
-"""Largest ratio of tokens in blocks to tokens in prompts, for formats with their own block ids.
-Some leave out parts of a prompt; none doubles it."""
+"""Largest ratio of tokens in blocks to tokens in prompts, for formats with block ids. Some formats
+leave out parts of a prompt; none doubles it."""
 
 
 def check_window(paths: str, trace: Trace) -> None:
-    """Refuse times that are years apart."""
+    """Raise ``ConfigError`` for times that are more than a year apart."""
     if trace.window_s > MAX_WINDOW_S:
         days = trace.window_s / 86_400
         raise ConfigError(
@@ -36,7 +37,7 @@ def check_window(paths: str, trace: Trace) -> None:
 
 
 def check_blocks(path: Path, trace: Trace) -> None:
-    """Refuse blocks that have far more tokens than the prompts."""
+    """Raise ``ConfigError`` if the blocks have far more tokens than the prompts."""
     num_requests, num_blocks, num_tokens = _sums(trace)
     if num_blocks * trace.block_tokens > MAX_EXCESS * (
         num_tokens + num_requests * trace.block_tokens
@@ -50,9 +51,9 @@ def check_blocks(path: Path, trace: Trace) -> None:
 
 
 def check_block_tokens(path: Path, trace: Trace, options: ReadOptions) -> str:
-    """Refuse tokens per block that don't fit the prompts' lengths.
+    """Raise ``ConfigError`` if the tokens per block don't match the prompts' lengths.
 
-    Returns a note, or "", where the user has said how many tokens a block has.
+    If the user gave the tokens per block, it returns a note instead. Returns "" if they match.
     """
     num_requests, num_blocks, num_tokens = _sums(trace)
     least = (num_blocks - num_requests) * trace.block_tokens / SLACK
@@ -74,7 +75,7 @@ def check_block_tokens(path: Path, trace: Trace, options: ReadOptions) -> str:
 
 
 def check_rate(path: Path, trace: Trace, unit: str) -> None:
-    """Refuse a unit of time, which nobody gave, in which more is asked than can be computed."""
+    """Raise ``ConfigError`` if an assumed unit of time implies an implausible rate."""
     _, _, num_tokens = _sums(trace)
     if trace.num_requests < LEAST_REQUESTS:
         return
@@ -90,7 +91,7 @@ def check_rate(path: Path, trace: Trace, unit: str) -> None:
 
 
 def _sums(trace: Trace) -> tuple[int, int, int]:
-    """Return requests, blocks and tokens of the prompts whose lengths are known."""
+    """Return the numbers of requests, blocks and tokens of prompts with known lengths."""
     known = trace.input_tokens > 0
     return (
         int(known.sum()),
@@ -100,7 +101,7 @@ def _sums(trace: Trace) -> tuple[int, int, int]:
 
 
 def _rounded(tokens: float) -> int:
-    """Return the power of two that is nearest, where one is near, or else a whole number."""
+    """Return the nearest power of two if it is within 20 %, otherwise a whole number."""
     power: int = 1 << max(0, round(tokens).bit_length() - 1)
     near = min((power, 2 * power), key=lambda each: abs(each - tokens))
     return near if abs(near - tokens) <= 0.2 * near else max(1, round(tokens))

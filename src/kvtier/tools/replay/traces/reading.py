@@ -17,23 +17,23 @@ from kvtier.tools.replay.traces.options import ReadOptions
 from kvtier.tools.replay.traces.plausible import check_blocks, check_window
 
 TIME_OF_DAY = 1e8
-"""Seconds: later times were told by a clock, earlier ones count from the trace's own start."""
+"""Seconds. Larger times are since 1970, smaller ones since the trace's own start."""
 
 
 class Format(Protocol):
-    """A module that reads one format."""
+    """Module that reads one format."""
 
     NAME: str
 
     def recognises(self, line: TraceLine) -> bool:
-        """Whether this line, the first one of a file or any one of a log, is of this format."""
+        """Whether a line (the first one of a file, or any one of a log) is of this format."""
 
     def read(self, lines: Iterator[TraceLine], options: ReadOptions, file_number: int) -> Trace:
-        """All requests. file_number: sets apart what two files call their blocks."""
+        """Return the trace. file_number: distinguishes the block ids of different files."""
 
 
 TABLES: tuple[Format, ...] = (recorded, hashed, agentic)
-"""Formats whose every line is a request. The others are logs, which say other things, too."""
+"""Formats in which every line is a request. The others are logs, with other lines, too."""
 FORMATS: tuple[Format, ...] = (*TABLES, request_log)
 
 Tell = Callable[[int, int], None]
@@ -41,9 +41,10 @@ Tell = Callable[[int, int], None]
 
 
 def read_traces(paths: Sequence[Path], options: ReadOptions, tell: Tell | None = None) -> Trace:
-    """The requests of all files together, each on its own clock unless it says the time of day.
+    """Return the requests of all files, merged.
 
-    Raises ``ConfigError`` for a file that can't be read, with its line.
+    Files without absolute times are aligned at their starts. Raises ``ConfigError``, with the line,
+    for a file that can't be read.
     """
     sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]
     traces = []
@@ -67,10 +68,10 @@ def read_traces(paths: Sequence[Path], options: ReadOptions, tell: Tell | None =
 
 
 def _on_one_clock(traces: Sequence[Trace]) -> Trace:
-    """All of them, from 0 s on."""
+    """Return the traces merged, with times from 0 s on."""
     starts = [float(trace.times[0]) if trace.num_requests else 0.0 for trace in traces]
     if len(traces) > 1 and not any(trace.has_year for trace in traces):
-        # Each is in the year that brings it closest to the first one.
+        # Each gets the year that brings it closest to the first one.
         years = [round((starts[0] - start) / YEAR_S) for start in starts]
         traces = [
             replace(trace, times=trace.times + year * YEAR_S)

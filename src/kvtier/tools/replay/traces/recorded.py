@@ -86,10 +86,15 @@ def _is_whole(line: TraceLine) -> bool:
 
 
 def write_trace(trace: Trace, salt: str, path: Path) -> int:
-    """Returns its bytes.
+    """Write a trace as a recording. Return the number of bytes written.
 
-    salt: the name of what the keys were made with. Raises ``ConfigError`` where ``path`` is there
-    already.
+    Args:
+        trace: the trace.
+        salt: name of the salt with which the keys were made.
+        path: the file.
+
+    Raises:
+        ConfigError: the file exists already.
     """
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

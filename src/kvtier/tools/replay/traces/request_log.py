@@ -1,13 +1,13 @@
-"""Logs in which vLLM or SGLang wrote the token ids of their requests.
+"""Logs of vLLM or SGLang with the token ids of requests.
 
 vLLM (``--enable-log-requests``): lines with ``prompt_token_ids: [...]``, written at INFO by older
 versions, at DEBUG by newer ones. SGLang (``--log-requests --log-requests-level 3``): lines with
 ``Receive: obj=GenerateReqInput(... input_ids=[...]``, or JSON with ``request.received``.
 
-A prompt may hold anything, also what looks like a request's line. So a line counts only where the
-engine's own words begin its message, and token ids only where they stand outside of quotes. Each
-line is read in time that grows with its length. Ids are hashed as they are read, with a salt that
-is never written. The log does not say how long the answers were.
+A prompt may contain anything, also text that looks like a request's line. So a line counts only if
+its message begins with the engine's own words, and token ids only if they are outside of quotes.
+Each line is read in time linear in its length. Ids are hashed as they are read, with a salt that is
+never written. The log does not contain the lengths of answers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 NAME = "request logs of vLLM, SGLang"
 
 HEAD = 1000
-"""Characters of a line in which the engine's words must begin: what is before them is short."""
+"""First characters of a line, within which the engine's words must begin."""
 _BEFORE = r"""[^'"{]*?"""
-"""Process, level, time, file. What a client can choose would be in quotes or in JSON."""
+"""Pattern of process, level, time and file. Text chosen by a client is in quotes or in JSON."""
 _HEADS = {
     ", prompt_token_ids: ": re.compile(
         _BEFORE + r"\b(?:Received request|Request) [^\s'\"{]+(?: details)?: prompt: "
@@ -51,11 +51,11 @@ _PARTS = re.compile(
     r"""|[(\[{]|[)\]}]|, prompt_token_ids: |\binput_ids=""",
     re.DOTALL,
 )
-"""Quoted text, as ``repr`` writes it; brackets; what stands before token ids."""
+"""Pattern of quoted text in the form of ``repr``, of brackets, and of the text before token ids."""
 
 
 class _Request(NamedTuple):
-    """A request's line: its token ids as they were logged, and the text that holds its time."""
+    """A request's line: its token ids as logged, and the text that contains its time."""
 
     ids: Any
     when: str
@@ -92,7 +92,7 @@ def read(lines: Iterator[TraceLine], options: ReadOptions, file_number: int) -> 
 
 
 def _request(line: TraceLine) -> _Request | None:
-    """Return what a request's line says; None for a line about something else."""
+    """Return the request of a line; None for any other line."""
     if event := _event(line):
         fields, when = event
         asked = fields.get("obj")
@@ -131,7 +131,7 @@ def _event(line: TraceLine) -> tuple[dict[str, Any], str] | None:
 def _found_head(line: TraceLine) -> tuple[str, str, int, str] | None:
     """Return the message, the text with its time, the end of the engine's own words, and the head.
 
-    The head is what stands before token ids in it.
+    The head is the text before token ids in it. Returns None for any other line.
     """
     message, when = line.text, ""
     if message.lstrip()[:1] == "{" and any(f'"{name}"' in message for name in _MESSAGE_FIELDS):
@@ -152,7 +152,7 @@ def _text_of(fields: dict[str, Any], names: Iterable[str]) -> str:
 
 
 def _ids(line: TraceLine, message: str, begin: int, before_ids: str) -> Any:
-    """The ids of a message of vLLM or SGLang; None where it has none."""
+    """Return the ids in a message of vLLM or SGLang; None if it has none."""
     depth = 0
     for part in _PARTS.finditer(message, begin):
         text = part[0]
@@ -163,7 +163,7 @@ def _ids(line: TraceLine, message: str, begin: int, before_ids: str) -> Any:
         elif text == before_ids and not depth:
             return _list(line, message, part.end())
         elif text[0] in "'\"" and not (part["end"] or part["end2"] or "").strip("\\"):
-            _refuse_ids(line)  # text that never ends
+            _refuse_ids(line)  # a quote that never ends
     return None
 
 
