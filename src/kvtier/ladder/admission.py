@@ -1,4 +1,4 @@
-"""Admission: blocks worth their room, blocks worth a write, and transient blocks."""
+"""Admission: which blocks a tier admits, which storage stores, and which are transient."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-// A few curves over time, as SVG. Read with the pointer, or with the arrow keys.
+// A few curves over time, as SVG. Values are shown by the pointer, or by the arrow keys.
 
 import { made } from "./words.js";
 
 const HEIGHT = 110, LEFT = 68, TOP = 8, BOTTOM = 18, RIGHT = 6;
-const MOST = 900; // points that are kept: half an hour
+const MOST = 900; // most points: half an hour
 
 export class Chart {
-  // say: a value in words. top: the least that the axis reaches to.
+  // say: formats a value. top: least upper end of the axis.
   constructor(parent, title, say, top) {
     this.say = say;
     this.top = top;
     this.title = title;
     this.times = [];
-    this.series = new Map(); // by name: a value or null per time
+    this.series = new Map(); // by name: one value or null per time
     this.cursor = null;
     this.svg = made("svg", { tabindex: 0, role: "img", height: HEIGHT });
     this.caption = made("figcaption");
@@ -24,7 +24,7 @@ export class Chart {
     new ResizeObserver(() => this.draw()).observe(parent);
   }
 
-  // values: by name; null for what can't be told. A gap is null for all.
+  // values: by name; null for an unknown value. All null is a gap.
   add(time, values) {
     for (const name of Object.keys(values)) {
       if (!this.series.has(name)) this.series.set(name, this.times.map(() => null));

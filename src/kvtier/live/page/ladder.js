@@ -1,4 +1,4 @@
-// The tiers as a ladder: memory above, storage side by side below, and what flows between them.
+// The tiers as a ladder: memory tiers above, storage tiers side by side below, with transfer rates.
 
 import { STATES, count, made, rate, seconds, share, size } from "./words.js";
 
@@ -67,17 +67,17 @@ export class Ladder {
     return made("g", {}, ...parts);
   }
 
-  // In the gap above each box: its arrow up and its arrow down, with what flows beside them.
+  // Draws, in the gap above each box, an arrow up and an arrow down with their transfer rates.
   *#ways(boxes) {
     for (const box of boxes.values()) {
       const above = [...boxes.values()].filter((each) => each.level === box.level - 1).at(0);
       if (!above) continue;
       const low = box.y - 4, high = above.y + BOX + 4;
       const up = this.#flow(box.tier.name, above.tier.name) ?? NOTHING, down = this.#flow(above.tier.name, box.tier.name) ?? NOTHING;
-      const straight = this.picture.flows.find(({ src, dst }) => src === box.tier.name && boxes.get(dst).level < above.level);
+      const direct = this.picture.flows.find(({ src, dst }) => src === box.tier.name && boxes.get(dst).level < above.level);
       yield* arrow(box.x + 16, low, high, up);
       yield* arrow(box.x + 34, high, low, down);
-      const lines = [["↑", up], ["↓", down], ["⇈ direct", straight]].filter(([, flow]) => flow);
+      const lines = [["↑", up], ["↓", down], ["⇈ direct", direct]].filter(([, flow]) => flow);
       const top = (low + high) / 2 - (lines.length - 1) * 8 + 4;
       for (const [at, [sign, flow]] of lines.entries()) {
         yield text(box.x + 48, top + at * 16, told(sign, flow, box.width), flow.is_refused ? "bad" : flow.bytes_per_s ? "" : "faint");

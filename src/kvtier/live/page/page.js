@@ -1,4 +1,4 @@
-// Asks every other second how things are, and shows it. What was before is kept here, and nowhere else.
+// Requests the picture every two seconds and shows it. Only the page keeps the history of its charts.
 
 import { Chart } from "./chart.js";
 import { Ladder } from "./ladder.js";
@@ -14,7 +14,7 @@ const charts = {
   saved: new Chart(byId("charts"), "Prefill time saved per second", seconds, 0.001),
   ttft: new Chart(byId("charts"), "Time to first token", seconds, 0.001),
 };
-const NEW_MS = 120_000; // so long a server is said to have begun anew
+const NEW_MS = 120_000; // for which a restart of the server is shown
 let isPaused = false, hasSeen = false, lastSeen = 0, turn = 0, lastAge = 0, begunAnew = -NEW_MS;
 
 async function ask() {
@@ -22,7 +22,7 @@ async function ask() {
   if (key) headers.Authorization = `Bearer ${key}`;
   const answer = await fetch("/kvtier/live.json", { headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
   if (answer.status === 401) {
-    // A slow answer to an earlier question says nothing about a key that was given since.
+    // The answer to an earlier request says nothing about a key that was entered meanwhile.
     if (sessionStorage.getItem(KEY) === key) askForKey(Boolean(key));
     return;
   }
@@ -45,7 +45,7 @@ async function turnRound(number) {
 
 function sayLost(error) {
   const why = error instanceof TypeError || error instanceof DOMException ? "the server does not answer" : error.message;
-  // Read out aloud where somebody listens: so it changes seldom.
+  // Screen readers read this aloud, so it must change rarely.
   const tens = Math.floor((Date.now() - lastSeen) / 10000);
   const since = lastSeen && tens ? ` The figures are ${seconds(10 * tens)} old.` : "";
   say(`No answer: ${why}. Retrying.${since}`, "bad");
@@ -114,7 +114,7 @@ function showHead({ engine, server, url, tiers }) {
 }
 
 function showTiles({ hit_share, saved, requests }) {
-  const spared = saved.seconds_per_s; // of one engine's prefill, per second: so many engines
+  const spared = saved.seconds_per_s; // seconds of prefill saved per second, in engines
   const tiles = [
     ["Prompt tokens from cache", hit_share.recent, share],
     ["Prefill time saved per minute", spared, (value) => `${seconds(60 * value)} (${engines(value)})`],

@@ -1,8 +1,8 @@
-// Numbers for people, as in the terminal. null stands for what can't be told.
+// Formats numbers as in the terminal. null means unknown.
 
 export const TOO_FEW = "too few to tell";
 
-// A storage tier's state, by kvtier_breaker_state: in words, and the class that colours it.
+// State of a storage tier by kvtier_breaker_state: text, and CSS class.
 export const STATES = {
   0: ["in use", ""], 1: ["being retried", "warn"], 2: ["paused after errors", "bad"], 3: ["slab cut short", "bad"],
 };
@@ -39,7 +39,7 @@ export function size(bytes) {
   return `${at ? short(bytes / 1024 ** at) : Math.round(bytes)} ${names[at]}`;
 }
 
-// What a tier can hold: in bytes where the engine tells them, else in blocks.
+// Formats a tier's capacity, in bytes if the engine reports them, else in blocks.
 export function capacity({ capacity_bytes: bytes, slots }) {
   if (bytes !== null) return size(bytes);
   return slots === null ? "–" : `${count(slots)} blocks`;
@@ -47,7 +47,7 @@ export function capacity({ capacity_bytes: bytes, slots }) {
 
 export const rate = (bytes) => (bytes === null ? TOO_FEW : `${size(bytes)}/s`);
 
-// An element with text and children; nothing is ever taken for HTML.
+// Makes an element with text and children. Text is never parsed as HTML.
 export function made(tag, attributes = {}, ...children) {
   const isDrawn = ["svg", "g", "rect", "path", "line", "text", "title"].includes(tag);
   const element = isDrawn
