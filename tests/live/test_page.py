@@ -14,7 +14,7 @@ import pytest
 
 from kvtier.live.files import LIVE_PATH
 from kvtier.live.local import LocalServer
-from kvtier.live.scrape import Watched
+from kvtier.live.scrape import WatchedEngine
 
 from . import browser
 from .served import KEY, Serve
@@ -230,7 +230,7 @@ def test_a_slow_answer_does_not_forget_a_key_that_was_given_since(
 
 
 def test_another_engines_page_is_the_same(served: Serve, open_page: Callable[..., Any]) -> None:
-    local = LocalServer(Watched(served.url))
+    local = LocalServer(WatchedEngine(served.url))
     thread = Thread(target=local.serve_forever, args=(0.05,))
     thread.start()
     try:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvtier.live.history import MOST_AGE_S, History
 from kvtier.live.picture import Picture
-from kvtier.live.scrape import Seen
+from kvtier.live.scrape import ScrapeResult
 from kvtier.live.terminal import Fitted, draw
 from kvtier.live.wording import TOO_FEW, count, seconds, share, size
 
@@ -382,7 +382,7 @@ def test_a_name_is_shown_as_text_in_a_terminal() -> None:
         f'kvtier_breaker_state{{tier="{evil}"}}': 2,
     }
     shown = io.StringIO()
-    seen = Seen(picture(values).as_json())
+    seen = ScrapeResult(picture(values).as_json())
     Console(file=shown, width=200).print(draw(seen, "http://h/[/x]"))
     assert shown.getvalue().count(evil) >= 3
 
@@ -392,7 +392,7 @@ def test_a_terminal_tells_bytes_engines_and_a_slab_that_was_cut_short() -> None:
     saved, slot_bytes = "kvtier_saved_seconds_total", 'kvtier_slot_bytes{tier="disk"}'
     state = 'kvtier_breaker_state{tier="disk"}'
     values = {KVTIER: 1, **DISK, slot_bytes: 1 << 30, state: 3, saved: 0}
-    seen = Seen(picture(values, {**values, saved: 294.5}, every_s=60.0).as_json())
+    seen = ScrapeResult(picture(values, {**values, saved: 294.5}, every_s=60.0).as_json())
     shown = io.StringIO()
     Console(file=shown, width=200).print(draw(seen, "http://h"))
     (disk,) = (line for line in shown.getvalue().splitlines() if line.startswith("disk "))
@@ -407,7 +407,7 @@ def test_a_low_terminal_says_that_lines_were_cut(height: int, says_so: bool) -> 
     history.add(recorded("kvtier", 2, 0.0))
     console = Console(width=100, height=height, file=io.StringIO())
     with console.capture() as shown:
-        console.print(Fitted(draw(Seen(history.picture().as_json()), "http://h")))
+        console.print(Fitted(draw(ScrapeResult(history.picture().as_json()), "http://h")))
     lines = shown.get().rstrip("\n").split("\n")
     assert len(lines) <= height
     assert ("more lines: enlarge the terminal" in lines[-1]) == says_so

@@ -64,11 +64,11 @@ def describe(
     Works with kvtier serve, vLLM and SGLang. Facts that a server does not report are left out.
     """
     from kvtier.live.client import server_url
-    from kvtier.live.scrape import Watched
+    from kvtier.live.scrape import WatchedEngine
 
     server, key = server_url(url), take_key(api_key)
     models = models_of(server, key, timeout_s)
-    seen = Watched(server, key).look()
+    seen = WatchedEngine(server, key).look()
     picture: Mapping[str, Any] = seen.picture or {}
     found: dict[str, Any] = {
         "url": server,

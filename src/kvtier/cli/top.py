@@ -13,7 +13,7 @@ from kvtier.cli.failure import fail
 from kvtier.cli.watch import URL
 
 if TYPE_CHECKING:
-    from kvtier.live.scrape import Watched
+    from kvtier.live.scrape import WatchedEngine
 
 FIRST_S = 2.0
 """Seconds between the two readings of ``--once``, whose difference gives the rates."""
@@ -36,16 +36,16 @@ def top(
     ] = None,
 ) -> None:
     """Show the live state of the cache of a kvtier server, vLLM or SGLang."""
-    from kvtier.live.scrape import Watched
+    from kvtier.live.scrape import WatchedEngine
 
-    watched = Watched(url, take_key(api_key))
+    watched = WatchedEngine(url, take_key(api_key))
     if once or as_json:
         _once(watched, as_json)
     else:
         _on_and_on(watched, every_s)
 
 
-def _once(watched: Watched, as_json: bool) -> None:
+def _once(watched: WatchedEngine, as_json: bool) -> None:
     from rich.console import Console
 
     from kvtier.live.terminal import draw
@@ -61,7 +61,7 @@ def _once(watched: Watched, as_json: bool) -> None:
         Console().print(draw(seen, watched.url))
 
 
-def _on_and_on(watched: Watched, every_s: float) -> None:
+def _on_and_on(watched: WatchedEngine, every_s: float) -> None:
     from rich.live import Live
 
     from kvtier.live.terminal import Fitted, draw

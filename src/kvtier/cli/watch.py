@@ -26,9 +26,9 @@ def watch(
     A kvtier server has the page itself, at /.
     """
     from kvtier.live.local import LOCAL_HOSTS, LocalServer
-    from kvtier.live.scrape import Watched
+    from kvtier.live.scrape import WatchedEngine
 
-    watched = Watched(url, take_key(api_key))
+    watched = WatchedEngine(url, take_key(api_key))
     try:
         server = LocalServer(watched, host, port)
     except (OSError, OverflowError) as error:

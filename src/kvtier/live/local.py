@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from kvtier.live.files import HEADERS, LIVE_PATH, TYPES, content_of, name_of
-from kvtier.live.scrape import Watched
+from kvtier.live.scrape import WatchedEngine
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -21,7 +21,7 @@ class LocalServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, watched: Watched, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, watched: WatchedEngine, host: str = "127.0.0.1", port: int = 0) -> None:
         self.watched = watched
         super().__init__((host, port), _Handler)
         self._is_loopback = host in LOCAL_HOSTS

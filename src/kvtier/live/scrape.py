@@ -47,14 +47,14 @@ def read_text(url: str, api_key: str | None = None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ScrapeResult:
     """Result of a scrape: a picture as plain data, or the reason why there is none."""
 
     picture: dict[str, Any] | None
     error: str = ""
 
 
-class Watched:
+class WatchedEngine:
     """A watched engine. Several threads may look; they share one scrape."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -63,9 +63,9 @@ class Watched:
         self._lock = Lock()
         self._history = History()
         self._looked_s: float | None = None
-        self._seen = Seen(None)
+        self._seen = ScrapeResult(None)
 
-    def look(self) -> Seen:
+    def look(self) -> ScrapeResult:
         """Return the current picture, at most ``LEAST_PAUSE_S`` old.
 
         Waits up to ``TIMEOUT_S`` for the engine.
@@ -77,12 +77,12 @@ class Watched:
                 self._looked_s = time.monotonic()
             return self._seen
 
-    def _look(self) -> Seen:
+    def _look(self) -> ScrapeResult:
         try:
             text = read_text(self.url, self._api_key)
             self._history.add(Reading.parse(text, time.monotonic()))
         except UnreadableError as error:
-            return Seen(None, f"{self.url} answers, but with {error}")
+            return ScrapeResult(None, f"{self.url} answers, but with {error}")
         except ScrapeError as error:
-            return Seen(None, str(error))
-        return Seen(self._history.picture().as_json())
+            return ScrapeResult(None, str(error))
+        return ScrapeResult(self._history.picture().as_json())

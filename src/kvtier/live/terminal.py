@@ -11,7 +11,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.live.scrape import Seen
+from kvtier.live.scrape import ScrapeResult
 from kvtier.live.wording import TOO_FEW, count, seconds, share, size
 
 STATES = {
@@ -41,7 +41,7 @@ class Fitted:
             yield Text(f"{num_cut} more lines: enlarge the terminal, or use --once", "yellow")
 
 
-def draw(seen: Seen, url: str) -> RenderableType:
+def draw(seen: ScrapeResult, url: str) -> RenderableType:
     """Return a drawing of the picture, or the reason why there is none."""
     if seen.picture is None:
         return Text(f"{seen.error or url}. Retrying …", "yellow")

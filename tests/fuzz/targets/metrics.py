@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvtier.live.history import History
 from kvtier.live.reading import Reading, UnreadableError
-from kvtier.live.scrape import Seen
+from kvtier.live.scrape import ScrapeResult
 from kvtier.live.terminal import draw
 
 OUTCOMES = frozenset({"shown", "refused"})
@@ -63,7 +63,7 @@ def _show(history: History, rng: Random) -> str:
     plain = picture.as_json()
     assert len(json.dumps(plain, allow_nan=False)) < 1 << 20
     shown = io.StringIO()
-    Console(file=shown, width=rng.choice((40, 120))).print(draw(Seen(plain), "url"))
+    Console(file=shown, width=rng.choice((40, 120))).print(draw(ScrapeResult(plain), "url"))
     assert shown.getvalue().replace("\n", "").isprintable()
     return "shown"
 

@@ -15,7 +15,7 @@ from kvtier.tools.bench_serve.slow_disk import measure_slow_disk
 from kvtier.tools.bench_serve.store import check_store, measure_store
 from kvtier.tools.bench_serve.ttft import measure_ttft
 from kvtier.tools.report.machine import load_average, machine_facts
-from kvtier.tools.report.progress import Progress, Silence
+from kvtier.tools.report.progress import NoProgress, Progress
 
 
 def run_serve(
@@ -32,7 +32,7 @@ def run_serve(
         ConfigError: settings can't work.
         BenchError: a measurement would be invalid.
     """
-    progress = progress or Silence()
+    progress = progress or NoProgress()
     began, started = time.monotonic(), datetime.now().astimezone()
     machine = machine_facts()
     setting = probe(options)

@@ -138,7 +138,7 @@ def measure_slow_disk(setting: Setting, progress: Progress) -> SlowDiskResult:
     prompt_bytes = cached * info.bytes_per_block
     device_blocks = 2 * options.blocks(length + OUTPUT_TOKENS)
     progress.begin("A slow disk", num_steps(count))
-    bench = _Slow(progress)
+    bench = _RequestRunner(progress)
     with scratch_disk(options) as disk:
         sizes = (device_blocks, 4 * cached, disk, (count + 1) * cached)
         with open_engine(options, info, *sizes) as engine:
@@ -167,7 +167,7 @@ def _rate(wanted: str, prompt_bytes: int, cold_ms: Sequence[float]) -> int:
     return max(1, int(prompt_bytes / (SLOWER_THAN_COMPUTING * usual.p50 / 1000)))
 
 
-class _Slow:
+class _RequestRunner:
     """Runs one request after the other."""
 
     def __init__(self, progress: Progress) -> None:

@@ -166,7 +166,7 @@ def measure_store(setting: Setting, progress: Progress) -> StoreResult:
     device_blocks = 2 * options.blocks(length + OUTPUT_TOKENS)
     capacity = parse_size(options.storage_capacity, "storage_capacity")
     progress.begin("A store", num_steps(count))
-    bench = _Asking(progress)
+    bench = _RequestRunner(progress)
     sizes = (device_blocks, (count + 1) * cached)
     with scratch_place(options.storage) as (url, where):
         storage = (f"{STORE}={url}", capacity)
@@ -259,7 +259,7 @@ class _Answer:
     digest: bytes
 
 
-class _Asking:
+class _RequestRunner:
     """Runs one request after the other."""
 
     def __init__(self, progress: Progress) -> None:

@@ -17,7 +17,7 @@ class Progress(ABC):
         """Report that one step is done. note: its result, in a few words."""
 
 
-class Silence(Progress):
+class NoProgress(Progress):
     """Shows nothing."""
 
     def begin(self, title: str, num_steps: int) -> None:
