@@ -137,7 +137,7 @@ def _rejected(cut: Mapping[str, Any], found: Found) -> str:
     tokens = cut["reused_tokens"]
     what = f"reusing {tokens:,} tokens" if tokens else "reusing nothing"
     if total_s is None:
-        return f"Compared with {what}: nobody knows yet what that takes."
+        return f"Compared with {what}: its cost is not known yet."
     if not is_known:
         return f"Compared with {what}: {about(total_s)}. What was done was never measured: a try."
     parts = f" ({about(cut['load_s'])} to load, {about(cut['compute_s'])} to compute)"

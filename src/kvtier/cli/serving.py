@@ -60,13 +60,13 @@ def _warn(engine_config: EngineConfig, server_config: ServerConfig, is_open: boo
     warnings = []
     if is_open and not server_config.api_keys:
         warnings.append(
-            f"listening on {server_config.host} without an API key: whoever reaches this machine "
+            f"listening on {server_config.host} without an API key: anyone who can reach it "
             f"can use it; set {KEY_VARIABLE}"
         )
     if engine_config.events and not is_local(engine_config.events):
         warnings.append(
-            f"whoever reaches {engine_config.events} reads the token ids of all prompts; publish "
-            "on a network that only routers are in"
+            f"anyone who can reach {engine_config.events} reads the token ids of all prompts; "
+            "publish on a network that only routers are in"
         )
     for each in warnings:
         typer.echo(f"kvtier serve: warning: {each}", err=True)

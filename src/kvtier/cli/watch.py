@@ -36,7 +36,7 @@ def watch(
         fail("watch", f"{host}:{port}: {why}; give another --host or --port")
     if host not in LOCAL_HOSTS:
         typer.echo(
-            f"kvtier watch: warning: whoever reaches this machine at {host} can see the page",
+            f"kvtier watch: warning: anyone who can reach this machine at {host} sees the page",
             err=True,
         )
     if error_text := watched.look().error:

@@ -294,7 +294,7 @@ class Transfers:
         if self.on_change is not None:
             self.on_change(tier, [block], True)
         slot = self._index.lose(block, tier)
-        assert slot is not None, "nobody held it a moment ago"
+        assert slot is not None, "it was not leased a moment ago"
         self._topology.rooms[tier].free([slot])
         return True
 

@@ -512,4 +512,4 @@ class BlockSlab(KeyedCache):
         """Raise AssertionError if rows, blocks and leases don't add up."""
         super().check_invariants()
         num_queued = sum(len(job.moving) for job in self._jobs if not job.is_load)
-        assert self._num_queued == num_queued, "blocks wait for nobody"
+        assert self._num_queued == num_queued, "queued blocks belong to no job"

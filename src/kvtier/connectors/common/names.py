@@ -89,7 +89,7 @@ class BlockNames:
             self._weights = None
 
     def __call__(self, key: bytes) -> BlockKey:
-        assert self.digest, "nobody knows yet what the blocks belong to"
+        assert self.digest, "the namespace of the blocks is not known yet"
         return block_key(self.digest, key)
 
     def _hear(self, found: Identity) -> None:

@@ -16,7 +16,7 @@ Hooks = Mapping[str, Callable[..., Any]]
 def tell_missing(hooks: Hooks, loss: str) -> None:
     """Warn of hooks that are not installed. loss: consequence, for the log."""
     if names := missing(hooks):
-        logger.warning("kvtier's hooks did not take: %s; %s", ", ".join(names), loss)
+        logger.warning("kvtier's hooks are not installed: %s; %s", ", ".join(names), loss)
 
 
 def missing(hooks: Hooks) -> list[str]:

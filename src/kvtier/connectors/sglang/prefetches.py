@@ -84,7 +84,7 @@ class PrefetchWatch:
             try:
                 self._note(tree, request, node, tokens, prefix_keys, **more)
             except Exception:
-                logger.exception("kvtier: the eviction policy was not told of a request")
+                logger.exception("kvtier: a request was not reported to the eviction policy")
         return prefetch(tree, request, node, tokens, last_hash, prefix_keys, **more)
 
     def _note(

@@ -144,4 +144,4 @@ def _quietly() -> Iterator[None]:
     try:
         yield
     except Exception:
-        logger.exception("kvtier: the eviction policy was not told of a request")
+        logger.exception("kvtier: a request was not reported to the eviction policy")

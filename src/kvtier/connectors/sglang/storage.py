@@ -96,7 +96,9 @@ class KvtierStorage(HiCacheStorage):
     def register_mem_host_pool_v2(self, host_pool: HostPool, host_pool_name: str) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if self._slabs and str(host_pool_name) not in self._slabs:
-            logger.warning("kvtier keeps nothing of pool=%s: it came late", host_pool_name)
+            logger.warning(
+                "kvtier stores no pages of pool=%s: it was registered too late", host_pool_name
+            )
         self._pools[str(host_pool_name)] = host_pool
 
     def on_host_pools_registered(self) -> None:
