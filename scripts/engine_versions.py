@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.vllm.fetch import source_archive
 from kvtier.connectors.common.contract import Contract
 from kvtier.connectors.sglang.contract import LINKER, STORAGE
-from kvtier.connectors.vllm.contract import VLLM
+from kvtier.connectors.vllm.fronts import OFFLOADING, OWN
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / ".peers/sources"
@@ -47,7 +47,8 @@ class Part:
 
 
 PARTS = (
-    Part("vllm", "vLLM, OffloadingConnector", VLLM),
+    Part("vllm", "vLLM, OffloadingConnector", OFFLOADING.contract),
+    Part("vllm", "vLLM, KvtierConnector", OWN.contract),
     Part("sglang", "SGLang, storage back end", STORAGE),
     Part("sglang", "SGLang, linker", LINKER),
 )
@@ -126,26 +127,32 @@ def compare() -> bool:
 # -- what was run ----------------------------------------------------------------------------------
 
 
-def record(name: str, report: Path) -> None:
-    """Note how many tests passed under a version. Exits where any failed, or none ran."""
+def record(name: str, report: Path, title: str = "") -> None:
+    """Note how many tests passed under a version. Exits where any failed, or none ran.
+
+    title: of the part that served; the first one that covers the version if empty.
+    """
     engine, version = name.split("-", 1)
     suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     count = {each: int(suite.get(each, 0)) for each in ("tests", "failures", "errors", "skipped")}
     passed = count["tests"] - count["failures"] - count["errors"] - count["skipped"]
     if count["failures"] or count["errors"] or not passed:
         sys.exit(f"{name}: {count}: not recorded")
+    parts = (each for each in PARTS if each.engine == engine and each.contract.covers(version))
+    title = title or next(each.title for each in parts)
     known = read_record()
-    known.setdefault(engine, {})[version] = passed
+    known.setdefault(title, {})[version] = passed
     ordered = {
-        each: dict(sorted(found.items(), key=lambda item: _order(item[0])))
-        for each, found in sorted(known.items())
+        each.title: dict(sorted(known[each.title].items(), key=lambda item: _order(item[0])))
+        for each in PARTS
+        if each.title in known
     }
     RECORD.write_text(json.dumps(ordered, indent=1) + "\n")
     write_tables()
 
 
 def read_record() -> dict[str, dict[str, int]]:
-    """Tests that passed, by engine and version."""
+    """Tests that passed, by a part's title and a version of its engine."""
     found: dict[str, dict[str, int]] = json.loads(RECORD.read_text())
     return found
 
@@ -163,7 +170,7 @@ def summary() -> Iterator[str]:
     yield "| -- | -- | -- |"
     record = read_record()
     for part in PARTS:
-        ran = [each for each in record.get(part.engine, {}) if part.contract.covers(each)]
+        ran = list(record.get(part.title, {}))
         others = [
             each for each in VERSIONS[part.engine] if part.contract.covers(each) and each not in ran
         ]
@@ -178,11 +185,16 @@ def versions() -> Iterator[str]:
     for engine, each_version in VERSIONS.items():
         for version in each_version:
             parts = [each for each in PARTS if each.engine == engine]
-            serving = [each for each in parts if each.contract.covers(version)]
-            name = parts[0].contract.name
-            titles = ", ".join(each.title.removeprefix(f"{name}, ") for each in serving)
-            passed = record.get(engine, {}).get(version, "sources compared only")
-            yield f"| {name} | {version} | {titles or 'nothing'} | {passed if serving else ''} |"
+            name = f"{parts[0].contract.name}, "
+            serving = [each.title for each in parts if each.contract.covers(version)]
+            titles = ", ".join(each.removeprefix(name) for each in serving)
+            passed = [
+                f"{record[each][version]} ({each.removeprefix(name)})"
+                for each in serving
+                if version in record.get(each, {})
+            ]
+            told = ", ".join(passed) or ("sources compared only" if serving else "")
+            yield f"| {name[:-2]} | {version} | {titles or 'nothing'} | {told} |"
 
 
 TABLES = {ROOT / "README.md": summary, ROOT / "docs/versions.md": versions}
@@ -211,12 +223,13 @@ def main() -> None:
     recording = commands.add_parser("record")
     recording.add_argument("name")
     recording.add_argument("report", type=Path)
+    recording.add_argument("--part", default="", choices=[each.title for each in PARTS])
     commands.add_parser("tables").add_argument("--check", action="store_true")
     given = parser.parse_args()
     if given.command == "sources":
         sys.exit(not compare())
     elif given.command == "record":
-        record(given.name, given.report)
+        record(given.name, given.report, given.part)
     else:
         sys.exit(not write_tables(is_check=given.check) and given.check)
 

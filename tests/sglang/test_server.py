@@ -12,9 +12,10 @@ pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang"
 from tests.sglang.models import make_mla
 from tests.sglang.servers import MODEL, PAGE, Answer, Server, linker, prompt, server, storage
 
-LONG = 20 * PAGE + 30
+LONG = 20 * 64 + 30
 """Tokens of a prompt: its last page is not full."""
-NUM_WHOLE = LONG // PAGE * PAGE
+NUM_WHOLE = (LONG - 1) // PAGE * PAGE
+"""Tokens that a hit may have: one is always computed."""
 LAYOUTS = {1: ("page_first", "kernel"), 2: ("page_first_direct", "direct")}
 """And the way to copy that goes with it, by the number of ranks."""
 

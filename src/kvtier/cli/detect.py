@@ -123,14 +123,32 @@ def engines() -> tuple[Finding, ...]:
     None of them is imported.
     """
     from kvtier.connectors.sglang.contract import LINKER, STORAGE
-    from kvtier.connectors.vllm.contract import VLLM
 
     found = (
-        _engine(VLLM, "kvtier vllm-args"),
+        _vllm(),
         _engine(STORAGE, "kvtier sglang-args"),
         _engine(LINKER, "kvtier sglang-args --host-capacity", "sglang: linker"),
     )
     return tuple(each for each in found if each is not None)
+
+
+def _vllm() -> Finding | None:
+    """Return the finding on vLLM, with the connector that serves it; None if not installed."""
+    from kvtier.connectors.vllm.fronts import OFFLOADING, choose
+
+    chosen = choose()
+    if not chosen.version:
+        return None
+    if chosen.front is None:
+        return Finding("vllm", chosen.version, f"kvtier can't serve it: {chosen.why}")
+    note = f"served by {chosen.front.connector}"
+    if chosen.why:
+        note += f" ({OFFLOADING.connector} does not fit: {chosen.why})"
+    if chosen.front.contract.was_run_with(chosen.version):
+        note += ": kvtier vllm-args prints the option for it"
+    else:
+        note += ": what kvtier relies on is as it knows it, but it was never run with it"
+    return Finding("vllm", chosen.version, note)
 
 
 def _engine(contract: Contract, command: str, topic: str = "") -> Finding | None:

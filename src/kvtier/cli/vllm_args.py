@@ -43,16 +43,24 @@ def vllm_args(
     blocks_per_chunk: Annotated[
         int, typer.Option(min=1, help="Number of vLLM blocks per kvtier block.")
     ] = 1,
+    connector: Annotated[
+        str,
+        typer.Option(
+            help="OffloadingConnector or KvtierConnector; auto takes the first that fits the "
+            "installed vLLM."
+        ),
+    ] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Print the option that enables kvtier in vLLM, to be appended to ``vllm serve MODEL``.
 
     In a script: --kv-transfer-config "$(kvtier vllm-args --json ...)".
     """
-    from kvtier.connectors.vllm import SPEC_NAME
+    from kvtier.connectors.vllm.fronts import front_named
     from kvtier.connectors.vllm.settings import VllmSettings
 
-    extra: dict[str, object] = {"spec_name": SPEC_NAME, "host_capacity": host_capacity}
+    front = front_named(connector)
+    extra: dict[str, object] = {**front.extra, "host_capacity": host_capacity}
     extra |= given(
         disk_path=disk_path,
         disk_capacity=disk_capacity,
@@ -66,7 +74,8 @@ def vllm_args(
         extra["blocks_per_chunk"] = blocks_per_chunk
     VllmSettings.read(extra)  # raises here what vLLM would raise at its start
     config = {
-        "kv_connector": "OffloadingConnector",
+        "kv_connector": front.connector,
+        **front.config,
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }

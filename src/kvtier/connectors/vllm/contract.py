@@ -23,7 +23,7 @@ from kvtier.connectors.common.contract import Contract, Takes
 
 OLDEST, NEWEST = "0.30", "0.33"
 """Oldest and newest version whose sources fulfil the contract."""
-RUN_WITH = ("0.30", "0.32")
+RUN_WITH = ("0.30", "0.31", "0.32")
 """Versions that the tests were run under."""
 
 

@@ -1,0 +1,100 @@
+"""Ways under vLLM, and which one fits the vLLM that is installed.
+
+Both have the same tiers and decisions. The offloading front comes first: vLLM itself then decides
+what to store, also for hybrid models. kvtier's own connector needs less of vLLM, so it serves older
+versions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.connectors.common.contract import Contract, version_of
+from kvtier.connectors.vllm import SPEC_NAME, contract
+from kvtier.connectors.vllm.kv_connector import contract as kv_connector
+from kvtier.connectors.vllm.registry import CONNECTOR_NAME
+from kvtier.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """One way under vLLM.
+
+    Attributes:
+        connector: name of the connector in ``--kv-transfer-config``.
+        contract: what it relies on.
+        config: what else it has in ``--kv-transfer-config``.
+        extra: what it has in ``kv_connector_extra_config``.
+    """
+
+    connector: str
+    contract: Contract
+    config: Mapping[str, str]
+    extra: Mapping[str, str]
+
+
+OFFLOADING = Front(CONNECTOR_NAME, contract.VLLM, {}, {"spec_name": SPEC_NAME})
+OWN = Front(
+    "KvtierConnector",
+    kv_connector.VLLM,
+    {"kv_connector_module_path": "kvtier.connectors.vllm.entry"},
+    {},
+)
+FRONTS = (OFFLOADING, OWN)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The front for one vLLM.
+
+    Attributes:
+        front: None if kvtier can't serve it.
+        version: of vLLM; empty if none is installed.
+        why: why another front, or none, is the one; empty for the first front.
+    """
+
+    front: Front | None
+    version: str = ""
+    why: str = ""
+
+
+def choose(folder: Path | None = None) -> Choice:
+    """Return the front that serves a vLLM. folder: of its package; the one installed if None.
+
+    Without any vLLM the first front is returned: the options may be for another machine.
+    """
+    folder = folder or contract.VLLM.installed()
+    if folder is None:
+        return Choice(OFFLOADING)
+    version = version_of(folder)
+    if version.startswith("0.18.") and os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
+        why = (
+            f"vLLM {version} with VLLM_USE_V2_MODEL_RUNNER drops the reports of a connector's "
+            "ranks: unset that variable, or use vLLM 0.19 or newer"
+        )
+        return Choice(None, version, why)
+    whys: list[str] = []
+    for front in FRONTS:
+        found = front.contract.differences(folder)
+        if not found:
+            return Choice(front, version, whys[0] if whys else "")
+        first = found[0].partition(": ")[2].partition(": ")[0]
+        whys.append(first if len(found) == 1 else f"{first}, and {len(found) - 1} more")
+    return Choice(None, version, whys[-1])
+
+
+def front_named(connector: str) -> Front:
+    """Return a front by its connector, or the one that fits for "auto". Raises ``ConfigError``."""
+    if connector == "auto":
+        chosen = choose()
+        if chosen.front is None:
+            raise ConfigError(f"kvtier can't serve this vLLM: {chosen.why}")
+        return chosen.front
+    for front in FRONTS:
+        if front.connector == connector:
+            return front
+    names = ", ".join(each.connector for each in FRONTS)
+    raise ConfigError(f"connector: {connector!r} is none of auto, {names}")
