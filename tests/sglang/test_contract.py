@@ -93,4 +93,4 @@ def test_hooks_that_did_not_take_are_told_with_what_is_lost(
     register()
     HookRegistry.apply_hooks()
     tell_missing(hooks, "this and that")
-    assert "did not take" not in caplog.text
+    assert "are not installed" not in caplog.text
