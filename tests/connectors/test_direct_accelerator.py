@@ -224,7 +224,7 @@ def test_auto_is_short_of_nothing_but_room(name: str, tmp_path: Path) -> None:
         line = line_of(disk, "disk to device")
         assert (line.found, line.note) == (
             "through host memory",
-            "direct while that is full",
+            "direct while host memory is full",
         )
 
 
@@ -232,8 +232,8 @@ def test_auto_is_short_of_nothing_but_room(name: str, tmp_path: Path) -> None:
     ("named", "options", "reason"),
     [
         ({}, {"verify": Verify.ALWAYS}, "verify: always, and the device computes no checksums"),
-        ({"behind": 512}, {}, "a piece begins 512 bytes behind the beginning of a page"),
-        ({"pad": 1024}, {}, "a piece begins 1024 bytes behind the beginning of a page"),
+        ({"behind": 512}, {}, "a piece begins 512 bytes after a page boundary"),
+        ({"pad": 1024}, {}, "a piece begins 1024 bytes after a page boundary"),
     ],
     ids=["always", "behind a page", "padded"],
 )

@@ -126,10 +126,10 @@ def test_runs_of_blocks_have_the_pages_of_all(
 @pytest.mark.parametrize(
     ("tensors", "reason"),
     [
-        (Tensors([3 * PAGE], 1, behind=64), "begins 64 bytes behind the beginning of a page"),
-        (Tensors([3 * PAGE], 1, pad=512), "begins 512 bytes behind the beginning of a page"),
-        (Tensors([PAGE, 768], 1), "a piece of 768 bytes is no multiple of 4096"),
-        (Tensors([PAGE] * 4, 1), "pieces of 4096 bytes are copied faster"),
+        (Tensors([3 * PAGE], 1, behind=64), "begins 64 bytes after a page boundary"),
+        (Tensors([3 * PAGE], 1, pad=512), "begins 512 bytes after a page boundary"),
+        (Tensors([PAGE, 768], 1), "a piece of 768 bytes is not a multiple of 4096"),
+        (Tensors([PAGE] * 4, 1), "pieces of 4096 bytes are faster to copy"),
     ],
     ids=["behind a page", "padded", "odd", "small"],
 )

@@ -80,7 +80,7 @@ def test_a_disk_beside_host_memory_may_be_read_straight(tmp_path: Path, prompt: 
 
 def test_on_is_refused_where_pieces_are_no_pages(tmp_path: Path) -> None:
     config = replace(direct_config(tmp_path / "slab", "random-mla"), block_size=16, chunk_tokens=32)
-    with pytest.raises(ConfigError, match="is no multiple of 4096"):
+    with pytest.raises(ConfigError, match="is not a multiple of 4096"):
         Engine(config)
 
 

@@ -56,7 +56,10 @@ def test_the_version_is_told() -> None:
         (["--storage", "a b:/path"], "storage: 'a b:/path' names no plug-in"),
         (["--storage", "shelf:/path"], "no plug-in 'shelf' in kvtier.tiers; known: disk"),
         (["--storage", "disk:"], 'disk: no folder; write it as "disk=disk:/path"'),
-        (["--storage", "disk:/dev/null"], "disk tier: /dev/null can't be made or is no directory"),
+        (
+            ["--storage", "disk:/dev/null"],
+            "disk tier: /dev/null can't be created or is not a directory",
+        ),
         (["--storage", "host=disk:/x"], "storage: two tiers are called 'host'; name one of them"),
         (["--storage", "disk:/x", "--disk-path", "/y"], "storage: two tiers are called 'disk'"),
         (["--storage-capacity", "much"], "storage_capacity: can't read 'much' as a size"),

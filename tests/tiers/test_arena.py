@@ -168,7 +168,7 @@ def test_slots_open_as_their_segment_becomes_ready() -> None:
     assert tier.allocate(3) == [0, 1, 2]
     assert tier.num_used == 3
     found = {each.topic: each for each in tier.findings()}
-    assert found["host memory"].note == "the rest is being made ready"
+    assert found["host memory"].note == "the rest is being prepared"
     assert found["page-locked"].found.endswith("GiB, so far")
     for num_open in (12, 20, 28):
         device.grant_next(tier.arena)

@@ -44,7 +44,7 @@ def test_file_system_without_room_is_named_and_left_clean(tmp_path: Path) -> Non
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         with pytest.raises(
-            ConfigError, match="cannot be allocated in .*; lower host capacity, or give"
+            ConfigError, match="cannot be allocated in .*; lower host capacity, or enlarge"
         ):
             HostTier(GROUP, CAPACITY, CpuDevice(), ArenaOptions(file=tmp_path / "arena"))
     finally:

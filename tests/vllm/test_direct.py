@@ -494,5 +494,5 @@ def test_rank_whose_tensors_begin_behind_a_page_says_so(tmp_path: Path) -> None:
     rank = Rank(tmp_path / "auto", direct=Direct.AUTO, behind=64)
     assert rank.worker.take_report(frozenset()).hellos[0].direct == frozenset()
     rank.close()
-    with pytest.raises(ConfigError, match="begins 64 bytes behind the beginning of a page"):
+    with pytest.raises(ConfigError, match="begins 64 bytes after a page boundary"):
         Rank(tmp_path / "on", behind=64)

@@ -397,7 +397,7 @@ def test_slab_of_another_size_of_blocks_is_refused(tmp_path: Path) -> None:
     with running(tmp_path):
         pass
     config = config_of(tmp_path, 16, 16)
-    with pytest.raises(ConfigError, match="holds a slab of something else"):
+    with pytest.raises(ConfigError, match="holds a different slab"):
         World(replace(config, worker_kv_bytes_per_block=2 * ROW_BYTES))
 
 

@@ -225,7 +225,7 @@ def disk_to_accelerator(device: str, disk_path: str | None) -> tuple[Finding, ..
     from kvtier.tiers.disk.io.probe import OF_DEVICE, findings
 
     if device.partition(":")[0] not in OF_DEVICE:
-        note = f"no library is known that brings files to the memory of {device}"
+        note = f"no file library is known for the memory of {device}"
         return (Finding(topic, "no", note),)
     if disk_path is None:
         note = "name a folder on the disk that is meant: kvtier doctor --disk-path /nvme/kv"

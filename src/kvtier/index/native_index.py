@@ -45,7 +45,7 @@ class NativeIndex(NativeBlocks, PromptIndex):
     def __init__(
         self, policies: Mapping[AnyColumn, str], rules: Sequence[ReuseRule] = (ALL,)
     ) -> None:
-        assert BlockTrie is not None, "the native core is not there"
+        assert BlockTrie is not None, "the native core is missing"
         self.rules = tuple(rules)
         self.tiers, self.columns = columns_of(policies, len(self.rules))
         self._policies = tuple(policies[column] for column in self.columns)

@@ -28,7 +28,7 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
         policy: str = RUNS,
         group_bytes: int = 0,
     ) -> None:
-        assert Core is not None, "the native core is not there"
+        assert Core is not None, "the native core is missing"
         super().__init__(tiers, namespace, learning, policy, group_bytes)
         self._core = Core(self.tiers, tuple(State), self.learning, policy, group_bytes)
 

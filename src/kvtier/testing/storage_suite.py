@@ -253,7 +253,7 @@ class StorageSuite(StorageTimes):
         user.drop(2, for_good=True)
         if not self.abandon(storage):
             storage.close()
-            pytest.skip("this tier has no other end than a close")
+            pytest.skip("this tier can't be abandoned")
         storage = self.reopen(storage)
         user = User(storage)
         assert user.found(0, 1, 2) == [0, 1]
@@ -265,13 +265,13 @@ class StorageSuite(StorageTimes):
     def spoiled(self, storage: StorageTier, number: int) -> None:
         if not self.spoil(storage, stored_key(number)):
             storage.close()
-            pytest.skip("nobody can change a byte on this medium")
+            pytest.skip("bytes on this medium can't be changed")
 
     def scrubbed_storage(self, num_blocks: int) -> StorageTier:
         storage = self.make_storage(num_blocks)
         if not storage.facts.wants_scrubbing:
             storage.close()
-            pytest.skip("this tier does not want to be scrubbed")
+            pytest.skip("this tier needs no scrubbing")
         return storage
 
     def test_damaged_block_is_never_taken_for_the_right_one(self) -> None:
@@ -283,7 +283,7 @@ class StorageSuite(StorageTimes):
         assert outcomes[::2] == [THERE] * 2
         assert outcomes[1] in (DAMAGED, ABSENT)
         assert user.find(1) == user.get(1) == [ABSENT], "the tier has forgotten it"
-        assert user.put(1) == [THERE], "its room is free, or it is written anew"
+        assert user.put(1) == [THERE], "its room is free, or it is overwritten"
         assert user.get(0, 1, 2) == [THERE] * 3
         self.end(storage)
 

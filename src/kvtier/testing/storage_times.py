@@ -49,7 +49,7 @@ class StorageTimes(ABC):
         hanging = self.stall(storage, num_blocks) if num_blocks else self.hang(storage)
         if hanging is None:
             storage.close()
-            pytest.skip("nobody can make this medium hang")
+            pytest.skip("this medium can't be made to hang")
         return hanging
 
     def test_call_returns_in_time_though_the_medium_hangs(self) -> None:
@@ -77,9 +77,9 @@ class StorageTimes(ABC):
             names = [BlockName(NAMESPACE, 0, stored_key(number)) for number in (2, 3)]
             assert storage.put(names, memory.pieces, 0.05) == [FAILED] * 2
         user = User(storage)
-        assert user.get(0, 1) == [THERE] * 2, "another time it is there"
-        assert all(memory.is_untouched(at) for at in range(2)), "a late read came"
-        assert user.put(2, 3) == user.get(2, 3) == [THERE] * 2, "not what a late write brought"
+        assert user.get(0, 1) == [THERE] * 2, "a retry finds it"
+        assert all(memory.is_untouched(at) for at in range(2)), "a late read changed memory"
+        assert user.put(2, 3) == user.get(2, 3) == [THERE] * 2, "not the bytes of a late write"
         self.end(storage)
 
     def test_what_came_too_late_is_never_half_there(self) -> None:

@@ -115,7 +115,7 @@ class ArenaOptions:
         if self.page_bytes < 1:
             raise ConfigError(f"page_bytes: {self.page_bytes} is below 1; {mmap.PAGESIZE} is usual")
         if self.threads < 0:
-            raise ConfigError(f"threads: {self.threads} is below 0; use 0 to have them chosen")
+            raise ConfigError(f"threads: {self.threads} is below 0; use 0 for the default")
 
     @property
     def num_threads(self) -> int:
@@ -302,7 +302,7 @@ class Arena:
             pages.prefer_node(self.memory.address, self._mapped_bytes, node)
         except OSError as error:
             return Finding(topic, "no", f"NUMA node {node}: {error.strerror}")
-        return Finding(topic, "yes", f"NUMA node {node}, as far as it has room")
+        return Finding(topic, "yes", f"NUMA node {node}, while it has free memory")
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -321,7 +321,7 @@ class Arena:
         if self._failure:
             found.append(Finding("host memory", ready, f"allocation failed: {self._failure}"))
         elif not self._done.is_set():
-            found.append(Finding("host memory", ready, "the rest is being made ready"))
+            found.append(Finding("host memory", ready, "the rest is being prepared"))
         return found
 
     def _locked_finding(self) -> Finding:
@@ -352,7 +352,7 @@ def _map(num_bytes: int, file: Path | None) -> mmap.mmap:
         file.unlink(missing_ok=True)
         raise ConfigError(
             f"host tier: {num_bytes / 2**30:.2f} GiB cannot be allocated in {file.parent}: "
-            f"{error.strerror}; lower host capacity, or give {file.parent} more room"
+            f"{error.strerror}; lower host capacity, or enlarge {file.parent}"
         ) from error
     finally:
         os.close(fd)

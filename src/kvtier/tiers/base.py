@@ -187,7 +187,7 @@ class Quota(Room):
         )
 
     def free(self, slots: Sequence[Slot]) -> None:
-        assert len(slots) <= self.num_used, "more room given back than was taken"
+        assert len(slots) <= self.num_used, "more slots freed than allocated"
         self._back += slots
 
 

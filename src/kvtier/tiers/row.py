@@ -106,7 +106,7 @@ def make_storage(
     tier = load_plugin("tiers", plugin)(StorageSite(name, rest, group, capacity_bytes, memory))
     if not isinstance(tier, StorageTier):
         raise ConfigError(
-            f"storage: {plugin!r} makes a {type(tier).__name__}, no storage tier; see "
+            f"storage: {plugin!r} makes a {type(tier).__name__}, not a storage tier; see "
             "kvtier.tiers.storage"
         )
     return tier

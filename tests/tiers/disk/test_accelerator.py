@@ -247,7 +247,7 @@ def test_beside_a_host_tier_auto_goes_straight_at_need(name: str, tmp_path: Path
         line = line_of(tier, "disk to device")
         assert (line.found, line.note) == (
             "through host memory",
-            "direct while that is full",
+            "direct while host memory is full",
         )
         world.fill_pool(0)
         assert tier.get(keys(), world.in_pool(), 60) == THERE
@@ -299,7 +299,7 @@ def test_compatibility_mode_is_called_what_it_is(
     with accelerated(name, tmp_path) as world:
         tier = stored(world)
         assert tier.facts.direct is Direct.OFF
-        assert "compatibility mode only" in line_of(tier, "disk to device").note
+        assert "only its compatibility mode" in line_of(tier, "disk to device").note
         assert line_of(tier, "disk to accelerator").found.startswith("compatibility mode: ")
         tier.close()
         tier = world.open(direct=Direct.ON)
@@ -345,7 +345,7 @@ def test_a_device_without_a_library_or_a_queue_says_so(
     with accelerated("cufile120", tmp_path) as world:
         monkeypatch.setattr(world.device, "file_library", "")
         tier = world.open()
-        assert "no library is known" in line_of(tier, "disk to device").note
+        assert "no file library is known" in line_of(tier, "disk to device").note
         tier.close()
 
         def refuse(direction: object) -> None:

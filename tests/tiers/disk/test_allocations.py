@@ -165,7 +165,7 @@ def test_memory_that_is_no_one_allocation_is_not_registered_as_one(
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_pool_whose_pieces_are_cut_is_refused_with_the_number(name: str, tmp_path: Path) -> None:
-    reason = "a piece of 8192 bytes lies in none of the accelerator's 2 allocations as a whole"
+    reason = "a piece of 8192 bytes is not inside one of the accelerator's 2 allocations"
     with accelerated(name, tmp_path, cuts=[1]) as world:
         with pytest.raises(ConfigError, match=f"direct: on, and .*{reason}; leave it at auto"):
             world.open(direct=Direct.ON)

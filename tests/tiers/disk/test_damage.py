@@ -233,8 +233,8 @@ def test_slab_of_another_model_is_refused_with_both_named(slab: Path) -> None:
 
 
 def test_slab_of_another_rank_is_refused_with_both_named(slab: Path) -> None:
-    assert "rank is 0 of 1, wanted 1 of 2" in refused(slab, rank=1, num_ranks=2)
-    assert "rank is 0 of 1, wanted 0 of 2" in refused(slab, num_ranks=2)
+    assert "rank is 0 of 1, expected 1 of 2" in refused(slab, rank=1, num_ranks=2)
+    assert "rank is 0 of 1, expected 0 of 2" in refused(slab, num_ranks=2)
 
 
 def test_slab_of_another_format_version_is_refused_with_both_named(slab: Path) -> None:
@@ -324,7 +324,7 @@ def test_a_slab_that_is_cut_short_while_in_use_is_said_so_once(
             assert here.load([key(number)], [slot]) == [OK if slot < 2 else CORRUPT]
         (said,) = [each.message for each in caplog.records if "is shorter" in each.message]
         assert f"missing_bytes={6 * SLOT_BYTES}" in said
-        assert "start again" in said
+        assert "then restart" in said
         assert here.load([key(0)], slots[:1]) == [OK]
         assert here.tier.breaker is BreakerState.CUT_SHORT, "the mark stays while others are read"
         os.truncate(file, 8 * SLOT_BYTES)

@@ -160,9 +160,9 @@ def test_several_disks_have_their_parts_of_each_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pool", "reason"),
     [
-        (pool_of("layer_first", ODD), "a piece of 768 bytes is no multiple of 4096"),
-        (pool_of("layer_first", GQA, shift=64), "64 bytes behind the beginning of a page"),
-        (pool_of("page_first", GQA), "a piece of 256 bytes is no multiple of 4096"),
+        (pool_of("layer_first", ODD), "a piece of 768 bytes is not a multiple of 4096"),
+        (pool_of("layer_first", GQA, shift=64), "64 bytes after a page boundary"),
+        (pool_of("page_first", GQA), "a piece of 256 bytes is not a multiple of 4096"),
     ],
     ids=["small pieces", "no page", "layers side by side"],
 )

@@ -154,7 +154,7 @@ def test_memory_that_is_not_registered_is_never_handed_on(world: World) -> None:
 
 
 def test_nobody_can_check_what_no_processor_sees(world: World) -> None:
-    with pytest.raises(TierError, match="by way of host memory"):
+    with pytest.raises(TierError, match="through host memory"):
         world.open().read_checked(*apart(world), 1)
 
 

@@ -142,7 +142,7 @@ def test_a_journal_without_room_stops_writes_until_there_is_some(mount: Path) ->
                 here.store([key(1)], slots)
             assert slab.journal_bytes >= max_journal_bytes(NUM_SLOTS) - 64
             assert here.tier.can_load
-            assert "ENOSPC; tried again in 1 s" in note_of(here)
+            assert "ENOSPC; retry in 1 s" in note_of(here)
         assert here.store([key(1)], slots) == [False]
         here.monotonic.now += 1
         there = churn(here, 100, 50)

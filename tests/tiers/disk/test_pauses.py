@@ -50,7 +50,7 @@ def test_errors_in_a_row_stop_what_fails_and_nothing_else(
         assert ("not read" in found) == (operation == "read")
         assert ("not written" in found) == (operation != "read")
         assert errno.errorcode[code] in note
-        assert "tried again in 1 s" in note
+        assert "retry in 1 s" in note
         if operation == "read":
             assert here.claim([key(0)]) == []
             here.tier.free(here.put(200))
@@ -58,7 +58,7 @@ def test_errors_in_a_row_stop_what_fails_and_nothing_else(
             assert not here.tier.can_store
             assert here.load([key(7)], kept[7:]) == [OK]
         here.monotonic.now += 1
-        assert "tried again with the next one" in told(here)[1]
+        assert "retry with the next call" in told(here)[1]
         if operation == "read":
             assert here.load([key(7)], kept[7:]) == [OK]
         else:
@@ -89,7 +89,7 @@ def test_a_disk_that_hangs_is_waited_for_a_few_times(tmp_path: Path, operation: 
             return system.num_done[operation] > before
 
         assert [use() for _ in range(5)] == [True] * 3 + [False] * 2
-        assert f"3 {operation}s in a row took longer than their deadline" in told(here)[1]
+        assert f"3 {operation}s in a row missed their deadline" in told(here)[1]
         pauses = []
         for _ in range(2):
             began = here.monotonic.now
@@ -109,16 +109,16 @@ def test_call_has_succeeded_when_the_last_of_its_kinds_has() -> None:
     for _ in range(2):
         assert health.state() == ""
         health.failed("journal", full)
-    assert "2 journal errors in a row, the last: ENOSPC; tried again in 1 s" in health.state()
+    assert "2 journal errors in a row, the last: ENOSPC; retry in 1 s" in health.state()
     for pause_s in (1, 2):
         clock.now += pause_s
-        assert "tried again with the next one" in health.state()
+        assert "retry with the next call" in health.state()
         assert health.enter()
-        assert "being tried again" in health.state()
+        assert "retry in progress" in health.state()
         health.succeeded("write")  # the data can be written, its record can't
         assert health.is_open
         health.failed("journal", full)
-        assert f"tried again in {2 * pause_s} s" in health.state()
+        assert f"retry in {2 * pause_s} s" in health.state()
     clock.now += 4
     assert health.enter()
     health.succeeded("journal")

@@ -71,7 +71,7 @@ def test_a_disk_that_is_not_mounted_is_named_and_the_others_keep_their_blocks(
             path.mkdir(0o700)
         message = refused(tmp_path, here.options)
         assert str(path) in message
-        assert "mount the disk" in message
+        assert "mount the missing disk" in message
         if is_there:
             path.rmdir()
         (tmp_path / "elsewhere").rename(path)
@@ -133,7 +133,7 @@ def test_a_disk_that_was_restored_is_refused(
         snapshot(tmp_path / "old", path)
         message = refused(tmp_path, here.options)
         assert str(path) in message
-        assert "not of the same time" in message
+        assert "at another step of its set" in message
         snapshot(tmp_path / "new", path)
         here.open()
         assert here.get(1) == [OK]
@@ -147,7 +147,7 @@ def test_a_disk_that_was_restored_from_a_running_owner_is_refused(tmp_path: Path
         here.put(2)
         here.tier.close()
         snapshot(tmp_path / "old", path)
-        assert "not of the same time" in refused(tmp_path, here.options)
+        assert "at another step of its set" in refused(tmp_path, here.options)
 
 
 def test_copies_of_a_set_that_went_different_ways_are_not_mixed(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_copies_of_a_set_that_went_different_ways_are_not_mixed(tmp_path: Path) 
     options = DiskOptions(
         tmp_path / "one" / "slab", here.options.capacity_bytes, (tmp_path / "one" / "slab 1",)
     )
-    assert "not of the same time" in refused(tmp_path, options)
+    assert "at another step of its set" in refused(tmp_path, options)
 
 
 def test_a_whole_set_that_was_restored_is_as_it_was(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def _crashes(folder: Path, num_parts: int, system: DiskSystem) -> bool:
 def test_a_disk_that_is_missing_is_noticed_in_its_sets_too(old: Path) -> None:
     path = old / "two parts" / "slab 1"
     path.rename(old / "elsewhere")
-    with pytest.raises(ConfigError, match="mount the disk"), world(old / "two parts", 8, 2):
+    with pytest.raises(ConfigError, match="mount the missing disk"), world(old / "two parts", 8, 2):
         pass
     (old / "elsewhere").rename(path)
     with world(old / "two parts", 8, 2) as here:
@@ -112,7 +112,7 @@ def test_one_part_is_not_used_with_one_of_a_set_that_went_on(old: Path) -> None:
     shutil.rmtree(old / "two parts" / "slab 1")
     shutil.copytree(old / "kept", old / "two parts" / "slab 1")
     with (
-        pytest.raises(ConfigError, match="not of the same time"),
+        pytest.raises(ConfigError, match="at another step of its set"),
         world(old / "two parts", 8, 2),
     ):
         pass

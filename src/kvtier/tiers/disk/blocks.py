@@ -245,7 +245,7 @@ class DiskBlocks(Room):
             if len(alone):
                 part.empty(alone)  # if that can't be written, the next owner does it
                 logger.warning(
-                    "blocks dropped that are not in all parts path=%s num=%d",
+                    "incomplete blocks dropped path=%s num=%d",
                     part.options.path,
                     len(alone),
                 )

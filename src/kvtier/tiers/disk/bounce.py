@@ -50,9 +50,9 @@ def goes_direct(sizes: Int64s) -> bool:
 def why_bounced(sizes: Int64s) -> str:
     """Return why blocks with pieces of ``sizes`` bytes need a buffer; "" if they don't."""
     if (odd := sizes[sizes % ALIGNMENT != 0]).size:
-        return f"a piece of {odd[0]} bytes is no multiple of {ALIGNMENT}"
+        return f"a piece of {odd[0]} bytes is not a multiple of {ALIGNMENT}"
     if len(sizes) > 1 and (mean := int(sizes.mean())) < LEAST_PIECE_BYTES:
-        return f"pieces of {mean} bytes are copied faster than they are read one by one"
+        return f"pieces of {mean} bytes are faster to copy than to read one by one"
     return ""
 
 
@@ -232,7 +232,7 @@ class BlockPort:
             self._bounce.copy_out(blocks, places, self._of(blocks.kind))
         except DeviceError as error:
             # Log the text only: the traceback would keep fences alive.
-            logger.warning("blocks from disk are not on the device: %s", str(error))
+            logger.warning("copy of blocks from disk to the device failed: %s", str(error))
             return False
         return True
 

@@ -114,7 +114,7 @@ def _by_library(options: DiskOptions, device: Device) -> Way:
     if options.verify is Verify.ALWAYS:
         return Way(f"verify is {options.verify}, and the device computes no checksums")
     if not device.file_library:
-        return Way(f"no library is known that brings files to the memory of {device.name}")
+        return Way(f"no file library is known for the memory of {device.name}")
     # Imported here: ``probe`` is also run as a program, and must not be imported before that.
     from kvtier.tiers.disk.io.probe import probe
 
@@ -122,8 +122,8 @@ def _by_library(options: DiskOptions, device: Device) -> Way:
     if not found.works:
         return Way(found.why_not, found)
     if found.is_bounced and options.direct is Direct.AUTO:
-        note = "reads into host memory and copies, as is done without it"
-        return Way(f"{found.library} has its compatibility mode only: it {note}", found)
+        note = "reads into host memory and copies, like the path without it"
+        return Way(f"{found.library} supports only its compatibility mode: it {note}", found)
     return Way("", found)
 
 
@@ -143,7 +143,7 @@ def why_not(pool: Pool, slot_bytes: int, is_direct: bool) -> str:
         return f"a block of {pool.blocks.block_bytes} bytes does not fill its {slot_bytes} on disk"
     behind = pool.blocks.addresses % np.uint64(ALIGNMENT)
     if behind.any():
-        return f"a piece begins {behind[behind > 0][0]} bytes behind the beginning of a page"
+        return f"a piece begins {behind[behind > 0][0]} bytes after a page boundary"
     return _why_not_whole(pool)
 
 
@@ -159,8 +159,8 @@ def _why_not_whole(pool: Pool) -> str:
         return ""
     _, piece = np.argwhere(~is_held & pool.blocks.wanted)[0]
     return (
-        f"a piece of {pool.blocks.sizes[piece]} bytes lies in none of the accelerator's "
-        f"{len(pool.allocations)} allocations as a whole"
+        f"a piece of {pool.blocks.sizes[piece]} bytes is not inside one of the accelerator's "
+        f"{len(pool.allocations)} allocations"
     )
 
 
@@ -171,11 +171,11 @@ def check_direct(direct: Direct, pool: Pool | None, reason: str) -> None:
     """
     if direct is Direct.ON and pool is None:
         raise ConfigError(
-            "direct: on, and the disk is not told what memory blocks are used in; leave it at auto"
+            "direct: on, but the engine's memory pool is unknown to the disk; leave it at auto"
         )
     if direct is Direct.ON and reason:
         raise ConfigError(
-            f"direct: on, and direct reads don't work between the disk and {pool}: {reason}; "
+            f"direct: on, but direct reads don't work between the disk and {pool}: {reason}; "
             "leave it at auto, or choose a block_size that makes pieces of whole pages"
         )
 
@@ -187,7 +187,7 @@ def check_library(options: DiskOptions, device: Device, reason: str) -> None:
     """
     if options.direct is Direct.ON and reason:
         raise ConfigError(
-            f"direct: on, and direct reads don't work between {options.path} and {device.name}: "
+            f"direct: on, but direct reads don't work between {options.path} and {device.name}: "
             f"{reason}; leave it at auto"
         )
 
@@ -198,9 +198,9 @@ def way_of(direct: Direct, pool: Pool, has_host: bool, way: Way) -> Finding:
     if direct is Direct.OFF:
         return Finding(topic, "through host memory", "direct is off")
     if has_host and direct is Direct.AUTO:
-        note = f"{way} while that is full"
+        note = f"{way} while host memory is full"
         if way.reason:
-            note = f"also while that is full: {way.reason}"
+            note = f"also while host memory is full: {way.reason}"
         return Finding(topic, "through host memory", note)
     if way.reason:
         return Finding(topic, "through a buffer", way.reason)

@@ -82,8 +82,8 @@ class DiskHealth:
                 return ""
             left_s = self._breaker.left_s
             is_tried = self._breaker.is_tried
-            then = "being tried again" if is_tried else f"tried again in {left_s:.0f} s"
-            return f"{self.reason}; {then if left_s > 0 else 'tried again with the next one'}"
+            then = "retry in progress" if is_tried else f"retry in {left_s:.0f} s"
+            return f"{self.reason}; {then if left_s > 0 else 'retry with the next call'}"
 
     def note(self, kind: str, done: npt.NDArray[np.int64], is_patient: bool = True) -> None:
         """Record the outcome of a batch: bytes or -errno per operation, in order.
@@ -112,7 +112,7 @@ class DiskHealth:
                 self._in_row[kind] = in_row + (0 if len(good) else self._in_row[kind])
             num_late = self._late_in_row[kind] = self._late_in_row[kind] + 1 if is_late else 0
             if num_late and (num_late >= LATE_UNTIL_OPEN or self._breaker.is_open):
-                self._open(f"{num_late} {kind}s in a row took longer than their deadline")
+                self._open(f"{num_late} {kind}s in a row missed their deadline")
             elif failed.any() and (self._in_row[kind] >= self._limit or self._breaker.is_open):
                 code = int(-counted[failed][-1])
                 last = errno.errorcode.get(code, str(code))

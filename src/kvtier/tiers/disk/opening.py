@@ -184,7 +184,7 @@ def _own(folder: Path, undo: contextlib.ExitStack) -> OwnerLock:
 def _make_new(folder: Path, want: Superblock, set_id: bytes, system: DiskSystem) -> None:
     if not is_new(folder):
         raise ConfigError(
-            f"disk tier: another process made a slab in {folder} just now; start again"
+            f"disk tier: another process created a slab in {folder} meanwhile; start again"
         )
     make_slab(folder, dataclasses.replace(want, member=Membership(set_id)), system)
 
@@ -219,7 +219,7 @@ def read_superblock(
     if current is None:
         raise ConfigError(
             f"disk tier: both superblocks of {folder} are damaged, so that its blocks can't be "
-            f"told apart; {DELETE_OR_MOVE}"
+            f"identified; {DELETE_OR_MOVE}"
         )
     if current.version not in READ_VERSIONS:
         raise ConfigError(
@@ -232,7 +232,7 @@ def read_superblock(
 
 def _compare(folder: Path, found: Superblock, want: Superblock) -> None:
     different = [
-        f"{name} is {theirs}, wanted {ours}"
+        f"{name} is {theirs}, expected {ours}"
         for name, theirs, ours in (
             ("layout", found.layout, want.layout),
             ("bytes per block", found.block_bytes, want.block_bytes),
@@ -244,8 +244,8 @@ def _compare(folder: Path, found: Superblock, want: Superblock) -> None:
     if different:
         layouts = "" if found.layout == want.layout else f" It holds {found.description}."
         raise ConfigError(
-            f"disk tier: {folder} holds a slab of something else: {'; '.join(different)}.{layouts} "
-            f"To go on, {DELETE_OR_MOVE}"
+            f"disk tier: {folder} holds a different slab: {'; '.join(different)}.{layouts} "
+            f"To continue, {DELETE_OR_MOVE}"
         )
 
 
@@ -362,7 +362,7 @@ def check_same_slab(folder: Path, current: Superblock, found: Replay | Recovery)
     """Raise ``ConfigError`` if the journal belongs to another slab."""
     if found.slab_id is not None and found.slab_id != current.slab_id:
         raise ConfigError(
-            f"disk tier: the journal in {folder} is that of another slab "
+            f"disk tier: the journal in {folder} belongs to another slab "
             f"({found.slab_id.hex()}, superblock: {current.slab_id.hex()}); {DELETE_OR_MOVE}"
         )
 

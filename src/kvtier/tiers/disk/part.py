@@ -423,8 +423,8 @@ class DiskPart:
         if num_missing and not self._is_short:
             logger.error(
                 "slab is shorter than it was path=%s missing_bytes=%d: something cut its data file "
-                "short while it was in use; find out what, then start again: the slab gets its "
-                "length back, and what was cut off is computed again",
+                "short while it was in use; find out what, then restart: the slab gets its "
+                "length back, and the blocks that were cut off are recomputed",
                 self.options.path,
                 num_missing,
             )

@@ -268,7 +268,7 @@ class DiskTier(StorageTier):
         num_kept = self.blocks.num_used + self.blocks.slots.num_unclaimed
         assert len(self._slots) >= num_kept, "a block without a key"
         assert self._is_kept.sum() == self.blocks.num_used, "a slot in use without a block"
-        assert not self._leaving, "a slot waits for a reader that is not there"
+        assert not self._leaving, "a slot waits for a reader that does not exist"
 
     def close(self) -> None:
         self.blocks.close()

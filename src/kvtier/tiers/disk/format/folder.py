@@ -47,7 +47,7 @@ def make_folder(path: Path, owner: str = "disk tier") -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{owner}: {path} can't be made or is no directory ({error.strerror}); "
+            f"{owner}: {path} can't be created or is not a directory ({error.strerror}); "
             "choose another path"
         ) from error
     found = path.stat()
@@ -58,8 +58,8 @@ def make_folder(path: Path, owner: str = "disk tier") -> None:
         )
     if found.st_mode & stat.S_IWOTH:
         raise ConfigError(
-            f"{owner}: every user may write to {path}; take that away (chmod o-w), or name a "
-            "directory below it, which is made for this user alone"
+            f"{owner}: every user may write to {path}; remove that permission (chmod o-w), or "
+            "choose a directory below it, which is created for this user alone"
         )
 
 
@@ -100,7 +100,7 @@ class OwnerLock:
                 lock(fd, folder)
                 _write_name(fd)
             if not os.path.samestat(os.fstat(self._fds[0]), folder.stat()):
-                raise ConfigError(f"disk tier: {folder} was replaced just now; start again")
+                raise ConfigError(f"disk tier: {folder} was replaced meanwhile; start again")
         except BaseException:
             self.close()
             raise

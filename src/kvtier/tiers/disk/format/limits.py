@@ -71,7 +71,7 @@ def check_sequence(folder: Path, next_seq: int) -> None:
 
 def _impossible(folder: Path, name: str, value: int, rule: str) -> ConfigError:
     return ConfigError(
-        f"disk tier: the slab in {folder} can't be one: {name}: {value} is {rule}; {DELETE_OR_MOVE}"
+        f"disk tier: the slab in {folder} is invalid: {name}: {value} is {rule}; {DELETE_OR_MOVE}"
     )
 
 
@@ -111,8 +111,8 @@ def check_journal(folder: Path, num_bytes: int, num_slots: int) -> None:
     most = most_journal_bytes(num_slots)
     if num_bytes > most:
         raise ConfigError(
-            f"disk tier: the journal in {folder} has {num_bytes} bytes, and that of {num_slots} "
-            f"slots never has more than {most}; {DELETE_OR_MOVE}"
+            f"disk tier: the journal in {folder} has {num_bytes} bytes, but that of {num_slots} "
+            f"slots has at most {most}; {DELETE_OR_MOVE}"
         )
 
 

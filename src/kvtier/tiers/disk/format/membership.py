@@ -46,22 +46,22 @@ def check_members(found: Sequence[tuple[Path, Superblock | None]]) -> None:
     is_in_use = any(each.member.set_id == NO_SET or each.member.step for _, each in there)
     if missing and is_in_use:
         raise ConfigError(
-            f"disk tier: {missing[0]} holds no slab, but {newest_in} has a part of blocks whose "
-            f"other parts are there; mount the disk that is missing, or {START_EMPTY}"
+            f"disk tier: {missing[0]} holds no slab, but {newest_in} has parts of blocks whose "
+            f"other parts belong there; mount the missing disk, or {START_EMPTY}"
         )
     for folder, each in there:
         ours, newest_one = each.member, newest.member
         if ours.set_id != newest_one.set_id and ours != Membership():
             raise ConfigError(
-                f"disk tier: {folder} is of another set ({ours.set_id.hex()}) than {newest_in} "
-                f"({newest_one.set_id.hex()}); name directories that belong together, or delete "
-                "those that shall be empty"
+                f"disk tier: {folder} belongs to another set ({ours.set_id.hex()}) than "
+                f"{newest_in} ({newest_one.set_id.hex()}); name directories that belong together, "
+                "or delete those that should be empty"
             )
         if not _fits(ours, newest_one):
             raise ConfigError(
-                f"disk tier: {folder} is not of the same time as {newest_in} (step {ours.step} of "
-                f"the set, {newest_one.step} there): it was restored, or the others were used "
-                f"without it; put back what belongs together, or {START_EMPTY}"
+                f"disk tier: {folder} is at another step of its set than {newest_in} "
+                f"({ours.step}, {newest_one.step} there): it was restored, or the others were used "
+                f"without it; restore directories that belong together, or {START_EMPTY}"
             )
 
 

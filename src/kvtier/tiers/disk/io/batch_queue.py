@@ -173,7 +173,7 @@ class BatchQueue:
                 _fail(batch, request, outcome(-code, request.size))
             return False
         if code:
-            self._on_lost(f"a batch was answered with {code}, and part of it may be under way")
+            self._on_lost(f"submitting a batch failed with {code}, and part of it may be in flight")
             self._library.code("BatchIOCancel", self._id)
         return True
 
@@ -212,7 +212,7 @@ class BatchQueue:
             byref(Timespec.of(seconds)),
         )
         if code:
-            logger.warning("events of a batch can't be had code=%d", code)
+            logger.warning("events of a batch can't be read code=%d", code)
             time.sleep(LOOK_S)
             return []
         if not num.value:
@@ -224,7 +224,7 @@ class BatchQueue:
         made = c_void_p()
         code = self._library.code("BatchIOSetUp", byref(made), self._max_requests)
         if code:
-            self._on_lost(f"there is no batch any more: {code}")
+            self._on_lost(f"no new batch can be set up: {code}")
             return 0
         return made.value or 0
 

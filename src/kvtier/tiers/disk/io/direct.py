@@ -175,8 +175,8 @@ class DirectEngine(IoEngine):
         raise TierError(
             "disk",
             "read_checked",
-            f"{self.vendor.name} brings bytes where no processor sees them; read what is to be "
-            "checked by way of host memory",
+            f"{self.vendor.name} reads into memory that the CPU can't access; read blocks to "
+            "verify through host memory",
         )
 
     def write(
@@ -190,9 +190,9 @@ class DirectEngine(IoEngine):
 
     def findings(self) -> list[Finding]:
         words = {
-            FileWay.VECTORS: "a call per run of pieces",
+            FileWay.VECTORS: "one call per run of pieces",
             FileWay.BATCH: "batches",
-            FileWay.SINGLE: "a call per piece",
+            FileWay.SINGLE: "one call per piece",
         }[self.way]
         return [Finding("disk I/O", f"{self._library}, {words}", self._why_given_up)]
 
@@ -279,7 +279,7 @@ class DirectEngine(IoEngine):
         order: list[int] = chosen[np.argsort(offsets[chosen], kind="stable")].tolist()
         latch = self._start(batch, order)
         if ends_at is not None and not latch.wait(max(0.0, ends_at - time.monotonic()) + GRACE_S):
-            self._give_up("a call does not come back")
+            self._give_up("a call does not return")
         latch.wait()
         if latch.error is not None:
             raise latch.error

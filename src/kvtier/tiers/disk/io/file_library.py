@@ -41,12 +41,12 @@ MEANINGS: Final = {
     5009: "not with this accelerator",
     5011: "the accelerator's driver refused",
     5012: "not an address of the accelerator",
-    5013: "not memory that it can reach",
+    5013: "memory that the library can't access",
     5014: "beyond the end of the memory",
     5015: "memory of another context",
     5016: "more memory than may be pinned",
     5018: "not a regular file",
-    5019: "the file was opened in a way that it can't use",
+    5019: "the open mode of the file is not supported",
     5020: "the file was opened without O_DIRECT",
     5022: "wrong arguments",
     5023: "the memory is registered already",
@@ -413,7 +413,7 @@ def outcome(done: int, size: int, left_errno: int = 0) -> int:
 
 def _meaning(library: Library, code: int) -> str:
     del library
-    return MEANINGS.get(code, "no words for it")
+    return MEANINGS.get(code, "unknown error")
 
 
 def _in_wheels(pattern: str) -> list[Path]:

@@ -166,9 +166,9 @@ def _run(arguments: list[str], variables: dict[str, str], ends_at: float, limit_
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Which way bytes go between a disk and an accelerator."
+        description="Find the path of bytes between a disk and an accelerator."
     )
-    parser.add_argument("folder", help="on the disk that is meant, e.g. where the slab is")
+    parser.add_argument("folder", help="directory on the disk, e.g. that of the slab")
     parser.add_argument("--device", default="cuda", help='"cuda" or "npu", or one with a number')
     parser.add_argument("--limit-s", type=float, default=LIMIT_S)
     arguments = parser.parse_args()

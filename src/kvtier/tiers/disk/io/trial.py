@@ -116,7 +116,7 @@ def run(kind: str, device_name: str, path: str, num_bytes: int = NUM_BYTES) -> T
         if not np.array_equal(pieces[1][others], content.reshape(-1, PIECE_BYTES)[places]):
             return Tried(words, accelerator, "it brought wrong bytes")
         if not np.array_equal(found[:num_bytes], content):
-            return Tried(words, accelerator, "it changed bytes that it was to write")
+            return Tried(words, accelerator, "it changed the bytes to write")
         gigabytes = num_bytes / 1e9
         return Tried(
             words, accelerator, "", gigabytes / (wrote - began), gigabytes / (read - wrote)

@@ -41,7 +41,7 @@ class UringEngine(IoEngine):
 
     def __init__(self, fd: int, buffers: Sequence[Memory] = (), queue_depth: int = 32) -> None:
         if UringRing is None:
-            raise TierError("disk", "io_uring", "the native core is not there")
+            raise TierError("disk", "io_uring", "the native core is missing")
         self._process = OwnerProcess()
         self._fd = fd
         self._direct = is_direct(fd)
