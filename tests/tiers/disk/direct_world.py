@@ -14,7 +14,7 @@ from kvtier.devices.base import Memory
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.tiers.disk.io.base import Int64s, Uint64s
 from kvtier.tiers.disk.io.cufile import CuFileEngine
-from kvtier.tiers.disk.io.direct import DirectEngine, FileWay
+from kvtier.tiers.disk.io.direct import DirectEngine, FileInterface
 from kvtier.tiers.disk.io.hipfile import HipFileEngine
 from kvtier.tiers.disk.io.nds import NdsEngine
 from tests.devices.drivers import environment, host_compute, make_device
@@ -26,15 +26,15 @@ Batch = tuple[Int64s, Uint64s, Int64s]
 PAGE = 4096
 ENGINES = {"cuda": CuFileEngine, "hip": HipFileEngine, "ascend": NdsEngine}
 WAYS = {
-    "cufile113-batch": ("cufile113", FileWay.BATCH),
-    "cufile115-batch": ("cufile115", FileWay.BATCH),
-    "cufile120-vectors": ("cufile120", FileWay.VECTORS),
-    "cufile120-single": ("cufile120", FileWay.SINGLE),
-    "hipfile03-single": ("hipfile03", FileWay.SINGLE),
-    "nds-single": ("nds", FileWay.SINGLE),
+    "cufile113-batch": ("cufile113", FileInterface.BATCH),
+    "cufile115-batch": ("cufile115", FileInterface.BATCH),
+    "cufile120-vectors": ("cufile120", FileInterface.VECTORS),
+    "cufile120-single": ("cufile120", FileInterface.SINGLE),
+    "hipfile03-single": ("hipfile03", FileInterface.SINGLE),
+    "nds-single": ("nds", FileInterface.SINGLE),
 }
 """Every library, by every way that it may be used in."""
-BATCHES = [name for name, (_, way) in WAYS.items() if way is FileWay.BATCH]
+BATCHES = [name for name, (_, way) in WAYS.items() if way is FileInterface.BATCH]
 PREFIXES = {"cuda": "cuFile", "hip": "hipFile", "ascend": "NdsFile"}
 
 
@@ -43,7 +43,7 @@ def open_direct(
     device: DriverDevice,
     fd: int,
     buffers: list[Memory],
-    way: FileWay | None = None,
+    way: FileInterface | None = None,
 ) -> DirectEngine:
     """The product's engine over ``fake``."""
     with environment(**{fake.library_variable: str(fake.path)}):

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from kvtier.devices.base import Fence, Memory
 from kvtier.errors import DeviceError
-from kvtier.tiers.disk.io.fences import HeldFor
+from kvtier.tiers.disk.io.fences import PendingFences
 from kvtier.tiers.disk.io.file_library import outcome
-from kvtier.tiers.disk.io.placed import MAX_RUN_BYTES, Registered, runs
+from kvtier.tiers.disk.io.registered import MAX_RUN_BYTES, RegisteredMemory, runs
 from kvtier.tiers.disk.io.workers import Workers
 
 PAGE = 4096
@@ -64,7 +64,7 @@ def test_a_piece_is_registered_where_one_area_holds_all_of_it(
     random.shuffle(memories)
     addresses = np.array([at * PAGE for at, _ in pieces], np.uint64)
     sizes = np.array([pages * PAGE for _, pages in pieces], np.int64)
-    found = Registered(memories).bases(addresses, sizes).tolist()
+    found = RegisteredMemory(memories).bases(addresses, sizes).tolist()
     for (at, pages), base in zip(pieces, found, strict=True):
         if not pages:
             continue  # nothing is moved
@@ -114,7 +114,7 @@ class Gate(Fence):
 
 
 def test_each_direction_waits_for_a_fence_of_its_own() -> None:
-    held, gates = HeldFor(), [Gate(), Gate()]
+    held, gates = PendingFences(), [Gate(), Gate()]
     for gate in gates:
         held.add(gate)
     assert held.wait(False, 0.0) == -errno.ECANCELED
@@ -126,7 +126,7 @@ def test_each_direction_waits_for_a_fence_of_its_own() -> None:
 
 
 def test_work_that_failed_is_told_once_and_the_rest_is_waited_for() -> None:
-    held, bad, good = HeldFor(), Gate(), Gate()
+    held, bad, good = PendingFences(), Gate(), Gate()
     bad.error = "lost"
     held.add(bad)
     held.add(good)
@@ -138,7 +138,7 @@ def test_work_that_failed_is_told_once_and_the_rest_is_waited_for() -> None:
 
 
 def test_fences_of_a_direction_that_is_not_used_are_not_kept() -> None:
-    held = HeldFor()
+    held = PendingFences()
     for _ in range(1000):
         gate = Gate()
         held.add(gate)

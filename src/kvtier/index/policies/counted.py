@@ -14,7 +14,7 @@ class Core(Protocol):
     def check_invariants(self) -> None: ...
 
 
-class Counted:
+class PolicyCounters:
     """Counters of the policy ``_core``, which subclasses create."""
 
     __slots__ = ()

@@ -11,13 +11,13 @@ import numpy.typing as npt
 from kvtier import _hot
 from kvtier.errors import ConfigError
 from kvtier.hints import Said
-from kvtier.index.policies.counted import Counted
+from kvtier.index.policies.counted import PolicyCounters
 
 Keys = npt.NDArray[np.uint64]
 _NOTHING = np.zeros(0, np.uint64)
 
 
-class LivePolicy(Counted):
+class LivePolicy(PolicyCounters):
     """Learned policy for a tier of ``capacity_blocks`` blocks of the same size.
 
     A key names a whole prefix, up to the end of a block; for instance 64 bits of a chained hash.

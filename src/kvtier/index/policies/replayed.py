@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvtier import _hot
 from kvtier.errors import ConfigError
-from kvtier.index.policies.counted import Counted
+from kvtier.index.policies.counted import PolicyCounters
 
 RUNS: Final = "runs"
 LRU: Final = "lru"
@@ -21,7 +21,7 @@ POLICIES: Final = (RUNS, LRU, "arc", "s3fifo", "lfuda", "sieve")
 SIEVE. The tiers of a running cache can use each of them, too."""
 
 
-class PolicyReplay(Counted):
+class PolicyReplay(PolicyCounters):
     """Simulated tier of blocks of the same size under one policy; it holds no bytes.
 
     ``arc``, ``s3fifo`` and ``sieve`` know single blocks only: the blocks of a request are reported

@@ -18,7 +18,7 @@ from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
 from kvtier.tiers.base import Room
 from kvtier.tiers.breaker import BreakerState
-from kvtier.tiers.disk.direct import Pool, Way, way_of
+from kvtier.tiers.disk.direct import Pool, PoolPath, describe_path
 from kvtier.tiers.disk.format.membership import leave
 from kvtier.tiers.disk.format.records import KEY_BYTES, RecordKind, Records, same_keys
 from kvtier.tiers.disk.format.rows import SlotRows
@@ -119,8 +119,8 @@ class DiskBlocks(Room):
             time.monotonic() - began,
         )
         if pool is not None:
-            line = self._way(pool)
-            level = logging.WARNING if self.way.is_compatible else logging.INFO
+            line = self._describe_path(pool)
+            level = logging.WARNING if self.pool_path.is_compatible else logging.INFO
             logger.log(level, "disk to device way=%s: %s", line.found, line.note)
 
     # -- room --------------------------------------------------------------------------------------
@@ -141,10 +141,10 @@ class DiskBlocks(Room):
         return tables + self.slots.num_bytes + self.listed.num_bytes()
 
     @property
-    def way(self) -> Way:
+    def pool_path(self) -> PoolPath:
         """Path of blocks to the pool; direct only if every disk reads directly into it."""
-        ways = [part.way for part in self.parts]
-        return next((way for way in ways if way.reason or way.is_compatible), ways[0])
+        paths = [part.pool_path for part in self.parts]
+        return next((path for path in paths if path.reason or path.is_compatible), paths[0])
 
     @property
     def reached(self) -> frozenset[str]:
@@ -348,15 +348,15 @@ class DiskBlocks(Room):
         return [
             Finding("disk tier", ", ".join([room, *words]), "; ".join(why for _, why in not_now)),
             *(line for part in self.parts for line in part.findings()),
-            *([] if self._pool is None else [self._way(self._pool)]),
+            *([] if self._pool is None else [self._describe_path(self._pool)]),
             Finding("disk durability", self.options.durability.value),
             Finding("disk verify", self.options.verify.value),
             Finding("disk quarantined", str(self.slots.num_quarantined)),
         ]
 
-    def _way(self, pool: Pool) -> Finding:
+    def _describe_path(self, pool: Pool) -> Finding:
         has_host = self._arena is not None and self._arena.address != pool.memory.address
-        return way_of(self.options.direct, pool, has_host, self.way)
+        return describe_path(self.options.direct, pool, has_host, self.pool_path)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if counts disagree. O(num_slots); no other call may run."""

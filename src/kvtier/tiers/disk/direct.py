@@ -13,7 +13,7 @@ from kvtier.devices.base import Device, Finding, Memory
 from kvtier.errors import ConfigError
 from kvtier.tiers.base import MemoryTier
 from kvtier.tiers.disk.bounce import ALIGNMENT, why_bounced
-from kvtier.tiers.disk.io.placed import Registered
+from kvtier.tiers.disk.io.registered import RegisteredMemory
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.pieces import HOST_KINDS, Pieces
 from kvtier.types import Direct, Slot, Verify
@@ -64,7 +64,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class PoolPath:
     """Path of blocks from a slab to the pool.
 
     reason: why blocks don't go directly; "" if they do.
@@ -83,7 +83,9 @@ class Way:
         return "direct, in compatibility mode" if self.is_compatible else "direct"
 
 
-def find_way(options: DiskOptions, pool: Pool | None, slot_bytes: int, is_direct: bool) -> Way:
+def find_pool_path(
+    options: DiskOptions, pool: Pool | None, slot_bytes: int, is_direct: bool
+) -> PoolPath:
     """Find the path of blocks to ``pool``.
 
     A path to accelerator memory is tried in a separate process.
@@ -100,31 +102,31 @@ def find_way(options: DiskOptions, pool: Pool | None, slot_bytes: int, is_direct
     reason = why_not(pool, slot_bytes, is_direct) if pool is not None else "no pool"
     check_direct(options.direct, pool, reason)
     if reason or pool is None or pool.device is None:
-        return Way(reason)
+        return PoolPath(reason)
     if options.direct is Direct.ON:
         check_verify(options.verify, can_check=False)
-    way = _by_library(options, pool.device)
-    check_library(options, pool.device, way.reason)
-    return way
+    path = _by_library(options, pool.device)
+    check_library(options, pool.device, path.reason)
+    return path
 
 
-def _by_library(options: DiskOptions, device: Device) -> Way:
+def _by_library(options: DiskOptions, device: Device) -> PoolPath:
     if options.direct is Direct.OFF:
-        return Way("direct is off")
+        return PoolPath("direct is off")
     if options.verify is Verify.ALWAYS:
-        return Way(f"verify is {options.verify}, and the device computes no checksums")
+        return PoolPath(f"verify is {options.verify}, and the device computes no checksums")
     if not device.file_library:
-        return Way(f"no file library is known for the memory of {device.name}")
+        return PoolPath(f"no file library is known for the memory of {device.name}")
     # Imported here: ``probe`` is also run as a program, and must not be imported before that.
     from kvtier.tiers.disk.io.probe import probe
 
     found = probe(device.file_library, str(options.path), device.name)
     if not found.works:
-        return Way(found.why_not, found)
+        return PoolPath(found.why_not, found)
     if found.is_bounced and options.direct is Direct.AUTO:
         note = "reads into host memory and copies, like the path without it"
-        return Way(f"{found.library} supports only its compatibility mode: it {note}", found)
-    return Way("", found)
+        return PoolPath(f"{found.library} supports only its compatibility mode: it {note}", found)
+    return PoolPath("", found)
 
 
 def why_not(pool: Pool, slot_bytes: int, is_direct: bool) -> str:
@@ -154,7 +156,9 @@ def _why_not_whole(pool: Pool) -> str:
     """
     if pool.device is None:
         return ""
-    is_held = Registered(pool.allocations).bases(pool.blocks.addresses, pool.blocks.sizes) != 0
+    is_held = (
+        RegisteredMemory(pool.allocations).bases(pool.blocks.addresses, pool.blocks.sizes) != 0
+    )
     if (is_held | ~pool.blocks.wanted).all():
         return ""
     _, piece = np.argwhere(~is_held & pool.blocks.wanted)[0]
@@ -192,19 +196,19 @@ def check_library(options: DiskOptions, device: Device, reason: str) -> None:
         )
 
 
-def way_of(direct: Direct, pool: Pool, has_host: bool, way: Way) -> Finding:
+def describe_path(direct: Direct, pool: Pool, has_host: bool, path: PoolPath) -> Finding:
     """Describe the path of blocks from disk, and why. has_host: whether there is a host tier."""
     topic = "disk to device"
     if direct is Direct.OFF:
         return Finding(topic, "through host memory", "direct is off")
     if has_host and direct is Direct.AUTO:
-        note = f"{way} while host memory is full"
-        if way.reason:
-            note = f"also while host memory is full: {way.reason}"
+        note = f"{path} while host memory is full"
+        if path.reason:
+            note = f"also while host memory is full: {path.reason}"
         return Finding(topic, "through host memory", note)
-    if way.reason:
-        return Finding(topic, "through a buffer", way.reason)
-    return Finding(topic, str(way), str(pool))
+    if path.reason:
+        return Finding(topic, "through a buffer", path.reason)
+    return Finding(topic, str(path), str(pool))
 
 
 # -- verification ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from kvtier.devices.base import Finding, Memory
 from kvtier.errors import DeviceError, TierError
 from kvtier.tiers.disk.accelerator import Accelerator
 from kvtier.tiers.disk.bounce import BlockPort, Bounce
-from kvtier.tiers.disk.direct import Pool, Way, check_library, choose, find_way
+from kvtier.tiers.disk.direct import Pool, PoolPath, check_library, choose, find_pool_path
 from kvtier.tiers.disk.format.records import RecordKind, Records, as_keys, same_keys
 from kvtier.tiers.disk.health import LATE, MEDIUM_ERRORS, DiskHealth
 from kvtier.tiers.disk.inspect.scrub import RoundRobin, ScrubResult, check_blocks
@@ -60,7 +60,7 @@ class DiskPart:
 
     Attributes:
         reads, writes: health of the disk in each direction.
-        way: path of blocks to the pool.
+        pool_path: path of blocks to the pool.
         accelerator: path to the accelerator's memory; None if blocks pass through a host tier, or
             the pool is in host memory.
 
@@ -98,7 +98,7 @@ class DiskPart:
         self._scrubber: tuple[IoEngine, Bounce] | None = None
         self._system = system
         self._engines: list[IoEngine] = []
-        self.way = find_way(options, pool, self.slot_bytes, slab.is_direct)
+        self.pool_path = find_pool_path(options, pool, self.slot_bytes, slab.is_direct)
         self.accelerator: Accelerator | None = None
         try:
             self._writer, self._reader = self._open(arena, pool, clock)
@@ -138,7 +138,7 @@ class DiskPart:
         is_pool = arena is not None and pool is not None and arena.address == pool.memory.address
         has_tail = self.num_bytes != self.slot_bytes
         has_only_buffers = arena is None and self.accelerator is not None
-        if has_tail or has_only_buffers or (is_pool and self.way.reason):
+        if has_tail or has_only_buffers or (is_pool and self.pool_path.reason):
             return [each.memory for each in bounces]
         memories = [arena] if arena is not None else []
         if self.options.direct is Direct.ON and pool is not None and not is_pool:
@@ -155,7 +155,7 @@ class DiskPart:
         options = self.options
         if pool is None or pool.device is None or options.direct is Direct.OFF:
             return
-        if has_host and self.way.reason:
+        if has_host and self.pool_path.reason:
             return
         what = f"{options.path}, direct to {pool.device.name}"
         health = DiskHealth(what, ["read"], options.errors_until_off, clock)
@@ -163,11 +163,11 @@ class DiskPart:
             self.accelerator = Accelerator(
                 pool.device, pool.memory, pool.allocations, buffer, health
             )
-            if not self.way.reason:
-                self.accelerator.open(self.slab.data_fd, self.way.is_compatible)
+            if not self.pool_path.reason:
+                self.accelerator.open(self.slab.data_fd, self.pool_path.is_compatible)
         except (DeviceError, TierError) as error:
-            self.way = Way(str(error), self.way.probe)
-            check_library(options, pool.device, self.way.reason)
+            self.pool_path = PoolPath(str(error), self.pool_path.probe)
+            check_library(options, pool.device, self.pool_path.reason)
             if has_host and self.accelerator is not None:
                 self.accelerator.close()
                 self.accelerator = None
@@ -469,8 +469,8 @@ class DiskPart:
         direct = "" if self.slab.is_direct else "the file system has no O_DIRECT"
         lines = [Finding("disk path", str(self.options.path), direct)]
         lines += self._writer.engine.findings()
-        if self.way.probe is not None:
-            lines.append(self.way.probe.finding())
+        if self.pool_path.probe is not None:
+            lines.append(self.pool_path.probe.finding())
         if self.accelerator is not None and (state := self.accelerator.state()):
             lines.append(Finding("direct reads", "not now", state))
         return lines

@@ -77,7 +77,7 @@ class DiskTier(StorageTier):
             reaches=HOST_ONLY if options.direct is Direct.OFF else HOST_KINDS | self.blocks.reached,
             # Checksums are computed on the CPU, so blocks in accelerator memory are not written.
             writes_from=HOST_ONLY if options.direct is Direct.OFF else HOST_KINDS,
-            direct=Direct.OFF if self.blocks.way.reason else options.direct,
+            direct=Direct.OFF if self.blocks.pool_path.reason else options.direct,
         )
         self._lock = Lock()
         self._slots = self.blocks.listed

@@ -19,7 +19,7 @@ from typing import Final
 from kvtier.devices.library import Call
 from kvtier.tiers.disk.io.base import IO_ALIGNMENT
 from kvtier.tiers.disk.io.file_library import FileLibrary, FileStatus, outcome
-from kvtier.tiers.disk.io.placed import Placed
+from kvtier.tiers.disk.io.registered import RegisteredBatch
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class BatchQueue:
             self._library.tell("BatchIODestroy", self._id)
             self._id = 0
 
-    def move(self, batch: Placed, pieces: list[int], grace_s: float) -> None:
+    def move(self, batch: RegisteredBatch, pieces: list[int], grace_s: float) -> None:
         """Move pieces of ``batch``, and set their results.
 
         Args:
@@ -155,7 +155,7 @@ class BatchQueue:
         self._library.check("BatchIOSetUp", byref(made), self._max_requests)
         return made.value or 0
 
-    def _submit(self, batch: Placed, some: list[_Request]) -> bool:
+    def _submit(self, batch: RegisteredBatch, some: list[_Request]) -> bool:
         """Submit requests. Return False if certainly none of them is in flight."""
         for request, slot in zip(some, self._requests, strict=False):
             self._last_cookie += 1
@@ -177,7 +177,7 @@ class BatchQueue:
             self._library.code("BatchIOCancel", self._id)
         return True
 
-    def _collect(self, batch: Placed, left: deque[_Request], grace_s: float) -> None:
+    def _collect(self, batch: RegisteredBatch, left: deque[_Request], grace_s: float) -> None:
         """Wait until all events have arrived. Put the rest of partial requests into ``left``."""
         is_cancelled = is_lost = False
         while self._under_way:
@@ -229,7 +229,9 @@ class BatchQueue:
         return made.value or 0
 
 
-def _settle(batch: Placed, request: _Request, event: BatchEvent, left: deque[_Request]) -> None:
+def _settle(
+    batch: RegisteredBatch, request: _Request, event: BatchEvent, left: deque[_Request]
+) -> None:
     """Record the outcome of a request."""
     if event.status == CANCELED:
         _fail(batch, request, -errno.ECANCELED)
@@ -249,7 +251,7 @@ def _settle(batch: Placed, request: _Request, event: BatchEvent, left: deque[_Re
         _fail(batch, request, batch.ended())
 
 
-def _fail(batch: Placed, request: _Request, code: int) -> None:
+def _fail(batch: RegisteredBatch, request: _Request, code: int) -> None:
     """Record the first failure of a piece; another error replaces a cancellation."""
     before = batch.results[request.piece]
     if before >= 0 or before == -errno.ECANCELED:

@@ -38,9 +38,15 @@ from kvtier.tiers.disk.io.base import (
     is_direct,
 )
 from kvtier.tiers.disk.io.batch_queue import PIECE_BYTES, BatchQueue
-from kvtier.tiers.disk.io.fences import HeldFor
+from kvtier.tiers.disk.io.fences import PendingFences
 from kvtier.tiers.disk.io.file_library import FileLibrary, Vector, Vendor
-from kvtier.tiers.disk.io.placed import MAX_RUN_BYTES, MAX_RUN_PIECES, Placed, Registered, runs
+from kvtier.tiers.disk.io.registered import (
+    MAX_RUN_BYTES,
+    MAX_RUN_PIECES,
+    RegisteredBatch,
+    RegisteredMemory,
+    runs,
+)
 from kvtier.tiers.disk.io.workers import Latch, Workers
 
 logger = logging.getLogger(__name__)
@@ -68,7 +74,7 @@ _given_up: list[DirectEngine] = []
 ends, so that it is not reused."""
 
 
-class FileWay(Enum):
+class FileInterface(Enum):
     """Interface by which pieces are passed to the library."""
 
     VECTORS = "vectors"
@@ -100,7 +106,7 @@ class DirectEngine(IoEngine):
         fd: descriptor of the file.
         buffers: accelerator memory to register.
         use: makes the accelerator current for the calling thread.
-        way: interface of the library to use; the best one by default.
+        interface: interface of the library to use; the best one by default.
         num_threads: threads per direction for synchronous calls.
 
     Raises:
@@ -114,7 +120,7 @@ class DirectEngine(IoEngine):
         fd: int,
         buffers: Sequence[Memory],
         use: Callable[[], None],
-        way: FileWay | None = None,
+        interface: FileInterface | None = None,
         num_threads: int = NUM_THREADS,
     ) -> None:
         self._process = OwnerProcess()
@@ -122,22 +128,22 @@ class DirectEngine(IoEngine):
         self._use = use
         self._is_closed = False
         self._why_given_up = ""
-        self._held_for = HeldFor()
+        self._fences = PendingFences()
         if not is_direct(fd):
             raise self._refusal("the file was opened without O_DIRECT")
-        self._memory = Registered(buffers)
+        self._memory = RegisteredMemory(buffers)
         with ExitStack() as undo:
             # A duplicate: if the driver hangs, the number must not be reused for another file.
             self._fd = os.dup(fd)
             undo.callback(os.close, self._fd)
             try:
                 self._library = FileLibrary(self.vendor)
-                self.way = way or best_way(self._library)
+                self.interface = interface or best_interface(self._library)
                 self._open(undo)
             except DeviceError as error:
                 raise self._refusal(str(error)) from error
             self._undo = undo.pop_all()
-        num_workers = 1 if self.way is FileWay.BATCH else num_threads
+        num_workers = 1 if self.interface is FileInterface.BATCH else num_threads
         self._workers = {
             write: Workers(f"kvtier-{self.vendor.name}-{word}", num_workers)
             for write, word in ((False, "read"), (True, "write"))
@@ -153,7 +159,7 @@ class DirectEngine(IoEngine):
 
     def hold_for(self, fence: Fence) -> None:
         """Delay all later reads and writes until ``fence`` has passed. Thread-safe."""
-        self._held_for.add(fence)
+        self._fences.add(fence)
 
     def holds(self, addresses: Uint64s, sizes: Int64s) -> Bools:
         """Return which pieces lie entirely in one of ``buffers``. The library refuses others."""
@@ -190,10 +196,10 @@ class DirectEngine(IoEngine):
 
     def findings(self) -> list[Finding]:
         words = {
-            FileWay.VECTORS: "one call per run of pieces",
-            FileWay.BATCH: "batches",
-            FileWay.SINGLE: "one call per piece",
-        }[self.way]
+            FileInterface.VECTORS: "one call per run of pieces",
+            FileInterface.BATCH: "batches",
+            FileInterface.SINGLE: "one call per piece",
+        }[self.interface]
         return [Finding("disk I/O", f"{self._library}, {words}", self._why_given_up)]
 
     def close(self) -> None:
@@ -223,7 +229,7 @@ class DirectEngine(IoEngine):
             library.register_memory(memory.address, memory.nbytes)
             undo.callback(self._quietly, partial(library.deregister_memory, memory.address))
         self._batches: dict[bool, BatchQueue] = {}
-        if self.way is FileWay.BATCH:
+        if self.interface is FileInterface.BATCH:
             most = NUM_REQUESTS if has_pool else NUM_REQUESTS_WITHOUT_POOL
             most = min(most, self.vendor.limits(library).max_batch or most)
             for write in (False, True):
@@ -268,11 +274,11 @@ class DirectEngine(IoEngine):
         chosen = np.flatnonzero((bases != 0) & (sizes > 0))
         if not len(chosen):
             return results
-        code = -errno.EIO if self.is_given_up else self._held_for.wait(write, ends_at)
+        code = -errno.EIO if self.is_given_up else self._fences.wait(write, ends_at)
         results[chosen] = code or -errno.EIO  # for pieces that no worker moves
         if code:
             return results
-        batch = Placed(
+        batch = RegisteredBatch(
             write, offsets.tolist(), addresses.tolist(), bases.tolist(), sizes.tolist(),
             ends_at, results,
         )  # fmt: skip
@@ -285,12 +291,12 @@ class DirectEngine(IoEngine):
             raise latch.error
         return results
 
-    def _start(self, batch: Placed, order: list[int]) -> Latch:
+    def _start(self, batch: RegisteredBatch, order: list[int]) -> Latch:
         workers = self._workers[batch.write]
-        if self.way is FileWay.BATCH:
+        if self.interface is FileInterface.BATCH:
             queue = self._batches[batch.write]
             return workers.run(self._on_device(partial(queue.move, batch, order, GRACE_S)), 1)
-        most = MAX_RUN_PIECES if self.way is FileWay.VECTORS else 1
+        most = MAX_RUN_PIECES if self.interface is FileInterface.VECTORS else 1
         left = deque(runs(order, batch.offsets, batch.sizes, most))
 
         def work() -> None:
@@ -326,7 +332,7 @@ class DirectEngine(IoEngine):
 
     # -- synchronous calls ------------------------------------------------------------------------
 
-    def _move_run(self, batch: Placed, run: list[int]) -> None:
+    def _move_run(self, batch: RegisteredBatch, run: list[int]) -> None:
         """Move pieces that are neighbours in the file, and set their results."""
         size, done, code = sum(batch.sizes[piece] for piece in run), 0, batch.ended()
         while done < size:
@@ -351,7 +357,7 @@ class DirectEngine(IoEngine):
             batch.results[piece] = there if there == batch.sizes[piece] or code == 0 else code
             done -= batch.sizes[piece]
 
-    def _move_rest(self, batch: Placed, run: list[int], done: int) -> int:
+    def _move_rest(self, batch: RegisteredBatch, run: list[int], done: int) -> int:
         """Move the bytes of a run after the first ``done`` ones; return bytes or -errno."""
         offset = batch.offsets[run[0]] + done
         left: list[tuple[int, int, int]] = []
@@ -368,10 +374,10 @@ class DirectEngine(IoEngine):
         return self._library.move_vectors(batch.write, self._handle, vectors, size, offset)
 
 
-def best_way(library: FileLibrary) -> FileWay:
+def best_interface(library: FileLibrary) -> FileInterface:
     """Return the best interface that a library has."""
     if library.has("Readv") and library.has("Writev"):
-        return FileWay.VECTORS
+        return FileInterface.VECTORS
     if library.has("BatchIOGetStatus"):
-        return FileWay.BATCH
-    return FileWay.SINGLE
+        return FileInterface.BATCH
+    return FileInterface.SINGLE

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 LOOK_S: Final = 0.0002
 
 
-class HeldFor:
+class PendingFences:
     """Fences that each direction of transfers waits for, once per fence. Thread-safe."""
 
     def __init__(self) -> None:

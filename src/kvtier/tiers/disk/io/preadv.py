@@ -36,7 +36,7 @@ MAX_RETRIES = 64
 """Maximum retries of a call that fails with EAGAIN."""
 
 
-class _Way(Enum):
+class _Direction(Enum):
     READ = "read"
     WRITE = "write"
 
@@ -57,17 +57,20 @@ class PreadvEngine(IoEngine):
         self._num_threads = num_threads
         self._is_closed = False
         # A pool starts its threads with the first batch.
-        self._pools = {way: ThreadPoolExecutor(num_threads, f"kvtier-{way.value}") for way in _Way}
+        self._pools = {
+            direction: ThreadPoolExecutor(num_threads, f"kvtier-{direction.value}")
+            for direction in _Direction
+        }
 
     def read(
         self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
     ) -> Int64s:
-        return self._batch(_Way.READ, offsets, addresses, sizes, deadline_s)
+        return self._batch(_Direction.READ, offsets, addresses, sizes, deadline_s)
 
     def write(
         self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
     ) -> Int64s:
-        return self._batch(_Way.WRITE, offsets, addresses, sizes, deadline_s)
+        return self._batch(_Direction.WRITE, offsets, addresses, sizes, deadline_s)
 
     def sync(self) -> None:
         self._check_open()
@@ -85,7 +88,7 @@ class PreadvEngine(IoEngine):
 
     def _batch(
         self,
-        way: _Way,
+        direction: _Direction,
         offsets: Int64s,
         addresses: Uint64s,
         sizes: Int64s,
@@ -103,21 +106,23 @@ class PreadvEngine(IoEngine):
             with suppress(IndexError):  # no runs are left
                 while True:
                     run = left.popleft()
-                    results[run] = self._move_run(way, blocks[run], until)
+                    results[run] = self._move_run(direction, blocks[run], until)
 
-        jobs = [self._pools[way].submit(work) for _ in range(min(self._num_threads, len(left)))]
+        jobs = [
+            self._pools[direction].submit(work) for _ in range(min(self._num_threads, len(left)))
+        ]
         for job in jobs:
             job.result()
         return results
 
     def _move_run(
-        self, way: _Way, blocks: Sequence[tuple[int, int, int]], until: float | None
+        self, direction: _Direction, blocks: Sequence[tuple[int, int, int]], until: float | None
     ) -> list[int]:
         """Move neighbouring blocks of the file; return bytes moved or -errno per block."""
         (offset, _, _), *others = blocks
-        moved = self._move(way, offset, [where[1:] for where in blocks], until)
+        moved = self._move(direction, offset, [where[1:] for where in blocks], until)
         if moved < 0 and moved != -errno.ECANCELED and others:  # find the block with the error
-            return [self._move(way, at, [(to, size)], until) for at, to, size in blocks]
+            return [self._move(direction, at, [(to, size)], until) for at, to, size in blocks]
         if moved < 0:
             return [moved] * len(blocks)
         results = []
@@ -127,12 +132,16 @@ class PreadvEngine(IoEngine):
         return results
 
     def _move(
-        self, way: _Way, offset: int, pieces: Sequence[tuple[int, int]], until: float | None
+        self,
+        direction: _Direction,
+        offset: int,
+        pieces: Sequence[tuple[int, int]],
+        until: float | None,
     ) -> int:
         """Move bytes between the file at ``offset`` and pieces of memory.
 
         Args:
-            way: direction.
+            direction: direction.
             offset: offset in the file.
             pieces: (address, bytes) of each piece.
             until: deadline (``monotonic``), or None.
@@ -141,7 +150,7 @@ class PreadvEngine(IoEngine):
             Bytes moved, or -errno.
         """
         call: Callable[[int, Sequence[memoryview], int], int]
-        call = os.preadv if way is _Way.READ else os.pwritev
+        call = os.preadv if direction is _Direction.READ else os.pwritev
         left = [
             memoryview((ctypes.c_char * size).from_address(address)).cast("B")
             for address, size in pieces
@@ -160,12 +169,14 @@ class PreadvEngine(IoEngine):
                 continue
             except OSError as error:
                 return -(error.errno or errno.EIO)
-            if not moved and way is _Way.WRITE:
+            if not moved and direction is _Direction.WRITE:
                 return -errno.EIO  # a write must move something
             done += moved
             left = _after(left, moved)
             # With O_DIRECT a partial page means the end of the file; no read may begin there.
-            if not moved or (way is _Way.READ and self._direct and moved % IO_ALIGNMENT):
+            if not moved or (
+                direction is _Direction.READ and self._direct and moved % IO_ALIGNMENT
+            ):
                 break
         return done
 

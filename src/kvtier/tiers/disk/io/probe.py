@@ -22,7 +22,7 @@ from kvtier.devices.base import Finding
 from kvtier.errors import DeviceError
 from kvtier.system.child_process import Overdue, run_module
 from kvtier.tiers.disk.io.file_library import FileLibrary, Vendor
-from kvtier.tiers.disk.io.trial import Tried
+from kvtier.tiers.disk.io.trial import TrialResult
 from kvtier.tiers.disk.io.vendors import KINDS
 
 LIMIT_S: Final = 30.0
@@ -54,7 +54,7 @@ class Probe:
     kind: str
     library: str
     reach: Reach
-    tried: Tried
+    tried: TrialResult
     why_not: str
 
     @property
@@ -106,7 +106,7 @@ def probe(kind: str, folder: str, device: str = "cuda:0", limit_s: float = LIMIT
         library = FileLibrary(vendor)
         disk = os.stat(folder).st_dev
     except (DeviceError, OSError) as error:
-        return Probe(kind, "", Reach.NONE, Tried(), str(error))
+        return Probe(kind, "", Reach.NONE, TrialResult(), str(error))
     key = (f"{library.path} {library}", kind, disk, device)
     with _lock:
         if key not in _known:
@@ -136,7 +136,7 @@ def _tried(
         fd, path = tempfile.mkstemp(prefix=".kvtier-probe-", dir=folder)
         os.close(fd)
     except OSError as error:
-        return Probe(kind, library, Reach.NONE, Tried(), str(error))
+        return Probe(kind, library, Reach.NONE, TrialResult(), str(error))
     try:
         strictly = _run([kind, device, path], vendor.variables(False), ends_at, limit_s)
         if not strictly.why_not:
@@ -151,17 +151,19 @@ def _tried(
         os.unlink(path)
 
 
-def _run(arguments: list[str], variables: dict[str, str], ends_at: float, limit_s: float) -> Tried:
+def _run(
+    arguments: list[str], variables: dict[str, str], ends_at: float, limit_s: float
+) -> TrialResult:
     """Run a trial in a child process until ``ends_at`` at the latest."""
     left_s = max(0.0, ends_at - time.monotonic())
     try:
         ended = run_module(TRIAL, *arguments, timeout_s=left_s, variables=variables)
     except Overdue as overdue:
-        return Tried(why_not=f"it did not answer within {limit_s:g} s, and was {overdue}")
+        return TrialResult(why_not=f"it did not answer within {limit_s:g} s, and was {overdue}")
     for line in reversed(ended.output.splitlines()):
         if line.startswith("{") and ended.code >= 0:
-            return Tried(**json.loads(line))
-    return Tried(why_not=str(ended))
+            return TrialResult(**json.loads(line))
+    return TrialResult(why_not=str(ended))
 
 
 def main() -> None:

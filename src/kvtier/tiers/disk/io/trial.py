@@ -55,7 +55,7 @@ class TrialDevice(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class TrialResult:
     """Result of a trial.
 
     engine, accelerator: description of the engine and the accelerator.
@@ -69,7 +69,7 @@ class Tried:
     read_gb_per_s: float = 0.0
 
 
-def run(kind: str, device_name: str, path: str, num_bytes: int = NUM_BYTES) -> Tried:
+def run(kind: str, device_name: str, path: str, num_bytes: int = NUM_BYTES) -> TrialResult:
     """Write a pattern from accelerator memory to a file, read it back elsewhere, and compare.
 
     Args:
@@ -114,11 +114,11 @@ def run(kind: str, device_name: str, path: str, num_bytes: int = NUM_BYTES) -> T
         _copy(device, memory, found, Direction.STORE)
         pieces = found.reshape(2, -1, PIECE_BYTES)
         if not np.array_equal(pieces[1][others], content.reshape(-1, PIECE_BYTES)[places]):
-            return Tried(words, accelerator, "it brought wrong bytes")
+            return TrialResult(words, accelerator, "it brought wrong bytes")
         if not np.array_equal(found[:num_bytes], content):
-            return Tried(words, accelerator, "it changed the bytes to write")
+            return TrialResult(words, accelerator, "it changed the bytes to write")
         gigabytes = num_bytes / 1e9
-        return Tried(
+        return TrialResult(
             words, accelerator, "", gigabytes / (wrote - began), gigabytes / (read - wrote)
         )
 
@@ -160,7 +160,7 @@ def main(kind: str, device_name: str, path: str) -> None:
     try:
         tried = run(kind, device_name, path)
     except (CacheError, OSError) as error:
-        tried = Tried(why_not=str(error))
+        tried = TrialResult(why_not=str(error))
     print(json.dumps(asdict(tried)), flush=True)
 
 

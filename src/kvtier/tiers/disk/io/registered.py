@@ -19,7 +19,7 @@ MAX_RUN_PIECES: Final = 128
 """Maximum pieces of one call. No vendor documents a limit; NIXL's pools have this size."""
 
 
-class Registered:
+class RegisteredMemory:
     """Registered ranges of memory, which don't overlap."""
 
     def __init__(self, buffers: Iterable[Memory]) -> None:
@@ -39,7 +39,7 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
+class RegisteredBatch:
     """Pieces of a batch, as lists, because they are processed one by one.
 
     write: direction; True writes to the file.
