@@ -175,11 +175,11 @@ def check_direct(direct: Direct, pool: Pool | None, reason: str) -> None:
     """
     if direct is Direct.ON and pool is None:
         raise ConfigError(
-            "direct: on, but the engine's memory pool is unknown to the disk; leave it at auto"
+            "direct: on, and the engine's memory pool is unknown to the disk; leave it at auto"
         )
     if direct is Direct.ON and reason:
         raise ConfigError(
-            f"direct: on, but direct reads don't work between the disk and {pool}: {reason}; "
+            f"direct: on, and direct reads don't work between the disk and {pool}: {reason}; "
             "leave it at auto, or choose a block_size that makes pieces of whole pages"
         )
 
@@ -191,7 +191,7 @@ def check_library(options: DiskOptions, device: Device, reason: str) -> None:
     """
     if options.direct is Direct.ON and reason:
         raise ConfigError(
-            f"direct: on, but direct reads don't work between {options.path} and {device.name}: "
+            f"direct: on, and direct reads don't work between {options.path} and {device.name}: "
             f"{reason}; leave it at auto"
         )
 
