@@ -180,7 +180,7 @@ def test_on_is_refused_where_it_can_not_be_and_auto_says_why(
 
 def test_on_is_refused_where_nobody_says_what_is_reached(tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match="not told what memory"),
+        pytest.raises(ConfigError, match="memory pool is unknown"),
         disk_of(tmp_path, GQA, direct=Direct.ON),
     ):
         pass
