@@ -13,7 +13,7 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup setup-demo demo site test test-docs test-page test-sglang test-sglang-quick test-sglang-version test-vllm test-vllm-quick test-vllm-version test-vllm-all test-vllm-upstream scan-engines test-stores test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
+.PHONY: help setup setup-demo demo site test test-docs test-page test-sglang test-sglang-quick test-sglang-version test-vllm test-vllm-quick test-vllm-version test-vllm-older test-vllm-all test-vllm-upstream scan-engines test-stores test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
 	kvtier-in-vllm kvtier-in-sglang peers peers-sglang peers-sglang-server peers-sglang-storage peers-stores peers-lmcache peers-vllm \
 	peers-vllm-lmcache clean
 
@@ -25,7 +25,7 @@ help:
 	@echo "make test-vllm  a real vLLM with kvtier under it, on the CPU; makes .peers/vllm (3 GB) first"
 	@echo "make test-vllm VLLM=0.30.0  the same with another version, in an environment of its own"
 	@echo "make test-vllm-quick  a part of them"
-	@echo "make test-vllm-all  what all versions pass, in each; writes the tables of versions; 20 GB"
+	@echo "make test-vllm-all  what all versions pass, in each; writes the tables of versions; 30 GB"
 	@echo "make scan-engines  the sources of all versions of vLLM and SGLang against kvtier's contracts"
 	@echo "make test-vllm-upstream  vLLM's own unit tests, with kvtier in the place of its halves"
 	@echo "make test-sglang  real SGLang servers with kvtier under them, on the CPU; makes .peers/sglang-server (3 GB) first"
@@ -119,7 +119,7 @@ VLLM_TESTS := tests/vllm
 VLLM := 0.32.0
 VLLM_PEER := $(PEERS)/vllm$(addprefix -,$(filter-out 0.32.0,$(VLLM)))
 # Versions that are run one after the other, and tests that all of them pass.
-VLLM_VERSIONS := 0.30.0 0.31.0 0.32.0
+VLLM_VERSIONS := 0.18.1 0.23.0 0.27.1 0.30.0 0.31.0 0.32.0
 VLLM_ANY := $(addprefix tests/vllm/test_,contract.py versions.py)
 VLLM_REPORT := build/vllm-$(VLLM).xml
 VLLM_QUICK := $(addprefix tests/vllm/test_,contract.py manager.py secondary.py stores.py \
@@ -134,6 +134,10 @@ test-vllm: kvtier-in-vllm
 test-vllm-version:
 	$(MAKE) test-vllm VLLM_TESTS="$(VLLM_ANY)"
 	$(BIN)/python -m scripts.engine_versions record vllm-$(VLLM) $(VLLM_REPORT)
+
+# The oldest one that runs on a torch for the CPU.
+test-vllm-older:
+	$(MAKE) test-vllm VLLM=0.27.1 VLLM_TESTS="$(VLLM_ANY)"
 
 test-vllm-all: scan-engines
 	for version in $(VLLM_VERSIONS); do $(MAKE) test-vllm-version VLLM=$$version || exit 1; done

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import random
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 import vllm
 from prometheus_client import REGISTRY
 from vllm.config import KVTransferConfig
 
 import kvtier
 
-MODEL = Path(kvtier.__file__).parent / "engine/builtin/kvtier-tiny"
+
+def _readable(model: Path) -> Path:
+    """Return the model, or a copy whose tokenizer Transformers 4 can read (vLLM 0.18)."""
+    if int(transformers.__version__.split(".")[0]) > 4:
+        return model
+    copy = Path(tempfile.mkdtemp(prefix="kvtier-model-")) / model.name
+    shutil.copytree(model, copy)
+    atexit.register(shutil.rmtree, copy.parent, ignore_errors=True)
+    file = copy / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    file.write_text(json.dumps(config))
+    return copy
+
+
+MODEL = _readable(Path(kvtier.__file__).parent / "engine/builtin/kvtier-tiny")
 BLOCK = 128
 """vLLM's block size on the CPU, in tokens."""
 NUM_BLOCKS = 64

@@ -14,18 +14,23 @@ import pytest
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 from kvtier.connectors.common.contract import Sources, version_of  # noqa: E402
-from kvtier.connectors.vllm import contract  # noqa: E402
+from kvtier.connectors.vllm.contract import OPTIONS  # noqa: E402
+from kvtier.connectors.vllm.fronts import OFFLOADING, choose  # noqa: E402
+
+FRONT = choose().front or OFFLOADING
+CONTRACT = FRONT.contract
+"""With the connector that serves this version."""
 
 
 def _folder() -> Path:
-    folder = contract.VLLM.installed()
+    folder = CONTRACT.installed()
     assert folder is not None
     return folder
 
 
 def _files() -> list[str]:
     """Those that are there: a version without one fails the first test, or lacks nothing in it."""
-    return [each for each in contract.FILES if (_folder() / each).exists()]
+    return [each for each in CONTRACT.files if (_folder() / each).exists()]
 
 
 def _classes() -> dict[str, type]:
@@ -33,13 +38,17 @@ def _classes() -> dict[str, type]:
     found: dict[str, type] = {}
     for file in _files():
         module = import_module("vllm." + file.removesuffix(".py").replace("/", "."))
-        found.update((name, each) for name, each in vars(module).items() if isinstance(each, type))
+        found |= {
+            name: each
+            for name, each in vars(module).items()
+            if isinstance(each, type) and each.__module__ == module.__name__
+        }
     return found
 
 
 def test_installed_vllm_is_as_kvtier_knows_it() -> None:
     assert version_of(_folder()) == vllm.__version__
-    assert contract.VLLM.differences() == []
+    assert CONTRACT.differences() == []
 
 
 def test_every_option_that_people_are_told_to_give_is_there() -> None:
@@ -47,16 +56,16 @@ def test_every_option_that_people_are_told_to_give_is_there() -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    assert set(contract.OPTIONS) <= set(parser._option_string_actions)
+    assert set(OPTIONS) <= set(parser._option_string_actions)
 
 
 def test_written_sources_say_what_the_imported_classes_say() -> None:
     """No decorator, patch or generated method stands between the two."""
     classes = _classes()
-    sources = Sources(_folder(), contract.FILES)
-    for name, methods in (*contract.OVERRIDDEN.items(), *contract.CALLED.items()):
+    sources = Sources(_folder(), CONTRACT.files)
+    for name, methods in (*CONTRACT.overridden.items(), *CONTRACT.called.items()):
         for method in methods:
-            if f"{name}.{method}" in contract.OPTIONAL and not hasattr(classes[name], method):
+            if f"{name}.{method}" in CONTRACT.optional and not hasattr(classes[name], method):
                 continue
             written = sources.parameters(name, method)
             static = inspect.getattr_static(classes[name], method)
@@ -71,7 +80,7 @@ def test_written_sources_say_what_the_imported_classes_say() -> None:
 
 def test_doctor_can_ask_without_importing_vllm_or_torch() -> None:
     script = (
-        "import sys; from kvtier.connectors.vllm import contract; contract.VLLM.differences();"
+        "import sys; from kvtier.connectors.vllm import fronts; fronts.choose();"
         "print([name for name in ('vllm', 'torch') if name in sys.modules])"
     )
     done = subprocess.run(
@@ -80,17 +89,18 @@ def test_doctor_can_ask_without_importing_vllm_or_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.skipif(FRONT is not OFFLOADING, reason="another connector serves this version")
 def test_moved_signature_of_the_real_thing_is_a_sentence(tmp_path: Path) -> None:
     for file in (*_files(), "_version.py"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(_folder() / file, tmp_path / file)
-    base = tmp_path / contract.FILES[0]
+    base = tmp_path / CONTRACT.files[0]
     text = base.read_text()
     assert "def wait(self, job_ids: set[int])" in text
     base.write_text(
         text.replace("def wait(self, job_ids: set[int])", "def wait(self, deadline: float)")
     )
-    (sentence,) = contract.VLLM.differences(tmp_path)
+    (sentence,) = CONTRACT.differences(tmp_path)
     assert sentence.startswith(
         f"vLLM {vllm.__version__}: OffloadingWorker.wait takes (deadline); kvtier knows (job_ids): "
     )
