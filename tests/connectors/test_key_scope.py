@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvtier.connectors.vllm.adapters import Adapters, RekeyedRequest
+import pytest
+from blake3 import blake3
+
+from kvtier.connectors.vllm.adapters import Adapters, RekeyedRequest, keyed
 from kvtier.connectors.vllm.key_scope import ALL, EVERYWHERE, KeyScope, counts_media, scope_of
+from kvtier.connectors.vllm.prompt import RequestBlocks
+from kvtier.connectors.vllm.request_state import RequestState
+from kvtier.identity import Identification
 
 
 def request(**changes: object) -> Any:
@@ -63,58 +70,182 @@ def test_names_of_any_other_kind_stay_in_this_process() -> None:
         assert scope_of(counted, counts_media=True) == KeyScope(0, 130), changes
 
 
-def test_an_adapter_that_may_be_another_is_not_kept() -> None:
+def test_adapter_that_keys_name_by_content_is_shared() -> None:
     adapted = request(lora_request="adapter", mm_features=media(130))
-    assert scope_of(adapted, counts_media=False, keeps_adapter=False) == KeyScope(0, 0)
+    assert scope_of(adapted, counts_media=False, names_adapter=True) == KeyScope(shared=130)
     assert scope_of(adapted, counts_media=False) == KeyScope(0, ALL)
 
 
-def adapter(path: Path, number: int = 1, load_inplace: bool = False) -> Any:
+def adapter(path: Path, number: int = 1, load_inplace: bool = False, name: str = "adapter") -> Any:
     return SimpleNamespace(
-        lora_name="adapter", lora_path=str(path), lora_int_id=number, load_inplace=load_inplace
+        lora_name=name, lora_path=str(path), lora_int_id=number, load_inplace=load_inplace
     )
 
 
-def adapter_in(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "adapter_model.safetensors").write_bytes(b"first")
+def adapter_in(folder: Path, weights: bytes = b"first") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(weights)
     return folder
 
 
-def test_each_load_of_an_adapter_has_keys_of_its_own(tmp_path: Path) -> None:
+@pytest.fixture
+def no_grain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that have just been written are as good as old ones."""
+    monkeypatch.setattr("kvtier.connectors.vllm.adapters.GRAIN_NS", -(10**12))
+
+
+def reading() -> Adapters:
+    return Adapters(reads_files=True, traits="traits")
+
+
+@pytest.mark.usefixtures("no_grain")
+def test_content_is_the_same_under_any_name_and_another_for_other_bytes(tmp_path: Path) -> None:
+    one, moved = adapter_in(tmp_path / "one"), adapter_in(tmp_path / "moved")
+    other = adapter_in(tmp_path / "other", b"other")
+    content = reading().load_of(adapter(one)).content
+    assert len(content) == 32
+    assert reading().load_of(adapter(moved, 7, name="renamed")).content == content
+    assert reading().load_of(adapter(other)).content not in (b"", content)
+    with_other_options = Adapters(reads_files=True, traits="others")
+    assert with_other_options.load_of(adapter(one)).content not in (b"", content)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_files_that_were_just_written_are_read_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    """A change within the grain of time stamps, with the same size, does not show in them."""
+    monkeypatch.setattr(Identification, "_is_as_it_was", lambda self: True)
+    folder, adapters, waits = adapter_in(tmp_path / "one"), reading(), []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if is_replaced:
+            adapter_in(folder, b"other")
+
+    monkeypatch.setattr("kvtier.connectors.vllm.adapters.time.sleep", wait)
+    load = adapters.load_of(adapter(folder))
+    for thread in threading.enumerate():
+        if thread.name == "kvtier-adapter":
+            thread.join(60)
+    assert waits == [2.0]
+    assert bool(load.content) != is_replaced
+
+
+@pytest.mark.usefixtures("no_grain")
+def test_adapter_is_known_only_where_it_goes_to_storage(tmp_path: Path) -> None:
+    load = Adapters().load_of(adapter(adapter_in(tmp_path / "one")))
+    assert load.content == b""
+    assert load.holds()
+
+
+def test_each_load_of_a_name_has_keys_of_its_own(tmp_path: Path) -> None:
     folder, adapters = adapter_in(tmp_path / "one"), Adapters()
     first = adapters.load_of(adapter(folder))
-    assert first == b"", "vLLM's own keys"
-    assert adapters.load_of(adapter(folder)) == first
+    assert first.salt == b"", "vLLM's own keys"
+    assert adapters.load_of(adapter(folder)) is first
     second = adapters.load_of(adapter(folder, 2))
-    assert second not in (None, first)
-    assert adapters.load_of(adapter(folder)) == first, "another server's number for it"
+    assert second.salt != first.salt
+    assert adapters.load_of(adapter(folder)) is first, "another server's number for it"
+    assert first.keeps(16)
+    assert second.keeps(0)
+    assert not second.keeps(16), "vLLM's own pool may have had it from the first load"
 
 
-def test_after_a_load_in_place_nobody_knows_which_adapter_it_is(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("no_grain")
+def test_load_in_place_begins_a_load_and_ends_the_one_before(tmp_path: Path) -> None:
+    folder, adapters = adapter_in(tmp_path / "one"), reading()
+    first = adapters.load_of(adapter(folder))
+    adapter_in(folder, b"other")
+    adapters.before_load(adapter(folder, load_inplace=True))
+    second = adapters.load_of(adapter(folder, load_inplace=True))
+    assert second.content not in (b"", first.content)
+    assert second.holds()
+    assert not first.holds(), "of requests that were begun before"
+    assert adapters.load_of(adapter(folder)) is second
+
+
+def test_load_of_what_is_loaded_already_changes_nothing(tmp_path: Path) -> None:
     folder, adapters = adapter_in(tmp_path / "one"), Adapters()
-    assert adapters.load_of(adapter(folder)) is not None
-    assert adapters.load_of(adapter(folder, load_inplace=True)) is None
-    assert adapters.load_of(adapter(folder)) is None, "the one that was loaded in place"
-    assert adapters.load_of(adapter(folder, 2)) is not None
+    adapters.before_load(adapter(folder))
+    first = adapters.load_of(adapter(folder))
+    adapters.before_load(adapter(folder))
+    assert adapters.load_of(adapter(folder)) is first
+    assert first.holds()
 
 
-def test_changed_files_may_have_been_loaded_again(tmp_path: Path) -> None:
-    folder, adapters = adapter_in(tmp_path / "one"), Adapters()
-    assert adapters.load_of(adapter(folder)) is not None
-    file = folder / "adapter_model.safetensors"
-    before = file.stat()
-    file.write_bytes(b"other")
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns - 1))
-    assert adapters.load_of(adapter(folder)) is None
-    assert adapters.load_of(adapter(folder, 2)) is not None
-
-
-def test_an_adapter_on_a_hub_is_known_by_its_number() -> None:
+def test_number_of_two_adapters_is_that_of_neither(tmp_path: Path) -> None:
+    one, two = adapter_in(tmp_path / "one"), adapter_in(tmp_path / "two")
     adapters = Adapters()
+    load = adapters.load_of(adapter(one))
+    assert not adapters.load_of(adapter(two)).holds()
+    assert not load.holds()
+    adapters.after_removal(1)
+    again = adapters.load_of(adapter(two))
+    assert again.holds()
+    assert again.salt, "vLLM's own pool may have KV of the other adapter under this name"
+
+
+@pytest.mark.parametrize("change", ["bytes", "time", "place", "gone"])
+def test_changed_files_may_have_been_loaded_again(tmp_path: Path, change: str) -> None:
+    folder, adapters = adapter_in(tmp_path / "one"), Adapters()
+    path = tmp_path / "current"
+    path.symlink_to(folder)
+    load = adapters.load_of(adapter(path))
+    assert load.holds()
+    file = folder / "adapter_model.safetensors"
+    match change:
+        case "bytes":
+            file.write_bytes(b"longer")
+        case "time":
+            os.utime(file, ns=(1, 1))
+        case "place":
+            path.unlink()
+            path.symlink_to(adapter_in(tmp_path / "two"))
+        case "gone":
+            file.unlink()
+    assert not load.holds()
+    assert not adapters.load_of(adapter(path)).keeps(0)
+    assert adapters.load_of(adapter(path, 2)).keeps(0)
+
+
+def test_adapter_on_a_hub_is_known_by_its_number() -> None:
+    adapters = reading()
     elsewhere = Path("no-such-organisation/adapter")
-    assert adapters.load_of(adapter(elsewhere)) == b""
-    assert adapters.load_of(adapter(elsewhere, 2)) == b"load 1"
+    first, second = (adapters.load_of(adapter(elsewhere, number)) for number in (1, 2))
+    assert (first.salt, second.salt) == (b"", b"load 1")
+    assert first.content == second.content == b""
+    assert first.holds()
+
+
+def hash_more(request: Any) -> list[bytes]:
+    """As vLLM does: each token, what is before it, and the adapter's name."""
+    hashes = list(request.block_hashes)
+    for token in request.tokens[len(hashes) :]:
+        before = hashes[-1] if hashes else b""
+        hashes.append(blake3(before + token + repr(request.lora_request).encode()).digest())
+    return hashes[len(request.block_hashes) :]
+
+
+def test_keys_hold_the_content_of_an_adapter_and_not_its_name(tmp_path: Path) -> None:
+    keys = []
+    for name, content in (("one", b"c"), ("two", b"c"), ("one", b"d")):
+        load = Adapters().load_of(adapter(tmp_path))
+        theirs = SimpleNamespace(
+            lora_request=name, tokens=[b"1", b"2"], block_hashes=[], _block_hasher=hash_more
+        )
+        assert keyed(theirs, load)[0] is theirs, "vLLM's own keys until the content is known"
+        load.content = content
+        ours, is_shared = keyed(theirs, load)
+        assert is_shared
+        assert ours.lora_request == name, "it is the same request in all else"
+        for _ in range(2):
+            theirs.block_hashes += hash_more(theirs)
+            assert len(ours.block_hashes) == len(theirs.block_hashes)
+            theirs.tokens.append(b"3")
+        keys.append(ours.block_hashes)
+    assert keys[0] == keys[1]
+    assert not set(keys[0]) & set(keys[2])
 
 
 def test_rekeyed_request_is_vllms_but_for_its_hashes() -> None:
@@ -126,3 +257,15 @@ def test_rekeyed_request_is_vllms_but_for_its_hashes() -> None:
     theirs.block_hashes.append(b"b" * 16)
     assert list(first.block_hashes)[:1] == before
     assert [len(each) for each in first.block_hashes] == [32, 16]
+
+
+def test_request_whose_adapter_was_replaced_keeps_nothing(tmp_path: Path) -> None:
+    adapters = Adapters()
+    load = adapters.load_of(adapter(adapter_in(tmp_path / "one")))
+    state = RequestState(RequestBlocks("one", {b"key": 16}), adapter=load)
+    state.begin_look_up(0)
+    assert state.is_kept(b"key")
+    assert state.is_computed_right()
+    adapters.after_removal(1)
+    assert not state.is_computed_right()
+    assert not state.is_kept(b"key")

@@ -60,7 +60,7 @@ def overwrite(file: Path, at: int, content: bytes) -> None:
 
 def look(*models: Path, memory: WeightsMemory | None = None, **settings: int) -> Identity:
     """As an engine does at a start; every model counts as large."""
-    weights = Identification(models, memory, **{"small_bytes": 0, **settings})
+    weights = Identification(models, memory, **{"small_bytes": 0, **settings})  # type: ignore[arg-type]
     weights.begin()
     found = weights.settle()
     weights.stop()

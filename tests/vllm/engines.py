@@ -57,6 +57,9 @@ OPTIONS: dict[str, Any] = {
     "disable_log_stats": False,
 }
 
+DIFFERENT = 1e-3
+"""Log-probabilities that are further apart are those of another input."""
+
 Prompt = dict[str, list[int]]
 Answer = list[Any]
 """Tokens, and per step the log-probabilities of the likeliest ones."""
@@ -107,11 +110,11 @@ def prompt(seed: int, num_tokens: int) -> Prompt:
     return {"prompt_token_ids": [rng.randrange(10, 4000) for _ in range(num_tokens)]}
 
 
-def run(llm: Any, *prompts: Prompt) -> list[tuple[int, Answer]]:
+def run(llm: Any, *prompts: Prompt, **options: Any) -> list[tuple[int, Answer]]:
     """Per prompt the tokens that were cached, and what was generated, with its logprobs."""
     params = vllm.SamplingParams(max_tokens=6, temperature=0, logprobs=4, ignore_eos=True)
     found = []
-    for output in llm.generate(list(prompts), params, use_tqdm=False):
+    for output in llm.generate(list(prompts), params, use_tqdm=False, **options):
         (answer,) = output.outputs
         steps = [
             {token: each.logprob for token, each in sorted(step.items())}
@@ -119,6 +122,18 @@ def run(llm: Any, *prompts: Prompt) -> list[tuple[int, Answer]]:
         ]
         found.append((output.num_cached_tokens, [answer.token_ids, steps]))
     return found
+
+
+def are_close(one: Answer, other: Answer) -> bool:
+    """Whether two answers are the same up to rounding."""
+    (tokens, steps), (other_tokens, other_steps) = one, other
+    if list(tokens) != list(other_tokens):
+        return False
+    return all(
+        abs(step[token] - other_step.get(token, step[token])) < DIFFERENT
+        for step, other_step in zip(steps, other_steps, strict=True)
+        for token in step
+    )
 
 
 def one_by_one(llm: Any, prompts: list[Prompt]) -> list[tuple[int, Answer]]:

@@ -229,7 +229,7 @@ def test_blocks_of_stores_are_elsewhere_for_who_asks_by_place(valkey: str) -> No
         assert told == {(Medium.CPU, Locality.LOCAL), (Medium.STORAGE, Locality.REMOTE)}
 
 
-def test_adapters_are_kept_out_of_the_store(server: ValkeyServer, valkey: str) -> None:
+def test_kv_of_names_is_kept_out_of_the_store(server: ValkeyServer, valkey: str) -> None:
     with replica(valkey) as first:
         begin = first.manager.on_new_request
 

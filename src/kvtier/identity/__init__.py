@@ -8,11 +8,12 @@
 Engines and connectors put the result into their namespace. Nothing here depends on an engine.
 """
 
-from kvtier.identity.files import is_counted, process_start_ns
+from kvtier.identity.files import GRAIN_NS, is_counted, process_start_ns
 from kvtier.identity.identify import Basis, Identification, Identity, unknown
 from kvtier.identity.memory import WeightsMemory
 
 __all__ = [
+    "GRAIN_NS",
     "Basis",
     "Identification",
     "Identity",

@@ -59,7 +59,7 @@ class Identity:
 
 def unknown(reason: str) -> Identity:
     """Return an identity that no other process can have."""
-    logger.warning("KV of this process is not found by later ones: %s", reason)
+    logger.warning("KV is not found by later processes: %s", reason)
     return Identity(f"unknown {token_hex(16)}", Basis.UNKNOWN)
 
 
@@ -70,6 +70,7 @@ class Identification:
     since_ns: for callers that start after the loading: files that changed later than this may
     differ from what was loaded.
     small_bytes: a model of up to this size is always read.
+    name: of what it is, for messages.
     One thread calls ``begin`` and ``settle``; ``read`` runs on any thread, one call at a time.
     """
 
@@ -79,12 +80,14 @@ class Identification:
         memory: WeightsMemory | None = None,
         since_ns: int | None = None,
         small_bytes: int = SMALL_MODEL_BYTES,
+        name: str = "the model",
     ) -> None:
         self._models = tuple(Path(os.path.realpath(model)) for model in models)
         self._key = "\0".join(map(str, self._models))
         self._memory = memory
         self._since_ns = since_ns
         self._small_bytes = small_bytes
+        self._name = name
         self._known: Identity | None = None
         self._read: Identity | None = None
         self._reader: Thread | None = None
@@ -94,12 +97,18 @@ class Identification:
         try:
             self._files = self._look()
         except OSError as error:
-            self._trouble = f"the model's files can't be read ({error})"
+            self._trouble = f"files of {self._name} can't be read ({error})"
 
     @property
     def num_bytes(self) -> int:
         """Total size of the relevant files."""
         return sum(stamp.size for stamp in self._files.values() if stamp is not None)
+
+    @property
+    def newest_ns(self) -> int:
+        """When the last of the files changed, in ns since 1970."""
+        stamps = (stamp for stamp in self._files.values() if stamp is not None)
+        return max((stamp.changed_ns for stamp in stamps), default=0)
 
     @property
     def is_small(self) -> bool:
@@ -121,7 +130,7 @@ class Identification:
         found = self._known or self._read
         assert found is not None, "settle comes after begin"
         if found.basis is not Basis.UNKNOWN and not self._is_as_it_was():
-            found = self._known = unknown("the model's files changed while they were loaded")
+            found = self._known = unknown(f"files of {self._name} changed while they were loaded")
         return found
 
     def check(self, then: Callable[[Identity], None]) -> None:
@@ -155,6 +164,11 @@ class Identification:
     def _look(self) -> Files:
         return {path: stamp for model in self._models for path, stamp in model_files(model).items()}
 
+    def is_still(self, models: Sequence[Path]) -> bool:
+        """Return whether ``models`` are the files of this identification, and look the same."""
+        same = tuple(Path(os.path.realpath(model)) for model in models) == self._models
+        return same and self._is_as_it_was()
+
     def _is_as_it_was(self) -> bool:
         try:
             return self._look() == self._files
@@ -169,21 +183,20 @@ class Identification:
         try:
             digests = hash_files(paths, threads, self._stop, is_polite)
         except OSError as error:
-            return unknown(f"the model's files can't be read ({error})")
+            return unknown(f"files of {self._name} can't be read ({error})")
         except Stopped:
             return Identity("", Basis.UNKNOWN)
         if not self._is_as_it_was():
-            return unknown("the model's files changed while they were loaded")
+            return unknown(f"files of {self._name} changed while they were loaded")
         stamps = {path: stamp for path, stamp in self._files.items() if stamp is not None}
-        newest_ns = max((stamp.changed_ns for stamp in stamps.values()), default=0)
-        if self._since_ns is not None and newest_ns > self._since_ns:
-            return unknown("the model's files changed after this process began")
+        if self._since_ns is not None and self.newest_ns > self._since_ns:
+            return unknown(f"files of {self._name} changed after this process began")
         held = dict(zip(paths, (digest.hex() for digest in digests), strict=True))
         found = Identity(self._digest(held), Basis.READ)
         if self._known is not None and self._known.digest != found.digest:
             if self._memory is not None:
                 self._memory.forget(self._key)
-            return unknown("the model's files are others than they were, and look the same")
+            return unknown(f"files of {self._name} are others than they were, and look the same")
         self._remember(stamps, held, began_ns)
         return found
 

@@ -39,7 +39,7 @@ def identify(sources: Sequence[Source], namespace: str = "") -> Identification |
     """
     places: list[Path] = []
     for source in sources:
-        place = _place(source)
+        place = find_files(source)
         if place is None and namespace:
             return Identity(f"called {sources}", Basis.GIVEN)
         if place is None:
@@ -55,7 +55,8 @@ def identify(sources: Sequence[Source], namespace: str = "") -> Identification |
     return Identification(places, since_ns=process_start_ns() if is_local else None)
 
 
-def _place(source: Source) -> Path | None:
+def find_files(source: Source) -> Path | None:
+    """Return the folder or file of a source; None if it is in none that can be found here."""
     if not source.is_in_files:
         return None
     if os.path.exists(source.model):

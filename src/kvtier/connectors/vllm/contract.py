@@ -173,8 +173,9 @@ READ: Mapping[str, tuple[str, ...]] = {
     ),
     "ParallelConfig": ("data_parallel_index",),
     "Request": (
-        "arrival_time", "block_hashes", "lora_request", "mm_features", "num_computed_tokens",
-        "num_output_tokens", "num_prompt_tokens", "prompt_embeds", "request_id", "resumable",
+        "_block_hasher", "arrival_time", "block_hashes", "lora_request", "mm_features",
+        "num_computed_tokens", "num_output_tokens", "num_prompt_tokens", "prompt_embeds",
+        "request_id", "resumable",
     ),
     "LoRARequest": ("lora_name", "lora_int_id", "lora_path", "load_inplace"),
     "MultiModalFeatureSpec": ("mm_position",),

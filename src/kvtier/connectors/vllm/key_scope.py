@@ -1,9 +1,10 @@
 """Scope of a request's keys: how far they name content, and how far a name that somebody chose.
 
 vLLM's keys hash a prompt's tokens and its ``cache_salt``, and beside them names: an adapter's name
-and path, and an identifier of each image, video or audio. A client may choose an identifier
-(``multi_modal_uuids``), and vLLM counts its inputs where all its caches are off. No identifier says
-whether it is a hash of the content. Another process may give the same name to something else.
+and path (``adapters.py`` puts its content there instead), and an identifier of each image, video or
+audio. A client may choose an identifier (``multi_modal_uuids``), and vLLM counts its inputs where
+all its caches are off. No identifier says whether it is a hash of the content. Another process may
+give the same name to something else.
 """
 
 from __future__ import annotations
@@ -33,21 +34,20 @@ class KeyScope:
 
 
 EVERYWHERE = KeyScope()
+NOWHERE = KeyScope(0, 0)
 
 
-def scope_of(request: Request, counts_media: bool, keeps_adapter: bool = True) -> KeyScope:
+def scope_of(request: Request, counts_media: bool, names_adapter: bool = False) -> KeyScope:
     """Return the scope of a request's keys.
 
     Args:
         request: A request of vLLM's, when it is added.
         counts_media: Whether vLLM names media by a counter, see ``counts_media``.
-        keeps_adapter: Whether the request's adapter, if it has one, is the one that its name stood
-            for before, see ``Adapters``.
+        names_adapter: Whether the keys name the content of the request's adapter, if it has one.
     """
-    if request.lora_request is not None:
-        return KeyScope(0, _before_media(request, counts_media) if keeps_adapter else 0)
+    is_named = request.lora_request is None or names_adapter
     # An embedding is hashed without its type and shape, and the rest of a session comes later.
-    if request.prompt_embeds is not None or request.resumable:
+    if not is_named or request.prompt_embeds is not None or request.resumable:
         return KeyScope(0, _before_media(request, counts_media))
     if not request.mm_features:
         return EVERYWHERE

@@ -311,7 +311,7 @@ class TierManager:
         self, keys: Collection[bytes], visit: RequestState | None, success: bool = True
     ) -> None:
         """Note that a request's blocks are in their slots, or that they were not copied."""
-        if not success:
+        if not success or (visit is not None and not visit.is_computed_right()):
             self.cache.abort(keys)
             return
         ends = {} if visit is None else visit.request.ends

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtier.connectors.vllm.key_scope import ALL, EVERYWHERE, KeyScope
+from kvtier.connectors.vllm.adapters import AdapterLoad
+from kvtier.connectors.vllm.key_scope import ALL, EVERYWHERE, NOWHERE, KeyScope
 from kvtier.connectors.vllm.prompt import RequestBlocks
 from kvtier.keyed.cache import BlockLocation
 from kvtier.keyed.waiters import Wait
@@ -27,9 +28,9 @@ class RequestState:
     direct: blocks on disk that are to be read directly to the device. read: those that were, until
     they are loaded from memory.
     waits_since: when it began to wait. is_impatient: it takes what is ready, and waits for nothing
-    more. scope: which of its blocks may be kept, and where. used: those that were loaded or stored
-    for it. is_explained: the log has what was decided for it. last_asked: the last block that the
-    policy was told of, None before it was of any.
+    more. scope: which of its blocks may be kept, and where. adapter: that it is computed with.
+    used: blocks that were loaded or stored for it. is_explained: the log has what was decided for
+    it. last_asked: the last block that the policy was told of, None before it was of any.
 
     declined_ahead, declined: how many were there and are computed all the same: that were not
     brought to memory, and of those in memory, by the last word on it.
@@ -51,6 +52,7 @@ class RequestState:
     waits_since: float | None = None
     is_impatient: bool = False
     scope: KeyScope = EVERYWHERE
+    adapter: AdapterLoad | None = None
     is_explained: bool = False
     used: dict[bytes, None] = field(default_factory=dict)
     declined_ahead: int = 0
@@ -63,6 +65,8 @@ class RequestState:
         """The request is about to ask for its blocks, those after so many tokens."""
         self.places.clear()
         self.found, self.num_computed = None, num_computed
+        if self.adapter is not None and not self.adapter.keeps(num_computed):
+            self.scope = NOWHERE
 
     def ends(self) -> dict[bytes, int]:
         """Return the token at which each block found by the last look-up ends."""
@@ -97,6 +101,12 @@ class RequestState:
         self.read.difference_update(keys)
         self.read.update(read)
         return read
+
+    def is_computed_right(self) -> bool:
+        """Whether its KV is of the adapter that its keys name."""
+        if self.adapter is not None and not self.adapter.holds():
+            self.scope = NOWHERE
+        return self.scope is not NOWHERE
 
     def is_kept(self, key: bytes) -> bool:
         """Whether a block may be kept at all."""

@@ -28,6 +28,13 @@ CACHE_TRAITS = (
     "mamba_cache_dtype",
     "mamba_ssm_cache_dtype",
 )
+ADAPTER_TRAITS = (
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+    "enable_tower_connector_lora",
+    "lora_dtype",
+    "target_modules",
+)
 """vLLM options that change the bytes of KV and are neither in the model's files nor in
 ``EngineFacts``. An option that a version lacks has one value for all who run that version."""
 
@@ -64,6 +71,13 @@ def traits(config: VllmConfig) -> str:
         "draft": getattr(config.speculative_config, "method", None),
     }
     return json.dumps(found, sort_keys=True, default=str)
+
+
+def adapter_traits(config: VllmConfig) -> str:
+    """Return the options that decide on what an adapter does to KV."""
+    return json.dumps(
+        {name: getattr(config.lora_config, name, None) for name in ADAPTER_TRAITS}, default=str
+    )
 
 
 def _model_traits(model: ModelConfig) -> dict[str, object]:

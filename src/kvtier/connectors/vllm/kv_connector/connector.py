@@ -14,10 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.connectors.vllm import pauses, weights
-from kvtier.connectors.vllm.adapters import Adapters, RekeyedRequest
+from kvtier.connectors.vllm.adapters import adapters_of
 from kvtier.connectors.vllm.cores import off_compute_cores
 from kvtier.connectors.vllm.halves import Sizes
-from kvtier.connectors.vllm.key_scope import counts_media, scope_of
+from kvtier.connectors.vllm.key_scope import counts_media
 from kvtier.connectors.vllm.kv_connector.config import facts_of, keep_block_hashes, layer_sizes
 from kvtier.connectors.vllm.kv_connector.messages import RankMessage, StepMessage
 from kvtier.connectors.vllm.kv_connector.rank import RankHalf
@@ -86,7 +86,7 @@ class KvtierConnector(KVConnectorBase_V1):
         self._scheduler = SchedulerHalf(
             manager, self._facts, bool(extra.get("offload_prompt_only", False))
         )
-        self._adapters = Adapters()
+        self._adapters = adapters_of(config, manager.has_storage)
         self._counts_media = counts_media(config)
         if manager.has_storage:
             with off_compute_cores():
@@ -107,11 +107,9 @@ class KvtierConnector(KVConnectorBase_V1):
         """Return a request's state. Before 0.23 vLLM tells of no request that it adds."""
         if self._half.is_known(request.request_id):
             return self._half.begin(request)
-        adapter = request.lora_request
-        load = b"" if adapter is None else self._adapters.load_of(adapter)
-        keyed: Any = RekeyedRequest(request, load) if load else request
+        keyed, scope, adapter = self._adapters.begin(request, self._counts_media)
         tracked = self._half.begin(keyed)
-        tracked.visit.scope = scope_of(request, self._counts_media, keeps_adapter=load is not None)
+        tracked.visit.scope, tracked.visit.adapter = scope, adapter
         return tracked
 
     def get_num_new_matched_tokens(

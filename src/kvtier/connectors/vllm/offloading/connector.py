@@ -32,10 +32,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvtier.connectors.vllm import pauses, weights
-from kvtier.connectors.vllm.adapters import Adapters, RekeyedRequest
+from kvtier.connectors.vllm.adapters import adapters_of
 from kvtier.connectors.vllm.cores import off_compute_cores
 from kvtier.connectors.vllm.counts import RECORDED
-from kvtier.connectors.vllm.key_scope import counts_media, scope_of
+from kvtier.connectors.vllm.key_scope import counts_media
 from kvtier.connectors.vllm.offloading.ascend import split_caches
 from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
 from kvtier.connectors.vllm.offloading.recording import Finished, RecordedConnector, recorded
@@ -116,7 +116,6 @@ class KvtierOffloadingConnector(RecordedConnector):
         self._loading: dict[int, str] = {}
         self._steps: list[int] = []
         self._waiting: QueuedRequests | None = None
-        self._adapters = Adapters()
         self._counts_media = counts_media(vllm_config)
         if self.connector_scheduler and self._manager.cache.learns:
             config = self.scheduler.config
@@ -131,6 +130,7 @@ class KvtierOffloadingConnector(RecordedConnector):
                     weights.sources(vllm_config), weights.traits(vllm_config)
                 )
         if self.connector_scheduler:
+            self._adapters = adapters_of(vllm_config, self._manager.has_storage)
             pauses.watch(self)
 
     # -- in the scheduler's process ----------------------------------------------------------------
@@ -142,14 +142,12 @@ class KvtierOffloadingConnector(RecordedConnector):
         return manager
 
     def on_new_request(self, request: Request) -> None:
-        adapter = request.lora_request
-        load = b"" if adapter is None else self._adapters.load_of(adapter)
-        keyed: Any = RekeyedRequest(request, load) if load else request
+        keyed, scope, adapter = self._adapters.begin(request, self._counts_media)
         super().on_new_request(keyed)
         if self._waiting is not None:
             self._waiting.on_queued(keyed)
         visit = self._manager.visit(request.request_id)
-        visit.scope = scope_of(request, self._counts_media, keeps_adapter=load is not None)
+        visit.scope, visit.adapter = scope, adapter
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
