@@ -74,6 +74,16 @@ def connector(**settings: object) -> dict[str, Any]:
     }
 
 
+def own_connector(**settings: object) -> dict[str, Any]:
+    """The same, for kvtier's own front, which stands on no other connector."""
+    return {
+        "kv_connector": "KvtierConnector",
+        "kv_connector_module_path": "kvtier.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"load_policy": "always", **settings},
+    }
+
+
 def multi(*inside: dict[str, Any]) -> dict[str, Any]:
     """The same, with several connectors inside vLLM's MultiConnector."""
     return {

@@ -6,25 +6,38 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.v1.core.kv_cache_utils import BlockHash
 
 from kvtier.connectors.vllm import pauses, weights
 from kvtier.connectors.vllm.adapters import adapters_of
 from kvtier.connectors.vllm.cores import off_compute_cores
+from kvtier.connectors.vllm.counts import RECORDED
 from kvtier.connectors.vllm.halves import Sizes
 from kvtier.connectors.vllm.key_scope import counts_media
-from kvtier.connectors.vllm.kv_connector.config import facts_of, keep_block_hashes, layer_sizes
+from kvtier.connectors.vllm.kv_connector.config import (
+    facts_of,
+    keep_block_hashes,
+    layer_sizes,
+    refuse_runner,
+)
+from kvtier.connectors.vllm.kv_connector.idle import take_steps_while_busy
 from kvtier.connectors.vllm.kv_connector.messages import RankMessage, StepMessage
 from kvtier.connectors.vllm.kv_connector.rank import RankHalf
 from kvtier.connectors.vllm.kv_connector.scheduler import SchedulerHalf, Tracked
+from kvtier.connectors.vllm.kv_connector.stats import ConnectorMetrics, ConnectorStats
 from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.pages import tell_pages
+from kvtier.connectors.vllm.prompt import GROUP_BYTES
+from kvtier.connectors.vllm.recording import RequestRecording
 from kvtier.connectors.vllm.worker import TierWorker
+from kvtier.types import HOST
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +81,7 @@ class KvtierConnector(KVConnectorBase_V1):
         # A copy that failed is recomputed; vLLM's own default is to fail the request.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         super().__init__(vllm_config, role, kv_cache_config)
+        refuse_runner()
         self._facts = facts_of(vllm_config, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._sizes = Sizes(self._facts, extra)
@@ -75,6 +89,7 @@ class KvtierConnector(KVConnectorBase_V1):
         self._num_pages = int(kv_cache_config.num_blocks)
         self._rank: RankHalf | None = None
         self._scheduler: SchedulerHalf | None = None
+        self._recording: RequestRecording | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._make_scheduler_half(extra)
 
@@ -91,6 +106,10 @@ class KvtierConnector(KVConnectorBase_V1):
         if manager.has_storage:
             with off_compute_cores():
                 names.settle(weights.sources(config), weights.traits(config))
+        self._recording = RequestRecording(
+            extra, self._half.block_tokens, self._facts.tokens_per_hash, self._facts.replica
+        )
+        take_steps_while_busy()
         pauses.watch(self)
 
     # -- in the scheduler's process ----------------------------------------------------------------
@@ -110,6 +129,8 @@ class KvtierConnector(KVConnectorBase_V1):
         keyed, scope, adapter = self._adapters.begin(request, self._counts_media)
         tracked = self._half.begin(keyed)
         tracked.visit.scope, tracked.visit.adapter = scope, adapter
+        if self._recording is not None:
+            self._recording.begin(request)
         return tracked
 
     def get_num_new_matched_tokens(
@@ -134,6 +155,8 @@ class KvtierConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        if self._recording is not None:
+            self._recording.end(request)
         return self._half.finish(request, block_ids), None
 
     def has_pending_push_work(self) -> bool:
@@ -149,9 +172,49 @@ class KvtierConnector(KVConnectorBase_V1):
         """Empty all tiers after a pause: other weights may be in memory now."""
         self._half.reset()
 
-    def take_events(self) -> Iterable[Any]:
-        self._half.manager.take_changes()
-        return ()
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        for each in self._half.manager.take_changes():
+            hashes = [BlockHash(key[:-GROUP_BYTES]) for key in each.keys]
+            medium = "CPU" if each.tier == HOST else "STORAGE"
+            if each.is_removed:
+                yield BlockRemoved(block_hashes=hashes, medium=medium)
+            else:
+                yield BlockStored(
+                    block_hashes=hashes,
+                    parent_block_hash=None,
+                    token_ids=[],
+                    block_size=0,
+                    lora_id=None,
+                    medium=medium,
+                    lora_name=None,
+                )
+
+    # -- in both -----------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        """Return the scheduler's half's. Some versions take these only beside those of a rank."""
+        if self._scheduler is None:
+            return ConnectorStats() if self._pages.has_news else None
+        manager = self._scheduler.manager
+        if self._recording is not None:
+            for outcome, num in self._recording.take().items():
+                manager.counts.add(RECORDED, num, outcome)
+        values = manager.take_values()
+        return None if values is None else ConnectorStats.of(values)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return ConnectorStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ConnectorMetrics:
+        return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # -- in a rank ---------------------------------------------------------------------------------
 
@@ -201,3 +264,5 @@ class KvtierConnector(KVConnectorBase_V1):
             self._rank.shutdown()
         if self._scheduler is not None:
             self._scheduler.manager.shutdown()
+        if self._recording is not None:
+            self._recording.close()

@@ -34,10 +34,26 @@ OVERRIDDEN: Mapping[str, Mapping[str, Takes]] = {
         "update_connector_output": Takes("connector_output"),
         "request_finished": Takes("request, block_ids"),
         "take_events": Takes(),
+        "get_kv_connector_stats": Takes(),
+        "build_kv_connector_stats": Takes("data="),
+        "build_prom_metrics": Takes(
+            "vllm_config, metric_types, labelnames, per_engine_labelvalues"
+        ),
         "reset_cache": Takes(),
         "shutdown": Takes(),
     },
     "KVConnectorWorkerMetadata": {"aggregate": Takes("other")},
+    "KVConnectorStats": {
+        "aggregate": Takes("other"),
+        "reduce": Takes(),
+        "reset": Takes(),
+        "is_empty": Takes(),
+    },
+    "KVConnectorPromMetrics": {
+        "__init__": Takes("vllm_config, metric_types, labelnames, per_engine_labelvalues"),
+        "observe": Takes("transfer_stats_data, engine_idx="),
+    },
+    "Scheduler": {"has_finished_requests": Takes()},
 }
 """vLLM calls these, and kvtier has its own: what vLLM may pass must be known."""
 
@@ -47,7 +63,21 @@ CALLED: Mapping[str, Mapping[str, Takes]] = {
 }
 """kvtier calls these: they must take what it passes, and want nothing more."""
 
+BUILT: Mapping[str, tuple[str, ...]] = {
+    "KVConnectorStats": ("data",),
+}
+"""kvtier makes these from the fields named, in this order."""
+
 READ: Mapping[str, tuple[str, ...]] = {
+    "BlockStored": (
+        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
+        "lora_name",
+    ),
+    "BlockRemoved": ("block_hashes", "medium"),
+    "KVConnectorPromMetrics": (
+        "_counter_cls", "_gauge_cls", "_histogram_cls", "per_engine_labelvalues",
+    ),
+    "Scheduler": ("connector",),
     "KVConnectorRole": ("SCHEDULER", "WORKER"),
     "KVConnectorOutput": ("kv_connector_worker_meta",),
     "KVConnectorMetadata": (),
@@ -91,7 +121,9 @@ READ: Mapping[str, tuple[str, ...]] = {
 """kvtier reads these fields, attributes and members."""
 
 FILES = (
+    "distributed/kv_events.py",
     f"{CONNECTOR}/base.py",
+    f"{CONNECTOR}/metrics.py",
     "config/cache.py",
     "config/load.py",
     "config/model.py",
@@ -102,6 +134,7 @@ FILES = (
     "multimodal/inputs.py",
     "v1/core/kv_cache_manager.py",
     "v1/core/sched/output.py",
+    "v1/core/sched/scheduler.py",
     "v1/kv_cache_interface.py",
     "v1/outputs.py",
     "v1/request.py",
@@ -109,5 +142,14 @@ FILES = (
 """Files of vLLM that define the classes above."""
 
 VLLM = Contract(
-    "vLLM", "vllm", OLDEST, NEWEST, RUN_WITH, FILES, overridden=OVERRIDDEN, called=CALLED, read=READ
+    "vLLM",
+    "vllm",
+    OLDEST,
+    NEWEST,
+    RUN_WITH,
+    FILES,
+    overridden=OVERRIDDEN,
+    called=CALLED,
+    built=BUILT,
+    read=READ,
 )

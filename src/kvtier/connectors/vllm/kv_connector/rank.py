@@ -77,6 +77,11 @@ class RankHalf:
             self._finishing &= storing
         return stored, loaded
 
+    @property
+    def has_news(self) -> bool:
+        """Whether copies have ended since the last message."""
+        return bool(self._ended or self._layouts)
+
     def take_failed_pages(self) -> set[int]:
         """Return the pages of loads that failed."""
         failed, self._failed_pages = self._failed_pages, set()

@@ -13,6 +13,7 @@ from kvtier.connectors.vllm.copies import BlockSlots, PageRange
 from kvtier.connectors.vllm.kv_connector.messages import PageJob, RankMessage, StepMessage
 from kvtier.connectors.vllm.manager import Found, TierManager
 from kvtier.connectors.vllm.prompt import RequestBlocks, group_key
+from kvtier.connectors.vllm.queued_requests import QueuedRequests
 from kvtier.connectors.vllm.step import prefill_pieces
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class SchedulerHalf:
         self.manager = manager
         self._facts = facts
         self._page = facts.groups[GROUP].tokens_per_page
-        self._block = self._page * facts.pages_per_block
+        self.block_tokens = self._block = self._page * facts.pages_per_block
         self._hashes_per_block = self._block // facts.tokens_per_hash
         self._prompt_only = prompt_only
         self._requests: dict[str, Tracked] = {}
@@ -88,6 +89,10 @@ class SchedulerHalf:
         self._stores: list[PageJob] = []
         self._finishing: list[str] = []
         self._waits = False
+        self._queued: QueuedRequests | None = None
+        if manager.cache.learns:
+            wait = manager.cache.wait
+            self._queued = QueuedRequests(self._hashes_per_block, GROUP, wait)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -100,6 +105,8 @@ class SchedulerHalf:
             tracked = Tracked(request, self.manager.begin(blocks), [], ends)
             tracked.next_end = self._block
             self._requests[request.request_id] = tracked
+            if self._queued is not None:
+                self._queued.on_queued(request)
         return tracked
 
     def is_known(self, request_id: str) -> bool:
@@ -211,6 +218,10 @@ class SchedulerHalf:
         for request_id in output.preempted_req_ids or ():
             if tracked := self._requests.get(request_id):
                 self._drop_stores(tracked)
+        if self._queued is not None:
+            for new in output.scheduled_new_reqs:
+                self._queued.on_dequeued(new.req_id)
+            self._queued.end_step()
         num_scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             if tracked := self._requests.get(new.req_id):
@@ -249,6 +260,8 @@ class SchedulerHalf:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return False
+        if self._queued is not None:
+            self._queued.on_dequeued(request.request_id)
         if tracked.load is None and pages:
             # What the last steps have computed may have been hashed only now.
             tracked.pages = list(pages)

@@ -1,0 +1,29 @@
+"""Steps of an engine that has no request left, while its connector has work."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+
+def take_steps_while_busy() -> None:
+    """Have vLLM's scheduler go on while its connector says that it has work.
+
+    vLLM asks its connector itself from 0.25 on. Before, what a finished request has stored would
+    reach the disk when the next request comes, or never.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    theirs = Scheduler.has_finished_requests
+    if hasattr(KVConnectorBase_V1, "has_pending_push_work") or hasattr(theirs, "__wrapped__"):
+        return
+
+    @functools.wraps(theirs)
+    def has_finished_requests(self: Any) -> bool:
+        if theirs(self):
+            return True
+        asks = getattr(self.connector, "has_pending_push_work", None)
+        return asks is not None and bool(asks())
+
+    Scheduler.has_finished_requests = has_finished_requests

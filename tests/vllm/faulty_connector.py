@@ -1,0 +1,36 @@
+"""kvtier's own connector, whose copies fail in a rank of a real vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtier.connectors.vllm.kv_connector.connector import KvtierConnector
+from kvtier.devices import CopyBatch, Direction
+from kvtier.errors import DeviceError
+from kvtier.transfer import CopyJob, TransferEngine
+
+
+class FailingLoads(TransferEngine):
+    """Every second copy to the device fails, the first one to begin with."""
+
+    num = 0
+
+    def submit(self, steps: Any, direction: Direction) -> CopyJob:
+        batches: list[CopyBatch] = list(steps)
+        self.num += direction is Direction.LOAD
+        if direction is Direction.STORE or self.num % 2 == 0:
+            return super().submit(batches, direction)
+        job = CopyJob(0, 1)
+        job.finish(DeviceError("a copy failed, as was planned"))
+        return job
+
+
+class FaultyConnector(KvtierConnector):
+    """``"kv_connector": "FaultyConnector"`` with the module path of this file."""
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        super().register_kv_caches(kv_caches)
+        worker = self._pages.worker
+        worker._engine.close()
+        worker._engine = FailingLoads(worker._device)
+        worker._engine.start()
