@@ -78,7 +78,7 @@ def own_connector(**settings: object) -> dict[str, Any]:
     """The same, for kvtier's own front, which stands on no other connector."""
     return {
         "kv_connector": "KvtierConnector",
-        "kv_connector_module_path": "kvtier.connectors.vllm",
+        "kv_connector_module_path": "kvtier.connectors.vllm.entry",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"load_policy": "always", **settings},
     }

@@ -7,8 +7,9 @@
                  for one request
 
 A front translates between vLLM and these: offloading/ stands on vLLM's OffloadingConnector and
-``v1/kv_offload``. prompt.py, copies.py, pages.py and engine_facts.py have the types that fronts
-translate to, and import nothing of ``v1/kv_offload``. halves.py makes both halves.
+``v1/kv_offload``, kv_connector/ on its connector interface alone, for older versions. prompt.py,
+copies.py, pages.py and engine_facts.py have the types that fronts translate to, and import nothing
+of ``v1/kv_offload``. halves.py makes both halves.
 
 How the words translate. What vLLM calls a *chunk*, its unit of offloading (``blocks_per_chunk``,
 ``OffloadKey``), is a *block* here, as everywhere in kvtier: what one key names. What vLLM calls a
@@ -27,7 +28,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from importlib import import_module
 
 from kvtier.connectors.vllm.contract import NEWEST, OLDEST
 from kvtier.connectors.vllm.registry import CONNECTOR_NAME, Connectors
@@ -35,15 +35,6 @@ from kvtier.connectors.vllm.registry import CONNECTOR_NAME, Connectors
 logger = logging.getLogger(__name__)
 
 SPEC_NAME = "kvtier"
-KV_CONNECTOR = "KvtierConnector"
-"""Name of kvtier's own connector. vLLM finds it by this module's name, too."""
-
-
-def __getattr__(name: str) -> object:
-    """Return kvtier's own connector, once vLLM has what it relies on."""
-    if name == KV_CONNECTOR:
-        return import_module("kvtier.connectors.vllm.entry").KvtierConnector
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register() -> None:

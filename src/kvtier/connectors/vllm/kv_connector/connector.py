@@ -99,7 +99,7 @@ class KvtierConnector(KVConnectorBase_V1):
         keep_block_hashes(config)
         manager = self._sizes.make_manager(TierManager)
         self._scheduler = SchedulerHalf(
-            manager, self._facts, bool(extra.get("offload_prompt_only", False))
+            manager, self._facts, bool(extra.get("offload_prompt_only", True))
         )
         self._adapters = adapters_of(config, manager.has_storage)
         self._counts_media = counts_media(config)
@@ -194,7 +194,7 @@ class KvtierConnector(KVConnectorBase_V1):
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """Return the scheduler's half's. Some versions take these only beside those of a rank."""
         if self._scheduler is None:
-            return ConnectorStats() if self._pages.has_news else None
+            return ConnectorStats() if self._pages.asks_for_statistics() else None
         manager = self._scheduler.manager
         if self._recording is not None:
             for outcome, num in self._recording.take().items():

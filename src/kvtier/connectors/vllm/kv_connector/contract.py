@@ -1,8 +1,4 @@
-"""The parts of vLLM that kvtier's own connector relies on, as data. It needs no ``v1/kv_offload``.
-
-What is compared here is the same in each of these versions. What came later is used where it is
-there: ``on_new_request`` (0.23), ``has_pending_push_work`` (0.25).
-"""
+"""Parts of vLLM that kvtier's own connector relies on, as data. It needs no ``v1/kv_offload``."""
 
 from __future__ import annotations
 
@@ -28,11 +24,13 @@ OVERRIDDEN: Mapping[str, Mapping[str, Takes]] = {
         "get_finished": Takes("finished_req_ids"),
         "get_block_ids_with_load_errors": Takes(),
         "build_connector_worker_meta": Takes(),
+        "on_new_request": Takes("request"),
         "get_num_new_matched_tokens": Takes("request, num_computed_tokens"),
         "update_state_after_alloc": Takes("request, blocks, num_external_tokens"),
         "build_connector_meta": Takes("scheduler_output"),
         "update_connector_output": Takes("connector_output"),
         "request_finished": Takes("request, block_ids"),
+        "has_pending_push_work": Takes(),
         "take_events": Takes(),
         "get_kv_connector_stats": Takes(),
         "build_kv_connector_stats": Takes("data="),
@@ -120,6 +118,12 @@ READ: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """kvtier reads these fields, attributes and members."""
 
+OPTIONAL = frozenset(
+    {"KVConnectorBase_V1.on_new_request", "KVConnectorBase_V1.has_pending_push_work"}
+)
+"""Not in every version: vLLM tells of new requests from 0.23 on, and asks from 0.25 on whether a
+connector has work."""
+
 FILES = (
     "distributed/kv_events.py",
     f"{CONNECTOR}/base.py",
@@ -152,4 +156,5 @@ VLLM = Contract(
     called=CALLED,
     built=BUILT,
     read=READ,
+    optional=OPTIONAL,
 )

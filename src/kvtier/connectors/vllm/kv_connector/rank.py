@@ -25,6 +25,8 @@ class RankHalf:
         self._ended: Counter[int] = Counter()
         self._load_bytes: list[int] = []
         self._load_s = 0.0
+        self._computes = False
+        self._owes_statistics = False
 
     def begin_step(self, message: StepMessage) -> None:
         """Begin loads and orders. Stores wait for ``end_step`` if the model is to run."""
@@ -37,7 +39,7 @@ class RankHalf:
         self._finishing.update(message.finishing)
         if message.step is not None:
             self._steps.append(message.step)
-        self._stores = message.stores
+        self._stores, self._computes = message.stores, message.computes
         if not message.computes:
             self.end_step()
             self.worker.rest()
@@ -77,10 +79,15 @@ class RankHalf:
             self._finishing &= storing
         return stored, loaded
 
-    @property
-    def has_news(self) -> bool:
-        """Whether copies have ended since the last message."""
-        return bool(self._ended or self._layouts)
+    def asks_for_statistics(self) -> bool:
+        """Return whether the scheduler's half should give its statistics in this step.
+
+        Up to 0.29 vLLM takes these only beside those of a rank. ``LLM`` drops them in a step
+        without answers, so they wait for a step that computes.
+        """
+        asks = self._computes and (self._owes_statistics or bool(self._ended))
+        self._owes_statistics = self._owes_statistics and not asks
+        return asks
 
     def take_failed_pages(self) -> set[int]:
         """Return the pages of loads that failed."""
@@ -95,6 +102,7 @@ class RankHalf:
             return None
         message = RankMessage(report, self._ended, self._load_bytes, self._load_s, self._layouts)
         self._ended, self._load_bytes, self._load_s = Counter(), [], 0.0
+        self._owes_statistics |= not self._computes
         self._layouts = frozenset()
         return message
 
