@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -50,6 +52,7 @@ def opens(tmp_path: Path) -> Iterator[Opens]:
         rank: int = 0,
         size: int = 1,
         sides: dict[PoolName, Any] | None = None,
+        tells_end: bool = True,
         **extra: object,
     ) -> Any:
         settings = {
@@ -71,7 +74,8 @@ def opens(tmp_path: Path) -> Iterator[Opens]:
         storage.register_mem_pool_host(pool)
         for name, side in (sides or {}).items():
             storage.register_mem_host_pool_v2(side, name)
-        storage.on_host_pools_registered()
+        if tells_end:
+            storage.on_host_pools_registered()
         return storage
 
     yield make
@@ -149,6 +153,27 @@ def test_side_pools_cut_a_prompt_where_all_have_what_they_need(opens: Opens) -> 
         assert storage.batch_exists_v2(keys, [blocks]).kv_hit_pages == 0
     late = _transfer(PoolName.MAMBA, keys[:1], 0)
     assert storage.batch_set_v2([late]) == {PoolName.MAMBA: [False]}
+
+
+def test_one_of_sglangs_threads_opens_the_slabs_and_the_others_wait(
+    opens: Opens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = opens(host_pool("mha", "page_first"), tells_end=False)
+    num_opened, both = [0], Event()
+    opened = type(storage)._open
+
+    def open_slowly(self: Any, *arguments: Any) -> Any:
+        num_opened[0] += 1
+        if num_opened[0] == 2:
+            both.set()
+        both.wait(1)
+        return opened(self, *arguments)
+
+    monkeypatch.setattr(type(storage), "_open", open_slowly)
+    with ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(storage.batch_exists, [key_of(0)]) for _ in range(2)]
+        assert [each.result(60) for each in asked] == [0, 0]
+    assert num_opened == [1]
 
 
 def test_generic_calls(opens: Opens) -> None:

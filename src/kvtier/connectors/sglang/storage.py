@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from threading import Lock
+from threading import Lock, RLock
 from typing import TYPE_CHECKING
 
 import sglang
@@ -78,6 +78,8 @@ class KvtierStorage(HiCacheStorage):
         refuse(storage_config, self._options, self._settings)
         self._pools: dict[str, HostPool] = {}
         self._slabs: dict[str, PoolSlab] = {}
+        self._opening = RLock()
+        self._is_open = False
         self._said: set[str] = set()
         self._transfers = TransferRecorder()
         self._recording: Recording | None = None
@@ -102,7 +104,17 @@ class KvtierStorage(HiCacheStorage):
         self._pools[str(host_pool_name)] = host_pool
 
     def on_host_pools_registered(self) -> None:
-        """Open the slabs. SGLang calls this when all pools are known."""
+        """Open the slabs. SGLang calls this when all pools are known.
+
+        Before 0.5.23 it does not: then the first of its threads that needs the slabs opens them,
+        and the others wait.
+        """
+        with self._opening:
+            if not self._is_open:
+                self._open_all()
+                self._is_open = True
+
+    def _open_all(self) -> None:
         self._names.settle(sources(self._options, self._config))
         pages = {name: Pages(pool) for name, pool in self._pools.items()}
         page_bytes = {name: each.num_bytes for name, each in pages.items()}
@@ -145,7 +157,7 @@ class KvtierStorage(HiCacheStorage):
         return self._opened()[KV]
 
     def _opened(self) -> dict[str, PoolSlab]:
-        if not self._slabs:  # before 0.5.23 SGLang does not call on_host_pools_registered
+        if not self._is_open:
             self.on_host_pools_registered()
         if self._requests is not None:
             self._requests.tell()
@@ -344,6 +356,7 @@ class KvtierStorage(HiCacheStorage):
             self._recording.close()
             self._recording = None
         self._names.close()
+        self._is_open = False
         while self._slabs:
             _, slab = self._slabs.popitem()
             slab.calls.close()
