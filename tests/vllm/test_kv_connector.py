@@ -40,7 +40,7 @@ def test_kv_comes_from_host_and_after_a_restart_from_disk(tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(900)
-def test_prompts_beyond_the_pool_are_preempted_and_come_back_from_the_host() -> None:
+def test_prompts_beyond_the_pool_come_back_from_the_host() -> None:
     prompts = [prompt(1000 + seed, 5 * BLOCK + 120) for seed in range(6)]
     with engine(
         own_connector(host_capacity="256MiB"), num_gpu_blocks_override=20, max_model_len=2048
