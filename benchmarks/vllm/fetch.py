@@ -77,7 +77,7 @@ def source_archive(name: str, version: str) -> bytes:
         with urllib.request.urlopen(asked, context=trusted, timeout=300) as answer:
             return bytes(answer.read())
 
-    page = f"{(setting('index-url') or PYPI).rstrip('/')}/{name}/"
+    page = f"{(setting('index-url') or PYPI).rstrip('/')}/{name.replace('_', '-')}/"
     link, expected = find_link(get(page).decode(), page, f"{name}-{version}.tar.gz")
     archive = get(link)
     if expected and hashlib.sha256(archive).hexdigest() != expected:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.kv_offload.base import (
@@ -56,9 +56,7 @@ def split_caches(
         refs.append([])
         for name in group.layer_names:
             spec = specs.get(name, group.kv_cache_spec)
-            # Of recurrent layers the states are all there is.
-            page_bytes: int | None = getattr(spec, "unpadded_page_size_bytes", None)
-            for part in _parts(name, kv_caches[name], config.num_blocks, page_bytes):
+            for part in _parts(name, kv_caches[name], config.num_blocks, _page_bytes(spec)):
                 view = part.view(config.num_blocks)
                 key = (view.data_ptr(), view.stride(0), part.share_bytes)
                 tensors.setdefault(key, CanonicalKVCacheTensor(view, part.share_bytes))
@@ -116,22 +114,30 @@ class _Part:
         )
 
 
-def _parts(name: str, cache: Cache, num_pages: int, page_bytes: int | None) -> list[_Part]:
-    """Return the parts of a layer, without views of another part's bytes.
+def _page_bytes(spec: Any) -> list[int]:
+    """Return what a page may have in all parts of a layer; nothing if each row is a page.
 
-    page_bytes: bytes of a page of all of them; None if each row has that many.
+    Of recurrent layers the states are all there is. Specs of vllm-ascend's may count the scales of
+    quantized KV in the page as it is allocated, and not in the one without padding.
     """
+    without_padding: int | None = getattr(spec, "unpadded_page_size_bytes", None)
+    return [] if without_padding is None else [without_padding, spec.page_size_bytes]
+
+
+def _parts(name: str, cache: Cache, num_pages: int, page_bytes: Sequence[int]) -> list[_Part]:
+    """Return the parts of a layer, without views of another part's bytes."""
     given = [cache] if isinstance(cache, torch.Tensor) else list(cache)
     found = [_Part(each) for each in given]
     found = [each for each in found if not any(other.contains(each) for other in found)]
     num_bytes = sum(each.row_bytes for each in found)
-    num_rows, rest = divmod(page_bytes or num_bytes, num_bytes) if num_bytes else (0, 0)
+    fitting = [each for each in page_bytes or [num_bytes] if num_bytes and each % num_bytes == 0]
+    num_rows = fitting[0] // num_bytes if fitting else 0
     found = [_Part(each.tensor, num_rows) for each in found]
     shapes = ", ".join(f"{tuple(each.shape)} strides {each.stride()}" for each in given)
-    if not num_rows or rest:
+    if not num_rows:
         raise LayoutError(
             f"{name}: rows of {num_bytes} bytes in {shapes} don't add up to a page of "
-            f"{page_bytes} bytes"
+            f"{page_bytes[0]} bytes"
         )
     for each in found:
         if each.tensor.shape[0] < num_pages * num_rows:
