@@ -27,8 +27,10 @@ from benchmarks.report.targets import judged
 from benchmarks.vllm.steps import PAGE, PAGES, PROMPT, Replica, Step, prepare
 from kvtier.tools.report.stats import Estimate, median_with_interval, rounded
 
-ALONE, VLLM, HOST, DISK = "vLLM", "vLLM's own", "kvtier", "kvtier with a disk"
-OURS = (HOST, DISK)
+ALONE, NOTHING = "vLLM", "a connector that does nothing"
+VLLM, HOST, DISK = "vLLM's own", "kvtier", "kvtier with a disk"
+FRONT = "kvtier, KvtierConnector"
+OURS = (HOST, DISK, FRONT)
 SIDES = ("scheduler", "rank")
 TARGET_US = {"scheduler": 50, "rank": 20}
 SPARE_BYTES = 64 << 20
@@ -81,9 +83,20 @@ def connections(
     disk = {"disk_path": str(scratch / f"disk{num_running}"), "disk_capacity": num_bytes}
     made = {
         ALONE: None,
+        NOTHING: {
+            "kv_connector": "Nothing",
+            "kv_connector_module_path": "benchmarks.vllm.nothing",
+            "kv_role": "kv_both",
+        },
         VLLM: offloading(cpu_bytes_to_use=num_bytes),
         HOST: ours(),
         DISK: ours(**disk),
+        FRONT: {
+            "kv_connector": "KvtierConnector",
+            "kv_connector_module_path": "kvtier.connectors.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"host_capacity": num_bytes, **settings},
+        },
     }
     return {name: made[name] for name in names}
 
@@ -211,12 +224,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--contestants",
         nargs="+",
-        default=["vllm", "kvtier", "kvtier-with-disk"],
-        help="beside vLLM alone: vllm kvtier kvtier-with-disk (all)",
+        default=["nothing", "vllm", "kvtier", "kvtier-with-disk", "kvtier-own-front"],
+        help="beside vLLM alone: nothing vllm kvtier kvtier-with-disk kvtier-own-front (all)",
     )
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="for kvtier")
     options = parser.parse_args(arguments)
-    names = {"vllm": VLLM, "kvtier": HOST, "kvtier-with-disk": DISK}
+    names = {
+        "nothing": NOTHING,
+        "vllm": VLLM,
+        "kvtier": HOST,
+        "kvtier-with-disk": DISK,
+        "kvtier-own-front": FRONT,
+    }
     chosen = [ALONE, *(names[each] for each in options.contestants)]
     settings = dict(each.split("=", 1) for each in options.set)
 

@@ -35,6 +35,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "PYTHONHASHSEED": "0",
 }
 SCHEDULER = (
     "build_connector_meta",
@@ -169,7 +170,7 @@ class Replica:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(PAGE, sha256)
         self._config, self._cache = config, _cache(num_blocks)
-        self._scheduler = config.scheduler_config.get_scheduler_cls()(
+        self.scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
             kv_cache_config=self._cache,
             structured_output_manager=StructuredOutputManager(config),
@@ -193,11 +194,11 @@ class Replica:
         self._rank: Any = KVConnector()
         if connects is None:
             return
-        self.functions["scheduler"].wrap(self._scheduler.connector)
+        self.functions["scheduler"].wrap(self.scheduler.connector)
         self._half = KVConnectorFactory.create_connector(
             self._config, KVConnectorRole.WORKER, self._cache
         )
-        if "cpu_bytes_to_use" in connects["kv_connector_extra_config"]:
+        if "cpu_bytes_to_use" in connects.get("kv_connector_extra_config", {}):
             self._half.connector_worker.spec.get_worker = lambda caches: AtOnce()
         before = kv_transfer_state._KV_CONNECTOR_AGENT
         kv_transfer_state._KV_CONNECTOR_AGENT = self._half
@@ -206,12 +207,12 @@ class Replica:
         self._rank = ActiveKVConnector(self._config, self._layers)
         kv_transfer_state._KV_CONNECTOR_AGENT = before
         self.functions["rank"].wrap(self._half)
-        self._aggregator = KVOutputAggregator.from_connector(self._scheduler.connector, 1)
+        self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, 1)
 
     @property
     def is_pending(self) -> bool:
         """Whether the connector moves something."""
-        connector = self._scheduler.connector
+        connector = self.scheduler.connector
         return connector is not None and bool(connector.has_pending_push_work())
 
     def settle(self) -> None:
@@ -223,32 +224,32 @@ class Replica:
             self.step()
         raise TimeoutError("something is always on its way")
 
-    def begin(self) -> None:
-        """New requests, whose prompts nobody has seen."""
+    def begin(self, *num_tokens: int) -> None:
+        """Add requests with new prompts of so many tokens; by default, as many as may run."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
         self._num_rounds += 1
         rng = random.Random(self._num_rounds)
-        for number in range(self._num_running):
+        for number, num in enumerate(num_tokens or (PROMPT,) * self._num_running):
             params = SamplingParams(max_tokens=4000, ignore_eos=True)
             name = f"chatcmpl-{self._num_rounds}-{number:032x}"
-            tokens = [rng.randrange(10, 4000) for _ in range(PROMPT)]
+            tokens = [rng.randrange(10, 4000) for _ in range(num)]
             request = Request(name, tokens, params, None, block_hasher=self._hasher)
-            self._scheduler.add_request(request)
+            self.scheduler.add_request(request)
 
     def end(self) -> None:
         """Abort all requests."""
         from vllm.v1.request import RequestStatus
 
-        running = [each.request_id for each in self._scheduler.running]
-        assert len(running) == self._num_running, "some requests were never scheduled"
-        self._scheduler.finish_requests(running, RequestStatus.FINISHED_ABORTED)
+        running = [each.request_id for each in self.scheduler.running]
+        assert not self.scheduler.waiting, "some requests were never scheduled"
+        self.scheduler.finish_requests(running, RequestStatus.FINISHED_ABORTED)
         self.step()
         self.settle()
 
     def close(self) -> None:
-        self._scheduler.shutdown()
+        self.scheduler.shutdown()
         if self._half is not None:
             self._half.shutdown()
 
@@ -260,7 +261,7 @@ class Replica:
         from vllm.forward_context import set_forward_context
 
         began = cpu_ns()
-        output = self._scheduler.schedule()
+        output = self.scheduler.schedule()
         order = pickle.dumps(output, pickle.HIGHEST_PROTOCOL)
         scheduled = cpu_ns() - began
         heard = pickle.loads(order)
@@ -279,7 +280,7 @@ class Replica:
         answer = pickle.loads(report)
         if self._aggregator is not None:
             answer = self._aggregator.aggregate([answer], 0)
-        self._scheduler.update_from_output(output, answer)
+        self.scheduler.update_from_output(output, answer)
         ended = cpu_ns()
         if self.functions["rank"].is_on and self._half is not None:
             self._time_message(output.kv_connector_metadata)

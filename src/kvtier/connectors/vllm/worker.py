@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 CLOSE_WAIT_S = 10.0
 
+LOOK_S = 0.25
+"""Time between reports of a rank in which nothing moves: memory that was made ready, a disk's room,
+breakers, and what was verified."""
 REST_S = 1e-3
 REST_PIECE_S = 1e-4
 """Longest sleep of a rank in a step that computes nothing, in pieces between which it polls its
@@ -116,6 +119,7 @@ class TierWorker:
             self._host.num_open, found, frozenset(direct), self._num_blocks_in_storage()
         )
         self._is_told = False
+        self._next_look_s = 0.0
         _log((*device.findings(), *self._host.findings()))
 
     def take_ended(self) -> list[EndedCopy]:
@@ -150,6 +154,15 @@ class TierWorker:
         """Begin what the scheduler ordered, on the ranks that have storage."""
         if self._executor is not None:
             self._executor.carry_out(order)
+
+    def may_report(self) -> bool:
+        """Whether ``take_report`` is due: something moved, or nobody has looked for a while."""
+        moves = self._executor is not None and not self._executor.is_idle
+        now_s = time.monotonic()
+        if not (moves or self._failed_slots) and now_s < self._next_look_s:
+            return False
+        self._next_look_s = now_s + LOOK_S
+        return True
 
     def take_report(self, steps: frozenset[int]) -> Report:
         """Return this rank's report to the scheduler. steps: that were computed."""

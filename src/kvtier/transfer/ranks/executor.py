@@ -61,6 +61,7 @@ class RankExecutor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tellings = {name: Telling(name, rank, each, num_ranks) for name, each in kept.items()}
+        self._is_telling = False  # some of these have more to report
         self._line: deque[RankOrder] = deque()  # orders that wait for a CLEAR
         self._rank = rank
         self._breakers = dict.fromkeys(mover.storages, BreakerState.CLOSED)
@@ -93,6 +94,7 @@ class RankExecutor:
                 self._under_way[order.order_id] = _UnderWay(order, job, self._clock())
             case Verb.DIGEST | Verb.LIST | Verb.CLEAR:
                 self._tellings[order.tier].begin(order)
+                self._is_telling = True
 
     def _begin(self, order: RankOrder) -> None:
         if not all(0 <= slot < self._memory.num_slots for slot in order.slots):
@@ -141,10 +143,16 @@ class RankExecutor:
                 self._mover.drop(name, each.take_cleared(), for_good=True)
         while self._line and not any(each.is_clearing for each in self._tellings.values()):
             self._carry_out(self._line.popleft())
-        pieces = (each.take() for each in self._tellings.values())
+        pieces = [each.take() for each in self._tellings.values()]
+        self._is_telling = any(each.is_busy for each in self._tellings.values())
         return tuple(piece for piece in pieces if piece is not None)
 
     # -- reports -----------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way, nor waits for a report."""
+        return not (self._under_way or self._done or self._line or self._is_telling)
 
     def take_done(self) -> dict[int, Done]:
         """Return the orders that ended since the last call, by id, and once those that are late."""

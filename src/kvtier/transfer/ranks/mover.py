@@ -259,7 +259,7 @@ class RankMover(Mover):
 
     def take_orders(self) -> list[RankOrder]:
         """Return the next orders for the ranks, in order; none until all have said hello."""
-        if not self._has_heard_all:
+        if not (self._orders or self._is_erasing) or not self._has_heard_all:
             return []
         for tier, adoption in self._adoptions.items():
             if erased := adoption.take_erased():
@@ -290,8 +290,11 @@ class RankMover(Mover):
         """Whether orders are waiting to be sent or carried out; late ones do not count."""
         is_waited_for = any(line.num_moves > line.num_late for line in self._lines.values())
         is_waited_for |= len(self._finding) > self._num_late_finds
-        is_erasing = any(each.has_to_erase for each in self._adoptions.values())
-        return bool(self._orders) or is_waited_for or is_erasing
+        return bool(self._orders) or is_waited_for or self._is_erasing
+
+    @property
+    def _is_erasing(self) -> bool:
+        return any(each.has_to_erase for each in self._adoptions.values())
 
     @property
     def num_open(self) -> int:

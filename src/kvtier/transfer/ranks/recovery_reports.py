@@ -69,6 +69,11 @@ class Telling:
         elif not order.ranks or self._rank in order.ranks:
             self._orders.append(order)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something to report, or to clear."""
+        return bool(self._orders) or self.is_clearing
+
     # -- reports -----------------------------------------------------------------------------------
 
     def take(self) -> RecoveredKeys | None:

@@ -11,14 +11,15 @@ Everything else is vLLM's: which blocks, which groups, when to store, when a req
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -35,6 +36,7 @@ from kvtier.connectors.vllm import pauses, weights
 from kvtier.connectors.vllm.adapters import adapters_of
 from kvtier.connectors.vllm.cores import off_compute_cores
 from kvtier.connectors.vllm.counts import RECORDED
+from kvtier.connectors.vllm.due_requests import DueRequests
 from kvtier.connectors.vllm.key_scope import counts_media
 from kvtier.connectors.vllm.offloading.ascend import split_caches
 from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
@@ -51,9 +53,10 @@ from kvtier.transfer.ranks import RankOrder, Report
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -72,6 +75,13 @@ class TierMetadata(OffloadingConnectorMetadata):
     orders: Sequence[RankOrder] = ()
     step: int | None = None
     computes: bool = True
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return "NOTHING" if self is NOTHING else super().__reduce__()
+
+
+NOTHING = TierMetadata({}, {})
+"""Metadata of a step in which nothing moves: one object in every process, which nobody changes."""
 
 
 @dataclass
@@ -116,6 +126,11 @@ class KvtierOffloadingConnector(RecordedConnector):
         self._loading: dict[int, str] = {}
         self._steps: list[int] = []
         self._waiting: QueuedRequests | None = None
+        self._due = DueRequests.for_config(vllm_config)
+        self._is_due = True  # vLLM's half has something for the next step, whoever runs in it
+        self._has_stores = False  # in a rank: that vLLM's half begins in the next step
+        self._has_ended = False  # in a rank: vLLM's half may have something to report
+        self._has_news = True  # statistics or events, in the scheduler's process
         self._counts_media = counts_media(vllm_config)
         if self.connector_scheduler and self._manager.cache.learns:
             config = self.scheduler.config
@@ -135,7 +150,7 @@ class KvtierOffloadingConnector(RecordedConnector):
 
     # -- in the scheduler's process ----------------------------------------------------------------
 
-    @property
+    @cached_property
     def _manager(self) -> OffloadedTiers:
         manager = self.scheduler.manager
         assert isinstance(manager, OffloadedTiers), f"{type(manager)} is not ours"
@@ -156,6 +171,7 @@ class KvtierOffloadingConnector(RecordedConnector):
 
         No request waits longer than computing would take.
         """
+        self._has_news = True
         theirs = super().get_num_new_matched_tokens
         visit = self._manager.visit(request.request_id)
 
@@ -166,20 +182,29 @@ class KvtierOffloadingConnector(RecordedConnector):
         num = self._manager.num_to_load(visit, num_computed_tokens, request.num_tokens, look_up)
         return num, bool(num)
 
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._is_due = True
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        theirs = super().build_connector_meta(scheduler_output)
-        assert isinstance(theirs, OffloadingConnectorMetadata)
+        theirs: KVConnectorMetadata = NOTHING
+        due = self._due.reduce(scheduler_output, self._is_due)
+        if due is not None:
+            self._is_due, self._has_news = False, True
+            theirs = super().build_connector_meta(due)
         if self._waiting is not None:
             for each in scheduler_output.scheduled_new_reqs:
                 self._waiting.on_dequeued(each.req_id)
             self._waiting.end_step()
-        return _with(
-            TierMetadata,
-            theirs,
-            orders=self._manager.take_orders(),
-            step=self._manager.steps.begin(time.monotonic(), prefill_pieces(scheduler_output)),
-            computes=bool(scheduler_output.num_scheduled_tokens),
-        )
+        orders = self._manager.take_orders()
+        computes = bool(scheduler_output.num_scheduled_tokens)
+        if due is None and computes and not orders:
+            return NOTHING
+        pieces = prefill_pieces(scheduler_output)
+        step = self._manager.steps.begin(time.monotonic(), pieces)
+        return _with(TierMetadata, theirs, orders=orders, step=step, computes=computes)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
         self._goes(request)
@@ -192,11 +217,15 @@ class KvtierOffloadingConnector(RecordedConnector):
         return super().request_finished_all_groups(request, block_ids)
 
     def _goes(self, request: Request) -> None:
+        self._has_news = True
         if self._waiting is not None:
             self._waiting.on_dequeued(request.request_id)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
+        if meta is None:
+            return
+        self._has_news = True
         if isinstance(meta, TierWorkerMetadata):
             self._manager.hear(meta.report)
             loads = meta.transfer_stats.load
@@ -205,22 +234,34 @@ class KvtierOffloadingConnector(RecordedConnector):
 
     def reset_cache(self) -> bool | None:
         """Empty all tiers; in a pause that leaves the weights as they are, none of them."""
+        self._is_due = self._has_news = True
         with self._manager.keeping(pauses.PAUSES.keep()):
             is_done: bool | None = super().reset_cache()
             return is_done
 
     def reset_for_weights(self) -> None:
         """Empty all tiers after a pause: other weights may be in memory now."""
+        self._is_due = self._has_news = True
         if getattr(self.scheduler, "_current_batch_jobs_to_flush", None):
             self._manager.reset_cache()  # vLLM's half has taken no step since its own reset
         else:
             super().reset_cache()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self.connector_scheduler is None or not self._has_news:
+            return None
         if self._recording is not None:
             for outcome, num in self._recording.take().items():
                 self._manager.counts.add(RECORDED, num, outcome)
         return super().get_kv_connector_stats()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """As vLLM's, which asks for them last in a step."""
+        if not self._has_news:
+            return ()
+        self._has_news = False
+        events: Iterable[KVCacheEvent] = super().take_events()
+        return events
 
     # -- in a rank ---------------------------------------------------------------------------------
 
@@ -241,15 +282,22 @@ class KvtierOffloadingConnector(RecordedConnector):
         assert isinstance(self.connector_worker.spec, KvtierSpec), "another spec's worker"
         return self.connector_worker.spec
 
-    @property
+    @cached_property
     def _worker(self) -> OffloadedPages:
         assert self.connector_worker is not None, "the scheduler's side has no worker"
         assert isinstance(self.connector_worker.worker, OffloadedPages), "another spec's worker"
         return self.connector_worker.worker
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if kv_connector_metadata is not NOTHING or self._has_stores:
+            super().handle_preemptions(kv_connector_metadata)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
-        super().start_load_kv(forward_context, **kwargs)
         meta = self._connector_metadata
+        if meta is NOTHING and not self._has_stores:
+            return
+        super().start_load_kv(forward_context, **kwargs)
+        self._has_stores = False
         assert isinstance(meta, TierMetadata), f"metadata of another connector: {type(meta)}"
         self._loading.update((job_id, job.req_id) for job_id, job in meta.load_jobs.items())
         if meta.step is not None:
@@ -259,8 +307,18 @@ class KvtierOffloadingConnector(RecordedConnector):
         if not meta.computes:
             self._worker.rest()
 
+    def wait_for_save(self) -> None:
+        meta = self._connector_metadata
+        if meta is not NOTHING:
+            super().wait_for_save()
+            assert isinstance(meta, TierMetadata), f"metadata of another connector: {type(meta)}"
+            self._has_stores, self._has_ended = bool(meta.store_jobs), True
+
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """As vLLM's, with the requests whose load failed: it has them computed."""
+        if not self._worker.job_ids:
+            return KVConnectorTransferResults()
+        self._has_ended = True
         results = super().get_transfer_results(finished_req_ids)
         for job_id in self._worker.take_failed_loads():
             results.failed_recving.add(self._loading[job_id])
@@ -269,7 +327,10 @@ class KvtierOffloadingConnector(RecordedConnector):
         return results
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        theirs = super().build_connector_worker_meta()
+        theirs = super().build_connector_worker_meta() if self._has_ended else None
+        self._has_ended = False
+        if theirs is None and not self._steps and not self._worker.may_report():
+            return None
         report = self._worker.take_report(frozenset(self._steps))
         self._steps.clear()
         if theirs is None and not report:
@@ -291,4 +352,4 @@ def over(theirs: type[OffloadingConnector]) -> type[KvtierOffloadingConnector]:
 
 def _with(kind: type[T], theirs: Any, **ours: object) -> T:
     """vLLM's dataclass, with fields of ours behind its own, however many it has."""
-    return kind(**{each.name: getattr(theirs, each.name) for each in fields(theirs)}, **ours)
+    return kind(**{each.name: getattr(theirs, each.name) for each in fields(theirs)} | ours)
