@@ -39,7 +39,7 @@ class RawAnswer:
 
 def connect(served: Running) -> socket.socket:
     host, port = served.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=60)
+    return socket.create_connection((host, int(port)), timeout=200)
 
 
 def head(path: str, *fields: str, method: str = "POST") -> bytes:
@@ -95,6 +95,6 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def metrics_of(served: Running) -> str:
-    answer = httpx.get(f"{served.url}/metrics", timeout=60)
+    answer = httpx.get(f"{served.url}/metrics", timeout=200)
     assert answer.status_code == 200
     return answer.text

@@ -236,7 +236,7 @@ def test_a_block_that_can_not_be_cut_is_refused(tmp_path: Path) -> None:
 
 def test_disks_are_given_back_when_another_can_not_be_opened(tmp_path: Path) -> None:
     (tmp_path / "slab 1").touch()
-    for message in ("slab 1 can't be made", "slab 1 can't be made"):  # not: is in use
+    for message in ("slab 1 can't be created", "slab 1 can't be created"):  # not: is in use
         with pytest.raises(ConfigError, match=message), world(tmp_path, 16, 2):
             pass
     (tmp_path / "slab 1").unlink()
