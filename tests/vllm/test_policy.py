@@ -95,7 +95,7 @@ def test_what_was_stored_is_found_and_the_oldest_leaves() -> None:
 def test_after_a_flood_a_conversation_is_there_if_its_request_said_so(
     hint: object, found: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manager = _manager(12)
+    manager = _manager(16)  # a quarter of it is what a tenant may raise
     _ask(manager, _keys(1, 2, 3, 4), params={"kvtier": hint})
     for first in range(10, 100, 4):
         _ask(manager, _keys(*range(first, first + 4)))
