@@ -105,6 +105,8 @@ class KvWorld:
 
     def message(self, *scheduled: tuple[Any, Sequence[int], int], **more: Any) -> StepMessage:
         """Return the message of a step. scheduled: new requests, their pages, and new tokens."""
+        num_tokens = {each.request_id: num for each, _, num in scheduled}
+        num_tokens |= more.pop("num_scheduled", {})
         output: Any = SimpleNamespace(
             scheduled_new_reqs=[
                 SimpleNamespace(
@@ -115,8 +117,9 @@ class KvWorld:
                 for request, pages, _ in scheduled
             ],
             scheduled_cached_reqs=more.pop("cached", NOTHING_CACHED),
-            num_scheduled_tokens={each.request_id: num for each, _, num in scheduled}
-            | more.pop("num_scheduled", {}),
+            num_scheduled_tokens=num_tokens,
+            total_num_scheduled_tokens=sum(num_tokens.values()),
+            scheduled_spec_decode_tokens={},
             preempted_req_ids=more.pop("preempted", None),
             **more,
         )

@@ -81,6 +81,7 @@ READ: Mapping[str, tuple[str, ...]] = {
     "KVConnectorMetadata": (),
     "SchedulerOutput": (
         "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "preempted_req_ids",
+        "total_num_scheduled_tokens", "scheduled_spec_decode_tokens",
     ),
     "NewRequestData": ("req_id", "block_ids", "num_computed_tokens"),
     "CachedRequestData": ("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"),
