@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 from kvtier.cli import app
 from kvtier.cli.detect import engines
 from kvtier.connectors.common.contract import Contract
+from kvtier.connectors.vllm import entry
 from kvtier.connectors.vllm.fronts import OFFLOADING, OWN, choose
+from kvtier.errors import ConfigError
 from scripts.engine_versions import PARTS, TABLES, Part, read_record
 
 Installs = Callable[..., None]
@@ -78,16 +80,21 @@ def test_vllm_that_nothing_fits_is_one_sentence(installs: Installs) -> None:
 
 
 def test_runner_that_drops_reports_is_refused(
-    installs: Installs, monkeypatch: pytest.MonkeyPatch
+    installs: Installs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installs("0.18.1", 3, 0)
+    runner = tmp_path / "v1/worker/gpu/kv_connector.py"
+    runner.parent.mkdir(parents=True)
+    runner.write_text("def get_finished(): ...")
     assert choose().front is OWN
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     chosen = choose()
     assert chosen.front is None
-    assert "unset that variable" in chosen.why
-    installs("0.30.0", 0, 0)
-    assert choose().front is OFFLOADING, "later runners pass them on"
+    assert "unset VLLM_USE_V2_MODEL_RUNNER" in chosen.why
+    with pytest.raises(ConfigError, match="unset VLLM_USE_V2_MODEL_RUNNER"):
+        _ = entry.KvtierConnector
+    runner.write_text("def build_connector_worker_meta(): ...")
+    assert choose().front is OWN, "later runners pass them on"
 
 
 def test_without_vllm_the_options_are_those_of_a_new_one(

@@ -12,7 +12,8 @@ import pytest
 
 from kvtier.cli.detect import engines
 from kvtier.connectors.common.contract import Contract
-from kvtier.connectors.vllm import contract, entry
+from kvtier.connectors.vllm import entry
+from kvtier.connectors.vllm.offloading import contract
 from kvtier.errors import ConfigError
 
 ADVICE = f"use vLLM {contract.OLDEST} to {contract.NEWEST}, or a newer kvtier"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.vllm import contract
+from kvtier.connectors.vllm.offloading import contract
 from kvtier.connectors.vllm.registry import MULTI_NAME, Connectors, InPlaceOf
 
 

@@ -14,8 +14,8 @@ import pytest
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 from kvtier.connectors.common.contract import Sources, version_of  # noqa: E402
-from kvtier.connectors.vllm.contract import OPTIONS  # noqa: E402
 from kvtier.connectors.vllm.fronts import OFFLOADING, choose  # noqa: E402
+from kvtier.connectors.vllm.offloading.contract import OPTIONS  # noqa: E402
 
 FRONT = choose().front or OFFLOADING
 CONTRACT = FRONT.contract

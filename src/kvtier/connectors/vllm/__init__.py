@@ -29,7 +29,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
-from kvtier.connectors.vllm.contract import NEWEST, OLDEST
+from kvtier.connectors.vllm.offloading.contract import NEWEST, OLDEST
 from kvtier.connectors.vllm.registry import CONNECTOR_NAME, Connectors
 
 logger = logging.getLogger(__name__)

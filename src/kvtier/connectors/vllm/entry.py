@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from kvtier.connectors.vllm import contract
 from kvtier.connectors.vllm.kv_connector import contract as kv_connector
+from kvtier.connectors.vllm.offloading import contract
+from kvtier.errors import ConfigError
 
 
 def __getattr__(name: str) -> object:
@@ -20,6 +21,9 @@ def __getattr__(name: str) -> object:
     found: object
     if name == "KvtierConnector":
         kv_connector.VLLM.require()
+        folder = kv_connector.VLLM.installed()
+        if folder is not None and (why := kv_connector.refused_runner(folder)):
+            raise ConfigError(f"kvtier can't serve this vLLM: {why}")
         found = import_module("kvtier.connectors.vllm.kv_connector.connector").KvtierConnector
     elif name == "KvtierSpec":
         contract.VLLM.require()

@@ -7,14 +7,14 @@ versions.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.connectors.common.contract import Contract, version_of
-from kvtier.connectors.vllm import SPEC_NAME, contract
+from kvtier.connectors.vllm import SPEC_NAME
 from kvtier.connectors.vllm.kv_connector import contract as kv_connector
+from kvtier.connectors.vllm.offloading import contract as offloading
 from kvtier.connectors.vllm.registry import CONNECTOR_NAME
 from kvtier.errors import ConfigError
 
@@ -36,7 +36,7 @@ class Front:
     extra: Mapping[str, str]
 
 
-OFFLOADING = Front(CONNECTOR_NAME, contract.VLLM, {}, {"spec_name": SPEC_NAME})
+OFFLOADING = Front(CONNECTOR_NAME, offloading.VLLM, {}, {"spec_name": SPEC_NAME})
 OWN = Front(
     "KvtierConnector",
     kv_connector.VLLM,
@@ -66,20 +66,16 @@ def choose(folder: Path | None = None) -> Choice:
 
     Without any vLLM the first front is returned: the options may be for another machine.
     """
-    folder = folder or contract.VLLM.installed()
+    folder = folder or offloading.VLLM.installed()
     if folder is None:
         return Choice(OFFLOADING)
     version = version_of(folder)
-    if version.startswith("0.18.") and os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
-        why = (
-            f"vLLM {version} with VLLM_USE_V2_MODEL_RUNNER drops the reports of a connector's "
-            "ranks: unset that variable, or use vLLM 0.19 or newer"
-        )
-        return Choice(None, version, why)
     whys: list[str] = []
     for front in FRONTS:
         found = front.contract.differences(folder)
         if not found:
+            if front is OWN and (why := kv_connector.refused_runner(folder)):
+                return Choice(None, version, why)
             return Choice(front, version, whys[0] if whys else "")
         first = found[0].partition(": ")[2].partition(": ")[0]
         whys.append(first if len(found) == 1 else f"{first}, and {len(found) - 1} more")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvtier.connectors.vllm import contract
+from kvtier.connectors.vllm.offloading import contract
 
 CONNECTOR_NAME = "OffloadingConnector"
 """Name of the connector in vLLM's table. Classes made here have it, too: under MultiConnector vLLM

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.connectors.vllm.engine_facts import EngineFacts, GroupFacts
@@ -134,17 +132,3 @@ def keep_block_hashes(config: VllmConfig) -> None:
         return
     if config.cache_config.prefix_caching_hash_algo in ("sha256", "sha256_cbor"):
         os.environ.setdefault("PYTHONHASHSEED", "0")
-
-
-def refuse_runner() -> None:
-    """Raise ``ConfigError`` for a model runner that tells the scheduler nothing from the ranks."""
-    from vllm import envs
-
-    found = find_spec("vllm.v1.worker.gpu.kv_connector")
-    if not envs.VLLM_USE_V2_MODEL_RUNNER or found is None or found.origin is None:
-        return
-    if "build_connector_worker_meta" not in Path(found.origin).read_text():
-        raise ConfigError(
-            "this vLLM's model runner V2 carries no messages of connectors from its ranks; unset "
-            "VLLM_USE_V2_MODEL_RUNNER"
-        )

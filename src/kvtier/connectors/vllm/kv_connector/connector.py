@@ -25,7 +25,6 @@ from kvtier.connectors.vllm.kv_connector.config import (
     facts_of,
     keep_block_hashes,
     layer_sizes,
-    refuse_runner,
 )
 from kvtier.connectors.vllm.kv_connector.idle import take_steps_while_busy
 from kvtier.connectors.vllm.kv_connector.messages import RankMessage, StepMessage
@@ -81,7 +80,6 @@ class KvtierConnector(KVConnectorBase_V1):
         # A copy that failed is recomputed; vLLM's own default is to fail the request.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         super().__init__(vllm_config, role, kv_cache_config)
-        refuse_runner()
         self._facts = facts_of(vllm_config, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._sizes = Sizes(self._facts, extra)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from kvtier.connectors.common.contract import Contract, Takes
+from kvtier.connectors.vllm.contract import FILES as SHARED_FILES
+from kvtier.connectors.vllm.contract import with_shared
 
 OLDEST, NEWEST = "0.18", "0.33"
 """Oldest and newest version whose sources fulfil the contract."""
@@ -66,7 +70,7 @@ BUILT: Mapping[str, tuple[str, ...]] = {
 }
 """kvtier makes these from the fields named, in this order."""
 
-READ: Mapping[str, tuple[str, ...]] = {
+READ = with_shared({
     "BlockStored": (
         "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
         "lora_name",
@@ -77,46 +81,22 @@ READ: Mapping[str, tuple[str, ...]] = {
     ),
     "Scheduler": ("connector",),
     "KVConnectorRole": ("SCHEDULER", "WORKER"),
-    "KVConnectorOutput": ("kv_connector_worker_meta",),
     "KVConnectorMetadata": (),
-    "SchedulerOutput": (
-        "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "preempted_req_ids",
-        "total_num_scheduled_tokens", "scheduled_spec_decode_tokens",
-    ),
-    "NewRequestData": ("req_id", "block_ids", "num_computed_tokens"),
-    "CachedRequestData": ("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"),
+    "NewRequestData": ("block_ids",),
     "KVCacheConfig": ("num_blocks", "kv_cache_tensors", "kv_cache_groups"),
     "KVCacheTensor": ("size",),
     "KVCacheGroupSpec": ("layer_names", "kv_cache_spec"),
     "FullAttentionSpec": ("block_size", "page_size_bytes", "real_page_size_bytes"),
     "MLAAttentionSpec": ("block_size", "page_size_bytes", "real_page_size_bytes"),
-    "VllmConfig": (
-        "kv_transfer_config", "model_config", "cache_config", "load_config", "parallel_config",
-        "speculative_config", "kv_events_config",
-    ),
-    "CacheConfig": (
-        "block_size", "cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo",
-    ),
-    "MultiModalConfig": (
-        "enable_mm_embeds", "language_model_only", "mm_processor_cache_gb",
-    ),
+    "VllmConfig": ("kv_events_config",),
+    "CacheConfig": ("block_size", "cache_dtype", "prefix_caching_hash_algo",),
     "ParallelConfig": (
         "rank", "world_size", "tensor_parallel_size", "pipeline_parallel_size",
         "decode_context_parallel_size", "data_parallel_rank", "data_parallel_size",
     ),
-    "Request": (
-        "block_hashes", "kv_transfer_params", "lora_request", "mm_features", "num_computed_tokens",
-        "num_output_tokens", "num_prompt_tokens", "num_tokens", "prompt_embeds", "request_id",
-        "resumable", "skip_reading_prefix_cache",
-    ),
-    "LoRARequest": ("lora_name", "lora_int_id", "lora_path", "load_inplace"),
-    "MultiModalFeatureSpec": ("mm_position",),
-    "PlaceholderRange": ("offset",),
-    "ModelConfig": (
-        "model", "revision", "hf_config", "max_model_len", "multimodal_config", "dtype",
-    ),
-    "LoadConfig": ("load_format", "download_dir", "model_loader_extra_config"),
-}  # fmt: skip
+    "Request": ("kv_transfer_params", "num_tokens", "skip_reading_prefix_cache",),
+    "ModelConfig": ("dtype",),
+})  # fmt: skip
 """kvtier reads these fields, attributes and members."""
 
 OPTIONAL = frozenset(
@@ -126,23 +106,13 @@ OPTIONAL = frozenset(
 connector has work."""
 
 FILES = (
+    *SHARED_FILES,
     "distributed/kv_events.py",
     f"{CONNECTOR}/base.py",
     f"{CONNECTOR}/metrics.py",
-    "config/cache.py",
-    "config/load.py",
-    "config/model.py",
-    "config/multimodal.py",
-    "config/parallel.py",
-    "config/vllm.py",
-    "lora/request.py",
-    "multimodal/inputs.py",
     "v1/core/kv_cache_manager.py",
-    "v1/core/sched/output.py",
     "v1/core/sched/scheduler.py",
     "v1/kv_cache_interface.py",
-    "v1/outputs.py",
-    "v1/request.py",
 )
 """Files of vLLM that define the classes above."""
 
@@ -159,3 +129,21 @@ VLLM = Contract(
     read=READ,
     optional=OPTIONAL,
 )
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""Variable by which vLLM 0.18 uses its model runner V2."""
+
+
+def refused_runner(folder: Path) -> str:
+    """Return why kvtier can't serve the model runner that the environment asks for; "" if it can.
+
+    The model runner V2 of vLLM 0.18 drops what a connector in a rank reports to the scheduler.
+
+    folder: of the package ``vllm``.
+    """
+    if os.environ.get(RUNNER, "") in ("", "0"):
+        return ""
+    runner = folder / "v1/worker/gpu/kv_connector.py"
+    if not runner.is_file() or "build_connector_worker_meta" in runner.read_text():
+        return ""
+    return f"its model runner V2 drops the reports of a connector's ranks: unset {RUNNER}"
