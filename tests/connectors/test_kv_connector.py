@@ -116,6 +116,24 @@ def test_finished_request_keeps_its_pages_until_every_rank_has_stored_them(
     assert world.asks(world.request("more", TEXT + "s")) == len(TEXT)
 
 
+def test_request_that_is_aborted_while_it_loads_leaves_nothing_behind(
+    make: Callable[..., KvWorld],
+) -> None:
+    """vLLM keeps the pages of a load until all ranks have reported it, whatever kvtier says."""
+    world = make(num_ranks=2)
+    world.serve("first", TEXT, range(6))
+    again = world.request("again", TEXT + "s")
+    assert world.asks(again) == len(TEXT)
+    world.gets_pages(again, range(10, 17), len(TEXT))
+    world.run(world.message(), ends=False)
+    assert world.half.finish(again, range(10, 17)) is False
+    world.hear()
+    assert world.loaded == {"again"}
+    assert not world.half._jobs
+    world.half.manager.cache.check_invariants()
+    assert world.asks(world.request("more", TEXT + "s")) == len(TEXT)
+
+
 def test_preempted_request_stores_nothing_and_its_slots_wait_for_all_ranks(
     make: Callable[..., KvWorld],
 ) -> None:
