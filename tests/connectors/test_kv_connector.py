@@ -116,6 +116,19 @@ def test_finished_request_keeps_its_pages_until_every_rank_has_stored_them(
     assert world.asks(world.request("more", TEXT + "s")) == len(TEXT)
 
 
+def test_stores_of_a_step_that_vllm_did_not_end_begin_in_the_next(
+    make: Callable[..., KvWorld],
+) -> None:
+    world = make()
+    request = world.request("first", TEXT)
+    world.asks(request)
+    (rank,) = world.ranks
+    rank.begin_step(world.message((request, range(6), len(TEXT))))
+    world.run(world.message())
+    assert not world.half._jobs
+    assert world.asks(world.request("again", TEXT + "s")) == len(TEXT)
+
+
 def test_request_that_is_aborted_while_it_loads_leaves_nothing_behind(
     make: Callable[..., KvWorld],
 ) -> None:

@@ -71,11 +71,11 @@ class AdapterLoad:
         return find_files(vllm_source(os.path.expanduser(self.name[1])))
 
     def doubt(self) -> None:
-        """Note that vLLM may compute with something else under its number."""
+        """Note that vLLM may compute with another adapter under this load's number."""
         self._is_certain = False
 
     def holds(self) -> bool:
-        """Whether vLLM has read no other files than those of this load, until now."""
+        """Whether vLLM can have read only the files of this load."""
         if self._is_certain and self._files is not None:
             place = self._find()
             self._is_certain = place is not None and self._files.is_still([place])
@@ -167,7 +167,7 @@ class Adapters:
         counts_media: see ``counts_media``.
 
         Returns:
-            The request with the keys to use, their scope, and what it is computed with.
+            The request with the keys to use, their scope, and the load of its adapter.
         """
         if request.lora_request is None:
             return request, scope_of(request, counts_media), None

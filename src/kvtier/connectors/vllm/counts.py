@@ -111,7 +111,7 @@ Labels = tuple[str, ...]
 
 
 class Counts:
-    """MetricValues by metric and labels."""
+    """Counts by metric and labels since they were last taken."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[MetricSpec, Labels], float] = {}
@@ -151,9 +151,9 @@ class MetricValues:
 def take_values(
     counts: Counts, metrics: Metrics, used: Mapping[str, int], room: Mapping[str, int]
 ) -> MetricValues | None:
-    """Return what is new since the last call; None for nothing.
+    """Return the metric values since the last call; None if there are none.
 
-    metrics: the core's. used, room: slots by tier.
+    metrics: metrics of the core. used, room: slots by tier.
     """
     counts.add_all(metrics.take_recent())
     counted, levels = counts.take(), metrics.take_levels()

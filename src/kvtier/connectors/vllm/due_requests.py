@@ -26,8 +26,8 @@ class DueRequests:
     These are new and resumed requests, prompts that are computed, and requests that were given
     pages. A block of an answer is stored when its request needs the next page, or has finished.
 
-    num_steps_early: at most so many steps before the page in front of it is full is a page given:
-    for tokens that are guessed, and for batches that are computed beside each other.
+    num_steps_early: vLLM allocates a page at most this many steps before the page in front of it is
+    full: for speculative tokens, and for batches in flight.
     """
 
     def __init__(self, num_steps_early: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Facts about a vLLM engine that both fronts tell in their own way."""
+"""Facts about a vLLM engine that both connectors derive from vLLM's configuration."""
 
 from __future__ import annotations
 

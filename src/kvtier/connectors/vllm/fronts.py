@@ -1,8 +1,8 @@
-"""Ways under vLLM, and which one fits the vLLM that is installed.
+"""kvtier's two connectors for vLLM, and the choice between them for the installed version.
 
-Both have the same tiers and decisions. The offloading front comes first: vLLM itself then decides
-what to store, also for hybrid models. kvtier's own connector needs less of vLLM, so it serves older
-versions.
+Both use the same tiers and decisions. The OffloadingConnector is preferred: with it vLLM decides
+which blocks to store, also for hybrid models. ``KvtierConnector`` relies on fewer parts of vLLM, so
+it serves older versions.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvtier.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """One way under vLLM.
+    """One of kvtier's connectors for vLLM.
 
     Attributes:
-        connector: name of the connector in ``--kv-transfer-config``.
-        contract: what it relies on.
-        config: what else it has in ``--kv-transfer-config``.
-        extra: what it has in ``kv_connector_extra_config``.
+        connector: Name of the connector in ``--kv-transfer-config``.
+        contract: Parts of vLLM that it relies on.
+        config: Further fields of ``--kv-transfer-config``.
+        extra: Fields of ``kv_connector_extra_config``.
     """
 
     connector: str

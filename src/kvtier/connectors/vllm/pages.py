@@ -1,6 +1,7 @@
 """An engine's tensors as shares of pages, by KV group.
 
-Where the bytes of a page lie is told from shapes and strides, so that every backend's layout fits:
+The location of a page's bytes is derived from shapes and strides, which fits the layout of every
+attention backend:
 
     (num_pages, 2, ...)     K and V of a page side by side: one share
     (2, num_pages, ...)     all K, then all V: two shares
@@ -67,7 +68,7 @@ class EnginePages:
 class LayerSize:
     """Size of a layer's pages, as the engine's KV cache config has it.
 
-    page_bytes: what one may be, the likeliest first.
+    page_bytes: possible sizes of a page, the likeliest first.
     """
 
     name: str

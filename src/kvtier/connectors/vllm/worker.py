@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 CLOSE_WAIT_S = 10.0
 
 LOOK_S = 0.25
-"""Time between reports of a rank in which nothing moves: memory that was made ready, a disk's room,
-breakers, and what was verified."""
+"""Seconds between reports of a rank in which nothing moves. They have the room in host memory and
+on disk, breakers, and verified blocks."""
 REST_S = 1e-3
 REST_PIECE_S = 1e-4
 """Longest sleep of a rank in a step that computes nothing, in pieces between which it polls its
@@ -67,7 +67,7 @@ class RankRoom:
 
 @dataclass(frozen=True, slots=True)
 class EndedCopy:
-    """A copy that has ended, well or not. Both numbers are 0 where nobody learns from it."""
+    """A copy that has ended. Size and time are 0 if they say nothing about the copy's speed."""
 
     job_id: int
     num_bytes: int = 0

@@ -2,6 +2,6 @@
 
 It imports nothing of ``v1/kv_offload``.
 
-    scheduler.py  what a request loads and stores     rank.py  copies, orders, reports
-    messages.py   what they send each other, with vLLM's own messages of a step
+    scheduler.py  loads and stores of each request    rank.py  copies, orders, reports
+    messages.py   messages between them, carried in vLLM's connector metadata
 """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 WHOLE_PROMPTS = ("FullAttentionSpec", "MLAAttentionSpec")
-"""Kinds of layers that keep the KV of a whole prompt; so do all kinds derived from them."""
+"""Names of KV cache specs whose layers, and subclasses' layers, keep KV of the whole prompt."""
 
 
 def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
@@ -121,10 +121,11 @@ def _pages_per_block(extra: Mapping[str, object], tokens_per_page: int) -> int:
 
 
 def keep_block_hashes(config: VllmConfig) -> None:
-    """Have vLLM hash the same prompt to the same keys in each process, as it does from 0.30 on.
+    """Make vLLM hash a prompt to the same keys in every process, as vLLM 0.30 does by itself.
 
-    Before, it begins with a random number unless ``PYTHONHASHSEED`` is set, and asks for that after
-    it has made its connector. Hashes that somebody could make collide stay random.
+    Older versions seed the first hash at random unless ``PYTHONHASHSEED`` is set. They read it
+    after they have made the connector. The seed stays random for hash algorithms that are not
+    collision resistant.
     """
     from vllm.v1.core import kv_cache_utils
 

@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """vLLM carries it to all ranks."""
+    """Message of the scheduler's half, which vLLM carries to all ranks."""
 
     message: StepMessage
 
 
 @dataclass
 class RankMetadata(KVConnectorWorkerMetadata):
-    """vLLM carries it to the scheduler's process, one for all ranks."""
+    """Messages of the ranks, which vLLM aggregates and carries to the scheduler's process."""
 
     message: RankMessage
 
@@ -69,9 +69,9 @@ class RankMetadata(KVConnectorWorkerMetadata):
 
 
 class KvtierConnector(KVConnectorBase_V1):
-    """Made in the scheduler's process and in each rank.
+    """kvtier's own connector. vLLM makes one in the scheduler's process and one in each rank.
 
-    All loads are asynchronous: a request runs when its blocks have come.
+    All loads are asynchronous: a request runs after its blocks have arrived.
     """
 
     def __init__(
@@ -190,7 +190,10 @@ class KvtierConnector(KVConnectorBase_V1):
     # -- in both -----------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """Return the scheduler's half's. Some versions take these only beside those of a rank."""
+        """Return the statistics of the scheduler's half; those of a rank are empty.
+
+        Some versions of vLLM ask the scheduler's half only if a rank has returned statistics.
+        """
         if self._scheduler is None:
             return ConnectorStats() if self._pages.asks_for_statistics() else None
         manager = self._scheduler.manager
@@ -232,7 +235,7 @@ class KvtierConnector(KVConnectorBase_V1):
         self._pages.begin_step(theirs.message)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request runs when all of its layers have come."""
+        """Do nothing: a request runs after all layers of its blocks have arrived."""
 
     def save_kv_layer(
         self,

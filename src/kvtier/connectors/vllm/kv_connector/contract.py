@@ -106,13 +106,13 @@ OPTIONAL = frozenset(
 connector has work."""
 
 FILES = (
-    *SHARED_FILES,
     "distributed/kv_events.py",
     f"{CONNECTOR}/base.py",
     f"{CONNECTOR}/metrics.py",
     "v1/core/kv_cache_manager.py",
     "v1/core/sched/scheduler.py",
     "v1/kv_cache_interface.py",
+    *SHARED_FILES,
 )
 """Files of vLLM that define the classes above."""
 

@@ -1,4 +1,4 @@
-"""Messages between the two halves, which ride with those of vLLM's steps."""
+"""Messages between the scheduler's half and the ranks, carried in vLLM's connector metadata."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier.transfer.ranks import RankOrder, Report
 
 @dataclass(frozen=True, slots=True)
 class PageJob:
-    """A copy for one request: pages of each KV group, and the slots of their blocks."""
+    """A copy job of one request: pages of each KV group, and the slots of their blocks."""
 
     job_id: int
     request_id: str
@@ -22,16 +22,16 @@ class PageJob:
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """To all ranks, once a step.
+    """Message from the scheduler's half to all ranks, one for each step.
 
-    Args:
-        loads: begin at once.
-        stores: begin when the step's KV has been computed.
-        orders: for the ranks' storage.
-        finishing: requests that have finished while stores of their pages may run.
-        step: number of the step, if its end is to be told.
-        computes: whether the model runs in this step.
-        waits: whether all copies that run have to end before anything else.
+    Attributes:
+        loads: Copies to pages, which begin at once.
+        stores: Copies from pages, which begin after the step's KV has been computed.
+        orders: Transfers between host memory and storage.
+        finishing: Requests that have finished while stores of their pages may be in flight.
+        step: Number of the step if the ranks report its end, else None.
+        computes: Whether the model runs in this step.
+        waits: Whether all copies in flight must end before anything else begins.
     """
 
     loads: Sequence[PageJob] = ()
@@ -45,12 +45,14 @@ class StepMessage:
 
 @dataclass(frozen=True, slots=True)
 class RankMessage:
-    """From the ranks: copies that have ended, and what else they have to say.
+    """Message from one or more ranks to the scheduler's half.
 
-    Args:
-        ended: number of ranks on which each job has ended.
-        load_bytes, load_s: sizes of loads that have ended, and the time that they took together.
-        layouts: descriptions of a page's bytes, of ranks that have just registered their tensors.
+    Attributes:
+        report: Ended orders, failed slots and the state of the ranks' tiers.
+        ended: Number of ranks on which each copy job has ended, by job id.
+        load_bytes: Size of each load that has ended.
+        load_s: Seconds that these loads took in total.
+        layouts: Digests of the page layout of ranks that have registered their KV caches.
     """
 
     report: Report
@@ -60,7 +62,7 @@ class RankMessage:
     layouts: frozenset[str] = frozenset()
 
     def and_also(self, other: RankMessage) -> RankMessage:
-        """Return what this rank and another one say together."""
+        """Return the messages of both as one."""
         return RankMessage(
             self.report.and_also(other.report),
             self.ended + other.ended,

@@ -30,6 +30,7 @@ class RankHalf:
 
     def begin_step(self, message: StepMessage) -> None:
         """Begin loads and orders. Stores wait for ``end_step`` if the model is to run."""
+        self.end_step()  # of the last step, if vLLM did not call wait_for_save
         if message.waits:
             self.worker.wait(set(self._jobs))
         for job in message.loads:
@@ -45,7 +46,7 @@ class RankHalf:
             self.worker.rest()
 
     def end_step(self) -> None:
-        """Begin the step's stores, once: its KV has been computed, or is about to be."""
+        """Begin the stores of the step, once its compute is queued on the device."""
         stores, self._stores = self._stores, ()
         for job in stores:
             self._submit(job, Direction.STORE)
@@ -95,7 +96,7 @@ class RankHalf:
         return failed
 
     def take_message(self) -> RankMessage | None:
-        """Return what there is to say to the scheduler's half; None for nothing."""
+        """Return the message to the scheduler's half; None if there is nothing to report."""
         report = self.worker.take_report(frozenset(self._steps))
         self._steps.clear()
         if not (report or self._ended or self._layouts):

@@ -33,15 +33,16 @@ GROUP = 0
 class Tracked:
     """A request, its blocks and its pages.
 
-    Args:
-        request: vLLM's, or one with other hashes in its place.
-        visit: its state in ``TierManager``.
-        keys: of all its blocks so far, in prompt order.
-        ends: the token at which each ends; ``visit`` shares it.
-        pages: that vLLM has given it, in the order of its tokens.
-        num_stored: first blocks that were stored, or need not be.
-        next_end: tokens that have to be computed before there is more to store.
-        load: its load that runs. stores: its stores that run.
+    Attributes:
+        request: vLLM's request, or a wrapper that replaces its block hashes.
+        visit: State of the request in ``TierManager``.
+        keys: Keys of its full blocks so far, in prompt order.
+        ends: Token at which each block ends, by key. ``visit`` shares this mapping.
+        pages: Pages that vLLM has allocated to the request, in prompt order.
+        num_stored: Number of leading blocks that were stored, or need not be.
+        next_end: Number of computed tokens at which the next block can be stored.
+        load: Job id of the load in flight, if there is one.
+        stores: Job ids of the stores in flight.
     """
 
     request: Any
@@ -57,9 +58,14 @@ class Tracked:
 
 @dataclass(slots=True, eq=False)
 class RunningJob:
-    """A copy that not all ranks have reported.
+    """A copy job that some ranks have not reported yet.
 
-    num_left: ranks that have not. is_dropped: what it stores is not to be used.
+    Attributes:
+        of: The request it belongs to.
+        keys: Keys of its blocks.
+        is_store: Whether it copies from pages to host memory.
+        num_left: Number of ranks that have not reported it.
+        is_dropped: Whether the copied blocks must not be used.
     """
 
     of: Tracked
@@ -70,9 +76,12 @@ class RunningJob:
 
 
 class SchedulerHalf:
-    """Answers vLLM's scheduler, on its thread.
+    """Decides the loads and stores of requests. Used on the thread of vLLM's scheduler.
 
-    prompt_only: answers are not stored.
+    Args:
+        manager: Tiers of all ranks.
+        facts: Sizes of the engine's pages and blocks.
+        prompt_only: Whether generated tokens are left out of the cache.
     """
 
     def __init__(self, manager: TierManager, facts: EngineFacts, prompt_only: bool = False) -> None:
@@ -113,7 +122,7 @@ class SchedulerHalf:
         return request_id in self._requests
 
     def _hash(self, tracked: Tracked) -> None:
-        """Name the blocks that vLLM has hashed meanwhile."""
+        """Add the keys of blocks that vLLM has hashed since the last call."""
         every, keys = self._hashes_per_block, tracked.keys
         hashes = tracked.request.block_hashes
         for at in range(len(keys), len(hashes) // every):
@@ -124,12 +133,12 @@ class SchedulerHalf:
     # -- loads -------------------------------------------------------------------------------------
 
     def num_to_load(self, tracked: Tracked, num_computed: int) -> int | None:
-        """Return the tokens to load behind those that the device has. None: ask again."""
+        """Return the number of tokens to load behind ``num_computed``; None to be asked again."""
         request = tracked.request
         if request.skip_reading_prefix_cache:
             return 0
         if self.manager.names.needs_layout and self.manager.has_storage:
-            return None  # until the ranks have said it, in the first step
+            return None  # the ranks report their layout in the first step
         self._hash(tracked)
 
         def look_up() -> int | None:
@@ -185,7 +194,7 @@ class SchedulerHalf:
         tracked.next_end = (end + 1) * self._block
         keys = tracked.keys[tracked.num_stored : end]
         room = self.manager.begin_store(keys, tracked.visit) if keys else None
-        if room is None:  # for the time being
+        if room is None:  # tried again when the next block is full
             return
         tracked.num_stored = end
         if not room.keys:
@@ -202,9 +211,9 @@ class SchedulerHalf:
         self._stores.append(job)
 
     def _drop_stores(self, tracked: Tracked) -> None:
-        """Note that pages are taken from a request whose stores may still read them.
+        """Mark the stores of a preempted request: vLLM may reuse their pages during the copy.
 
-        What they copy is not used. Their slots are free when all ranks have ended the copy.
+        The copied blocks are discarded. Their slots are freed after all ranks have ended the copy.
         """
         for job_id in tracked.stores:
             self._jobs[job_id].is_dropped = True
@@ -214,7 +223,7 @@ class SchedulerHalf:
     # -- steps -------------------------------------------------------------------------------------
 
     def take_step(self, output: SchedulerOutput) -> StepMessage:
-        """Return what the ranks are to do in a step that vLLM has scheduled."""
+        """Return the jobs and orders of the ranks for a step that vLLM has scheduled."""
         for request_id in output.preempted_req_ids or ():
             if tracked := self._requests.get(request_id):
                 self._drop_stores(tracked)
@@ -256,7 +265,7 @@ class SchedulerHalf:
         return message
 
     def finish(self, request: Any, pages: Sequence[int]) -> bool:
-        """Note that a request has finished. Return whether its pages are still read."""
+        """Note that a request has finished. Return whether stores still read its pages."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return False
@@ -273,7 +282,7 @@ class SchedulerHalf:
         return True
 
     def hear(self, message: RankMessage) -> None:
-        """Take in what the ranks say."""
+        """Process the reports of the ranks."""
         manager = self.manager
         if message.layouts:
             manager.names.tell_layout(" ".join(sorted(message.layouts)))
@@ -281,7 +290,7 @@ class SchedulerHalf:
         manager.observe_loads(message.load_bytes, message.load_s)
         for job_id, num in message.ended.items():
             job = self._jobs.get(job_id)
-            if job is None:  # of before a reset
+            if job is None:  # ordered before a reset
                 continue
             job.num_left -= num
             if not job.num_left:
@@ -297,7 +306,7 @@ class SchedulerHalf:
             self.manager.end_load(job.keys, job.of.visit)
 
     def reset(self) -> None:
-        """Forget all KV, and all copies that run: the ranks end them before the next ones."""
+        """Forget all KV and all copies in flight. The ranks end these before they begin others."""
         self.manager.reset_cache()
         self._jobs.clear()
         self._stores.clear()

@@ -21,9 +21,9 @@ SEPARATOR = "\x1f"
 
 @dataclass
 class ConnectorStats(KVConnectorStats):
-    """Values by metric and labels, as plain data.
+    """Metric values as plain data, which vLLM sends between processes.
 
-    ``data`` has counters, observations of histograms and gauges, each by name and labels.
+    ``data`` has the parts "counters", "observations" and "gauges", each keyed by name and labels.
     """
 
     @classmethod
@@ -37,7 +37,7 @@ class ConnectorStats(KVConnectorStats):
         )
 
     def part(self, name: str) -> dict[str, Any]:
-        """Return one of the three parts, which are made when they are first wanted."""
+        """Return one of the three parts of ``data``; create it if it is missing."""
         found: dict[str, Any] = self.data.setdefault(name, {})
         return found
 

@@ -186,7 +186,6 @@ OPTIONAL = frozenset(
 itself where a key is in its request (``offloading/positions.py``)."""
 
 FILES = (
-    *SHARED_FILES,
     f"{OFFLOAD}/base.py",
     f"{OFFLOAD}/config.py",
     f"{OFFLOAD}/factory.py",
@@ -199,10 +198,11 @@ FILES = (
     f"{CONNECTOR}/v1/offloading/scheduler.py",
     f"{CONNECTOR}/v1/offloading/worker.py",
     "v1/metrics/cache_hit_source.py",
+    *SHARED_FILES,
 )
 """Files of vLLM that define the classes above."""
 
-OPTIONS = ("--kv-transfer-config",)
+OPTIONS = ("--kv-transfer-config", "--block-size", "--no-enable-prefix-caching")
 """vLLM options that kvtier's guides and commands mention."""
 
 VLLM = Contract(
