@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -23,9 +24,25 @@ PATIENCE_S = 30.0
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """Return a free port of the loopback address, see ``free_ports``."""
+    return free_ports(1)[0]
+
+
+def free_ports(num: int) -> list[int]:
+    """Return free ports of the loopback address whose gRPC twin, 10000 above, is free, too.
+
+    SeaweedFS takes both. They lie below the ports that the kernel gives to connections, so no
+    connection takes one before the server starts.
+    """
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(range(10_000, 20_000), 1_000):
+        with suppress(OSError), socket.socket() as own, socket.socket() as twin:
+            own.bind(("127.0.0.1", port))
+            twin.bind(("127.0.0.1", port + 10_000))
+            ports.append(port)
+            if len(ports) == num:
+                return ports
+    raise OSError(f"fewer than {num} pairs of ports are free between 10000 and 30000")
 
 
 def has_valkey() -> Path | None:
@@ -103,30 +120,6 @@ def find_binary(name: str) -> str | None:
     """Beside the interpreter, or on the PATH."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else shutil.which(name)
-
-
-def free_ports(num: int) -> list[int]:
-    """Return free ports of the loopback address.
-
-    SeaweedFS also takes each port's gRPC twin, 10000 above.
-    """
-    taken: list[socket.socket] = []
-    ports: list[int] = []
-    try:
-        while len(ports) < num:
-            one = socket.socket()
-            taken.append(one)
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-            twin = socket.socket()
-            taken.append(twin)
-            with suppress(OSError, OverflowError):
-                twin.bind(("127.0.0.1", port - 10000))
-                ports.append(port - 10000)
-        return ports
-    finally:
-        for one in taken:
-            one.close()
 
 
 class StoreHttpServer:

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import pytest
 import requests
 
 import kvtier
+from tests.servers import free_port
 
 MODEL = Path(kvtier.__file__).parent / "engine/builtin/kvtier-tiny"
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -171,9 +171,7 @@ def server(
     log: Path, *options: str, model: Path = MODEL, cores: str = "0", **environment: str
 ) -> Iterator[Server]:
     """A server in processes of its own, which end with it. cores: to compute on, of each rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     given = {"HF_HUB_OFFLINE": "1", **environment}
     if DEVICE == "cpu":

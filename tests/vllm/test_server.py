@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.tools.dashboard import SERIES, EngineKind
+from tests.servers import free_port
 from tests.vllm.engines import BLOCK, ENVIRONMENT, MODEL, NUM_BLOCKS, connector, multi, prompt
 
 START_S = 600
@@ -37,9 +37,7 @@ def _printed(tmp_path: Path) -> list[str]:
 @contextmanager
 def _server(tmp_path: Path, connects: list[str]) -> Iterator[httpx.Client]:
     """connects: vLLM's options for its connector."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
     command += ["--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--enforce-eager"]
     command += ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", "4096"]
