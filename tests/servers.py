@@ -36,12 +36,12 @@ def free_ports(num: int) -> list[int]:
     """
     ports: list[int] = []
     for port in random.SystemRandom().sample(range(10_000, 20_000), 1_000):
+        if len(ports) == num:
+            return ports
         with suppress(OSError), socket.socket() as own, socket.socket() as twin:
             own.bind(("127.0.0.1", port))
             twin.bind(("127.0.0.1", port + 10_000))
             ports.append(port)
-            if len(ports) == num:
-                return ports
     raise OSError(f"fewer than {num} pairs of ports are free between 10000 and 30000")
 
 
