@@ -136,8 +136,10 @@ class UnderVllm:
 
     def _look_up(self) -> int | None:
         """As vLLM looks up a prefix, and ``TierManager.find`` answers."""
-        visit, num, is_pending = self._visit, 0, False
+        visit, num, is_pending = self._visit, 0, self.waits_for is not None
         visit.begin_look_up(self._first)
+        if self.waits_for == "its own copies":
+            return None
         places, visit.asked = self._engine.cache.begin_lookup(self._keys)
         for key, at in zip(self._keys, places, strict=True):
             end = visit.request.ends.get(key, 0)
@@ -166,6 +168,11 @@ class UnderVllm:
             self._orders.remove(order)
 
     _orders: Sequence[RankOrder] = ()
+    waits_for: str | None = None
+    """Copies that vLLM delays the request for; None for none."""
+
+    def load_ended(self) -> None:
+        self._promotion.load_ended()
 
     def state(self) -> WaitState:
         """vLLM hears only whether a request waits; ``must_wait`` forgets a wait that is over."""
@@ -214,6 +221,24 @@ def test_vllm_does_not_look_for_ever_at_blocks_that_the_device_has() -> None:
     made = UnderVllm(Case("", "DDA"))
     advice = made.advise_on(BlockLocation.ARRIVING, end=BLOCK_TOKENS)
     assert advice == [Advice.LOOK_AGAIN, Advice.LOOK_AGAIN, Advice.COMPUTE]
+
+
+@pytest.mark.parametrize("what", ["another's load", "its own copies"])
+def test_vllm_has_a_request_wait_for_a_copy_of_vllms_no_longer_than_computing_takes(
+    what: str,
+) -> None:
+    """vLLM loads no block twice at a time, and nothing for a request whose blocks it stores."""
+    for is_late in (False, True):
+        made = UnderVllm(Case("", "MMMM"))
+        made.waits_for = what
+        assert made.ask() == made.ask() == WAITING
+        if is_late:
+            made.happen("t")
+            assert made.ask() == Answer()
+        else:
+            made.waits_for = None
+            made.load_ended()
+            assert made.ask() == Answer(4)
 
 
 # -- SGLang ----------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ class Promotion:
             Waited(
                 visit.waits_since,
                 has_failed=has_failed,
-                is_weighed=bool(visit.promoted) and not stored,
+                is_weighed=visit.is_ready(ends) or (bool(visit.promoted) and not stored),
             ),
             self._costs,
             now_s,
@@ -207,7 +207,8 @@ class Promotion:
     def _wait(self, visit: RequestState, until_s: float) -> None:
         """Note what a request waits for.
 
-        If nothing is on its way to memory, vLLM itself waits for the end of a load.
+        If nothing is on its way to memory, vLLM itself waits for the end of a load. If it has not
+        looked, it waits for copies of the request's own, and the request looks again.
         """
         coming, unknown = [], None
         for key, at in visit.places.items():
@@ -222,7 +223,7 @@ class Promotion:
         reads: list[Awaited] = []
         if coming:
             reads.append(self._cache.wait_for_reads(coming))
-        elif not answers:
+        elif not answers and visit.places:
             reads.append(self._next_load)
         visit.wait = Wait(until_s, reads, answers)
 
@@ -275,7 +276,8 @@ class Promotion:
         """Describe the blocks of the last look-up.
 
         is_pending: vLLM can't load yet. Where it looks up several groups, or only a window, it
-        alone knows which prefixes could be loaded now; it loads everything or nothing.
+        alone knows which prefixes could be loaded now; it loads everything or nothing. Where all
+        blocks are ready, it waits for a copy of its own: none of them can be loaded before.
         """
         reachable = list(ends.values())
         block_size = self._shape.block_sizes[0] if self._shape.has_one_group else 0
@@ -284,7 +286,9 @@ class Promotion:
         if not block_size:
             reachable = reachable and [max(reachable)]
         ready = reachable
-        if is_pending:
+        if is_pending and visit.is_ready(ends):
+            ready, reachable = [], [max(reachable, default=num_tokens)]
+        elif is_pending:
             ready = reachable[: visit.num_ready(ends)] if block_size else []
 
         def sources(end: int) -> list[str]:

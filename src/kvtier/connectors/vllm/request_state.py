@@ -82,6 +82,10 @@ class RequestState:
             num += 1
         return num
 
+    def is_ready(self, keys: Collection[bytes]) -> bool:
+        """Whether all of ``keys`` can be loaded at once."""
+        return self.num_ready(keys) == len(keys)
+
     def to_bring(self) -> list[bytes]:
         """Return the blocks of the last look-up that have to come from storage to memory."""
         there = (key for key, place in self.places.items() if place is BlockLocation.STORAGE)
