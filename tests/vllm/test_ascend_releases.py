@@ -1,11 +1,11 @@
-"""KV caches as vllm-ascend's own model runners make them, through kvtier's worker and a fake CANN.
+"""KV caches as vllm-ascend's own model runners make them, through both connectors and a fake CANN.
 
 `make peers-ascend` fetches the Python sources of three releases; see ``ascend/sources.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -15,10 +15,16 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
+from kvtier.connectors.vllm.copies import BlockSlots, PageRange
+from kvtier.connectors.vllm.kv_connector.messages import PageJob, StepMessage
+from kvtier.connectors.vllm.kv_connector.rank import RankHalf
 from kvtier.connectors.vllm.offloading.ascend import split_caches
 from kvtier.connectors.vllm.offloading.host_slots import HostSlots
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages
-from kvtier.connectors.vllm.worker import RankRoom
+from kvtier.connectors.vllm.pages import layer_sizes, tell_pages
+from kvtier.connectors.vllm.worker import RankRoom, TierWorker
+from kvtier.devices import Direction
+from kvtier.types import Slot
 from tests.devices.drivers import make_device
 from tests.fakes.fake import Fake
 from tests.vllm.ascend.runner import ALIGNMENT, BLOCK, KINDS, Ascend
@@ -27,7 +33,12 @@ from tests.vllm.ascend.sources import FOLDER
 pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="make peers-ascend fetches the sources")
 
 NUM_PAGES = 6
-CASES = [(version, kind) for version, kinds in KINDS.items() for kind in kinds]
+CASES = [
+    (version, kind, connector)
+    for version, kinds in KINDS.items()
+    for kind in kinds
+    for connector in ("own", "offloading")
+]
 BATCH = "aclrtMemcpyBatchAsync"
 
 
@@ -45,66 +56,133 @@ def _parts(caches: dict[str, Any]) -> list[torch.Tensor]:
     return found
 
 
-class _World:
-    """A worker of kvtier's over the caches of one release, on a fake device."""
+class _OffloadingRank:
+    """A rank of vLLM's OffloadingConnector."""
 
-    def __init__(self, version: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, ascend: Ascend, caches: dict[str, Any], *arguments: Any) -> None:
+        split = split_caches(caches, ascend.config, [0])
+        assert split is not None
+        self.page_bytes = sum(each.page_size_bytes for each in split.group_data_refs[0])
+        self.worker = OffloadedPages(split, *arguments)
+
+    def begin_store(self, job_id: int, pages: list[int], slots: list[int]) -> None:
+        assert self.worker.submit_store(job_id, _spec(pages), HostSlots(slots))
+
+    def begin_load(self, job_id: int, slots: list[int], pages: list[int]) -> None:
+        assert self.worker.submit_load(job_id, HostSlots(slots), _spec(pages))
+
+    def end(self, job_id: int) -> bool:
+        """Wait for a copy. Return whether it is right."""
+        self.worker.wait({job_id})
+        (ended,) = self.worker.get_finished()
+        assert ended.job_id == job_id
+        assert ended.success
+        return self.worker.take_failed_loads() != [job_id]
+
+
+class _OwnRank:
+    """A rank of ``KvtierConnector``."""
+
+    def __init__(self, ascend: Ascend, caches: dict[str, Any], *arguments: Any) -> None:
+        sizes = layer_sizes(ascend.config.kv_cache_groups)
+        told = tell_pages(caches, sizes, ascend.config.num_blocks)
+        self.page_bytes = sum(share.nbytes for share in told.groups[0])
+        self.worker = TierWorker(told, *arguments)
+        self._half = RankHalf(self.worker, told)
+
+    def begin_store(self, job_id: int, pages: list[int], slots: list[int]) -> None:
+        self._half.begin_step(StepMessage(stores=[_job(job_id, pages, slots)]))
+        assert not self.worker.job_ids, "the step's KV is computed first"
+        self._half.end_step()
+
+    def begin_load(self, job_id: int, slots: list[int], pages: list[int]) -> None:
+        self._half.begin_step(StepMessage(loads=[_job(job_id, pages, slots)]))
+
+    def end(self, job_id: int) -> bool:
+        """Wait for a copy. Return whether it is right."""
+        (direction,) = [job[1] for job in self._half._jobs.values()]
+        self.worker.wait({job_id})
+        _, loaded = self._half.take_finished()
+        assert loaded == ({"request"} if direction is Direction.LOAD else set())
+        return not self._half.take_failed_pages()
+
+
+def _spec(pages: list[int]) -> GPULoadStoreSpec:
+    return GPULoadStoreSpec(pages, group_sizes=[len(pages)], block_indices=[0])
+
+
+def _job(job_id: int, pages: list[int], slots: list[int]) -> PageJob:
+    return PageJob(
+        job_id, "request", [PageRange(pages)], BlockSlots([Slot(each) for each in slots])
+    )
+
+
+RANKS: dict[str, type[_OwnRank | _OffloadingRank]] = {
+    "own": _OwnRank,
+    "offloading": _OffloadingRank,
+}
+
+
+class _World:
+    """A rank of kvtier's over the caches of one release, on a fake device."""
+
+    def __init__(
+        self, version: str, kind: str, connector: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         ascend = Ascend(version, kind, NUM_PAGES)
-        self.caches = ascend.caches()
-        self.parts = _parts(self.caches)
+        caches = ascend.caches()
+        self.parts = _parts(caches)
         self.fake = Fake("cann85")
         self._storages = {
             part.untyped_storage().data_ptr(): part.untyped_storage() for part in self.parts
         }
         for address, storage in self._storages.items():
             self.fake.adopt(address, storage.nbytes())
-        caches = split_caches(self.caches, ascend.config, [0])
-        assert caches is not None
-        self.num_shares = len(caches.group_data_refs[0])
-        self.page_bytes = sum(each.page_size_bytes for each in caches.group_data_refs[0])
         device = make_device(self.fake)
         monkeypatch.setattr(device, "prepare", lambda: None)  # it may rank any way first
-        slot_bytes = -(-self.page_bytes // 4096) * 4096
-        self.worker = OffloadedPages(caches, device, RankRoom(slot_bytes, 8), 1, rank=0)
+        page_bytes = sum(part.shape[1] for part in self.parts)
+        room = RankRoom(-(-page_bytes // 4096) * 4096, num_slots=8)
+        self.rank = RANKS[connector](ascend, caches, device, room, 1, 0)
         for seed, part in enumerate(self.parts):
             random = torch.Generator().manual_seed(seed)
             part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8, generator=random))
 
     def close(self) -> None:
-        self.worker.shutdown()
+        self.rank.worker.shutdown()
         for address in self._storages:
             self.fake.disown(address)
-
-    def end(self, job_id: int) -> list[int]:
-        """Wait for a copy. Return the loads that failed."""
-        self.worker.wait({job_id})
-        (ended,) = self.worker.get_finished()
-        assert ended.job_id == job_id
-        assert ended.success
-        return self.worker.take_failed_loads()
 
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[_World]:
-    version, kind = request.param
-    made = _World(version, kind, monkeypatch)
+    version, kind, connector = request.param
+    made = _World(version, kind, connector, monkeypatch)
     yield made
     made.close()
 
 
-def pages(*ids: int) -> GPULoadStoreSpec:
-    return GPULoadStoreSpec(list(ids), group_sizes=[len(ids)], block_indices=[0])
+of_all = pytest.mark.parametrize(
+    "world", CASES, indirect=True, ids=["-".join(each) for each in CASES]
+)
+of_some = pytest.mark.parametrize(
+    "world",
+    [
+        ("0.18.0", "mla", "own"),
+        ("0.23.0", "dsa_c8", "own"),
+        ("0.30.0rc2", "dsa_c8", "offloading"),
+    ],
+    indirect=True,
+)
 
 
-@pytest.mark.parametrize("world", CASES, indirect=True, ids=["-".join(each) for each in CASES])
+@of_all
 def test_bytes_are_those_of_a_reference_copy_in_one_batch_call_each_way(world: _World) -> None:
     before = [part.clone() for part in world.parts]
-    slots = HostSlots([5, 2, 7])
-    assert world.worker.submit_store(1, pages(1, 2, 3), slots)
-    assert world.end(1) == []
+    world.rank.begin_store(1, [1, 2, 3], [5, 2, 7])
+    assert world.rank.end(1)
     assert world.fake.count(BATCH) == 1
-    assert world.worker.submit_load(2, slots, pages(4, 5, 0))
-    assert world.end(2) == []
+    world.rank.begin_load(2, [5, 2, 7], [4, 5, 0])
+    assert world.rank.end(2)
     assert world.fake.count(BATCH) == 2
     for part, old in zip(world.parts, before, strict=True):
         expected = old.clone()
@@ -113,42 +191,64 @@ def test_bytes_are_those_of_a_reference_copy_in_one_batch_call_each_way(world: _
     assert world.fake.violations == []
 
 
-@pytest.mark.parametrize("world", CASES, indirect=True, ids=["-".join(each) for each in CASES])
+@of_all
 def test_every_byte_of_a_page_is_copied_and_parts_begin_at_2_mib(world: _World) -> None:
-    assert world.page_bytes == sum(part.shape[1] for part in world.parts)
+    assert world.rank.page_bytes == sum(part.shape[1] for part in world.parts)
     begins = {part.untyped_storage().data_ptr() for part in world.parts}
     aligned = [part for part in world.parts if part.data_ptr() % ALIGNMENT == 0]
     assert len(aligned) >= len(begins)
 
 
-@pytest.mark.parametrize("world", [("0.18.0", "mla"), ("0.30.0rc2", "dsa_c8")], indirect=True)
+def _runs(shares: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the bytes of page 0 as begins and ends, with neighbours as one."""
+    found: list[tuple[int, int]] = []
+    for begin, num_bytes in shares:
+        is_next = bool(found) and found[-1][1] == begin
+        first = found.pop()[0] if is_next else begin
+        found.append((first, begin + num_bytes))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS["0.30.0rc2"])
+def test_vllm_ascends_own_connector_has_the_same_bytes_in_the_same_order(kind: str) -> None:
+    ascend = Ascend("0.30.0rc2", kind, NUM_PAGES)
+    caches = ascend.caches()
+    split = split_caches(caches, ascend.config, [0])
+    assert split is not None
+    tensors = [split.tensors[ref.tensor_idx] for ref in split.group_data_refs[0]]
+    theirs: list[tuple[torch.Tensor, int]] = []
+    for name, spec in ascend.specs.items():
+        theirs += ascend.split_by_theirs(caches[name], spec.page_size_bytes)
+    ours = _runs((each.tensor.data_ptr(), each.page_size_bytes) for each in tensors)
+    assert ours == _runs((tensor.data_ptr(), num_bytes) for tensor, num_bytes in theirs)
+
+
+@of_some
 def test_failed_load_is_told_and_the_next_one_is_right(world: _World) -> None:
     before = [part.clone() for part in world.parts]
-    slots = HostSlots([1, 2])
-    world.worker.submit_store(1, pages(1, 2), slots)
-    assert world.end(1) == []
+    world.rank.begin_store(1, [1, 2], [1, 2])
+    assert world.rank.end(1)
     world.fake.fail_entry(1, 507013)  # the copy of the part before is under way
-    world.worker.submit_load(2, slots, pages(4, 5))
-    assert world.end(2) == [2]
-    world.worker.submit_load(3, slots, pages(4, 5))
-    assert world.end(3) == []
+    world.rank.begin_load(2, [1, 2], [4, 5])
+    assert not world.rank.end(2)
+    world.rank.begin_load(3, [1, 2], [4, 5])
+    assert world.rank.end(3)
     for part, old in zip(world.parts, before, strict=True):
         assert torch.equal(part[[4, 5]], old[[1, 2]])
 
 
-@pytest.mark.parametrize("world", [("0.23.0", "kv"), ("0.23.0", "dsa_c8")], indirect=True)
-def test_pages_of_a_preempted_request_are_used_again_only_after_their_store(world: _World) -> None:
-    """As vLLM's half does in ``handle_preemptions``: the store is begun, and waited for."""
+@of_some
+def test_a_waited_store_has_read_its_pages(world: _World) -> None:
+    """A preempted request's pages are used again after the store, if vLLM waits for it."""
     before = [part.clone() for part in world.parts]
-    slots = HostSlots([3])
     world.fake.hold()
-    world.worker.submit_store(1, pages(2), slots)
+    world.rank.begin_store(1, [2], [3])
     world.fake.let_go()
-    world.worker.wait({1})
+    world.rank.worker.wait({1})
     for part in world.parts:
         part[2] = 0  # the page is another request's now
-    assert world.end(1) == []
-    world.worker.submit_load(2, slots, pages(2))
-    assert world.end(2) == []
+    assert world.rank.end(1)
+    world.rank.begin_load(2, [3], [2])
+    assert world.rank.end(2)
     for part, old in zip(world.parts, before, strict=True):
         assert torch.equal(part[2], old[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 from tests.vllm.ascend.sources import Sources
 
 RUNNER = "vllm_ascend.worker.model_runner_v1"
+NATIVE = "vllm_ascend.distributed.kv_transfer.kv_pool.kv_offload.native.offloading_connector"
 BLOCK = 128
 """vllm-ascend's only block size for these models, in tokens."""
 ALIGNMENT = 2 << 20
@@ -172,4 +174,10 @@ class Ascend:
         """Return what the runner registers with a connector."""
         raw = self._runner._allocate_kv_cache_tensors(self.config)
         found: dict[str, Any] = self._runner._reshape_kv_cache_tensors(self.config, raw)
+        return found
+
+    def split_by_theirs(self, parts: Any, page_bytes: int) -> Sequence[tuple[torch.Tensor, int]]:
+        """Return the views, and their bytes per page, that vllm-ascend's own connector copies."""
+        split = self._sources.module(NATIVE)["_canonicalize_split_cache"]
+        found: Sequence[tuple[torch.Tensor, int]] = split(parts, self.config.num_blocks, page_bytes)
         return found

@@ -11,10 +11,11 @@ attention backend:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -73,6 +74,32 @@ class LayerSize:
 
     name: str
     page_bytes: Sequence[int]
+
+
+def layer_sizes(groups: Sequence[Any]) -> list[list[LayerSize]]:
+    """Return the sizes of all layers' pages, by KV group of vLLM's ``KVCacheConfig``."""
+    return [
+        [LayerSize(name, _page_bytes(spec)) for name, spec in layer_specs(group).items()]
+        for group in groups
+    ]
+
+
+def layer_specs(group: Any) -> Mapping[str, Any]:
+    """Return the KV cache spec of each layer; a group of unlike layers has one for each."""
+    spec = group.kv_cache_spec
+    apart = getattr(spec, "kv_cache_specs", {})
+    return {name: apart.get(name, spec) for name in group.layer_names}
+
+
+def _page_bytes(spec: object) -> list[int]:
+    """Return the possible sizes of a page, the likeliest first.
+
+    Specs of vllm-ascend's may count the scales of quantised KV in the page as it is allocated, and
+    not in the one without padding.
+    """
+    names = ("unpadded_page_size_bytes", "real_page_size_bytes", "page_size_bytes")
+    found: Iterable[int | None] = (getattr(spec, each, None) for each in names)
+    return list(dict.fromkeys(each for each in found if each))
 
 
 def tell_pages(

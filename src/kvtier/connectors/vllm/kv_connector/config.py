@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvtier.connectors.vllm.engine_facts import EngineFacts, GroupFacts
-from kvtier.connectors.vllm.pages import LayerSize
+from kvtier.connectors.vllm.pages import layer_specs
 from kvtier.connectors.vllm.settings import VllmSettings
 from kvtier.errors import ConfigError
 
@@ -52,8 +52,10 @@ def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
 
 def _groups(kv_cache_config: KVCacheConfig) -> list[Any]:
     groups = list(kv_cache_config.kv_cache_groups)
-    kinds = {type(each).__name__ for group in groups for each in _specs(group).values()}
-    served = all(_keeps_whole_prompts(each) for group in groups for each in _specs(group).values())
+    kinds = {type(each).__name__ for group in groups for each in layer_specs(group).values()}
+    served = all(
+        _keeps_whole_prompts(each) for group in groups for each in layer_specs(group).values()
+    )
     if len(groups) != 1 or not served:
         raise ConfigError(
             f"KvtierConnector serves models whose layers all keep the KV of whole prompts, in one "
@@ -65,27 +67,6 @@ def _groups(kv_cache_config: KVCacheConfig) -> list[Any]:
 
 def _keeps_whole_prompts(spec: object) -> bool:
     return any(each.__name__ in WHOLE_PROMPTS for each in type(spec).__mro__)
-
-
-def _specs(group: Any) -> Mapping[str, Any]:
-    """Return the specification of each layer; a group of unlike layers has one for each."""
-    spec = group.kv_cache_spec
-    apart = getattr(spec, "kv_cache_specs", {})
-    return {name: apart.get(name, spec) for name in group.layer_names}
-
-
-def layer_sizes(kv_cache_config: KVCacheConfig) -> list[list[LayerSize]]:
-    """Return the sizes of all layers' pages, by group."""
-    return [
-        [LayerSize(name, _page_bytes(spec)) for name, spec in _specs(group).items()]
-        for group in kv_cache_config.kv_cache_groups
-    ]
-
-
-def _page_bytes(spec: object) -> list[int]:
-    names = ("unpadded_page_size_bytes", "real_page_size_bytes", "page_size_bytes")
-    found: Iterable[int | None] = (getattr(spec, each, None) for each in names)
-    return list(dict.fromkeys(each for each in found if each))
 
 
 def _tokens_per_hash(

@@ -21,18 +21,14 @@ from kvtier.connectors.vllm.cores import off_compute_cores
 from kvtier.connectors.vllm.counts import RECORDED
 from kvtier.connectors.vllm.halves import Sizes
 from kvtier.connectors.vllm.key_scope import counts_media
-from kvtier.connectors.vllm.kv_connector.config import (
-    facts_of,
-    keep_block_hashes,
-    layer_sizes,
-)
+from kvtier.connectors.vllm.kv_connector.config import facts_of, keep_block_hashes
 from kvtier.connectors.vllm.kv_connector.idle import take_steps_while_busy
 from kvtier.connectors.vllm.kv_connector.messages import RankMessage, StepMessage
 from kvtier.connectors.vllm.kv_connector.rank import RankHalf
 from kvtier.connectors.vllm.kv_connector.scheduler import SchedulerHalf, Tracked
 from kvtier.connectors.vllm.kv_connector.stats import ConnectorMetrics, ConnectorStats
 from kvtier.connectors.vllm.manager import TierManager
-from kvtier.connectors.vllm.pages import tell_pages
+from kvtier.connectors.vllm.pages import layer_sizes, tell_pages
 from kvtier.connectors.vllm.prompt import GROUP_BYTES
 from kvtier.connectors.vllm.recording import RequestRecording
 from kvtier.connectors.vllm.worker import TierWorker
@@ -83,7 +79,7 @@ class KvtierConnector(KVConnectorBase_V1):
         self._facts = facts_of(vllm_config, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._sizes = Sizes(self._facts, extra)
-        self._layers = layer_sizes(kv_cache_config)
+        self._layers = layer_sizes(kv_cache_config.kv_cache_groups)
         self._num_pages = int(kv_cache_config.num_blocks)
         self._rank: RankHalf | None = None
         self._scheduler: SchedulerHalf | None = None
