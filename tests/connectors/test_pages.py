@@ -114,3 +114,10 @@ def test_layouts_of_a_page_are_told_apart_and_pools_of_any_size_are_alike() -> N
     assert len(set(layouts)) == 3
     sizes = [[LayerSize("a", [2 * PART])]]
     assert tell_pages({"a": larger}, sizes, NUM_PAGES + 5).layout == layouts[0]
+
+
+def test_keys_and_values_apart_may_have_fewer_pages_than_tokens() -> None:
+    keys, values = (_memory(NUM_PAGES, NUM_PAGES, HEADS, DIM) for _ in range(2))
+    pages = _told((keys, values), 2 * keys[0].numel())
+    assert [share.address for share in pages.groups[0]] == [keys.data_ptr(), values.data_ptr()]
+    assert [share.nbytes for share in pages.groups[0]] == [keys[0].numel()] * 2

@@ -141,12 +141,14 @@ def _shares(
 ) -> tuple[int, list[PoolShare]]:
     """Return the axis of pages, and the shares of one layer.
 
-    Neighbours are merged, and views of another part's bytes left out.
+    Neighbours are merged, and views of another part's bytes left out. Tensors for K and V apart
+    have pages as their first axis.
     """
+    axes = (0, 1) if len(parts) == 1 else (0,)
     for page_bytes in layer.page_bytes:
         told = [
             (axis, found)
-            for axis in (0, 1)
+            for axis in axes
             if (found := _along(axis, parts, num_pages, page_bytes)) is not None
         ]
         if len(told) > 1:
