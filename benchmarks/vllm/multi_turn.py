@@ -38,6 +38,7 @@ from benchmarks.vllm.servers import (
     LMCACHE,
     ON_DISK,
     OURS,
+    OWN_FRONT,
     VLLM,
     vllm_alone,
     vllm_endless,
@@ -45,6 +46,7 @@ from benchmarks.vllm.servers import (
     with_lmcache,
 )
 from kvtier.config import parse_size
+from kvtier.connectors.vllm.fronts import OWN
 from kvtier.connectors.vllm.settings import VllmSettings
 
 GIB = 1 << 30
@@ -76,6 +78,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
     made: list[Contestant] = [
         vllm_alone(),
         with_kvtier(options.host, **settings),
+        with_kvtier(options.host, OWN_FRONT, OWN, **settings),
         with_lmcache(host / GIB),
         vllm_endless(ENDLESS_BLOCKS),
         with_kvtier(SMALL_HOST, ON_DISK, **disk, **settings),
@@ -83,6 +86,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
     names = {
         "vllm": VLLM,
         "kvtier": OURS,
+        "kvtier-own-front": OWN_FRONT,
         "lmcache": LMCACHE,
         "endless": ENDLESS,
         "kvtier-on-disk": ON_DISK,
@@ -96,7 +100,7 @@ def measure(chosen: Sequence[Contestant], plan: Plan, options: argparse.Namespac
     results = Results()
     say = narrator(options.silent)
     with running(chosen, options) as servers:
-        measure_checks(servers, plan, (OURS, ON_DISK), results, say)
+        measure_checks(servers, plan, (OURS, OWN_FRONT, ON_DISK), results, say)
         if MULTI_TURN in options.parts:
             measure_multi_turn(servers, plan, options, results, say)
     pair = named(chosen, VLLM, OURS)
@@ -151,7 +155,7 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
         "--contestants",
         nargs="*",
         default=["vllm", "kvtier", "lmcache", "endless", "kvtier-on-disk"],
-        help="vllm kvtier lmcache endless kvtier-on-disk (all)",
+        help="vllm kvtier kvtier-own-front lmcache endless kvtier-on-disk (all but the own front)",
     )
     parser.add_argument("--host", default="1GiB", help="host memory for KV (1GiB)")
     parser.add_argument("--device-blocks", type=int, default=48, help="vLLM's own pool (48)")

