@@ -7,10 +7,13 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvtier.connectors.common.weights import Source, identify
+from kvtier.connectors.vllm import weights
 from kvtier.connectors.vllm.names import VllmNames, vllm_source
 from kvtier.identity import Basis, Identification, Identity
 
@@ -256,6 +259,17 @@ def test_reset_while_weights_are_read_leaves_them_without_a_name(
     reader.join(60)
     assert names.digest
     assert names.digest != digest_of_files(folder)
+
+
+def test_kv_with_scales_of_a_processes_first_prompt_has_names_of_its_own() -> None:
+    """Up to 0.29, vLLM can compute the scales of quantized KV from the first prompt."""
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(calculate_kv_scales=True))
+    found = []
+    for _ in range(2):
+        names = VllmNames(FACTS, 4096, "vllm 0.29", "a namespace vouches for weights alone")
+        weights.settle(names, config)
+        found.append(names.digest)
+    assert len({b"", *found}) == 3
 
 
 def digest_of_files(folder: Path) -> bytes:

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from kvtier.connectors.common.weights import Source
-from kvtier.connectors.vllm.names import vllm_source
+from kvtier.connectors.vllm.names import VllmNames, vllm_source
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -44,6 +44,14 @@ def _models(config: VllmConfig) -> list[ModelConfig]:
     draft = getattr(config.speculative_config, "draft_model_config", None)
     models = [config.model_config]
     return models if draft is None or draft is models[0] else [*models, draft]
+
+
+def settle(names: VllmNames, config: VllmConfig) -> None:
+    """Identify what KV is computed with, and name blocks after it."""
+    if getattr(config.cache_config, "calculate_kv_scales", False):  # up to 0.29
+        names.disown("its scales are computed from the first prompt (calculate_kv_scales)")
+    else:
+        names.settle(sources(config), traits(config))
 
 
 def sources(config: VllmConfig) -> list[Source]:

@@ -99,7 +99,7 @@ class KvtierConnector(KVConnectorBase_V1):
         self._counts_media = counts_media(config)
         if manager.has_storage:
             with off_compute_cores():
-                names.settle(weights.sources(config), weights.traits(config))
+                weights.settle(names, config)
         self._recording = RequestRecording(
             extra, self._half.block_tokens, self._facts.tokens_per_hash, self._facts.replica
         )

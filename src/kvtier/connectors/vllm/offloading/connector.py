@@ -141,9 +141,7 @@ class KvtierOffloadingConnector(RecordedConnector):
             )
         if self.connector_scheduler and self._manager.has_storage:
             with off_compute_cores():
-                self._manager.names.settle(
-                    weights.sources(vllm_config), weights.traits(vllm_config)
-                )
+                weights.settle(self._manager.names, vllm_config)
         if self.connector_scheduler:
             self._adapters = adapters_of(vllm_config, self._manager.has_storage)
             pauses.watch(self)
