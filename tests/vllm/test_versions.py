@@ -1,7 +1,7 @@
 """Tests that every vLLM passes, whichever front serves it: ``make test-vllm-version VLLM=0.30.0``.
 
 A real engine with what ``kvtier vllm-args`` prints for it. KVTIER_PROMPTS: how many, of 3,500
-tokens; fewer and shorter ones without.
+tokens; fewer and shorter ones without. KVTIER_CONNECTOR: which front, if not the first that fits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,21 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 from tests.vllm.engines import BLOCK, Answer, count, engine, one_by_one, prompt
 
+CONNECTOR = os.environ.get("KVTIER_CONNECTOR", "auto")
 NUM = int(os.environ.get("KVTIER_PROMPTS", "0"))
 NUM_BLOCKS = 27 if NUM else 6
 # 44 tokens beyond the last full block: a hit on the device and one elsewhere end at the same block.
 PROMPTS = [prompt(seed, NUM_BLOCKS * BLOCK + 44) for seed in range(NUM or 4)]
 DISK = ("--disk-capacity", "1GiB")
+pytestmark = pytest.mark.timeout(3600 if NUM else 900)
 
 Answers = list[tuple[int, Answer]]
 
 
 def printed(*options: str) -> dict[str, Any]:
     """Return the connector's configuration that ``kvtier vllm-args`` prints here."""
-    command = [sys.executable, "-m", "kvtier.cli", "vllm-args", "--json", *options]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    command = [sys.executable, "-m", "kvtier.cli", "vllm-args", "--json", "--connector", CONNECTOR]
+    done = subprocess.run([*command, *options], check=True, capture_output=True, text=True)
     config: dict[str, Any] = json.loads(done.stdout)
     config["kv_connector_extra_config"]["load_policy"] = "always"
     return config
@@ -45,8 +48,10 @@ def slab(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def config(slab: Path) -> dict[str, Any]:
-    return printed("--host-capacity", "1GiB", "--disk-path", str(slab), *DISK)
+def config(slab: Path, record_testsuite_property: Callable[[str, object], None]) -> dict[str, Any]:
+    found = printed("--host-capacity", "1GiB", "--disk-path", str(slab), *DISK)
+    record_testsuite_property("connector", found["kv_connector"])  # for the tables of versions
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +100,6 @@ def _serve(config: dict[str, Any]) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-@pytest.mark.timeout(900)
 def test_hit_in_host_memory_has_the_bits_of_vllms_own(
     alone: dict[str, Answers], served: dict[str, Answers]
 ) -> None:
@@ -104,7 +108,6 @@ def test_hit_in_host_memory_has_the_bits_of_vllms_own(
     assert {cached for cached, _ in served["warm"]} == {NUM_BLOCKS * BLOCK}
 
 
-@pytest.mark.timeout(900)
 def test_hit_on_disk_after_a_kill_has_them_too(
     alone: dict[str, Answers], served: dict[str, Answers], config: dict[str, Any]
 ) -> None:
@@ -113,7 +116,6 @@ def test_hit_on_disk_after_a_kill_has_them_too(
         assert one_by_one(llm, PROMPTS) == alone["warm"]
 
 
-@pytest.mark.timeout(900)
 def test_damaged_block_is_noticed_and_computed(
     alone: dict[str, Answers], served: dict[str, Answers], config: dict[str, Any], slab: Path
 ) -> None:
