@@ -93,7 +93,7 @@ def connections(
         DISK: ours(**disk),
         FRONT: {
             "kv_connector": "KvtierConnector",
-            "kv_connector_module_path": "kvtier.connectors.vllm",
+            "kv_connector_module_path": "kvtier.connectors.vllm.entry",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"host_capacity": num_bytes, **settings},
         },

@@ -155,7 +155,9 @@ class Replica:
         from vllm.v1.structured_output import StructuredOutputManager
 
         self._num_running = num_running
+        connector = None if connects is None else KVTransferConfig(**connects)
         config = EngineArgs(
+            kv_transfer_config=connector,
             model=str(MODEL),
             dtype="float32",
             block_size=PAGE,
@@ -165,8 +167,6 @@ class Replica:
         ).create_engine_config()
         config.cache_config.kv_cache_layout = "LBHNC"
         num_blocks = config.cache_config.num_gpu_blocks = num_running * (PAGES + 1) + 64
-        if connects is not None:
-            config.kv_transfer_config = KVTransferConfig(**connects)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(PAGE, sha256)
         self._config, self._cache = config, _cache(num_blocks)
@@ -314,10 +314,18 @@ def _layer_names() -> list[str]:
 
 def _cache(num_blocks: int) -> Any:
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+    )
 
     spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=HEAD, dtype=torch.float32)
-    return KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(_layer_names(), spec)])
+    names, page = _layer_names(), spec.page_size_bytes
+    size = len(names) * page * num_blocks
+    tensor = KVCacheTensor(size, names, layer_stride=page * num_blocks, block_stride=page)
+    return KVCacheConfig(num_blocks, [tensor], [KVCacheGroupSpec(names, spec)])
 
 
 def _answer(names: list[str], result: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvtier.connectors.vllm.due_requests import DueRequests
 from kvtier.connectors.vllm.engine_facts import EngineFacts, GroupFacts
 from kvtier.connectors.vllm.kv_connector.messages import RankMessage, StepMessage
 from kvtier.connectors.vllm.kv_connector.rank import RankHalf
@@ -58,7 +59,7 @@ class KvWorld:
             bytes_per_day=0,
             publishes_events=True,
         )
-        self.half = SchedulerHalf(manager, facts)
+        self.half = SchedulerHalf(manager, facts, DueRequests())
         self.caches = [
             {name: torch.zeros(SHAPE, dtype=torch.uint8) for name in LAYERS}
             for _ in range(num_ranks)

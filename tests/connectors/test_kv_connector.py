@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier.connectors.vllm.kv_connector.messages import NOTHING
 from kvtier.devices import CopyBatch, Direction
 from kvtier.errors import DeviceError
 from kvtier.transfer import CopyJob, TransferEngine
@@ -35,6 +37,16 @@ def make() -> Iterator[Callable[..., KvWorld]]:
 
 def _are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(*each) for each in zip(one, other, strict=True))
+
+
+def _generates(num_before: int, pages: tuple[list[int]] | None = None) -> Any:
+    """vLLM's rows of requests that run already: "first", with new pages or without."""
+    return SimpleNamespace(
+        req_ids=["first"],
+        resumed_req_ids=set(),
+        new_block_ids=[pages],
+        num_computed_tokens=[num_before],
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -173,12 +185,8 @@ def test_request_that_was_preempted_is_stored_when_it_runs_again(
     world.step(preempted={"first"})
     world.fill(range(10, 16), seed=3)
     before = world.bytes_of(range(10, 16))
-    resumed: Any = SimpleNamespace(
-        req_ids=["first"],
-        resumed_req_ids={"first"},
-        new_block_ids=[(list(range(10, 16)),)],
-        num_computed_tokens=[0],
-    )
+    resumed = _generates(0, (list(range(10, 16)),))
+    resumed.resumed_req_ids.add("first")
     world.step(cached=resumed, num_scheduled={"first": len(TEXT)})
     again = world.request("again", TEXT + "s")
     assert world.asks(again) == len(TEXT)
@@ -194,18 +202,52 @@ def test_blocks_are_stored_as_they_become_full(make: Callable[..., KvWorld]) -> 
     world.step((request, [0, 1], PAGE + 1))
     assert world.half.manager.ladder.used_slots()[HOST] == 1
     for before, pages in ((PAGE + 1, None), (2 * PAGE, ([2],)), (2 * PAGE + 1, None)):
-        cached: Any = SimpleNamespace(
-            req_ids=["first"],
-            resumed_req_ids=set(),
-            new_block_ids=[pages],
-            num_computed_tokens=[before],
-        )
-        world.step(cached=cached, num_scheduled={"first": 3 if before == PAGE + 1 else 1})
+        num = 3 if before == PAGE + 1 else 1
+        world.step(cached=_generates(before, pages), num_scheduled={"first": num})
     assert world.half.manager.ladder.used_slots()[HOST] == 2
     request.num_computed_tokens = 2 * PAGE + 2
     request.num_tokens = 2 * PAGE + 3
     assert world.half.finish(request, [0, 1, 2]) is False
     assert world.half.manager.ladder.used_slots()[HOST] == 2
+
+
+def test_step_in_which_nothing_moves_is_one_object_and_needs_no_answer(
+    make: Callable[..., KvWorld],
+) -> None:
+    world = make()
+    request = world.request("first", TEXT)
+    world.asks(request)
+    world.step((request, range(7), len(TEXT)))
+    (rank,) = world.ranks
+    rank.worker._next_look_s = math.inf
+    for before in range(len(TEXT), len(TEXT) + 3):
+        message = world.message(cached=_generates(before), num_scheduled={"first": 1})
+        assert message is NOTHING
+        world.run(message, ends=False)
+        assert rank.take_finished() == (set(), set())
+        assert rank.take_message() is None
+    request.num_tokens = len(TEXT) + PAGE + 1
+    request.block_hashes = world.request("first", TEXT + "s" * PAGE).block_hashes
+    grown = world.message(
+        cached=_generates(len(TEXT) + PAGE, ([7],)), num_scheduled={"first": 1}
+    )
+    assert [job.pages[0].pages for job in grown.stores] == [[6]]
+
+
+def test_stores_that_were_to_begin_in_a_step_end_before_a_request_does(
+    make: Callable[..., KvWorld],
+) -> None:
+    world = make()
+    request = world.request("first", TEXT)
+    world.asks(request)
+    (rank,) = world.ranks
+    rank.begin_step(world.message((request, range(6), len(TEXT))))
+    request.num_computed_tokens = len(TEXT)
+    assert world.half.finish(request, range(6)) is True
+    rank.begin_step(NOTHING)  # vLLM did not end the step before
+    world.run(world.message())
+    assert world.stored == {"first"}
+    assert world.asks(world.request("again", TEXT + "s")) == len(TEXT)
 
 
 def test_pages_of_a_load_that_failed_are_reported_and_its_block_forgotten(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
 
 from benchmarks.vllm.steps import PAGE, Replica, prepare
 from kvtier.connectors.vllm.due_requests import DueRequests
+from kvtier.connectors.vllm.kv_connector.connector import IDLE, StepMetadata
+from kvtier.connectors.vllm.kv_connector.messages import StepMessage
 from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.offloading.connector import NOTHING, TierMetadata
-from tests.vllm.engines import connector
+from tests.vllm.engines import connector, own_connector
 
 NUM_RUNNING = 8
 
@@ -44,7 +47,7 @@ def _stored(replica: Replica, monkeypatch: pytest.MonkeyPatch, *, is_reduced: bo
     with monkeypatch.context() as patch:
         patch.setattr(TierManager, "end_store", noted)
         if not is_reduced:
-            patch.setattr(DueRequests, "reduce", lambda self, output, is_due: output)
+            patch.setattr(DueRequests, "find", lambda self, output: {*output.num_scheduled_tokens})
         rng = random.Random(1)
         for _ in range(3):
             for _ in range(3):
@@ -55,13 +58,14 @@ def _stored(replica: Replica, monkeypatch: pytest.MonkeyPatch, *, is_reduced: bo
     return stored
 
 
-def test_as_many_blocks_are_stored_as_when_vllm_looks_at_every_request(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("connects", [connector, own_connector])
+def test_as_many_blocks_are_stored_as_when_every_request_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, connects: Callable[..., dict[str, Any]]
 ) -> None:
     found = []
     for is_reduced in (False, True):
         prepare()
-        replica = Replica(connector(host_capacity="64MiB", offload_prompt_only=False), NUM_RUNNING)
+        replica = Replica(connects(host_capacity="64MiB", offload_prompt_only=False), NUM_RUNNING)
         replica.settle()
         found.append(_stored(replica, monkeypatch, is_reduced=is_reduced))
         replica.close()
@@ -104,3 +108,6 @@ def test_message_of_such_a_step_is_one_object_in_every_process() -> None:
     other = pickle.loads(pickle.dumps(TierMetadata({}, {}, step=3)))
     assert other.step == 3
     assert other is not NOTHING
+    assert pickle.loads(pickle.dumps(IDLE)) is IDLE
+    own = pickle.loads(pickle.dumps(StepMetadata(StepMessage(step=3))))
+    assert own.message == StepMessage(step=3)

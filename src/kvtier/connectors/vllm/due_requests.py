@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class DueRequests:
-    """Reduces the scheduler's output to the requests that may have something to store.
+    """Finds the requests of each step that may have something to store.
 
     These are new and resumed requests, prompts that are computed, and requests that were given
     pages. A block of an answer is stored when its request needs the next page, or has finished.
@@ -37,15 +37,34 @@ class DueRequests:
     @classmethod
     def for_config(cls, config: VllmConfig) -> DueRequests:
         guessed = getattr(config, "num_speculative_tokens", 0) or 0
-        ahead = getattr(config, "num_lookahead_tokens", 0) or 0
-        return cls(guessed + ahead + max(0, config.max_concurrent_batches - 2))
+        # Before 0.30 only vLLM's scheduler knows: as many as are guessed, or one more.
+        ahead = getattr(config, "num_lookahead_tokens", guessed + bool(guessed))
+        # Before 0.20 only vLLM's executor knows.
+        num_batches = getattr(config, "max_concurrent_batches", 0)
+        num_batches = num_batches or config.parallel_config.pipeline_parallel_size
+        return cls(guessed + ahead + max(0, num_batches - 2))
+
+    def find(self, output: SchedulerOutput) -> set[str]:
+        """Return the requests of a step that may have something to store. Call it once a step."""
+        cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
+        grown: Collection[str] = ()
+        if any(cached.new_block_ids):
+            named = zip(cached.req_ids, cached.new_block_ids, strict=True)
+            grown = [name for name, pages in named if pages]
+        if self._grown:
+            self._grown.append(grown)
+            grown = {*grown, *self._grown.popleft()}
+        prompts = computed_prompts(output)
+        if not (grown or prompts or new or cached.resumed_req_ids):
+            return set()
+        return {*grown, *prompts, *cached.resumed_req_ids, *(each.req_id for each in new)}
 
     def reduce(self, output: SchedulerOutput, is_due: bool) -> SchedulerOutput | None:
         """Return ``output`` without the requests that have nothing new.
 
         None for nothing at all, unless ``is_due``.
         """
-        due = self._due(output)
+        due = self.find(output)
         if not (due or is_due or _has_more(output)):
             return None
         if len(due) >= len(output.num_scheduled_tokens):
@@ -61,20 +80,6 @@ class DueRequests:
         reduced.scheduled_cached_reqs.req_ids = [cached.req_ids[each] for each in at]
         reduced.scheduled_cached_reqs.new_block_ids = [cached.new_block_ids[each] for each in at]
         return reduced
-
-    def _due(self, output: SchedulerOutput) -> set[str]:
-        cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
-        grown: Collection[str] = ()
-        if any(cached.new_block_ids):
-            named = zip(cached.req_ids, cached.new_block_ids, strict=True)
-            grown = [name for name, pages in named if pages]
-        if self._grown:
-            self._grown.append(grown)
-            grown = {*grown, *self._grown.popleft()}
-        prompts = computed_prompts(output)
-        if not (grown or prompts or new or cached.resumed_req_ids):
-            return set()
-        return {*grown, *prompts, *cached.resumed_req_ids, *(each.req_id for each in new)}
 
 
 def _has_more(output: SchedulerOutput) -> bool:

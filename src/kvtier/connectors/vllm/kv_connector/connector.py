@@ -19,11 +19,12 @@ from kvtier.connectors.vllm import pauses, weights
 from kvtier.connectors.vllm.adapters import adapters_of
 from kvtier.connectors.vllm.cores import off_compute_cores
 from kvtier.connectors.vllm.counts import RECORDED
+from kvtier.connectors.vllm.due_requests import DueRequests
 from kvtier.connectors.vllm.halves import Sizes
 from kvtier.connectors.vllm.key_scope import counts_media
 from kvtier.connectors.vllm.kv_connector.config import facts_of, keep_block_hashes
 from kvtier.connectors.vllm.kv_connector.idle import take_steps_while_busy
-from kvtier.connectors.vllm.kv_connector.messages import RankMessage, StepMessage
+from kvtier.connectors.vllm.kv_connector.messages import NOTHING, RankMessage, StepMessage
 from kvtier.connectors.vllm.kv_connector.rank import RankHalf
 from kvtier.connectors.vllm.kv_connector.scheduler import SchedulerHalf, Tracked
 from kvtier.connectors.vllm.kv_connector.stats import ConnectorMetrics, ConnectorStats
@@ -51,6 +52,13 @@ class StepMetadata(KVConnectorMetadata):
     """Message of the scheduler's half, which vLLM carries to all ranks."""
 
     message: StepMessage
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return "IDLE" if self is IDLE else super().__reduce__()
+
+
+IDLE = StepMetadata(NOTHING)
+"""Metadata of a step in which nothing moves: one object in every process, pickled by name."""
 
 
 @dataclass
@@ -84,6 +92,7 @@ class KvtierConnector(KVConnectorBase_V1):
         self._rank: RankHalf | None = None
         self._scheduler: SchedulerHalf | None = None
         self._recording: RequestRecording | None = None
+        self._has_news = True  # statistics, in the scheduler's process
         if role is KVConnectorRole.SCHEDULER:
             self._make_scheduler_half(extra)
 
@@ -93,7 +102,10 @@ class KvtierConnector(KVConnectorBase_V1):
         keep_block_hashes(config)
         manager = self._sizes.make_manager(TierManager)
         self._scheduler = SchedulerHalf(
-            manager, self._facts, bool(extra.get("offload_prompt_only", True))
+            manager,
+            self._facts,
+            DueRequests.for_config(config),
+            bool(extra.get("offload_prompt_only", True)),
         )
         self._adapters = adapters_of(config, manager.has_storage)
         self._counts_media = counts_media(config)
@@ -130,6 +142,7 @@ class KvtierConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        self._has_news = True
         num = self._half.num_to_load(self._track(request), num_computed_tokens)
         return num, bool(num)
 
@@ -139,16 +152,22 @@ class KvtierConnector(KVConnectorBase_V1):
         self._half.on_pages(self._track(request), blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return StepMetadata(self._half.take_step(scheduler_output))
+        message = self._half.take_step(scheduler_output)
+        if message is NOTHING:
+            return IDLE
+        self._has_news = True
+        return StepMetadata(message)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         theirs = connector_output.kv_connector_worker_meta
-        if isinstance(theirs, RankMetadata):
+        if theirs is not None and isinstance(theirs, RankMetadata):
+            self._has_news = True
             self._half.hear(theirs.message)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        self._has_news = True
         if self._recording is not None:
             self._recording.end(request)
         return self._half.finish(request, block_ids), None
@@ -167,7 +186,8 @@ class KvtierConnector(KVConnectorBase_V1):
         self._half.reset()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        for each in self._half.manager.take_changes():
+        changes = self._half.manager.take_changes() if self._facts.publishes_events else ()
+        for each in changes:
             hashes = [BlockHash(key[:-GROUP_BYTES]) for key in each.keys]
             medium = "CPU" if each.tier == HOST else "STORAGE"
             if each.is_removed:
@@ -192,6 +212,9 @@ class KvtierConnector(KVConnectorBase_V1):
         """
         if self._scheduler is None:
             return ConnectorStats() if self._pages.asks_for_statistics() else None
+        if not self._has_news:
+            return None
+        self._has_news = False
         manager = self._scheduler.manager
         if self._recording is not None:
             for outcome, num in self._recording.take().items():
@@ -227,7 +250,7 @@ class KvtierConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         theirs = self._get_connector_metadata()
-        assert isinstance(theirs, StepMetadata), f"metadata of another connector: {type(theirs)}"
+        assert type(theirs) is StepMetadata, f"metadata of another connector: {type(theirs)}"
         self._pages.begin_step(theirs.message)
 
     def wait_for_layer_load(self, layer_name: str) -> None:

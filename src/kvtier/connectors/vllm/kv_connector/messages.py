@@ -43,6 +43,10 @@ class StepMessage:
     waits: bool = False
 
 
+NOTHING = StepMessage()
+"""Message of a step that computes, and in which nothing begins: the same object each time."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankMessage:
     """Message from one or more ranks to the scheduler's half.

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvtier.connectors.vllm.kv_connector.messages import PageJob, RankMessage, StepMessage
+from kvtier.connectors.vllm.kv_connector.messages import (
+    NOTHING,
+    PageJob,
+    RankMessage,
+    StepMessage,
+)
 from kvtier.connectors.vllm.pages import EnginePages
 from kvtier.connectors.vllm.worker import TierWorker
 from kvtier.devices import Direction
@@ -31,6 +36,9 @@ class RankHalf:
     def begin_step(self, message: StepMessage) -> None:
         """Begin loads and orders. Stores wait for ``end_step`` if the model is to run."""
         self.end_step()  # of the last step, if vLLM did not call wait_for_save
+        self._computes = message.computes
+        if message is NOTHING:
+            return
         if message.waits:
             self.worker.wait(set(self._jobs))
         for job in message.loads:
@@ -40,7 +48,7 @@ class RankHalf:
         self._finishing.update(message.finishing)
         if message.step is not None:
             self._steps.append(message.step)
-        self._stores, self._computes = message.stores, message.computes
+        self._stores = message.stores
         if not message.computes:
             self.end_step()
             self.worker.rest()
@@ -57,6 +65,8 @@ class RankHalf:
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Return the requests whose last store has ended, and those whose load has."""
+        if not (self._jobs or self._finishing):
+            return set(), set()
         loaded: set[str] = set()
         for each in self.worker.take_ended():
             job, direction = self._jobs.pop(each.job_id)
@@ -97,6 +107,9 @@ class RankHalf:
 
     def take_message(self) -> RankMessage | None:
         """Return the message to the scheduler's half; None if there is nothing to report."""
+        has_own = self._ended or self._steps or self._layouts
+        if not (has_own or self.worker.may_report()):
+            return None
         report = self.worker.take_report(frozenset(self._steps))
         self._steps.clear()
         if not (report or self._ended or self._layouts):

@@ -5,12 +5,18 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvtier.connectors.vllm.copies import BlockSlots, PageRange
-from kvtier.connectors.vllm.kv_connector.messages import PageJob, RankMessage, StepMessage
+from kvtier.connectors.vllm.due_requests import DueRequests
+from kvtier.connectors.vllm.kv_connector.messages import (
+    NOTHING,
+    PageJob,
+    RankMessage,
+    StepMessage,
+)
 from kvtier.connectors.vllm.manager import Found, TierManager
 from kvtier.connectors.vllm.prompt import RequestBlocks, group_key
 from kvtier.connectors.vllm.queued_requests import QueuedRequests
@@ -40,7 +46,6 @@ class Tracked:
         ends: Token at which each block ends, by key. ``visit`` shares this mapping.
         pages: Pages that vLLM has allocated to the request, in prompt order.
         num_stored: Number of leading blocks that were stored, or need not be.
-        next_end: Number of computed tokens at which the next block can be stored.
         load: Job id of the load in flight, if there is one.
         stores: Job ids of the stores in flight.
     """
@@ -51,7 +56,6 @@ class Tracked:
     ends: dict[bytes, int]
     pages: list[int] = field(default_factory=list)
     num_stored: int = 0
-    next_end: int = 0
     load: int | None = None
     stores: set[int] = field(default_factory=set)
 
@@ -81,12 +85,20 @@ class SchedulerHalf:
     Args:
         manager: Tiers of all ranks.
         facts: Sizes of the engine's pages and blocks.
+        due: Finds the requests of a step that may have something to store.
         prompt_only: Whether generated tokens are left out of the cache.
     """
 
-    def __init__(self, manager: TierManager, facts: EngineFacts, prompt_only: bool = False) -> None:
+    def __init__(
+        self,
+        manager: TierManager,
+        facts: EngineFacts,
+        due: DueRequests,
+        prompt_only: bool = False,
+    ) -> None:
         self.manager = manager
         self._facts = facts
+        self._due = due
         self._page = facts.groups[GROUP].tokens_per_page
         self.block_tokens = self._block = self._page * facts.pages_per_block
         self._hashes_per_block = self._block // facts.tokens_per_hash
@@ -112,7 +124,6 @@ class SchedulerHalf:
             ends: dict[bytes, int] = {}
             blocks = RequestBlocks(request.request_id, ends, request.kv_transfer_params)
             tracked = Tracked(request, self.manager.begin(blocks), [], ends)
-            tracked.next_end = self._block
             self._requests[request.request_id] = tracked
             if self._queued is not None:
                 self._queued.on_queued(request)
@@ -191,10 +202,9 @@ class SchedulerHalf:
         if self._prompt_only:
             num_tokens = min(num_tokens, tracked.request.num_prompt_tokens)
         end = min(num_tokens // self._block, len(tracked.keys))
-        tracked.next_end = (end + 1) * self._block
         keys = tracked.keys[tracked.num_stored : end]
         room = self.manager.begin_store(keys, tracked.visit) if keys else None
-        if room is None:  # tried again when the next block is full
+        if room is None:  # tried again when the request is due again
             return
         tracked.num_stored = end
         if not room.keys:
@@ -218,7 +228,7 @@ class SchedulerHalf:
         for job_id in tracked.stores:
             self._jobs[job_id].is_dropped = True
         tracked.pages = []
-        tracked.num_stored, tracked.next_end = 0, self._block
+        tracked.num_stored = 0
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -231,38 +241,37 @@ class SchedulerHalf:
             for new in output.scheduled_new_reqs:
                 self._queued.on_dequeued(new.req_id)
             self._queued.end_step()
+        due = self._due.find(output)
+        if due:
+            self._store_due(output, due)
+        orders = self.manager.take_orders()
+        step = self.manager.steps.begin(time.monotonic(), prefill_pieces(output)) if due else None
+        computes = bool(output.num_scheduled_tokens)
+        begins = self._loads or self._stores or orders or self._finishing or self._waits
+        if computes and step is None and not begins:
+            return NOTHING
+        message = StepMessage(
+            self._loads, self._stores, orders, self._finishing, step, computes, self._waits
+        )
+        self._loads, self._stores, self._finishing, self._waits = [], [], [], False
+        return message
+
+    def _store_due(self, output: SchedulerOutput, due: Collection[str]) -> None:
+        """Note the pages of the requests that were given some, and store what is new."""
         num_scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             if tracked := self._requests.get(new.req_id):
                 tracked.pages = list(new.block_ids[GROUP])
                 self._store(tracked, new.num_computed_tokens + num_scheduled[new.req_id])
         cached = output.scheduled_cached_reqs
-        resumed = cached.resumed_req_ids
-        for request_id, pages, before in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            tracked = self._requests.get(request_id)
-            if tracked is None:
-                continue
-            if pages is not None:
-                if request_id in resumed:
-                    tracked.pages = list(pages[GROUP])
-                else:
+        rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for request_id, pages, before in (row for row in rows if row[0] in due):
+            if tracked := self._requests.get(request_id):
+                if request_id in cached.resumed_req_ids:
+                    tracked.pages = []
+                if pages is not None:
                     tracked.pages += pages[GROUP]
-            num_computed = before + num_scheduled[request_id]
-            if num_computed >= tracked.next_end:
-                self._store(tracked, num_computed)
-        message = StepMessage(
-            self._loads,
-            self._stores,
-            self.manager.take_orders(),
-            self._finishing,
-            self.manager.steps.begin(time.monotonic(), prefill_pieces(output)),
-            bool(num_scheduled),
-            self._waits,
-        )
-        self._loads, self._stores, self._finishing, self._waits = [], [], [], False
-        return message
+                self._store(tracked, before + num_scheduled[request_id])
 
     def finish(self, request: Any, pages: Sequence[int]) -> bool:
         """Note that a request has finished. Return whether stores still read its pages."""
@@ -314,7 +323,7 @@ class SchedulerHalf:
         for tracked in self._requests.values():
             tracked.load = None
             tracked.stores.clear()
-            tracked.num_stored, tracked.next_end = 0, self._block
+            tracked.num_stored = 0
 
     @property
     def has_pending_work(self) -> bool:
