@@ -5,9 +5,11 @@ Requests, steps and pages are what vLLM's scheduler would tell.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import reduce
 from hashlib import blake2b
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,9 +40,14 @@ SLOT_BYTES = 4096
 
 
 class KvWorld:
-    """A scheduler and its ranks. num: pages per block."""
+    """A scheduler and its ranks.
 
-    def __init__(self, num_ranks: int = 1, num: int = 1, num_slots: int = 16) -> None:
+    num: pages per block. replicated: all ranks compute the same KV, and map the same host memory.
+    """
+
+    def __init__(
+        self, num_ranks: int = 1, num: int = 1, num_slots: int = 16, replicated: bool = False
+    ) -> None:
         self.num = num
         facts = EngineFacts(
             (GroupFacts(0, PAGE, LAYERS),),
@@ -49,12 +56,14 @@ class KvWorld:
             PAGE,
             "uint8",
             num_ranks=num_ranks,
+            is_replicated=replicated,
         )
+        num_shards = facts.num_shards
         manager = TierManager(
-            RankMover({}, SLOT_BYTES, num_ranks, num_ranks, device=DEVICE),
+            RankMover({}, SLOT_BYTES, num_ranks, num_shards, device=DEVICE),
             {HOST: num_slots},
             VllmNames(facts, SLOT_BYTES, "vllm"),
-            Shape((PAGE * num,), SLOT_BYTES, num_ranks),
+            Shape((PAGE * num,), SLOT_BYTES, num_shards),
             LoadPolicy.ALWAYS,
             bytes_per_day=0,
             publishes_events=True,
@@ -68,9 +77,10 @@ class KvWorld:
         self.ranks = []
         for rank, caches in enumerate(self.caches):
             pages = tell_pages(caches, layers, NUM_PAGES)
-            room = RankRoom(SLOT_BYTES, num_slots)
+            shared = Path(f"/dev/shm/kvtier-test-{os.getpid()}") if replicated else None
+            room = RankRoom(SLOT_BYTES, num_slots, shared=shared)
             worker = TierWorker(pages, find_device("cpu"), room, num, rank)
-            self.ranks.append(RankHalf(worker, pages))
+            self.ranks.append(RankHalf(worker, pages, stores=rank < num_shards))
         self.stored: set[str] = set()
         self.loaded: set[str] = set()
         self.failed: set[int] = set()
@@ -167,9 +177,9 @@ class KvWorld:
             cache[:, list(pages)].clone() for caches in self.caches for cache in caches.values()
         ]
 
-    def serve(self, name: str, text: str, pages: Sequence[int]) -> Any:
+    def serve(self, name: str, text: str, pages: Sequence[int], **changes: object) -> Any:
         """A request that is computed, stored and finished, all in a step."""
-        request = self.request(name, text)
+        request = self.request(name, text, **changes)
         assert self.asks(request) == 0
         self.gets_pages(request, pages)
         self.step((request, pages, len(text)))

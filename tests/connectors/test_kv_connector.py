@@ -15,7 +15,7 @@ from kvtier.devices import CopyBatch, Direction
 from kvtier.errors import DeviceError
 from kvtier.transfer import CopyJob, TransferEngine
 from kvtier.types import HOST
-from tests.connectors.kv_world import PAGE, KvWorld
+from tests.connectors.kv_world import LAYERS, PAGE, KvWorld
 
 TEXT = "the quick brown fox jump"
 """Six pages."""
@@ -68,6 +68,53 @@ def test_pages_come_back_elsewhere_byte_for_byte(
     assert world.loaded == {"again"}
     assert _are_equal(world.bytes_of(pages[:6]), before)
     assert not world.failed
+
+
+def test_kv_that_all_ranks_compute_is_stored_by_the_first_and_loaded_by_all(
+    make: Callable[..., KvWorld],
+) -> None:
+    world = make(num_ranks=2, replicated=True)
+    first, second = world.ranks
+    world.fill(range(6), seed=1)
+    before = world.bytes_of(range(6))[: len(LAYERS)]
+    request = world.request("first", TEXT)
+    world.asks(request)
+    world.run(world.message((request, range(6), len(TEXT))), ends=False)
+    assert (len(first.worker.job_ids), len(second.worker.job_ids)) == (1, 0)
+    world.hear(second)
+    assert world.asks(world.request("early", TEXT + "s")) is None, "the first has not reported it"
+    world.hear(first)
+    world.fill(range(24), seed=2)
+    again = world.request("again", TEXT + "s")
+    assert world.asks(again) == len(TEXT)
+    world.gets_pages(again, range(10, 17), len(TEXT))
+    world.step()
+    assert world.loaded == {"again"}
+    assert _are_equal(world.bytes_of(range(10, 16)), [*before, *before])
+
+
+@pytest.mark.parametrize(
+    ("params", "num_stored", "num_loaded"),
+    [
+        ({"max_load_tokens": 2 * PAGE + 1}, 6, 2),
+        ({"max_load_tokens": 0}, 6, 0),
+        ({"max_load_tokens": "many"}, 6, 6),
+        ({"max_offload_tokens": 3 * PAGE}, 3, 6),
+        ({"kv_load_tiers": [{"medium": "storage"}]}, 6, 0),
+        ({"kv_load_tiers": [{"medium": "cpu", "locality": "local"}]}, 6, 6),
+        ({"kv_load_tiers": [{"medium": "tape"}]}, 6, 6),
+        ({"kv_load_tiers": []}, 6, 0),
+    ],
+)
+def test_clients_limits_hold(
+    make: Callable[..., KvWorld], params: dict[str, object], num_stored: int, num_loaded: int
+) -> None:
+    world = make()
+    world.serve("first", TEXT, range(6), kv_transfer_params=params)
+    assert world.half.manager.ladder.used_slots()[HOST] == num_stored
+    world.serve("other", TEXT[::-1], range(6, 12))
+    limited = world.request("limited", TEXT[::-1] + "s", kv_transfer_params=params)
+    assert world.asks(limited) == num_loaded * PAGE
 
 
 def test_load_begins_within_a_block_behind_what_the_device_has(
@@ -228,9 +275,7 @@ def test_step_in_which_nothing_moves_is_one_object_and_needs_no_answer(
         assert rank.take_message() is None
     request.num_tokens = len(TEXT) + PAGE + 1
     request.block_hashes = world.request("first", TEXT + "s" * PAGE).block_hashes
-    grown = world.message(
-        cached=_generates(len(TEXT) + PAGE, ([7],)), num_scheduled={"first": 1}
-    )
+    grown = world.message(cached=_generates(len(TEXT) + PAGE, ([7],)), num_scheduled={"first": 1})
     assert [job.pages[0].pages for job in grown.stores] == [[6]]
 
 

@@ -15,8 +15,6 @@ from vllm.v1.kv_offload.base import (
     Medium,
     OffloadKey,
     ReqContext,
-    TierFilter,
-    TierMatcher,
     make_offload_key,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -309,12 +307,16 @@ def test_vllm_is_told_what_all_engines_tell(scheduler: Scheduler) -> None:
 def test_request_loads_only_from_the_tiers_that_it_names(scheduler: Scheduler) -> None:
     scheduler.to_disk(KEYS[:1])
     scheduler.store(scheduler.request("host", KEYS[1:2]), KEYS[1:2])
-    for filtered, found in (
-        (TierFilter(), [LookupResult.MISS] * 2),
-        (TierFilter((TierMatcher(Medium.CPU),)), [LookupResult.MISS, LookupResult.HIT]),
-        (TierFilter((TierMatcher(Medium.STORAGE),)), [LookupResult.RETRY, LookupResult.MISS]),
+    host, disk, store = {"medium": "cpu"}, {"medium": "STORAGE"}, {"locality": "remote"}
+    for tiers, found in (
+        ([], [LookupResult.MISS] * 2),
+        ([store], [LookupResult.MISS] * 2),
+        ([host], [LookupResult.MISS, LookupResult.HIT]),
+        ([disk], [LookupResult.RETRY, LookupResult.MISS]),
+        ([store, host], [LookupResult.MISS, LookupResult.HIT]),
     ):
-        request = scheduler.request("picky", KEYS[:2], load_tier_filter=filtered)
+        params = {"kv_load_tiers": tiers}
+        request = scheduler.request("picky", KEYS[:2], kv_transfer_params=params)
         assert scheduler.look_up(request, KEYS[:2]) == found
 
 

@@ -40,9 +40,9 @@ def _stored(replica: Replica, monkeypatch: pytest.MonkeyPatch, *, is_reduced: bo
     stored: list[bytes] = []
     end_store = TierManager.end_store
 
-    def noted(self: TierManager, keys: Any, *more: Any) -> None:
+    def noted(self: TierManager, keys: Any, *more: Any, **named: Any) -> None:
         stored.extend(keys)
-        end_store(self, keys, *more)
+        end_store(self, keys, *more, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(TierManager, "end_store", noted)

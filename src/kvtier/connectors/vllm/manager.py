@@ -186,7 +186,7 @@ class TierManager:
             return Found.NOTHING
         place = self._find(key, visit)
         (tier,) = self.bringing.sources({key: place})
-        if not request.may_come_from(tier):
+        if not request.limits.allows(tier):
             return Found.NOTHING
         if visit.is_impatient and place is not BlockLocation.MEMORY:
             return Found.NOTHING

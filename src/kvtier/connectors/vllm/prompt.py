@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from kvtier.connectors.vllm.limits import Limits
 from kvtier.errors import printable
 from kvtier.hints import Hint, parse_hint
 
@@ -56,10 +57,6 @@ def depth(end: int, block_size: int) -> int:
     return max(0, end // block_size - 1)
 
 
-def _from_anywhere(tier: str) -> bool:
-    return True
-
-
 @dataclass(eq=False)
 class RequestBlocks:
     """Blocks of one request, and what its client asked for.
@@ -69,13 +66,11 @@ class RequestBlocks:
         ends: the token at which each block ends, by its key: group by group, in prompt order. The
             front adds to it as the request gets longer.
         params: the client's ``kv_transfer_params``.
-        may_come_from: return whether the request may load from a tier.
     """
 
     request_id: str
     ends: Mapping[bytes, int] = field(default_factory=dict)
     params: Mapping[str, Any] | None = None
-    may_come_from: Callable[[str], bool] = _from_anywhere
 
     def in_order(self) -> list[bytes]:
         """Return all blocks, the prompt's start first; those as well that vLLM's pool had."""
@@ -91,6 +86,11 @@ class RequestBlocks:
     def after(self, num_tokens: int) -> list[bytes]:
         """Return the blocks that end behind the first tokens: group by group, in prompt order."""
         return [key for key, end in self.ends.items() if end > num_tokens]
+
+    @cached_property
+    def limits(self) -> Limits:
+        """The client's limits on what is loaded and stored. They are read once."""
+        return Limits.read(self.params)
 
     @cached_property
     def hint(self) -> Hint | None:

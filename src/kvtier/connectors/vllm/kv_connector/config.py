@@ -28,10 +28,9 @@ def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
     tokens_per_page = group.kv_cache_spec.block_size * dcp * pcp
     dtype = config.model_config.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
     events = config.kv_events_config
-    num_bytes = sum(int(each.size) for each in kv_cache_config.kv_cache_tensors)
     return EngineFacts(
         groups=(GroupFacts(0, tokens_per_page, tuple(group.layer_names)),),
-        bytes_per_page=num_bytes // kv_cache_config.num_blocks,
+        bytes_per_page=_bytes_per_page(kv_cache_config),
         pages_per_block=_pages_per_block(
             config.kv_transfer_config.kv_connector_extra_config, tokens_per_page
         ),
@@ -46,6 +45,7 @@ def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
         dcp_size=dcp,
         replica=getattr(parallel, "data_parallel_index", parallel.data_parallel_rank),
         num_replicas=parallel.data_parallel_size,
+        is_replicated=_is_replicated(config, kv_cache_config),
         publishes_events=events is not None and bool(events.enable_kv_cache_events),
     )
 
@@ -63,6 +63,38 @@ def _groups(kv_cache_config: KVCacheConfig) -> list[Any]:
             "OffloadingConnector with spec_name kvtier, where this vLLM has what it needs"
         )
     return groups
+
+
+def _bytes_per_page(kv_cache_config: KVCacheConfig) -> int:
+    """Return the bytes of a page of all layers. The scheduler's specs don't tell: it has one."""
+    tensors = kv_cache_config.kv_cache_tensors
+    # From 0.30 each of them tells the size of all, as before where all share one allocation.
+    is_one = any(getattr(each, "block_stride", 0) for each in tensors)
+    sizes = [int(each.size) for each in (tensors[:1] if is_one else tensors)]
+    return sum(sizes) // int(kv_cache_config.num_blocks)
+
+
+def _is_replicated(config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Return whether all ranks compute the same KV, and can map the same host memory.
+
+    The latent KV of MLA is not divided among tensor parallel ranks.
+    """
+    parallel = config.parallel_config
+    num_ranks = parallel.tensor_parallel_size
+    one_machine = parallel.distributed_executor_backend == "mp" and parallel.nnodes_within_dp == 1
+    if not (config.model_config.use_mla and one_machine and 1 < num_ranks == parallel.world_size):
+        return False
+    if parallel.decode_context_parallel_size > 1:
+        return False
+    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
+    if replicas is not None:
+        return bool(replicas == num_ranks)
+    (group,) = kv_cache_config.kv_cache_groups
+    spec = group.kv_cache_spec
+    # The scheduler has one spec for layers that may differ: then their sizes don't add up.
+    num_bytes = len(group.layer_names) * spec.page_size_bytes
+    is_mla = type(spec).__name__ == "MLAAttentionSpec"
+    return is_mla and num_bytes == _bytes_per_page(kv_cache_config)
 
 
 def _keeps_whole_prompts(spec: object) -> bool:

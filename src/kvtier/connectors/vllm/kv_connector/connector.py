@@ -28,12 +28,12 @@ from kvtier.connectors.vllm.kv_connector.messages import NOTHING, RankMessage, S
 from kvtier.connectors.vllm.kv_connector.rank import RankHalf
 from kvtier.connectors.vllm.kv_connector.scheduler import SchedulerHalf, Tracked
 from kvtier.connectors.vllm.kv_connector.stats import ConnectorMetrics, ConnectorStats
+from kvtier.connectors.vllm.limits import kind_of
 from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.pages import layer_sizes, tell_pages
 from kvtier.connectors.vllm.prompt import GROUP_BYTES
 from kvtier.connectors.vllm.recording import RequestRecording
 from kvtier.connectors.vllm.worker import TierWorker
-from kvtier.types import HOST
 
 if TYPE_CHECKING:
     import torch
@@ -189,7 +189,7 @@ class KvtierConnector(KVConnectorBase_V1):
         changes = self._half.manager.take_changes() if self._facts.publishes_events else ()
         for each in changes:
             hashes = [BlockHash(key[:-GROUP_BYTES]) for key in each.keys]
-            medium = "CPU" if each.tier == HOST else "STORAGE"
+            medium, _ = kind_of(each.tier)
             if each.is_removed:
                 yield BlockRemoved(block_hashes=hashes, medium=medium)
             else:
@@ -241,7 +241,7 @@ class KvtierConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         pages = tell_pages(kv_caches, self._layers, self._num_pages)
         worker = self._sizes.make_worker(TierWorker, pages, pages.device)
-        self._rank = RankHalf(worker, pages)
+        self._rank = RankHalf(worker, pages, self._facts.rank < self._facts.num_shards)
 
     @property
     def _pages(self) -> RankHalf:

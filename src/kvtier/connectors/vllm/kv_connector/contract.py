@@ -93,9 +93,10 @@ READ = with_shared({
     "ParallelConfig": (
         "rank", "world_size", "tensor_parallel_size", "pipeline_parallel_size",
         "decode_context_parallel_size", "data_parallel_rank", "data_parallel_size",
+        "distributed_executor_backend", "nnodes_within_dp",
     ),
     "Request": ("kv_transfer_params", "num_tokens", "skip_reading_prefix_cache",),
-    "ModelConfig": ("dtype",),
+    "ModelConfig": ("dtype", "use_mla"),
 })  # fmt: skip
 """kvtier reads these fields, attributes and members."""
 

@@ -17,10 +17,14 @@ from kvtier.devices import Direction
 
 
 class RankHalf:
-    """Carries out the scheduler's jobs and orders, on the thread that runs the model."""
+    """Carries out the scheduler's jobs and orders, on the thread that runs the model.
 
-    def __init__(self, worker: TierWorker, pages: EnginePages) -> None:
+    stores: Whether this rank stores its KV. It does not if another one stores the same.
+    """
+
+    def __init__(self, worker: TierWorker, pages: EnginePages, stores: bool = True) -> None:
         self.worker = worker
+        self._has_stores = stores
         self._layouts = frozenset({pages.layout})
         self._jobs: dict[int, tuple[PageJob, Direction]] = {}
         self._stores: Sequence[PageJob] = ()
@@ -57,7 +61,10 @@ class RankHalf:
         """Begin the stores of the step, once its compute is queued on the device."""
         stores, self._stores = self._stores, ()
         for job in stores:
-            self._submit(job, Direction.STORE)
+            if self._has_stores:
+                self._submit(job, Direction.STORE)
+            else:
+                self._ended[job.job_id] += 1
 
     def _submit(self, job: PageJob, direction: Direction) -> None:
         self._jobs[job.job_id] = job, direction

@@ -151,10 +151,12 @@ class SchedulerHalf:
         if self.manager.names.needs_layout and self.manager.has_storage:
             return None  # the ranks report their layout in the first step
         self._hash(tracked)
+        limits = tracked.visit.request.limits
 
         def look_up() -> int | None:
             # The last token is computed, or there would be nothing to sample from.
-            first, last = num_computed // self._block, (request.num_tokens - 1) // self._block
+            most = min(request.num_tokens - 1, num_computed + limits.max_load)
+            first, last = num_computed // self._block, most // self._block
             end, is_ready = first, True
             for key in tracked.keys[first:last]:
                 found = self.manager.find(key, tracked.visit)
@@ -198,7 +200,8 @@ class SchedulerHalf:
     def _store(self, tracked: Tracked, num_computed: int) -> None:
         """Store the blocks that are new among the first ``num_computed`` tokens."""
         self._hash(tracked)
-        num_tokens = min(num_computed, tracked.request.num_tokens)
+        limits = tracked.visit.request.limits
+        num_tokens = min(num_computed, tracked.request.num_tokens, limits.max_store)
         if self._prompt_only:
             num_tokens = min(num_tokens, tracked.request.num_prompt_tokens)
         end = min(num_tokens // self._block, len(tracked.keys))

@@ -163,7 +163,7 @@ READ = with_shared({
     "OffloadingWorkerMetadata": ("completed_jobs", "transfer_stats"),
     "TransferJob": ("req_id",),
     "SchedulerOutput": ("finished_req_ids",),
-    "ReqContext": ("req_id", "kv_transfer_params", "load_tier_filter", "_offload_key_positions"),
+    "ReqContext": ("req_id", "kv_transfer_params", "_offload_key_positions"),
     "LookupResult": ("MISS", "HIT", "HIT_PENDING", "RETRY"),
     "Medium": ("CPU", "STORAGE"),
     "Locality": ("LOCAL", "REMOTE"),

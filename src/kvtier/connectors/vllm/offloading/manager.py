@@ -9,7 +9,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
+    Medium,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -18,10 +20,11 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
 )
 
+from kvtier.connectors.vllm.limits import kind_of
 from kvtier.connectors.vllm.manager import Found, TierManager
 from kvtier.connectors.vllm.offloading.host_slots import HostSlots
 from kvtier.connectors.vllm.offloading.stats import stats_of
-from kvtier.connectors.vllm.offloading.translation import kind_of, request_of, source_of
+from kvtier.connectors.vllm.offloading.translation import request_of, source_of
 from kvtier.connectors.vllm.request_state import RequestState
 
 if TYPE_CHECKING:
@@ -77,7 +80,7 @@ class OffloadedTiers(TierManager, OffloadingManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         for each in self.take_changes():
             medium, locality = kind_of(each.tier)
-            yield OffloadingEvent(each.keys, medium, each.is_removed, locality)
+            yield OffloadingEvent(each.keys, Medium(medium), each.is_removed, Locality(locality))
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         values = self.take_values()

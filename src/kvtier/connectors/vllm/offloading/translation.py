@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_offload.base import Locality, Medium, ReqContext
+from vllm.v1.kv_offload.base import ReqContext
 
 import kvtier.connectors.vllm.offloading.positions  # noqa: F401 - of blocks, before vLLM 0.31
 from kvtier.connectors.vllm.engine_facts import EngineFacts, GroupFacts
@@ -15,8 +15,6 @@ from kvtier.types import DISK, HOST
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-KINDS = {HOST: (Medium.CPU, Locality.LOCAL), DISK: (Medium.STORAGE, Locality.LOCAL)}
 
 
 def facts_of(config: OffloadingConfig) -> EngineFacts:
@@ -51,19 +49,10 @@ def request_of(context: ReqContext) -> RequestBlocks:
     """Return kvtier's view of a request, made once. vLLM adds blocks to it as it finds them."""
     found: RequestBlocks | None = context.get_state(RequestBlocks)
     if found is None:
-
-        def may_come_from(tier: str) -> bool:
-            return bool(context.load_tier_filter.allows(*kind_of(tier)))
-
         ends: dict[Any, int] = context._offload_key_positions
-        found = RequestBlocks(context.req_id, ends, context.kv_transfer_params, may_come_from)
+        found = RequestBlocks(context.req_id, ends, context.kv_transfer_params)
         context.set_state(found)
     return found
-
-
-def kind_of(tier: str) -> tuple[Medium, Locality]:
-    """Medium and place. Whatever is not ours alone is a store, which is elsewhere."""
-    return KINDS.get(tier, (Medium.STORAGE, Locality.REMOTE))
 
 
 @cache
