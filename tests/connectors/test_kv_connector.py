@@ -25,7 +25,7 @@ TEXT = "the quick brown fox jump"
 def make() -> Iterator[Callable[..., KvWorld]]:
     made: list[KvWorld] = []
 
-    def world(**options: int) -> KvWorld:
+    def world(**options: Any) -> KvWorld:
         made.append(KvWorld(**options))
         return made[-1]
 
