@@ -31,7 +31,7 @@ def kind_of(tier: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """Limits of one request.
 
     Attributes:
@@ -45,7 +45,7 @@ class Limits:
     tiers: Sequence[Matcher] | None = None
 
     @classmethod
-    def read(cls, params: Mapping[str, Any] | None) -> Limits:
+    def read(cls, params: Mapping[str, Any] | None) -> RequestLimits:
         """Read a request's parameters. As vLLM does, ignore what makes no sense, and log it."""
         if not params:
             return cls()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from kvtier.connectors.vllm.limits import Limits
+from kvtier.connectors.vllm.limits import RequestLimits
 from kvtier.errors import printable
 from kvtier.hints import Hint, parse_hint
 
@@ -88,9 +88,9 @@ class RequestBlocks:
         return [key for key, end in self.ends.items() if end > num_tokens]
 
     @cached_property
-    def limits(self) -> Limits:
+    def limits(self) -> RequestLimits:
         """The client's limits on what is loaded and stored. They are read once."""
-        return Limits.read(self.params)
+        return RequestLimits.read(self.params)
 
     @cached_property
     def hint(self) -> Hint | None:
