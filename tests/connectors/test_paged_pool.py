@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.connectors.common.paged_pool import GroupPages, PagedPool, PoolShare
-from kvtier.devices import Direction
+from kvtier.devices import Direction, Memory
 from kvtier.devices.cpu import CpuDevice
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.types import Slot
@@ -102,3 +103,22 @@ def test_neighbouring_pages_are_one_copy_per_tensor() -> None:
     group = GroupPages([2, 3, 4, 5], [Slot(1)], 0)
     host = host_memory(NUM_SLOTS * tensors.slot_bytes)
     assert len(tensors.pool.stage([group], host, Direction.STORE).size) == 2
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_no_copy_crosses_two_allocations_that_are_neighbours(direction: Direction) -> None:
+    """A driver refuses it: the last page of one tensor and the first page of the next one."""
+    size, n = 64, 2
+    memory = np.zeros(2 * NUM_PAGES * size, np.uint8)
+    begin, middle = memory.ctypes.data, memory.ctypes.data + NUM_PAGES * size
+    shares = [PoolShare(at, size, size) for at in (begin, middle)]
+    pool = PagedPool(
+        [shares], NUM_PAGES, n, 4 * size, "cpu", memory,
+        [Memory(at, NUM_PAGES * size, "cpu", memory) for at in (begin, middle)],
+    )  # fmt: skip
+    batch = pool.stage([GroupPages([0, NUM_PAGES - 1], [Slot(0)], 0)], host_memory(256), direction)
+    is_load = direction is Direction.LOAD
+    offsets = batch.dst_offset if is_load else batch.src_offset
+    seam = NUM_PAGES * size
+    assert batch.size.sum() == 4 * size
+    assert not ((offsets < seam) & (offsets + batch.size > seam)).any()

@@ -105,6 +105,10 @@ class PagedPool:
         end = max(each.address + (num_pages - 1) * each.stride + each.nbytes for each in shares)
         self.memory = Memory(begin, end - begin, kind, owner)
         self._allocations = allocations
+        # Offsets at which one allocation ends and another begins: no copy may cross them.
+        ends = {each.address + each.nbytes for each in allocations}
+        seams = sorted(each.address - begin for each in allocations if each.address in ends)
+        self._seams = np.array(seams, np.int64)
         self._groups = [_Columns.of(group, begin) for group in groups]
         self._num_pages = num_pages
         self.pages_per_block = pages_per_block
@@ -150,9 +154,9 @@ class PagedPool:
         )
         if direction is Direction.LOAD:
             batch = CopyBatch(host, self.memory, inside, device, size)
-            return coalesce(batch, src_seams=seams)
+            return coalesce(batch, src_seams=seams, dst_seams=self._seams)
         batch = CopyBatch(self.memory, host, device, inside, size)
-        return coalesce(batch, dst_seams=seams)
+        return coalesce(batch, src_seams=self._seams, dst_seams=seams)
 
     # -- direct reads ------------------------------------------------------------------------------
 
