@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier.connectors.vllm.counts import MOVED_BYTES
 from kvtier.connectors.vllm.kv_connector.messages import NOTHING
 from kvtier.devices import CopyBatch, Direction
 from kvtier.errors import DeviceError
 from kvtier.transfer import CopyJob, TransferEngine
-from kvtier.types import HOST
+from kvtier.types import DEVICE, HOST
 from tests.connectors.kv_world import LAYERS, PAGE, KvWorld
 
 TEXT = "the quick brown fox jump"
@@ -68,6 +69,10 @@ def test_pages_come_back_elsewhere_byte_for_byte(
     assert world.loaded == {"again"}
     assert _are_equal(world.bytes_of(pages[:6]), before)
     assert not world.failed
+    num_bytes = sum(each.numel() for each in before)
+    moved = world.half.manager.counts.take()
+    assert moved[MOVED_BYTES, (DEVICE, HOST)] == num_bytes
+    assert moved[MOVED_BYTES, (HOST, DEVICE)] == num_bytes
 
 
 def test_kv_that_all_ranks_compute_is_stored_by_the_first_and_loaded_by_all(

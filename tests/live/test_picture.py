@@ -53,6 +53,13 @@ def test_an_engine_without_kvtier_is_told_so() -> None:
     assert "runs without" in seen.answers[0].text
 
 
+def test_copies_that_only_kvtier_counts_under_vllm_are_shown() -> None:
+    moved = 'vllm:kvtier_moved_bytes_total{src="host",dst="device"}'
+    seen = picture({"vllm:prompt_tokens_total": 5, moved: 7})
+    (flow,) = (each for each in seen.flows if (each.src, each.dst) == ("host", "device"))
+    assert flow.num_bytes == 7
+
+
 def test_metrics_of_nobody_known_are_a_picture_of_nothing() -> None:
     seen = picture({"go_goroutines": 5}, {"go_goroutines": 6})
     assert (seen.engine, seen.tiers, seen.flows, seen.hits) == ("unknown", (), (), ())

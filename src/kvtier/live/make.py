@@ -198,7 +198,11 @@ def _end(le: str | None) -> float | None:
 
 def _flows(before: Reading, now: Reading, dialect: Dialect | None) -> tuple[Flow, ...]:
     num_bytes = now.by_route("kvtier_copied_bytes_total")
-    engines = dialect.flows if dialect is not None else {}
+    engines = {
+        route: name
+        for route, name in (dialect.flows.items() if dialect is not None else ())
+        if now.has(name) or route not in num_bytes
+    }
     num_bytes |= {route: now.total(name) or 0.0 for route, name in engines.items()}
     in_flight = now.by_route("kvtier_transfers_in_flight")
     queued = now.by_route("kvtier_queued_seconds")

@@ -29,7 +29,8 @@ LOADED = _counter(
 EVICTED = _counter("kvtier_evicted_chunks", "Blocks evicted from a tier.", "tier")
 MOVED_BYTES = _counter(
     "kvtier_moved_bytes",
-    "Bytes read from and written to storage, per rank, through host memory or directly.",
+    "Bytes read from and written to storage, per rank, through host memory or directly; with "
+    "KvtierConnector also those copied between host memory and the device.",
     "src",
     "dst",
 )

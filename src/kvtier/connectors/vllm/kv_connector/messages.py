@@ -56,6 +56,8 @@ class RankMessage:
         ended: Number of ranks on which each copy job has ended, by job id.
         load_bytes: Size of each load that has ended.
         load_s: Seconds that these loads took in total.
+        store_bytes: Size of all stores that have ended.
+        store_s: Seconds that these stores took in total.
         layouts: Digests of the page layout of ranks that have registered their KV caches.
     """
 
@@ -63,6 +65,8 @@ class RankMessage:
     ended: Counter[int] = field(default_factory=Counter)
     load_bytes: Sequence[int] = ()
     load_s: float = 0.0
+    store_bytes: int = 0
+    store_s: float = 0.0
     layouts: frozenset[str] = frozenset()
 
     def and_also(self, other: RankMessage) -> RankMessage:
@@ -72,5 +76,7 @@ class RankMessage:
             self.ended + other.ended,
             [*self.load_bytes, *other.load_bytes],
             self.load_s + other.load_s,
+            self.store_bytes + other.store_bytes,
+            self.store_s + other.store_s,
             self.layouts | other.layouts,
         )

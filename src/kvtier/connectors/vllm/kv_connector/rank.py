@@ -34,6 +34,7 @@ class RankHalf:
         self._ended: Counter[int] = Counter()
         self._load_bytes: list[int] = []
         self._load_s = 0.0
+        self._store_bytes, self._store_s = 0, 0.0
         self._computes = False
         self._owes_statistics = False
 
@@ -85,6 +86,9 @@ class RankHalf:
                     self._load_s += each.seconds
                 if each.has_failed:
                     self._failed_pages.update(*(pages.pages for pages in job.pages))
+            else:
+                self._store_bytes += each.num_bytes
+                self._store_s += each.seconds
         stored: set[str] = set()
         if self._finishing:
             storing = {
@@ -121,8 +125,17 @@ class RankHalf:
         self._steps.clear()
         if not (report or self._ended or self._layouts):
             return None
-        message = RankMessage(report, self._ended, self._load_bytes, self._load_s, self._layouts)
+        message = RankMessage(
+            report,
+            self._ended,
+            self._load_bytes,
+            self._load_s,
+            self._store_bytes,
+            self._store_s,
+            self._layouts,
+        )
         self._ended, self._load_bytes, self._load_s = Counter(), [], 0.0
+        self._store_bytes, self._store_s = 0, 0.0
         self._owes_statistics |= not self._computes
         self._layouts = frozenset()
         return message

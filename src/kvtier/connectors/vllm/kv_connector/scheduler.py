@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvtier.connectors.vllm.copies import BlockSlots, PageRange
+from kvtier.connectors.vllm.counts import MOVED_BYTES, MOVED_SECONDS
 from kvtier.connectors.vllm.due_requests import DueRequests
 from kvtier.connectors.vllm.kv_connector.messages import (
     NOTHING,
@@ -21,6 +22,7 @@ from kvtier.connectors.vllm.manager import Found, TierManager
 from kvtier.connectors.vllm.prompt import RequestBlocks, group_key
 from kvtier.connectors.vllm.queued_requests import QueuedRequests
 from kvtier.connectors.vllm.step import prefill_pieces
+from kvtier.types import DEVICE, HOST
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -300,6 +302,8 @@ class SchedulerHalf:
             manager.names.tell_layout(" ".join(sorted(message.layouts)))
         manager.hear(message.report)
         manager.observe_loads(message.load_bytes, message.load_s)
+        self._count_copies(HOST, DEVICE, sum(message.load_bytes), message.load_s)
+        self._count_copies(DEVICE, HOST, message.store_bytes, message.store_s)
         for job_id, num in message.ended.items():
             job = self._jobs.get(job_id)
             if job is None:  # ordered before a reset
@@ -308,6 +312,10 @@ class SchedulerHalf:
             if not job.num_left:
                 del self._jobs[job_id]
                 self._end(job_id, job)
+
+    def _count_copies(self, src: str, dst: str, num_bytes: int, seconds: float) -> None:
+        self.manager.counts.add(MOVED_BYTES, num_bytes, src, dst)
+        self.manager.counts.add(MOVED_SECONDS, seconds, src, dst)
 
     def _end(self, job_id: int, job: RunningJob) -> None:
         if job.is_store:
