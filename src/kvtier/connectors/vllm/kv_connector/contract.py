@@ -12,7 +12,7 @@ from kvtier.connectors.vllm.contract import with_shared
 
 OLDEST, NEWEST = "0.18", "0.33"
 """Oldest and newest version whose sources fulfil the contract."""
-RUN_WITH = ("0.18", "0.20", "0.23", "0.25")
+RUN_WITH = ("0.18", "0.20", "0.23", "0.25", "0.27")
 """Versions that the tests were run under."""
 
 CONNECTOR = "distributed/kv_transfer/kv_connector/v1"
