@@ -19,6 +19,7 @@ from tests.vllm.engines import (
     Answer,
     are_close,
     engine,
+    one_by_one,
     prompt,
     run,
     with_disk,
@@ -68,6 +69,25 @@ def test_image_does_not_get_the_kv_of_another_of_its_name(
         assert cached == 0
         assert are_close(answer, other)
         assert run(llm, TEXT)[0][0] == 3 * BLOCK, "text is found on disk"
+
+
+@pytest.mark.timeout(900)
+def test_image_is_found_in_host_memory_and_another_one_is_not(
+    vision_model: Path, right: list[Answer], tmp_path: Path
+) -> None:
+    flood = [prompt(4200 + seed, 6 * BLOCK + 50) for seed in range(12)]
+    with engine(with_disk(tmp_path), vision_model) as llm:
+        assert run(llm, _seen(1))[0][0] == 0
+        warm = run(llm, _seen(1))[0]
+        assert warm[0] == 3 * BLOCK
+        assert are_close(warm[1], right[0])
+        assert llm.reset_prefix_cache()
+        assert run(llm, _seen(1))[0] == warm
+        one_by_one(llm, flood)
+        assert run(llm, _seen(1))[0] == warm, "after it was evicted from vLLM's pool"
+        cached, answer = run(llm, _seen(2))[0]
+        assert cached == 0
+        assert are_close(answer, right[1])
 
 
 @pytest.mark.timeout(900)
