@@ -1,8 +1,10 @@
-"""kvtier's own connector, whose copies fail in a rank of a real vLLM."""
+"""kvtier's own connector, whose copies fail or are slow in a rank of a real vLLM."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 from kvtier.connectors.vllm.kv_connector.connector import KvtierConnector
 from kvtier.devices import CopyBatch, Direction
@@ -25,12 +27,29 @@ class FailingLoads(TransferEngine):
         return job
 
 
+class SlowStores(TransferEngine):
+    """A copy from the device takes longer than several steps."""
+
+    def _copy(self, job: Any, steps: Any, direction: Direction, *more: Any) -> Iterable[int]:
+        if direction is Direction.STORE:
+            time.sleep(0.5)
+        return super()._copy(job, steps, direction, *more)
+
+
 class FaultyConnector(KvtierConnector):
     """``"kv_connector": "FaultyConnector"`` with the module path of this file."""
+
+    copies: ClassVar[type[TransferEngine]] = FailingLoads
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         super().register_kv_caches(kv_caches)
         worker = self._pages.worker
         worker._engine.close()
-        worker._engine = FailingLoads(worker._device)
+        worker._engine = self.copies(worker._device)
         worker._engine.start()
+
+
+class SlowConnector(FaultyConnector):
+    """``"kv_connector": "SlowConnector"``."""
+
+    copies = SlowStores

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tests.vllm.engines import (
     count,
     engine,
     one_by_one,
+    own_connector,
     prompt,
 )
 
@@ -38,14 +39,14 @@ PROMPTS = [prompt(9000 + number, NUM_BLOCKS * BLOCK + 30) for number in range(8)
 
 
 @contextmanager
-def pipeline(slab: Path) -> Iterator[Any]:
+def pipeline(slab: Path, connects: Callable[..., dict[str, Any]]) -> Iterator[Any]:
     """A vLLM of two stages on the CPU.
 
     The second stage gets a place for what the first one sends when vLLM warms up. On a CPU it does
     so only where it compiles, and where it is not told how much memory the KV takes.
     """
     cores = sorted(os.sched_getaffinity(0))
-    settings = connector(
+    settings = connects(
         host_capacity=CAPACITY,
         disk_path=str(slab),
         disk_capacity=CAPACITY,
@@ -72,9 +73,12 @@ def _on_disk(what: str) -> float:
 
 
 @pytest.mark.timeout(880)
-def test_disk_of_unequal_ranks_keeps_the_newest_prompts_over_a_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("connects", [connector, own_connector])
+def test_disk_of_unequal_ranks_keeps_the_newest_prompts_over_a_restart(
+    tmp_path: Path, connects: Callable[..., dict[str, Any]]
+) -> None:
     answers: list[Answer] = []
-    with pipeline(tmp_path) as llm:
+    with pipeline(tmp_path, connects) as llm:
         for asked in PROMPTS:
             ((cached, answer),) = one_by_one(llm, [asked])
             assert cached == 0
@@ -85,7 +89,7 @@ def test_disk_of_unequal_ranks_keeps_the_newest_prompts_over_a_restart(tmp_path:
         assert _on_disk("evicted_chunks_total") > 0
         assert _on_disk("breaker_state") == 0
         assert count("vllm:kvtier_failed_chunks_total") == 0
-    with pipeline(tmp_path) as llm:
+    with pipeline(tmp_path, connects) as llm:
         found = one_by_one(llm, [PROMPTS[-1], PROMPTS[-2], PROMPTS[0]])
     assert [cached for cached, _ in found] == [NUM_BLOCKS * BLOCK, NUM_BLOCKS * BLOCK, 0]
     for (_, (tokens, steps)), cold in zip(
