@@ -113,19 +113,21 @@ test-docs: setup
 site: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Of the quick ones two start an engine; the others ask vLLM's classes.
-VLLM_TESTS := tests/vllm
 # VLLM=0.30.0: that version, in an environment of its own.
 VLLM := 0.32.0
 VLLM_PEER := $(PEERS)/vllm$(addprefix -,$(filter-out 0.32.0,$(VLLM)))
 # Versions that are run one after the other, and tests that all of them pass.
 VLLM_VERSIONS := 0.18.1 0.20.2 0.23.0 0.25.1 0.27.1 0.30.0 0.31.0 0.32.0
 VLLM_ANY := $(addprefix tests/vllm/test_,contract.py versions.py)
+# Most tests need vLLM's OffloadingConnector as it is from 0.30.
+VLLM_OLDER := $(VLLM_ANY) $(addprefix tests/vllm/test_,kv_connector.py server.py)
+VLLM_TESTS := $(if $(filter 0.30.% 0.31.% 0.32.%,$(VLLM)),tests/vllm,$(VLLM_OLDER))
 VLLM_REPORT := build/vllm-$(VLLM).xml
 # Below 0.20 vLLM starts on the CPU only if LD_PRELOAD names both tcmalloc and Intel's OpenMP. Only
 # the latter comes with it, and it is linked to a name that has both.
 VLLM_PRELOAD := lib/libtcmalloc-libiomp5.so
 VLLM_SETTINGS := $(if $(filter 0.18.% 0.19.%,$(VLLM)),LD_PRELOAD=$(CURDIR)/$(VLLM_PEER)/$(VLLM_PRELOAD))
+# Of the quick ones two start an engine; the others ask vLLM's classes.
 VLLM_QUICK := $(addprefix tests/vllm/test_,contract.py manager.py secondary.py stores.py \
 	record.py::test_scheduler_records_what_was_computed disk.py::test_kv_comes_from_host_and_after_a_restart_from_disk)
 
