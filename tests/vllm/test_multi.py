@@ -77,6 +77,7 @@ def test_statistics_are_shown_and_failed_loads_are_computed(
     logging.observe(statistics)
     logging.log(lambda text, *words: logged.append(text % words))
     assert "vllm:kv_offload_lookup_sync_delay_seconds" in logged[0]
+    unregister_vllm_metrics()  # those of engines before it
     try:
         KVConnectorProm(config, ["engine"], {0: ["0"]}).observe(statistics)
         assert count("vllm:kv_offload_lookup_sync_delay_seconds_count") > 0
