@@ -407,7 +407,8 @@ def test_one_slab_has_one_owner(tmp_path: Path) -> None:
 
 
 def test_replicas_of_one_service_have_slabs_of_their_own(tmp_path: Path) -> None:
-    parallel = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 1, 2, None, False)
+    """vLLM tells replicas of a dense model their number, and that there is one of them."""
+    parallel = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 1, 1, None, False)
     with running(tmp_path / "slab") as world:
         world.store(keys_of(1))
     replica = World(replace(config_of(tmp_path / "replicas", 16, 16), parallel=parallel))

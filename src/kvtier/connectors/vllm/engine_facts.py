@@ -27,7 +27,7 @@ class EngineFacts:
         engine_id: vLLM's, distinct for each replica.
         rank: of this process; 0 for the scheduler's.
         num_ranks, tp_size, pp_size, pcp_size, dcp_size: ranks in all, and by kind of parallelism.
-        replica, num_replicas: data parallelism.
+        replica: data parallelism.
         kv_cache_layout: vLLM's name of the order of a page's axes.
         is_replicated: all ranks have the same KV.
         is_canonical: blocks have the layout that vLLM calls canonical.
@@ -47,7 +47,6 @@ class EngineFacts:
     pcp_size: int = 1
     dcp_size: int = 1
     replica: int = 0
-    num_replicas: int = 1
     kv_cache_layout: str | None = None
     is_replicated: bool = False
     is_canonical: bool = False

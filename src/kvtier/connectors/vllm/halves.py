@@ -153,11 +153,12 @@ class Sizes:
         return replace(options, direct=self.direct)
 
     def _folder(self) -> str:
-        """Replicas of an engine have slabs of their own."""
-        facts = self.facts
-        if facts.num_replicas == 1:
-            return f"rank{facts.rank}"
-        return f"replica{facts.replica}-rank{facts.rank}"
+        """Replicas of an engine have slabs of their own.
+
+        vLLM does not tell those of a dense model how many there are.
+        """
+        replica, rank = self.facts.replica, self.facts.rank
+        return f"replica{replica}-rank{rank}" if replica else f"rank{rank}"
 
     def _shared_file(self) -> Path | None:
         """Host memory that the ranks share, where one of them stores for all."""

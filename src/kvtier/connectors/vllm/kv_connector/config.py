@@ -44,7 +44,6 @@ def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
         pcp_size=pcp,
         dcp_size=dcp,
         replica=getattr(parallel, "data_parallel_index", parallel.data_parallel_rank),
-        num_replicas=parallel.data_parallel_size,
         is_replicated=_is_replicated(config, kv_cache_config),
         publishes_events=events is not None and bool(events.enable_kv_cache_events),
     )

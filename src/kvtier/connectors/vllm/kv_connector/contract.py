@@ -92,7 +92,7 @@ READ = with_shared({
     "CacheConfig": ("block_size", "cache_dtype", "prefix_caching_hash_algo",),
     "ParallelConfig": (
         "rank", "world_size", "tensor_parallel_size", "pipeline_parallel_size",
-        "decode_context_parallel_size", "data_parallel_rank", "data_parallel_size",
+        "decode_context_parallel_size", "data_parallel_rank",
         "distributed_executor_backend", "nnodes_within_dp",
     ),
     "Request": ("kv_transfer_params", "num_tokens", "skip_reading_prefix_cache",),

@@ -37,7 +37,6 @@ def facts_of(config: OffloadingConfig) -> EngineFacts:
         pcp_size=parallel.pcp_size,
         dcp_size=parallel.dcp_size,
         replica=parallel.data_parallel_index,
-        num_replicas=parallel.data_parallel_size,
         kv_cache_layout=config.kv_cache_layout,
         is_replicated=config.replicated_layout,
         is_canonical=config.canonical_layout,

@@ -97,7 +97,7 @@ class KvtierTier(SecondaryTierManager):
             each * offloading_spec.blocks_per_chunk for each in offloading_spec.tokens_per_block
         ]
         parallel = offloading_spec.config.parallel
-        subfolder = f"dp{parallel.data_parallel_index}" if parallel.data_parallel_size > 1 else ""
+        subfolder = f"dp{parallel.data_parallel_index}" if parallel.data_parallel_index else ""
         self._names = VllmNames(
             facts_of(offloading_spec.config),
             self.block_size_bytes,
