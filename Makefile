@@ -143,9 +143,10 @@ test-vllm-version:
 	$(MAKE) vllm-tests VLLM_TESTS="$(VLLM_ANY)"
 	$(BIN)/python -m scripts.engine_versions record vllm-$(VLLM) $(VLLM_REPORT)
 
-# The oldest one that runs on a torch for the CPU.
+# A part of them under the oldest one that runs on a torch for the CPU, by the own connector.
 test-vllm-older:
-	$(MAKE) vllm-tests VLLM=0.27.1 VLLM_TESTS="$(VLLM_ANY)"
+	$(MAKE) vllm-tests VLLM=0.27.1 \
+		VLLM_TESTS="tests/vllm/test_contract.py tests/vllm/test_versions.py::test_hit_in_host_memory_has_the_bits_of_vllms_own"
 
 test-vllm-all: scan-engines
 	for version in $(VLLM_VERSIONS); do $(MAKE) test-vllm-version VLLM=$$version || exit 1; done
