@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.connectors.vllm import worker as worker_module
+from kvtier.connectors.vllm.due_requests import DueRequests
 from kvtier.connectors.vllm.offloading.connector import KvtierOffloadingConnector, TierMetadata
 from kvtier.connectors.vllm.offloading.host_slots import HostSlots
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages
@@ -104,9 +105,12 @@ def test_scheduler_says_whether_a_step_computes(
     manager = SimpleNamespace(take_orders=list, steps=steps)
     monkeypatch.setattr(KvtierOffloadingConnector, "_manager", manager)
     output = SchedulerOutput.make_empty()
-    output.num_scheduled_tokens = {"request": num_tokens} if num_tokens else {}
+    if num_tokens:
+        output.num_scheduled_tokens = {"request": num_tokens}
+        output.scheduled_new_reqs = [SimpleNamespace(req_id="request", num_computed_tokens=0)]
     connector = object.__new__(KvtierOffloadingConnector)
     connector._waiting = None
+    connector._due, connector._is_due = DueRequests(), True
     meta = connector.build_connector_meta(output)
     assert isinstance(meta, TierMetadata)
     assert meta.computes == (num_tokens > 0)
