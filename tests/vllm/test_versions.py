@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
-from tests.vllm.engines import BLOCK, Answer, count, engine, one_by_one, prompt
+from tests.vllm.engines import BLOCK, Answer, are_close, count, engine, one_by_one, prompt
 
 CONNECTOR = os.environ.get("KVTIER_CONNECTOR", "auto")
 NUM = int(os.environ.get("KVTIER_PROMPTS", "0"))
@@ -123,9 +123,15 @@ def test_damaged_block_is_noticed_and_computed(
     _damage(slab / "rank0" / "data.slab")
     with engine(config) as llm:
         assert one_by_one(llm, PROMPTS) == alone["cold"]
-        if NUM:  # blocks whose damage was found after they had been computed are stored now
-            one_by_one(llm, PROMPTS)
-        assert one_by_one(llm, PROMPTS) == alone["warm"]
+        if not NUM:
+            assert one_by_one(llm, PROMPTS) == alone["warm"]
+            return
+        # Damage of a long prompt's last blocks is found after they were computed. They are stored
+        # when they are computed once more, behind a hit, which differs by rounding.
+        one_by_one(llm, PROMPTS)
+        for found, right in zip(one_by_one(llm, PROMPTS), alone["warm"], strict=True):
+            assert found[0] == right[0]
+            assert are_close(found[1], right[1])
 
 
 def _damage(data: Path) -> None:
