@@ -89,7 +89,7 @@ STORAGE = Contract(
     "sglang",
     "0.5.14",
     "0.5.23",
-    ("0.5.23",),
+    ("0.5.16", "0.5.23"),
     (
         "srt/configs/model_config.py",
         f"{CACHE}/hicache_storage.py",
