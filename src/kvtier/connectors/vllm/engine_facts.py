@@ -27,7 +27,7 @@ class EngineFacts:
         engine_id: vLLM's, distinct for each replica.
         rank: of this process; 0 for the scheduler's.
         num_ranks, tp_size, pp_size, pcp_size, dcp_size: ranks in all, and by kind of parallelism.
-        replica: data parallelism.
+        replica: number of this replica under data parallelism; 0 for the first or only one.
         kv_cache_layout: vLLM's name of the order of a page's axes.
         is_replicated: all ranks have the same KV.
         is_canonical: blocks have the layout that vLLM calls canonical.

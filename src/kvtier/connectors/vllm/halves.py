@@ -153,9 +153,9 @@ class Sizes:
         return replace(options, direct=self.direct)
 
     def _folder(self) -> str:
-        """Replicas of an engine have slabs of their own.
+        """Return the name of this rank's folder, distinct for each data-parallel replica.
 
-        vLLM does not tell those of a dense model how many there are.
+        It does not depend on the number of replicas, which vLLM gives as 1 for dense models.
         """
         replica, rank = self.facts.replica, self.facts.rank
         return f"replica{replica}-rank{rank}" if replica else f"rank{rank}"

@@ -1,7 +1,7 @@
 """Limits on what one request loads and stores, from its client's ``kv_transfer_params``.
 
-The parameters are those of vLLM's own OffloadingConnector, which reads ``max_load_tokens`` and
-``max_offload_tokens`` itself; from 0.27 on, some of them.
+The parameters are those of vLLM's OffloadingConnector. Under it, vLLM applies ``max_load_tokens``
+and ``max_offload_tokens``, and kvtier ``kv_load_tiers``. ``KvtierConnector`` applies all three.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class RequestLimits:
     """Limits of one request.
 
     Attributes:
-        max_load: Most tokens to load behind those that the device has.
-        max_store: Tokens of the prompt behind which nothing is stored.
+        max_load: Largest number of tokens to load behind those that the device has.
+        max_store: Number of leading tokens behind which nothing is stored.
         tiers: The request loads from tiers that match one of these; None for all tiers.
     """
 

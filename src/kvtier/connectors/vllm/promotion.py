@@ -207,8 +207,8 @@ class Promotion:
     def _wait(self, visit: RequestState, until_s: float) -> None:
         """Note what a request waits for.
 
-        If nothing is on its way to memory, vLLM itself waits for the end of a load. If it has not
-        looked, it waits for copies of the request's own, and the request looks again.
+        A request whose blocks are all in memory waits for the end of another request's load. One
+        without a look-up waits for its own copies in flight, and vLLM asks for it again.
         """
         coming, unknown = [], None
         for key, at in visit.places.items():
@@ -275,9 +275,9 @@ class Promotion:
     ) -> FoundBlocks:
         """Describe the blocks of the last look-up.
 
-        is_pending: vLLM can't load yet. Where it looks up several groups, or only a window, it
-        alone knows which prefixes could be loaded now; it loads everything or nothing. Where all
-        blocks are ready, it waits for a copy of its own: none of them can be loaded before.
+        is_pending: vLLM can't load yet. Where vLLM looks up several groups, or only a window, it
+        alone knows which prefixes could be loaded now; it loads everything or nothing. If all
+        blocks are ready, another copy is in flight, before whose end vLLM loads none of them.
         """
         reachable = list(ends.values())
         block_size = self._shape.block_sizes[0] if self._shape.has_one_group else 0

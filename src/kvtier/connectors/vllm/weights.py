@@ -47,7 +47,7 @@ def _models(config: VllmConfig) -> list[ModelConfig]:
 
 
 def settle(names: VllmNames, config: VllmConfig) -> None:
-    """Identify what KV is computed with, and name blocks after it."""
+    """Identify the weights that KV is computed with, and derive the names of blocks from them."""
     if getattr(config.cache_config, "calculate_kv_scales", False):  # up to 0.29
         names.disown("its scales are computed from the first prompt (calculate_kv_scales)")
     else:

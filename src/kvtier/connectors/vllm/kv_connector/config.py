@@ -65,9 +65,12 @@ def _groups(kv_cache_config: KVCacheConfig) -> list[Any]:
 
 
 def _bytes_per_page(kv_cache_config: KVCacheConfig) -> int:
-    """Return the bytes of a page of all layers. The scheduler's specs don't tell: it has one."""
+    """Return the bytes of a page of all layers.
+
+    The sizes come from the KV tensors: vLLM's scheduler has one spec for layers that may differ.
+    """
     tensors = kv_cache_config.kv_cache_tensors
-    # From 0.30 each of them tells the size of all, as before where all share one allocation.
+    # A tensor with a block stride gives the size of the allocation that all tensors share.
     is_one = any(getattr(each, "block_stride", 0) for each in tensors)
     sizes = [int(each.size) for each in (tensors[:1] if is_one else tensors)]
     return sum(sizes) // int(kv_cache_config.num_blocks)
@@ -76,7 +79,8 @@ def _bytes_per_page(kv_cache_config: KVCacheConfig) -> int:
 def _is_replicated(config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     """Return whether all ranks compute the same KV, and can map the same host memory.
 
-    The latent KV of MLA is not divided among tensor parallel ranks.
+    Tensor parallelism does not divide the latent KV of MLA. vLLM gives the number of equal ranks
+    from 0.31 on (``kv_tp_replicas``); before, only models whose layers are all MLA count.
     """
     parallel = config.parallel_config
     num_ranks = parallel.tensor_parallel_size
@@ -90,7 +94,7 @@ def _is_replicated(config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
         return bool(replicas == num_ranks)
     (group,) = kv_cache_config.kv_cache_groups
     spec = group.kv_cache_spec
-    # The scheduler has one spec for layers that may differ: then their sizes don't add up.
+    # If some layers are of another kind, the sizes of the tensors differ from the spec's.
     num_bytes = len(group.layer_names) * spec.page_size_bytes
     is_mla = type(spec).__name__ == "MLAAttentionSpec"
     return is_mla and num_bytes == _bytes_per_page(kv_cache_config)

@@ -92,7 +92,7 @@ class KvtierConnector(KVConnectorBase_V1):
         self._rank: RankHalf | None = None
         self._scheduler: SchedulerHalf | None = None
         self._recording: RequestRecording | None = None
-        self._has_news = True  # statistics, in the scheduler's process
+        self._has_news = True  # there may be statistics that were not returned yet
         if role is KVConnectorRole.SCHEDULER:
             self._make_scheduler_half(extra)
 
@@ -160,7 +160,7 @@ class KvtierConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         theirs = connector_output.kv_connector_worker_meta
-        if theirs is not None and isinstance(theirs, RankMetadata):
+        if isinstance(theirs, RankMetadata):
             self._has_news = True
             self._half.hear(theirs.message)
 

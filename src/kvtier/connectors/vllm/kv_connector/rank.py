@@ -24,7 +24,7 @@ class RankHalf:
 
     def __init__(self, worker: TierWorker, pages: EnginePages, stores: bool = True) -> None:
         self.worker = worker
-        self._has_stores = stores
+        self._stores_kv = stores
         self._layouts = frozenset({pages.layout})
         self._jobs: dict[int, tuple[PageJob, Direction]] = {}
         self._stores: Sequence[PageJob] = ()
@@ -62,7 +62,7 @@ class RankHalf:
         """Begin the stores of the step, once its compute is queued on the device."""
         stores, self._stores = self._stores, ()
         for job in stores:
-            if self._has_stores:
+            if self._stores_kv:
                 self._submit(job, Direction.STORE)
             else:
                 self._ended[job.job_id] += 1
