@@ -109,8 +109,9 @@ class KeyedCache:
         self._namespace = namespace
         self._clock = clock
         self._tiers = self._index.tiers  # memory, then storage
-        num_slots = ladder.num_slots()[self.memory]
-        index.expect(num_slots)
+        room = ladder.topology.rooms[self.memory]
+        num_slots = room.num_slots
+        index.expect(room.capacity)
         self._came_from = np.zeros(num_slots, np.int8)  # by slot: position in ``_tiers``
         self._copies = EngineCopies(index, ladder)
         self._lookup = KeyedLookup(index, ladder, namespace, knows_storage)
@@ -321,7 +322,7 @@ class KeyedCache:
         named = zip(new, blocks, strict=True)
         self.ladder.transient_blocks.note(blocks, [block for key, block in named if key in passing])
         self._use(blocks)
-        self._came_from[slots] = 0
+        self._fill(blocks, slots, 0)
         self.ladder.reuse_sampler.on_admit(new, blocks)
         left = [key for each in self._changes[num_changes:] for key in each.keys]
         return Reserved(new, slots, left)
@@ -406,8 +407,12 @@ class KeyedCache:
             self.ladder.reuse_sampler.on_admit(self._index.keys(blocks), blocks)
             for _, begun in self.ladder.loads.promote(blocks, storage):
                 slots = self._index.slots(begun, self.memory)
-                self._came_from[slots] = self._tiers.index(storage)
+                self._fill(begun, slots, self._tiers.index(storage))
         return num
+
+    def _fill(self, blocks: Sequence[BlockId], slots: Sequence[Slot], tier: int) -> None:
+        """Note that blocks are about to fill slots in memory. tier: position of their source."""
+        self._came_from[slots] = tier
 
     def _found(self, keys: Sequence[bytes]) -> Iterator[tuple[BlockId, tuple[State, ...]]]:
         """Yield the blocks that the index knows, with their state in each tier."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvtier.index import BlockIndex
+from kvtier.index import BlockIndex, State
 from kvtier.ladder.admission import Admission
 from kvtier.ladder.reuse_sampler import ReuseSampler
 from kvtier.ladder.topology import Topology
@@ -171,10 +171,26 @@ class Eviction:
     def _tell_room(self, tier: str) -> None:
         """Tell the index a tier's capacity, which grows while the tier opens and may shrink."""
         room = self._topology.rooms[tier]
-        num_slots = max(room.num_slots, room.num_used + room.num_free)
+        num_slots = max(room.capacity, room.num_used + room.num_free)
         if self._told.get(tier) != num_slots:
             self._told[tier] = num_slots
             self._index.set_room(tier, max(1, num_slots))
+
+    def remove(self, blocks: Sequence[BlockId], tier: str) -> int:
+        """Evict these blocks from ``tier``, if ready and not leased. Return how many were."""
+        states = self._index.states_of(blocks, tier)
+        ready = [block for block, at in zip(blocks, states, strict=True) if at is State.READY]
+        leaving = [block for block in ready if not self._index.num_leases(block, tier)]
+        self._reuse_sampler.on_evict(leaving, tier)
+        if tier == self._topology.staging:
+            self._transient_blocks.on_evict(leaving)
+        if self._transfers.on_change is not None and leaving:
+            self._transfers.on_change(tier, leaving, True)
+        slots = [self._index.lose(block, tier) for block in leaving]
+        self._topology.rooms[tier].free([slot for slot in slots if slot is not None])
+        if leaving:
+            self._metrics.count("kvtier_evicted_blocks_total", len(leaving), tier=tier)
+        return len(leaving)
 
     def clear(self) -> None:
         """Evict every block that is not leased from every tier, and delete it from storage."""

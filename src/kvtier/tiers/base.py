@@ -31,11 +31,17 @@ class Room(ABC):
     """
 
     num_slots: int
+    """Slots have numbers below it."""
 
     @property
     @abstractmethod
     def num_free(self) -> int:
         """Number of slots that ``allocate`` could return now."""
+
+    @property
+    def capacity(self) -> int:
+        """Number of blocks that the tier will hold once all its slots are open."""
+        return self.num_slots
 
     @property
     def num_open(self) -> int:

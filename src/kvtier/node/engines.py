@@ -1,0 +1,169 @@
+"""Engines that are attached to a node: their processes, and the slots that they use.
+
+A slot that an engine uses is taken back when the engine says so, or when every process of the
+engine has ended: its connections are closed, and its process is dead. Never by time, since a
+stopped process that resumes would write over another's block.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from kvtier.errors import CacheError
+from kvtier.node.room import NodeRoom
+from kvtier.types import Slot
+
+SO_PEERPIDFD = 77
+"""Socket option for the process descriptor of the peer (Linux 6.5)."""
+CREDENTIALS = struct.Struct("3i")
+
+
+class AttachError(CacheError):
+    """A process may not attach."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    """The process at the other end of a Unix socket.
+
+    pid: in the node's process namespace. uid: user. pidfd: becomes readable when the process ends.
+    """
+
+    pid: int
+    uid: int
+    pidfd: int
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is dead."""
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Close the process descriptor."""
+        with suppress(OSError):
+            os.close(self.pidfd)
+
+
+def peer_of(connection: socket.socket) -> EngineProcess:
+    """Return the process at the other end of a connection.
+
+    Raises ``AttachError`` if the node could not notice the end of that process.
+    """
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    pid, uid, _ = CREDENTIALS.unpack(told)
+    try:
+        pidfd = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError:
+        if not pid:
+            raise AttachError(
+                "the process is in another process namespace, so the node can't notice its end; "
+                "start it with the node's (hostPID, or --pid=host), or use Linux 6.5 or newer"
+            ) from None
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            raise AttachError(f"process {pid} can't be watched: {error.strerror}") from None
+    return EngineProcess(pid, uid, pidfd)
+
+
+@dataclass(slots=True)
+class Holdings:
+    """Slots of one room that one engine uses.
+
+    leased: by slot, its key, and how many leases. reserved: by slot, its key.
+    """
+
+    room: NodeRoom
+    leased: dict[Slot, tuple[bytes, int]] = field(default_factory=dict)
+    reserved: dict[Slot, bytes] = field(default_factory=dict)
+
+    def lease(self, keys: Sequence[bytes]) -> Sequence[Slot]:
+        """Lease blocks that are in memory, once more. Return their slots."""
+        slots = self.room.hold(keys)
+        for slot, key in zip(slots, keys, strict=True):
+            self.leased[slot] = (key, self.leased.get(slot, (key, 0))[1] + 1)
+        return slots
+
+    def release(self, slots: Iterable[Slot]) -> None:
+        """Release one lease of each slot. Slots that the engine has not leased are ignored."""
+        keys = []
+        for slot in slots:
+            key, num = self.leased.get(slot, (b"", 0))
+            if num:
+                keys.append(key)
+                if num > 1:
+                    self.leased[slot] = (key, num - 1)
+                else:
+                    del self.leased[slot]
+        if keys:
+            self.room.release(keys)
+
+    def commit(self, slots: Sequence[Slot], depths: Sequence[int], to_storage: bool) -> None:
+        """Note that reserved slots have been written. Others are ignored."""
+        mine = [
+            (self.reserved.pop(slot), depth)
+            for slot, depth in zip(slots, depths, strict=True)
+            if slot in self.reserved
+        ]
+        if mine:
+            self.room.commit([key for key, _ in mine], [at for _, at in mine], to_storage)
+
+    def abort(self, slots: Iterable[Slot]) -> None:
+        """Give up reserved slots. Others are ignored."""
+        keys = [self.reserved.pop(slot) for slot in slots if slot in self.reserved]
+        if keys:
+            self.room.abort(keys)
+
+    def distrust(self, slots: Iterable[Slot]) -> None:
+        """Give up the blocks in slots that this engine uses. Others are ignored."""
+        mine = [slot for slot in slots if slot in self.leased or slot in self.reserved]
+        self.room.distrust(mine)
+
+    def end(self) -> None:
+        """Release and give up everything."""
+        self.abort(list(self.reserved))
+        for slot, (_, num) in list(self.leased.items()):
+            self.release([slot] * num)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots in use."""
+        return len(self.leased) + len(self.reserved)
+
+
+@dataclass(slots=True)
+class AttachedEngine:
+    """One engine, of one or several processes.
+
+    name: the same in all of its processes. tenant: whose quota counts. peers: by connection number,
+    the processes that have mapped the memory and are not known to have ended. rooms: by room
+    number, what it uses there.
+    """
+
+    name: str
+    tenant: str
+    peers: dict[int, EngineProcess] = field(default_factory=dict)
+    rooms: dict[int, Holdings] = field(default_factory=dict)
+
+    def holdings(self, number: int, room: NodeRoom) -> Holdings:
+        """Return what the engine uses of a room."""
+        return self.rooms.setdefault(number, Holdings(room))
+
+    def end(self) -> None:
+        """Take everything back. No process of the engine may live."""
+        for holdings in self.rooms.values():
+            holdings.end()
+        self.rooms.clear()
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots in use."""
+        return sum(each.num_slots for each in self.rooms.values())

@@ -1,0 +1,280 @@
+"""Host memory of a node: one shared arena in segments, each of which belongs to one block size.
+
+A slot is named by its number at its block size: slot ``s`` begins at byte ``s * block_bytes`` of
+the arena, whichever segment that is. Slots that cross the end of a segment do not exist. So an
+engine computes every address by itself, and is told nothing when segments change hands.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from kvtier._hot import FreeSlots
+from kvtier.devices.base import Device, Finding
+from kvtier.errors import ConfigError
+from kvtier.layout import named_layout, opaque
+from kvtier.node.protocol import Int64s
+from kvtier.tiers import MemoryTier
+from kvtier.tiers.arena import Arena, ArenaOptions
+from kvtier.tiers.slots import check_count
+from kvtier.types import HOST, Slot
+
+CANDIDATES = 8
+"""Segments that are examined for a run of free neighbours before slots are taken from several."""
+
+
+def shared_file(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
+    """Return a new anonymous file of zeros in memory, and a mapping of it.
+
+    Its memory is freed with its last user, so nothing stays behind after a crash.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, num_bytes)
+        return fd, mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+class NodeMemory:
+    """The arena of a node, in segments that are lent to tiers.
+
+    The arena is a file in ``directory``, which no other node uses at the same time. Its pages are
+    touched by the node, so that a control group charges them to the node and not to an engine.
+
+    Args:
+        directory: directory in memory, usually below ``/dev/shm``; made if it is missing.
+        num_bytes: size, rounded down to whole segments.
+        segment_bytes: size of a segment, in whole pages.
+        device: prepares the memory; the CPU's, since engines register it with their devices.
+
+    Raises:
+        ConfigError: the memory can't be allocated, or another node uses the directory.
+    """
+
+    def __init__(self, directory: Path, num_bytes: int, segment_bytes: int, device: Device) -> None:
+        self.segment_bytes = segment_bytes
+        self.num_segments = num_bytes // segment_bytes
+        if self.num_segments < 1 or segment_bytes % mmap.PAGESIZE:
+            raise ConfigError(
+                f"segment_capacity: segments of {segment_bytes} bytes in {num_bytes} bytes of host "
+                f"memory; give a multiple of {mmap.PAGESIZE} that fits"
+            )
+        self._lock = _lock(directory)
+        file = directory / "memory"
+        try:
+            file.unlink(missing_ok=True)  # of a node that has crashed
+            layout = named_layout("block_first", opaque(segment_bytes), self.num_segments)
+            self._arena = Arena(layout, device, ArenaOptions(file=file))
+            self.fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self.memory = self._arena.memory
+        self.num_bytes = self.num_segments * segment_bytes
+        self.seams = np.arange(1, self.num_segments, dtype=np.int64) * segment_bytes
+        self._free = list(range(self.num_segments))[::-1]
+
+    @property
+    def num_free(self) -> int:
+        """Number of segments that belong to no tier and whose pages are ready."""
+        num_later = self.num_segments - self._arena.num_ready_blocks
+        return max(0, len(self._free) - num_later)
+
+    def take(self) -> int | None:
+        """Return a free segment, the lowest one. None if none is free and ready."""
+        return self._free.pop() if self.num_free else None
+
+    def give_back(self, segment: int) -> None:
+        """Take back a segment whose slots nobody uses any more."""
+        self._free.append(segment)
+        self._free.sort(reverse=True)
+
+    def findings(self) -> list[Finding]:
+        """Return findings for ``kvtier doctor``."""
+        return self._arena.findings()
+
+    def close(self) -> None:
+        """Release the memory. Engines that have mapped it keep it until they unmap it."""
+        self._arena.close()
+        os.close(self.fd)
+        os.close(self._lock)
+
+
+def _lock(directory: Path) -> int:
+    """Return an open lock file in ``directory`` that only this process holds."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"memory_path: {directory} can't be used: {error.strerror}; name a directory in memory "
+            "that this user can write to"
+        ) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise ConfigError(
+            f"memory_path: another node uses {directory}; stop it, or name another directory"
+        ) from None
+    return fd
+
+
+class SegmentTier(MemoryTier):
+    """Slots of one block size, in the segments of a node's arena that belong to it.
+
+    Segments are added and retired while it serves. A retired segment gives out no more slots, and
+    ``take_empty`` returns it once its last slot was freed.
+
+    A slot has a generation, which grows each time that the slot is given out. It lies in memory
+    that engines map, too: an engine that reads a slot compares it after its copy.
+
+    Attributes:
+        fd: file descriptor of the generations.
+        generations: int64 [num_slots].
+    """
+
+    def __init__(self, node: NodeMemory, block_bytes: int) -> None:
+        num_slots = node.num_bytes // block_bytes
+        if node.segment_bytes < block_bytes:
+            raise ConfigError(
+                f"segment_capacity: a block of {block_bytes} bytes does not fit into a segment of "
+                f"{node.segment_bytes}; raise it"
+            )
+        layout = named_layout("block_first", opaque(block_bytes), num_slots)
+        super().__init__(HOST, node.memory, layout)
+        self.seams = node.seams
+        self._segment_bytes = node.segment_bytes
+        self._block_bytes = block_bytes
+        self._open: dict[int, FreeSlots] = {}
+        self._retired: dict[int, int] = {}  # segment: slots that are still in use
+        self._with_free: dict[int, None] = {}
+        self._num_free = self._num_open = self._num_used = 0
+        self.fd, self._map = shared_file("kvtier-generations", max(8 * num_slots, mmap.PAGESIZE))
+        self.generations: Int64s = np.frombuffer(self._map, np.int64)[:num_slots]
+
+    # -- segments ----------------------------------------------------------------------------------
+
+    def slots_of(self, segment: int) -> range:
+        """Return the slots that lie in a segment as a whole."""
+        begin, end = segment * self._segment_bytes, (segment + 1) * self._segment_bytes
+        return range(-(-begin // self._block_bytes), end // self._block_bytes)
+
+    def segments_of(self, slots: Int64s) -> Int64s:
+        """Return the segment of each slot."""
+        return slots * self._block_bytes // self._segment_bytes
+
+    @property
+    def segments(self) -> Sequence[int]:
+        """Segments that belong to the tier, without the retired ones."""
+        return list(self._open)
+
+    def add(self, segment: int) -> None:
+        """Add a segment; its slots are free."""
+        slots = self.slots_of(segment)
+        free = FreeSlots(len(slots))
+        free.open(0, len(slots))
+        self._open[segment] = free
+        self._with_free[segment] = None
+        self._num_free += len(slots)
+        self._num_open += len(slots)
+
+    def retire(self, segment: int) -> None:
+        """Give out no more slots of a segment."""
+        free = self._open.pop(segment)
+        self._with_free.pop(segment, None)
+        num_slots = len(self.slots_of(segment))
+        self._retired[segment] = num_slots - free.num_free()
+        self._num_free -= free.num_free()
+        self._num_open -= num_slots
+
+    def take_empty(self) -> list[int]:
+        """Return the retired segments whose slots are all free. They belong to nobody then."""
+        empty = [segment for segment, num_used in self._retired.items() if not num_used]
+        for segment in empty:
+            del self._retired[segment]
+        return empty
+
+    # -- slots -------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        return self._num_open
+
+    @property
+    def num_open(self) -> int:
+        return self._num_open
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def num_used(self) -> int:
+        return self._num_used
+
+    def allocate(self, num_slots: int) -> Sequence[Slot] | None:
+        check_count(num_slots)
+        if num_slots > self._num_free:
+            return None
+        parts = [np.asarray(part, np.int64) for part in self._take(num_slots)]
+        slots = np.concatenate([np.zeros(0, np.int64), *parts])
+        self.generations[slots] += 1
+        self._num_free -= num_slots
+        self._num_used += num_slots
+        found: list[Slot] = slots.tolist()
+        return found
+
+    def _take(self, num_slots: int) -> Iterator[Int64s]:
+        """Yield slots: one run of neighbours if a segment has it, else the lowest ones."""
+        for segment in list(self._with_free)[:CANDIDATES]:
+            if self._open[segment].longest_run() >= num_slots:
+                yield self._take_from(segment, num_slots)
+                return
+        left = num_slots
+        while left:
+            segment = next(iter(self._with_free))
+            num = min(left, self._open[segment].num_free())
+            left -= num
+            yield self._take_from(segment, num)
+
+    def _take_from(self, segment: int, num_slots: int) -> Int64s:
+        free = self._open[segment]
+        taken = np.asarray(free.take(num_slots), np.int64) + self.slots_of(segment).start
+        if not free.num_free():
+            self._with_free.pop(segment, None)
+        return taken
+
+    def free(self, slots: Sequence[Slot]) -> None:
+        if not len(slots):
+            return
+        freed = np.asarray(slots, np.int64)
+        segments = self.segments_of(freed)
+        for segment in np.unique(segments).tolist():
+            mine = freed[segments == segment]
+            self._num_used -= len(mine)
+            if segment in self._retired:
+                self._retired[segment] -= len(mine)
+                continue
+            local = mine - self.slots_of(segment).start
+            self._open[segment].free(local.tolist())
+            self._with_free.setdefault(segment)
+            self._num_free += len(mine)
+
+    def longest_run(self) -> int:
+        some = list(self._with_free)[:CANDIDATES]
+        return max((self._open[segment].longest_run() for segment in some), default=0)
+
+    def close(self) -> None:
+        """Close the generations; the arena is the node's."""
+        with suppress(OSError):
+            os.close(self.fd)

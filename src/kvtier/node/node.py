@@ -1,0 +1,221 @@
+"""A node: the rooms of all models on a machine, in one host memory.
+
+One thread owns it. It decides which room gets a segment of the memory: a free one if there is any,
+else the one that was not used for longest, from a tenant above its floor. Segments below the floor
+of a tenant are kept free for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from uuid import uuid4
+
+from kvtier.config import parse_size
+from kvtier.devices import Device
+from kvtier.devices.base import Finding
+from kvtier.errors import TierError
+from kvtier.layout import opaque
+from kvtier.node.config import NodeConfig
+from kvtier.node.memory import NodeMemory
+from kvtier.node.room import NodeRoom, RoomKey, RoomOptions
+from kvtier.tiers import StorageTier
+from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.tiers.row import make_storage, storage_names
+from kvtier.types import DISK, Direct
+
+logger = logging.getLogger(__name__)
+
+MARGIN_S = 1.0
+"""A segment changes hands only if it was used so much earlier than the coldest one of the room that
+asks. So rooms that are equally busy keep what they have."""
+BALANCE_S = 0.1
+"""Seconds between decisions on which segments change hands."""
+MOST_RETIRING = 4
+"""Segments that may be on their way back at a time."""
+
+
+class CacheNode:
+    """Rooms by identity, and the memory that they share.
+
+    Args:
+        config: its settings.
+        device: prepares the memory.
+        clock: seconds.
+
+    Attributes:
+        on_end: called, on any thread, when a transfer has ended; may be None.
+
+    Raises:
+        ConfigError: the configuration is not possible.
+    """
+
+    def __init__(
+        self, config: NodeConfig, device: Device, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config = config
+        self.instance = uuid4().hex
+        self._clock = clock
+        self.storage_names = storage_names(config.storage, bool(config.disk_path))
+        self.memory = NodeMemory(config.directory, config.host_bytes, config.segment_bytes, device)
+        self._options = RoomOptions(config.eviction_policy, config.lookup_deadline_s)
+        self._numbers: dict[RoomKey, int] = {}
+        self.rooms: list[NodeRoom] = []
+        self._wanting: dict[int, None] = {}  # rooms that asked for a segment in vain
+        self._next_balance_s = 0.0
+        self.on_end: Callable[[], object] | None = None
+
+    # -- rooms -------------------------------------------------------------------------------------
+
+    def room(self, key: RoomKey) -> tuple[int, NodeRoom]:
+        """Return the number of a room, and the room; make it at its first use.
+
+        Raises ``ConfigError`` if it can't be made.
+        """
+        number = self._numbers.get(key)
+        if number is None:
+            number = len(self.rooms)
+            room = NodeRoom(
+                key,
+                self.memory,
+                self._storages(key),
+                self._options,
+                partial(self._take_segment, number),
+                self._clock,
+            )
+            room.tell_of_ends(self._tell_of_ends)
+            self.rooms.append(room)
+            self._numbers[key] = number
+            logger.info("new room tenant=%s block_bytes=%d", key.tenant, key.block_bytes)
+        return number, self.rooms[number]
+
+    def _tell_of_ends(self) -> None:
+        """Pass on that a transfer has ended. Called on any thread."""
+        if self.on_end is not None:
+            self.on_end()
+
+    def _storages(self, key: RoomKey) -> dict[str, StorageTier]:
+        """Open the storage tiers of a room, fastest first. A failure leaves nothing open."""
+        config, group = self.config, opaque(key.block_bytes)
+        made: list[StorageTier] = []
+        with ExitStack() as undo:
+            if config.disk_path and (disk := self._disk(key)) is not None:
+                undo.callback(disk.close)
+                made.append(disk)
+            capacity = parse_size(config.storage_capacity, "storage_capacity")
+            for location in config.storage:
+                store = make_storage(location, group, capacity, None)
+                undo.callback(store.close)
+                made.append(store)
+            undo.pop_all()
+        return {each.name: each for each in made}
+
+    def _disk(self, key: RoomKey) -> DiskTier | None:
+        """Open a room's slab. A disk that can't be read is left out."""
+        options = DiskOptions(
+            Path(self.config.disk_path) / key.folder,
+            parse_size(self.config.disk_capacity, "disk_capacity"),
+            direct=Direct.OFF,
+        )
+        try:
+            return DiskTier(options, opaque(key.block_bytes), None, name=DISK)
+        except TierError as error:
+            logger.error("a room is served without the disk: %s", error)
+            return None
+
+    # -- segments ----------------------------------------------------------------------------------
+
+    def _num_held(self, tenant: str) -> int:
+        """Return the number of segments that a tenant has."""
+        return sum(len(room.tier.segments) for room in self.rooms if room.key.tenant == tenant)
+
+    def _num_floor(self, tenant: str) -> int:
+        """Return the number of segments that are reserved for a tenant."""
+        return -(-self.config.quota(tenant).host_floor // self.memory.segment_bytes)
+
+    def _num_owed(self, but: str) -> int:
+        """Return the number of free segments that are reserved for tenants other than ``but``."""
+        others = (tenant for tenant in self.config.quotas if tenant != but)
+        return sum(max(0, self._num_floor(name) - self._num_held(name)) for name in others)
+
+    def _take_segment(self, number: int) -> int | None:
+        """Return a free segment for a room; None if there is none, or its tenant may have none.
+
+        In the first case the room gets a segment that is retired for it later, if one is colder
+        than its own.
+        """
+        tenant = self.rooms[number].key.tenant
+        ceiling = self.config.quota(tenant).host_ceiling
+        num = self._num_held(tenant) + 1
+        if ceiling is not None and num * self.memory.segment_bytes > ceiling:
+            return None
+        if self.memory.num_free > self._num_owed(tenant):
+            return self.memory.take()
+        self._wanting[number] = None
+        return None
+
+    def _rebalance(self) -> None:
+        """Retire a cold segment for each room that asked for one in vain."""
+        now_s = self._clock()
+        if now_s < self._next_balance_s:
+            return
+        self._next_balance_s = now_s + BALANCE_S
+        num_retiring = sum(room.is_retiring for room in self.rooms)
+        for number in list(self._wanting):
+            if num_retiring >= MOST_RETIRING:
+                return
+            del self._wanting[number]
+            num_retiring += self._retire_for(self.rooms[number])
+
+    def _retire_for(self, room: NodeRoom) -> bool:
+        """Retire the coldest segment of another room, if it is colder than all of this one's."""
+        own = room.coldest_segment()
+        coldest: tuple[float, int, NodeRoom] | None = None
+        for other in self.rooms:
+            if other is room or not self._may_lose(other, room.key.tenant):
+                continue
+            found = other.coldest_segment()
+            if found is not None and (coldest is None or found[0] < coldest[0]):
+                coldest = (*found, other)
+        if coldest is None:
+            return False
+        time_s, segment, other = coldest
+        if own is not None and time_s > own[0] - MARGIN_S:
+            return False
+        other.retire(segment)
+        return True
+
+    def _may_lose(self, room: NodeRoom, wanting: str) -> bool:
+        """Whether a segment may be taken from a room for the tenant ``wanting``."""
+        tenant = room.key.tenant
+        return tenant == wanting or self._num_held(tenant) > self._num_floor(tenant)
+
+    # -- upkeep ------------------------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """Notice transfers that have ended, and move segments.
+
+        Returns whether more is to do soon.
+        """
+        for room in self.rooms:
+            room.poll()
+            if room.is_retiring:
+                for segment in room.retire_further():
+                    self.memory.give_back(segment)
+        if self._wanting:
+            self._rebalance()
+        return any(room.is_busy for room in self.rooms)
+
+    def findings(self) -> Sequence[Finding]:
+        """Return what is in use, for ``kvtier doctor``."""
+        return self.memory.findings()
+
+    def close(self) -> None:
+        """Finish transfers, and release the memory."""
+        is_over = [room.close() for room in self.rooms]
+        if all(is_over):
+            self.memory.close()

@@ -1,0 +1,380 @@
+"""Messages between a node and its engines, and their framing on a Unix socket.
+
+An engine sends requests, which are answered by ``id``, and notices, which are not answered. The
+node's memory is passed as file descriptors with ``AttachAnswer`` and ``OpenAnswer``; no KV crosses
+the socket. A frame is its length (4 bytes, little endian) and one message in MessagePack. Fields
+are only added at the end of a message, with a default, so that a peer of the version before ignores
+them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import CacheError
+
+VERSION: Final = 1
+OLDEST_VERSION: Final = 1
+"""Oldest version that this one can talk to: one release back."""
+MAX_FRAME_BYTES: Final = 64 << 20
+FRAME_HEADER: Final = struct.Struct("<I")
+
+Int64s = npt.NDArray[np.int64]
+
+
+class ProtocolError(CacheError):
+    """A peer sent something that this version does not understand."""
+
+
+class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """Base class of all messages."""
+
+
+class RoomRequest(_Message):
+    """Base class of requests about a room that was opened.
+
+    id: number of the request. room: number of the room.
+    """
+
+    id: int
+    room: int
+
+
+class RoomNotice(_Message):
+    """Base class of notices about a room that was opened."""
+
+    room: int
+
+
+# -- requests of an engine -------------------------------------------------------------------------
+
+
+class AttachRequest(_Message):
+    """First message of a connection.
+
+    version: of the protocol. engine: name of the engine, the same in all of its processes. tenant:
+    whose quota counts; engines of different tenants never share a block.
+    """
+
+    id: int
+    version: int
+    engine: str
+    tenant: str = ""
+    oldest_version: int = OLDEST_VERSION
+
+
+class OpenRequest(_Message):
+    """Open the cache of one namespace and block size.
+
+    scope: digest of the namespace of all keys; the same bytes for keys that contain it already.
+    block_bytes: bytes of a whole block. key_bytes: length of each key.
+    """
+
+    id: int
+    scope: bytes
+    block_bytes: int
+    key_bytes: int
+
+
+class LookupRequest(RoomRequest):
+    """Find a prompt's blocks, in its order. Blocks in memory are leased until ``ReleaseNotice``.
+
+    keys: concatenated. has_gaps: whether blocks behind a missing one may be of use.
+    """
+
+    keys: bytes
+    has_gaps: bool = False
+
+
+class FetchRequest(RoomRequest):
+    """Find a prompt's blocks, read those in storage, and lease all that are in memory then."""
+
+    keys: bytes
+    timeout_s: float
+
+
+class ReserveRequest(RoomRequest):
+    """Reserve slots for those of the blocks that are new."""
+
+    keys: bytes
+
+
+class PromoteRequest(RoomRequest):
+    """Begin to read blocks from storage. beside: blocks that must not be evicted for them."""
+
+    keys: bytes
+    beside: bytes = b""
+
+
+class FindRequest(RoomRequest):
+    """Report which blocks exist, after waiting for stores at most ``timeout_s``."""
+
+    keys: bytes
+    timeout_s: float
+
+
+class DeleteRequest(RoomRequest):
+    """Delete blocks from every tier; answered once no tier will return them."""
+
+    keys: bytes
+
+
+# -- notices of an engine --------------------------------------------------------------------------
+
+
+class CommitNotice(RoomNotice):
+    """Reserved slots have been written. depths: int64, position of each block in its prompt."""
+
+    slots: bytes
+    depths: bytes
+    to_storage: bool = True
+
+
+class AbortNotice(RoomNotice):
+    """Reserved slots have not been written, and nothing writes to them any more."""
+
+    slots: bytes
+
+
+class ReleaseNotice(RoomNotice):
+    """Leased slots are no longer read. A slot that was leased twice is named twice."""
+
+    slots: bytes
+
+
+class DistrustNotice(RoomNotice):
+    """Leased or reserved slots have wrong contents."""
+
+    slots: bytes
+
+
+class WatchNotice(RoomNotice):
+    """Send ``EndedNotice`` when none of the blocks is in flight to memory any more."""
+
+    watch: int
+    keys: bytes
+
+
+class UseNotice(RoomNotice):
+    """Blocks were used, in the order of their prompt."""
+
+    keys: bytes
+
+
+class PromptNotice(RoomNotice):
+    """A new request, by all blocks of its prompt."""
+
+    keys: bytes
+
+
+class DetachNotice(_Message):
+    """The process has unmapped the memory, and uses no slot any more."""
+
+
+# -- answers of the node ---------------------------------------------------------------------------
+
+
+class AttachAnswer(_Message):
+    """Answer to ``AttachRequest``, with the memory's file descriptor.
+
+    instance: name of this memory; a node that starts with new memory has another one.
+    """
+
+    id: int
+    version: int
+    memory_bytes: int
+    segment_bytes: int
+    instance: str
+
+
+class RefusedAnswer(_Message):
+    """The request can't be served. reason: one sentence."""
+
+    id: int
+    reason: str
+
+
+class OpenAnswer(_Message):
+    """Answer to ``OpenRequest``, with the file descriptor of its generations.
+
+    num_slots: slots that the whole memory would have at this block size.
+    """
+
+    id: int
+    room: int
+    num_slots: int
+
+
+class LookupAnswer(_Message):
+    """Answer to ``LookupRequest``.
+
+    places: one byte per key, see ``PLACES``. slots, generations: int64, of the blocks in memory, in
+    their order. sources: one byte per key, the tier that it would be read from. pending: number of
+    the look-ups in storage that are in flight.
+    """
+
+    id: int
+    places: bytes
+    slots: bytes
+    generations: bytes
+    sources: bytes = b""
+    pending: int = 0
+
+
+class FetchAnswer(_Message):
+    """Answer to ``FetchRequest``, one entry per key.
+
+    slots: int64, -1 for a block that is not there. generations: int64. failed: one byte per key, 1 if the block may exist and could not be read.
+    """
+
+    id: int
+    slots: bytes
+    generations: bytes
+    failed: bytes
+
+
+class ReserveAnswer(_Message):
+    """Answer to ``ReserveRequest``. new: one byte per key, 1 if it has a slot to fill.
+
+    known: one byte per key, 1 if memory has the block or another engine is writing it. slots,
+    generations: int64, of the new blocks in their order.
+    """
+
+    id: int
+    new: bytes
+    known: bytes
+    slots: bytes
+    generations: bytes
+
+
+class PromoteAnswer(_Message):
+    """Answer to ``PromoteRequest``. num: how many of the first blocks arrive, or are in memory."""
+
+    id: int
+    num: int
+
+
+class OutcomesAnswer(_Message):
+    """Answer to ``FindRequest`` and ``DeleteRequest``. outcomes: one byte per key, as below."""
+
+    id: int
+    outcomes: bytes
+
+
+class EndedNotice(_Message):
+    """The blocks of a ``WatchNotice`` are no longer in flight."""
+
+    watch: int
+
+
+ABSENT, ARRIVING, MEMORY, STORAGE, UNKNOWN = range(5)
+"""Bytes of ``LookupAnswer.places``."""
+MISSING, THERE, FAILED = range(3)
+"""Bytes of ``OutcomesAnswer.outcomes``."""
+
+FromEngine: TypeAlias = (
+    AttachRequest
+    | OpenRequest
+    | LookupRequest
+    | FetchRequest
+    | ReserveRequest
+    | PromoteRequest
+    | FindRequest
+    | DeleteRequest
+    | CommitNotice
+    | AbortNotice
+    | ReleaseNotice
+    | DistrustNotice
+    | WatchNotice
+    | UseNotice
+    | PromptNotice
+    | DetachNotice
+)
+FromNode: TypeAlias = (
+    AttachAnswer
+    | RefusedAnswer
+    | OpenAnswer
+    | LookupAnswer
+    | FetchAnswer
+    | ReserveAnswer
+    | PromoteAnswer
+    | OutcomesAnswer
+    | EndedNotice
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+_from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
+
+
+def frame(message: FromEngine | FromNode) -> bytes:
+    """Return a message as one frame."""
+    content = _encoder.encode(message)
+    return FRAME_HEADER.pack(len(content)) + content
+
+
+def decode_engine(content: bytes | memoryview) -> FromEngine:
+    """Decode the content of a frame of an engine. Raises ``ProtocolError``."""
+    try:
+        return _from_engine.decode(content)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"an engine sent an unknown message: {error}") from None
+
+
+def decode_node(content: bytes | memoryview) -> FromNode:
+    """Decode the content of a frame of a node. Raises ``ProtocolError``."""
+    try:
+        return _from_node.decode(content)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"the node sent an unknown message: {error}") from None
+
+
+class Frames:
+    """Splits a byte stream into the contents of its frames."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def take(self, received: bytes) -> Iterator[bytes]:
+        """Yield the frames that are complete with ``received``.
+
+        Raises ``ProtocolError`` for a frame above ``MAX_FRAME_BYTES``.
+        """
+        self._bytes += received
+        while len(self._bytes) >= FRAME_HEADER.size:
+            (size,) = FRAME_HEADER.unpack_from(self._bytes)
+            if size > MAX_FRAME_BYTES:
+                raise ProtocolError(
+                    f"a frame of {size} bytes is above the most of {MAX_FRAME_BYTES}"
+                )
+            end = FRAME_HEADER.size + size
+            if len(self._bytes) < end:
+                return
+            content = bytes(self._bytes[FRAME_HEADER.size : end])
+            del self._bytes[:end]
+            yield content
+
+
+def pack(numbers: Sequence[int] | Int64s) -> bytes:
+    """Return integers as int64 bytes."""
+    return np.asarray(numbers, "<i8").tobytes()
+
+
+def unpack(content: bytes) -> Int64s:
+    """Return the integers of ``pack``. Raises ``ProtocolError`` for a wrong length."""
+    if len(content) % 8:
+        raise ProtocolError(f"{len(content)} bytes are no whole number of integers")
+    return np.frombuffer(content, "<i8")
+
+
+def split_keys(keys: bytes, key_bytes: int) -> list[bytes]:
+    """Return concatenated keys one by one. Raises ``ProtocolError`` for a part of a key."""
+    if len(keys) % key_bytes:
+        raise ProtocolError(f"{len(keys)} bytes are no whole number of keys of {key_bytes} bytes")
+    return [keys[at : at + key_bytes] for at in range(0, len(keys), key_bytes)]
