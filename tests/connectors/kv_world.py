@@ -12,6 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -24,8 +25,10 @@ from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.names import VllmNames
 from kvtier.connectors.vllm.pages import LayerSize, tell_pages
 from kvtier.connectors.vllm.prompt import Shape
+from kvtier.connectors.vllm.tiers import node_tiers, rank_tiers
 from kvtier.connectors.vllm.worker import RankRoom, TierWorker
 from kvtier.devices import find_device
+from kvtier.node.client import NodeClient
 from kvtier.transfer.ranks import RankMover
 from kvtier.types import DEVICE, HOST, LoadPolicy
 
@@ -43,10 +46,16 @@ class KvWorld:
     """A scheduler and its ranks.
 
     num: pages per block. replicated: all ranks compute the same KV, and map the same host memory.
+    node: socket of a node that has the memory.
     """
 
     def __init__(
-        self, num_ranks: int = 1, num: int = 1, num_slots: int = 16, replicated: bool = False
+        self,
+        num_ranks: int = 1,
+        num: int = 1,
+        num_slots: int = 16,
+        replicated: bool = False,
+        node: Path | None = None,
     ) -> None:
         self.num = num
         facts = EngineFacts(
@@ -59,15 +68,18 @@ class KvWorld:
             is_replicated=replicated,
         )
         num_shards = facts.num_shards
-        manager = TierManager(
-            RankMover({}, SLOT_BYTES, num_ranks, num_shards, device=DEVICE),
-            {HOST: num_slots},
-            VllmNames(facts, SLOT_BYTES, "vllm"),
-            Shape((PAGE * num,), SLOT_BYTES, num_shards),
-            LoadPolicy.ALWAYS,
-            bytes_per_day=0,
-            publishes_events=True,
-        )
+        mover = RankMover({}, SLOT_BYTES, num_ranks, num_shards, device=DEVICE)
+        names = VllmNames(facts, SLOT_BYTES, "vllm")
+        shape = Shape((PAGE * num,), SLOT_BYTES, num_shards)
+        clients: list[NodeClient | None] = [None] * num_ranks
+        if node is None:
+            tiers = rank_tiers(mover, {HOST: num_slots}, names, shape)
+        else:
+            names.settle([])
+            engine = uuid4().hex
+            tiers = node_tiers(NodeClient(node, engine=engine), names, shape, deadline_s=5.0)
+            clients = [NodeClient(node, engine=engine) for _ in clients]
+        manager = TierManager(tiers, mover, names, shape, LoadPolicy.ALWAYS, publishes_events=True)
         self.half = SchedulerHalf(manager, facts, DueRequests())
         self.caches = [
             {name: torch.zeros(SHAPE, dtype=torch.uint8) for name in LAYERS}
@@ -78,7 +90,9 @@ class KvWorld:
         for rank, caches in enumerate(self.caches):
             pages = tell_pages(caches, layers, NUM_PAGES)
             shared = Path(f"/dev/shm/kvtier-test-{os.getpid()}") if replicated else None
-            room = RankRoom(SLOT_BYTES, num_slots, shared=shared)
+            room = RankRoom(
+                SLOT_BYTES, num_slots, shared=shared, num_shards=num_shards, node=clients[rank]
+            )
             worker = TierWorker(pages, find_device("cpu"), room, num, rank)
             self.ranks.append(RankHalf(worker, pages, stores=rank < num_shards))
         self.stored: set[str] = set()
@@ -87,6 +101,7 @@ class KvWorld:
         self.step()
 
     def close(self) -> None:
+        self.half.manager.shutdown()
         for rank in self.ranks:
             rank.shutdown()
 

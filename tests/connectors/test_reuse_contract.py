@@ -92,7 +92,7 @@ class UnderVllm:
         learn(engine.ladder, case, keyed_world.BLOCK_BYTES)
         self._promotion = Promotion(
             cache,
-            engine.host,
+            lambda: engine.host.num_open,
             Shape((BLOCK_TOKENS,), keyed_world.BLOCK_BYTES),
             LoadPolicy.ALWAYS if case.always_loads else LoadPolicy.AUTO,
             lambda: True,

@@ -26,7 +26,8 @@ from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
 from kvtier.connectors.vllm.offloading.spec import KvtierSpec
 from kvtier.connectors.vllm.prompt import Shape
 from kvtier.connectors.vllm.request_state import Advice
-from kvtier.keyed.cache import BlockLocation
+from kvtier.connectors.vllm.tiers import rank_tiers
+from kvtier.keyed.cache import BlockLocation, KeyedCache
 from kvtier.tiers.disk import DiskTier
 from kvtier.transfer.ranks import Done, Hello, RankMover, RankOrder, RecoveredBlocks, Report, Verb
 from kvtier.types import DEVICE, DISK, HOST, Direct, LoadPolicy
@@ -56,16 +57,14 @@ class Scheduler:
     ) -> None:
         names = Known(None, BLOCK_BYTES, "vllm")
         facts = {DISK: replace(DiskTier.facts, direct=direct)}
+        mover = RankMover(facts, BLOCK_BYTES, 1, 1, device=DEVICE)
+        shape = Shape(block_sizes, BLOCK_BYTES, num_shards=2)
+        tiers = rank_tiers(mover, {HOST: num_host, DISK: num_disk}, names, shape)
         self.manager = OffloadedTiers(
-            RankMover(facts, BLOCK_BYTES, 1, 1, device=DEVICE),
-            {HOST: num_host, DISK: num_disk},
-            names,
-            Shape(block_sizes, BLOCK_BYTES, num_shards=2),
-            policy,
-            bytes_per_day=0,
-            publishes_events=True,
-            follows_hints=follows_hints,
+            tiers, mover, names, shape, policy, publishes_events=True, follows_hints=follows_hints
         )
+        assert isinstance(tiers.cache, KeyedCache)
+        self.ladder = tiers.cache.ladder
         self.costs = self.manager.ladder.costs
         hello = Hello(num_host, {DISK: RecoveredBlocks()}, frozenset({DISK}))
         self.manager.hear(Report(hellos={0: hello}))
@@ -271,7 +270,7 @@ def test_burst_over_a_slow_disk_leaves_host_memory_to_others_and_nobody_waits() 
         scheduler.manager.on_request_finished(request)
     writes = scheduler.manager.take_orders()
     assert sum(len(each.names) for each in writes if each.verb is Verb.WRITE) == 4, "a quarter"
-    assert scheduler.manager.ladder.eviction.num_available(HOST) == 12
+    assert scheduler.ladder.eviction.num_available(HOST) == 12
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
     assert scheduler.advise("again") is Advice.WAIT

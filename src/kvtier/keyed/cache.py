@@ -246,6 +246,11 @@ class KeyedCache:
         return [self._tiers[tier] for tier in self._came_from[slots].tolist()]
 
     @property
+    def has_unfound_at_once(self) -> bool:
+        """Whether storage that answers at once may have blocks that the index does not know."""
+        return self.ladder.storage_lookup.has_unfound_at_once
+
+    @property
     def learns(self) -> bool:
         """Whether a policy learns from requests."""
         return bool(self._index.learning)
@@ -371,6 +376,9 @@ class KeyedCache:
         blocks, _ = self._index.find_all(list(keys))
         self._came_from[self._copies.release(blocks)] = 0
         self.ladder.transfers.drop_lost()
+
+    def guard(self, keys: Sequence[bytes]) -> None:
+        """Return nothing: slots of this process's own memory need no check after a copy."""
 
     def distrust(self, slots: Collection[Slot]) -> None:
         """Give up the blocks in slots for which one of the engine's copies failed."""

@@ -12,7 +12,7 @@ import mmap
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ import numpy as np
 from kvtier.devices.base import Memory
 from kvtier.errors import CacheError
 from kvtier.node import protocol
+from kvtier.node.guard import RoomFacts
 from kvtier.node.protocol import FromEngine, FromNode, Int64s
 from kvtier.system.process import OwnerProcess
 from kvtier.tiers.breaker import Breaker
@@ -47,21 +48,14 @@ class MappedMemory:
     """Memory of a node in this process.
 
     instance: name of the memory; a node that was started anew has another one. memory: the arena.
-    segment_bytes: no copy may cross a multiple of it.
+    segment_bytes: no copy may cross a multiple of it. storages: the node's storage tiers, fastest
+    first.
     """
 
     instance: str
     memory: Memory
     segment_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class RoomFacts:
-    """Arguments of ``OpenRequest``; see there."""
-
-    scope: bytes
-    block_bytes: int
-    key_bytes: int
+    storages: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,6 +112,10 @@ class Channel:
         self.mapped = maps.get(welcome.instance) or _map(fd, welcome)
         os.close(fd)
         maps.setdefault(welcome.instance, self.mapped)
+
+    def has_room(self, facts: RoomFacts) -> bool:
+        """Whether a room was opened on this connection."""
+        return facts in self._rooms
 
     def room(self, facts: RoomFacts, until_s: float) -> OpenedRoom:
         """Return a room; open it at its first use."""
@@ -243,7 +241,7 @@ def _map(fd: int, welcome: protocol.AttachAnswer) -> MappedMemory:
     mapped = mmap.mmap(fd, welcome.memory_bytes, flags=mmap.MAP_SHARED)
     address = np.frombuffer(mapped, np.uint8).ctypes.data
     memory = Memory(address, welcome.memory_bytes, "host", mapped)
-    return MappedMemory(welcome.instance, memory, welcome.segment_bytes)
+    return MappedMemory(welcome.instance, memory, welcome.segment_bytes, welcome.storages)
 
 
 class NodeClient:

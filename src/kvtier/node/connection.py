@@ -230,6 +230,7 @@ class Connection:
             memory.num_bytes,
             memory.segment_bytes,
             self._node.instance,
+            self._node.storage_names,
         )
         self.send(welcome, [memory.fd])
 
@@ -296,6 +297,10 @@ class Connection:
                 room.touch(_keys(message.keys, room))
             case protocol.PromptNotice():
                 room.on_request(_keys(message.keys, room))
+            case protocol.ContinueNotice():
+                room.continues(_keys(message.keys, room), message.before)
+            case protocol.HintNotice():
+                room.apply(_keys(message.keys, room), message.said)
 
     # -- requests that wait ------------------------------------------------------------------------
 
@@ -317,6 +322,13 @@ class Connection:
         told = {BlockLocation.NOWHERE: protocol.MISSING, BlockLocation.UNKNOWN: protocol.FAILED}
         found = bytes(told.get(place, protocol.THERE) for place in places)
         self.send(protocol.OutcomesAnswer(message.id, found))
+
+    async def _tell_answers(self, message: protocol.LookupRequest, room: NodeRoom) -> None:
+        """Tell that the look-ups in storage of a request have been answered."""
+        _, pending = room.begin_lookup(_keys(message.keys, room), message.has_gaps)
+        while not all(each.is_over for each in pending):
+            await self._registry.wait(time.monotonic() + LOOK_AGAIN_S)
+        self.send(protocol.EndedNotice(message.id))
 
     async def _watch(self, message: protocol.WatchNotice, room: NodeRoom) -> None:
         waiter = room.wait_for_reads(_keys(message.keys, room))

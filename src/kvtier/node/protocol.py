@@ -173,6 +173,24 @@ class PromptNotice(RoomNotice):
     keys: bytes
 
 
+class ContinueNotice(RoomNotice):
+    """Blocks of an answer follow the block ``before``, in order."""
+
+    keys: bytes
+    before: bytes
+
+
+Statement: TypeAlias = tuple[int, int, int, int, float]
+"""Fields of ``kvtier.hints.Said``; the time is in seconds from now."""
+
+
+class HintNotice(RoomNotice):
+    """Statements on a prompt's blocks."""
+
+    keys: bytes
+    said: list[Statement]
+
+
 class DetachNotice(_Message):
     """The process has unmapped the memory, and uses no slot any more."""
 
@@ -183,7 +201,8 @@ class DetachNotice(_Message):
 class AttachAnswer(_Message):
     """Answer to ``AttachRequest``, with the memory's file descriptor.
 
-    instance: name of this memory; a node that starts with new memory has another one.
+    instance: name of this memory; a node that starts with new memory has another one. storages:
+    names of the storage tiers, fastest first.
     """
 
     id: int
@@ -191,6 +210,7 @@ class AttachAnswer(_Message):
     memory_bytes: int
     segment_bytes: int
     instance: str
+    storages: list[str] = msgspec.field(default_factory=list)
 
 
 class RefusedAnswer(_Message):
@@ -215,8 +235,9 @@ class LookupAnswer(_Message):
     """Answer to ``LookupRequest``.
 
     places: one byte per key, see ``PLACES``. slots, generations: int64, of the blocks in memory, in
-    their order. sources: one byte per key, the tier that it would be read from. pending: number of
-    the look-ups in storage that are in flight.
+    their order. sources: one byte per key, the tier that it would be read from: 0 for memory, then
+    the storage tiers. pending: number of the look-ups in storage that are in flight; if there are
+    any, an ``EndedNotice`` with the request's number follows.
     """
 
     id: int
@@ -230,7 +251,8 @@ class LookupAnswer(_Message):
 class FetchAnswer(_Message):
     """Answer to ``FetchRequest``, one entry per key.
 
-    slots: int64, -1 for a block that is not there. generations: int64. failed: one byte per key, 1 if the block may exist and could not be read.
+    slots: int64, -1 for a block that is not there. generations: int64. failed: one byte per key, 1
+    if the block may exist and could not be read.
     """
 
     id: int
@@ -294,6 +316,8 @@ FromEngine: TypeAlias = (
     | WatchNotice
     | UseNotice
     | PromptNotice
+    | ContinueNotice
+    | HintNotice
     | DetachNotice
 )
 FromNode: TypeAlias = (

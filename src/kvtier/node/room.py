@@ -6,6 +6,7 @@ asks for further segments before it evicts, and gives segments back when the nod
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier.assembly import build_ladder
+from kvtier.hints import Said
 from kvtier.index import State, make_key_index
 from kvtier.index.policies.replayed import RUNS
 from kvtier.keyed.cache import KeyedCache, Reserved
@@ -22,6 +24,8 @@ from kvtier.node.protocol import Int64s
 from kvtier.tiers import MemoryTier, StorageTier
 from kvtier.transfer import LocalMover
 from kvtier.types import DEVICE, HOST, BlockId, Slot
+
+logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
 """Bytes per read from storage, and per write to it."""
@@ -146,6 +150,21 @@ class NodeRoom(KeyedCache):
     def generations(self, slots: Sequence[Slot]) -> Int64s:
         """Return the generation of each slot: int64 [n]."""
         return self.tier.generations[np.asarray(slots, np.int64)]
+
+    def apply(
+        self, keys: Sequence[bytes], said: Sequence[tuple[int, int, int, int, float]]
+    ) -> None:
+        """Apply statements on a prompt's blocks. Invalid ones are ignored.
+
+        said: the statements.
+        """
+        now = self._clock()
+        for word, level, first, end, for_s in said:
+            statement = Said(word, level, first, end, now + for_s)
+            try:
+                self._index.retain(keys, statement, now)
+            except ValueError as error:
+                logger.warning("hint ignored tenant=%s error=%s", self.key.tenant, error)
 
     # -- segments ----------------------------------------------------------------------------------
 

@@ -37,8 +37,10 @@ from kvtier.connectors.vllm.offloading.host_slots import HostSlots
 from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages
 from kvtier.connectors.vllm.prompt import Shape
+from kvtier.connectors.vllm.tiers import rank_tiers
 from kvtier.connectors.vllm.worker import RankRoom
 from kvtier.devices import find_device
+from kvtier.tiers import HostTier
 from kvtier.transfer.ranks import Hello, RankMover, Report
 from kvtier.types import HOST, LoadPolicy
 
@@ -120,13 +122,14 @@ class Manager(OffloadedTiers):
             pytest.skip(POLICY)
         if store_threshold >= 2:
             pytest.skip(REUSE)
+        mover, shape = RankMover({}, ALIGNMENT, 1, 1), Shape((16,), ALIGNMENT)
+        names = VllmNames(None, ALIGNMENT, "vllm")
         super().__init__(
-            RankMover({}, ALIGNMENT, 1, 1),
-            {HOST: num_chunks},
-            VllmNames(None, ALIGNMENT, "vllm"),
-            Shape((16,), ALIGNMENT),
+            rank_tiers(mover, {HOST: num_chunks}, names, shape),
+            mover,
+            names,
+            shape,
             LoadPolicy.ALWAYS,
-            bytes_per_day=0,
             publishes_events=enable_events,
         )
         self.hear(Report(hellos={0: Hello(num_chunks)}))
@@ -218,7 +221,9 @@ class Copies:
         room = RankRoom(slot_bytes, NUM_SLOTS)
         self._worker = OffloadedPages(caches, find_device("cpu"), room, pages_per_block, rank=0)
         _open.append(self._worker)
-        memory = self._worker._host.memory
+        host = self._worker._host
+        assert isinstance(host, HostTier)
+        memory = host.memory
         self._slots = np.ctypeslib.as_array(
             (c_uint8 * memory.nbytes).from_address(memory.address)
         ).reshape(NUM_SLOTS, slot_bytes)

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.connectors.common.paged_pool import GroupPages
 from kvtier.devices import Direction
 from kvtier.errors import CacheError, TierError
+from kvtier.node.guard import SlotGuard
+from kvtier.node.host import SlotMemory
 from kvtier.transfer import Job
 from kvtier.transfer.ranks import RankOrder
 from kvtier.types import DISK, Slot
@@ -22,11 +27,13 @@ class BlockSlots:
         direct: positions, among all keys of the copy, of the blocks that do not.
         reads: orders to read these blocks to where they are used. The slots of an order are
             positions, too.
+        guard: where the slots lie, and how a copy is checked, if they are a node's.
     """
 
     slots: Sequence[Slot]
     direct: Sequence[int] = ()
     reads: Sequence[RankOrder] = ()
+    guard: SlotGuard | None = None
 
     def by_block(self) -> Sequence[Slot | None]:
         """Return the slot of each block, None for a block that is read directly."""
@@ -67,19 +74,47 @@ def pages_with_slots(
     return groups
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotCheck:
+    """Check of a load from a node, after its copy.
+
+    now: int64 [num_slots], the generations that the node changes. slots, then: those that were
+    copied, and their generations when they were leased.
+    """
+
+    now: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    then: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, memory: SlotMemory, slots: BlockSlots) -> SlotCheck | None:
+        """Return the check of a load; None for a process's own memory."""
+        if memory.generations is None or slots.guard is None:
+            return None
+        then = np.asarray(slots.guard.generations, np.int64)
+        return cls(memory.generations, np.asarray(slots.slots, np.int64), then)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the slots have held the same blocks all along."""
+        return bool((self.now[self.slots] == self.then).all())
+
+
 @dataclass(frozen=True, slots=True)
 class PageCopy:
     """A copy between vLLM's pages and host memory on one rank.
 
     slots: of host memory, that are copied from or to.
 
-    job: of the device; None where nothing is copied. reads: from storage to vLLM's pages.
+    job: of the device; None where nothing is copied. reads: from storage to vLLM's pages. check: of
+    a load from a node.
     """
 
     direction: Direction
     slots: frozenset[Slot]
     job: Job | None
     reads: Sequence[Job] = ()
+    check: SlotCheck | None = None
 
     @property
     def _jobs(self) -> Sequence[Job]:

@@ -16,9 +16,11 @@ from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.names import VllmNames
 from kvtier.connectors.vllm.prompt import Shape
 from kvtier.connectors.vllm.settings import VllmSettings
+from kvtier.connectors.vllm.tiers import EngineTiers, node_tiers, rank_tiers
 from kvtier.connectors.vllm.worker import RankRoom, TierWorker
 from kvtier.devices import find_device
 from kvtier.errors import ConfigError
+from kvtier.node.client import NodeClient
 from kvtier.system.memory import total_bytes
 from kvtier.telemetry.logs import log_in_engine
 from kvtier.tiers import StorageFacts
@@ -50,7 +52,8 @@ class Sizes:
         self.names = VllmNames(
             facts, self.slot_bytes, f"vllm {vllm.__version__}", self.settings.namespace
         )
-        self.num_slots = self._num_slots_in("host_capacity", self.settings.host_bytes)
+        host_bytes = 0 if self.settings.node else self.settings.host_bytes
+        self.num_slots = self._num_slots_in("host_capacity", host_bytes)
         self._check_host()
         self.num_disk_slots = self._num_slots_in("disk_capacity", self.settings.disk_bytes)
         store_bytes = self.settings.store_bytes if self.settings.stores else 0
@@ -96,32 +99,58 @@ class Sizes:
     def make_manager(self, kind: type[Manager]) -> Manager:
         """Return the scheduler's half."""
         facts, settings = self.facts, self.settings
-        stores = storage_names(settings.stores, bool(self.num_disk_slots))
+        tokens = tuple(each.tokens_per_page * facts.pages_per_block for each in facts.groups)
+        shape = Shape(tokens, self.slot_bytes, facts.num_shards)
+        mover = self._make_mover()
+        return kind(
+            self._make_tiers(mover, shape),
+            mover,
+            self.names,
+            shape,
+            LoadPolicy(settings.load_policy),
+            facts.publishes_events,
+            settings.client_hints != ClientHints.OFF,
+        )
+
+    def _make_mover(self) -> RankMover:
+        facts = self.facts
         disk = replace(DiskTier.facts, direct=self.direct)
-        storages = {name: disk if name == DISK else StorageFacts(is_shared=True) for name in stores}
-        room = dict.fromkeys(stores, self.num_store_slots)
-        room |= {HOST: self.num_slots, DISK: self.num_disk_slots}
-        mover = RankMover(
-            storages,
+        shared = StorageFacts(is_shared=True)
+        return RankMover(
+            {name: disk if name == DISK else shared for name in self._storage_names},
             self.slot_bytes,
             facts.num_ranks,
             facts.num_shards,
-            settings.lookup_deadline_s,
+            self.settings.lookup_deadline_s,
             device=DEVICE,
         )
-        tokens = tuple(each.tokens_per_page * facts.pages_per_block for each in facts.groups)
-        return kind(
+
+    @property
+    def _storage_names(self) -> list[str]:
+        return storage_names(self.settings.stores, bool(self.num_disk_slots))
+
+    def _make_tiers(self, mover: RankMover, shape: Shape) -> EngineTiers:
+        settings = self.settings
+        if (client := self._node()) is not None:
+            return node_tiers(client, self.names, shape, settings.node_deadline_s)
+        room = dict.fromkeys(self._storage_names, self.num_store_slots)
+        room |= {HOST: self.num_slots, DISK: self.num_disk_slots}
+        return rank_tiers(
             mover,
             room,
             self.names,
-            Shape(tokens, self.slot_bytes, facts.num_shards),
-            LoadPolicy(settings.load_policy),
-            settings.bytes_per_day // facts.num_shards,
-            facts.publishes_events,
+            shape,
+            settings.bytes_per_day // self.facts.num_shards,
             settings.lookup_deadline_s,
             settings.eviction_policy,
-            settings.client_hints != ClientHints.OFF,
         )
+
+    def _node(self) -> NodeClient | None:
+        """Return a client of the node that has the tiers; None if this engine has its own."""
+        settings = self.settings
+        if not settings.node:
+            return None
+        return NodeClient(Path(settings.node), settings.node_tenant, self.facts.engine_id)
 
     # -- in a rank ---------------------------------------------------------------------------------
 
@@ -137,6 +166,7 @@ class Sizes:
             settings.stores if facts.rank < facts.num_shards else (),
             self.num_store_slots * self.slot_bytes,
             facts.num_shards,
+            self._node(),
         )
         with off_compute_cores():
             return kind(pages, find_device(device), room, facts.pages_per_block, facts.rank)

@@ -5,31 +5,25 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from functools import partial
 
-from kvtier.assembly import build_ladder
 from kvtier.connectors.vllm.copies import BlockSlots
 from kvtier.connectors.vllm.counts import LOADED, SHARED, Counts, MetricValues, take_values
 from kvtier.connectors.vllm.names import VllmNames
 from kvtier.connectors.vllm.promotion import Promotion
-from kvtier.connectors.vllm.prompt import GROUP_BYTES, RequestBlocks, Shape, depth
+from kvtier.connectors.vllm.prompt import RequestBlocks, Shape, depth
 from kvtier.connectors.vllm.request_state import Advice, RequestState
-from kvtier.index import make_key_index
-from kvtier.keyed.cache import BlockLocation, Change, KeyedCache, Reserved
-from kvtier.ladder import LadderOptions
+from kvtier.connectors.vllm.tiers import EngineTiers
+from kvtier.keyed.cache import BlockLocation, Change, Reserved
 from kvtier.plan import StepClock
-from kvtier.tiers import DistantRoom, Quota, Room
 from kvtier.transfer.ranks import RankMover, RankOrder, Report
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 
 logger = logging.getLogger(__name__)
 
 MISSING = (BlockLocation.NOWHERE, BlockLocation.UNKNOWN)
-PIECE_BYTES = 16 << 20
-"""Bytes that a rank reads from its disk, or writes to it, at a time."""
 
 
 class Found(Enum):
@@ -58,64 +52,35 @@ class TierManager:
 
     Used on the scheduler's thread.
 
-    room: blocks, per tier; of each rank. bytes_per_day: of a rank's disk. lookup_deadline_s: how
-    long a request waits to hear what a store has. eviction_policy: see ``Settings``. follows_hints:
-    those of clients count.
+    tiers: cache of the engine's blocks. mover: gives orders to the ranks, and takes their reports.
+    follows_hints: those of clients count.
     """
 
     def __init__(
         self,
+        tiers: EngineTiers,
         mover: RankMover,
-        room: Mapping[str, int],
         names: VllmNames,
         shape: Shape,
         policy: LoadPolicy,
-        bytes_per_day: int,
         publishes_events: bool,
-        lookup_deadline_s: float = 0.0,
-        eviction_policy: str = "runs",
         follows_hints: bool = True,
     ) -> None:
         self._follows_hints = follows_hints
         self.names = names
         self.counts = Counts()
         self._mover = mover
-        self._host = DistantRoom(room[HOST])
-        rooms: dict[str, Room] = {HOST: self._host}
-        rooms |= {name: Quota(partial(self._limit, name, room[name])) for name in mover.storages}
-        learning = rooms if shape.is_cut_alike else ()
-        group_bytes = 0 if shape.has_one_group else GROUP_BYTES
-        index = make_key_index(
-            tuple(rooms), lambda: names.digest, learning, eviction_policy, group_bytes
-        )
-        self.ladder = build_ladder(
-            index,
-            rooms,
-            mover,
-            LadderOptions(
-                shape.bytes_per_block,
-                bytes_per_day={DISK: bytes_per_day},
-                piece_blocks=max(1, PIECE_BYTES // max(1, shape.bytes_per_block)),
-                lookup_patience_s=lookup_deadline_s,
-                block_size=shape.block_sizes[0] if index.learning else 0,
-                num_shards=shape.num_shards,
-            ),
-            clock=time.monotonic,
-            device=DEVICE,
-        )
+        self._tiers = tiers
+        self.cache = tiers.cache
+        self.ladder = self.cache.ladder
         self.ladder.metrics.keep_observations(SHARED)
 
         def knows_storage() -> bool:
             return mover.is_complete
 
-        self.cache = KeyedCache(
-            index,
-            self.ladder,
-            lambda: names.digest,
-            time.monotonic,
-            knows_storage,
+        self.bringing = Promotion(
+            self.cache, tiers.num_host_slots, shape, policy, knows_storage, self.counts
         )
-        self.bringing = Promotion(self.cache, self._host, shape, policy, knows_storage, self.counts)
         self.steps = StepClock(self.ladder.account.observe_prefill)
         self._shape = shape
         self._publishes_events = publishes_events
@@ -123,14 +88,10 @@ class TierManager:
         self._events: list[Change] = []
         self._keeps = False
 
-    def _limit(self, tier: str, own: int) -> int:
-        """Return how many blocks every rank has room for. own: by the slots of the first rank."""
-        told = self._mover.num_blocks(tier)
-        return own if told is None else min(own, told)
-
     @property
     def has_storage(self) -> bool:
-        return bool(self.ladder.storages)
+        """Whether blocks may be kept outside of this engine."""
+        return self._tiers.is_shared or bool(self.ladder.storages)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -216,9 +177,7 @@ class TierManager:
         place = visit.found.get(key)
         if not visit.is_shared(key):
             return self.cache.locate_in_memory([key])[0] if place is None else place
-        if place is None or (
-            place is BlockLocation.NOWHERE and self.ladder.storage_lookup.has_unfound_at_once
-        ):
+        if place is None or (place is BlockLocation.NOWHERE and self.cache.has_unfound_at_once):
             place = self.cache.locate(key)
             if place in MISSING and self.cache.adopt_recovered([key]):
                 place = self.cache.locate(key)
@@ -241,7 +200,8 @@ class TierManager:
         self._note_load(keys, visit)
         visit.used.update(dict.fromkeys(keys))
         direct = [at for at, key in enumerate(keys) if key in read] if read else []
-        return BlockSlots(self.cache.hold(held), direct, self._mover.take_reads())
+        slots = self.cache.hold(held)
+        return BlockSlots(slots, direct, self._mover.take_reads(), self.cache.guard(held))
 
     def end_load(self, keys: Collection[bytes], visit: RequestState | None) -> None:
         """Release blocks whose copy to the device has ended, well or not."""
@@ -275,6 +235,10 @@ class TierManager:
         if room is not None and visit is not None:
             visit.used.update(dict.fromkeys(keys))
         return room
+
+    def slots_of(self, room: Reserved) -> BlockSlots:
+        """Return the slots of new blocks, to copy to."""
+        return BlockSlots(room.slots, guard=self.cache.guard(room.keys))
 
     def _begin(self, visit: RequestState) -> None:
         """The first time that its blocks matter: tell the policy of the request."""
@@ -381,6 +345,7 @@ class TierManager:
     def shutdown(self) -> None:
         if self.has_storage:
             self.names.close()
+        self._tiers.close()
 
     # -- what the fronts tell ----------------------------------------------------------------------
 
@@ -401,7 +366,7 @@ class TierManager:
     def hear(self, report: Report) -> None:
         """Take in reports of the ranks, before vLLM hears which of its jobs are done."""
         self._mover.hear(report)
-        self._host.open(self._mover.num_open)
+        self._tiers.open(self._mover.num_open)
         self.cache.distrust(report.failed)
         self.cache.poll()
         now_s = time.monotonic()

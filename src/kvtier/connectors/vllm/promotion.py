@@ -30,8 +30,8 @@ from kvtier.keyed.reuse import (
     reads_directly,
 )
 from kvtier.keyed.waiters import OVER, Awaited, Signal, Wait
+from kvtier.node.cache import NodeCache
 from kvtier.plan import Costs, Tell, explain
-from kvtier.tiers import Room
 from kvtier.types import HOST, LoadPolicy
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ COMING = (BlockLocation.ARRIVING, BlockLocation.STORAGE)
 class DiskAnswer:
     """Over when the ranks' disks have said whether they have a block."""
 
-    cache: KeyedCache
+    cache: KeyedCache | NodeCache
     key: bytes
 
     @property
@@ -56,14 +56,15 @@ class Promotion:
 
     A request is described by the blocks that its last look-up met.
 
-    host: the room of host memory. knows_storage: return whether the ranks' disks have said all that
-    they have. counts: counts blocks that are computed although they were there. clock: seconds.
+    num_host_slots: return the open slots of host memory; None if unknown. knows_storage: return
+    whether the ranks' disks have said all that they have. counts: counts blocks that are computed
+    although they were there. clock: seconds.
     """
 
     def __init__(
         self,
-        cache: KeyedCache,
-        host: Room,
+        cache: KeyedCache | NodeCache,
+        num_host_slots: Callable[[], int | None],
         shape: Shape,
         policy: LoadPolicy,
         knows_storage: Callable[[], bool],
@@ -72,7 +73,7 @@ class Promotion:
     ) -> None:
         self._cache = cache
         self._direct_reads = cache.direct_reads
-        self._host = host
+        self._num_host_slots = num_host_slots
         self._shape = shape
         self._always_loads = policy is LoadPolicy.ALWAYS
         self._knows_storage = knows_storage
@@ -307,7 +308,7 @@ class Promotion:
             sources,
             block_size,
             self._shape.bytes_per_block,
-            None if self._direct_reads.is_for_all else self._host.num_open,
+            None if self._direct_reads.is_for_all else self._num_host_slots(),
         )
 
     def _costs(self) -> Costs:

@@ -10,8 +10,7 @@ from kvtier.connectors.vllm.adapters import AdapterLoad
 from kvtier.connectors.vllm.key_scope import ALL, EVERYWHERE, NOWHERE, KeyScope
 from kvtier.connectors.vllm.prompt import RequestBlocks
 from kvtier.keyed.cache import BlockLocation
-from kvtier.keyed.waiters import Wait
-from kvtier.ladder import PendingLookup
+from kvtier.keyed.waiters import Awaited, Wait
 
 
 @dataclass(slots=True)
@@ -41,7 +40,7 @@ class RequestState:
     request: RequestBlocks
     num_computed: int = 0
     found: dict[bytes, BlockLocation] | None = None
-    asked: Sequence[PendingLookup] = ()
+    asked: Sequence[Awaited] = ()
     wait: Wait | None = None
     unknown: bytes | None = None
     places: dict[bytes, BlockLocation] = field(default_factory=dict)

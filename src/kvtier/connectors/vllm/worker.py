@@ -13,12 +13,22 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.connectors.common.paged_pool import NO_PAGES, GroupPages, PagedPool
-from kvtier.connectors.vllm.copies import BlockSlots, PageCopy, PageRange, pages_with_slots
+from kvtier.connectors.vllm.copies import (
+    BlockSlots,
+    PageCopy,
+    PageRange,
+    SlotCheck,
+    pages_with_slots,
+)
 from kvtier.connectors.vllm.pages import EnginePages
 from kvtier.connectors.vllm.settings import VllmSettings
 from kvtier.devices import CopyBatch, Device, Direction, Finding
+from kvtier.errors import TierError
 from kvtier.grouping import runs_of
 from kvtier.layout import opaque
+from kvtier.node.client import NodeClient
+from kvtier.node.guard import SlotGuard
+from kvtier.node.host import NodeHost, SlotMemory
 from kvtier.tiers import HostTier, StorageTier
 from kvtier.tiers.arena import ArenaOptions
 from kvtier.tiers.disk import DiskOptions, DiskTier
@@ -26,9 +36,9 @@ from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.row import make_storage
 from kvtier.tiers.slots import check_slots
 from kvtier.tiers.wrappers import ShardTier, ThrottledTier
-from kvtier.transfer import LocalMover, TransferEngine, behind
+from kvtier.transfer import Job, LocalMover, TransferEngine, behind
 from kvtier.transfer.ranks import Hello, RankExecutor, RankOrder, Report
-from kvtier.types import DISK, Direct, Slot
+from kvtier.types import DISK, HOST, Direct, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +62,7 @@ class RankRoom:
     same.
 
     stores: URLs, in each of which ``store_bytes`` are this rank's. num_shards: into how many a
-    block is cut, each of which is another rank's.
+    block is cut, each of which is another rank's. node: has the memory, if it is not this rank's.
     """
 
     slot_bytes: int
@@ -63,6 +73,7 @@ class RankRoom:
     stores: Sequence[str] = field(default=(), repr=False)  # a password may be in it
     store_bytes: int = 0
     num_shards: int = 1
+    node: NodeClient | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +108,11 @@ class TierWorker:
         self._rank = rank
         self._pool = pages.pool(pages_per_block, room.slot_bytes)
         device.prepare()
-        group = opaque(room.slot_bytes)
-        arena = ArenaOptions(file=room.shared)
-        self._host = HostTier(group, room.num_slots * room.slot_bytes, device, arena)
+        self._host = _host(room, device, rank)
         self._executor: RankExecutor | None = None
-        try:
-            self._storages = _storages(room, self._host, self._pool, device, rank)
-        except BaseException:
-            self._host.close()  # shared memory would stay when the process has gone
-            raise
-        if self._storages:
-            self._executor = _executor(self._host, self._storages, room, rank)
-            _log([finding for each in self._storages for finding in each.findings()])
+        self._storages: list[StorageTier] = []
+        if isinstance(self._host, HostTier):
+            self._open_storages(self._host, room)
         self._engine = TransferEngine(device)
         self._engine.start()
         self._copies: dict[int, PageCopy] = {}
@@ -116,11 +120,26 @@ class TierWorker:
         found = None if self._executor is None else self._executor.found()
         direct = (each.name for each in self._storages if each.facts.direct is not Direct.OFF)
         self._hello = Hello(
-            self._host.num_open, found, frozenset(direct), self._num_blocks_in_storage()
+            self._num_open(), found, frozenset(direct), self._num_blocks_in_storage()
         )
         self._is_told = False
         self._next_look_s = 0.0
         _log((*device.findings(), *self._host.findings()))
+
+    def _open_storages(self, host: HostTier, room: RankRoom) -> None:
+        """Open this rank's storage, and begin to carry out orders for it."""
+        try:
+            self._storages = _storages(room, host, self._pool, self._device, self._rank)
+        except BaseException:
+            host.close()  # shared memory would stay when the process has gone
+            raise
+        if self._storages:
+            self._executor = _executor(host, self._storages, room, self._rank)
+            _log([finding for each in self._storages for finding in each.findings()])
+
+    def _num_open(self) -> int:
+        """Return the open slots of this rank's own memory."""
+        return self._host.num_open if isinstance(self._host, HostTier) else 0
 
     def take_ended(self) -> list[EndedCopy]:
         """Return the copies that have ended since the last call."""
@@ -166,7 +185,7 @@ class TierWorker:
 
     def take_report(self, steps: frozenset[int]) -> Report:
         """Return this rank's report to the scheduler. steps: that were computed."""
-        if not self._is_told:
+        if not self._is_told and isinstance(self._host, HostTier):
             self._host.arena.forget_file()  # every rank was made before the first step
         failed, self._failed_slots = frozenset(self._failed_slots), set()
         if self._executor is None:
@@ -179,7 +198,7 @@ class TierWorker:
     def _hellos(self) -> dict[int, Hello]:
         """Return what this rank has to say about itself, where that is new."""
         before = Hello(self._hello.num_open, num_blocks=self._hello.num_blocks)
-        now = Hello(self._host.num_open, num_blocks=self._num_blocks_in_storage())
+        now = Hello(self._num_open(), num_blocks=self._num_blocks_in_storage())
         if self._is_told and now == before:
             return {}
         first = replace(self._hello, num_open=now.num_open, num_blocks=now.num_blocks)
@@ -211,16 +230,29 @@ class TierWorker:
     ) -> None:
         """Begin a copy between pages, one range per KV group, and the slots of their blocks."""
         touched = frozenset(slots.slots)
-        check_slots(tuple(touched), self._host.num_slots)
+        memory = _memory(self._host, slots.guard)
+        if memory is None:
+            job = Job(0)
+            job.finish(TierError(HOST, "copy", "the node's memory can't be used"))
+            self._copies[job_id] = PageCopy(direction, touched, job)
+            return
+        check_slots(tuple(touched), memory.num_slots)
         groups = pages_with_slots(pages, slots, self.pages_per_block)
         if slots.reads:
             self._copies[job_id] = self._read_direct(groups, slots, touched)
             return
-        job = self._engine.submit([self._stage(groups, direction)], direction)
-        self._copies[job_id] = PageCopy(direction, touched, job)
+        if isinstance(self._host, NodeHost) and slots.guard is not None:
+            self._host.register(slots.guard, slots.slots)
+            part = self._host.part
+            groups = [replace(group, slots=part(group.slots)) for group in groups]
+        job = self._engine.submit([self._stage(groups, memory, direction)], direction)
+        check = SlotCheck.of(memory, slots) if direction is Direction.LOAD else None
+        self._copies[job_id] = PageCopy(direction, touched, job, check=check)
 
-    def _stage(self, groups: Sequence[GroupPages], direction: Direction) -> CopyBatch:
-        return self._pool.stage(groups, self._host.memory, direction, self._host.seams)
+    def _stage(
+        self, groups: Sequence[GroupPages], memory: SlotMemory, direction: Direction
+    ) -> CopyBatch:
+        return self._pool.stage(groups, memory.memory, direction, memory.seams)
 
     def _read_direct(
         self, groups: Sequence[GroupPages], slots: BlockSlots, touched: frozenset[Slot]
@@ -243,7 +275,9 @@ class TierWorker:
                 some[number] = group.blocks(run.start, run.stop, n)
                 kept.append(some)
         if touched:
-            steps = [self._stage(some, Direction.LOAD) for some in kept]
+            memory = _memory(self._host, None)
+            assert memory is not None, "a rank without memory of its own is told to read"
+            steps = [self._stage(some, memory, Direction.LOAD) for some in kept]
             job = self._engine.submit(steps, Direction.LOAD)
         blocks = self._pool.pieces(pages)
         direct = np.flatnonzero(is_direct).tolist()
@@ -264,9 +298,29 @@ class TierWorker:
             if copy.job is not None and copy.job.error is not None:
                 self._failed_slots |= copy.slots
             return EndedCopy(job_id, has_failed=True)
+        if copy.check is not None and not copy.check.holds:
+            logger.warning("a load is computed: the node gave its slots to other blocks meanwhile")
+            return EndedCopy(job_id, has_failed=True)
         if copy.job is None:
             return EndedCopy(job_id)  # a report tells what reads took
         return EndedCopy(job_id, copy.job.num_bytes, copy.job.seconds)
+
+
+def _host(room: RankRoom, device: Device, rank: int) -> HostTier | NodeHost:
+    """Return the memory of a rank's slots: a tier of its own, or a node's."""
+    if room.node is not None:
+        shard = rank % room.num_shards
+        return NodeHost(room.node, device, room.slot_bytes, shard, room.num_shards)
+    arena = ArenaOptions(file=room.shared)
+    capacity = room.num_slots * room.slot_bytes
+    return HostTier(opaque(room.slot_bytes), capacity, device, arena)
+
+
+def _memory(host: HostTier | NodeHost, guard: SlotGuard | None) -> SlotMemory | None:
+    """Return where slots lie; None if the node's memory can't be used."""
+    if isinstance(host, NodeHost):
+        return host.memory_of(guard)
+    return SlotMemory(host.memory, host.seams, host.num_slots)
 
 
 def _storages(

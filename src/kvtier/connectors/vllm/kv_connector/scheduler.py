@@ -220,7 +220,7 @@ class SchedulerHalf:
             at = tracked.ends[key] // self._page
             stored += pages[at - num : at]
         assert len(stored) == num * len(room.keys), "a block whose pages vLLM has not told"
-        slots = BlockSlots(room.slots)
+        slots = self.manager.slots_of(room)
         job = self._begin_job(tracked, room.keys, PageRange(stored), slots, is_store=True)
         tracked.stores.add(job.job_id)
         self._stores.append(job)

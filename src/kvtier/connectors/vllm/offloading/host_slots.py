@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
 
 from kvtier.connectors.vllm.copies import BlockSlots
+from kvtier.node.guard import SlotGuard
 from kvtier.transfer.ranks import RankOrder
 from kvtier.types import Slot
 
@@ -19,14 +20,17 @@ class HostSlots(BlockIDsLoadStoreSpec):
         block_ids: Sequence[int],
         direct: Sequence[int] = (),
         reads: Sequence[RankOrder] = (),
+        guard: SlotGuard | None = None,
     ) -> None:
         super().__init__(list(block_ids))
         self.direct = direct
         self.reads = reads
+        self.guard = guard
 
     @classmethod
     def of(cls, slots: BlockSlots) -> HostSlots:
-        return cls(slots.slots, slots.direct, slots.reads)
+        return cls(slots.slots, slots.direct, slots.reads, slots.guard)
 
     def to_slots(self) -> BlockSlots:
-        return BlockSlots([Slot(each) for each in self.block_ids.tolist()], self.direct, self.reads)
+        slots = [Slot(each) for each in self.block_ids.tolist()]
+        return BlockSlots(slots, self.direct, self.reads, self.guard)

@@ -70,7 +70,7 @@ class OffloadedTiers(TierManager, OffloadingManager):
         room = self.begin_store(keys, _state(req_context))
         if room is None:
             return None
-        return PrepareStoreOutput(room.keys, HostSlots(room.slots), room.evicted)
+        return PrepareStoreOutput(room.keys, HostSlots.of(self.slots_of(room)), room.evicted)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True

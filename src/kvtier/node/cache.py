@@ -1,0 +1,525 @@
+"""Client of a node in place of a ``KeyedCache``: the cache of one engine that brings its own keys.
+
+    begin_lookup --> promote, while the request waits --> hold --> the ranks copy --> release
+    reserve --> the ranks copy --> commit
+
+A look-up leases the blocks that it finds in memory until the next ``poll``, so that ``hold`` can't
+fail. The ranks map the node's memory and copy themselves (``host.py``). Each request has a
+deadline; without an answer in time the engine computes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from threading import Thread
+from typing import TypeVar
+
+from kvtier.hints import Hint, Said, waits
+from kvtier.keyed.cache import BlockLocation, Change, Reserved
+from kvtier.keyed.waiters import Signal
+from kvtier.ladder import CostMetrics
+from kvtier.node import protocol
+from kvtier.node.client import Channel, NodeClient, NodeError, OpenedRoom
+from kvtier.node.guard import RoomFacts, SlotGuard
+from kvtier.node.protocol import FromEngine
+from kvtier.plan import CostModel, Costs, ways_of
+from kvtier.telemetry import Metrics
+from kvtier.types import DEVICE, HOST, Direct, Slot
+
+Answer = TypeVar("Answer")
+Result = TypeVar("Result")
+
+LOCATIONS = {
+    protocol.ABSENT: BlockLocation.NOWHERE,
+    protocol.ARRIVING: BlockLocation.ARRIVING,
+    protocol.MEMORY: BlockLocation.MEMORY,
+    protocol.STORAGE: BlockLocation.STORAGE,
+    protocol.UNKNOWN: BlockLocation.UNKNOWN,
+}
+OPEN_S = 10.0
+"""Longest wait for a room, off the engine's thread."""
+
+
+@dataclass(slots=True, eq=False)
+class NodeSignal:
+    """Over when the node says so, or when it can't any more.
+
+    channel: the connection. watch: number of the notice.
+    """
+
+    channel: Channel
+    watch: int
+
+    @property
+    def is_over(self) -> bool:
+        self.channel.hear()
+        return not self.channel.is_open or self.watch in self.channel.ended
+
+
+class NoDirectReads:
+    """Direct reads of a cache that has none: an engine does not reach the node's storage."""
+
+    is_for_all = False
+
+    def how(self, key: bytes) -> Direct:
+        return Direct.OFF
+
+    def read(self, keys: Sequence[bytes], places: Sequence[int]) -> list[str]:
+        return []
+
+
+class NodeLadder:
+    """Costs and metrics of an engine whose tiers are in a node, as ``Ladder`` has them.
+
+    What moves within the node is in the node's own metrics.
+    """
+
+    is_busy = False
+
+    def __init__(self) -> None:
+        self.metrics = Metrics(is_exposed=False)
+        self.costs = CostModel()
+        self.account = CostMetrics(self.metrics, self.costs)
+        self.storages: list[str] = []
+
+    def cost_snapshot(self) -> Costs:
+        """Return current costs of copies and prefill."""
+        return self.costs.snapshot(ways=ways_of((DEVICE, HOST), self.storages, ()))
+
+    def used_slots(self) -> dict[str, int]:
+        return {}
+
+    def open_slots(self) -> dict[str, int]:
+        return {}
+
+
+class NodeCache:
+    """Cache of one engine in a node. Owned by one thread.
+
+    Keys are the engine's, of one length. Nothing raises because of the node: without it every block
+    is nowhere, and nothing is stored.
+
+    Args:
+        client: connections to the node.
+        namespace: return the digest of everything else that decides on the bytes of a block; b""
+            while it is unknown. A new digest is a new room, and forgets all leases.
+        block_bytes: bytes of a block, of all ranks together.
+        deadline_s: longest wait for an answer.
+        clock: seconds.
+    """
+
+    learns = True
+    has_unfound_at_once = False
+
+    def __init__(
+        self,
+        client: NodeClient,
+        namespace: Callable[[], bytes],
+        block_bytes: int,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.memory = HOST
+        self.ladder = NodeLadder()
+        self.direct_reads = NoDirectReads()
+        self._client = client
+        self._namespace = namespace
+        self._block_bytes = block_bytes
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._room = _Room(RoomFacts(b"", block_bytes, 0), "", 0)
+        self._opener: Thread | None = None
+        self._watches = count(1 << 32)
+        self._places: dict[bytes, BlockLocation] = {}  # of the last look-ups
+        self._sources: dict[bytes, str] = {}
+        self._reads: list[_Read] = []
+
+    # -- locations ---------------------------------------------------------------------------------
+
+    def locate(self, key: bytes) -> BlockLocation:
+        """Return the location of one block, as the last look-up found it."""
+        place = self._places.get(key)
+        return self.begin_lookup([key])[0][0] if place is None else place
+
+    def locate_all(self, keys: Sequence[bytes]) -> list[BlockLocation]:
+        """Return the location of each block, by a look-up."""
+        return self.begin_lookup(keys)[0] if keys else []
+
+    def locate_in_memory(self, keys: Sequence[bytes]) -> list[BlockLocation]:
+        """Return that no block is there: a node has no blocks that must stay in one process."""
+        return [BlockLocation.NOWHERE] * len(keys)
+
+    def begin_lookup(
+        self, keys: Sequence[bytes], has_gaps: bool = False
+    ) -> tuple[list[BlockLocation], list[NodeSignal]]:
+        """Look up a prompt's blocks, and lease those in memory until the next ``poll``.
+
+        See ``KeyedCache.begin_lookup``.
+        """
+        told = b"".join(keys)
+        found = self._ask(
+            keys,
+            lambda request, room: protocol.LookupRequest(request, room, told, has_gaps),
+            protocol.LookupAnswer,
+        )
+        if found is None:
+            return [BlockLocation.NOWHERE] * len(keys), []
+        answer, channel = found
+        places = [LOCATIONS[code] for code in answer.places]
+        self._places.update(zip(keys, places, strict=True))
+        tiers = (HOST, *self.ladder.storages)
+        self._sources.update((key, tiers[at]) for key, at in zip(keys, answer.sources, strict=True))
+        ready = [key for key, at in zip(keys, places, strict=True) if at is BlockLocation.MEMORY]
+        slots = protocol.unpack(answer.slots).tolist()
+        generations = protocol.unpack(answer.generations).tolist()
+        leases = self._room.leases
+        for key, slot, generation in zip(ready, slots, generations, strict=True):
+            leases.setdefault(key, _Lease(slot, generation)).num += 1
+        return places, [NodeSignal(channel, answer.id)] if answer.pending else []
+
+    def adopt_recovered(self, keys: Collection[bytes]) -> list[bytes]:
+        """Return nothing: a look-up adopts what the node's storage has recovered."""
+        return []
+
+    def sources(self, keys: Sequence[bytes]) -> list[str]:
+        """Return the tier that each block would be read from, as the last look-up found it."""
+        return [self._sources.get(key, HOST) for key in keys]
+
+    def origins(self, keys: Sequence[bytes]) -> list[str]:
+        """Return the tier from which each block in memory was brought for this engine."""
+        return [self._room.brought.get(key, HOST) for key in keys]
+
+    # -- slots -------------------------------------------------------------------------------------
+
+    def hold(self, keys: Sequence[bytes]) -> list[Slot]:
+        """Return the slots of blocks in memory, to copy from. They are held until ``release``.
+
+        A block that is not leased any more has a slot whose copy is found to be wrong.
+        """
+        room = self._room
+        if any(key not in room.leases for key in keys):
+            self.begin_lookup(list(keys))
+        slots = []
+        for key in keys:
+            lease = room.leases.get(key)
+            if lease is None:
+                slots.append(Slot(0))
+                continue
+            lease.num_holds += 1
+            slots.append(lease.slot)
+        return slots
+
+    def release(self, keys: Collection[bytes]) -> None:
+        """Release blocks whose copies have ended."""
+        given_back = []
+        for key in keys:
+            lease = self._room.leases.get(key)
+            if lease is not None and lease.num_holds:
+                lease.num_holds -= 1
+                lease.num -= 1
+                given_back.append(lease.slot)
+                self._room.brought.pop(key, None)
+                if not lease.num:
+                    del self._room.leases[key]
+        self._give_back(given_back)
+
+    def guard(self, keys: Sequence[bytes]) -> SlotGuard:
+        """Return what the ranks need to check copies of leased or reserved blocks."""
+        room = self._room
+        slots = [room.leases.get(key) or room.reserved.get(key) or _NO_LEASE for key in keys]
+        return SlotGuard(room.instance, room.facts, [slot.generation for slot in slots])
+
+    def reserve(self, keys: Collection[bytes]) -> Reserved | None:
+        """Reserve slots for those of ``keys`` that are new. None if there is too little room."""
+        wanted = list(dict.fromkeys(keys))
+        told = b"".join(wanted)
+        found = self._ask(
+            wanted,
+            lambda request, room: protocol.ReserveRequest(request, room, told),
+            protocol.ReserveAnswer,
+        )
+        if found is None:
+            return None
+        answer, _ = found
+        new = [key for key, is_new in zip(wanted, answer.new, strict=True) if is_new]
+        if not new and not all(answer.known):
+            return None
+        slots = protocol.unpack(answer.slots).tolist()
+        generations = protocol.unpack(answer.generations).tolist()
+        for key, slot, generation in zip(new, slots, generations, strict=True):
+            self._room.reserved[key] = _Lease(slot, generation)
+        return Reserved(new, slots, [])
+
+    def commit(self, keys: Sequence[bytes], depths: Sequence[int], to_storage: bool = True) -> None:
+        """Note that blocks have been copied into their slots.
+
+        Blocks that must not leave this process are given up.
+        """
+        if not to_storage:
+            self.abort(keys)
+            return
+        reserved = self._room.reserved
+        mine = [(key, at) for key, at in zip(keys, depths, strict=True) if key in reserved]
+        slots = [reserved.pop(key).slot for key, _ in mine]
+        if slots:
+            told = protocol.pack(slots), protocol.pack([at for _, at in mine])
+            self._tell(lambda number: protocol.CommitNotice(number, *told))
+
+    def abort(self, keys: Iterable[bytes]) -> None:
+        """Give up blocks that were not copied into their slots."""
+        reserved = self._room.reserved
+        slots = protocol.pack([reserved.pop(key).slot for key in keys if key in reserved])
+        if slots:
+            self._tell(lambda number: protocol.AbortNotice(number, slots))
+
+    def distrust(self, slots: Collection[Slot]) -> None:
+        """Give up the blocks in slots for which a copy failed."""
+        if slots:
+            told = protocol.pack(list(slots))
+            self._tell(lambda number: protocol.DistrustNotice(number, told))
+
+    def _give_back(self, slots: Sequence[Slot]) -> None:
+        if slots:
+            told = protocol.pack(slots)
+            self._tell(lambda number: protocol.ReleaseNotice(number, told))
+
+    # -- between memory and storage ----------------------------------------------------------------
+
+    def promote(self, keys: Sequence[bytes], beside: Sequence[bytes] = ()) -> int:
+        """Begin to read blocks from storage into memory; see ``KeyedCache.promote``."""
+        told, kept = b"".join(keys), b"".join(beside)
+        found = self._ask(
+            keys,
+            lambda request, room: protocol.PromoteRequest(request, room, told, kept),
+            protocol.PromoteAnswer,
+        )
+        if found is None:
+            return 0
+        begun = keys[: found[0].num]
+        self._room.brought.update(zip(begun, self.sources(begun), strict=True))
+        return len(begun)
+
+    def wait_for_reads(self, keys: Sequence[bytes]) -> NodeSignal | Signal:
+        """Return a signal that is over when none of the blocks is in flight to memory."""
+        watch, told = next(self._watches), b"".join(keys)
+        channel = self._tell(lambda room: protocol.WatchNotice(room, watch, told))
+        if channel is None:
+            return Signal(is_over=True)
+        signal, now_s = NodeSignal(channel, watch), self._clock()
+        for tier, num in Counter(self.sources(keys)).items():
+            if tier != HOST:
+                self._reads.append(_Read(signal, tier, num * self._block_bytes, now_s))
+        return signal
+
+    # -- use ---------------------------------------------------------------------------------------
+
+    def touch(self, keys: Collection[bytes]) -> None:
+        """Note a use of blocks, given in prompt order."""
+        if keys:
+            told = b"".join(keys)
+            self._tell(lambda number: protocol.UseNotice(number, told))
+
+    def on_request(self, keys: Iterable[bytes]) -> None:
+        """Report a new request; see ``KeyedCache.on_request``."""
+        if told := b"".join(keys):
+            self._tell(lambda number: protocol.PromptNotice(number, told))
+
+    def continues(self, keys: Iterable[bytes], before: bytes) -> None:
+        """Report that an answer's blocks follow ``before``."""
+        if told := b"".join(keys):
+            self._tell(lambda number: protocol.ContinueNotice(number, told, before))
+
+    def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> None:
+        """Apply a hint to the blocks of a prompt, from now on."""
+        self._say(keys, hint.said(block_size, 0.0))
+
+    def wait(self, keys: Collection[bytes], is_waiting: bool) -> None:
+        """Note that a request has been queued (True), or is queued no longer (False)."""
+        self._say(keys, [waits(is_waiting, 0.0)])
+
+    def _say(self, keys: Collection[bytes], said: Sequence[Said]) -> None:
+        """Send statements on blocks, whose times are seconds from now."""
+        if keys and said:
+            told, statements = b"".join(keys), [_fields(each) for each in said]
+            self._tell(lambda number: protocol.HintNotice(number, told, statements))
+
+    # -- upkeep ------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Release the leases of look-ups that were not held, and note reads that have ended."""
+        given_back: list[Slot] = []
+        leases = self._room.leases
+        for key in [key for key, lease in leases.items() if lease.num > lease.num_holds]:
+            lease = leases[key]
+            given_back += [lease.slot] * (lease.num - lease.num_holds)
+            lease.num = lease.num_holds
+            if not lease.num:
+                del leases[key]
+        self._give_back(given_back)
+        self._places.clear()
+        self._sources.clear()
+        now_s = self._clock()
+        for read in [read for read in self._reads if read.signal.is_over]:
+            self._reads.remove(read)
+            self.ladder.costs.observe_copy((read.tier, HOST), read.num_bytes, now_s - read.since_s)
+
+    def clear(self) -> None:
+        """Give up everything that this engine uses. The engine's blocks stay in the node.
+
+        The caller ends its own copies first, and gives other blocks other names from now on.
+        """
+        self.end_copies()
+
+    def end_copies(self) -> None:
+        """End the engine's own copies. It must wait for them first."""
+        self.abort(list(self._room.reserved))
+        leases = self._room.leases.values()
+        self._give_back([lease.slot for lease in leases for _ in range(lease.num)])
+        self._room.leases.clear()
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if leases and copies don't add up."""
+        room = self._room
+        assert all(0 <= each.num_holds <= each.num for each in room.leases.values())
+        assert room.leases.keys().isdisjoint(room.reserved), "copied to and from at a time"
+
+    def take_changes(self) -> list[Change]:
+        """Return nothing: the node publishes which blocks enter and leave its tiers."""
+        return []
+
+    def close(self) -> None:
+        """Say goodbye to the node. No copy may be in flight."""
+        if self._opener is not None:
+            self._opener.join()
+        self.end_copies()
+        self._client.close()
+
+    # -- the node ----------------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        keys: Sequence[bytes],
+        make: Callable[[int, int], FromEngine],
+        kind: type[Answer],
+    ) -> tuple[Answer, Channel] | None:
+        """Return the answer to a request, and the connection it came by. None without one.
+
+        keys: some keys. make: return the message, from the numbers of the request and the room.
+        """
+        scope = self._namespace()
+        if not scope or not keys:
+            return None
+        facts = RoomFacts(scope, self._block_bytes, len(keys[0]))
+        until_s = time.monotonic() + self._deadline_s
+
+        def ask(channel: Channel) -> Answer | None:
+            if not channel.has_room(facts):
+                self._open(facts)
+                return None
+            room = channel.room(facts, until_s)
+            self._enter(facts, room)
+            return channel.request(lambda number: make(number, room.number), kind, until_s)
+
+        answer, channel = self._with_channel(ask, until_s)
+        return None if answer is None or channel is None else (answer, channel)
+
+    def _tell(self, make: Callable[[int], FromEngine]) -> Channel | None:
+        """Send a notice on the room; return the connection, or None if there is none.
+
+        make: return the message, from the number of the room.
+        """
+        until_s = time.monotonic() + self._deadline_s
+        number, instance = self._room.number, self._room.instance
+
+        def tell(channel: Channel) -> bool:
+            if channel.mapped.instance != instance:
+                return False  # the memory that it is about is gone
+            channel.notify(make(number), until_s)
+            return True
+
+        is_told, channel = self._with_channel(tell, until_s) if instance else (None, None)
+        return channel if is_told else None
+
+    def _with_channel(
+        self, use: Callable[[Channel], Result], until_s: float
+    ) -> tuple[Result | None, Channel | None]:
+        """Return what ``use`` returns for a connection, and it; None if the node fails."""
+        try:
+            channel = self._client.take(until_s)
+        except NodeError:
+            return None, None
+        failure: NodeError | None = None
+        try:
+            return use(channel), channel
+        except NodeError as error:
+            failure = error
+            return None, None
+        finally:
+            self._client.put_back(channel, failure)
+
+    def _enter(self, facts: RoomFacts, room: OpenedRoom) -> None:
+        """Forget all leases if they are of another room, or of a memory that is gone."""
+        instance = room.mapped.instance
+        if (self._room.facts, self._room.instance) != (facts, instance):
+            self._room = _Room(facts, instance, room.number)
+
+    def _open(self, facts: RoomFacts) -> None:
+        """Begin to open the room on a thread of its own: the node may have to open a slab."""
+        if self._opener is None or not self._opener.is_alive():
+            self._opener = Thread(
+                target=self._open_now, args=(facts,), name="kvtier-node", daemon=True
+            )
+            self._opener.start()
+
+    def _open_now(self, facts: RoomFacts) -> None:
+        until_s = time.monotonic() + OPEN_S
+        opened, channel = self._with_channel(lambda each: each.room(facts, until_s), until_s)
+        if opened is not None and channel is not None:
+            self.ladder.storages = list(channel.mapped.storages)
+
+
+def _fields(said: Said) -> protocol.Statement:
+    return (said.word, said.level, said.first, said.end, said.until)
+
+
+@dataclass(slots=True)
+class _Lease:
+    """A slot that this engine uses. num: leases, of which ``num_holds`` are copies in flight."""
+
+    slot: Slot
+    generation: int
+    num: int = 0
+    num_holds: int = 0
+
+
+_NO_LEASE = _Lease(Slot(0), -1)
+"""Stands for a block that is not leased: the check of its copy fails."""
+
+
+@dataclass(slots=True)
+class _Room:
+    """State of this engine in a room.
+
+    brought: by key, the tier from which a block was brought for this engine, until its first use.
+    """
+
+    facts: RoomFacts
+    instance: str
+    number: int
+    leases: dict[bytes, _Lease] = field(default_factory=dict)
+    reserved: dict[bytes, _Lease] = field(default_factory=dict)
+    brought: dict[bytes, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A read from storage that a request waits for."""
+
+    signal: NodeSignal
+    tier: str
+    num_bytes: int
+    since_s: float

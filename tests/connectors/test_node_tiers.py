@@ -1,0 +1,102 @@
+"""kvtier's own front under vLLM over a node: two engines, one cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.connectors.kv_world import KvWorld
+from tests.nodes import RunningNode, running
+
+TEXT = "the quick brown fox jump"
+"""Six pages."""
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[RunningNode]:
+    with running(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def make(node: RunningNode) -> Iterator[Callable[..., KvWorld]]:
+    with ExitStack() as stack:
+
+        def world(**options: Any) -> KvWorld:
+            made = KvWorld(node=node.socket, **options)
+            stack.callback(made.close)
+            stack.callback(made.half.manager.cache.check_invariants)
+            _open_room(made)
+            return made
+
+        yield world
+
+
+def _open_room(world: KvWorld) -> None:
+    """Ask until the room is open: an engine computes meanwhile."""
+    cache, until_s = world.half.manager.cache, time.monotonic() + 10
+    while not cache.ladder.storages and not cache._client._idle:  # type: ignore[union-attr]
+        assert time.monotonic() < until_s
+        cache.locate(b"k" * 36)
+        time.sleep(0.01)
+    while cache.reserve([b"k" * 36]) is None:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    cache.abort([b"k" * 36])
+
+
+def _are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*each) for each in zip(one, other, strict=True))
+
+
+def _serves_again(world: KvWorld, name: str, pages: list[int]) -> None:
+    again = world.request(name, TEXT + "s")
+    assert world.asks(again) == len(TEXT)
+    world.gets_pages(again, pages, len(TEXT))
+    world.step()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_pages_of_one_engine_come_to_another_byte_for_byte(
+    make: Callable[..., KvWorld], num_ranks: int
+) -> None:
+    one, other = make(num_ranks=num_ranks), make(num_ranks=num_ranks)
+    one.fill(range(6), seed=1)
+    before = one.bytes_of(range(6))
+    first = one.serve("first", TEXT, range(6))
+    assert one.half.finish(first, range(6)) is False, "nothing is under way any more"
+    other.fill(range(24), seed=2)
+    _serves_again(other, "again", [9, 20, 3, 14, 7, 11, 12])
+    assert other.loaded == {"again"}
+    assert _are_equal(other.bytes_of([9, 20, 3, 14, 7, 11]), before)
+    assert not other.failed
+
+
+def test_engine_computes_while_its_node_is_dead_and_finds_it_again(
+    make: Callable[..., KvWorld], node: RunningNode
+) -> None:
+    world = make()
+    world.fill(range(6), seed=1)
+    world.serve("first", TEXT, range(6))
+    node.kill()
+    for number in range(4):
+        dead = world.request(f"dead {number}", TEXT + "s")
+        assert world.asks(dead) == 0
+    node.start()
+    until_s = time.monotonic() + 20
+    cache = world.half.manager.cache
+    while cache.reserve([b"k" * 36]) is None:
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    cache.abort([b"k" * 36])
+    world.serve("second", TEXT, range(6))
+    before = world.bytes_of(range(6))
+    _serves_again(world, "again", [9, 20, 3, 14, 7, 11, 12])
+    assert _are_equal(world.bytes_of([9, 20, 3, 14, 7, 11]), before)
+    assert not world.failed
