@@ -41,10 +41,6 @@ def make(node: RunningNode) -> Iterator[Callable[..., KvWorld]]:
 def _open_room(world: KvWorld) -> None:
     """Ask until the room is open: an engine computes meanwhile."""
     cache, until_s = world.half.manager.cache, time.monotonic() + 10
-    while not cache.ladder.storages and not cache._client._idle:  # type: ignore[union-attr]
-        assert time.monotonic() < until_s
-        cache.locate(b"k" * 36)
-        time.sleep(0.01)
     while cache.reserve([b"k" * 36]) is None:
         assert time.monotonic() < until_s
         time.sleep(0.01)

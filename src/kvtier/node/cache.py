@@ -31,7 +31,6 @@ from kvtier.telemetry import Metrics
 from kvtier.types import DEVICE, HOST, Direct, Slot
 
 Answer = TypeVar("Answer")
-Result = TypeVar("Result")
 
 LOCATIONS = {
     protocol.ABSENT: BlockLocation.NOWHERE,
@@ -416,16 +415,23 @@ class NodeCache:
         facts = RoomFacts(scope, self._block_bytes, len(keys[0]))
         until_s = time.monotonic() + self._deadline_s
 
-        def ask(channel: Channel) -> Answer | None:
-            if not channel.has_room(facts):
-                self._open(facts)
-                return None
+        channel = self._take(until_s)
+        if channel is None:
+            return None
+        if not channel.has_room(facts):
+            self._open(channel, facts)
+            return None
+        failure: NodeError | None = None
+        try:
             room = channel.room(facts, until_s)
             self._enter(facts, room)
-            return channel.request(lambda number: make(number, room.number), kind, until_s)
-
-        answer, channel = self._with_channel(ask, until_s)
-        return None if answer is None or channel is None else (answer, channel)
+            answer = channel.request(lambda number: make(number, room.number), kind, until_s)
+            return answer, channel
+        except NodeError as error:
+            failure = error
+            return None
+        finally:
+            self._client.put_back(channel, failure)
 
     def _tell(self, make: Callable[[int], FromEngine]) -> Channel | None:
         """Send a notice on the room; return the connection, or None if there is none.
@@ -435,31 +441,26 @@ class NodeCache:
         until_s = time.monotonic() + self._deadline_s
         number, instance = self._room.number, self._room.instance
 
-        def tell(channel: Channel) -> bool:
-            if channel.mapped.instance != instance:
-                return False  # the memory that it is about is gone
-            channel.notify(make(number), until_s)
-            return True
-
-        is_told, channel = self._with_channel(tell, until_s) if instance else (None, None)
-        return channel if is_told else None
-
-    def _with_channel(
-        self, use: Callable[[Channel], Result], until_s: float
-    ) -> tuple[Result | None, Channel | None]:
-        """Return what ``use`` returns for a connection, and it; None if the node fails."""
-        try:
-            channel = self._client.take(until_s)
-        except NodeError:
-            return None, None
+        channel = self._take(until_s) if instance else None
+        if channel is None:
+            return None
         failure: NodeError | None = None
         try:
-            return use(channel), channel
+            if channel.mapped.instance != instance:
+                return None  # the memory that it is about is gone
+            channel.notify(make(number), until_s)
+            return channel
         except NodeError as error:
             failure = error
-            return None, None
+            return None
         finally:
             self._client.put_back(channel, failure)
+
+    def _take(self, until_s: float) -> Channel | None:
+        try:
+            return self._client.take(until_s)
+        except NodeError:
+            return None
 
     def _enter(self, facts: RoomFacts, room: OpenedRoom) -> None:
         """Forget all leases if they are of another room, or of a memory that is gone."""
@@ -467,19 +468,25 @@ class NodeCache:
         if (self._room.facts, self._room.instance) != (facts, instance):
             self._room = _Room(facts, instance, room.number)
 
-    def _open(self, facts: RoomFacts) -> None:
-        """Begin to open the room on a thread of its own: the node may have to open a slab."""
-        if self._opener is None or not self._opener.is_alive():
-            self._opener = Thread(
-                target=self._open_now, args=(facts,), name="kvtier-node", daemon=True
-            )
-            self._opener.start()
+    def _open(self, channel: Channel, facts: RoomFacts) -> None:
+        """Open the room on a thread of its own: the node may have to open a slab."""
+        if self._opener is not None and self._opener.is_alive():
+            self._client.put_back(channel)
+            return
+        self._opener = Thread(
+            target=self._open_now, args=(channel, facts), name="kvtier-node", daemon=True
+        )
+        self._opener.start()
 
-    def _open_now(self, facts: RoomFacts) -> None:
-        until_s = time.monotonic() + OPEN_S
-        opened, channel = self._with_channel(lambda each: each.room(facts, until_s), until_s)
-        if opened is not None and channel is not None:
+    def _open_now(self, channel: Channel, facts: RoomFacts) -> None:
+        failure: NodeError | None = None
+        try:
+            channel.room(facts, time.monotonic() + OPEN_S)
             self.ladder.storages = list(channel.mapped.storages)
+        except NodeError as error:
+            failure = error
+        finally:
+            self._client.put_back(channel, failure)
 
 
 def _fields(said: Said) -> protocol.Statement:

@@ -1,0 +1,64 @@
+"""Real vLLM engines over one node: what one has computed, the next one loads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+from tests.nodes import RunningNode, running
+from tests.vllm.engines import BLOCK, connector, engine, one_by_one, own_connector, prompt
+
+PROMPTS = [prompt(seed, 4 * BLOCK + 44) for seed in range(4)]
+SETTINGS: dict[str, Any] = {"node_deadline_s": 1.0}
+FRONTS = {"offloading": connector, "own": own_connector}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[RunningNode]:
+    disk = tmp_path / "disk"
+    with running(
+        tmp_path, host_capacity="256MiB", disk_path=str(disk), disk_capacity="128MiB"
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[Any]]:
+    """Return vLLM's answers without kvtier: computed, and from its own pool."""
+    with engine(None) as llm:
+        pairs = [one_by_one(llm, [each, each]) for each in PROMPTS]
+    return {"cold": [first for first, _ in pairs], "warm": [second for _, second in pairs]}
+
+
+def _has_room(llm: Any) -> None:
+    """Let the engine attach: until then it computes."""
+    for seed in range(20):
+        one_by_one(llm, [prompt(1000 + seed, 3)])
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_second_engine_loads_what_the_first_has_computed(
+    node: RunningNode, alone: dict[str, list[Any]], front: str
+) -> None:
+    config = FRONTS[front](node=str(node.socket), **SETTINGS)
+    with engine(config) as llm:
+        _has_room(llm)
+        one_by_one(llm, [prompt(99, BLOCK + 1)])
+        _has_room(llm)
+        assert one_by_one(llm, PROMPTS) == alone["cold"]
+    with engine(config) as llm:
+        one_by_one(llm, [prompt(99, BLOCK + 1)])
+        _has_room(llm)
+        assert one_by_one(llm, PROMPTS) == alone["warm"]
+        assert llm.reset_prefix_cache()
+        node.kill()
+        assert [answer for _, answer in one_by_one(llm, PROMPTS)] == [
+            answer for _, answer in alone["cold"]
+        ]
