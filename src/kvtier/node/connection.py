@@ -13,6 +13,7 @@ from contextlib import suppress
 from kvtier.errors import CacheError
 from kvtier.keyed.cache import BlockLocation
 from kvtier.node import protocol
+from kvtier.node.deleting import delete_blocks
 from kvtier.node.engines import AttachedEngine, AttachError, EngineProcess, Holdings
 from kvtier.node.node import CacheNode
 from kvtier.node.protocol import FromEngine, FromNode, ProtocolError, split_keys, unpack
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 RECEIVED_AT_ONCE = 1 << 20
 MOST_UNSENT_BYTES = 256 << 20
 """A process that reads none of its answers is disconnected when so many bytes wait for it."""
+DELETE_S = 8.0
+"""Longest wait of an engine's deletion for storage to confirm it."""
 LOOK_AGAIN_S = 0.05
 """Longest time between two looks at whether a fetch has ended."""
 
@@ -281,6 +284,8 @@ class Connection:
                 self._begin(self._fetch(message, held))
             case protocol.FindRequest():
                 self._begin(self._find(message, room))
+            case protocol.DeleteRequest():
+                self._begin(self._delete(message, room))
             case protocol.WatchNotice():
                 self._begin(self._watch(message, room))
             case protocol.CommitNotice():
@@ -336,27 +341,20 @@ class Connection:
             await self._registry.wait(time.monotonic() + LOOK_AGAIN_S)
         self.send(protocol.EndedNotice(message.watch))
 
+    async def _delete(self, message: protocol.DeleteRequest, room: NodeRoom) -> None:
+        keys = _keys(message.keys, room)
+        until_s = time.monotonic() + DELETE_S
+        left = await delete_blocks(room, keys, self._registry.wait, until_s)
+        outcomes = (
+            protocol.FAILED if at in left else protocol.MISSING for at, _ in enumerate(keys)
+        )
+        self.send(protocol.OutcomesAnswer(message.id, bytes(outcomes)))
+
     async def _fetch(self, message: protocol.FetchRequest, held: Holdings) -> None:
         """Read a prompt's blocks into memory, as many as there is room for, and lease them."""
         room = held.room
         keys = _keys(message.keys, room)
-        until_s = time.monotonic() + message.timeout_s
-        promoted: set[bytes] = set()
-        while True:
-            places, pending = room.begin_lookup(keys)
-            stored = [
-                key
-                for key, place in zip(keys, places, strict=True)
-                if place is BlockLocation.STORAGE and key not in promoted
-            ]
-            if stored:
-                promoted.update(stored[: room.promote(stored)])
-                places = room.locate_all(keys)
-            is_waiting = any(not each.is_over for each in pending) or any(
-                place is BlockLocation.ARRIVING for place in places
-            )
-            if not is_waiting or not await self._registry.wait(until_s):
-                break
+        places = await bring(room, keys, self._registry, time.monotonic() + message.timeout_s)
         there = [place is BlockLocation.MEMORY for place in places]
         ready = [key for key, is_there in zip(keys, there, strict=True) if is_there]
         slots = [-1] * len(keys)
@@ -370,6 +368,31 @@ class Connection:
             message.id, protocol.pack(slots), protocol.pack(generations), failed
         )
         self.send(answer)
+
+
+async def bring(
+    room: NodeRoom, keys: Sequence[bytes], registry: Registry, until_s: float
+) -> list[BlockLocation]:
+    """Read a prompt's blocks from storage into memory, as many as there is room for.
+
+    Returns the locations of the blocks when all have arrived, or at ``until_s``.
+    """
+    promoted: set[bytes] = set()
+    while True:
+        places, pending = room.begin_lookup(keys)
+        stored = [
+            key
+            for key, place in zip(keys, places, strict=True)
+            if place is BlockLocation.STORAGE and key not in promoted
+        ]
+        if stored:
+            promoted.update(stored[: room.promote(stored)])
+            places = room.locate_all(keys)
+        is_waiting = any(not each.is_over for each in pending) or any(
+            place is BlockLocation.ARRIVING for place in places
+        )
+        if not is_waiting or not await registry.wait(until_s):
+            return places
 
 
 def _keys(keys: bytes, room: NodeRoom) -> list[bytes]:

@@ -8,9 +8,11 @@ of a tenant are kept free for it.
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from uuid import uuid4
@@ -20,9 +22,17 @@ from kvtier.devices import Device
 from kvtier.devices.base import Finding
 from kvtier.errors import TierError
 from kvtier.layout import opaque
-from kvtier.node.config import NodeConfig
+from kvtier.node.config import (
+    DEFAULT_TENANT,
+    NodeConfig,
+    TenantQuota,
+    check_floors,
+    check_tenant,
+)
 from kvtier.node.memory import NodeMemory
+from kvtier.node.pins import Pin
 from kvtier.node.room import NodeRoom, RoomKey, RoomOptions
+from kvtier.node.stores import room_location
 from kvtier.tiers import StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.row import make_storage, storage_names
@@ -63,6 +73,8 @@ class CacheNode:
         self.storage_names = storage_names(config.storage, bool(config.disk_path))
         self.memory = NodeMemory(config.directory, config.host_bytes, config.segment_bytes, device)
         self._options = RoomOptions(config.eviction_policy, config.lookup_deadline_s)
+        self.quotas = dict(config.quotas)
+        self._shrinking: set[str] = set()  # tenants above a ceiling that was lowered
         self._numbers: dict[RoomKey, int] = {}
         self.rooms: list[NodeRoom] = []
         self._wanting: dict[int, None] = {}  # rooms that asked for a segment in vain
@@ -76,8 +88,11 @@ class CacheNode:
 
         Raises ``ConfigError`` if it can't be made.
         """
+        if not key.tenant:
+            key = replace(key, tenant=DEFAULT_TENANT)
         number = self._numbers.get(key)
         if number is None:
+            key.check()
             number = len(self.rooms)
             room = NodeRoom(
                 key,
@@ -90,8 +105,31 @@ class CacheNode:
             room.tell_of_ends(self._tell_of_ends)
             self.rooms.append(room)
             self._numbers[key] = number
-            logger.info("new room tenant=%s block_bytes=%d", key.tenant, key.block_bytes)
+            logger.info("new room name=%s block_bytes=%d", key.name, key.block_bytes)
         return number, self.rooms[number]
+
+    def room_named(self, name: str) -> NodeRoom | None:
+        """Return the room of this name; open it if the disk has it. None if there is no such room.
+
+        Raises ``CacheError`` if it can't be opened.
+        """
+        for room in self.rooms:
+            if room.key.name == name:
+                return room
+        for key in self.keys_on_disk():
+            if key.name == name:
+                return self.room(key)[1]
+        return None
+
+    def keys_on_disk(self) -> list[RoomKey]:
+        """Return the rooms that have a slab, opened or not."""
+        if not self.config.disk_path:
+            return []
+        try:
+            folders = sorted(os.listdir(self.config.disk_path))
+        except FileNotFoundError:  # no room was made yet
+            return []
+        return [key for key in map(RoomKey.of_folder, folders) if key is not None]
 
     def _tell_of_ends(self) -> None:
         """Pass on that a transfer has ended. Called on any thread."""
@@ -108,7 +146,7 @@ class CacheNode:
                 made.append(disk)
             capacity = parse_size(config.storage_capacity, "storage_capacity")
             for location in config.storage:
-                store = make_storage(location, group, capacity, None)
+                store = make_storage(room_location(location, key.name), group, capacity, None)
                 undo.callback(store.close)
                 made.append(store)
             undo.pop_all()
@@ -135,11 +173,18 @@ class CacheNode:
 
     def _num_floor(self, tenant: str) -> int:
         """Return the number of segments that are reserved for a tenant."""
-        return -(-self.config.quota(tenant).host_floor // self.memory.segment_bytes)
+        return -(-self.quota(tenant).host_floor // self.memory.segment_bytes)
+
+    def _num_ceiling(self, tenant: str) -> int:
+        """Return the most segments that a tenant may have."""
+        ceiling = self.quota(tenant).host_ceiling
+        if ceiling is None:
+            return self.memory.num_segments
+        return ceiling // self.memory.segment_bytes
 
     def _num_owed(self, but: str) -> int:
         """Return the number of free segments that are reserved for tenants other than ``but``."""
-        others = (tenant for tenant in self.config.quotas if tenant != but)
+        others = (tenant for tenant in self.quotas if tenant != but)
         return sum(max(0, self._num_floor(name) - self._num_held(name)) for name in others)
 
     def _take_segment(self, number: int) -> int | None:
@@ -149,9 +194,7 @@ class CacheNode:
         than its own.
         """
         tenant = self.rooms[number].key.tenant
-        ceiling = self.config.quota(tenant).host_ceiling
-        num = self._num_held(tenant) + 1
-        if ceiling is not None and num * self.memory.segment_bytes > ceiling:
+        if self._num_held(tenant) >= self._num_ceiling(tenant):
             return None
         if self.memory.num_free > self._num_owed(tenant):
             return self.memory.take()
@@ -164,6 +207,7 @@ class CacheNode:
         if now_s < self._next_balance_s:
             return
         self._next_balance_s = now_s + BALANCE_S
+        self._shrink()
         num_retiring = sum(room.is_retiring for room in self.rooms)
         for number in list(self._wanting):
             if num_retiring >= MOST_RETIRING:
@@ -172,27 +216,92 @@ class CacheNode:
             num_retiring += self._retire_for(self.rooms[number])
 
     def _retire_for(self, room: NodeRoom) -> bool:
-        """Retire the coldest segment of another room, if it is colder than all of this one's."""
-        own = room.coldest_segment()
-        coldest: tuple[float, int, NodeRoom] | None = None
-        for other in self.rooms:
-            if other is room or not self._may_lose(other, room.key.tenant):
-                continue
-            found = other.coldest_segment()
-            if found is not None and (coldest is None or found[0] < coldest[0]):
-                coldest = (*found, other)
+        """Retire the coldest segment of another room, if it is colder than all of this one's.
+
+        A tenant below its floor gets one of another tenant's however warm it is.
+        """
+        tenant = room.key.tenant
+        is_owed = self._num_held(tenant) < self._num_floor(tenant)
+        others = (
+            other
+            for other in self.rooms
+            if other is not room
+            and self._may_lose(other, tenant)
+            and not (is_owed and other.key.tenant == tenant)
+        )
+        coldest = _coldest(others)
         if coldest is None:
             return False
         time_s, segment, other = coldest
-        if own is not None and time_s > own[0] - MARGIN_S:
+        own = room.coldest_segment()
+        if own is not None and time_s > own[0] - MARGIN_S and not is_owed:
             return False
         other.retire(segment)
         return True
+
+    def _shrink(self) -> None:
+        """Retire a segment of each tenant above its ceiling."""
+        for tenant in list(self._shrinking):
+            if self._num_held(tenant) <= self._num_ceiling(tenant):
+                self._shrinking.remove(tenant)
+                continue
+            coldest = _coldest(room for room in self.rooms if room.key.tenant == tenant)
+            if coldest is not None:
+                coldest[2].retire(coldest[1])
 
     def _may_lose(self, room: NodeRoom, wanting: str) -> bool:
         """Whether a segment may be taken from a room for the tenant ``wanting``."""
         tenant = room.key.tenant
         return tenant == wanting or self._num_held(tenant) > self._num_floor(tenant)
+
+    # -- quotas and pins ---------------------------------------------------------------------------
+
+    def quota(self, tenant: str) -> TenantQuota:
+        """Return the quota of a tenant."""
+        return self.quotas.get(tenant, TenantQuota())
+
+    def set_quota(self, tenant: str, quota: TenantQuota) -> None:
+        """Change a tenant's quota. Memory that it requires changes hands little by little.
+
+        Raises ``ConfigError`` if the floors of all tenants exceed the memory.
+        """
+        check_tenant(tenant)
+        quotas = {**self.quotas, tenant: quota}
+        check_floors(quotas, self.memory.num_bytes)
+        self.quotas = quotas
+        self._shrinking.add(tenant)
+        for each in {room.key.tenant for room in self.rooms}:
+            self._trim_pins(each)
+
+    def pinnable_segments(self, tenant: str) -> int:
+        """Return how many segments of a tenant may hold pinned blocks.
+
+        They are its floor, or half of what no other tenant's floor reserves, and no more than its
+        ceiling.
+        """
+        others = sum(self._num_floor(name) for name in self.quotas if name != tenant)
+        half = max(0, self.memory.num_segments - others) // 2
+        return min(max(self._num_floor(tenant), half), self._num_ceiling(tenant))
+
+    def pin(self, room: NodeRoom, keys: Sequence[bytes], seconds: float) -> Pin:
+        """Keep the first blocks of a prompt in memory for a time, as far as its tenant may."""
+        tenant = room.key.tenant
+        elsewhere = self._num_pinned(tenant) - len(room.pins.segments)
+        return room.pins.add(keys, seconds, self.pinnable_segments(tenant) - elsewhere)
+
+    def _num_pinned(self, tenant: str) -> int:
+        mine = (room for room in self.rooms if room.key.tenant == tenant)
+        return sum(len(room.pins.segments) for room in mine)
+
+    def _trim_pins(self, tenant: str) -> None:
+        """End pins of a tenant until it has no more than it may."""
+        for room in self.rooms:
+            while (
+                room.key.tenant == tenant
+                and self._num_pinned(tenant) > self.pinnable_segments(tenant)
+                and room.pins.remove_last()
+            ):
+                pass
 
     # -- upkeep ------------------------------------------------------------------------------------
 
@@ -206,7 +315,7 @@ class CacheNode:
             if room.is_retiring:
                 for segment in room.retire_further():
                     self.memory.give_back(segment)
-        if self._wanting:
+        if self._wanting or self._shrinking:
             self._rebalance()
         return any(room.is_busy for room in self.rooms)
 
@@ -219,3 +328,13 @@ class CacheNode:
         is_over = [room.close() for room in self.rooms]
         if all(is_over):
             self.memory.close()
+
+
+def _coldest(rooms: Iterable[NodeRoom]) -> tuple[float, int, NodeRoom] | None:
+    """Return the time of the last use of the coldest segment of all rooms, it, and its room."""
+    coldest: tuple[float, int, NodeRoom] | None = None
+    for room in rooms:
+        found = room.coldest_segment()
+        if found is not None and (coldest is None or found[0] < coldest[0]):
+            coldest = (*found, room)
+    return coldest

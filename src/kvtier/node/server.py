@@ -35,7 +35,7 @@ class NodeServer:
         self.registry = Registry(node)
         self.path = path
         self._wakes = asyncio.Event()
-        self._socket = _listen(path)
+        self._socket = listen(path)
 
     async def serve(self) -> None:
         """Serve until cancelled."""
@@ -71,7 +71,7 @@ class NodeServer:
         Connection(self.registry, connection, peer)
 
 
-def _listen(path: Path) -> socket.socket:
+def listen(path: Path) -> socket.socket:
     """Return a listening socket at ``path``, for this user and group only."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:

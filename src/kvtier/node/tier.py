@@ -186,12 +186,12 @@ class NodeTier(StorageTier):
             return  # other engines may still use it, and the node evicts by itself
 
         def ask(channel: Channel, room: OpenedRoom, until_s: float) -> list[Outcome]:
-            channel.request(
+            answer = channel.request(
                 lambda number: protocol.DeleteRequest(number, room.number, b"".join(keys)),
                 protocol.OutcomesAnswer,
                 until_s,
             )
-            return [THERE]
+            return [FAILED if protocol.FAILED in answer.outcomes else THERE]
 
         if self._call(ask, DROP_S, 1) != [THERE]:
             raise TierError(self.name, "drop", self.last_error or "no answer")
