@@ -57,7 +57,7 @@ class NodeSignal:
     @property
     def is_over(self) -> bool:
         self.channel.hear()
-        return not self.channel.is_open or self.watch in self.channel.ended
+        return self.channel.has_ended(self.watch)
 
 
 class NoDirectReads:
@@ -428,21 +428,12 @@ class NodeCache:
         return None if answer is None or channel is None else (answer, channel)
 
     def _tell(self, make: Callable[[int], FromEngine]) -> Channel | None:
-        """Send a notice on the room; return the connection, or None if there is none.
+        """Send a notice on the room; return its connection. None if it is sent later, or never.
 
         make: return the message, from the number of the room.
         """
-        until_s = time.monotonic() + self._deadline_s
-        number, instance = self._room.number, self._room.instance
-
-        def tell(channel: Channel) -> bool:
-            if channel.mapped.instance != instance:
-                return False  # the memory that it is about is gone
-            channel.notify(make(number), until_s)
-            return True
-
-        is_told, channel = self._with_channel(tell, until_s) if instance else (None, None)
-        return channel if is_told else None
+        room = self._room
+        return self._client.tell(room.instance, make(room.number)) if room.instance else None
 
     def _with_channel(
         self, use: Callable[[Channel], Result], until_s: float

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,6 +106,9 @@ class NodeConfig:
         quotas: of tenants at the start; they may be changed while the node runs.
         control_port: TCP port of this machine's loopback address for metrics and state; None for
             none. Changes are made over the Unix socket ``control_socket`` only.
+        tenants: by tenant, the users (uids) that may name it. The node's own user and root may name
+            every tenant, others only those that list them. Everybody may name the default tenant,
+            unless it is listed here.
     """
 
     socket: Path = DEFAULT_SOCKET
@@ -119,6 +123,7 @@ class NodeConfig:
     lookup_deadline_s: float = 0.05
     quotas: Mapping[str, TenantQuota] = field(default_factory=dict)
     control_port: int | None = None
+    tenants: Mapping[str, Collection[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "socket", Path(self.socket))
@@ -151,6 +156,13 @@ class NodeConfig:
             return self.memory_path
         name = str(self.socket.absolute()).strip("/").replace("/", "-")
         return SHARED_MEMORY / f"kvtier-{name}"
+
+    def admits(self, tenant: str, uid: int) -> bool:
+        """Return whether processes of a user may name a tenant."""
+        if uid in (0, os.geteuid()):
+            return True
+        users = self.tenants.get(tenant)
+        return tenant == DEFAULT_TENANT if users is None else uid in users
 
     @property
     def control_socket(self) -> Path:

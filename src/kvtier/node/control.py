@@ -17,8 +17,9 @@ from kvtier.config import parse_size
 from kvtier.errors import CacheError
 from kvtier.keyed.cache import BlockLocation
 from kvtier.node.config import DEFAULT_TENANT, TenantQuota, check_tenant
-from kvtier.node.connection import Registry, bring
+from kvtier.node.connection import bring
 from kvtier.node.deleting import RoomDeletion, delete_blocks, delete_room
+from kvtier.node.registry import Registry
 from kvtier.node.room import NodeRoom
 
 MOST_PIN_S = 7 * 86400.0
@@ -161,7 +162,7 @@ class NodeControl:
                 EngineState(
                     engine.name,
                     engine.tenant or DEFAULT_TENANT,
-                    sorted({peer.pid for peer in engine.peers.values()}),
+                    sorted({each.process.pid for each in engine.clients.values()}),
                     engine.num_slots,
                 )
                 for engine in self._registry.engines.values()
@@ -208,7 +209,7 @@ class NodeControl:
         found = self._room(room)
         wanted = _keys(found, keys)
         until_s = time.monotonic() + _wait_s(timeout_s)
-        self._registry.wake()
+        self._registry.wake_all()
         while True:
             places, pending = found.begin_lookup(wanted)
             if all(each.is_over for each in pending) or not await self._registry.wait(until_s):
@@ -223,7 +224,7 @@ class NodeControl:
         self, room: NodeRoom, keys: Sequence[bytes], timeout_s: float
     ) -> list[BlockLocation]:
         until_s = time.monotonic() + _wait_s(timeout_s)
-        self._registry.wake()
+        self._registry.wake_all()
         return await bring(room, keys, self._registry, until_s)
 
     async def pin(
@@ -252,7 +253,7 @@ class NodeControl:
         found = self._room(room)
         wanted = _keys(found, keys)
         until_s = time.monotonic() + _wait_s(timeout_s)
-        self._registry.wake()
+        self._registry.wake_all()
         left = await delete_blocks(found, wanted, self._registry.wait, until_s)
         problems = []
         if left:
@@ -298,7 +299,7 @@ class NodeControl:
             room = self._node.room_named(name)
             if room is None and not locations:
                 raise ControlError(f"no room is called {name!r}", is_unknown=True)
-            self._registry.wake()
+            self._registry.wake_all()
             done.append(await delete_room(name, room, locations, self._registry.wait, until_s))
         problems = [f"{each.name}: {problem}" for each in done for problem in each.problems]
         return Deleted(not problems, [each.name for each in done], None, problems)
@@ -313,7 +314,7 @@ class NodeControl:
         """Change the quota of a tenant. floor, ceiling: sizes as text; None for no ceiling."""
         most = None if ceiling is None else parse_size(ceiling, "ceiling")
         self._node.set_quota(tenant, TenantQuota(parse_size(floor, "floor"), most))
-        self._registry.wake()
+        self._registry.wake_all()
         return self._tenant(tenant)
 
     # -- names -------------------------------------------------------------------------------------

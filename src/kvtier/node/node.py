@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,7 +21,7 @@ from uuid import uuid4
 from kvtier.config import parse_size
 from kvtier.devices import Device
 from kvtier.devices.base import Finding
-from kvtier.errors import TierError
+from kvtier.errors import ConfigError, TierError
 from kvtier.layout import opaque
 from kvtier.node.config import (
     DEFAULT_TENANT,
@@ -46,7 +47,15 @@ asks. So rooms that are equally busy keep what they have."""
 BALANCE_S = 0.1
 """Seconds between decisions on which segments change hands."""
 MOST_RETIRING = 4
-"""Segments that may be on their way back at a time."""
+"""Segments of one tenant that may be on their way back at a time. A tenant whose blocks are in use
+for long delays nobody but itself."""
+MOST_ROOMS = 1024
+MOST_ROOMS_OF_TENANT = 64
+"""Each room costs threads, and memory for each slot that it could have."""
+LINGER_S = 1.0
+"""A room is polled so long after its last use, then only with all others."""
+SWEEP_S = 5.0
+"""Seconds between polls of all rooms."""
 
 
 class CacheNode:
@@ -78,7 +87,10 @@ class CacheNode:
         self._numbers: dict[RoomKey, int] = {}
         self.rooms: list[NodeRoom] = []
         self._wanting: dict[int, None] = {}  # rooms that asked for a segment in vain
-        self._next_balance_s = 0.0
+        self._num_held: Counter[str] = Counter()  # by tenant: segments
+        self._num_retiring: Counter[str] = Counter()  # by tenant: segments on their way back
+        self._active: dict[int, float] = {}  # rooms that are polled, and until when
+        self._next_balance_s = self._next_sweep_s = 0.0
         self.on_end: Callable[[], object] | None = None
 
     # -- rooms -------------------------------------------------------------------------------------
@@ -94,6 +106,12 @@ class CacheNode:
         if number is None:
             key.check()
             number = len(self.rooms)
+            num_own = sum(other.tenant == key.tenant for other in self._numbers)
+            if number >= MOST_ROOMS or num_own >= MOST_ROOMS_OF_TENANT:
+                raise ConfigError(
+                    f"tenant {key.tenant!r} has {num_own} rooms, the node {number}: no more than "
+                    f"{MOST_ROOMS_OF_TENANT} and {MOST_ROOMS} can be opened"
+                )
             room = NodeRoom(
                 key,
                 self.memory,
@@ -131,6 +149,13 @@ class CacheNode:
             return []
         return [key for key in map(RoomKey.of_folder, folders) if key is not None]
 
+    def room_of(self, number: int, tenant: str) -> NodeRoom | None:
+        """Return a room by its number, and poll it for a while; None if it is not the tenant's."""
+        if not 0 <= number < len(self.rooms) or self.rooms[number].key.tenant != tenant:
+            return None
+        self._active[number] = self._clock() + LINGER_S
+        return self.rooms[number]
+
     def _tell_of_ends(self) -> None:
         """Pass on that a transfer has ended. Called on any thread."""
         if self.on_end is not None:
@@ -167,10 +192,6 @@ class CacheNode:
 
     # -- segments ----------------------------------------------------------------------------------
 
-    def _num_held(self, tenant: str) -> int:
-        """Return the number of segments that a tenant has."""
-        return sum(len(room.tier.segments) for room in self.rooms if room.key.tenant == tenant)
-
     def _num_floor(self, tenant: str) -> int:
         """Return the number of segments that are reserved for a tenant."""
         return -(-self.quota(tenant).host_floor // self.memory.segment_bytes)
@@ -185,7 +206,7 @@ class CacheNode:
     def _num_owed(self, but: str) -> int:
         """Return the number of free segments that are reserved for tenants other than ``but``."""
         others = (tenant for tenant in self.quotas if tenant != but)
-        return sum(max(0, self._num_floor(name) - self._num_held(name)) for name in others)
+        return sum(max(0, self._num_floor(name) - self._num_held[name]) for name in others)
 
     def _take_segment(self, number: int) -> int | None:
         """Return a free segment for a room; None if there is none, or its tenant may have none.
@@ -194,9 +215,11 @@ class CacheNode:
         than its own.
         """
         tenant = self.rooms[number].key.tenant
-        if self._num_held(tenant) >= self._num_ceiling(tenant):
+        num = self._num_held[tenant] + self._num_retiring[tenant]
+        if num >= self._num_ceiling(tenant):
             return None
         if self.memory.num_free > self._num_owed(tenant):
+            self._num_held[tenant] += 1
             return self.memory.take()
         self._wanting[number] = None
         return None
@@ -208,20 +231,17 @@ class CacheNode:
             return
         self._next_balance_s = now_s + BALANCE_S
         self._shrink()
-        num_retiring = sum(room.is_retiring for room in self.rooms)
-        for number in list(self._wanting):
-            if num_retiring >= MOST_RETIRING:
-                return
-            del self._wanting[number]
-            num_retiring += self._retire_for(self.rooms[number])
+        wanting, self._wanting = self._wanting, {}
+        for number in wanting:
+            self._retire_for(self.rooms[number])
 
-    def _retire_for(self, room: NodeRoom) -> bool:
+    def _retire_for(self, room: NodeRoom) -> None:
         """Retire the coldest segment of another room, if it is colder than all of this one's.
 
         A tenant below its floor gets one of another tenant's however warm it is.
         """
         tenant = room.key.tenant
-        is_owed = self._num_held(tenant) < self._num_floor(tenant)
+        is_owed = self._num_held[tenant] < self._num_floor(tenant)
         others = (
             other
             for other in self.rooms
@@ -231,28 +251,36 @@ class CacheNode:
         )
         coldest = _coldest(others)
         if coldest is None:
-            return False
+            return
         time_s, segment, other = coldest
         own = room.coldest_segment()
         if own is not None and time_s > own[0] - MARGIN_S and not is_owed:
-            return False
-        other.retire(segment)
-        return True
+            return
+        self._retire(other, segment)
+
+    def _retire(self, room: NodeRoom, segment: int) -> None:
+        """Begin to take a segment from a room."""
+        room.retire(segment)
+        self._num_held[room.key.tenant] -= 1
+        self._num_retiring[room.key.tenant] += 1
+        self._active[self._numbers[room.key]] = self._clock() + LINGER_S
 
     def _shrink(self) -> None:
         """Retire a segment of each tenant above its ceiling."""
         for tenant in list(self._shrinking):
-            if self._num_held(tenant) <= self._num_ceiling(tenant):
+            if self._num_held[tenant] <= self._num_ceiling(tenant):
                 self._shrinking.remove(tenant)
                 continue
             coldest = _coldest(room for room in self.rooms if room.key.tenant == tenant)
             if coldest is not None:
-                coldest[2].retire(coldest[1])
+                self._retire(coldest[2], coldest[1])
 
     def _may_lose(self, room: NodeRoom, wanting: str) -> bool:
         """Whether a segment may be taken from a room for the tenant ``wanting``."""
         tenant = room.key.tenant
-        return tenant == wanting or self._num_held(tenant) > self._num_floor(tenant)
+        if self._num_retiring[tenant] >= MOST_RETIRING:
+            return False
+        return tenant == wanting or self._num_held[tenant] > self._num_floor(tenant)
 
     # -- quotas and pins ---------------------------------------------------------------------------
 
@@ -308,16 +336,47 @@ class CacheNode:
     def poll(self) -> bool:
         """Notice transfers that have ended, and move segments.
 
-        Returns whether more is to do soon.
+        Costs nothing for rooms that were not used lately. Returns whether more is to do soon.
         """
-        for room in self.rooms:
+        now_s = self._clock()
+        if now_s >= self._next_sweep_s:
+            self._next_sweep_s = now_s + SWEEP_S
+            self.poll_all()
+        is_busy = False
+        for number, until_s in list(self._active.items()):
+            room = self.rooms[number]
             room.poll()
             if room.is_retiring:
                 for segment in room.retire_further():
+                    self._num_retiring[room.key.tenant] -= 1
                     self.memory.give_back(segment)
+            is_busy |= room.is_busy
+            if until_s <= now_s and not room.has_work:
+                del self._active[number]
         if self._wanting or self._shrinking:
             self._rebalance()
-        return any(room.is_busy for room in self.rooms)
+        return is_busy
+
+    def poll_all(self) -> None:
+        """Let the next ``poll`` include every room."""
+        self._active = dict.fromkeys(range(len(self.rooms)), 0.0) | self._active
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if rooms, segments and their counts don't agree."""
+        seen: Counter[int] = Counter(self.memory.free_segments)
+        for room in self.rooms:
+            room.check_invariants()
+            room.tier.check_invariants()
+            seen.update(room.tier.segments)
+            seen.update(room.tier.retired_segments)
+        assert sorted(seen.elements()) == list(range(self.memory.num_segments)), (
+            "a segment is nobody's, or belongs to two"
+        )
+        for counts, kind in (self._num_held, "segments"), (self._num_retiring, "retired_segments"):
+            found: Counter[str] = Counter()
+            for room in self.rooms:
+                found[room.key.tenant] += len(getattr(room.tier, kind))
+            assert +found == +counts, f"{kind} are counted wrongly"
 
     def findings(self) -> Sequence[Finding]:
         """Return what is in use, for ``kvtier doctor``."""

@@ -26,7 +26,7 @@ from kvtier.ladder import LadderOptions
 from kvtier.node.config import DEFAULT_TENANT, check_tenant
 from kvtier.node.memory import NodeMemory, SegmentTier
 from kvtier.node.pins import Pins
-from kvtier.node.protocol import Int64s
+from kvtier.node.protocol import MOST_KEY_BYTES, Int64s
 from kvtier.telemetry import Metrics
 from kvtier.tiers import MemoryTier, StorageTier
 from kvtier.transfer import LocalMover
@@ -37,13 +37,14 @@ logger = logging.getLogger(__name__)
 FOLDER = re.compile(r"(.+)-((?:[0-9a-f]{2})+)-([0-9]+)-([0-9]+)")
 Key = TypeVar("Key", bound=bytes)
 MOST_SCOPE_BYTES = 64
-MOST_KEY_BYTES = 256
 PIECE_BYTES = 16 << 20
 """Bytes per read from storage, and per write to it."""
 RETIRED_AT_ONCE = 256
 """Slots of a retired segment that are examined per call of ``retire_further``."""
 DELETED_AT_ONCE = 4096
 """Blocks that are deleted per call of ``delete`` and ``clear_further``."""
+REST_S = 0.1
+"""Seconds until a retired segment is examined again, some of whose blocks are still in use."""
 CLOSE_WAIT_S = 10.0
 
 
@@ -158,7 +159,7 @@ class NodeRoom(KeyedCache):
         self.pins = Pins(self, clock)
         self._block_at = np.zeros(self.tier.num_slots, np.int64)  # by slot: block + 1, or 0
         self._last_use = np.full(memory.num_segments, -np.inf)  # by segment
-        self._retiring: dict[int, int] = {}  # segment: next slot to examine
+        self._retiring: dict[int, tuple[int, float]] = {}  # segment: next slot to examine, and when
 
     # -- slots -------------------------------------------------------------------------------------
 
@@ -232,18 +233,22 @@ class NodeRoom(KeyedCache):
     def retire(self, segment: int) -> None:
         """Begin to give a segment back. Its blocks are evicted from memory little by little."""
         self.tier.retire(segment)
-        self._retiring[segment] = self.tier.slots_of(segment).start
+        self._retiring[segment] = self.tier.slots_of(segment).start, self._clock()
 
     def retire_further(self) -> list[int]:
         """Evict some blocks of retired segments. Return the segments that are empty now.
 
         A block that an engine copies is evicted when the copy has ended.
         """
-        for segment, first in self._retiring.items():
+        now_s = self._clock()
+        for segment, (first, due_s) in self._retiring.items():
+            if now_s < due_s:
+                continue
             slots = self.tier.slots_of(segment)
             end = min(first + RETIRED_AT_ONCE, slots.stop)
             self._evict(np.arange(first, end))
-            self._retiring[segment] = slots.start if end == slots.stop else end
+            is_last = end == slots.stop
+            self._retiring[segment] = (slots.start, now_s + REST_S) if is_last else (end, now_s)
         empty = self.tier.take_empty()
         for segment in empty:
             del self._retiring[segment]
@@ -343,7 +348,13 @@ class NodeRoom(KeyedCache):
     @property
     def is_busy(self) -> bool:
         """Whether ``poll`` has work to do soon."""
-        return self.ladder.is_busy or self.is_retiring
+        now_s = self._clock()
+        return self.ladder.is_busy or any(due_s <= now_s for _, due_s in self._retiring.values())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``poll`` has work to do, now or later."""
+        return self.is_busy or self.is_retiring or any(map(self._mover.num_owed, self._storages))
 
     @property
     def used_bytes(self) -> int:

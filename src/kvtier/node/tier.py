@@ -152,7 +152,7 @@ class NodeTier(StorageTier):
         is_right = room.generations[slots] == generations
         for number, is_there in zip(at.tolist(), is_right.tolist(), strict=True):
             outcomes[number] = THERE if is_there else ABSENT
-        self._notify(channel, protocol.ReleaseNotice(room.number, leased[0]))
+        channel.notify(protocol.ReleaseNotice(room.number, leased[0]))
 
     def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         return self._call(partial(self._put, names, blocks), timeout_s, len(names))
@@ -176,7 +176,7 @@ class NodeTier(StorageTier):
         if len(slots):
             _copy(self._pieces(room, slots, blocks), blocks.pick(new))
             depths = protocol.pack([names[at].depth for at in new.tolist()])
-            self._notify(channel, protocol.CommitNotice(room.number, reserved.slots, depths))
+            channel.notify(protocol.CommitNotice(room.number, reserved.slots, depths))
         known = np.frombuffer(reserved.known, bool).copy()
         known[new] = True
         return [THERE if each else FAILED for each in known.tolist()]
@@ -223,9 +223,6 @@ class NodeTier(StorageTier):
             return [FAILED] * num_keys
         finally:
             self._client.put_back(channel, failure)
-
-    def _notify(self, channel: Channel, notice: protocol.FromEngine) -> None:
-        channel.notify(notice, time.monotonic() + ANSWER_S)
 
     def findings(self) -> list[Finding]:
         return [Finding(f"{self.name} tier", str(self._client.path), self.last_error)]
