@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ from tests.node.world import NodeProcess, node_process
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    with node_process(tmp_path_factory.mktemp("node")) as node:
+    with node_process(tmp_path_factory.mktemp("node"), "host_capacity=16MiB") as node:
         yield node
 
 

@@ -1,4 +1,4 @@
-"""Nodes for tests: in a thread of this process, or in a process of its own; and bare connections."""
+"""Nodes for tests, in a thread or in a process of their own; and bare connections."""
 
 from __future__ import annotations
 

@@ -211,6 +211,11 @@ class StorageLookup:
         self._late.add(asked.question.storage)
         return True
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether somebody waits for an answer that ``hear`` may find."""
+        return any(not asked.is_over for asked in self._asked.values())
+
     def hear(self) -> None:
         """Process the answers that have arrived. ``Ladder.poll`` calls it, too."""
         for asked in list(self._asked.values()):

@@ -349,7 +349,8 @@ class NodeRoom(KeyedCache):
     def is_busy(self) -> bool:
         """Whether ``poll`` has work to do soon."""
         now_s = self._clock()
-        return self.ladder.is_busy or any(due_s <= now_s for _, due_s in self._retiring.values())
+        is_moving = self.ladder.is_busy or self.ladder.storage_lookup.is_waiting
+        return is_moving or any(due_s <= now_s for _, due_s in self._retiring.values())
 
     @property
     def has_work(self) -> bool:

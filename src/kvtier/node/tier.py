@@ -209,7 +209,7 @@ class NodeTier(StorageTier):
         num_keys: int,
     ) -> list[Outcome]:
         """Return the outcomes of requests; all have failed if the node is not there, or late."""
-        until_s = time.monotonic() + timeout_s + GRACE_S
+        until_s = time.monotonic() + max(timeout_s, 0.0) + GRACE_S
         try:
             channel = self._client.take(min(until_s, time.monotonic() + ANSWER_S))
         except NodeError:
