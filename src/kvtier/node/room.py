@@ -213,7 +213,7 @@ class NodeRoom(KeyedCache):
             statement = Said(word, level, first, end, now + for_s)
             try:
                 self._index.retain(keys, statement, now)
-            except ValueError as error:
+            except (ValueError, OverflowError) as error:
                 logger.warning("hint ignored tenant=%s error=%s", self.key.tenant, error)
 
     # -- segments ----------------------------------------------------------------------------------
