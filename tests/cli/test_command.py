@@ -59,6 +59,12 @@ def impossible(folder: Path) -> dict[str, list[str]]:
         "verify": [nothing],
         "vllm-args": ["--host-capacity", "much"],
         "sglang-args": ["--disk-path", nothing, "--disk-capacity", "much"],
+        "node run": ["--host-capacity", "much"],
+        **{f"node {name}": ["--socket", nothing] for name in ("status", "clear", "quota")},
+        **{
+            f"node {name}": ["aabb", "--socket", nothing]
+            for name in ("lookup", "prefetch", "pin", "delete")
+        },
         "remote check": [f"valkey://{dead}"],
         "remote prune": [f"valkey://{dead}", "--older-than", "7d"],
         "bench serve": ["--experiments", "none", "--no-report"],

@@ -13,6 +13,7 @@ from kvtier.cli.dashboard import dashboard
 from kvtier.cli.doctor import doctor
 from kvtier.cli.explain import explain
 from kvtier.cli.inspect import inspect
+from kvtier.cli.node import app as node
 from kvtier.cli.ping import describe, ping
 from kvtier.cli.record import record
 from kvtier.cli.remote import app as remote
@@ -44,6 +45,7 @@ app.command()(inspect)
 app.command()(verify)
 app.command("vllm-args")(vllm_args)
 app.command("sglang-args")(sglang_args)
+app.add_typer(node, name="node")
 app.add_typer(remote, name="remote")
 app.add_typer(bench, name="bench")
 

@@ -448,6 +448,16 @@ class KeyedCache:
         self.ladder.write_queues.is_open = bool(self._namespace())
         self.ladder.poll()
 
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Delete blocks from every tier, also those that only storage knows.
+
+        Nothing finds them from now on. A block that the engine copies is deleted when it reports
+        the end of its copy, a block in flight between tiers when its copy has ended.
+        """
+        blocks, _ = self._index.find_all(keys)
+        reserved = self._copies.doubt([block for block in blocks if block is not None])
+        self.ladder.delete(self._lookup.names(keys), blocks, reserved)
+
     def clear(self) -> None:
         """Forget all blocks, also in storage, and also held and reserved ones.
 

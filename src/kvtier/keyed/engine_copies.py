@@ -129,6 +129,12 @@ class EngineCopies:
             elif block is not None:
                 self._ladder.transfers.lose([block], self._memory)
 
+    def doubt(self, blocks: Iterable[BlockId]) -> Collection[BlockId]:
+        """Give up those of the blocks that are reserved, once their copy has ended. Return them."""
+        reserved = self._reserved.intersection(blocks)
+        self._doubted |= reserved
+        return reserved
+
     def clear(self) -> None:
         """End all copies. The engine must not report their end later."""
         self.release(list(self._held.elements()))

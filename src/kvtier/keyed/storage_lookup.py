@@ -57,6 +57,10 @@ class KeyedLookup:
                 break
         return adopted
 
+    def names(self, keys: Sequence[bytes]) -> list[BlockKey]:
+        """Return the names of blocks in storage. The namespace must be known."""
+        return _names(self._namespace(), keys)
+
     def _adopt(self, namespace: bytes, unknown: Sequence[bytes]) -> list[bytes]:
         found: set[bytes] = set()
 

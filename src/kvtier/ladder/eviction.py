@@ -195,11 +195,19 @@ class Eviction:
     def clear(self) -> None:
         """Evict every block that is not leased from every tier, and delete it from storage."""
         self._reuse_sampler.forget()
-        for tier, room in self._topology.rooms.items():
-            leaving = self._index.evict(tier, self._index.num_held(tier))
-            room.free(self._leave(leaving, tier, for_good=True))
+        for tier in self._topology.rooms:
+            self.delete(tier, self._index.num_held(tier))
         for storage in self._topology.storages:
             self._mover.drop_unfound(storage)
+
+    def delete(self, tier: str, num_blocks: int) -> int:
+        """Evict up to ``num_blocks`` blocks from ``tier``, from storage for good.
+
+        Returns how many were evicted.
+        """
+        leaving = self._index.evict(tier, num_blocks)
+        self._topology.rooms[tier].free(self._leave(leaving, tier, for_good=True))
+        return len(leaving)
 
     def _leave(
         self, leaving: Sequence[BlockId], tier: str, for_good: bool = False

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from kvtier.index import BlockIndex
+from kvtier.index import BlockIndex, State
 from kvtier.ladder.admission import Admission
 from kvtier.ladder.cost_metrics import CostMetrics
 from kvtier.ladder.direct import DirectLoads
@@ -24,7 +24,7 @@ from kvtier.plan import CostModel, Costs
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Room
 from kvtier.transfer import Mover, Waiter
-from kvtier.types import Slot
+from kvtier.types import BlockId, BlockKey, Slot
 
 
 class Ladder:
@@ -114,6 +114,7 @@ class Ladder:
         self.storage_writer = StorageWriter(
             topology,
             mover,
+            transfers,
             self.write_queues,
             self.storage_lookup,
             self.stores,
@@ -184,10 +185,45 @@ class Ladder:
 
         Blocks in flight are discarded.
         """
+        self.begin_clear()
+        self.eviction.clear()
+
+    def delete(
+        self,
+        names: Sequence[BlockKey],
+        blocks: Sequence[BlockId | None],
+        reserved: Collection[BlockId],
+    ) -> None:
+        """Delete blocks from every tier, from storage for good.
+
+        A copy that is in use, or in flight, is not used any more from now on; it is deleted as soon
+        as it is released. Storage drops blocks that the index does not know, too.
+
+        Args:
+            names: keys of the blocks in storage.
+            blocks: the blocks; None for one that the index does not know.
+            reserved: those that the engine itself copies to the fastest tier; it gives them up.
+        """
+        transfers = self.transfers
+        for tier in self.topology.rooms:
+            but = reserved if tier == self.fastest else ()
+            known = [block for block in blocks if block is not None and block not in but]
+            states = self._index.states_of(known, tier)
+            there = [b for b, at in zip(known, states, strict=True) if at is not State.ABSENT]
+            transfers.lose(there, tier)
+        transfers.drop_lost()
+        self.storage_lookup.forget_keys(names)
+        for storage in self.topology.storages:
+            pairs = zip(names, blocks, strict=True)
+            # Others are dropped when they are released: nothing is dropped while it moves.
+            free = [name for name, block in pairs if (block, storage) not in transfers.lost]
+            self._mover.drop(storage, free, for_good=True)
+
+    def begin_clear(self) -> None:
+        """Discard blocks in flight, look-ups and queued writes, before every block is deleted."""
         self.transfers.void()
         self.storage_lookup.forget()
         self.write_queues.clear()
-        self.eviction.clear()
 
     def used_slots(self) -> dict[str, int]:
         """Return the slots in use per tier."""

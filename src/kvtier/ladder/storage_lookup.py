@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -211,6 +211,11 @@ class StorageLookup:
         self._late.add(asked.question.storage)
         return True
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether somebody waits for an answer that ``hear`` may find."""
+        return any(not asked.is_over for asked in self._asked.values())
+
     def hear(self) -> None:
         """Process the answers that have arrived. ``Ladder.poll`` calls it, too."""
         for asked in list(self._asked.values()):
@@ -267,6 +272,16 @@ class StorageLookup:
             asked.is_over = True
         self._asked.clear()
         self._absent.clear()
+
+    def forget_keys(self, keys: Collection[BlockKey]) -> None:
+        """Forget the look-ups in flight of these keys, which are deleted."""
+        if not self._asked:
+            return
+        gone = set(keys)
+        for name, asked in list(self._asked.items()):
+            if not gone.isdisjoint(asked.question.keys):
+                asked.is_over = True
+                del self._asked[name]
 
     # -- single blocks, where storage answers at once ---------------------------------------------
 

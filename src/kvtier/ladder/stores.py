@@ -131,6 +131,7 @@ class StorageWriter:
         self,
         topology: Topology,
         mover: Mover,
+        transfers: Transfers,
         write_queues: WriteQueues,
         storage_lookup: StorageLookup,
         stores: Stores,
@@ -138,6 +139,7 @@ class StorageWriter:
     ) -> None:
         self._topology = topology
         self._mover = mover
+        self._transfers = transfers
         self._write_queues = write_queues
         self._storage_lookup = storage_lookup
         self._stores = stores
@@ -160,7 +162,13 @@ class StorageWriter:
                 queue.began(self._begin(wanted, queue.storage))
 
     def _begin(self, wanted: Sequence[BlockId], storage: str) -> int:
-        """Begin to write blocks that storage does not have yet. Return how many."""
+        """Begin to write blocks that storage does not have yet. Return how many.
+
+        Blocks whose copy in memory was given up are not written.
+        """
+        if lost := self._transfers.lost:
+            staging = self._topology.staging
+            wanted = [block for block in wanted if (block, staging) not in lost]
         there = self._storage_lookup.adopt_stored(wanted, storage)
         new = [block for block in wanted if block not in there] if there else wanted
         if self._mover.accepts((self._topology.staging, storage)):

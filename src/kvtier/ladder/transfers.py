@@ -277,6 +277,7 @@ class Transfers:
 
     def drop_lost(self) -> None:
         """Forget lost copies that are not leased any more."""
+        to_drop: dict[str, list[BlockKey]] = {}
         for (block, tier), key in list(self.lost.items()):
             state = self._index.state(block, tier)
             if state is State.WRITING:
@@ -285,7 +286,9 @@ class Transfers:
                 continue
             del self.lost[block, tier]
             if key is not None:  # some rank or replica may still have it
-                self._mover.drop(tier, [key], for_good=True)
+                to_drop.setdefault(tier, []).append(key)
+        for tier, keys in to_drop.items():
+            self._mover.drop(tier, keys, for_good=True)
 
     def _forget(self, block: BlockId, tier: str) -> bool:
         """Remove a block from a tier. Return False if it is leased."""

@@ -56,7 +56,7 @@ class NodeSignal:
     @property
     def is_over(self) -> bool:
         self.channel.hear()
-        return not self.channel.is_open or self.watch in self.channel.ended
+        return self.channel.has_ended(self.watch)
 
 
 class NoDirectReads:
@@ -434,27 +434,12 @@ class NodeCache:
             self._client.put_back(channel, failure)
 
     def _tell(self, make: Callable[[int], FromEngine]) -> Channel | None:
-        """Send a notice on the room; return the connection, or None if there is none.
+        """Send a notice on the room; return its connection. None if it is sent later, or never.
 
         make: return the message, from the number of the room.
         """
-        until_s = time.monotonic() + self._deadline_s
-        number, instance = self._room.number, self._room.instance
-
-        channel = self._take(until_s) if instance else None
-        if channel is None:
-            return None
-        failure: NodeError | None = None
-        try:
-            if channel.mapped.instance != instance:
-                return None  # the memory that it is about is gone
-            channel.notify(make(number), until_s)
-            return channel
-        except NodeError as error:
-            failure = error
-            return None
-        finally:
-            self._client.put_back(channel, failure)
+        room = self._room
+        return self._client.tell(room.instance, make(room.number)) if room.instance else None
 
     def _take(self, until_s: float) -> Channel | None:
         try:

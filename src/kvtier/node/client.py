@@ -2,7 +2,7 @@
 
 An engine never waits for the node. Each request has a deadline; after some failures in a row a
 breaker refuses requests for a while. A client reconnects by itself, also to a node that has new
-memory.
+memory. Notices on slots are sent as soon as the node takes them, also over a later connection.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import mmap
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 from uuid import uuid4
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -37,13 +39,22 @@ Answer = TypeVar("Answer")
 FAILURES_UNTIL_OPEN = 3
 RECEIVED_AT_ONCE = 1 << 20
 MOST_FDS = 2
+GOODBYE_S = 1.0
+"""Longest time that ``close`` waits for the node."""
+
+SlotNotice = (
+    protocol.CommitNotice | protocol.AbortNotice | protocol.ReleaseNotice | protocol.DistrustNotice
+)
+"""Notices that the node must have, or slots stay in use."""
+Advice = protocol.UseNotice | protocol.PromptNotice | protocol.ContinueNotice | protocol.HintNotice
+"""Notices that are left out while the node takes no messages."""
 
 
 class NodeError(CacheError):
     """The node is not there, did not answer in time, or refused the request."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class MappedMemory:
     """Memory of a node in this process.
 
@@ -75,43 +86,52 @@ class Channel:
 
     Args:
         path: of the socket.
-        engine, tenant: see ``AttachRequest``.
+        hello: return the message that attaches, for a request number.
         until_s: deadline, by ``time.monotonic``.
-        maps: memories that this process has mapped, by instance.
+        known: return the memory of an instance if this process has mapped it.
+
+    Attributes:
+        undelivered: notices on slots that the node has not received, once the connection is lost.
 
     Raises:
         NodeError: the node is not there, not in time, or refuses.
     """
 
     def __init__(
-        self, path: Path, engine: str, tenant: str, until_s: float, maps: dict[str, MappedMemory]
+        self,
+        path: Path,
+        hello: Callable[[int], protocol.AttachRequest],
+        until_s: float,
+        known: Callable[[str], MappedMemory | None],
     ) -> None:
         self._frames = protocol.Frames()
-        self._ready: list[FromNode] = []
-        self._fds: list[int] = []
+        self._ready: deque[FromNode] = deque()
+        self._fds: deque[int] = deque()
+        self._unsent: deque[_Unsent] = deque()
         self._num_requests = 0
         self._rooms: dict[RoomFacts, OpenedRoom] = {}
-        self._owner: dict[int, int] = {}  # requests that were given up: id -> room
-        self.ended: set[int] = set()
+        self._requests: dict[int, FromEngine] = {}  # that the node will answer
+        self._watches: set[int] = set()
+        self.undelivered: list[SlotNotice] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self._set_deadline(until_s)
             self._socket.connect(str(path))
-            welcome = self.request(
-                lambda number: protocol.AttachRequest(number, protocol.VERSION, engine, tenant),
-                protocol.AttachAnswer,
-                until_s,
-            )
+            welcome = self.request(hello, protocol.AttachAnswer, until_s)
         except OSError as error:
             self.close()
             raise NodeError(f"{path}: {error.strerror or error}") from None
         except BaseException:
             self.close()
             raise
-        fd = self._fds.pop()
-        self.mapped = maps.get(welcome.instance) or _map(fd, welcome)
-        os.close(fd)
-        maps.setdefault(welcome.instance, self.mapped)
+        fd = self._fds.popleft()
+        try:
+            self.mapped = known(welcome.instance) or _map(fd, welcome)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(fd)
 
     def has_room(self, facts: RoomFacts) -> bool:
         """Whether a room was opened on this connection."""
@@ -119,22 +139,15 @@ class Channel:
 
     def room(self, facts: RoomFacts, until_s: float) -> OpenedRoom:
         """Return a room; open it at its first use."""
-        room = self._rooms.get(facts)
-        if room is None:
-            opened = self.request(
+        if facts not in self._rooms:
+            self.request(
                 lambda number: protocol.OpenRequest(
                     number, facts.scope, facts.block_bytes, facts.key_bytes
                 ),
                 protocol.OpenAnswer,
                 until_s,
             )
-            fd = self._fds.pop()
-            size = max(8 * opened.num_slots, mmap.PAGESIZE)
-            generations = np.frombuffer(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ), "<i8")
-            os.close(fd)
-            room = OpenedRoom(opened.room, self.mapped, generations[: opened.num_slots])
-            self._rooms[facts] = room
-        return room
+        return self._rooms[facts]
 
     def request(
         self, make: Callable[[int], FromEngine], kind: type[Answer], until_s: float
@@ -148,68 +161,113 @@ class Channel:
         self._num_requests += 1
         number = self._num_requests
         message = make(number)
-        self.notify(message, until_s)
-        while True:
-            answer = self._receive(until_s, message)
-            if getattr(answer, "id", None) != number:
-                self._undo(answer)
-                continue
-            if isinstance(answer, protocol.RefusedAnswer):
-                raise NodeError(answer.reason)
-            if not isinstance(answer, kind):
-                raise NodeError(f"the node answered with {type(answer).__name__}")
-            return answer
-
-    def notify(self, message: FromEngine, until_s: float) -> None:
-        """Send a message without an answer."""
+        self._requests[number] = message
+        self._push(message)
         try:
-            self._set_deadline(until_s)
-            self._socket.sendall(protocol.frame(message))
-        except TimeoutError:  # a part may have been sent: the connection can't be used any more
-            self.close()
-            raise NodeError("the node takes no requests in time") from None
-        except OSError as error:
-            self.close()
-            raise NodeError(f"the connection is lost: {error.strerror or error}") from None
+            self._flush(until_s)
+            while True:
+                answer = self._receive(until_s)
+                if getattr(answer, "id", None) == number:
+                    break
+                self._undo(answer)
+        except TimeoutError:
+            self._give_up(number)
+            raise NodeError("the node did not answer in time") from None
+        del self._requests[number]
+        if isinstance(answer, protocol.RefusedAnswer):
+            raise NodeError(answer.reason)
+        if not isinstance(answer, kind):
+            raise NodeError(f"the node answered with {type(answer).__name__}")
+        return answer
+
+    def notify(self, message: FromEngine) -> None:
+        """Send a message without an answer, as soon as the node takes it. Never waits.
+
+        Raises ``NodeError`` if the connection is lost.
+        """
+        if isinstance(message, Advice) and self._unsent:
+            return
+        if isinstance(message, protocol.WatchNotice):
+            self._watches.add(message.watch)
+        self._push(message)
+        with suppress(TimeoutError):
+            self._flush(0.0)
 
     def hear(self) -> None:
-        """Take in what the node has sent, without waiting."""
-        with suppress(NodeError):
+        """Send and take in what can be without waiting."""
+        with suppress(NodeError, TimeoutError):
+            self._flush(0.0)
             while True:
-                self._undo(self._receive(0.0, None))
+                self._undo(self._receive(0.0))
+
+    def has_ended(self, watch: int) -> bool:
+        """Whether an ``EndedNotice`` has come, or can't come any more."""
+        return not self.is_open or watch not in self._watches
 
     @property
     def is_open(self) -> bool:
         """Whether the connection can be used."""
         return self._socket.fileno() >= 0
 
+    def say_goodbye(self, until_s: float) -> None:
+        """Tell the node that this client uses no slot, and close. Waits for late answers first."""
+        with suppress(NodeError, TimeoutError):
+            self._flush(until_s)
+            while self._requests:
+                self._undo(self._receive(until_s))
+            self._push(protocol.DetachNotice())
+            self._flush(until_s)
+        self.close()
+
     def close(self) -> None:
         """Close the connection. The node keeps what this process uses until it has ended."""
+        if not self.is_open:
+            return
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
         self._socket.close()
+        self.undelivered += [
+            each.message for each in self._unsent if isinstance(each.message, SlotNotice)
+        ]
+        self._unsent.clear()
 
     # -- bytes -------------------------------------------------------------------------------------
 
     def _set_deadline(self, until_s: float) -> None:
-        left_s = until_s - time.monotonic()
-        self._socket.settimeout(max(left_s, 0.0))
+        self._socket.settimeout(max(until_s - time.monotonic(), 0.0))
 
-    def _receive(self, until_s: float, waiting: FromEngine | None) -> FromNode:
-        """Return the node's next message. waiting: the request that is given up on a time-out."""
+    def _push(self, message: FromEngine) -> None:
+        """Queue a message for ``_flush``."""
+        self._unsent.append(_Unsent(message, memoryview(protocol.frame(message))))
+
+    def _flush(self, until_s: float) -> None:
+        """Send what is queued. Raises ``TimeoutError`` if the node does not take all in time."""
+        while self._unsent:
+            first = self._unsent[0]
+            try:
+                self._set_deadline(until_s)
+                num = self._socket.send(first.content[first.num_sent :])
+            except (TimeoutError, BlockingIOError):
+                raise TimeoutError from None
+            except OSError as error:
+                self._lose()
+                raise NodeError(f"the connection is lost: {error.strerror or error}") from None
+            first.num_sent += num
+            if first.num_sent == len(first.content):
+                self._unsent.popleft()
+
+    def _receive(self, until_s: float) -> FromNode:
+        """Return the node's next message. Raises ``TimeoutError`` if there is none in time."""
         while not self._ready:
             try:
                 self._set_deadline(until_s)
                 received, fds, _, _ = socket.recv_fds(self._socket, RECEIVED_AT_ONCE, MOST_FDS)
             except (TimeoutError, BlockingIOError):
-                room = getattr(waiting, "room", None)
-                if waiting is not None and room is not None:
-                    self._owner[waiting.id] = room  # type: ignore[union-attr]
-                raise NodeError("the node did not answer in time") from None
+                raise TimeoutError from None
             except OSError as error:
                 self.close()
-                raise NodeError(f"the connection is lost: {error.strerror}") from None
+                raise NodeError(f"the connection is lost: {error.strerror or error}") from None
             if not received:
                 self.close()
                 raise NodeError("the node closed the connection")
@@ -219,22 +277,66 @@ class Channel:
             except protocol.ProtocolError as error:
                 self.close()
                 raise NodeError(str(error)) from None
-        return self._ready.pop(0)
+        answer = self._ready.popleft()
+        if isinstance(answer, protocol.OpenAnswer):
+            self._enter(answer)
+        elif isinstance(answer, protocol.EndedNotice):
+            self._watches.discard(answer.watch)
+        elif isinstance(answer, protocol.LookupAnswer) and answer.pending:
+            self._watches.add(answer.id)
+        return answer
+
+    def _enter(self, opened: protocol.OpenAnswer) -> None:
+        """Map the generations of a room, also if the answer comes too late for its request."""
+        message = self._requests.get(opened.id)
+        fd = self._fds.popleft()
+        try:
+            if isinstance(message, protocol.OpenRequest):
+                size = max(8 * opened.num_slots, mmap.PAGESIZE)
+                mapped = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+                generations = np.frombuffer(mapped, "<i8")[: opened.num_slots]
+                facts = RoomFacts(message.scope, message.block_bytes, message.key_bytes)
+                self._rooms[facts] = OpenedRoom(opened.room, self.mapped, generations)
+        finally:
+            os.close(fd)
+
+    def _give_up(self, number: int) -> None:
+        """Forget a request if nothing of it was sent. Otherwise its answer is undone later."""
+        for at, each in enumerate(self._unsent):
+            if not each.num_sent and getattr(each.message, "id", None) == number:
+                del self._unsent[at], self._requests[number]
+                return
+
+    def _lose(self) -> None:
+        """Undo what the node has answered before it closed the connection, and close."""
+        with suppress(NodeError, TimeoutError):
+            while True:
+                self._undo(self._receive(0.0))
+        self.close()
 
     def _undo(self, answer: FromNode) -> None:
         """Give back the slots of an answer that came too late."""
         if isinstance(answer, protocol.EndedNotice):
-            self.ended.add(answer.watch)
             return
-        room = self._owner.pop(getattr(answer, "id", 0), None)
-        until_s = time.monotonic() + 1.0
-        if room is None:
+        message = self._requests.pop(answer.id, None)
+        if not isinstance(message, protocol.RoomRequest):
             return
         if isinstance(answer, protocol.LookupAnswer | protocol.FetchAnswer):
             slots = protocol.unpack(answer.slots)
-            self.notify(protocol.ReleaseNotice(room, protocol.pack(slots[slots >= 0])), until_s)
-        elif isinstance(answer, protocol.ReserveAnswer):
-            self.notify(protocol.AbortNotice(room, answer.slots), until_s)
+            slots = slots[slots >= 0]
+            if len(slots):
+                self._push(protocol.ReleaseNotice(message.room, protocol.pack(slots)))
+        elif isinstance(answer, protocol.ReserveAnswer) and answer.slots:
+            self._push(protocol.AbortNotice(message.room, answer.slots))
+
+
+@dataclass(slots=True)
+class _Unsent:
+    """A message of which ``num_sent`` bytes were sent."""
+
+    message: FromEngine
+    content: memoryview
+    num_sent: int = 0
 
 
 def _map(fd: int, welcome: protocol.AttachAnswer) -> MappedMemory:
@@ -259,10 +361,14 @@ class NodeClient:
         self.engine = engine or uuid4().hex
         self.breaker = Breaker(time.monotonic, FAILURES_UNTIL_OPEN)
         self.last_error = ""
+        self._name = uuid4().hex
         self._lock = Lock()
         self._idle: list[Channel] = []
-        self._maps: dict[str, MappedMemory] = {}
+        self._maps: WeakValueDictionary[str, MappedMemory] = WeakValueDictionary()
+        self._mapped: MappedMemory | None = None  # the newest memory
+        self._owed: list[tuple[str, SlotNotice]] = []  # by instance: notices that wait
         self._process = OwnerProcess()
+        self._is_attached = False
         self._is_closed = False
 
     def take(self, until_s: float) -> Channel:
@@ -275,22 +381,97 @@ class NodeClient:
             raise NodeError("the client is closed, or belongs to another process")
         if not self.breaker.enter():
             raise NodeError(f"the node is left alone for a while: {self.last_error}")
-        with self._lock:
-            channel = self._idle.pop() if self._idle else None
         try:
-            if channel is None:
-                channel = Channel(self.path, self.engine, self.tenant, until_s, self._maps)
+            return self._idle_channel() or self._connect(until_s)
         except NodeError as error:
             self.note(error)
             raise
+
+    def _idle_channel(self) -> Channel | None:
+        """Return a connection that is not in use; None if there is none."""
+        while True:
+            with self._lock:
+                channel = self._idle.pop() if self._idle else None
+            if channel is None:
+                return None
+            channel.hear()
+            if channel.is_open and channel.mapped is self._mapped:
+                self._send_owed(channel)
+            else:
+                channel.close()
+            if channel.is_open:
+                return channel
+            self._absorb(channel)
+
+    def _connect(self, until_s: float) -> Channel:
+        channel = Channel(self.path, self._hello, until_s, self._maps.get)
+        with self._lock:
+            self._maps[channel.mapped.instance] = self._mapped = channel.mapped
+            self._is_attached = True
+        self._send_owed(channel)
         return channel
+
+    def _hello(self, number: int) -> protocol.AttachRequest:
+        return protocol.AttachRequest(
+            number, protocol.VERSION, self.engine, self.tenant, client=self._name
+        )
+
+    def tell(self, instance: str, notice: FromEngine) -> Channel | None:
+        """Send a notice on a room of a memory. Never waits, and tells the breaker nothing.
+
+        Returns the connection that it was sent over. None if there is no connection: then a notice
+        on slots is sent as soon as there is one, and any other is left out.
+        """
+        if not self._process.is_here:
+            return None
+        channel = self._idle_channel()
+        is_sent = False
+        if channel is not None and channel.mapped.instance == instance:
+            with suppress(NodeError):
+                channel.notify(notice)
+                is_sent = True
+        elif channel is None and isinstance(notice, SlotNotice):
+            with self._lock:
+                self._owed.append((instance, notice))
+        if channel is not None:
+            self._keep(channel)
+        return channel if is_sent else None
+
+    def _send_owed(self, channel: Channel) -> None:
+        """Pass on notices that wait. Those on memory that is gone are forgotten."""
+        with self._lock:
+            owed, self._owed = self._owed, []
+        for at, (instance, notice) in enumerate(owed):
+            if instance != channel.mapped.instance:
+                continue
+            try:
+                channel.notify(notice)
+            except NodeError:  # the connection has this one, if it was not sent
+                with self._lock:
+                    self._owed += owed[at + 1 :]
+                return
+
+    def _absorb(self, channel: Channel) -> None:
+        """Keep the notices that a lost connection has not delivered."""
+        with self._lock:
+            self._owed += [(channel.mapped.instance, each) for each in channel.undelivered]
+        channel.undelivered = []
 
     def put_back(self, channel: Channel, error: NodeError | None = None) -> None:
         """End the use of a connection. error: why the last request failed."""
         self.note(error)
-        if channel.is_open:
-            with self._lock:
+        self._keep(channel)
+
+    def _keep(self, channel: Channel) -> None:
+        if not channel.is_open:
+            self._absorb(channel)
+            return
+        with self._lock:
+            is_kept = not self._is_closed
+            if is_kept:
                 self._idle.append(channel)
+        if not is_kept:
+            channel.say_goodbye(time.monotonic() + GOODBYE_S)
 
     def note(self, error: NodeError | None) -> None:
         """Note the outcome of a request."""
@@ -301,11 +482,26 @@ class NodeClient:
             logger.warning("node %s is %s", self.path, state)
 
     def close(self) -> None:
-        """Say goodbye, if nothing of this process uses a slot any more, and close."""
-        self._is_closed = True
+        """Say goodbye, once nothing of this process uses a slot any more, and close.
+
+        If a connection was lost, the node is told over a new one.
+        """
+        if not self._process.is_here or self._is_closed:
+            return
+        until_s = time.monotonic() + GOODBYE_S
         with self._lock:
+            self._is_closed = True
             idle, self._idle = self._idle, []
-        for channel in idle if self._process.is_here else ():
+        for channel in idle:
+            channel.hear()
+            if not channel.is_open:
+                self._absorb(channel)
+        left = [channel for channel in idle if channel.is_open]
+        if not left and self._is_attached and not self.breaker.is_open:
             with suppress(NodeError):
-                channel.notify(protocol.DetachNotice(), time.monotonic() + 1.0)
-            channel.close()
+                left = [self._connect(until_s)]
+        for channel in left:
+            if self._owed:
+                self._send_owed(channel)
+            channel.say_goodbye(until_s)
+        self._mapped = None

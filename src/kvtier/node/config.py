@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.config import parse_size
+from kvtier.config import check_storage, parse_size
 from kvtier.errors import ConfigError
 from kvtier.index.policies.replayed import POLICIES, RUNS
 
 DEFAULT_SOCKET = Path("/run/kvtier/node.sock")
 SHARED_MEMORY = Path("/dev/shm")
+DEFAULT_TENANT = "default"
+"""Tenant of engines that name none."""
+TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._]*(-[A-Za-z0-9._]+)*")
+MOST_TENANT_LETTERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,54 @@ class TenantQuota:
             )
 
 
+def check_tenant(name: str) -> None:
+    """Raise ``ConfigError`` for a name that can't be a part of a file's name."""
+    if len(name) > MOST_TENANT_LETTERS or not TENANT.fullmatch(name):
+        raise ConfigError(
+            f"tenant: {name[:MOST_TENANT_LETTERS]!r} is no name; use at most {MOST_TENANT_LETTERS} "
+            "letters, digits, dots, underscores and single dashes"
+        )
+
+
+def parse_quota(text: str) -> tuple[str, TenantQuota]:
+    """Return the tenant and the quota of "team-a=10GiB:40GiB", floor and ceiling.
+
+    Either may be missing: "team-a=10GiB" has no ceiling, "team-a=:40GiB" no floor. Raises
+    ``ConfigError``.
+    """
+    tenant, equals, bounds = text.partition("=")
+    if not equals or not bounds.strip(": "):
+        raise ConfigError(
+            f'quota: {text!r} names no bounds; write "team-a=10GiB:40GiB" for a floor and a ceiling'
+        )
+    check_tenant(tenant)
+    floor, _, ceiling = bounds.partition(":")
+    return tenant, TenantQuota(
+        parse_size(floor, "quota") if floor.strip() else 0,
+        parse_size(ceiling, "quota") if ceiling.strip() else None,
+    )
+
+
+def parse_quotas(texts: Iterable[str]) -> dict[str, TenantQuota]:
+    """Return the quotas of several texts by tenant; see ``parse_quota``."""
+    quotas: dict[str, TenantQuota] = {}
+    for tenant, quota in map(parse_quota, texts):
+        if tenant in quotas:
+            raise ConfigError(f"quota: {tenant!r} is named twice; give it one quota")
+        quotas[tenant] = quota
+    return quotas
+
+
+def check_floors(quotas: Mapping[str, TenantQuota], host_bytes: int) -> None:
+    """Raise ``ConfigError`` if the floors need more memory than there is."""
+    floors = sum(quota.host_floor for quota in quotas.values())
+    if floors > host_bytes:
+        raise ConfigError(
+            f"quota: the floors add up to {floors} bytes, and host_capacity is {host_bytes}; "
+            "lower them"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
     """Settings of ``kvtier node``.
@@ -49,7 +103,12 @@ class NodeConfig:
         storage_capacity: bytes in each store.
         eviction_policy: policy of all tiers.
         lookup_deadline_s: longest wait for a store's answer to a look-up.
-        quotas: by tenant.
+        quotas: of tenants at the start; they may be changed while the node runs.
+        control_port: TCP port of this machine's loopback address for metrics and state; None for
+            none. Changes are made over the Unix socket ``control_socket`` only.
+        tenants: by tenant, the users (uids) that may name it. The node's own user and root may name
+            every tenant, others only those that list them. Everybody may name the default tenant,
+            unless it is listed here.
     """
 
     socket: Path = DEFAULT_SOCKET
@@ -63,6 +122,8 @@ class NodeConfig:
     eviction_policy: str = RUNS
     lookup_deadline_s: float = 0.05
     quotas: Mapping[str, TenantQuota] = field(default_factory=dict)
+    control_port: int | None = None
+    tenants: Mapping[str, Collection[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "socket", Path(self.socket))
@@ -71,12 +132,12 @@ class NodeConfig:
                 f"eviction_policy: {self.eviction_policy!r} is unknown; use one of "
                 f"{', '.join(POLICIES)}"
             )
-        floors = sum(quota.host_floor for quota in self.quotas.values())
-        if floors > self.host_bytes:
-            raise ConfigError(
-                f"quota: the floors add up to {floors} bytes, and host_capacity is "
-                f"{self.host_bytes}; lower them"
-            )
+        if self.control_port is not None and not 0 <= self.control_port <= 65535:
+            raise ConfigError(f"control_port: {self.control_port} is no TCP port; use 0 to 65535")
+        for name in ("disk_capacity", "storage_capacity"):
+            parse_size(getattr(self, name), name)
+        check_storage(self.storage)
+        check_floors(self.quotas, self.host_bytes)
 
     @property
     def host_bytes(self) -> int:
@@ -96,6 +157,19 @@ class NodeConfig:
         name = str(self.socket.absolute()).strip("/").replace("/", "-")
         return SHARED_MEMORY / f"kvtier-{name}"
 
-    def quota(self, tenant: str) -> TenantQuota:
-        """Return the quota of a tenant."""
-        return self.quotas.get(tenant, TenantQuota())
+    def admits(self, tenant: str, uid: int) -> bool:
+        """Return whether processes of a user may name a tenant."""
+        if uid in (0, os.geteuid()):
+            return True
+        users = self.tenants.get(tenant)
+        return tenant == DEFAULT_TENANT if users is None else uid in users
+
+    @property
+    def control_socket(self) -> Path:
+        """Path of the control API's socket."""
+        return control_socket(self.socket)
+
+
+def control_socket(socket: Path) -> Path:
+    """Return the path of the control API's socket, beside the one for engines."""
+    return socket.with_name(f"{socket.stem}.control{socket.suffix}")

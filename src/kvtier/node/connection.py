@@ -4,28 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import NamedTuple
 
 from kvtier.errors import CacheError
 from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.waiters import Awaited
+from kvtier.ladder import PendingLookup
 from kvtier.node import protocol
+from kvtier.node.deleting import delete_blocks
 from kvtier.node.engines import AttachedEngine, AttachError, EngineProcess, Holdings
-from kvtier.node.node import CacheNode
 from kvtier.node.protocol import FromEngine, FromNode, ProtocolError, split_keys, unpack
+from kvtier.node.registry import Registry
 from kvtier.node.room import NodeRoom, RoomKey
 from kvtier.types import HOST, Slot
 
 logger = logging.getLogger(__name__)
 
-RECEIVED_AT_ONCE = 1 << 20
-MOST_UNSENT_BYTES = 256 << 20
+RECEIVED_AT_ONCE = 256 << 10
+TURN_S = 1e-3
+"""A connection handles messages for so long, then the others have a turn."""
+MANY_UNSENT_BYTES = 1 << 20
+"""While so many bytes of answers wait for a process to read them, nothing is read from it."""
+MOST_UNSENT_BYTES = 64 << 20
 """A process that reads none of its answers is disconnected when so many bytes wait for it."""
-LOOK_AGAIN_S = 0.05
-"""Longest time between two looks at whether a fetch has ended."""
+DELETE_S = 8.0
+"""Longest wait of an engine's deletion for storage to confirm it."""
+MOST_WAITING = 4096
+"""Most requests of a connection that wait for storage or for other engines at a time."""
+HELLO_S = 10.0
+"""A connection that has not attached after this time is closed."""
+LONGEST_WAIT_S = 3600.0
 
 PLACES = {
     BlockLocation.NOWHERE: protocol.ABSENT,
@@ -37,83 +50,56 @@ PLACES = {
 COMING = (BlockLocation.ARRIVING, BlockLocation.STORAGE, BlockLocation.UNKNOWN)
 
 
-class Registry:
-    """Engines by name, and the changes that requests wait for.
+class _Unsent(NamedTuple):
+    """An answer, or the rest of one, that was not sent yet. See ``Connection.send``."""
 
-    node: the node. Owned by the event loop's thread.
-    """
-
-    def __init__(self, node: CacheNode) -> None:
-        self.node = node
-        self.engines: dict[str, AttachedEngine] = {}
-        self._num_connections = 0
-        self._changed = asyncio.Event()
-        self.wake: Callable[[], object] = lambda: None
-
-    def attach(self, name: str, tenant: str, peer: EngineProcess) -> tuple[int, AttachedEngine]:
-        """Return the number of a new connection, and its engine.
-
-        Raises ``AttachError`` if the engine belongs to another tenant.
-        """
-        engine = self.engines.setdefault(name, AttachedEngine(name, tenant))
-        if engine.tenant != tenant:
-            raise AttachError(
-                f"engine {name!r} belongs to tenant {engine.tenant!r}, not to {tenant!r}"
-            )
-        self._num_connections += 1
-        engine.peers[self._num_connections] = peer
-        return self._num_connections, engine
-
-    def detach(self, number: int, engine: AttachedEngine) -> None:
-        """Note that a process has ended, or uses no slot any more."""
-        peer = engine.peers.pop(number, None)
-        if peer is not None:
-            peer.close()
-        if not engine.peers:
-            if engine.num_slots:
-                logger.info("engine ended name=%s slots=%d", engine.name, engine.num_slots)
-            engine.end()
-            self.engines.pop(engine.name, None)
-
-    def changed(self) -> None:
-        """Let requests that wait look again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def wait(self, until_s: float) -> bool:
-        """Wait for a change; return whether there is time left."""
-        left_s = until_s - time.monotonic()
-        if left_s <= 0:
-            return False
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), min(left_s, LOOK_AGAIN_S))
-        return True
+    content: bytes
+    fds: Sequence[int]
+    undo: Callable[[], object] | None
 
 
 class Connection:
-    """Serves one process of an engine. Owned by the event loop's thread.
+    """Serves one connection of an engine's process. Owned by the event loop's thread.
 
-    connection: its socket; closed at the end. peer: its process.
+    connection: its socket; closed at the end, as ``peer`` is. peer: its process.
+
+    Raises:
+        AttachError: the process has too many connections.
     """
 
     def __init__(self, registry: Registry, connection: socket.socket, peer: EngineProcess) -> None:
+        registry.enter(peer)
         self._registry = registry
         self._node = registry.node
         self._socket = connection
         self._peer = peer
         self._loop = asyncio.get_running_loop()
-        self._frames = protocol.Frames()
-        self._unsent: deque[tuple[bytes, list[int]]] = deque()
+        self._frames = protocol.Frames(protocol.MAX_FIRST_BYTES)
+        self._coming: Iterator[bytes] = iter(())
+        self._turn: asyncio.Handle | None = None
+        self._unsent: deque[_Unsent] = deque()
         self._num_unsent = 0
+        self._is_writing = self._is_read = self._is_broken = False
         self._number = 0
+        self._client = ""
         self._engine: AttachedEngine | None = None
-        self._rooms: dict[int, NodeRoom] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_open = True
+        self._expiry = self._loop.call_later(HELLO_S, self._expire)
         connection.setblocking(False)
-        self._loop.add_reader(connection, self._receive)
+        self._choose_reading()
 
     # -- bytes -------------------------------------------------------------------------------------
+
+    def _choose_reading(self) -> None:
+        """Read from the socket, unless messages are to be handled or answers wait to be read."""
+        may_read = self._is_broken or self._num_unsent < MANY_UNSENT_BYTES
+        wanted = self._is_open and self._turn is None and may_read
+        if wanted and not self._is_read:
+            self._loop.add_reader(self._socket, self._receive)
+        elif self._is_read and not wanted:
+            self._loop.remove_reader(self._socket)
+        self._is_read = wanted
 
     def _receive(self) -> None:
         try:
@@ -125,72 +111,106 @@ class Connection:
         if not received:
             self.close()
             return
+        self._coming = self._frames.take(received)
+        self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Handle messages for a while. Other connections have a turn before it goes on."""
+        self._turn = None
+        end_s = time.monotonic() + TURN_S
         try:
-            for content in self._frames.take(received):
+            for content in self._coming:
                 self._handle(protocol.decode_engine(content))
                 if not self._is_open:
                     return
+                if time.monotonic() >= end_s:
+                    self._turn = self._loop.call_soon(self._take_turn)
+                    break
         except ProtocolError as error:
             logger.warning("disconnected pid=%d reason=%s", self._peer.pid, error)
             self.close()
+        except Exception:  # one process's message must not end the cache of the others
+            logger.exception("disconnected pid=%d reason=its message failed", self._peer.pid)
+            self.close()
+        else:
+            self._choose_reading()
 
-    def send(self, message: FromNode, fds: Sequence[int] = ()) -> None:
-        """Send a message, with file descriptors."""
+    def send(
+        self, message: FromNode, fds: Sequence[int] = (), undo: Callable[[], object] | None = None
+    ) -> None:
+        """Send a message, with file descriptors.
+
+        undo: called if the process never reads the whole message.
+        """
         if not self._is_open:
+            if undo is not None:
+                undo()
             return
         content = protocol.frame(message)
-        self._unsent.append((content, list(fds)))
+        self._unsent.append(_Unsent(content, fds, undo))
         self._num_unsent += len(content)
-        if len(self._unsent) == 1:
+        if len(self._unsent) == 1 and not self._is_broken:
             self._send_further()
         if self._num_unsent > MOST_UNSENT_BYTES:
             logger.warning("disconnected pid=%d reason=it reads no answers", self._peer.pid)
             self.close()
 
     def _send_further(self) -> None:
-        try:
-            while self._unsent:
-                content, fds = self._unsent[0]
-                if fds:
-                    num = socket.send_fds(self._socket, [content], fds)
+        is_stuck = False
+        while self._unsent and not is_stuck:
+            first = self._unsent[0]
+            try:
+                if first.fds:
+                    num = socket.send_fds(self._socket, [first.content], list(first.fds))
                 else:
-                    num = self._socket.send(content)
-                self._num_unsent -= num
-                if num < len(content):
-                    self._unsent[0] = (content[num:], [])
-                    break
+                    num = self._socket.send(first.content)
+            except BlockingIOError:
+                break
+            except OSError:  # it reads nothing more; what it has sent before is handled first
+                self._is_broken = True
+                break
+            self._num_unsent -= num
+            is_stuck = num < len(first.content)
+            if is_stuck:
+                self._unsent[0] = _Unsent(first.content[num:], (), first.undo)
+            else:
                 self._unsent.popleft()
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.close()
-            return
-        if self._unsent:
+        is_writing = bool(self._unsent) and not self._is_broken
+        if is_writing and not self._is_writing:
             self._loop.add_writer(self._socket, self._send_further)
-        else:
+        elif self._is_writing and not is_writing:
             self._loop.remove_writer(self._socket)
+        self._is_writing = is_writing
+        self._choose_reading()
 
-    def close(self) -> None:
-        """Close the socket. What the process uses is kept until the process has ended."""
+    def _expire(self) -> None:
+        if self._engine is None:
+            self.close()
+
+    def close(self, is_goodbye: bool = False) -> None:
+        """Close the socket. What the process was told of is kept until its client has ended.
+
+        is_goodbye: see ``Registry.detach``.
+        """
         if not self._is_open:
             return
         self._is_open = False
+        self._expiry.cancel()
+        if self._turn is not None:
+            self._turn.cancel()
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
         for task in self._tasks:
             task.cancel()
-        if self._engine is None:
-            self._peer.close()
-        elif self._peer.has_ended:
-            self._registry.detach(self._number, self._engine)
-        else:
-            self._loop.add_reader(self._peer.pidfd, self._note_end)
-
-    def _note_end(self) -> None:
-        self._loop.remove_reader(self._peer.pidfd)
-        assert self._engine is not None
-        self._registry.detach(self._number, self._engine)
+        for answer in self._unsent:
+            if answer.undo is not None:
+                answer.undo()
+        self._unsent.clear()
+        self._registry.leave(self._peer)
+        self._peer.close()
+        if self._engine is not None:
+            self._registry.detach(self._number, self._client, self._engine, is_goodbye)
 
     # -- messages ----------------------------------------------------------------------------------
 
@@ -201,13 +221,15 @@ class Connection:
             case _ if self._engine is None:
                 raise ProtocolError("the first message is no AttachRequest")
             case protocol.OpenRequest():
-                self._open_room(message)
+                self._open_room(message, self._engine)
             case protocol.DetachNotice():
-                self._goodbye()
+                self.close(is_goodbye=True)
             case protocol.RoomRequest() | protocol.RoomNotice():
                 self._serve(message, self._engine)
 
     def _hello(self, hello: protocol.AttachRequest) -> None:
+        if self._engine is not None:
+            raise ProtocolError("a connection attaches twice")
         if hello.version < protocol.OLDEST_VERSION or hello.oldest_version > protocol.VERSION:
             self._refuse(
                 hello.id,
@@ -217,12 +239,11 @@ class Connection:
             )
             return
         try:
-            self._number, self._engine = self._registry.attach(
-                hello.engine, hello.tenant, self._peer
-            )
+            self._number, self._client, self._engine = self._registry.attach(hello, self._peer)
         except AttachError as error:
             self._refuse(hello.id, str(error))
             return
+        self._frames.most_bytes = protocol.MAX_FRAME_BYTES
         memory = self._node.memory
         welcome = protocol.AttachAnswer(
             hello.id,
@@ -237,56 +258,51 @@ class Connection:
     def _refuse(self, request: int, reason: str) -> None:
         self.send(protocol.RefusedAnswer(request, reason))
 
-    def _open_room(self, message: protocol.OpenRequest) -> None:
-        assert self._engine is not None
-        key = RoomKey(self._engine.tenant, message.scope, message.block_bytes, message.key_bytes)
-        if message.block_bytes < 1 or not 1 <= message.key_bytes <= 256 or not message.scope:
-            raise ProtocolError(f"no room can be opened for {message.block_bytes} bytes")
+    def _open_room(self, message: protocol.OpenRequest, engine: AttachedEngine) -> None:
+        key = RoomKey(engine.tenant, message.scope, message.block_bytes, message.key_bytes)
         try:
             number, room = self._node.room(key)
         except CacheError as error:
             self._refuse(message.id, str(error))
             return
-        self._rooms[number] = room
         self.send(protocol.OpenAnswer(message.id, number, room.tier.num_slots), [room.tier.fd])
-
-    def _goodbye(self) -> None:
-        assert self._engine is not None
-        engine, self._engine = self._engine, None
-        engine.peers[self._number] = self._peer
-        self.close()
-        engine.peers.pop(self._number)
-        self._registry.detach(self._number, engine)
 
     def _serve(
         self, message: protocol.RoomRequest | protocol.RoomNotice, engine: AttachedEngine
     ) -> None:
-        room = self._rooms.get(message.room)
+        room = self._node.room_of(message.room, engine.tenant)
         if room is None:
-            raise ProtocolError("a message names a room that was not opened")
+            raise ProtocolError("a message names a room that the tenant has not opened")
         held = engine.holdings(message.room, room)
         match message:
             case protocol.LookupRequest():
-                self.send(_look_up(message, held))
+                found, pending = _look_up(message, held)
+                self._send_slots(found, held.release, found.slots)
+                if pending:
+                    self._begin(self._watch(message.id, pending))
             case protocol.ReserveRequest():
-                self.send(_reserve(message, held))
+                reserved = _reserve(message, held)
+                self._send_slots(reserved, held.abort, reserved.slots)
             case protocol.PromoteRequest():
                 keys = _keys(message.keys, room)
-                self.send(
-                    protocol.PromoteAnswer(
-                        message.id, room.promote(keys, _keys(message.beside, room))
-                    )
-                )
+                num = room.promote(keys, _keys(message.beside, room))
+                self.send(protocol.PromoteAnswer(message.id, num))
             case protocol.FetchRequest():
-                self._begin(self._fetch(message, held))
+                keys, until_s = _keys(message.keys, room), _until(message.timeout_s)
+                self._begin(self._fetch(message.id, keys, until_s, held))
             case protocol.FindRequest():
-                self._begin(self._find(message, room))
+                keys, until_s = _keys(message.keys, room), _until(message.timeout_s)
+                self._begin(self._find(message.id, keys, until_s, room))
+            case protocol.DeleteRequest():
+                self._begin(self._delete(message.id, _keys(message.keys, room), room))
             case protocol.WatchNotice():
-                self._begin(self._watch(message, room))
+                awaited = [room.wait_for_reads(_keys(message.keys, room))]
+                self._begin(self._watch(message.watch, awaited))
             case protocol.CommitNotice():
-                held.commit(
-                    _slots(message.slots), unpack(message.depths).tolist(), message.to_storage
-                )
+                slots, depths = _slots(message.slots), unpack(message.depths)
+                if len(slots) != len(depths) or ((depths < 0) | (depths >= 1 << 32)).any():
+                    raise ProtocolError("slots and their depths don't agree")
+                held.commit(slots, depths.tolist(), message.to_storage)
             case protocol.AbortNotice():
                 held.abort(_slots(message.slots))
             case protocol.ReleaseNotice():
@@ -302,61 +318,62 @@ class Connection:
             case protocol.HintNotice():
                 room.apply(_keys(message.keys, room), message.said)
 
+    def _send_slots(
+        self,
+        answer: protocol.LookupAnswer | protocol.FetchAnswer | protocol.ReserveAnswer,
+        give_back: Callable[[Sequence[Slot]], object],
+        slots: bytes,
+    ) -> None:
+        """Send an answer with slots, which are given back if the process is never told of them."""
+        self.send(answer, undo=lambda: give_back(_slots(slots)))
+
     # -- requests that wait ------------------------------------------------------------------------
 
     def _begin(self, work: Coroutine[object, object, None]) -> None:
         self._registry.wake()
         task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._end_task)
+        if len(self._tasks) > MOST_WAITING:
+            raise ProtocolError(f"more than {MOST_WAITING} requests wait at a time")
 
-    async def _find(self, message: protocol.FindRequest, room: NodeRoom) -> None:
-        keys = _keys(message.keys, room)
-        until_s = time.monotonic() + message.timeout_s
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error(
+                "disconnected pid=%d reason=its request failed", self._peer.pid, exc_info=error
+            )
+            self.close()
+
+    async def _find(
+        self, request: int, keys: Sequence[bytes], until_s: float, room: NodeRoom
+    ) -> None:
         while True:
             places, pending = room.begin_lookup(keys)
-            if not any(not each.is_over for each in pending):
-                break
-            if not await self._registry.wait(until_s):
+            if not pending or not await all_over(pending, self._registry, until_s):
                 break
         told = {BlockLocation.NOWHERE: protocol.MISSING, BlockLocation.UNKNOWN: protocol.FAILED}
         found = bytes(told.get(place, protocol.THERE) for place in places)
-        self.send(protocol.OutcomesAnswer(message.id, found))
+        self.send(protocol.OutcomesAnswer(request, found))
 
-    async def _tell_answers(self, message: protocol.LookupRequest, room: NodeRoom) -> None:
-        """Tell that the look-ups in storage of a request have been answered."""
-        _, pending = room.begin_lookup(_keys(message.keys, room), message.has_gaps)
-        while not all(each.is_over for each in pending):
-            await self._registry.wait(time.monotonic() + LOOK_AGAIN_S)
-        self.send(protocol.EndedNotice(message.id))
+    async def _watch(self, watch: int, awaited: Sequence[Awaited]) -> None:
+        await all_over(awaited, self._registry, time.monotonic() + LONGEST_WAIT_S)
+        self.send(protocol.EndedNotice(watch))
 
-    async def _watch(self, message: protocol.WatchNotice, room: NodeRoom) -> None:
-        waiter = room.wait_for_reads(_keys(message.keys, room))
-        while not waiter.is_over:
-            await self._registry.wait(time.monotonic() + LOOK_AGAIN_S)
-        self.send(protocol.EndedNotice(message.watch))
+    async def _delete(self, request: int, keys: Sequence[bytes], room: NodeRoom) -> None:
+        until_s = time.monotonic() + DELETE_S
+        left = await delete_blocks(room, keys, self._registry.wait, until_s)
+        outcomes = (
+            protocol.FAILED if at in left else protocol.MISSING for at, _ in enumerate(keys)
+        )
+        self.send(protocol.OutcomesAnswer(request, bytes(outcomes)))
 
-    async def _fetch(self, message: protocol.FetchRequest, held: Holdings) -> None:
+    async def _fetch(
+        self, request: int, keys: Sequence[bytes], until_s: float, held: Holdings
+    ) -> None:
         """Read a prompt's blocks into memory, as many as there is room for, and lease them."""
         room = held.room
-        keys = _keys(message.keys, room)
-        until_s = time.monotonic() + message.timeout_s
-        promoted: set[bytes] = set()
-        while True:
-            places, pending = room.begin_lookup(keys)
-            stored = [
-                key
-                for key, place in zip(keys, places, strict=True)
-                if place is BlockLocation.STORAGE and key not in promoted
-            ]
-            if stored:
-                promoted.update(stored[: room.promote(stored)])
-                places = room.locate_all(keys)
-            is_waiting = any(not each.is_over for each in pending) or any(
-                place is BlockLocation.ARRIVING for place in places
-            )
-            if not is_waiting or not await self._registry.wait(until_s):
-                break
+        places = await bring(room, keys, self._registry, until_s)
         there = [place is BlockLocation.MEMORY for place in places]
         ready = [key for key, is_there in zip(keys, there, strict=True) if is_there]
         slots = [-1] * len(keys)
@@ -367,9 +384,51 @@ class Connection:
             slots[number], generations[number] = slot, told
         failed = bytes(place in COMING for place in places)
         answer = protocol.FetchAnswer(
-            message.id, protocol.pack(slots), protocol.pack(generations), failed
+            request, protocol.pack(slots), protocol.pack(generations), failed
         )
-        self.send(answer)
+        self._send_slots(answer, held.release, protocol.pack(leased))
+
+
+def _until(timeout_s: float) -> float:
+    """Return the time at which a wait ends. Raises ``ProtocolError`` if it is no number."""
+    if math.isnan(timeout_s):
+        raise ProtocolError("a time-out is no number")
+    return time.monotonic() + min(max(timeout_s, 0.0), LONGEST_WAIT_S)
+
+
+async def all_over(awaited: Sequence[Awaited], registry: Registry, until_s: float) -> bool:
+    """Wait until all are over. Return whether they are, in time.
+
+    Each change costs one look at each, whatever the length of the prompt.
+    """
+    while not all(each.is_over for each in awaited):
+        if not await registry.wait(until_s):
+            return False
+    return True
+
+
+async def bring(
+    room: NodeRoom, keys: Sequence[bytes], registry: Registry, until_s: float
+) -> list[BlockLocation]:
+    """Read a prompt's blocks from storage into memory, as many as there is room for.
+
+    Returns the locations of the blocks when all have arrived, or at ``until_s``.
+    """
+    promoted: set[bytes] = set()
+    while True:
+        places, pending = room.begin_lookup(keys)
+        stored = [
+            key
+            for key, place in zip(keys, places, strict=True)
+            if place is BlockLocation.STORAGE and key not in promoted
+        ]
+        if stored:
+            promoted.update(stored[: room.promote(stored)])
+        awaited: list[Awaited] = [*pending, room.wait_for_reads(keys)]
+        if all(each.is_over for each in awaited):
+            return room.locate_all(keys)
+        if not await all_over(awaited, registry, until_s):
+            return room.locate_all(keys)
 
 
 def _keys(keys: bytes, room: NodeRoom) -> list[bytes]:
@@ -381,40 +440,49 @@ def _slots(slots: bytes) -> list[Slot]:
     return found
 
 
-def _look_up(message: protocol.LookupRequest, held: Holdings) -> protocol.LookupAnswer:
+def _look_up(
+    message: protocol.LookupRequest, held: Holdings
+) -> tuple[protocol.LookupAnswer, list[PendingLookup]]:
     room = held.room
     keys = _keys(message.keys, room)
-    places, pending = room.begin_lookup(keys, message.has_gaps)
+    places, asked = room.begin_lookup(keys, message.has_gaps)
+    pending = [each for each in asked if not each.is_over]
     ready = [key for key, place in zip(keys, places, strict=True) if place is BlockLocation.MEMORY]
     slots = held.lease(ready)
     tiers = {name: at for at, name in enumerate((HOST, *room.ladder.storages))}
     sources = bytes(tiers[name] for name in room.sources(keys))
-    return protocol.LookupAnswer(
+    answer = protocol.LookupAnswer(
         message.id,
         bytes(PLACES[place] for place in places),
         protocol.pack(slots),
         protocol.pack(room.generations(slots)),
         sources,
-        sum(not each.is_over for each in pending),
+        len(pending),
     )
+    return answer, pending
 
 
 def _reserve(message: protocol.ReserveRequest, held: Holdings) -> protocol.ReserveAnswer:
     room = held.room
     keys = _keys(message.keys, room)
     reserved = room.reserve(keys)
-    new = set(reserved.keys) if reserved is not None else set()
-    slots = list(reserved.slots) if reserved is not None else []
+    new: set[bytes] = set()
+    slots: list[Slot] = []
     if reserved is not None:
+        new, slots = set(reserved.keys), list(reserved.slots)
         held.reserved.update(zip(slots, reserved.keys, strict=True))
     missing = (BlockLocation.NOWHERE, BlockLocation.STORAGE, BlockLocation.UNKNOWN)
     places = room.locate_all(keys)
+    is_known = [place not in missing for place in places]
+    is_new = [False] * len(keys)
+    for at, key in enumerate(keys):
+        if key in new:  # a key that is named twice is new once
+            new.discard(key)
+            is_new[at], is_known[at] = True, False
     return protocol.ReserveAnswer(
         message.id,
-        bytes(key in new for key in keys),
-        bytes(
-            key not in new and place not in missing for key, place in zip(keys, places, strict=True)
-        ),
+        bytes(is_new),
+        bytes(is_known),
         protocol.pack(slots),
         protocol.pack(room.generations(slots)),
     )

@@ -1,8 +1,8 @@
 """Engines that are attached to a node: their processes, and the slots that they use.
 
-A slot that an engine uses is taken back when the engine says so, or when every process of the
-engine has ended: its connections are closed, and its process is dead. Never by time, since a
-stopped process that resumes would write over another's block.
+A slot that an engine uses is taken back when the engine says so, or when every client of the engine
+has ended: its connections are closed, and it has said goodbye or its process is dead. Never by
+time, since a stopped process that resumes would write over another's block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvtier.errors import CacheError
 from kvtier.node.room import NodeRoom
@@ -33,11 +33,17 @@ class EngineProcess:
     """The process at the other end of a Unix socket.
 
     pid: in the node's process namespace. uid: user. pidfd: becomes readable when the process ends.
+    identity: numbers that no other living process has, as far as the kernel tells them.
     """
 
     pid: int
     uid: int
     pidfd: int
+    identity: tuple[int, int]
+
+    def copy(self) -> EngineProcess:
+        """Return the process with a descriptor of its own."""
+        return replace(self, pidfd=os.dup(self.pidfd))
 
     @property
     def has_ended(self) -> bool:
@@ -71,7 +77,7 @@ def peer_of(connection: socket.socket) -> EngineProcess:
             pidfd = os.pidfd_open(pid)
         except OSError as error:
             raise AttachError(f"process {pid} can't be watched: {error.strerror}") from None
-    return EngineProcess(pid, uid, pidfd)
+    return EngineProcess(pid, uid, pidfd, (pid, os.fstat(pidfd).st_ino))
 
 
 @dataclass(slots=True)
@@ -140,17 +146,29 @@ class Holdings:
 
 
 @dataclass(slots=True)
-class AttachedEngine:
-    """One engine, of one or several processes.
+class AttachedClient:
+    """One client of an engine: a process that has mapped the memory, or a part of one.
 
-    name: the same in all of its processes. tenant: whose quota counts. peers: by connection number,
-    the processes that have mapped the memory and are not known to have ended. rooms: by room
-    number, what it uses there.
+    process: the process. connections: numbers of those that are open. A client without any is kept
+    until its process ends, since it may still use slots.
+    """
+
+    process: EngineProcess
+    connections: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class AttachedEngine:
+    """One engine, of one or several clients.
+
+    name, uid: the same in all of its processes. tenant: whose quota counts. clients: by name, those
+    that are not known to have ended. rooms: by room number, what it uses there.
     """
 
     name: str
+    uid: int
     tenant: str
-    peers: dict[int, EngineProcess] = field(default_factory=dict)
+    clients: dict[str, AttachedClient] = field(default_factory=dict)
     rooms: dict[int, Holdings] = field(default_factory=dict)
 
     def holdings(self, number: int, room: NodeRoom) -> Holdings:

@@ -12,7 +12,10 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from heapq import heappop, heappush
+from itertools import islice
 from pathlib import Path
+from stat import S_ISDIR
 
 import numpy as np
 
@@ -26,6 +29,10 @@ from kvtier.tiers.arena import Arena, ArenaOptions
 from kvtier.tiers.slots import check_count
 from kvtier.types import HOST, Slot
 
+F_ADD_SEALS = 1033
+F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = 1, 2, 4, 16
+MOST_SLOTS = 1 << 26
+"""Most slots of one block size. Each costs the node some bytes, used or not."""
 CANDIDATES = 8
 """Segments that are examined for a run of free neighbours before slots are taken from several."""
 
@@ -33,12 +40,17 @@ CANDIDATES = 8
 def shared_file(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
     """Return a new anonymous file of zeros in memory, and a mapping of it.
 
-    Its memory is freed with its last user, so nothing stays behind after a crash.
+    Nobody else can write to the file, or resize it. Its memory is freed with its last user, so
+    nothing stays behind after a crash.
     """
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_bytes)
-        return fd, mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
+        mapped = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
+        fcntl.fcntl(
+            fd, F_ADD_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE
+        )
+        return fd, mapped
     except BaseException:
         os.close(fd)
         raise
@@ -81,7 +93,7 @@ class NodeMemory:
         self.memory = self._arena.memory
         self.num_bytes = self.num_segments * segment_bytes
         self.seams = np.arange(1, self.num_segments, dtype=np.int64) * segment_bytes
-        self._free = list(range(self.num_segments))[::-1]
+        self._free = list(range(self.num_segments))  # a heap
 
     @property
     def num_free(self) -> int:
@@ -89,14 +101,18 @@ class NodeMemory:
         num_later = self.num_segments - self._arena.num_ready_blocks
         return max(0, len(self._free) - num_later)
 
+    @property
+    def free_segments(self) -> Sequence[int]:
+        """Segments that belong to no tier."""
+        return self._free
+
     def take(self) -> int | None:
         """Return a free segment, the lowest one. None if none is free and ready."""
-        return self._free.pop() if self.num_free else None
+        return heappop(self._free) if self.num_free else None
 
     def give_back(self, segment: int) -> None:
         """Take back a segment whose slots nobody uses any more."""
-        self._free.append(segment)
-        self._free.sort(reverse=True)
+        heappush(self._free, segment)
 
     def findings(self) -> list[Finding]:
         """Return findings for ``kvtier doctor``."""
@@ -109,24 +125,40 @@ class NodeMemory:
         os.close(self._lock)
 
 
+def lock_file(path: Path) -> int:
+    """Return an open lock file that only this process holds.
+
+    Raises ``BlockingIOError`` if another process holds it.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
 def _lock(directory: Path) -> int:
     """Return an open lock file in ``directory`` that only this process holds."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        found = directory.lstat()
+        if not S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise ConfigError(
+                f"memory_path: others may write to {directory}, or it is no directory of this "
+                "user; remove it, or name another one"
+            )
+        return lock_file(directory / "lock")
+    except BlockingIOError:
+        raise ConfigError(
+            f"memory_path: another node uses {directory}; stop it, or name another directory"
+        ) from None
     except OSError as error:
         raise ConfigError(
             f"memory_path: {directory} can't be used: {error.strerror}; name a directory in memory "
             "that this user can write to"
         ) from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise ConfigError(
-            f"memory_path: another node uses {directory}; stop it, or name another directory"
-        ) from None
-    return fd
 
 
 class SegmentTier(MemoryTier):
@@ -145,6 +177,11 @@ class SegmentTier(MemoryTier):
 
     def __init__(self, node: NodeMemory, block_bytes: int) -> None:
         num_slots = node.num_bytes // block_bytes
+        if num_slots > MOST_SLOTS:
+            raise ConfigError(
+                f"a block of {block_bytes} bytes is too small: {node.num_bytes} bytes of memory "
+                f"would have more than {MOST_SLOTS} slots; use larger blocks"
+            )
         if node.segment_bytes < block_bytes:
             raise ConfigError(
                 f"segment_capacity: a block of {block_bytes} bytes does not fit into a segment of "
@@ -177,6 +214,16 @@ class SegmentTier(MemoryTier):
     def segments(self) -> Sequence[int]:
         """Segments that belong to the tier, without the retired ones."""
         return list(self._open)
+
+    @property
+    def num_segments(self) -> int:
+        """Number of ``segments``."""
+        return len(self._open)
+
+    @property
+    def retired_segments(self) -> Sequence[int]:
+        """Retired segments, until ``take_empty`` has returned them."""
+        return list(self._retired)
 
     def add(self, segment: int) -> None:
         """Add a segment; its slots are free."""
@@ -236,7 +283,7 @@ class SegmentTier(MemoryTier):
 
     def _take(self, num_slots: int) -> Iterator[Int64s]:
         """Yield slots: one run of neighbours if a segment has it, else the lowest ones."""
-        for segment in list(self._with_free)[:CANDIDATES]:
+        for segment in list(islice(self._with_free, CANDIDATES)):
             if self._open[segment].longest_run() >= num_slots:
                 yield self._take_from(segment, num_slots)
                 return
@@ -271,8 +318,18 @@ class SegmentTier(MemoryTier):
             self._num_free += len(mine)
 
     def longest_run(self) -> int:
-        some = list(self._with_free)[:CANDIDATES]
+        some = list(islice(self._with_free, CANDIDATES))
         return max((self._open[segment].longest_run() for segment in some), default=0)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if segments and counts don't agree."""
+        num_free = {segment: free.num_free() for segment, free in self._open.items()}
+        assert self._num_free == sum(num_free.values()), "free slots are counted wrongly"
+        assert self._with_free.keys() == {each for each, num in num_free.items() if num}
+        num_open = sum(len(self.slots_of(segment)) for segment in self._open)
+        assert self._num_open == num_open, "open slots are counted wrongly"
+        num_retired = sum(self._retired.values())
+        assert self._num_used == num_open - self._num_free + num_retired, "a slot is lost"
 
     def close(self) -> None:
         """Close the generations; the arena is the node's."""

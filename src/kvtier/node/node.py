@@ -8,9 +8,12 @@ of a tenant are kept free for it.
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from uuid import uuid4
@@ -18,11 +21,19 @@ from uuid import uuid4
 from kvtier.config import parse_size
 from kvtier.devices import Device
 from kvtier.devices.base import Finding
-from kvtier.errors import TierError
+from kvtier.errors import ConfigError, TierError
 from kvtier.layout import opaque
-from kvtier.node.config import NodeConfig
+from kvtier.node.config import (
+    DEFAULT_TENANT,
+    NodeConfig,
+    TenantQuota,
+    check_floors,
+    check_tenant,
+)
 from kvtier.node.memory import NodeMemory
+from kvtier.node.pins import Pin
 from kvtier.node.room import NodeRoom, RoomKey, RoomOptions
+from kvtier.node.stores import room_location
 from kvtier.tiers import StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.row import make_storage, storage_names
@@ -36,7 +47,15 @@ asks. So rooms that are equally busy keep what they have."""
 BALANCE_S = 0.1
 """Seconds between decisions on which segments change hands."""
 MOST_RETIRING = 4
-"""Segments that may be on their way back at a time."""
+"""Segments of one tenant that may be on their way back at a time. A tenant whose blocks are in use
+for long delays nobody but itself."""
+MOST_ROOMS = 1024
+MOST_ROOMS_OF_TENANT = 64
+"""Each room costs threads, and memory for each slot that it could have."""
+LINGER_S = 1.0
+"""A room is polled so long after its last use, then only with all others."""
+SWEEP_S = 5.0
+"""Seconds between polls of all rooms."""
 
 
 class CacheNode:
@@ -63,10 +82,15 @@ class CacheNode:
         self.storage_names = storage_names(config.storage, bool(config.disk_path))
         self.memory = NodeMemory(config.directory, config.host_bytes, config.segment_bytes, device)
         self._options = RoomOptions(config.eviction_policy, config.lookup_deadline_s)
+        self.quotas = dict(config.quotas)
+        self._shrinking: set[str] = set()  # tenants above a ceiling that was lowered
         self._numbers: dict[RoomKey, int] = {}
         self.rooms: list[NodeRoom] = []
         self._wanting: dict[int, None] = {}  # rooms that asked for a segment in vain
-        self._next_balance_s = 0.0
+        self._num_held: Counter[str] = Counter()  # by tenant: segments
+        self._num_retiring: Counter[str] = Counter()  # by tenant: segments on their way back
+        self._active: dict[int, float] = {}  # rooms that are polled, and until when
+        self._next_balance_s = self._next_sweep_s = 0.0
         self.on_end: Callable[[], object] | None = None
 
     # -- rooms -------------------------------------------------------------------------------------
@@ -76,9 +100,18 @@ class CacheNode:
 
         Raises ``ConfigError`` if it can't be made.
         """
+        if not key.tenant:
+            key = replace(key, tenant=DEFAULT_TENANT)
         number = self._numbers.get(key)
         if number is None:
+            key.check()
             number = len(self.rooms)
+            num_own = sum(other.tenant == key.tenant for other in self._numbers)
+            if number >= MOST_ROOMS or num_own >= MOST_ROOMS_OF_TENANT:
+                raise ConfigError(
+                    f"tenant {key.tenant!r} has {num_own} rooms, the node {number}: no more than "
+                    f"{MOST_ROOMS_OF_TENANT} and {MOST_ROOMS} can be opened"
+                )
             room = NodeRoom(
                 key,
                 self.memory,
@@ -90,8 +123,38 @@ class CacheNode:
             room.tell_of_ends(self._tell_of_ends)
             self.rooms.append(room)
             self._numbers[key] = number
-            logger.info("new room tenant=%s block_bytes=%d", key.tenant, key.block_bytes)
+            logger.info("new room name=%s block_bytes=%d", key.name, key.block_bytes)
         return number, self.rooms[number]
+
+    def room_named(self, name: str) -> NodeRoom | None:
+        """Return the room of this name; open it if the disk has it. None if there is no such room.
+
+        Raises ``CacheError`` if it can't be opened.
+        """
+        for room in self.rooms:
+            if room.key.name == name:
+                return room
+        for key in self.keys_on_disk():
+            if key.name == name:
+                return self.room(key)[1]
+        return None
+
+    def keys_on_disk(self) -> list[RoomKey]:
+        """Return the rooms that have a slab, opened or not."""
+        if not self.config.disk_path:
+            return []
+        try:
+            folders = sorted(os.listdir(self.config.disk_path))
+        except FileNotFoundError:  # no room was made yet
+            return []
+        return [key for key in map(RoomKey.of_folder, folders) if key is not None]
+
+    def room_of(self, number: int, tenant: str) -> NodeRoom | None:
+        """Return a room by its number, and poll it for a while; None if it is not the tenant's."""
+        if not 0 <= number < len(self.rooms) or self.rooms[number].key.tenant != tenant:
+            return None
+        self._active[number] = self._clock() + LINGER_S
+        return self.rooms[number]
 
     def _tell_of_ends(self) -> None:
         """Pass on that a transfer has ended. Called on any thread."""
@@ -108,7 +171,7 @@ class CacheNode:
                 made.append(disk)
             capacity = parse_size(config.storage_capacity, "storage_capacity")
             for location in config.storage:
-                store = make_storage(location, group, capacity, None)
+                store = make_storage(room_location(location, key.name), group, capacity, None)
                 undo.callback(store.close)
                 made.append(store)
             undo.pop_all()
@@ -129,18 +192,21 @@ class CacheNode:
 
     # -- segments ----------------------------------------------------------------------------------
 
-    def _num_held(self, tenant: str) -> int:
-        """Return the number of segments that a tenant has."""
-        return sum(len(room.tier.segments) for room in self.rooms if room.key.tenant == tenant)
-
     def _num_floor(self, tenant: str) -> int:
         """Return the number of segments that are reserved for a tenant."""
-        return -(-self.config.quota(tenant).host_floor // self.memory.segment_bytes)
+        return -(-self.quota(tenant).host_floor // self.memory.segment_bytes)
+
+    def _num_ceiling(self, tenant: str) -> int:
+        """Return the most segments that a tenant may have."""
+        ceiling = self.quota(tenant).host_ceiling
+        if ceiling is None:
+            return self.memory.num_segments
+        return ceiling // self.memory.segment_bytes
 
     def _num_owed(self, but: str) -> int:
         """Return the number of free segments that are reserved for tenants other than ``but``."""
-        others = (tenant for tenant in self.config.quotas if tenant != but)
-        return sum(max(0, self._num_floor(name) - self._num_held(name)) for name in others)
+        others = (tenant for tenant in self.quotas if tenant != but)
+        return sum(max(0, self._num_floor(name) - self._num_held[name]) for name in others)
 
     def _take_segment(self, number: int) -> int | None:
         """Return a free segment for a room; None if there is none, or its tenant may have none.
@@ -149,11 +215,11 @@ class CacheNode:
         than its own.
         """
         tenant = self.rooms[number].key.tenant
-        ceiling = self.config.quota(tenant).host_ceiling
-        num = self._num_held(tenant) + 1
-        if ceiling is not None and num * self.memory.segment_bytes > ceiling:
+        num = self._num_held[tenant] + self._num_retiring[tenant]
+        if num >= self._num_ceiling(tenant):
             return None
         if self.memory.num_free > self._num_owed(tenant):
+            self._num_held[tenant] += 1
             return self.memory.take()
         self._wanting[number] = None
         return None
@@ -164,51 +230,153 @@ class CacheNode:
         if now_s < self._next_balance_s:
             return
         self._next_balance_s = now_s + BALANCE_S
-        num_retiring = sum(room.is_retiring for room in self.rooms)
-        for number in list(self._wanting):
-            if num_retiring >= MOST_RETIRING:
-                return
-            del self._wanting[number]
-            num_retiring += self._retire_for(self.rooms[number])
+        self._shrink()
+        wanting, self._wanting = self._wanting, {}
+        for number in wanting:
+            self._retire_for(self.rooms[number])
 
-    def _retire_for(self, room: NodeRoom) -> bool:
-        """Retire the coldest segment of another room, if it is colder than all of this one's."""
-        own = room.coldest_segment()
-        coldest: tuple[float, int, NodeRoom] | None = None
-        for other in self.rooms:
-            if other is room or not self._may_lose(other, room.key.tenant):
-                continue
-            found = other.coldest_segment()
-            if found is not None and (coldest is None or found[0] < coldest[0]):
-                coldest = (*found, other)
+    def _retire_for(self, room: NodeRoom) -> None:
+        """Retire the coldest segment of another room, if it is colder than all of this one's.
+
+        A tenant below its floor gets one of another tenant's however warm it is.
+        """
+        tenant = room.key.tenant
+        is_owed = self._num_held[tenant] < self._num_floor(tenant)
+        others = (
+            other
+            for other in self.rooms
+            if other is not room
+            and self._may_lose(other, tenant)
+            and not (is_owed and other.key.tenant == tenant)
+        )
+        coldest = _coldest(others)
         if coldest is None:
-            return False
+            return
         time_s, segment, other = coldest
-        if own is not None and time_s > own[0] - MARGIN_S:
-            return False
-        other.retire(segment)
-        return True
+        own = room.coldest_segment()
+        if own is not None and time_s > own[0] - MARGIN_S and not is_owed:
+            return
+        self._retire(other, segment)
+
+    def _retire(self, room: NodeRoom, segment: int) -> None:
+        """Begin to take a segment from a room."""
+        room.retire(segment)
+        self._num_held[room.key.tenant] -= 1
+        self._num_retiring[room.key.tenant] += 1
+        self._active[self._numbers[room.key]] = self._clock() + LINGER_S
+
+    def _shrink(self) -> None:
+        """Retire a segment of each tenant above its ceiling."""
+        for tenant in list(self._shrinking):
+            if self._num_held[tenant] <= self._num_ceiling(tenant):
+                self._shrinking.remove(tenant)
+                continue
+            coldest = _coldest(room for room in self.rooms if room.key.tenant == tenant)
+            if coldest is not None:
+                self._retire(coldest[2], coldest[1])
 
     def _may_lose(self, room: NodeRoom, wanting: str) -> bool:
         """Whether a segment may be taken from a room for the tenant ``wanting``."""
         tenant = room.key.tenant
-        return tenant == wanting or self._num_held(tenant) > self._num_floor(tenant)
+        if self._num_retiring[tenant] >= MOST_RETIRING:
+            return False
+        return tenant == wanting or self._num_held[tenant] > self._num_floor(tenant)
+
+    # -- quotas and pins ---------------------------------------------------------------------------
+
+    def quota(self, tenant: str) -> TenantQuota:
+        """Return the quota of a tenant."""
+        return self.quotas.get(tenant, TenantQuota())
+
+    def set_quota(self, tenant: str, quota: TenantQuota) -> None:
+        """Change a tenant's quota. Memory that it requires changes hands little by little.
+
+        Raises ``ConfigError`` if the floors of all tenants exceed the memory.
+        """
+        check_tenant(tenant)
+        quotas = {**self.quotas, tenant: quota}
+        check_floors(quotas, self.memory.num_bytes)
+        self.quotas = quotas
+        self._shrinking.add(tenant)
+        for each in {room.key.tenant for room in self.rooms}:
+            self._trim_pins(each)
+
+    def pinnable_segments(self, tenant: str) -> int:
+        """Return how many segments of a tenant may hold pinned blocks.
+
+        They are its floor, or half of what no other tenant's floor reserves, and no more than its
+        ceiling.
+        """
+        others = sum(self._num_floor(name) for name in self.quotas if name != tenant)
+        half = max(0, self.memory.num_segments - others) // 2
+        return min(max(self._num_floor(tenant), half), self._num_ceiling(tenant))
+
+    def pin(self, room: NodeRoom, keys: Sequence[bytes], seconds: float) -> Pin:
+        """Keep the first blocks of a prompt in memory for a time, as far as its tenant may."""
+        tenant = room.key.tenant
+        elsewhere = self._num_pinned(tenant) - len(room.pins.segments)
+        return room.pins.add(keys, seconds, self.pinnable_segments(tenant) - elsewhere)
+
+    def _num_pinned(self, tenant: str) -> int:
+        mine = (room for room in self.rooms if room.key.tenant == tenant)
+        return sum(len(room.pins.segments) for room in mine)
+
+    def _trim_pins(self, tenant: str) -> None:
+        """End pins of a tenant until it has no more than it may."""
+        for room in self.rooms:
+            while (
+                room.key.tenant == tenant
+                and self._num_pinned(tenant) > self.pinnable_segments(tenant)
+                and room.pins.remove_last()
+            ):
+                pass
 
     # -- upkeep ------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
         """Notice transfers that have ended, and move segments.
 
-        Returns whether more is to do soon.
+        Costs nothing for rooms that were not used lately. Returns whether more is to do soon.
         """
-        for room in self.rooms:
+        now_s = self._clock()
+        if now_s >= self._next_sweep_s:
+            self._next_sweep_s = now_s + SWEEP_S
+            self.poll_all()
+        is_busy = False
+        for number, until_s in list(self._active.items()):
+            room = self.rooms[number]
             room.poll()
             if room.is_retiring:
                 for segment in room.retire_further():
+                    self._num_retiring[room.key.tenant] -= 1
                     self.memory.give_back(segment)
-        if self._wanting:
+            is_busy |= room.is_busy
+            if until_s <= now_s and not room.has_work:
+                del self._active[number]
+        if self._wanting or self._shrinking:
             self._rebalance()
-        return any(room.is_busy for room in self.rooms)
+        return is_busy
+
+    def poll_all(self) -> None:
+        """Let the next ``poll`` include every room."""
+        self._active = dict.fromkeys(range(len(self.rooms)), 0.0) | self._active
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if rooms, segments and their counts don't agree."""
+        seen: Counter[int] = Counter(self.memory.free_segments)
+        for room in self.rooms:
+            room.check_invariants()
+            room.tier.check_invariants()
+            seen.update(room.tier.segments)
+            seen.update(room.tier.retired_segments)
+        assert sorted(seen.elements()) == list(range(self.memory.num_segments)), (
+            "a segment is nobody's, or belongs to two"
+        )
+        for counts, kind in (self._num_held, "segments"), (self._num_retiring, "retired_segments"):
+            found: Counter[str] = Counter()
+            for room in self.rooms:
+                found[room.key.tenant] += len(getattr(room.tier, kind))
+            assert +found == +counts, f"{kind} are counted wrongly"
 
     def findings(self) -> Sequence[Finding]:
         """Return what is in use, for ``kvtier doctor``."""
@@ -219,3 +387,13 @@ class CacheNode:
         is_over = [room.close() for room in self.rooms]
         if all(is_over):
             self.memory.close()
+
+
+def _coldest(rooms: Iterable[NodeRoom]) -> tuple[float, int, NodeRoom] | None:
+    """Return the time of the last use of the coldest segment of all rooms, it, and its room."""
+    coldest: tuple[float, int, NodeRoom] | None = None
+    for room in rooms:
+        found = room.coldest_segment()
+        if found is not None and (coldest is None or found[0] < coldest[0]):
+            coldest = (*found, room)
+    return coldest

@@ -22,7 +22,13 @@ from kvtier.errors import CacheError
 VERSION: Final = 1
 OLDEST_VERSION: Final = 1
 """Oldest version that this one can talk to: one release back."""
-MAX_FRAME_BYTES: Final = 64 << 20
+MAX_FRAME_BYTES: Final = 16 << 20
+MAX_FIRST_BYTES: Final = 64 << 10
+"""Longest frame of a process that has not attached yet."""
+MOST_KEYS: Final = 1 << 16
+"""Most keys of one message. So no message occupies the node for long."""
+MOST_KEY_BYTES: Final = 120
+"""Longest key. ``MOST_KEYS`` of them, twice, fit into one frame."""
 FRAME_HEADER: Final = struct.Struct("<I")
 
 Int64s = npt.NDArray[np.int64]
@@ -59,7 +65,8 @@ class AttachRequest(_Message):
     """First message of a connection.
 
     version: of the protocol. engine: name of the engine, the same in all of its processes. tenant:
-    whose quota counts; engines of different tenants never share a block.
+    whose quota counts; engines of different tenants never share a block. client: name of the
+    client, the same for all connections of one ``NodeClient``.
     """
 
     id: int
@@ -67,6 +74,7 @@ class AttachRequest(_Message):
     engine: str
     tenant: str = ""
     oldest_version: int = OLDEST_VERSION
+    client: str = ""
 
 
 class OpenRequest(_Message):
@@ -192,7 +200,7 @@ class HintNotice(RoomNotice):
 
 
 class DetachNotice(_Message):
-    """The process has unmapped the memory, and uses no slot any more."""
+    """Last message of a connection. After that of its last connection a client uses no slot."""
 
 
 # -- answers of the node ---------------------------------------------------------------------------
@@ -360,22 +368,26 @@ def decode_node(content: bytes | memoryview) -> FromNode:
 
 
 class Frames:
-    """Splits a byte stream into the contents of its frames."""
+    """Splits a byte stream into the contents of its frames.
 
-    def __init__(self) -> None:
+    most_bytes: longest content that is accepted.
+    """
+
+    def __init__(self, most_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.most_bytes = most_bytes
         self._bytes = bytearray()
 
     def take(self, received: bytes) -> Iterator[bytes]:
         """Yield the frames that are complete with ``received``.
 
-        Raises ``ProtocolError`` for a frame above ``MAX_FRAME_BYTES``.
+        Raises ``ProtocolError`` for a frame above ``most_bytes``.
         """
         self._bytes += received
         while len(self._bytes) >= FRAME_HEADER.size:
             (size,) = FRAME_HEADER.unpack_from(self._bytes)
-            if size > MAX_FRAME_BYTES:
+            if size > self.most_bytes:
                 raise ProtocolError(
-                    f"a frame of {size} bytes is above the most of {MAX_FRAME_BYTES}"
+                    f"a frame of {size} bytes is above the most of {self.most_bytes}"
                 )
             end = FRAME_HEADER.size + size
             if len(self._bytes) < end:
@@ -398,7 +410,9 @@ def unpack(content: bytes) -> Int64s:
 
 
 def split_keys(keys: bytes, key_bytes: int) -> list[bytes]:
-    """Return concatenated keys one by one. Raises ``ProtocolError`` for a part of a key."""
+    """Return concatenated keys one by one. Raises ``ProtocolError`` for a part, or too many."""
     if len(keys) % key_bytes:
         raise ProtocolError(f"{len(keys)} bytes are no whole number of keys of {key_bytes} bytes")
+    if len(keys) > MOST_KEYS * key_bytes:
+        raise ProtocolError(f"{len(keys) // key_bytes} keys are more than {MOST_KEYS}")
     return [keys[at : at + key_bytes] for at in range(0, len(keys), key_bytes)]

@@ -7,30 +7,44 @@ asks for further segments before it evicts, and gives segments back when the nod
 from __future__ import annotations
 
 import logging
+import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+from blake3 import blake3
 
 from kvtier.assembly import build_ladder
+from kvtier.errors import ConfigError
 from kvtier.hints import Said
 from kvtier.index import State, make_key_index
 from kvtier.index.policies.replayed import RUNS
 from kvtier.keyed.cache import KeyedCache, Reserved
 from kvtier.ladder import LadderOptions
+from kvtier.node.config import DEFAULT_TENANT, check_tenant
 from kvtier.node.memory import NodeMemory, SegmentTier
-from kvtier.node.protocol import Int64s
+from kvtier.node.pins import Pins
+from kvtier.node.protocol import MOST_KEY_BYTES, Int64s
+from kvtier.telemetry import Metrics
 from kvtier.tiers import MemoryTier, StorageTier
 from kvtier.transfer import LocalMover
 from kvtier.types import DEVICE, HOST, BlockId, Slot
 
 logger = logging.getLogger(__name__)
 
+FOLDER = re.compile(r"(.+)-((?:[0-9a-f]{2})+)-([0-9]+)-([0-9]+)")
+Key = TypeVar("Key", bound=bytes)
+MOST_SCOPE_BYTES = 64
 PIECE_BYTES = 16 << 20
 """Bytes per read from storage, and per write to it."""
 RETIRED_AT_ONCE = 256
 """Slots of a retired segment that are examined per call of ``retire_further``."""
+DELETED_AT_ONCE = 4096
+"""Blocks that are deleted per call of ``delete`` and ``clear_further``."""
+REST_S = 0.1
+"""Seconds until a retired segment is examined again, some of whose blocks are still in use."""
 CLOSE_WAIT_S = 10.0
 
 
@@ -47,11 +61,43 @@ class RoomKey:
     block_bytes: int
     key_bytes: int
 
+    def check(self) -> None:
+        """Raise ``ConfigError`` for a key that no room can have."""
+        check_tenant(self.tenant)
+        if self.block_bytes < 1:
+            raise ConfigError(f"a room can't have blocks of {self.block_bytes} bytes")
+        for what, num in ("scope", len(self.scope)), ("keys", self.key_bytes):
+            limit = MOST_SCOPE_BYTES if what == "scope" else MOST_KEY_BYTES
+            if not 1 <= num <= limit:
+                raise ConfigError(f"{what} of {num} bytes: a room can have 1 to {limit}")
+
+    @property
+    def namespace(self) -> bytes:
+        """Digest of everything but the key that decides on a block's bytes, and of the tenant.
+
+        The scope itself for engines that name no tenant.
+        """
+        if self.tenant == DEFAULT_TENANT:
+            return self.scope
+        return blake3(self.scope + self.tenant.encode()).digest()
+
     @property
     def folder(self) -> str:
-        """Name of the room's folder on disk."""
-        scope = self.scope.hex()[:16]
-        return f"{self.tenant or 'default'}-{scope}-{self.block_bytes}"
+        """Name of the room's folder on disk, from which ``of_folder`` makes the key again."""
+        return f"{self.tenant}-{self.scope.hex()}-{self.block_bytes}-{self.key_bytes}"
+
+    @classmethod
+    def of_folder(cls, folder: str) -> RoomKey | None:
+        """Return the key of a folder's name; None for any other name."""
+        found = FOLDER.fullmatch(folder)
+        if found is None:
+            return None
+        return cls(found[1], bytes.fromhex(found[2]), int(found[3]), int(found[4]))
+
+    @property
+    def name(self) -> str:
+        """Short name, for people, metrics and stores: the tenant and 16 hexadecimal digits."""
+        return f"{self.tenant}-{blake3(self.folder.encode()).hexdigest()[:16]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +139,9 @@ class NodeRoom(KeyedCache):
         tiers: dict[str, MemoryTier | StorageTier] = {HOST: self.tier, **storages}
         self._mover = LocalMover(tiers, None, clock)
         self._mover.start()
-        index = make_key_index(tuple(tiers), lambda: key.scope, tuple(tiers), options.policy)
+        namespace = key.namespace
+        index = make_key_index(tuple(tiers), lambda: namespace, tuple(tiers), options.policy)
+        self.metrics = Metrics()
         ladder = build_ladder(
             index,
             tiers,
@@ -105,11 +153,13 @@ class NodeRoom(KeyedCache):
             ),
             clock=clock,
             device=DEVICE,
+            metrics=self.metrics,
         )
-        super().__init__(index, ladder, lambda: key.scope, clock)
+        super().__init__(index, ladder, lambda: namespace, clock)
+        self.pins = Pins(self, clock)
         self._block_at = np.zeros(self.tier.num_slots, np.int64)  # by slot: block + 1, or 0
         self._last_use = np.full(memory.num_segments, -np.inf)  # by segment
-        self._retiring: dict[int, int] = {}  # segment: next slot to examine
+        self._retiring: dict[int, tuple[int, float]] = {}  # segment: next slot to examine, and when
 
     # -- slots -------------------------------------------------------------------------------------
 
@@ -163,7 +213,7 @@ class NodeRoom(KeyedCache):
             statement = Said(word, level, first, end, now + for_s)
             try:
                 self._index.retain(keys, statement, now)
-            except ValueError as error:
+            except (ValueError, OverflowError) as error:
                 logger.warning("hint ignored tenant=%s error=%s", self.key.tenant, error)
 
     # -- segments ----------------------------------------------------------------------------------
@@ -171,9 +221,9 @@ class NodeRoom(KeyedCache):
     def coldest_segment(self) -> tuple[float, int] | None:
         """Return the time of the last use of the segment that was not used for longest, and it.
 
-        None if the room has none.
+        None if the room has none. Segments with pinned blocks are left out.
         """
-        segments = np.asarray(self.tier.segments, np.int64)
+        segments = np.asarray(list(set(self.tier.segments) - self.pins.segments), np.int64)
         if not len(segments):
             return None
         times = self._last_use[segments]
@@ -183,18 +233,22 @@ class NodeRoom(KeyedCache):
     def retire(self, segment: int) -> None:
         """Begin to give a segment back. Its blocks are evicted from memory little by little."""
         self.tier.retire(segment)
-        self._retiring[segment] = self.tier.slots_of(segment).start
+        self._retiring[segment] = self.tier.slots_of(segment).start, self._clock()
 
     def retire_further(self) -> list[int]:
         """Evict some blocks of retired segments. Return the segments that are empty now.
 
         A block that an engine copies is evicted when the copy has ended.
         """
-        for segment, first in self._retiring.items():
+        now_s = self._clock()
+        for segment, (first, due_s) in self._retiring.items():
+            if now_s < due_s:
+                continue
             slots = self.tier.slots_of(segment)
             end = min(first + RETIRED_AT_ONCE, slots.stop)
             self._evict(np.arange(first, end))
-            self._retiring[segment] = slots.start if end == slots.stop else end
+            is_last = end == slots.stop
+            self._retiring[segment] = (slots.start, now_s + REST_S) if is_last else (end, now_s)
         empty = self.tier.take_empty()
         for segment in empty:
             del self._retiring[segment]
@@ -219,12 +273,89 @@ class NodeRoom(KeyedCache):
         """Whether a segment is on its way back to the node."""
         return bool(self._retiring)
 
+    # -- deletion ----------------------------------------------------------------------------------
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Delete blocks; see ``KeyedCache.delete``. Storage confirms it later (``undeleted``)."""
+        self.pins.forget(keys)
+        super().delete(keys)
+
+    def undeleted(self, keys: Sequence[bytes]) -> set[int]:
+        """Return the positions of deleted keys for which some storage has not confirmed it yet."""
+        blocks, _ = self._index.find_all(keys)
+        names = self._lookup.names(keys)
+        found: set[int] = set()
+        for name in self.ladder.storages:
+            found |= self._mover.owed(name, names)
+            found.update(at for at, block in enumerate(blocks) if (block, name) in self._lost)
+        return found
+
+    def delete_all(self) -> Iterator[None]:
+        """Delete every block, also those that only a slab knows.
+
+        Yields between steps. Blocks that engines copy are deleted when they have released them, and
+        storage confirms later (``has_undeleted``). Blocks in shared stores that the index does not
+        know are left: ``stores.delete_all`` deletes them.
+        """
+        self.pins.clear()
+        self.ladder.begin_clear()
+        for tier in (HOST, *self.ladder.storages):
+            for _ in range(self._index.num_held(tier) // DELETED_AT_ONCE + 1):
+                if not self.ladder.eviction.delete(tier, DELETED_AT_ONCE):
+                    break
+                yield
+        for keys in _pieces([each.key for each in self._index.known()]):
+            self.delete(keys)
+            yield
+        for name, storage in self._storages.items():
+            for names in _pieces(storage.lasting_keys()):
+                self._mover.drop(name, names, for_good=True)
+                yield
+
+    @property
+    def has_undeleted(self) -> bool:
+        """Whether some storage has deleted blocks yet to drop."""
+        storages = self.ladder.storages
+        if any(self._mover.num_owed(name) for name in storages):
+            return True
+        return any(tier in storages for _, tier in self._lost)
+
+    def evict_all(self) -> Iterator[None]:
+        """Evict every block from memory that nothing uses. Yields between steps."""
+        while self.ladder.eviction.make(HOST, DELETED_AT_ONCE):
+            yield
+
     # -- upkeep ------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        super().poll()
+        self.pins.expire()
+        self.take_changes()  # nobody reads them
+
+    def used_bytes_by_tier(self) -> dict[str, int]:
+        """Return the bytes that blocks take in each tier, as far as the index knows them."""
+        used = self.ladder.used_slots()
+        return {name: num * self.key.block_bytes for name, num in used.items()}
+
+    def breakers(self) -> dict[str, str]:
+        """Return the state of each storage tier's breaker."""
+        return {name: self._mover.breaker(name).name.lower() for name in self.ladder.storages}
+
+    def storage_errors(self) -> dict[str, str]:
+        """Return the last error of each storage tier; "" for none."""
+        return {name: storage.last_error for name, storage in self._storages.items()}
 
     @property
     def is_busy(self) -> bool:
         """Whether ``poll`` has work to do soon."""
-        return self.ladder.is_busy or self.is_retiring
+        now_s = self._clock()
+        is_moving = self.ladder.is_busy or self.ladder.storage_lookup.is_waiting
+        return is_moving or any(due_s <= now_s for _, due_s in self._retiring.values())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``poll`` has work to do, now or later."""
+        return self.is_busy or self.is_retiring or any(map(self._mover.num_owed, self._storages))
 
     @property
     def used_bytes(self) -> int:
@@ -245,3 +376,9 @@ class NodeRoom(KeyedCache):
         if not in_use:
             self.tier.close()
         return not in_use
+
+
+def _pieces(keys: Sequence[Key]) -> Iterator[Sequence[Key]]:
+    """Yield keys in pieces that are deleted at once."""
+    for at in range(0, len(keys), DELETED_AT_ONCE):
+        yield keys[at : at + DELETED_AT_ONCE]

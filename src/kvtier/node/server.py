@@ -8,26 +8,31 @@ import os
 import socket
 from contextlib import suppress
 from pathlib import Path
+from weakref import WeakSet
 
 from kvtier.errors import ConfigError
-from kvtier.node.connection import Connection, Registry
+from kvtier.node.connection import Connection
 from kvtier.node.engines import AttachError, peer_of
+from kvtier.node.memory import lock_file
 from kvtier.node.node import CacheNode
+from kvtier.node.registry import Registry
 
 logger = logging.getLogger(__name__)
 
 BUSY_S = 1e-3
 IDLE_S = 0.25
 """Seconds between polls while something moves, and otherwise."""
+REST_S = 0.1
+"""Seconds without new connections after one could not be accepted."""
 
 
 class NodeServer:
     """Listens for engines. One event loop owns it and the node.
 
-    node: the node. path: of the socket; a socket of an earlier node is replaced.
+    node: the node. path: of the socket; one that an earlier node has left is replaced.
 
     Raises:
-        ConfigError: the socket can't be made.
+        ConfigError: the socket can't be made, or another node listens there.
     """
 
     def __init__(self, node: CacheNode, path: Path) -> None:
@@ -35,7 +40,13 @@ class NodeServer:
         self.registry = Registry(node)
         self.path = path
         self._wakes = asyncio.Event()
-        self._socket = _listen(path)
+        self._connections: WeakSet[Connection] = WeakSet()
+        self._lock = _lock(path)
+        try:
+            self._socket = listen(path)
+        except BaseException:
+            os.close(self._lock)
+            raise
 
     async def serve(self) -> None:
         """Serve until cancelled."""
@@ -53,26 +64,68 @@ class NodeServer:
         finally:
             loop.remove_reader(self._socket)
             self.node.on_end = None
+            for connection in list(self._connections):
+                connection.close()
+            self.registry.close()
+            self.close()
+
+    def close(self) -> None:
+        """Close the socket of a server that does not serve, and remove it."""
+        if self._socket.fileno() >= 0:
             self._socket.close()
             self.path.unlink(missing_ok=True)
+            os.close(self._lock)
 
     def _accept(self) -> None:
         try:
             connection, _ = self._socket.accept()
-        except OSError as error:
-            logger.warning("a connection was refused: %s", error.strerror)
+        except BlockingIOError:
             return
+        except OSError as error:  # no descriptors are left: others may be closed soon
+            logger.warning("a connection was refused: %s", error.strerror)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._socket)
+            loop.call_later(REST_S, self._accept_again)
+            return
+        peer = None
         try:
             peer = peer_of(connection)
+            self._connections.add(Connection(self.registry, connection, peer))
         except AttachError as error:
             logger.warning("a connection was refused: %s", error)
             connection.close()
-            return
-        Connection(self.registry, connection, peer)
+            if peer is not None:
+                peer.close()
+
+    def _accept_again(self) -> None:
+        if self._socket.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(self._socket, self._accept)
 
 
-def _listen(path: Path) -> socket.socket:
+def _lock(path: Path) -> int:
+    """Return an open lock file beside the socket that only this process holds."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return lock_file(path.with_name(f"{path.name}.lock"))
+    except BlockingIOError:
+        raise ConfigError(
+            f"socket: another node listens at {path}; stop it, or name another path"
+        ) from None
+    except OSError as error:
+        raise _no_socket(path, error) from error
+
+
+def _no_socket(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"socket: {path} can't be made: {error.strerror or error}; name a path of at most 107 "
+        "bytes in a directory that this user can write to"
+    )
+
+
+def listen(path: Path) -> socket.socket:
     """Return a listening socket at ``path``, for this user and group only."""
+    if path.exists() and not path.is_socket():
+        raise ConfigError(f"socket: {path} is no socket; name another path, or remove it")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,9 +138,6 @@ def _listen(path: Path) -> socket.socket:
         listener.listen(128)
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"socket: {path} can't be made: {error.strerror or error}; name a path of at most 107 "
-            "bytes in a directory that this user can write to"
-        ) from error
+        raise _no_socket(path, error) from error
     listener.setblocking(False)
     return listener

@@ -152,7 +152,7 @@ class NodeTier(StorageTier):
         is_right = room.generations[slots] == generations
         for number, is_there in zip(at.tolist(), is_right.tolist(), strict=True):
             outcomes[number] = THERE if is_there else ABSENT
-        self._notify(channel, protocol.ReleaseNotice(room.number, leased[0]))
+        channel.notify(protocol.ReleaseNotice(room.number, leased[0]))
 
     def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         return self._call(partial(self._put, names, blocks), timeout_s, len(names))
@@ -176,7 +176,7 @@ class NodeTier(StorageTier):
         if len(slots):
             _copy(self._pieces(room, slots, blocks), blocks.pick(new))
             depths = protocol.pack([names[at].depth for at in new.tolist()])
-            self._notify(channel, protocol.CommitNotice(room.number, reserved.slots, depths))
+            channel.notify(protocol.CommitNotice(room.number, reserved.slots, depths))
         known = np.frombuffer(reserved.known, bool).copy()
         known[new] = True
         return [THERE if each else FAILED for each in known.tolist()]
@@ -186,12 +186,12 @@ class NodeTier(StorageTier):
             return  # other engines may still use it, and the node evicts by itself
 
         def ask(channel: Channel, room: OpenedRoom, until_s: float) -> list[Outcome]:
-            channel.request(
+            answer = channel.request(
                 lambda number: protocol.DeleteRequest(number, room.number, b"".join(keys)),
                 protocol.OutcomesAnswer,
                 until_s,
             )
-            return [THERE]
+            return [FAILED if protocol.FAILED in answer.outcomes else THERE]
 
         if self._call(ask, DROP_S, 1) != [THERE]:
             raise TierError(self.name, "drop", self.last_error or "no answer")
@@ -209,7 +209,7 @@ class NodeTier(StorageTier):
         num_keys: int,
     ) -> list[Outcome]:
         """Return the outcomes of requests; all have failed if the node is not there, or late."""
-        until_s = time.monotonic() + timeout_s + GRACE_S
+        until_s = time.monotonic() + max(timeout_s, 0.0) + GRACE_S
         try:
             channel = self._client.take(min(until_s, time.monotonic() + ANSWER_S))
         except NodeError:
@@ -223,9 +223,6 @@ class NodeTier(StorageTier):
             return [FAILED] * num_keys
         finally:
             self._client.put_back(channel, failure)
-
-    def _notify(self, channel: Channel, notice: protocol.FromEngine) -> None:
-        channel.notify(notice, time.monotonic() + ANSWER_S)
 
     def findings(self) -> list[Finding]:
         return [Finding(f"{self.name} tier", str(self._client.path), self.last_error)]

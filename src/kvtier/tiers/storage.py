@@ -202,6 +202,13 @@ class StorageTier(ABC):
         """
         return []
 
+    def lasting_keys(self) -> list[BlockKey]:
+        """Return the keys of all blocks that the next process would find, as far as it is known.
+
+        Among them are dropped ones, unless they were dropped for good.
+        """
+        return self.unfound_keys()
+
     def kept_keys(self) -> KeptKeys:
         """Return the keys of unfound blocks, in ranges, so that few are in memory at once."""
         return KeptKeys(self.unfound_keys())

@@ -260,6 +260,14 @@ class LocalMover(Mover):
             if len(drops) and gate.lane.is_idle and gate.breaker.is_passable:
                 self._send_drops(tier)
 
+    def owed(self, tier: str, keys: Sequence[BlockKey]) -> frozenset[int]:
+        """Return the positions of keys that a storage tier has yet to drop."""
+        return self._drops[tier].places(keys)
+
+    def num_owed(self, tier: str) -> int:
+        """Return the number of keys that a storage tier has yet to drop."""
+        return len(self._drops[tier])
+
     def drop_unfound(self, tier: str) -> None:
         if unfound := self._storages[tier].unfound_keys():
             self.drop(tier, unfound, for_good=True)

@@ -106,6 +106,9 @@ class DiskBlocks(Room):
                 self.parts.append(part)
             if is_complete is not None:
                 self._empty_all_but(is_complete)
+            if len(self._replaced):  # or they would be found once the newer ones are dropped
+                for part in self.parts:
+                    part.empty(self._replaced)
             undo.pop_all()
         self.num_slots = len(self._rows)
         self._slot_bytes = sum(part.slot_bytes for part in self.parts)
@@ -189,10 +192,11 @@ class DiskBlocks(Room):
 
         For an owner that keeps its own index, and claims them all.
         """
-        if not self.can_load:
-            return []
-        keys = self._rows.keys[self.slots.unclaimed()].tobytes()
-        return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+        return _as_list(self._rows.keys[self.slots.unclaimed()]) if self.can_load else []
+
+    def lasting_keys(self) -> list[BlockKey]:
+        """Return the keys of the blocks that a restart would find, also in free slots."""
+        return _as_list(self._rows.keys[self._rows.kinds == RecordKind.PUT])
 
     def kept_keys(self) -> KeptKeys:
         """Return the keys of unclaimed blocks, in ranges of arrays."""
@@ -228,13 +232,15 @@ class DiskBlocks(Room):
         """
         self._rows: SlotRows = slabs[0].table
         kinds = self._rows.kinds
+        self._replaced = np.zeros(0, np.int64)
         if is_complete is not None:
             is_half = (kinds == RecordKind.PUT) & ~is_complete
             kinds = np.where(is_half, np.uint8(RecordKind.DEL), kinds)
         slots = np.flatnonzero(kinds == RecordKind.PUT)
         self.listed = SlotTable(self._rows.keys, slots)
         if len(self.listed) < len(slots):  # a key twice, after a crash
-            slots = newest(self._rows, slots)
+            older, slots = slots, newest(self._rows, slots)
+            self._replaced = np.setdiff1d(older, slots)
             self.listed = SlotTable(self._rows.keys, slots)
         ages = [slab.take_ages() for slab in slabs]
         self.slots = DiskSlots(kinds, slots, ages[0])
@@ -383,6 +389,11 @@ class DiskBlocks(Room):
                 part.close()
             if is_clean:
                 leave([part.slab for part in self.parts])
+
+
+def _as_list(keys: Records) -> list[BlockKey]:
+    joined = keys.tobytes()
+    return [BlockKey(joined[at : at + KEY_BYTES]) for at in range(0, len(joined), KEY_BYTES)]
 
 
 def _enter(healths: Sequence[DiskHealth]) -> bool:

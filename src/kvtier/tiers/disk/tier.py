@@ -110,6 +110,9 @@ class DiskTier(StorageTier):
     def unfound_keys(self) -> list[BlockKey]:
         return self.blocks.unclaimed_keys()
 
+    def lasting_keys(self) -> list[BlockKey]:
+        return self.blocks.lasting_keys()
+
     def kept_keys(self) -> KeptKeys:
         return self.blocks.kept_keys()
 

@@ -27,6 +27,9 @@ class ShardTier(StorageWrapper):
     def unfound_keys(self) -> list[BlockKey]:
         return []  # nobody can tell what they are called outside
 
+    def lasting_keys(self) -> list[BlockKey]:
+        return []
+
     def kept_keys(self) -> KeptKeys:
         return KeptKeys()
 

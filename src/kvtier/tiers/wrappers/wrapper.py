@@ -39,6 +39,9 @@ class StorageWrapper(StorageTier):
     def unfound_keys(self) -> list[BlockKey]:
         return self.inner.unfound_keys()
 
+    def lasting_keys(self) -> list[BlockKey]:
+        return self.inner.lasting_keys()
+
     def kept_keys(self) -> KeptKeys:
         return self.inner.kept_keys()
 

@@ -1,0 +1,377 @@
+"""``kvtier node``: run the cache of a machine, and control it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvtier.cli.command import CommandLine
+from kvtier.cli.failure import starting
+from kvtier.cli.serve import LogLevel
+from kvtier.errors import ConfigError, install_command, printable
+from kvtier.live.wording import seconds, size
+from kvtier.types import LogFormat
+
+if TYPE_CHECKING:
+    from kvtier.node.control_client import ControlClient
+
+app = CommandLine()
+
+SOCKET = "/run/kvtier/node.sock"
+ANSWER_S = 30.0
+"""Longest wait for an answer, beyond the time that the node itself was given."""
+FOUND_WRONG = 1
+"""Exit status of a deletion that some storage has not confirmed."""
+
+
+@app.callback()
+def node() -> None:
+    """Run one cache for all engines of a machine, and control it."""
+
+
+Socket = Annotated[str, typer.Option("--socket", help="Path of the node's socket for engines.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Room = Annotated[
+    str,
+    typer.Option(
+        "--room",
+        help="Name of the room, as kvtier node status shows it.",
+        show_default="the only one",
+    ),
+]
+Keys = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Keys of the prompt's blocks in their order: those that the engine uses, in "
+        "hexadecimal. Without any they are read from standard input, one per line.",
+        show_default="standard input",
+    ),
+]
+Wait = Annotated[float, typer.Option("--timeout-s", help="Longest wait for storage, in seconds.")]
+
+
+@app.command()
+def run(
+    socket: Annotated[
+        str, typer.Option(help="Path of the Unix socket that engines connect to.")
+    ] = SOCKET,
+    host_capacity: Annotated[str, typer.Option(help='Host memory for KV: "512GiB".')] = "1GiB",
+    segment_capacity: Annotated[
+        str,
+        typer.Option(
+            help="Size of a segment of host memory. A segment holds blocks of one model; the "
+            "largest block must fit."
+        ),
+    ] = "64MiB",
+    memory_path: Annotated[
+        str | None,
+        typer.Option(
+            help="Directory in memory for the shared memory.", show_default="one below /dev/shm"
+        ),
+    ] = None,
+    disk_path: Annotated[
+        str | None,
+        typer.Option(
+            help="Directory for KV on a local disk; it survives a restart.", show_default="none"
+        ),
+    ] = None,
+    disk_capacity: Annotated[
+        str, typer.Option(help="Disk space to reserve for each model.")
+    ] = "10GiB",
+    storage: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='A store for KV, as URL: "s3://bucket/prefix", "valkey://host". Repeat the option '
+            "for several.",
+            show_default="none",
+        ),
+    ] = None,
+    storage_capacity: Annotated[
+        str, typer.Option(help="Most bytes that a model's blocks take in each store.")
+    ] = "100GiB",
+    eviction_policy: Annotated[
+        str, typer.Option("--eviction-policy", help="Eviction policy of all tiers.")
+    ] = "runs",
+    quota: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='Floor and ceiling of a tenant\'s host memory: "team-a=10GiB:40GiB"; either may '
+            "be missing. Repeat the option for several tenants.",
+            show_default="none",
+        ),
+    ] = None,
+    control_port: Annotated[
+        int | None,
+        typer.Option(
+            help="TCP port of 127.0.0.1 for /metrics, /health and /status; 0 for any. Changes are "
+            "made over the control socket only.",
+            show_default="none",
+        ),
+    ] = None,
+    log_level: Annotated[
+        LogLevel, typer.Option(help="Level of the log on stderr.")
+    ] = LogLevel.INFO,
+    log_format: Annotated[
+        LogFormat | None,
+        typer.Option(help="Format of the log: text or json.", show_default="text"),
+    ] = None,
+) -> None:
+    """Run the node until SIGTERM or SIGINT."""
+    with starting("node run") as on_start:
+        from kvtier.telemetry.logs import format_of, log_to_stderr
+
+        log_to_stderr(log_level, format_of(log_format))
+        try:
+            from kvtier.node.config import NodeConfig, parse_quotas
+            from kvtier.node.run import run_node
+        except ImportError as error:
+            raise ConfigError(
+                f"{error}; install what a node needs: {install_command('node')}"
+            ) from None
+
+        config = NodeConfig(
+            socket=Path(socket),
+            host_capacity=host_capacity,
+            segment_capacity=segment_capacity,
+            memory_path=None if memory_path is None else Path(memory_path),
+            disk_path=disk_path or "",
+            disk_capacity=disk_capacity,
+            storage=tuple(storage or ()),
+            storage_capacity=storage_capacity,
+            eviction_policy=eviction_policy,
+            quotas=parse_quotas(quota or ()),
+            control_port=control_port,
+        )
+
+        def tell(port: int | None) -> None:
+            on_start()
+            at = "" if port is None else f", and http://127.0.0.1:{port}/metrics"
+            typer.echo(
+                f"kvtier node serves {size(config.host_bytes)} at {config.socket}{at}; "
+                f"control: {config.control_socket}"
+            )
+
+        run_node(config, tell)
+
+
+@app.command()
+def status(socket: Socket = SOCKET, as_json: AsJson = False) -> None:
+    """Show engines, tenants and rooms. A room is the cache of one model for one tenant."""
+    told = _client(socket).get("/status")
+    if as_json:
+        _print(told)
+        return
+    _say(
+        f"kvtier {told['version']}, {size(told['memory_bytes'])} in {told['segments']} segments of "
+        f"{size(told['segment_bytes'])}, {told['free_segments']} free; "
+        f"started {seconds(told['uptime_s'])} ago"
+    )
+    for each in told["engines"]:
+        pids = ", ".join(map(str, each["pids"]))
+        _say(f"engine {each['name']} of {each['tenant']}: {each['slots']} slots; processes {pids}")
+    _show_tenants(told["tenants"], told["segment_bytes"])
+    for each in told["rooms"]:
+        _show_room(each)
+
+
+@app.command()
+def lookup(
+    keys: Keys = None,
+    room: Room = "",
+    timeout_s: Wait = 10.0,
+    socket: Socket = SOCKET,
+    as_json: AsJson = False,
+) -> None:
+    """Show where the blocks of a prompt are."""
+    _prompt("/lookup", keys, room, timeout_s, socket, as_json)
+
+
+@app.command()
+def prefetch(
+    keys: Keys = None,
+    room: Room = "",
+    timeout_s: Wait = 10.0,
+    socket: Socket = SOCKET,
+    as_json: AsJson = False,
+) -> None:
+    """Read the blocks of a prompt from disk and stores into memory."""
+    _prompt("/prefetch", keys, room, timeout_s, socket, as_json)
+
+
+@app.command()
+def pin(
+    keys: Keys = None,
+    room: Room = "",
+    for_s: Annotated[
+        float, typer.Option("--for-s", help="Seconds for which the blocks stay in memory.")
+    ] = 600.0,
+    end: Annotated[
+        int | None, typer.Option("--end", help="End the pin of this number instead.")
+    ] = None,
+    timeout_s: Wait = 10.0,
+    socket: Socket = SOCKET,
+    as_json: AsJson = False,
+) -> None:
+    """Keep the blocks of a prompt in memory for a time.
+
+    A tenant may pin its floor, or half of the memory that no other tenant's floor reserves.
+    """
+    if end is not None:
+        told = _client(socket).post("/unpin", room=room, number=end)
+        _print(told) if as_json else _say(f"pin {end} has ended")
+        return
+    told = _client(socket, timeout_s).post(
+        "/pin", room=room, keys=_keys(keys), seconds=for_s, timeout_s=timeout_s
+    )
+    if as_json:
+        _print(told)
+    else:
+        name = f"pin {told['number']}: " if told["number"] else ""
+        _say(f"{name}{told['pinned']} of {told['blocks']} blocks are pinned for {seconds(for_s)}")
+
+
+@app.command()
+def delete(
+    keys: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help='Keys of a prompt\'s blocks in hexadecimal; "-" reads them from standard input.',
+            show_default="the whole room",
+        ),
+    ] = None,
+    room: Annotated[
+        str, typer.Option(help="Name of the room, as kvtier node status shows it.")
+    ] = "",
+    tenant: Annotated[str, typer.Option(help="Delete all rooms of this tenant.")] = "",
+    timeout_s: Wait = 60.0,
+    socket: Socket = SOCKET,
+    as_json: AsJson = False,
+) -> None:
+    """Delete blocks from memory, disk and every store.
+
+    When it succeeds, no tier returns them, also after a restart. Exits with 1 if some storage has
+    not confirmed it.
+    """
+    body: dict[str, object] = {"room": room, "tenant": tenant, "timeout_s": timeout_s}
+    if keys:
+        body["keys"] = _keys(None if keys == ["-"] else keys)
+    _deleted(_client(socket, timeout_s).post("/delete", **body), as_json)
+
+
+@app.command()
+def clear(
+    room: Annotated[str, typer.Option(help="Name of a room.", show_default="all rooms")] = "",
+    memory_only: Annotated[
+        bool, typer.Option("--memory-only", help="Only evict from memory what nothing uses.")
+    ] = False,
+    timeout_s: Wait = 60.0,
+    socket: Socket = SOCKET,
+    as_json: AsJson = False,
+) -> None:
+    """Delete all blocks of all rooms, from memory, disk and every store."""
+    told = _client(socket, timeout_s).post(
+        "/clear", room=room, memory_only=memory_only, timeout_s=timeout_s
+    )
+    _deleted(told, as_json)
+
+
+@app.command()
+def quota(
+    change: Annotated[
+        str | None,
+        typer.Argument(
+            help='New floor and ceiling of a tenant, until the node ends: "team-a=10GiB:40GiB".',
+            show_default="show all",
+        ),
+    ] = None,
+    socket: Socket = SOCKET,
+    as_json: AsJson = False,
+) -> None:
+    """Show quotas and use of memory by tenant, or change a quota."""
+    client = _client(socket)
+    if change is not None:
+        from kvtier.node.config import parse_quota
+
+        tenant, wanted = parse_quota(change)
+        most = wanted.host_ceiling
+        ceiling = None if most is None else str(most)
+        client.post("/quota", tenant=tenant, floor=str(wanted.host_floor), ceiling=ceiling)
+    told = client.get("/quota")
+    if as_json:
+        _print(told)
+    else:
+        _show_tenants(told, client.get("/status")["segment_bytes"])
+
+
+# -- what the commands share ----------------------------------------------------------------------
+
+
+def _client(socket: str, timeout_s: float = 0.0) -> ControlClient:
+    from kvtier.node.control_client import ControlClient
+
+    return ControlClient(Path(socket), timeout_s + ANSWER_S)
+
+
+def _keys(keys: list[str] | None) -> list[str]:
+    return keys or sys.stdin.read().split()
+
+
+def _prompt(
+    route: str, keys: list[str] | None, room: str, timeout_s: float, socket: str, as_json: bool
+) -> None:
+    told = _client(socket, timeout_s).post(route, room=room, keys=_keys(keys), timeout_s=timeout_s)
+    if as_json:
+        _print(told)
+        return
+    _say(
+        f"room {told['room']}: of {told['blocks']} blocks the first {told['in_memory']} are in "
+        f"memory, the first {told['found']} in some tier"
+    )
+
+
+def _deleted(told: Any, as_json: bool) -> None:
+    if as_json:
+        _print(told)
+    else:
+        what = "all blocks" if told["blocks"] is None else f"{told['blocks']} blocks"
+        for problem in told["problems"]:
+            _say(f"not complete: {problem}")
+        if told["is_complete"]:
+            _say(f"deleted {what} of {', '.join(told['rooms']) or 'no room'}")
+    if not told["is_complete"]:
+        raise typer.Exit(FOUND_WRONG)
+
+
+def _show_tenants(tenants: dict[str, Any], segment_bytes: int) -> None:
+    for name, each in tenants.items():
+        ceiling = each["ceiling_bytes"]
+        bounds = f"floor {size(each['floor_bytes'])}, " + (
+            "no ceiling" if ceiling is None else f"ceiling {size(ceiling)}"
+        )
+        held = size(each["segments"] * segment_bytes)
+        pinned = size(each["pinned_segments"] * segment_bytes)
+        _say(f"tenant {name}: {held} of memory, {pinned} pinned; {bounds}")
+
+
+def _show_room(room: dict[str, Any]) -> None:
+    name, shape = room["name"], f"blocks of {size(room['block_bytes'])}"
+    if not room["is_open"]:
+        _say(f"room {name}: {shape}; on disk, no engine has asked for it yet")
+        return
+    used = ", ".join(f"{tier} {size(num)}" for tier, num in room["used_bytes"].items())
+    _say(f"room {name}: {shape}, {room['segments']} segments; {used}")
+    for tier, state in room["breakers"].items():
+        if state != "closed" or tier in room["errors"]:
+            _say(f"  {tier}: {state} {room['errors'].get(tier, '')}")
+
+
+def _print(told: Any) -> None:
+    typer.echo(json.dumps(told, indent=2))
+
+
+def _say(line: str) -> None:
+    typer.echo(printable(line))

@@ -1,0 +1,399 @@
+"""Control of a running node: its state, and changes that a person or a router asks for.
+
+Rooms are named by ``RoomKey.name``, and prompts by the keys that engines give their blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvtier import __version__
+from kvtier.config import parse_size
+from kvtier.errors import CacheError
+from kvtier.keyed.cache import BlockLocation
+from kvtier.node.config import DEFAULT_TENANT, TenantQuota, check_tenant
+from kvtier.node.connection import bring
+from kvtier.node.deleting import RoomDeletion, delete_blocks, delete_room
+from kvtier.node.registry import Registry
+from kvtier.node.room import NodeRoom
+
+MOST_PIN_S = 7 * 86400.0
+"""Longest time of a pin."""
+MOST_WAIT_S = 3600.0
+"""Longest wait of one request."""
+Result = TypeVar("Result")
+
+
+class ControlError(CacheError):
+    """A request can't be carried out. is_unknown: because what it names does not exist."""
+
+    def __init__(self, reason: str, is_unknown: bool = False) -> None:
+        super().__init__(reason)
+        self.is_unknown = is_unknown
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """State of an attached engine. slots: how many it reads or writes."""
+
+    name: str
+    tenant: str
+    pids: Sequence[int]
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoomState:
+    """State of a room.
+
+    used_bytes: by tier, as far as the index knows the blocks. breakers, errors: by storage tier.
+    is_open: False for one that only the disk has, since no engine has asked for it yet.
+    """
+
+    name: str
+    tenant: str
+    scope: str
+    block_bytes: int
+    key_bytes: int
+    is_open: bool
+    segments: int = 0
+    pinned_segments: int = 0
+    pinned_blocks: int = 0
+    used_bytes: Mapping[str, int] | None = None
+    breakers: Mapping[str, str] | None = None
+    errors: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantState:
+    """Use of the memory by one tenant. pinnable_segments: how many may hold pinned blocks."""
+
+    floor_bytes: int
+    ceiling_bytes: int | None
+    segments: int
+    pinned_segments: int
+    pinnable_segments: int
+    used_bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeState:
+    """State of a node. free_segments: those that belong to no room, and whose pages are ready."""
+
+    version: str
+    instance: str
+    uptime_s: float
+    memory_bytes: int
+    segment_bytes: int
+    segments: int
+    free_segments: int
+    engines: Sequence[EngineState]
+    tenants: Mapping[str, TenantState]
+    rooms: Sequence[RoomState]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlaces:
+    """Locations of the blocks of a prompt.
+
+    in_memory: how many of the first blocks are in memory. found: how many of the first blocks are
+    in memory or storage. places: per block "memory", "arriving", "storage", "unknown" or "nowhere".
+    """
+
+    room: str
+    blocks: int
+    in_memory: int
+    found: int
+    places: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedBlocks:
+    """Result of a pin. number: its name; 0 if nothing was pinned. pinned: how many blocks are."""
+
+    room: str
+    number: int
+    blocks: int
+    pinned: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """Result of a deletion.
+
+    is_complete: whether every tier has confirmed it. blocks: how many were named; None for whole
+    rooms. problems: what is missing.
+    """
+
+    is_complete: bool
+    rooms: Sequence[str]
+    blocks: int | None
+    problems: Sequence[str]
+
+
+class NodeControl:
+    """Queries and changes of one node. Every method runs on the thread of the node's event loop."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._node = registry.node
+        self._began_s = time.monotonic()
+
+    # -- state -------------------------------------------------------------------------------------
+
+    async def status(self) -> NodeState:
+        """Return the state of the node, its engines, tenants and rooms."""
+        node = self._node
+        memory = node.memory
+        return NodeState(
+            version=__version__,
+            instance=node.instance,
+            uptime_s=round(time.monotonic() - self._began_s, 1),
+            memory_bytes=memory.num_bytes,
+            segment_bytes=memory.segment_bytes,
+            segments=memory.num_segments,
+            free_segments=memory.num_free,
+            engines=[
+                EngineState(
+                    engine.name,
+                    engine.tenant or DEFAULT_TENANT,
+                    sorted({each.process.pid for each in engine.clients.values()}),
+                    engine.num_slots,
+                )
+                for engine in self._registry.engines.values()
+            ],
+            tenants=self._tenants(),
+            rooms=[*map(_open_room, node.rooms), *self._closed_rooms()],
+        )
+
+    def _tenants(self) -> dict[str, TenantState]:
+        node = self._node
+        names = {*node.quotas, *(room.key.tenant for room in node.rooms)}
+        return {name: self._tenant(name) for name in sorted(names)}
+
+    def _tenant(self, name: str) -> TenantState:
+        node = self._node
+        rooms = [room for room in node.rooms if room.key.tenant == name]
+        used: Counter[str] = Counter()
+        for room in rooms:
+            used.update(room.used_bytes_by_tier())
+        quota = node.quota(name)
+        return TenantState(
+            floor_bytes=quota.host_floor,
+            ceiling_bytes=quota.host_ceiling,
+            segments=sum(len(room.tier.segments) for room in rooms),
+            pinned_segments=sum(len(room.pins.segments) for room in rooms),
+            pinnable_segments=node.pinnable_segments(name),
+            used_bytes=dict(used),
+        )
+
+    def _closed_rooms(self) -> list[RoomState]:
+        is_open = {room.key for room in self._node.rooms}
+        return [
+            RoomState(
+                key.name, key.tenant, key.scope.hex(), key.block_bytes, key.key_bytes, is_open=False
+            )
+            for key in self._node.keys_on_disk()
+            if key not in is_open
+        ]
+
+    # -- prompts -----------------------------------------------------------------------------------
+
+    async def lookup(self, room: str, keys: Sequence[str], timeout_s: float) -> PromptPlaces:
+        """Find the blocks of a prompt, and wait for the answers of stores."""
+        found = self._room(room)
+        wanted = _keys(found, keys)
+        until_s = time.monotonic() + _wait_s(timeout_s)
+        self._registry.wake_all()
+        while True:
+            places, pending = found.begin_lookup(wanted)
+            if all(each.is_over for each in pending) or not await self._registry.wait(until_s):
+                return _found(found, places)
+
+    async def prefetch(self, room: str, keys: Sequence[str], timeout_s: float) -> PromptPlaces:
+        """Read the blocks of a prompt from storage into memory. Return where they are then."""
+        found = self._room(room)
+        return _found(found, await self._bring(found, _keys(found, keys), timeout_s))
+
+    async def _bring(
+        self, room: NodeRoom, keys: Sequence[bytes], timeout_s: float
+    ) -> list[BlockLocation]:
+        until_s = time.monotonic() + _wait_s(timeout_s)
+        self._registry.wake_all()
+        return await bring(room, keys, self._registry, until_s)
+
+    async def pin(
+        self, room: str, keys: Sequence[str], seconds: float, timeout_s: float
+    ) -> PinnedBlocks:
+        """Read the blocks of a prompt into memory, and keep the first ones there for a time."""
+        if not 0 < seconds <= MOST_PIN_S:
+            raise ControlError(f"a pin lasts more than 0 and at most {MOST_PIN_S:.0f} s")
+        found = self._room(room)
+        wanted = _keys(found, keys)
+        await self._bring(found, wanted, timeout_s)
+        pin = self._node.pin(found, wanted, seconds)
+        num = len(pin.segment_of)
+        return PinnedBlocks(found.key.name, pin.number if num else 0, len(wanted), num)
+
+    async def unpin(self, room: str, number: int) -> None:
+        """End a pin before its time."""
+        found = self._room(room)
+        if not found.pins.remove(number):
+            raise ControlError(f"room {found.key.name} has no pin {number}", is_unknown=True)
+
+    # -- deletion ----------------------------------------------------------------------------------
+
+    async def delete_keys(self, room: str, keys: Sequence[str], timeout_s: float) -> Deleted:
+        """Delete the blocks of a prompt from every tier."""
+        found = self._room(room)
+        wanted = _keys(found, keys)
+        until_s = time.monotonic() + _wait_s(timeout_s)
+        self._registry.wake_all()
+        left = await delete_blocks(found, wanted, self._registry.wait, until_s)
+        problems = []
+        if left:
+            errors = [f"{name}: {why}" for name, why in found.storage_errors().items() if why]
+            problems.append(f"{len(left)} blocks: storage has not confirmed it; {errors}")
+        return Deleted(not left, [found.key.name], len(wanted), problems)
+
+    async def delete_rooms(self, room: str, tenant: str, timeout_s: float) -> Deleted:
+        """Delete all blocks of one room, or of all rooms of a tenant, from every tier."""
+        if bool(room) == bool(tenant):
+            raise ControlError("name a room or a tenant, and not both")
+        if room:
+            return await self._delete({room}, timeout_s)
+        check_tenant(tenant)
+        names = {name for name, each in self._room_tenants().items() if each == tenant}
+        if not names:
+            raise ControlError(f"tenant {tenant!r} has no room here", is_unknown=True)
+        return await self._delete(names, timeout_s)
+
+    async def clear(self, room: str, memory_only: bool, timeout_s: float) -> Deleted:
+        """Delete all blocks of one room, or of all rooms; or only evict them from memory."""
+        names = {room} if room else set(self._room_tenants())
+        if not memory_only:
+            return await self._delete(names, timeout_s)
+        rooms = [each for each in self._node.rooms if each.key.name in names]
+        if room and not rooms:
+            raise ControlError(f"no room is called {room!r}", is_unknown=True)
+        for each in rooms:
+            for _ in each.evict_all():
+                await asyncio.sleep(0)
+        return Deleted(True, [each.key.name for each in rooms], None, [])
+
+    def _room_tenants(self) -> dict[str, str]:
+        """Return the tenant of each room by its name."""
+        keys = {*(room.key for room in self._node.rooms), *self._node.keys_on_disk()}
+        return {key.name: key.tenant for key in keys}
+
+    async def _delete(self, names: set[str], timeout_s: float) -> Deleted:
+        until_s = time.monotonic() + _wait_s(timeout_s)
+        locations = self._node.config.storage
+        done: list[RoomDeletion] = []
+        for name in sorted(names):
+            room = self._node.room_named(name)
+            if room is None and not locations:
+                raise ControlError(f"no room is called {name!r}", is_unknown=True)
+            self._registry.wake_all()
+            done.append(await delete_room(name, room, locations, self._registry.wait, until_s))
+        problems = [f"{each.name}: {problem}" for each in done for problem in each.problems]
+        return Deleted(not problems, [each.name for each in done], None, problems)
+
+    # -- quotas ------------------------------------------------------------------------------------
+
+    async def tenants(self) -> dict[str, TenantState]:
+        """Return quota and use of each tenant."""
+        return self._tenants()
+
+    async def set_quota(self, tenant: str, floor: str, ceiling: str | None) -> TenantState:
+        """Change the quota of a tenant. floor, ceiling: sizes as text; None for no ceiling."""
+        most = None if ceiling is None else parse_size(ceiling, "ceiling")
+        self._node.set_quota(tenant, TenantQuota(parse_size(floor, "floor"), most))
+        self._registry.wake_all()
+        return self._tenant(tenant)
+
+    # -- names -------------------------------------------------------------------------------------
+
+    def _room(self, name: str) -> NodeRoom:
+        """Return a room by its name; the only one for ""."""
+        if name:
+            found = self._node.room_named(name)
+        else:
+            found = self._node.rooms[0] if len(self._node.rooms) == 1 else None
+        if found is not None:
+            return found
+        names = ", ".join(sorted(self._room_tenants())) or "none"
+        what = f"no room is called {name!r}" if name else "name a room"
+        raise ControlError(f"{what}; rooms: {names}", is_unknown=bool(name))
+
+
+def _open_room(room: NodeRoom) -> RoomState:
+    key = room.key
+    return RoomState(
+        name=key.name,
+        tenant=key.tenant,
+        scope=key.scope.hex(),
+        block_bytes=key.block_bytes,
+        key_bytes=key.key_bytes,
+        is_open=True,
+        segments=len(room.tier.segments),
+        pinned_segments=len(room.pins.segments),
+        pinned_blocks=room.pins.num_blocks,
+        used_bytes=room.used_bytes_by_tier(),
+        breakers=room.breakers(),
+        errors={name: why for name, why in room.storage_errors().items() if why},
+    )
+
+
+def _keys(room: NodeRoom, keys: Sequence[str]) -> list[bytes]:
+    """Return keys that are written in hexadecimal, each once."""
+    size = room.key.key_bytes
+    found: dict[bytes, None] = {}
+    for text in keys:
+        try:
+            key = bytes.fromhex(text)
+        except ValueError:
+            raise ControlError(f"key {text[:80]!r} is not hexadecimal") from None
+        if len(key) != size:
+            raise ControlError(
+                f"key {text[:80]!r} has {len(key)} bytes; keys of room {room.key.name} have {size}"
+            )
+        found[key] = None
+    if not found:
+        raise ControlError("no keys are named")
+    return list(found)
+
+
+def _found(room: NodeRoom, places: Sequence[BlockLocation]) -> PromptPlaces:
+    def first(*kinds: BlockLocation) -> int:
+        return next((at for at, place in enumerate(places) if place not in kinds), len(places))
+
+    return PromptPlaces(
+        room.key.name,
+        len(places),
+        first(BlockLocation.MEMORY),
+        first(BlockLocation.MEMORY, BlockLocation.ARRIVING, BlockLocation.STORAGE),
+        [place.value for place in places],
+    )
+
+
+def _wait_s(timeout_s: float) -> float:
+    if not 0 <= timeout_s <= MOST_WAIT_S:
+        raise ControlError(f"timeout_s: {timeout_s} s; give 0 to {MOST_WAIT_S:.0f}")
+    return timeout_s
+
+
+class LoopCalls:
+    """Calls from another thread to the thread of an event loop. loop: the node's."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    async def __call__(self, work: Callable[[], Coroutine[object, object, Result]]) -> Result:
+        """Run ``work`` there, and return its result."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), self._loop))

@@ -1,0 +1,71 @@
+"""Client of a node's control API, over its Unix socket."""
+
+from __future__ import annotations
+
+import json
+import socket
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import CacheError
+from kvtier.node.config import control_socket
+
+MOST_BYTES = 64 << 20
+"""Most bytes of an answer."""
+
+
+class ControlClient:
+    """Requests to one node.
+
+    socket_path: of the socket for engines. timeout_s: longest wait for an answer.
+    """
+
+    def __init__(self, socket_path: Path, timeout_s: float) -> None:
+        self._path = control_socket(socket_path)
+        self._timeout_s = timeout_s
+
+    def get(self, route: str) -> Any:
+        """Return the answer to a query. Raises ``CacheError`` if there is none."""
+        return self._request("GET", route, None)
+
+    def post(self, route: str, **body: object) -> Any:
+        """Return the answer to a request with a body. Raises ``CacheError`` if there is none."""
+        return self._request("POST", route, json.dumps(body).encode())
+
+    def _request(self, method: str, route: str, body: bytes | None) -> Any:
+        connection = _UnixConnection(self._path, self._timeout_s)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            connection.request(method, route, body, headers)
+            answer = connection.getresponse()
+            content = answer.read(MOST_BYTES)
+            told = json.loads(content)
+        except (OSError, HTTPException, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise CacheError(
+                f"{self._path} does not answer: {reason}; start the node with kvtier node run"
+            ) from None
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise CacheError(_reason(told))
+        return told
+
+
+def _reason(told: Any) -> str:
+    """Return the reason of a refusal in one sentence."""
+    if isinstance(told, dict) and "error" in told:
+        return str(told["error"])
+    return f"the node refuses the request: {json.dumps(told)[:500]}"
+
+
+class _UnixConnection(HTTPConnection):
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("node", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))

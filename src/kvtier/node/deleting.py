@@ -1,0 +1,87 @@
+"""Deletion of blocks and of whole rooms: complete only once every tier has confirmed it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.config import without_password
+from kvtier.errors import CacheError
+from kvtier.node import stores
+from kvtier.node.room import DELETED_AT_ONCE, NodeRoom
+
+logger = logging.getLogger(__name__)
+
+Wait = Callable[[float], Awaitable[bool]]
+"""Wait for a change until a deadline; return whether there is time left."""
+
+
+async def delete_blocks(
+    room: NodeRoom, keys: Sequence[bytes], wait: Wait, until_s: float
+) -> set[int]:
+    """Delete blocks from every tier, and wait until storage has confirmed it.
+
+    Returns the positions of the keys that storage has not confirmed by ``until_s``. Their deletion
+    is retried while the node runs; until then nothing finds them.
+    """
+    for at in range(0, len(keys), DELETED_AT_ONCE):
+        if at:
+            await asyncio.sleep(0)
+        room.delete(keys[at : at + DELETED_AT_ONCE])
+    while left := room.undeleted(keys):
+        if not await wait(until_s):
+            return left
+    return set()
+
+
+@dataclass(slots=True)
+class RoomDeletion:
+    """Result of the deletion of a whole room.
+
+    name: of the room. problems: storage that has not confirmed it, with the reason.
+    """
+
+    name: str
+    problems: list[str] = field(default_factory=list)
+
+
+async def delete_room(
+    name: str, room: NodeRoom | None, locations: Sequence[str], wait: Wait, until_s: float
+) -> RoomDeletion:
+    """Delete all blocks of a room from every tier, and wait until storage has confirmed it.
+
+    Args:
+        name: of the room.
+        room: the room; None if it exists in stores only.
+        locations: of the stores.
+        wait: see ``Wait``.
+        until_s: deadline of the wait, without that for stores that list their blocks.
+    """
+    done = RoomDeletion(name)
+    if room is not None:
+        for _ in room.delete_all():
+            await asyncio.sleep(0)
+        while room.has_undeleted:
+            if not await wait(until_s):
+                done.problems.append(f"storage has not confirmed it: {_late(room)}")
+                break
+    for location in locations:
+        where = without_password(location)
+        if not stores.is_listed(location):
+            done.problems.append(
+                f"{where}: blocks that the node does not know can't be listed there"
+            )
+            continue
+        try:
+            num = await asyncio.to_thread(stores.delete_all, location, name)
+            logger.info("deleted from store room=%s store=%s entries=%d", name, where, num)
+        except CacheError as error:
+            done.problems.append(str(error))
+    return done
+
+
+def _late(room: NodeRoom) -> str:
+    reasons = (f"{name}: {why}" for name, why in room.storage_errors().items() if why)
+    return "; ".join(reasons) or "it takes too long; the deletion is retried"

@@ -1,0 +1,161 @@
+"""Engines of a node by name, and who may attach.
+
+A client that was closed without a goodbye is kept until its process has ended, which the kernel
+reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+
+from kvtier.errors import ConfigError
+from kvtier.node.config import DEFAULT_TENANT, check_tenant
+from kvtier.node.engines import AttachedClient, AttachedEngine, AttachError, EngineProcess
+from kvtier.node.node import CacheNode
+from kvtier.node.protocol import AttachRequest
+
+logger = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 0.05
+"""Longest time between two looks at whether something has ended."""
+MOST_CONNECTIONS = 64
+"""Most open connections of one process."""
+MOST_CLIENTS = 256
+"""Most clients of one engine."""
+MOST_NAME_CHARS = 256
+
+EngineKey = tuple[int, str, str]
+
+
+class Registry:
+    """Engines by name, and the changes that requests wait for.
+
+    node: the node. Owned by the event loop's thread.
+
+    Attributes:
+        engines: by user, tenant and name. So nobody can use, or occupy, another user's name.
+        wake: called when a request waits for something that only a poll can notice.
+    """
+
+    def __init__(self, node: CacheNode) -> None:
+        self.node = node
+        self.engines: dict[EngineKey, AttachedEngine] = {}
+        self._num_connections = 0
+        self._open: Counter[tuple[int, int]] = Counter()  # connections by process
+        self._changed = asyncio.Event()
+        self.wake: Callable[[], object] = lambda: None
+
+    # -- connections -------------------------------------------------------------------------------
+
+    def enter(self, process: EngineProcess) -> None:
+        """Count a new connection. Raises ``AttachError`` if the process has too many."""
+        if self._open[process.identity] >= MOST_CONNECTIONS:
+            raise AttachError(f"process {process.pid} has {MOST_CONNECTIONS} connections already")
+        self._open[process.identity] += 1
+
+    def leave(self, process: EngineProcess) -> None:
+        """Count a connection that was closed."""
+        self._open[process.identity] -= 1
+        if not self._open[process.identity]:
+            del self._open[process.identity]
+
+    def attach(
+        self, hello: AttachRequest, process: EngineProcess
+    ) -> tuple[int, str, AttachedEngine]:
+        """Return the number of a new connection, its client and its engine.
+
+        Raises ``AttachError`` if the process may not attach.
+        """
+        tenant = hello.tenant or DEFAULT_TENANT
+        try:
+            check_tenant(tenant)
+        except ConfigError as error:
+            raise AttachError(str(error)) from None
+        if not 0 < len(hello.engine) <= MOST_NAME_CHARS:
+            raise AttachError(f"the engine's name has {len(hello.engine)} letters")
+        if not self.node.config.admits(tenant, process.uid):
+            raise AttachError(
+                f"user {process.uid} may not name tenant {tenant!r}; list it in the node's tenants"
+            )
+        key = (process.uid, tenant, hello.engine)
+        engine = self.engines.get(key) or AttachedEngine(hello.engine, process.uid, tenant)
+        number = self._num_connections = self._num_connections + 1
+        name = hello.client or f"#{number}"
+        client = engine.clients.get(name)
+        if client is not None and client.process.identity != process.identity:
+            raise AttachError(f"client {name[:64]!r} belongs to process {client.process.pid}")
+        if client is None:
+            if len(engine.clients) >= MOST_CLIENTS or len(name) > MOST_NAME_CHARS:
+                raise AttachError(f"engine {hello.engine!r} has {MOST_CLIENTS} clients already")
+            client = engine.clients[name] = AttachedClient(process.copy())
+        elif not client.connections:
+            asyncio.get_running_loop().remove_reader(client.process.pidfd)
+        client.connections.add(number)
+        self.engines[key] = engine
+        return number, name, engine
+
+    def detach(
+        self, number: int, name: str, engine: AttachedEngine, is_goodbye: bool = False
+    ) -> None:
+        """Note that a connection was closed.
+
+        is_goodbye: whether its client uses no slot, if this was its last connection.
+        """
+        client = engine.clients[name]
+        client.connections.discard(number)
+        if client.connections:
+            return
+        if is_goodbye or client.process.has_ended:
+            self._end(name, engine)
+        else:
+            loop = asyncio.get_running_loop()
+            loop.add_reader(client.process.pidfd, self._note_end, name, engine)
+
+    def _note_end(self, name: str, engine: AttachedEngine) -> None:
+        asyncio.get_running_loop().remove_reader(engine.clients[name].process.pidfd)
+        self._end(name, engine)
+
+    def _end(self, name: str, engine: AttachedEngine) -> None:
+        """Forget a client that uses no slot; and its engine with the last one."""
+        engine.clients.pop(name).process.close()
+        if engine.clients:
+            return
+        if engine.num_slots:
+            logger.info("engine ended name=%s slots=%d", engine.name, engine.num_slots)
+        engine.end()
+        self.engines.pop((engine.uid, engine.tenant, engine.name), None)
+
+    def close(self) -> None:
+        """Forget all clients, at the end of the node."""
+        loop = asyncio.get_running_loop()
+        for engine in self.engines.values():
+            for client in engine.clients.values():
+                loop.remove_reader(client.process.pidfd)
+                client.process.close()
+        self.engines.clear()
+
+    # -- changes -----------------------------------------------------------------------------------
+
+    def wake_all(self) -> None:
+        """Poll every room soon, since any of them may have been changed."""
+        self.node.poll_all()
+        self.wake()
+
+    def changed(self) -> None:
+        """Let requests that wait look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait(self, until_s: float) -> bool:
+        """Wait for a change; return whether there is time left."""
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            return False
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), min(left_s, LOOK_AGAIN_S))
+        return True

@@ -1,0 +1,48 @@
+"""Stores of a node's rooms: each room has a place of its own in every store that can list blocks.
+
+So all blocks of a room can be found and deleted, also those that no index knows.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from urllib.parse import parse_qsl, quote, urlencode
+
+from kvtier.tiers.remote.pruning import make_keeper, prune
+from kvtier.tiers.remote.valkey.connection_pool import ValkeyOptions
+
+BY_PREFIX = ("valkey", "valkeys", "redis", "rediss")
+BY_PATH = ("s3",)
+
+
+def is_listed(location: str) -> bool:
+    """Return whether the blocks of a room can be listed in this store."""
+    return _scheme(location) in BY_PREFIX + BY_PATH
+
+
+def _scheme(location: str) -> str:
+    return location.partition(":")[0].rpartition("=")[2]
+
+
+def room_location(location: str, room: str) -> str:
+    """Return the location of a room's blocks in a store. room: its name."""
+    url, mark, query = location.partition("?")
+    if _scheme(location) in BY_PATH:
+        return f"{url.rstrip('/')}/{quote(room)}{mark}{query}"
+    if _scheme(location) not in BY_PREFIX:
+        return location
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    options["prefix"] = f"{options.get('prefix', ValkeyOptions().prefix)}{room}:"
+    return f"{url}?{urlencode(options)}"
+
+
+def delete_all(location: str, room: str) -> int:
+    """Delete all blocks of a room from a store. Return how many entries were deleted.
+
+    Raises ``CacheError`` if the store does not answer. Takes as long as the store does.
+    """
+    keeper = make_keeper(room_location(location, room))
+    try:
+        return prune(keeper, inf, -1).num_entries
+    finally:
+        keeper.close()

@@ -1,0 +1,37 @@
+"""Serves a node until it is ended: ``python -m tests.node.serving FOLDER [NAME=VALUE ...]``."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from kvtier.devices.cpu import CpuDevice
+from kvtier.node.node import CacheNode
+from kvtier.node.server import NodeServer
+from tests.node.world import config_of
+
+
+async def serve(server: NodeServer) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    print("ready", flush=True)
+    with suppress(asyncio.CancelledError):
+        await server.serve()
+
+
+def main() -> None:
+    folder, *options = sys.argv[1:]
+    config = config_of(Path(folder), **dict(each.split("=", 1) for each in options))
+    node = CacheNode(config, CpuDevice())
+    try:
+        asyncio.run(serve(NodeServer(node, config.socket)))
+    finally:
+        node.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The tier of a node, in a process of its own, as any storage tier."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+
+from kvtier.node.client import NodeClient
+from kvtier.node.tier import NodeTier
+from kvtier.testing import StorageSuite
+from kvtier.tiers import StorageSite, StorageTier
+from tests.node.world import NodeProcess, node_process
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    with node_process(tmp_path_factory.mktemp("node"), "host_capacity=16MiB") as node:
+        yield node
+
+
+class TestNodeTier(StorageSuite):
+    @pytest.fixture(autouse=True)
+    def _node(self, node: NodeProcess) -> None:
+        self.node = node
+        self.tenant = ""
+
+    def make_storage(self, num_blocks: int) -> StorageTier:
+        self.tenant = os.urandom(4).hex()
+        return self.again(num_blocks)
+
+    def again(self, num_blocks: int) -> StorageTier:
+        capacity = num_blocks * self.group.bytes_per_block
+        site = StorageSite(f"node:{self.node.socket}", "node", self.group, capacity)
+        return NodeTier(site, NodeClient(self.node.socket, self.tenant))
+
+    def reopen(self, storage: StorageTier) -> StorageTier:
+        return self.again(storage.num_blocks)
+
+    def stall(self, storage: StorageTier, num_blocks: int) -> AbstractContextManager[None] | None:
+        return None if num_blocks else self._stopped()
+
+    @contextmanager
+    def _stopped(self) -> Iterator[None]:
+        self.node.send(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.node.send(signal.SIGCONT)

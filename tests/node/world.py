@@ -1,0 +1,220 @@
+"""Nodes for tests, in a thread or in a process of their own; and bare connections."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+from kvtier.devices.cpu import CpuDevice
+from kvtier.node import protocol
+from kvtier.node.config import NodeConfig
+from kvtier.node.node import CacheNode
+from kvtier.node.protocol import FromEngine, FromNode
+from kvtier.node.server import NodeServer
+
+T = TypeVar("T")
+PATIENCE_S = 30.0
+SEGMENT = 64 << 10
+BLOCK = 16 << 10
+SCOPE = b"s" * 32
+
+
+def config_of(folder: Path, **options: Any) -> NodeConfig:
+    """Return the configuration of a node with 16 segments of four 16 KiB blocks."""
+    options = {"host_capacity": "1MiB", "segment_capacity": "64KiB"} | options
+    return NodeConfig(folder / "node.sock", memory_path=folder / "memory", **options)
+
+
+class LocalNode:
+    """A node that serves on a thread of this process."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self.node = CacheNode(config, CpuDevice())
+        self.server = NodeServer(self.node, config.socket)
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._thread = Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        async def serve() -> None:
+            self._task = asyncio.current_task()
+            with suppress(asyncio.CancelledError):
+                await self.server.serve()
+
+        self._loop.run_until_complete(serve())
+        self._loop.close()
+
+    def do(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns on the node's own thread."""
+
+        async def run() -> T:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(PATIENCE_S)
+
+    def until(self, condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+        """Wait until a condition holds on the node's own thread."""
+        wait_until(lambda: self.do(condition), patience_s)
+
+    @property
+    def num_used(self) -> int:
+        """Number of slots that engines use."""
+        return self.do(
+            lambda: sum(each.num_slots for each in self.server.registry.engines.values())
+        )
+
+    def check(self) -> None:
+        self.do(self.node.check_invariants)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            assert self._task is not None
+            self._loop.call_soon_threadsafe(self._task.cancel)
+            self._thread.join()
+            self.node.close()
+
+
+@contextmanager
+def local_node(folder: Path, **options: Any) -> Iterator[LocalNode]:
+    node = LocalNode(config_of(folder, **options))
+    try:
+        yield node
+        node.check()
+    finally:
+        node.close()
+
+
+def wait_until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+    """Wait until a condition holds."""
+    end_s = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < end_s, "it does not happen"
+        time.sleep(0.005)
+
+
+class NodeProcess:
+    """A node in a process of its own, which can be stopped and killed."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        self.socket = folder / "node.sock"
+        self.options = options
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.node.serving", str(self.folder), *self.options],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line == "ready\n", f"the node says {line!r}"
+
+    def send(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """End it by a signal, and return its status."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+        self.process.send_signal(number)
+        status = self.process.wait(PATIENCE_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.process = None
+        return status
+
+
+@contextmanager
+def node_process(folder: Path, *options: str) -> Iterator[NodeProcess]:
+    node = NodeProcess(folder, *options)
+    node.start()
+    try:
+        yield node
+    finally:
+        if node.process is not None:
+            node.end()
+
+
+class Bare:
+    """A connection that sends what it is told to, wrong or right."""
+
+    def __init__(self, path: Path) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.settimeout(PATIENCE_S)
+        self.socket.connect(str(path))
+        self.fds: list[int] = []
+        self._frames = protocol.Frames()
+        self._ready: list[FromNode] = []
+        self._num = 0
+
+    def send(self, *messages: FromEngine) -> None:
+        self.socket.sendall(b"".join(map(protocol.frame, messages)))
+
+    def receive(self) -> FromNode | None:
+        """Return the next message; None if the node has closed the connection."""
+        while not self._ready:
+            try:
+                received, fds, _, _ = socket.recv_fds(self.socket, 1 << 20, 4)
+            except ConnectionResetError:
+                return None
+            if not received:
+                return None
+            self.fds += fds
+            self._ready += map(protocol.decode_node, self._frames.take(received))
+        return self._ready.pop(0)
+
+    def ask(self, message: FromEngine) -> Any:
+        self.send(message)
+        return self.receive()
+
+    def attach(self, engine: str = "bare", tenant: str = "", client: str = "") -> Any:
+        return self.ask(protocol.AttachRequest(1, protocol.VERSION, engine, tenant, client=client))
+
+    def open(self, block_bytes: int = BLOCK, key_bytes: int = 8, scope: bytes = SCOPE) -> Any:
+        return self.ask(protocol.OpenRequest(2, scope, block_bytes, key_bytes))
+
+    def enter(self, engine: str = "bare", tenant: str = "", client: str = "") -> int:
+        """Attach, and open a room. Return its number."""
+        self.attach(engine, tenant, client)
+        return int(self.open().room)
+
+    def is_closed(self) -> bool:
+        """Whether the node closes the connection, after what it has sent."""
+        while (answer := self.receive()) is not None:
+            del answer
+        return True
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds.clear()
+        self.socket.close()
+
+
+@contextmanager
+def bare(path: Path) -> Iterator[Bare]:
+    connection = Bare(path)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def keys(*numbers: int) -> bytes:
+    """Return concatenated keys of eight bytes."""
+    return b"".join(number.to_bytes(8, "little") for number in numbers)
