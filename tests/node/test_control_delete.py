@@ -115,21 +115,6 @@ def test_a_room_is_deleted_with_what_only_its_slab_and_its_store_know(
             assert other.fetch(1) == [1]
 
 
-def test_evicted_blocks_that_a_slab_still_holds_are_deleted_with_the_room(tmp_path: Path) -> None:
-    """A slot that an eviction freed is found by a restart until it is used again."""
-    disk = [f"--disk-path={tmp_path / 'disk'}", f"--disk-capacity={8 * BLOCK_BYTES}"]
-    with running(tmp_path, *disk, "--eviction-policy=lru") as node:
-        with BareEngine(node) as engine:
-            for number in range(1, 25):
-                engine.store(number)
-                until(lambda at=number: stored(node, min(at, 8), "disk"), "it was never written")
-            assert node.control.post("/clear")["is_complete"]
-        node.kill()
-        node.start()
-        with BareEngine(node) as engine:
-            assert [engine.fetch(number) for number in range(1, 25)] == [[None]] * 24
-
-
 def test_blocks_in_use_are_not_found_and_freed_when_they_are_released(tmp_path: Path) -> None:
     disk = [f"--disk-path={tmp_path / 'disk'}", "--disk-capacity=4MiB"]
     with (

@@ -146,6 +146,7 @@ def _loopback(port: int) -> socket.socket:
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((LOOPBACK, port))
+        made.listen(MOST_CONNECTIONS)  # clients wait until the thread accepts them
     except OSError as error:
         made.close()
         raise ConfigError(

@@ -69,3 +69,19 @@ def test_block_that_is_put_again_elsewhere_leaves_its_old_place(place: Place) ->
     tier = place.open()
     assert User(tier).found(0, 1) == []
     tier.close()
+
+
+def test_lasting_keys_name_all_that_a_restart_would_find(place: Place) -> None:
+    tier = place.open()
+    User(tier).put(0, 1, 2)
+    tier.drop([stored_key(0)])
+    tier.drop([stored_key(1)], for_good=True)
+    assert sorted(tier.lasting_keys()) == sorted([stored_key(0), stored_key(2)])
+    assert tier.unfound_keys() == []
+    tier.drop(tier.lasting_keys(), for_good=True)
+    tier.check_invariants()
+    assert tier.lasting_keys() == []
+    tier.abandon()
+    tier = place.open()
+    assert User(tier).found(0, 1, 2) == []
+    tier.close()

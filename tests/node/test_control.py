@@ -1,0 +1,258 @@
+"""The control API and its commands, against a node in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvtier.cli import app
+from kvtier.errors import CacheError
+from kvtier.node.config import control_socket
+from kvtier.node.protocol import MEMORY
+from tests.node.control_world import (
+    BLOCK_BYTES,
+    SEGMENT_BYTES,
+    BareEngine,
+    NodeProcess,
+    hexed,
+    key,
+    running,
+    until,
+)
+
+PER_SEGMENT = SEGMENT_BYTES // BLOCK_BYTES
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeProcess]:
+    with running(
+        tmp_path,
+        f"--disk-path={tmp_path / 'disk'}",
+        f"--disk-capacity={256 * BLOCK_BYTES}",
+        "--control-port=0",
+        f"--quota=team-a={2 * SEGMENT_BYTES}:{6 * SEGMENT_BYTES}",
+    ) as started:
+        yield started
+
+
+def command(node: NodeProcess, *words: str, status: int = 0, stdin: str = "") -> str:
+    done = CliRunner().invoke(app, ["node", *words, "--socket", str(node.socket)], input=stdin)
+    assert done.exit_code == status, done.output
+    return done.stdout
+
+
+def test_status_names_engines_rooms_and_tenants(node: NodeProcess) -> None:
+    with BareEngine(node, "team-a", "replica-0") as engine:
+        engine.store(1, 2, 3)
+        slots = engine.lease(1, 2)
+        told = json.loads(command(node, "status", "--json"))
+        (attached,) = told["engines"]
+        assert (attached["name"], attached["tenant"]) == ("replica-0", "team-a")
+        assert attached["slots"] == 2
+        assert len(attached["pids"]) == 1
+        (room,) = told["rooms"]
+        assert room["block_bytes"] == BLOCK_BYTES
+        assert room["used_bytes"]["host"] == 3 * BLOCK_BYTES
+        assert room["breakers"] == {"disk": "closed"}
+        assert told["tenants"]["team-a"]["floor_bytes"] == 2 * SEGMENT_BYTES
+        assert told["tenants"]["team-a"]["segments"] == 1
+        engine.release(slots)
+        words = command(node, "status")
+        assert room["name"] in words
+        assert "engine replica-0 of team-a" in words
+
+
+def test_a_prompt_is_looked_up_and_prefetched_by_the_keys_of_engines(node: NodeProcess) -> None:
+    with BareEngine(node) as engine:
+        engine.store(1, 2, 3)
+        until(lambda: node.room()["used_bytes"]["disk"] == 3 * BLOCK_BYTES, "never written")
+        command(node, "clear", "--memory-only")
+        told = json.loads(command(node, "lookup", "--json", stdin="\n".join(hexed(1, 2, 3, 4))))
+        assert told["places"] == ["storage", "storage", "storage", "nowhere"]
+        assert (told["in_memory"], told["found"], told["blocks"]) == (0, 3, 4)
+        words = command(node, "prefetch", *hexed(1, 2, 4), "--room", told["room"])
+        assert "of 3 blocks the first 2 are in memory" in words
+        assert engine.places(1, 2) == [MEMORY, MEMORY]
+        with pytest.raises(CacheError, match="has 2 bytes; keys of room .* have 32"):
+            node.control.post("/lookup", keys=["aabb"])
+        with pytest.raises(CacheError, match="not hexadecimal"):
+            node.control.post("/lookup", keys=["zz"])
+
+
+def test_pinned_blocks_stay_until_the_pin_ends(tmp_path: Path) -> None:
+    with running(tmp_path, "--eviction-policy=lru") as node, BareEngine(node) as engine:
+        engine.store(1, 2)
+        told = json.loads(command(node, "pin", *hexed(1, 2), "--for-s", "3600", "--json"))
+        assert told["pinned"] == 2
+        flood(engine, 8 * PER_SEGMENT)
+        assert engine.places(1, 2) == [MEMORY, MEMORY]
+        assert "1 MiB pinned" in command(node, "quota")
+        assert "has ended" in command(node, "pin", "--end", str(told["number"]))
+        flood(engine, 8 * PER_SEGMENT)
+        assert MEMORY not in engine.places(1, 2)
+
+
+def test_a_pin_expires(node: NodeProcess) -> None:
+    with BareEngine(node) as engine:
+        engine.store(1)
+        assert node.control.post("/pin", keys=hexed(1), seconds=0.2)["pinned"] == 1
+        until(lambda: node.room()["pinned_blocks"] == 0, "it never expired")
+
+
+def test_pins_leave_others_their_floor(tmp_path: Path) -> None:
+    """Each tenant may pin its floor, or half of what no other tenant's floor reserves."""
+    quota = f"--quota=team-b={4 * SEGMENT_BYTES}"
+    with (
+        running(tmp_path, quota) as node,
+        BareEngine(node, "team-a", "a") as engine,
+        BareEngine(node, "team-b", "b") as other,
+    ):
+        numbers = flood(engine, 8 * PER_SEGMENT, first=1000)
+        name = node.room("team-a")["name"]
+        pinned = sum(
+            node.control.post("/pin", room=name, keys=hexed(number), seconds=3600)["pinned"]
+            for number in numbers
+        )
+        assert pinned == 2 * PER_SEGMENT, "half of the four segments beside the floor"
+        flood(other, 4 * PER_SEGMENT)
+        tenants = node.control.get("/quota")
+        assert tenants["team-b"]["segments"] == 4
+        assert tenants["team-a"]["pinned_segments"] == 2
+
+
+def flood(engine: BareEngine, num: int, first: int = 100) -> list[int]:
+    """Store blocks one by one, as many as are admitted. Return those."""
+    stored = []
+    for number in range(first, first + num):
+        for slot in engine.reserve([key(number)]):
+            engine.block(slot)[:] = number % 251
+            engine.commit([slot])
+            stored.append(number)
+    return stored
+
+
+def test_a_floor_that_is_raised_takes_memory_from_others(node: NodeProcess) -> None:
+    with BareEngine(node, "team-b", "b") as other, BareEngine(node, "team-a", "a") as engine:
+        flood(other, 8 * PER_SEGMENT)
+        assert node.control.get("/quota")["team-b"]["segments"] == 6
+        command(node, "quota", f"team-a={4 * SEGMENT_BYTES}:{6 * SEGMENT_BYTES}")
+
+        def has_floor() -> bool:
+            flood(engine, 4 * PER_SEGMENT)
+            flood(other, PER_SEGMENT)  # whose memory is as warm
+            return bool(node.control.get("/quota")["team-a"]["segments"] >= 4)
+
+        until(has_floor, "the floor was never reached")
+        assert node.control.get("/quota")["team-b"]["segments"] <= 4
+
+
+def test_a_ceiling_that_is_lowered_frees_memory(node: NodeProcess) -> None:
+    with BareEngine(node, "team-b", "b") as other:
+        flood(other, 6 * PER_SEGMENT)
+        assert "6 MiB of memory" in command(node, "quota")
+        command(node, "quota", f"team-b=0:{2 * SEGMENT_BYTES}")
+        until(lambda: node.control.get("/quota")["team-b"]["segments"] == 2, "it never shrank")
+        with pytest.raises(CacheError, match="floors add up"):
+            node.control.post("/quota", tenant="team-b", floor="8MiB")
+
+
+def test_deletion_as_a_command_says_whether_it_is_complete(node: NodeProcess) -> None:
+    with BareEngine(node) as engine:
+        engine.store(1, 2, 3)
+        assert "deleted 1 blocks" in command(node, "delete", *hexed(1))
+        assert json.loads(command(node, "delete", "-", "--json", stdin=hexed(2)[0]))["is_complete"]
+        assert MEMORY not in engine.places(1, 2)
+        assert "deleted all blocks" in command(node, "clear")
+        assert MEMORY not in engine.places(3)
+
+
+# -- the port --------------------------------------------------------------------------------------
+
+
+def url(node: NodeProcess) -> str:
+    return node.said.split("http://")[1].split("/metrics")[0]
+
+
+def fetched(node: NodeProcess, route: str, body: bytes | None = None) -> str:
+    request = urllib.request.Request(f"http://{url(node)}{route}", body)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+def test_metrics_of_rooms_have_tenant_and_room_as_labels(node: NodeProcess) -> None:
+    with BareEngine(node, "team-a", "a") as one, BareEngine(node, "team-b", "b") as other:
+        one.store(1, 2)
+        other.store(1)
+
+        def used(tenant: str) -> list[float]:
+            lines = fetched(node, "/metrics").splitlines()
+            mine = [each for each in lines if f'tenant="{tenant}"' in each]
+            return [
+                float(each.split()[-1])
+                for each in mine
+                if each.startswith("kvtier_used_slots{") and 'tier="host"' in each
+            ]
+
+        until(lambda: (used("team-a"), used("team-b")) == ([2.0], [1.0]), "the gauges never came")
+        text = fetched(node, "/metrics")
+        assert text.count("# TYPE kvtier_used_slots gauge") == 1
+        assert 'kvtier_node_engines{tenant="team-a"} 1.0' in text
+        assert f'kvtier_node_tenant_bytes{{tenant="team-a"}} {float(SEGMENT_BYTES)}' in text
+
+
+def test_a_port_that_everybody_reaches_changes_nothing(node: NodeProcess) -> None:
+    assert json.loads(fetched(node, "/health")) == {"status": "ok"}
+    for route in ("/delete", "/clear", "/pin", "/unpin", "/prefetch", "/lookup", "/quota"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            fetched(node, route, b"{}")
+        assert refused.value.code in (404, 405)
+
+
+def test_only_owner_and_group_reach_the_socket(node: NodeProcess) -> None:
+    assert control_socket(node.socket).stat().st_mode & 0o777 == 0o660
+
+
+def test_a_node_that_is_stopped_leaves_no_socket(node: NodeProcess) -> None:
+    assert node.stop() == 0
+    assert not node.socket.exists()
+    assert not control_socket(node.socket).exists()
+    words = CliRunner().invoke(app, ["node", "status", "--socket", str(node.socket)])
+    assert words.exit_code == 2
+    assert "start the node with kvtier node run" in words.stderr
+
+
+def test_a_config_file_gives_the_options(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('quota = ["team-c=1MiB"]\n')
+    with running(tmp_path, f"--config={file}") as node:
+        found: dict[str, Any] = node.control.get("/quota")
+        assert found["team-c"]["floor_bytes"] == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("--quota=team-a", "names no bounds"),
+        ("--quota=../x=1MiB", "'../x' is no name"),
+        ("--quota=a=2MiB:1MiB", "a floor of 2097152 bytes is above the ceiling"),
+        ("--quota=a=9GiB", "the floors add up"),
+        ("--storage=nothing", "names no plug-in"),
+        ("--segment-capacity=3", "give a multiple of"),
+        ("--control-port=99999", "is no TCP port"),
+        ("--eviction-policy=none", "eviction_policy: 'none' is unknown"),
+    ],
+)
+def test_a_node_that_cannot_start_says_why(tmp_path: Path, option: str, sentence: str) -> None:
+    words = ["node", "run", f"--socket={tmp_path / 'node.sock'}", "--host-capacity=8MiB", option]
+    done = CliRunner().invoke(app, [*words, f"--memory-path={tmp_path / 'memory'}"])
+    assert done.exit_code == 2
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
