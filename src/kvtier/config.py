@@ -77,6 +77,11 @@ def check_storage(locations: Sequence[str]) -> None:
             raise ConfigError(f'storage: {shown} no plug-in; write it as "plug-in:location"')
 
 
+def node_location(socket: str, tenant: str = "") -> str:
+    """Return the location of the storage tier in a node, by the path of its socket."""
+    return f"node:{socket}" + (f"?tenant={tenant}" if tenant else "")
+
+
 def without_password(location: str) -> str:
     """Return the location of a store without its password, for messages."""
     return re.sub(r"//.*@", "//", location, flags=re.DOTALL)
@@ -137,6 +142,9 @@ class CacheConfig:
     an entry point of ``kvtier.tiers``. "name=plug-in:location" names the tier."""
     storage_capacity: str | int = "10GiB"
     """Capacity for blocks in each of ``storage``."""
+    node: str = ""
+    """Socket of a ``kvtier node`` whose memory, disk and stores the engines of this machine share;
+    "" for none. It is one more storage tier, in front of ``storage``."""
     archive_after_uses: int = 1
     """Uses before a block is written to storage below the host tier. A larger number reduces SSD
     wear."""
@@ -174,6 +182,8 @@ class CacheConfig:
         parse_size(self.disk_bytes_per_day, "disk_bytes_per_day")
         parse_size(self.disk_bytes_per_s, "disk_bytes_per_s")
         parse_size(self.storage_capacity, "storage_capacity")
+        if self.node and (location := node_location(self.node)) not in self.storage:
+            object.__setattr__(self, "storage", (location, *self.storage))
         check_storage(self.storage)
         for name, kind in CHOICES.items():
             value = getattr(self, name)

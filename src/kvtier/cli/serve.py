@@ -264,6 +264,15 @@ def serve(
             show_default="none",
         ),
     ] = None,
+    node: Annotated[
+        str,
+        typer.Option(
+            help="Socket of a kvtier node whose memory, disk and stores the engines of this "
+            "machine share.",
+            rich_help_panel=_CACHE,
+            show_default="none",
+        ),
+    ] = "",
     storage_capacity: Annotated[
         str, typer.Option(help="Capacity for KV in each of --storage.", rich_help_panel=_CACHE)
     ] = "10GiB",
@@ -366,6 +375,7 @@ def serve(
                 disk_bytes_per_day=disk_bytes_per_day,
                 storage=tuple(storage or ()),
                 storage_capacity=storage_capacity,
+                node=node,
                 prefetch_policy=prefetch_policy,
                 client_hints=client_hints,
                 prefetch_timeout_s=prefetch_timeout_s,

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import ClassVar, Self
 
-from kvtier.config import check_storage, parse_size
+from kvtier.config import check_storage, node_location, parse_size
 from kvtier.errors import ConfigError
 from kvtier.index.policies.replayed import POLICIES, RUNS
 from kvtier.recording import LEAST_BYTES
@@ -40,6 +40,7 @@ HINTS = {
     "str | None": "write it in quotes",
     "str | int": 'write for instance "200GiB", or bytes',
     "disk_path": "name a folder, or a list of folders",
+    "node": "name a socket",
     "record": "name a file",
     "storage": 'write a URL such as "valkey://host", or a list of them',
 }
@@ -190,6 +191,11 @@ class StoreSettings(ConnectorSettings):
     """Stores that other servers may share, fastest first: URLs such as "valkey://host"."""
     storage_capacity: str | int = "1TiB"
     """Capacity of the index of each store: bytes of blocks known at a time."""
+    node: str = ""
+    """Socket of a ``kvtier node`` whose memory, disk and stores the engines of this machine share;
+    "" for none. Then there is neither ``disk_path`` nor ``storage`` here."""
+    node_tenant: str = ""
+    """Tenant whose quota counts in the node. Engines of different tenants share nothing."""
     eviction_policy: str = RUNS
     """Eviction policy: ``runs`` learns which blocks are reused; ``lru`` evicts the least recently
     used; ``arc``, ``s3fifo``, ``lfuda`` and ``sieve`` are published policies. SGLang with several
@@ -197,6 +203,11 @@ class StoreSettings(ConnectorSettings):
 
     def __post_init__(self) -> None:
         ConnectorSettings.__post_init__(self)
+        if self.node and (self.disk_path or self.storage):
+            raise self.wrong(
+                f"node: {self.node!r} has the disk and the stores; give disk_path and storage to "
+                "kvtier node, and not to the engine"
+            )
         if self.eviction_policy not in POLICIES:
             known = ", ".join(POLICIES)
             raise self.wrong(
@@ -214,7 +225,9 @@ class StoreSettings(ConnectorSettings):
 
     @property
     def stores(self) -> list[str]:
-        """URLs of the stores, fastest first."""
+        """URLs of the stores, fastest first. A node counts as one."""
+        if self.node:
+            return [node_location(self.node, self.node_tenant)]
         if isinstance(self.storage, str):
             return [self.storage] if self.storage else []
         return self.storage

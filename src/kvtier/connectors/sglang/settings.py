@@ -33,7 +33,7 @@ class StorageSettings(StoreSettings):
 
     def __post_init__(self) -> None:
         StoreSettings.__post_init__(self)
-        if not self.disk_path and not self.storage:
+        if not self.disk_path and not self.stores:
             raise self.wrong(
                 "disk_path and disk_capacity are missing; kvtier sglang-args prints all required "
                 "settings"

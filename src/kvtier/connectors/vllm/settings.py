@@ -40,13 +40,10 @@ class VllmSettings(HostSettings):
     host memory has no room; ``on`` reads directly; ``off`` reads through host memory. A direct
     read cannot be cancelled: if the disk hangs, its request waits."""
 
-    node: str = ""
-    """Socket of a ``kvtier node`` that keeps all tiers for the engines of this machine; "" to keep
-    them in this engine. ``host_capacity`` does not count then."""
-    node_tenant: str = ""
-    """Whose quota counts in the node. Engines of different tenants share nothing."""
     node_deadline_s: float = 0.005
-    """Longest wait for an answer of the node. Without one the prompt is computed."""
+    """Longest wait for an answer of the node, on the scheduler's thread. Without one the prompt is
+    computed. The ranks copy from and to the node's memory themselves, so ``host_capacity`` does not
+    count."""
 
     client_hints: str = "on"
     """Whether hints in a request's ``kv_transfer_params`` count: ``on`` or ``off``."""
@@ -57,17 +54,17 @@ class VllmSettings(HostSettings):
             raise self.wrong(
                 f"client_hints can't be {self.client_hints!r}; use one of {', '.join(ClientHints)}"
             )
-        if self.node and (self.disk_path or self.stores):
-            raise self.wrong(
-                f"node: {self.node!r} has the disk and the stores; give disk_path and storage to "
-                "kvtier node, not to the engine"
-            )
         if self.node_deadline_s <= 0:
             raise self.wrong(f"node_deadline_s: {self.node_deadline_s!r} is not above 0")
         if self.disk_direct not in list(Direct):
             raise self.wrong(
                 f"disk_direct can't be {self.disk_direct!r}; use one of {', '.join(Direct)}"
             )
+
+    @property
+    def rank_stores(self) -> list[str]:
+        """URLs of the stores that the ranks use themselves: none beside a node."""
+        return [] if self.node else self.stores
 
     @property
     def bytes_per_s(self) -> int:
