@@ -143,8 +143,8 @@ class CacheConfig:
     storage_capacity: str | int = "10GiB"
     """Capacity for blocks in each of ``storage``."""
     node: str = ""
-    """Socket of a ``kvtier node`` whose memory, disk and stores the engines of this machine share;
-    "" for none. It is one more storage tier, in front of ``storage``."""
+    """Socket of a node (``kvtier node run``), whose memory, disk and stores the engines of this
+    machine share; "" for none. It is one more storage tier, in front of ``storage``."""
     archive_after_uses: int = 1
     """Uses before a block is written to storage below the host tier. A larger number reduces SSD
     wear."""

@@ -48,6 +48,19 @@ def test_default_of_host_memory_is_what_vllm_gets_without() -> None:
     assert given == row
 
 
+def test_engine_over_a_node_has_no_tier_of_its_own() -> None:
+    options = ["--node", "/run/kvtier/node.sock", "--node-tenant", "team-a"]
+    done = CliRunner().invoke(app, ["vllm-args", "--json", *options])
+    assert json.loads(done.stdout)["kv_connector_extra_config"] == {
+        "spec_name": "kvtier",
+        "node": "/run/kvtier/node.sock",
+        "node_tenant": "team-a",
+    }
+    both = CliRunner().invoke(app, ["vllm-args", *options, "--storage", "valkey://host"])
+    assert both.exit_code == 2
+    assert "node: '/run/kvtier/node.sock' has the disk and the stores" in both.stderr
+
+
 def test_disk_comes_with_its_capacity() -> None:
     both = ["--disk-path", "/nvme/kv", "--disk-capacity", "200GiB"]
     done = CliRunner().invoke(app, ["vllm-args", *both])

@@ -19,6 +19,16 @@ Record = Annotated[
     ),
 ]
 RecordMaxBytes = Annotated[str, typer.Option(help="Most bytes of the recording; 1GiB by default.")]
+Node = Annotated[
+    str,
+    typer.Option(
+        help="Socket of a kvtier node, whose memory, disk and stores the engines of this machine "
+        "share, as in /run/kvtier/node.sock."
+    ),
+]
+NodeTenant = Annotated[
+    str, typer.Option(help="Tenant whose quota counts in the node; the default one by default.")
+]
 Policy = Annotated[
     str,
     typer.Option(

@@ -11,6 +11,8 @@ import typer
 from kvtier.cli.engine_options import (
     AsJson,
     DiskCapacity,
+    Node,
+    NodeTenant,
     Policy,
     Record,
     RecordMaxBytes,
@@ -37,6 +39,8 @@ def vllm_args(
         ),
     ] = None,
     storage_capacity: StorageCapacity = "",
+    node: Node = "",
+    node_tenant: NodeTenant = "",
     policy: Policy = "",
     record: Record = "",
     record_max_bytes: RecordMaxBytes = "",
@@ -60,12 +64,16 @@ def vllm_args(
     from kvtier.connectors.vllm.settings import VllmSettings
 
     front = front_named(connector)
-    extra: dict[str, object] = {**front.extra, "host_capacity": host_capacity}
+    extra: dict[str, object] = dict(front.extra)
+    if not node:
+        extra["host_capacity"] = host_capacity
     extra |= given(
         disk_path=disk_path,
         disk_capacity=disk_capacity,
         storage=one_or_all(storage),
         storage_capacity=storage_capacity,
+        node=node,
+        node_tenant=node_tenant,
         eviction_policy=policy,
         record=record,
         record_max_bytes=record_max_bytes,

@@ -192,8 +192,8 @@ class StoreSettings(ConnectorSettings):
     storage_capacity: str | int = "1TiB"
     """Capacity of the index of each store: bytes of blocks known at a time."""
     node: str = ""
-    """Socket of a ``kvtier node`` whose memory, disk and stores the engines of this machine share;
-    "" for none. Then there is neither ``disk_path`` nor ``storage`` here."""
+    """Socket of a node (``kvtier node run``), whose memory, disk and stores the engines of this
+    machine share; "" for none. Then there is neither ``disk_path`` nor ``storage`` here."""
     node_tenant: str = ""
     """Tenant whose quota counts in the node. Engines of different tenants share nothing."""
     eviction_policy: str = RUNS
