@@ -203,6 +203,11 @@ class CacheNode:
             return self.memory.num_segments
         return ceiling // self.memory.segment_bytes
 
+    def _is_full(self, tenant: str) -> bool:
+        """Whether a tenant has as much as it may have, with what it is to give back."""
+        num = self._num_held[tenant] + self._num_retiring[tenant]
+        return num >= self._num_ceiling(tenant)
+
     def _num_owed(self, but: str) -> int:
         """Return the number of free segments that are reserved for tenants other than ``but``."""
         others = (tenant for tenant in self.quotas if tenant != but)
@@ -215,10 +220,7 @@ class CacheNode:
         than its own.
         """
         tenant = self.rooms[number].key.tenant
-        num = self._num_held[tenant] + self._num_retiring[tenant]
-        if num >= self._num_ceiling(tenant):
-            return None
-        if self.memory.num_free > self._num_owed(tenant):
+        if not self._is_full(tenant) and self.memory.num_free > self._num_owed(tenant):
             self._num_held[tenant] += 1
             return self.memory.take()
         self._wanting[number] = None
@@ -238,16 +240,20 @@ class CacheNode:
     def _retire_for(self, room: NodeRoom) -> None:
         """Retire the coldest segment of another room, if it is colder than all of this one's.
 
-        A tenant below its floor gets one of another tenant's however warm it is.
+        A tenant below its floor gets one of another tenant's however warm it is, a tenant at its
+        ceiling only one of its own.
         """
         tenant = room.key.tenant
+        is_full = self._is_full(tenant)
         is_owed = self._num_held[tenant] < self._num_floor(tenant)
         others = (
             other
             for other in self.rooms
             if other is not room
             and self._may_lose(other, tenant)
-            and not (is_owed and other.key.tenant == tenant)
+            and (
+                other.key.tenant != tenant if is_owed else not is_full or other.key.tenant == tenant
+            )
         )
         coldest = _coldest(others)
         if coldest is None:

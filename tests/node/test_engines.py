@@ -1,0 +1,371 @@
+"""Slots in use: taken back when the engine says so, or when it has ended, and not earlier."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from kvtier.node import protocol, registry
+from kvtier.node.config import TenantQuota
+from tests.node.world import Bare, LocalNode, bare, keys, local_node, wait_until
+
+SOME = keys(1, 2, 3)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[LocalNode]:
+    with local_node(tmp_path) as node:
+        yield node
+
+
+def store(engine: Bare, room: int, some: bytes) -> None:
+    told = engine.ask(protocol.ReserveRequest(3, room, some))
+    num = len(protocol.unpack(told.slots))
+    engine.send(protocol.CommitNotice(room, told.slots, protocol.pack(range(num))))
+
+
+def places(engine: Bare, room: int, some: bytes) -> list[int]:
+    """Return where blocks are; nothing is leased afterwards."""
+    found = engine.ask(protocol.LookupRequest(9, room, some))
+    engine.send(protocol.ReleaseNotice(room, found.slots))
+    return list(found.places)
+
+
+HOLDER = """
+import os, sys, time
+from tests.node.world import Bare, keys
+from kvtier.node import protocol
+from pathlib import Path
+from tempfile import TemporaryDirectory
+engine = Bare(Path(sys.argv[1]))
+room = engine.enter("holder", client=sys.argv[2])
+if "reserve" in sys.argv:
+    engine.ask(protocol.ReserveRequest(3, room, keys(1, 2, 3)))
+if "lease" in sys.argv:
+    engine.ask(protocol.LookupRequest(3, room, keys(1, 2, 3)))
+if "close" in sys.argv:
+    engine.socket.close()
+if "fork" in sys.argv and os.fork() == 0:
+    sys.stdin.read()
+    os._exit(0)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def holder(node: LocalNode, *words: str, client: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A process that uses blocks 1, 2 and 3 until it is killed, or its input ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(node.config.socket), client, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in process.stdin, process.stdout:
+            assert pipe is not None
+            pipe.close()
+
+
+# -- the end of a process --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [("reserve",), ("reserve", "close")])
+def test_killed_writer_leaves_nothing(node: LocalNode, words: tuple[str, ...]) -> None:
+    """Also one whose connection had broken before."""
+    with holder(node, *words) as process, bare(node.config.socket) as other:
+        room = other.enter()
+        assert places(other, room, SOME) == [protocol.ARRIVING] * 3
+        process.kill()
+        process.wait()
+        wait_until(lambda: places(other, room, SOME) == [protocol.ABSENT] * 3)
+    node.until(lambda: len(node.server.registry.engines) == 1)
+
+
+def test_killed_reader_leaves_blocks_that_can_be_evicted(node: LocalNode) -> None:
+    with bare(node.config.socket) as other:
+        room = other.enter()
+        store(other, room, SOME)
+        with holder(node, "lease", "close"):
+            node.until(lambda: node.server.registry.engines)
+            assert node.num_used == 3
+        wait_until(lambda: node.num_used == 0)
+
+
+@pytest.mark.parametrize("words", [("reserve",), ("reserve", "close")])
+def test_stopped_process_keeps_what_it_uses(node: LocalNode, words: tuple[str, ...]) -> None:
+    """It may resume, and write: neither time nor a lost connection ends that."""
+    with holder(node, *words) as process, bare(node.config.socket) as other:
+        room = other.enter()
+        process.send_signal(signal.SIGSTOP)
+        store(other, room, keys(*range(10, 120)))
+        node.do(lambda: [node.node.poll() for _ in range(100)])
+        assert places(other, room, SOME) == [protocol.ARRIVING] * 3
+        assert node.num_used == 3
+
+
+def test_process_that_lives_in_its_child_keeps_what_it_uses(node: LocalNode) -> None:
+    """A forked child has the mapping, too: its socket is open, though its parent is dead."""
+    with holder(node, "reserve", "fork") as process, bare(node.config.socket) as other:
+        room = other.enter()
+        process.kill()
+        process.wait()
+        node.do(lambda: [node.node.poll() for _ in range(100)])
+        assert places(other, room, SOME) == [protocol.ARRIVING] * 3
+        assert process.stdin is not None
+        process.stdin.close()
+        wait_until(lambda: places(other, room, SOME) == [protocol.ABSENT] * 3)
+
+
+def test_engine_lives_as_long_as_one_of_its_processes(node: LocalNode) -> None:
+    with holder(node, "reserve") as first, holder(node) as second:
+        assert node.num_used == 3
+        first.kill()
+        first.wait()
+        node.until(
+            lambda: [len(each.clients) for each in node.server.registry.engines.values()] == [1]
+        )
+        assert node.num_used == 3
+        second.kill()
+        second.wait()
+        wait_until(lambda: node.num_used == 0)
+
+
+# -- connections -----------------------------------------------------------------------------------
+
+
+def test_connections_of_one_client_that_broke_cost_one_entry(node: LocalNode) -> None:
+    """A process that reconnects for months is kept in mind once."""
+    num_fds = len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        with bare(node.config.socket) as engine:
+            engine.attach("engine", client="c")
+    node.until(lambda: not node.server._connections or _is_idle(node))
+    (engine_state,) = node.server.registry.engines.values()
+    assert list(engine_state.clients) == ["c"]
+    assert len(os.listdir("/proc/self/fd")) < num_fds + 10
+
+
+def _is_idle(node: LocalNode) -> bool:
+    return not any(each._is_open for each in node.server._connections)
+
+
+def test_goodbye_after_a_lost_connection_frees_what_was_left(node: LocalNode) -> None:
+    with bare(node.config.socket) as lost:
+        room = lost.enter("engine", client="c")
+        lost.ask(protocol.ReserveRequest(3, room, SOME))
+    node.until(lambda: _is_idle(node))
+    assert node.num_used == 3
+    with bare(node.config.socket) as again:
+        again.attach("engine", client="c")
+        again.send(protocol.DetachNotice())
+        assert again.is_closed()
+    assert node.num_used == 0
+
+
+def test_goodbye_on_one_of_two_connections_ends_nothing(node: LocalNode) -> None:
+    with bare(node.config.socket) as first, bare(node.config.socket) as second:
+        room = first.enter("engine", client="c")
+        second.attach("engine", client="c")
+        first.ask(protocol.ReserveRequest(3, room, SOME))
+        first.send(protocol.DetachNotice())
+        assert first.is_closed()
+        assert node.num_used == 3
+        second.send(protocol.DetachNotice())
+        assert second.is_closed()
+        assert node.num_used == 0
+
+
+def test_room_can_be_named_over_a_later_connection(node: LocalNode) -> None:
+    """A notice on a slot may come after a reconnect, on which the room was not opened."""
+    with bare(node.config.socket) as lost:
+        room = lost.enter("engine", client="c")
+        told = lost.ask(protocol.ReserveRequest(3, room, SOME))
+    with bare(node.config.socket) as again:
+        again.attach("engine", client="c")
+        again.send(protocol.CommitNotice(room, told.slots, protocol.pack([0, 1, 2])))
+        assert places(again, room, SOME) == [protocol.MEMORY] * 3
+        again.send(protocol.DetachNotice())
+        assert again.is_closed()
+
+
+def test_answer_that_was_never_read_leaves_no_lease(node: LocalNode) -> None:
+    """What the node could not send is given back, though the process lives on."""
+    with bare(node.config.socket) as engine:
+        room = engine.enter("engine", client="c")
+        store(engine, room, keys(*range(32)))
+        num = 0
+        engine.socket.setblocking(False)
+        frame = protocol.frame(protocol.LookupRequest(3, room, keys(*range(32))))
+        while num < 20_000:
+            try:
+                engine.socket.send(frame)
+            except BlockingIOError:
+                break
+            num += 1
+        engine.socket.settimeout(30)
+        engine.socket.shutdown(socket.SHUT_RDWR)  # what has arrived can still be read
+        sizes = []
+        node.until(lambda: _is_idle(node))
+        while (answer := engine.receive()) is not None:
+            assert isinstance(answer, protocol.LookupAnswer)
+            sizes.append(len(answer.slots) // 8)
+        (state,) = node.server.registry.engines.values()
+        leased = node.do(
+            lambda: sum(num for held in state.rooms.values() for _, num in held.leased.values())
+        )
+        assert leased == sum(sizes), "what was told of, and nothing else"
+        assert len(sizes) < num
+
+
+def test_notices_before_the_end_of_a_connection_count(node: LocalNode) -> None:
+    """Even if the process reads no answer any more."""
+    with bare(node.config.socket) as engine:
+        room = engine.enter("engine", client="c")
+        told = engine.ask(protocol.ReserveRequest(3, room, SOME))
+        lookups = [protocol.LookupRequest(3, room, keys(*range(2000)))] * 20
+        engine.send(*lookups, protocol.AbortNotice(room, told.slots))
+    node.until(lambda: _is_idle(node))
+    assert node.num_used == 0
+
+
+def test_connection_that_never_attaches_is_closed(
+    node: LocalNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.node.connection.HELLO_S", 0.05)
+    with bare(node.config.socket) as silent, bare(node.config.socket) as good:
+        good.attach()
+        assert silent.is_closed()
+        assert good.open().room == 0
+
+
+def test_connections_of_a_process_are_bounded(
+    node: LocalNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "MOST_CONNECTIONS", 3)
+    connections = [Bare(node.config.socket) for _ in range(3)]
+    for each in connections:
+        assert isinstance(each.attach(), protocol.AttachAnswer)
+    with bare(node.config.socket) as fourth:
+        assert fourth.is_closed()
+    connections.pop().close()
+    node.until(lambda: node.server.registry._open.total() == 2)
+    with bare(node.config.socket) as fourth:
+        assert isinstance(fourth.attach(), protocol.AttachAnswer)
+    for each in connections:
+        each.close()
+
+
+def test_node_without_descriptors_serves_on(
+    node: LocalNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that can't be accepted is, later; the others don't notice."""
+    with bare(node.config.socket) as good:
+        good.attach()
+        listener, tries = node.server._socket, []
+
+        class Full:
+            def accept(self) -> Any:
+                tries.append(1)
+                if len(tries) < 3:
+                    raise OSError(24, "Too many open files")
+                return listener.accept()
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(listener, name)
+
+        monkeypatch.setattr(node.server, "_socket", Full())
+        with bare(node.config.socket) as late:
+            assert good.open().room == 0
+            assert isinstance(late.attach(), protocol.AttachAnswer)
+        assert len(tries) < 10, "it does not try without end"
+        monkeypatch.undo()
+
+
+# -- who may attach --------------------------------------------------------------------------------
+
+
+def test_socket_and_memory_are_for_this_user(node: LocalNode) -> None:
+    config = node.config
+    assert config.socket.stat().st_mode & 0o777 == 0o660
+    assert config.directory.stat().st_mode & 0o077 == 0
+    assert (config.directory / "memory").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("tenant", ["../../etc", "a/b", "x" * 65, "ten ant", "."])
+def test_tenant_that_is_no_name_is_refused(node: LocalNode, tenant: str) -> None:
+    with bare(node.config.socket) as engine:
+        assert isinstance(engine.attach(tenant=tenant), protocol.RefusedAnswer)
+
+
+ATTACH = """
+import os, sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from tests.node.world import Bare
+os.setgid(int(sys.argv[2]))
+os.setuid(int(sys.argv[2]))
+for tenant in ["", "a", "b", "c"]:
+    print(type(Bare(Path(sys.argv[1])).attach(tenant=tenant)).__name__, flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_user_names_only_tenants_that_it_was_given() -> None:
+    quotas = {"b": TenantQuota()}
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        with local_node(Path(folder), tenants={"a": [65534], "b": [1]}, quotas=quotas) as node:
+            node.config.socket.chmod(0o666)
+
+            def attach(uid: int) -> list[str]:
+                done = subprocess.run(
+                    [sys.executable, "-c", ATTACH, str(node.config.socket), str(uid)],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    check=True,
+                )
+                return done.stdout.split()
+
+            good, bad = "AttachAnswer", "RefusedAnswer"
+            assert attach(65534) == [good, good, bad, bad]
+            assert attach(0) == [good] * 4
+
+
+def test_default_tenant_can_be_given_to_some(tmp_path: Path) -> None:
+    with local_node(tmp_path, tenants={"default": [7]}) as node:
+        config = node.config
+        assert config.admits("default", 7)
+        assert not config.admits("default", 8)
+        assert config.admits("default", os.geteuid())
+        assert not config.admits("other", 7)
+
+
+def test_engine_of_another_user_is_another_engine(node: LocalNode) -> None:
+    """Nobody takes over, or blocks, the name of another user's or tenant's engine."""
+    with bare(node.config.socket) as first, bare(node.config.socket) as second:
+        first.attach("engine", "a")
+        second.attach("engine", "b")
+        assert len(node.server.registry.engines) == 2
+
+
+def test_client_of_another_process_is_refused(node: LocalNode) -> None:
+    with holder(node, client="c"), bare(node.config.socket) as other:
+        assert isinstance(other.attach("holder", client="c"), protocol.RefusedAnswer)

@@ -1,0 +1,304 @@
+"""Rooms of a node: growth, segments that change hands, quotas, and a tenant that is hostile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvtier.devices.cpu import CpuDevice
+from kvtier.errors import ConfigError
+from kvtier.keyed.cache import BlockLocation
+from kvtier.node import node as node_module
+from kvtier.node.config import TenantQuota
+from kvtier.node.engines import Holdings
+from kvtier.node.node import LINGER_S, MOST_ROOMS_OF_TENANT, SWEEP_S, CacheNode
+from kvtier.node.room import NodeRoom, RoomKey
+from tests.node.world import BLOCK, SEGMENT, config_of
+
+NUM_SEGMENTS = 16
+MEMORY, NOWHERE = BlockLocation.MEMORY, BlockLocation.NOWHERE
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class World:
+    def __init__(self, node: CacheNode, clock: Clock) -> None:
+        self.node, self.clock = node, clock
+
+    def room(self, tenant: str = "a", block_bytes: int = BLOCK) -> NodeRoom:
+        number, _ = self.node.room(RoomKey(tenant, b"s" * 32, block_bytes, 8))
+        room = self.node.room_of(number, tenant)
+        assert room is not None
+        return room
+
+    def turn(self, seconds: float = 0.2, num: int = 1) -> None:
+        for _ in range(num):
+            self.clock.now_s += seconds
+            self.node.poll()
+            self.node.check_invariants()
+
+    def num_held(self, tenant: str) -> int:
+        mine = [room for room in self.node.rooms if room.key.tenant == tenant]
+        return sum(room.tier.num_segments for room in mine)
+
+
+@contextmanager
+def world(folder: Path, **quotas: TenantQuota) -> Iterator[World]:
+    clock = Clock()
+    node = CacheNode(config_of(folder, quotas=quotas), CpuDevice(), clock)
+    try:
+        yield World(node, clock)
+        node.check_invariants()
+    finally:
+        node.close()
+
+
+def names(*numbers: int) -> list[bytes]:
+    return [number.to_bytes(8, "little") for number in numbers]
+
+
+def fill(room: NodeRoom, *numbers: int) -> int:
+    """Store blocks one by one; return how many had room."""
+    num = 0
+    for number in numbers:
+        reserved = room.reserve(names(number))
+        if reserved is not None and reserved.keys:
+            room.commit(reserved.keys, [0])
+            num += 1
+    return num
+
+
+def use(room: NodeRoom, *numbers: int) -> None:
+    """Copy blocks, as far as they are in memory."""
+    known = [key for key in names(*numbers) if room.locate(key) is MEMORY]
+    room.hold(known)
+    room.release(known)
+
+
+# -- growth ----------------------------------------------------------------------------------------
+
+
+def test_room_grows_to_the_whole_memory_before_it_evicts(tmp_path: Path) -> None:
+    with world(tmp_path) as here:
+        room = here.room()
+        assert room.tier.num_segments == 0
+        assert fill(room, *range(64)) == 64
+        assert room.tier.num_segments == NUM_SEGMENTS
+        assert set(room.locate_all(names(*range(64)))) == {MEMORY}
+        assert fill(room, 64) == 1
+        assert room.locate_all(names(*range(65))).count(MEMORY) == 64
+
+
+def test_segments_move_between_block_sizes(tmp_path: Path) -> None:
+    """A room of another block size gets the segments that were not used for longest."""
+    with world(tmp_path) as here:
+        old, new = here.room(), here.room(block_bytes=3 * BLOCK // 2)
+        fill(old, *range(64))
+        here.clock.now_s += 10
+        old.hold(names(60, 61, 62, 63))
+        old.release(names(60, 61, 62, 63))
+        assert fill(new, 1) == 0
+        for _ in range(20):
+            here.turn()
+            fill(new, *range(8))
+        assert new.tier.num_segments > 0
+        assert old.tier.num_segments + new.tier.num_segments <= NUM_SEGMENTS
+        assert old.locate_all(names(60, 61, 62, 63)) == [MEMORY] * 4, "they were used last"
+        assert MEMORY in new.locate_all(names(*range(8)))
+
+
+def test_rooms_that_are_equally_busy_keep_what_they_have(tmp_path: Path) -> None:
+    with world(tmp_path) as here:
+        first, second = here.room(), here.room("b")
+        fill(first, *range(32))
+        fill(second, *range(32))
+        for turn in range(20):
+            fill(first, 100 + turn)
+            fill(second, 100 + turn)
+            use(first, *range(130))
+            use(second, *range(130))
+            here.turn()
+        assert first.tier.num_segments == second.tier.num_segments == 8
+
+
+def test_segments_move_within_a_tenant_at_its_ceiling(tmp_path: Path) -> None:
+    with world(tmp_path, a=TenantQuota(0, 8 * SEGMENT)) as here:
+        old, new, other = here.room(), here.room(block_bytes=2 * BLOCK), here.room("b")
+        fill(other, *range(32))
+        fill(old, *range(32))
+        here.clock.now_s += 10
+        for _ in range(20):
+            here.turn()
+            fill(new, *range(8))
+        assert new.tier.num_segments > 0
+        assert 7 <= here.num_held("a") <= 8
+        assert here.num_held("b") == 8
+
+
+@pytest.mark.parametrize("use", ["leased", "reserved"])
+def test_retired_segment_waits_for_its_last_user(tmp_path: Path, use: str) -> None:
+    with world(tmp_path) as here:
+        old, new = here.room(), here.room("b")
+        held = Holdings(old)
+        if use == "leased":
+            fill(old, *range(64))
+            slots = list(held.lease(names(*range(64))))
+        else:
+            reserved = old.reserve(names(*range(64)))
+            assert reserved is not None
+            held.reserved = dict(zip(reserved.slots, reserved.keys, strict=True))
+            slots = list(reserved.slots)
+        generations = old.generations(slots)
+        here.clock.now_s += 10
+        for _ in range(10):
+            fill(new, 1)
+            here.turn()
+        assert new.tier.num_segments == 0
+        retired = list(old.tier.retired_segments)
+        assert retired, "it was told to go"
+        assert (old.generations(slots) == generations).all(), "nobody else has got the slots"
+        held.end()
+        here.turn(num=20)
+        fill(new, 1)
+        assert new.locate_all(names(1)) == [MEMORY]
+        assert set(new.tier.segments) <= set(retired)
+
+
+# -- quotas ----------------------------------------------------------------------------------------
+
+
+def test_floor_is_kept_free_from_the_start(tmp_path: Path) -> None:
+    with world(tmp_path, b=TenantQuota(4 * SEGMENT)) as here:
+        flooding, late = here.room("a"), here.room("b")
+        fill(flooding, *range(200))
+        assert here.num_held("a") == NUM_SEGMENTS - 4
+        assert fill(late, *range(16)) == 16
+        assert late.locate_all(names(*range(16))) == [MEMORY] * 16
+
+
+def test_ceiling_counts_segments_that_are_still_in_use(tmp_path: Path) -> None:
+    """A tenant can't have more by leasing what it is to give back."""
+    ceiling = TenantQuota(0, 8 * SEGMENT)
+    with world(tmp_path, a=ceiling) as here:
+        room, other = here.room("a"), here.room("b")
+        fill(room, *range(32))
+        fill(other, *range(32))
+        assert here.num_held("a") == 8
+        held = Holdings(room)
+        held.lease(names(*range(32)))
+        here.clock.now_s += 10
+        for turn in range(10):
+            use(other, *range(200))
+            fill(other, 100 + turn)
+            here.turn()
+        assert room.tier.retired_segments
+        fill(room, *range(200, 300))
+        assert room.tier.num_segments + len(room.tier.retired_segments) <= 8
+
+
+Attack = Callable[[NodeRoom, int], object]
+
+
+def _flood(room: NodeRoom, turn: int) -> object:
+    return fill(room, *range(1000 * turn, 1000 * turn + 100))
+
+
+def _lease(room: NodeRoom, turn: int) -> object:
+    fill(room, *range(1000 * turn, 1000 * turn + 20))
+    numbers = range(1000 * turn, 1000 * turn + 20)
+    return room.hold([key for key in names(*numbers) if room.locate(key) is MEMORY])
+
+
+def _reserve(room: NodeRoom, turn: int) -> object:
+    return [room.reserve(names(number)) for number in range(1000 * turn, 1000 * turn + 20)]
+
+
+@pytest.mark.parametrize("attack", [_flood, _lease, _reserve])
+def test_hostile_tenant_leaves_others_their_floor(tmp_path: Path, attack: Attack) -> None:
+    """Before and after the others have used their memory."""
+    floor = TenantQuota(4 * SEGMENT)
+    with world(tmp_path, b=floor, c=floor) as here:
+        hostile, early, late = here.room("a"), here.room("b"), here.room("c")
+        assert fill(early, *range(16)) == 16
+        for turn in range(1, 20):
+            attack(hostile, turn)
+            here.turn(1.0)
+        assert here.num_held("b") >= 4
+        assert early.locate_all(names(*range(16))) == [MEMORY] * 16
+        assert fill(late, *range(16)) == 16
+        assert late.locate_all(names(*range(16))) == [MEMORY] * 16
+
+
+def test_tenant_that_holds_what_it_must_give_back_delays_no_other(tmp_path: Path) -> None:
+    """Segments go on moving between the others."""
+    with world(tmp_path) as here:
+        hostile, old, new = here.room("a"), here.room("b"), here.room("c")
+        fill(hostile, *range(32))
+        hostile.hold(names(*range(32)))
+        here.clock.now_s += 10
+        fill(old, *range(32))
+        here.clock.now_s += 10
+        for turn in range(30):
+            fill(new, *range(100 * turn, 100 * turn + 10))
+            here.turn()
+        assert here.num_held("c") > 0
+        assert hostile.tier.retired_segments
+
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+
+def test_rooms_of_a_tenant_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "MOST_ROOMS_OF_TENANT", 4)
+    assert MOST_ROOMS_OF_TENANT > 4
+    with world(tmp_path) as here:
+        for size in range(4):
+            here.room("a", BLOCK + size)
+        with pytest.raises(ConfigError, match="has 4 rooms"):
+            here.room("a", 2 * BLOCK)
+        here.room("a", BLOCK)
+        here.room("b")
+
+
+def test_room_of_another_tenant_is_not_found(tmp_path: Path) -> None:
+    with world(tmp_path) as here:
+        number, _ = here.node.room(RoomKey("a", b"s", BLOCK, 8))
+        assert here.node.room_of(number, "a") is not None
+        assert here.node.room_of(number, "b") is None
+        assert here.node.room_of(-1, "a") is None
+        assert here.node.room_of(number + 1, "a") is None
+
+
+def test_idle_rooms_are_not_polled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A poll costs the same however many rooms there are."""
+    polled: list[str] = []
+    poll = NodeRoom.poll
+
+    def note(room: NodeRoom) -> None:
+        polled.append(room.key.tenant)
+        poll(room)
+
+    monkeypatch.setattr(NodeRoom, "poll", note)
+    with world(tmp_path) as here:
+        for tenant in "abcdefgh":
+            here.room(tenant)
+        here.turn(LINGER_S + 0.1, num=2)
+        polled.clear()
+        here.room("c")
+        here.turn(0.1)
+        assert polled == ["c"]
+        here.turn(LINGER_S, num=2)
+        polled.clear()
+        here.turn(0.1)
+        assert polled == []
+        here.turn(SWEEP_S)
+        assert sorted(polled) == list("abcdefgh")
