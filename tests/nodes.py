@@ -1,111 +1,82 @@
-"""A real node in a process of its own, for tests: ``with running(socket=...) as node``."""
+"""A real node in a process of its own, for tests: ``with running(tmp_path) as node``."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from kvtier.devices import find_device
-from kvtier.node.config import NodeConfig
-from kvtier.node.node import CacheNode
-from kvtier.node.server import NodeServer
+from kvtier.node.control_client import ControlClient
 
-START_S = 20.0
+SEGMENT_BYTES = 1 << 20
 
 
-@dataclass(slots=True)
-class RunningNode:
-    """A node's process. settings: of its ``NodeConfig``, as JSON values."""
+class NodeProcess:
+    """``kvtier node run`` in ``folder``. Its disk and its socket stay the same over restarts.
 
-    settings: dict[str, object]
-    process: subprocess.Popen[bytes]
+    options: of the command, which may replace those given here.
+    """
 
-    @property
-    def socket(self) -> Path:
-        """Path of its socket."""
-        return Path(str(self.settings["socket"]))
+    def __init__(self, folder: Path, *options: str, segments: int = 8) -> None:
+        self.socket = folder / "node.sock"
+        self.control = ControlClient(self.socket, 60.0)
+        self._command = [
+            *(sys.executable, "-m", "kvtier.cli", "node", "run"),
+            f"--socket={self.socket}",
+            f"--host-capacity={segments * SEGMENT_BYTES}",
+            f"--segment-capacity={SEGMENT_BYTES}",
+            f"--memory-path={folder / 'memory'}",
+            *options,
+        ]
+        self._log = folder / "log"
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        assert self._process.stdout is not None
+        self.said = self._process.stdout.readline()
+        assert self.said, self._log.read_text()
+
+    def pause(self) -> None:
+        """Stop it with SIGSTOP: it answers nothing until ``resume``."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """Kill it at once, as a crash does."""
-        self.process.kill()
-        self.process.wait()
+        self._process.kill()
+        self._process.communicate()
 
-    def stop(self) -> None:
-        """Stop it, so that it answers nothing until ``resume``."""
-        self.process.send_signal(signal.SIGSTOP)
+    def stop(self) -> int:
+        """Return the exit status after SIGTERM."""
+        self._process.send_signal(signal.SIGTERM)
+        self._process.communicate(timeout=30)
+        return self._process.returncode
 
-    def resume(self) -> None:
-        """Let it go on."""
-        self.process.send_signal(signal.SIGCONT)
+    def close(self) -> None:
+        if self._process.poll() is None:
+            assert self.stop() == 0, self._log.read_text()
 
-    def start(self) -> None:
-        """Start it again after it has ended, with the same settings."""
-        self.process = _start(self.settings)
-
-
-def _start(settings: dict[str, object]) -> subprocess.Popen[bytes]:
-    root = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "tests.nodes", json.dumps(settings)]
-    process = subprocess.Popen(command, cwd=root, env=environment)
-    until_s = time.monotonic() + START_S
-    while time.monotonic() < until_s and process.poll() is None:
-        with socket.socket(socket.AF_UNIX) as probe:
-            try:
-                probe.connect(str(settings["socket"]))
-            except OSError:
-                time.sleep(0.02)
-            else:
-                return process
-    process.kill()
-    raise RuntimeError(f"the node did not start: {settings}")
+    def room(self, tenant: str = "default") -> Any:
+        """Return the state of a tenant's only room."""
+        rooms = self.control.get("/status")["rooms"]
+        (found,) = (each for each in rooms if each["tenant"] == tenant)
+        return found
 
 
 @contextmanager
-def running(folder: Path, **settings: object) -> Iterator[RunningNode]:
-    """Run a node with its socket in ``folder``. settings: see ``NodeConfig``."""
-    defaults: dict[str, object] = {
-        "socket": str(folder / "node.sock"),
-        "memory_path": f"/dev/shm/kvtier-test-{os.getpid()}-{folder.name}",
-        "host_capacity": "64MiB",
-        "segment_capacity": "4MiB",
-    }
-    given = defaults | settings
-    node = RunningNode(given, _start(given))
+def running(folder: Path, *options: str, segments: int = 8) -> Iterator[NodeProcess]:
+    node = NodeProcess(folder, *options, segments=segments)
     try:
         yield node
     finally:
-        node.resume()
-        node.kill()
-        directory = Path(str(given["memory_path"]))
-        for each in directory.iterdir() if directory.exists() else ():
-            each.unlink()
-        if directory.exists():
-            directory.rmdir()
-
-
-def main() -> None:
-    """Serve until the process ends."""
-    settings = json.loads(sys.argv[1])
-    settings["socket"] = Path(settings["socket"])
-    settings["memory_path"] = Path(settings["memory_path"])
-    config = NodeConfig(**settings)
-
-    async def serve() -> None:
-        await NodeServer(CacheNode(config, find_device("cpu")), config.socket).serve()
-
-    asyncio.run(serve())
-
-
-if __name__ == "__main__":
-    main()
+        node.close()

@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from tests.connectors.kv_world import KvWorld
-from tests.nodes import RunningNode, running
+from tests.nodes import NodeProcess, running
 
 TEXT = "the quick brown fox jump"
 """Six pages."""
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[RunningNode]:
+def node(tmp_path: Path) -> Iterator[NodeProcess]:
     with running(tmp_path) as made:
         yield made
 
 
 @pytest.fixture
-def make(node: RunningNode) -> Iterator[Callable[..., KvWorld]]:
+def make(node: NodeProcess) -> Iterator[Callable[..., KvWorld]]:
     with ExitStack() as stack:
 
         def world(**options: Any) -> KvWorld:
@@ -75,7 +75,7 @@ def test_pages_of_one_engine_come_to_another_byte_for_byte(
 
 
 def test_engine_computes_while_its_node_is_dead_and_finds_it_again(
-    make: Callable[..., KvWorld], node: RunningNode
+    make: Callable[..., KvWorld], node: NodeProcess
 ) -> None:
     world = make()
     world.fill(range(6), seed=1)

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.engine import Engine, EngineConfig
 from kvtier.types import LoadPolicy
-from tests.nodes import RunningNode, running
+from tests.nodes import NodeProcess, running
 
 from .asking import ask, same
 from .conftest import SMALL
@@ -22,12 +22,12 @@ NODE = "node"
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[RunningNode]:
-    with running(tmp_path, host_capacity="64MiB") as made:
+def node(tmp_path: Path) -> Iterator[NodeProcess]:
+    with running(tmp_path, segments=64) as made:
         yield made
 
 
-def over(node: RunningNode, model: str = "random-gqa") -> EngineConfig:
+def over(node: NodeProcess, model: str = "random-gqa") -> EngineConfig:
     cache = replace(
         SMALL.cache, node=str(node.socket), load_policy=LoadPolicy.ALWAYS, lookup_deadline_s=5.0
     )
@@ -42,7 +42,7 @@ def prompt(text: str) -> list[int]:
 
 @pytest.mark.parametrize("model", ["random-gqa", "random-mla"])
 def test_second_engine_loads_what_the_first_has_computed(
-    node: RunningNode, prompt: list[int], model: str
+    node: NodeProcess, prompt: list[int], model: str
 ) -> None:
     with Engine(over(node, model)) as one, Engine(over(node, model)) as other:
         cold = ask(one, prompt)
@@ -53,7 +53,7 @@ def test_second_engine_loads_what_the_first_has_computed(
     assert same(cold, warm)
 
 
-def test_engines_of_two_models_share_one_node(node: RunningNode, prompt: list[int]) -> None:
+def test_engines_of_two_models_share_one_node(node: NodeProcess, prompt: list[int]) -> None:
     models = ("random-gqa", "random-mla")
     cold = {}
     for model in models:
@@ -66,7 +66,7 @@ def test_engines_of_two_models_share_one_node(node: RunningNode, prompt: list[in
         assert same(cold[model], warm)
 
 
-def test_engine_serves_without_its_node(node: RunningNode, prompt: list[int]) -> None:
+def test_engine_serves_without_its_node(node: NodeProcess, prompt: list[int]) -> None:
     with Engine(over(node)) as engine:
         cold = ask(engine, prompt)
     node.kill()

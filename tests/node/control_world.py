@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import mmap
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
 
 from kvtier.node import protocol
-from kvtier.node.control_client import ControlClient
+from tests.nodes import NodeProcess
 
 BLOCK_BYTES = 64 << 10
-SEGMENT_BYTES = 1 << 20
 SCOPE = b"the namespace of these tests".ljust(32, b"\0")
-START_S = 60.0
 
 
 def key(number: int) -> bytes:
@@ -35,62 +28,6 @@ def keys(*numbers: int) -> list[bytes]:
 
 def hexed(*numbers: int) -> list[str]:
     return [key(number).hex() for number in numbers]
-
-
-class NodeProcess:
-    """``kvtier node run`` in ``folder``. Its disk and its socket stay the same over restarts."""
-
-    def __init__(self, folder: Path, *options: str, segments: int = 8) -> None:
-        self.socket = folder / "node.sock"
-        self.control = ControlClient(self.socket, 60.0)
-        self._command = [
-            *(sys.executable, "-m", "kvtier.cli", "node", "run"),
-            f"--socket={self.socket}",
-            f"--host-capacity={segments * SEGMENT_BYTES}",
-            f"--segment-capacity={SEGMENT_BYTES}",
-            f"--memory-path={folder / 'memory'}",
-            *options,
-        ]
-        self._log = folder / "log"
-        self.start()
-
-    def start(self) -> None:
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-        assert self._process.stdout is not None
-        self.said = self._process.stdout.readline()
-        assert self.said, self._log.read_text()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def stop(self) -> int:
-        """Return the exit status after SIGTERM."""
-        self._process.send_signal(signal.SIGTERM)
-        self._process.communicate(timeout=30)
-        return self._process.returncode
-
-    def close(self) -> None:
-        if self._process.poll() is None:
-            assert self.stop() == 0, self._log.read_text()
-
-    def room(self, tenant: str = "default") -> Any:
-        """Return the state of a tenant's only room."""
-        rooms = self.control.get("/status")["rooms"]
-        (found,) = (each for each in rooms if each["tenant"] == tenant)
-        return found
-
-
-@contextmanager
-def running(folder: Path, *options: str, segments: int = 8) -> Iterator[NodeProcess]:
-    node = NodeProcess(folder, *options, segments=segments)
-    try:
-        yield node
-    finally:
-        node.close()
 
 
 class BareEngine:
@@ -216,7 +153,7 @@ class BareEngine:
 
 def until(condition: Callable[[], bool], what: str) -> None:
     """Wait for a condition."""
-    ends_s = time.monotonic() + START_S
+    ends_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < ends_s, what
         time.sleep(0.02)

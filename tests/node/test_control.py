@@ -16,16 +16,8 @@ from kvtier.cli import app
 from kvtier.errors import CacheError
 from kvtier.node.config import control_socket
 from kvtier.node.protocol import MEMORY
-from tests.node.control_world import (
-    BLOCK_BYTES,
-    SEGMENT_BYTES,
-    BareEngine,
-    NodeProcess,
-    hexed,
-    key,
-    running,
-    until,
-)
+from tests.node.control_world import BLOCK_BYTES, BareEngine, hexed, key, until
+from tests.nodes import SEGMENT_BYTES, NodeProcess, running
 
 PER_SEGMENT = SEGMENT_BYTES // BLOCK_BYTES
 

@@ -10,15 +10,8 @@ import pytest
 from kvtier.errors import CacheError
 from kvtier.node import protocol
 from kvtier.node.protocol import ABSENT, ARRIVING, MEMORY, MISSING, STORAGE
-from tests.node.control_world import (
-    BLOCK_BYTES,
-    BareEngine,
-    NodeProcess,
-    hexed,
-    key,
-    running,
-    until,
-)
+from tests.node.control_world import BLOCK_BYTES, BareEngine, hexed, key, until
+from tests.nodes import NodeProcess, running
 from tests.servers import ValkeyServer
 from tests.tiers.remote.valkeys import tell
 

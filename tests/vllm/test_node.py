@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
-from tests.nodes import RunningNode, running
+from tests.nodes import NodeProcess, running
 from tests.vllm.engines import BLOCK, connector, engine, one_by_one, own_connector, prompt
 
 PROMPTS = [prompt(seed, 4 * BLOCK + 44) for seed in range(4)]
@@ -20,11 +20,9 @@ FRONTS = {"offloading": connector, "own": own_connector}
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[RunningNode]:
-    disk = tmp_path / "disk"
-    with running(
-        tmp_path, host_capacity="256MiB", disk_path=str(disk), disk_capacity="128MiB"
-    ) as made:
+def node(tmp_path: Path) -> Iterator[NodeProcess]:
+    disk = ("--disk-path", str(tmp_path / "disk"), "--disk-capacity=128MiB")
+    with running(tmp_path, *disk, segments=256) as made:
         yield made
 
 
@@ -45,7 +43,7 @@ def _has_room(llm: Any) -> None:
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_second_engine_loads_what_the_first_has_computed(
-    node: RunningNode, alone: dict[str, list[Any]], front: str
+    node: NodeProcess, alone: dict[str, list[Any]], front: str
 ) -> None:
     config = FRONTS[front](node=str(node.socket), **SETTINGS)
     with engine(config) as llm:

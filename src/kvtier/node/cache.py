@@ -136,6 +136,7 @@ class NodeCache:
         self._places: dict[bytes, BlockLocation] = {}  # of the last look-ups
         self._sources: dict[bytes, str] = {}
         self._reads: list[_Read] = []
+        self._ending: list[tuple[str, FromEngine]] = []  # notices, with the memory they are about
 
     # -- locations ---------------------------------------------------------------------------------
 
@@ -369,16 +370,32 @@ class NodeCache:
     def clear(self) -> None:
         """Give up everything that this engine uses. The engine's blocks stay in the node.
 
-        The caller ends its own copies first, and gives other blocks other names from now on.
+        The caller gives other blocks other names from now on. See ``end_copies``.
         """
         self.end_copies()
 
     def end_copies(self) -> None:
-        """End the engine's own copies. It must wait for them first."""
-        self.abort(list(self._room.reserved))
-        leases = self._room.leases.values()
-        self._give_back([lease.slot for lease in leases for _ in range(lease.num)])
-        self._room.leases.clear()
+        """Forget the engine's own copies, whose ends will not be reported.
+
+        Their slots stay in use until ``copies_have_ended``: a rank may still copy from or to them.
+        """
+        room = self._room
+        if reserved := [lease.slot for lease in room.reserved.values()]:
+            self._ending.append(
+                (room.instance, protocol.AbortNotice(room.number, protocol.pack(reserved)))
+            )
+        if leased := [lease.slot for lease in room.leases.values() for _ in range(lease.num)]:
+            self._ending.append(
+                (room.instance, protocol.ReleaseNotice(room.number, protocol.pack(leased)))
+            )
+        room.reserved.clear()
+        room.leases.clear()
+
+    def copies_have_ended(self) -> None:
+        """Give back the slots of copies that ``end_copies`` forgot. All must have ended by now."""
+        ending, self._ending = self._ending, []
+        for instance, notice in ending:
+            self._client.tell(instance, notice)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if leases and copies don't add up."""
@@ -395,6 +412,7 @@ class NodeCache:
         if self._opener is not None:
             self._opener.join()
         self.end_copies()
+        self.copies_have_ended()
         self._client.close()
 
     # -- the node ----------------------------------------------------------------------------------

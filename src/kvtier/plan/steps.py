@@ -19,6 +19,11 @@ class StepClock:
         self._num_steps = 0
         self._last_end_s = 0.0
 
+    @property
+    def last(self) -> int:
+        """Number of the last step that has begun; 0 before the first."""
+        return self._num_steps
+
     def begin(self, now_s: float, pieces: Sequence[tuple[int, int]]) -> int | None:
         """Record that the engine begins a step.
 

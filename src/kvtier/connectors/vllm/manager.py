@@ -87,6 +87,7 @@ class TierManager:
         self._visits: dict[str, RequestState] = {}
         self._events: list[Change] = []
         self._keeps = False
+        self._reset_at: int | None = None  # the last step before a reset
 
     @property
     def has_storage(self) -> bool:
@@ -325,10 +326,12 @@ class TierManager:
             logger.info("the engine pauses with its weights: KV outside the device is kept")
             self.cache.end_copies()
         else:
-            logger.warning("reset: KV in host memory, on disk and in stores is forgotten")
+            kept = "in the node has other names" if self._tiers.is_shared else "is forgotten"
+            logger.warning("reset: the KV of this engine %s from now on", kept)
             self.cache.clear()
             if self.has_storage:
                 self.names.disown()
+        self._reset_at = self.steps.last
         for visit in self._visits.values():
             visit.limit = visit.wait = None
             visit.promoted.clear()
@@ -372,4 +375,8 @@ class TierManager:
         now_s = time.monotonic()
         for step in report.steps:
             self.steps.end(step, now_s)
+        if self._reset_at is not None and max(report.steps, default=0) > self._reset_at:
+            # The ranks ended their older copies before this step, which is of all of them.
+            self._reset_at = None
+            self._tiers.copies_have_ended()
         self._note_changes()

@@ -47,6 +47,11 @@ class EngineTiers:
         if self.host is not None:
             self.host.open(num_slots)
 
+    def copies_have_ended(self) -> None:
+        """Note that all copies that began before a reset have ended on every rank."""
+        if isinstance(self.cache, NodeCache):
+            self.cache.copies_have_ended()
+
     def close(self) -> None:
         """Leave the node. No copy may be in flight."""
         if isinstance(self.cache, NodeCache):

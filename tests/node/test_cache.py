@@ -1,0 +1,159 @@
+"""The client that stands in place of a keyed cache, with a real node."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvtier.hints import Hint
+from kvtier.keyed.cache import BlockLocation
+from kvtier.node.cache import NodeCache
+from kvtier.node.client import NodeClient
+from kvtier.types import DISK, HOST
+from tests.nodes import NodeProcess, running
+
+BLOCK_BYTES = 4096
+SCOPE = b"s" * 32
+KEYS = [bytes([number]) * 36 for number in range(8)]
+NOWHERE, MEMORY, STORAGE = BlockLocation.NOWHERE, BlockLocation.MEMORY, BlockLocation.STORAGE
+
+Make = Callable[..., NodeCache]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeProcess]:
+    sizes = ("--host-capacity=64KiB", "--segment-capacity=16KiB")
+    disk = (f"--disk-path={tmp_path / 'disk'}", "--disk-capacity=1MiB")
+    with running(tmp_path, *sizes, *disk) as made:
+        yield made
+
+
+@pytest.fixture
+def make(node: NodeProcess) -> Iterator[Make]:
+    with ExitStack() as stack:
+
+        def made(scope: bytes = SCOPE) -> NodeCache:
+            cache = NodeCache(NodeClient(node.socket), lambda: scope, BLOCK_BYTES, deadline_s=5.0)
+            stack.callback(cache.close)
+            _wait(lambda: cache.reserve(KEYS[7:]) is not None)
+            cache.abort(KEYS[7:])
+            return cache
+
+        yield made
+
+
+def _wait(is_so: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def _store(cache: NodeCache, keys: list[bytes]) -> None:
+    cache.on_request(keys)
+    room = cache.reserve(keys)
+    assert room is not None
+    cache.commit(room.keys, list(range(len(room.keys))))
+
+
+def test_block_is_visible_to_others_once_it_is_committed(make: Make) -> None:
+    one, other = make(), make()
+    room = one.reserve(KEYS[:2])
+    assert room is not None
+    assert room.keys == KEYS[:2]
+    assert set(other.locate_all(KEYS[:2])) <= {BlockLocation.ARRIVING}
+    one.commit(KEYS[:1], [0])
+    one.abort(KEYS[1:2])
+    one.locate_all(KEYS[:1])  # an answer: the notices were read
+    assert other.locate_all(KEYS[:2]) == [MEMORY, NOWHERE]
+
+
+def test_engines_of_other_namespaces_share_nothing(make: Make) -> None:
+    one, other = make(), make(b"o" * 32)
+    _store(one, KEYS[:2])
+    assert one.locate_all(KEYS[:2]) == [MEMORY, MEMORY]
+    assert other.locate_all(KEYS[:2]) == [NOWHERE, NOWHERE]
+
+
+def test_found_blocks_stay_until_the_next_poll(make: Make) -> None:
+    """Sixteen slots: without the leases of the look-up the blocks would be evicted."""
+    one, other = make(), make()
+    _store(one, KEYS[:4])
+    assert one.locate_all(KEYS[:4]) == [MEMORY] * 4
+    for number in range(8):
+        other.reserve([bytes([100 + 4 * number + at]) * 36 for at in range(4)])
+        other.end_copies()
+        other.copies_have_ended()
+    slots = one.hold(KEYS[:4])
+    assert len(set(slots)) == 4
+    guard = one.guard(KEYS[:4])
+    assert min(guard.generations) > 0
+    one.release(KEYS[:4])
+    one.poll()
+    one.check_invariants()
+
+
+def test_block_that_is_not_leased_has_a_guard_that_fails(make: Make) -> None:
+    cache = make()
+    assert cache.hold(KEYS[:1]) == [0]
+    assert cache.guard(KEYS[:1]).generations == [-1]
+
+
+def test_slots_of_forgotten_copies_stay_in_use_until_these_have_ended(make: Make) -> None:
+    one, other = make(), make()
+    assert one.reserve(KEYS[:2]) is not None
+    one.end_copies()
+    one.locate_all(KEYS[4:5])
+    room = other.reserve(KEYS[:2])
+    assert room is not None
+    assert room.keys == [], "a rank may still write to the slots of these"
+    one.copies_have_ended()
+    one.locate_all(KEYS[4:5])
+    room = other.reserve(KEYS[:2])
+    assert room is not None
+    assert room.keys == KEYS[:2]
+
+
+def test_blocks_that_must_not_be_shared_are_given_up(make: Make) -> None:
+    cache = make()
+    room = cache.reserve(KEYS[:1])
+    assert room is not None
+    cache.commit(room.keys, [0], to_storage=False)
+    assert cache.locate_all(KEYS[:1]) == [NOWHERE]
+
+
+def test_blocks_come_back_from_disk_and_their_read_is_measured(
+    make: Make, node: NodeProcess
+) -> None:
+    cache = make()
+    _store(cache, KEYS[:3])
+    _wait(lambda: node.room()["used_bytes"][DISK] == 3 * BLOCK_BYTES)
+    node.kill()
+    assert cache.locate_all(KEYS[:3]) == [NOWHERE] * 3
+    node.start()
+    _wait(lambda: cache.locate_all(KEYS[:3]) != [NOWHERE] * 3)
+    cache.poll()
+    assert cache.locate_all(KEYS[:3]) == [STORAGE] * 3
+    assert cache.sources(KEYS[:3]) == [DISK] * 3
+    assert cache.promote(KEYS[:3]) == 3
+    waiter = cache.wait_for_reads(KEYS[:3])
+    _wait(lambda: waiter.is_over)
+    cache.poll()
+    assert cache.ladder.costs.has_seen((DISK, HOST))
+    assert cache.locate_all(KEYS[:3]) == [MEMORY] * 3
+    assert cache.origins(KEYS[:3]) == [DISK] * 3
+
+
+def test_hints_and_use_are_taken(make: Make) -> None:
+    cache = make()
+    _store(cache, KEYS[:3])
+    cache.touch(KEYS[:3])
+    cache.continues(KEYS[3:4], KEYS[2])
+    cache.hint(KEYS[:3], Hint(ended=True), 16)
+    cache.wait(KEYS[:3], True)
+    cache.wait(KEYS[:3], False)
+    assert cache.locate_all(KEYS[:3]) == [MEMORY] * 3, "the connection lives"
