@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from kvtier import __version__
 from kvtier.cli import app
 from kvtier.errors import CacheError
 from kvtier.node.config import control_socket
@@ -248,3 +249,21 @@ def test_a_node_that_cannot_start_says_why(tmp_path: Path, option: str, sentence
     assert done.exit_code == 2
     assert sentence in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def findings(*words: str) -> dict[str, dict[str, str]]:
+    done = CliRunner().invoke(app, ["doctor", "--json", *words])
+    assert done.exit_code == 0, done.output
+    return {each["topic"]: each for each in json.loads(done.stdout)["sections"]["node"]}
+
+
+def test_doctor_says_what_an_engine_would_find(node: NodeProcess, tmp_path: Path) -> None:
+    found = findings("--node", str(node.socket))
+    assert found["reachable"]["found"] == "yes"
+    assert found["version"]["found"] == __version__
+    assert found["end of this process"]["found"] == "noticed"
+    assert {"memory", "memlock", "/dev/shm"} <= set(found)
+    assert node.control.get("/status")["engines"] == [], "it left nothing behind"
+    nothing = findings("--node", str(tmp_path / "nothing"))
+    assert nothing["reachable"]["found"] == "no"
+    assert "No such file" in nothing["reachable"]["note"]

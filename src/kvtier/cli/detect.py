@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import resource
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +35,9 @@ BACK_END_NAMES = {
     "torch": "torch's own copies",
 }
 
+NODE_ANSWER_S = 5.0
+"""Longest wait for an answer of a node."""
+SHARED_MEMORY = "/dev/shm"
 TRIAL_BYTES = 1 << 16
 """Bytes of memory on which page-locking is tried."""
 
@@ -50,11 +55,15 @@ class Diagnosis:
     sections: Mapping[str, tuple[Finding, ...]]
 
 
-def diagnose(root: Path = Path("/"), disk_path: str | None = None) -> Diagnosis:
+def diagnose(
+    root: Path = Path("/"), disk_path: str | None = None, node: str | None = None
+) -> Diagnosis:
     """Return everything that ``kvtier doctor`` reports.
 
-    root: folder in which ``proc`` and ``sys`` are mounted. disk_path: folder for which direct reads
-    by the accelerator are tried.
+    Args:
+        root: folder in which ``proc`` and ``sys`` are mounted.
+        disk_path: folder for which direct reads by the accelerator are tried.
+        node: socket of a node to which a connection is tried.
     """
     native = native_core()
     devices, device = devices_found()
@@ -68,6 +77,7 @@ def diagnose(root: Path = Path("/"), disk_path: str | None = None) -> Diagnosis:
             "core": (native,),
             "devices": devices,
             "disk": disk_to_accelerator(device, disk_path),
+            **({} if node is None else {"node": node_here(Path(node))}),
         },
     )
 
@@ -231,6 +241,58 @@ def disk_to_accelerator(device: str, disk_path: str | None) -> tuple[Finding, ..
         note = "name a folder on the disk that is meant: kvtier doctor --disk-path /nvme/kv"
         return (Finding(topic, "not tried", note),)
     return tuple(findings(disk_path, device))
+
+
+def node_here(path: Path) -> tuple[Finding, ...]:
+    """Return what an engine that is started here would find of the node at a socket."""
+    try:
+        from kvtier.node.client import NodeClient, NodeError
+        from kvtier.node.control_client import ControlClient
+    except ImportError as error:
+        return (Finding("reachable", "no", f"{error}; install it: {install_command('node')}"),)
+    client = NodeClient(path)
+    try:
+        channel = client.take(time.monotonic() + NODE_ANSWER_S)
+    except NodeError as error:
+        return (
+            Finding("reachable", "no", f"{error}; the node's log says why it refuses a process"),
+            *_limits(0),
+        )
+    num_bytes = channel.mapped.memory.nbytes
+    client.put_back(channel)
+    client.close()
+    try:
+        version = str(ControlClient(path, NODE_ANSWER_S).get("/status")["version"])
+        note = "" if version == __version__ else f"this is {__version__}"
+    except CacheError as error:
+        version, note = "unknown", str(error)
+    return (
+        Finding("reachable", "yes", str(path)),
+        Finding("version", version, note),
+        Finding("memory", f"{num_bytes / 2**30:.1f} GiB", "it can be mapped here"),
+        Finding("end of this process", "noticed", "the node watches it by a pidfd"),
+        *_limits(num_bytes),
+    )
+
+
+def _limits(num_bytes: int) -> tuple[Finding, ...]:
+    """Return the limits of this process that matter beside a node with so much memory."""
+    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    is_enough = memlock == resource.RLIM_INFINITY or memlock >= num_bytes
+    note = "" if is_enough else "too low for an accelerator to register the memory: unlimited"
+    shown = "unlimited" if memlock == resource.RLIM_INFINITY else f"{memlock / 2**20:.0f} MiB"
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError as error:
+        shared = Finding(SHARED_MEMORY, "no", error.strerror or "")
+    else:
+        size, free = (n * found.f_frsize / 2**20 for n in (found.f_blocks, found.f_bavail))
+        shared = Finding(
+            SHARED_MEMORY,
+            f"{size:.0f} MiB",
+            f"{free:.0f} MiB free; engines may need it for themselves, a node's engine does not",
+        )
+    return Finding("memlock", shown, note), shared
 
 
 def _short(reason: str) -> str:

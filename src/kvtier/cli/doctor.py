@@ -21,9 +21,16 @@ def doctor(
             show_default="none",
         ),
     ] = None,
+    node: Annotated[
+        str | None,
+        typer.Option(
+            help="Socket of a node. Shows what an engine that is started here would find of it.",
+            show_default="none",
+        ),
+    ] = None,
 ) -> None:
     """Show devices, packages and the paths in use, and why better ones are not. Loads no model."""
-    diagnosis = diagnose(disk_path=disk_path)
+    diagnosis = diagnose(disk_path=disk_path, node=node)
     if as_json:
         typer.echo(json.dumps(asdict(diagnosis), indent=2))
     else:
