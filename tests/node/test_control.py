@@ -159,7 +159,7 @@ def test_a_ceiling_that_is_lowered_frees_memory(node: NodeProcess) -> None:
 def test_deletion_as_a_command_says_whether_it_is_complete(node: NodeProcess) -> None:
     with BareEngine(node) as engine:
         engine.store(1, 2, 3)
-        assert "deleted 1 blocks" in command(node, "delete", *hexed(1))
+        assert "deleted 1 block of" in command(node, "delete", *hexed(1))
         assert json.loads(command(node, "delete", "-", "--json", stdin=hexed(2)[0]))["is_complete"]
         assert MEMORY not in engine.places(1, 2)
         assert "deleted all blocks" in command(node, "clear")

@@ -337,7 +337,8 @@ def _deleted(told: Any, as_json: bool) -> None:
     if as_json:
         _print(told)
     else:
-        what = "all blocks" if told["blocks"] is None else f"{told['blocks']} blocks"
+        num = told["blocks"]
+        what = "all blocks" if num is None else f"{num} block{'s' if num != 1 else ''}"
         for problem in told["problems"]:
             _say(f"not complete: {problem}")
         if told["is_complete"]:
@@ -363,7 +364,8 @@ def _show_room(room: dict[str, Any]) -> None:
         _say(f"room {name}: {shape}; on disk, no engine has asked for it yet")
         return
     used = ", ".join(f"{tier} {size(num)}" for tier, num in room["used_bytes"].items())
-    _say(f"room {name}: {shape}, {room['segments']} segments; {used}")
+    num = room["segments"]
+    _say(f"room {name}: {shape}, {num} segment{'s' if num != 1 else ''}; {used}")
     for tier, state in room["breakers"].items():
         if state != "closed" or tier in room["errors"]:
             _say(f"  {tier}: {state} {room['errors'].get(tier, '')}")
