@@ -172,8 +172,10 @@ class Channel:
                 self._undo(answer)
         except TimeoutError:
             self._give_up(number)
+            self._send_rest()
             raise NodeError("the node did not answer in time") from None
         del self._requests[number]
+        self._send_rest()
         if isinstance(answer, protocol.RefusedAnswer):
             raise NodeError(answer.reason)
         if not isinstance(answer, kind):
@@ -196,9 +198,9 @@ class Channel:
     def hear(self) -> None:
         """Send and take in what can be without waiting."""
         with suppress(NodeError, TimeoutError):
-            self._flush(0.0)
             while True:
                 self._undo(self._receive(0.0))
+        self._send_rest()
 
     def has_ended(self, watch: int) -> bool:
         """Whether an ``EndedNotice`` has come, or can't come any more."""
@@ -256,6 +258,12 @@ class Channel:
             first.num_sent += num
             if first.num_sent == len(first.content):
                 self._unsent.popleft()
+
+    def _send_rest(self) -> None:
+        """Send what is queued, as far as the node takes it at once."""
+        if self.is_open:
+            with suppress(NodeError, TimeoutError):
+                self._flush(0.0)
 
     def _receive(self, until_s: float) -> FromNode:
         """Return the node's next message. Raises ``TimeoutError`` if there is none in time."""

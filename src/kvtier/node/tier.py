@@ -143,7 +143,7 @@ class NodeTier(StorageTier):
     ) -> None:
         """Copy leased slots to the blocks at positions ``at``, and release them.
 
-        A slot that was given to another block meanwhile is a miss.
+        A slot that was given to another block meanwhile has the wrong bytes.
         """
         slots, generations = map(protocol.unpack, leased)
         if not len(slots):
@@ -151,7 +151,7 @@ class NodeTier(StorageTier):
         _copy(blocks.pick(at), self._pieces(room, slots, blocks))
         is_right = room.generations[slots] == generations
         for number, is_there in zip(at.tolist(), is_right.tolist(), strict=True):
-            outcomes[number] = THERE if is_there else ABSENT
+            outcomes[number] = THERE if is_there else DAMAGED
         channel.notify(protocol.ReleaseNotice(room.number, leased[0]))
 
     def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:

@@ -1,0 +1,127 @@
+"""Start of a node: other nodes, leftovers and too little memory, in one sentence each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvtier.devices.cpu import CpuDevice
+from kvtier.errors import ConfigError
+from kvtier.node.config import SHARED_MEMORY
+from kvtier.node.memory import NodeMemory
+from kvtier.node.node import CacheNode
+from kvtier.node.server import NodeServer, listen
+from tests.node.world import bare, config_of, local_node, node_process
+
+
+def test_socket_of_a_live_node_is_left_alone(tmp_path: Path) -> None:
+    """Also if it is stopped: it may resume."""
+    with node_process(tmp_path) as first:
+        other = CacheNode(config_of(tmp_path / "other"), CpuDevice())
+        first.send(signal.SIGSTOP)
+        with pytest.raises(ConfigError, match="another node listens at"):
+            NodeServer(other, first.socket)
+        first.send(signal.SIGCONT)
+        with bare(first.socket) as engine:
+            assert engine.attach().instance
+        other.close()
+
+
+def test_memory_of_a_live_node_is_left_alone(tmp_path: Path) -> None:
+    with local_node(tmp_path) as node:
+        with pytest.raises(ConfigError, match="another node uses"):
+            CacheNode(node.config, CpuDevice())
+        with bare(node.config.socket) as engine:
+            assert engine.attach().instance
+
+
+def test_leftovers_of_a_killed_node_are_replaced(tmp_path: Path) -> None:
+    with node_process(tmp_path) as node:
+        assert node.process is not None
+        node.end(signal.SIGKILL)
+        left = tmp_path / "memory" / "memory"
+        assert node.socket.exists()
+        assert left.exists()
+        inode = left.stat().st_ino
+        node.start()
+        assert left.stat().st_ino != inode or left.stat().st_nlink == 1
+        with bare(node.socket) as engine:
+            assert engine.attach().instance
+        assert node.end() == 0
+        assert not node.socket.exists()
+        assert not left.exists()
+
+
+def test_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "precious"
+    path.write_text("notes")
+    with pytest.raises(ConfigError, match="is no socket"):
+        listen(path)
+    assert path.read_text() == "notes"
+
+
+def test_long_path_of_a_socket_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 120)
+    node = CacheNode(config_of(tmp_path), CpuDevice())
+    with pytest.raises(ConfigError, match="at most 107 bytes"):
+        NodeServer(node, path)
+    node.close()
+
+
+def test_socket_can_be_made_again_after_a_failure(tmp_path: Path) -> None:
+    node = CacheNode(config_of(tmp_path), CpuDevice())
+    path = tmp_path / "there" / "node.sock"
+    server = NodeServer(node, path)
+    with pytest.raises(ConfigError, match="another node"):
+        NodeServer(node, path)
+    server.close()
+    NodeServer(node, path).close()
+    assert not path.exists()
+    node.close()
+
+
+def test_full_shared_memory_is_one_sentence() -> None:
+    """The arena is allocated at the start: an engine never meets a page that is not there."""
+    found = os.statvfs(SHARED_MEMORY)
+    directory = SHARED_MEMORY / f"kvtier-test-{os.getpid()}"
+    too_much = found.f_blocks * found.f_frsize + (1 << 30)
+    try:
+        with pytest.raises(ConfigError, match="No space left on device; lower host capacity"):
+            NodeMemory(directory, too_much, 1 << 30, CpuDevice())
+        assert not (directory / "memory").exists()
+        NodeMemory(directory, 1 << 20, 1 << 20, CpuDevice()).close()
+    finally:
+        (directory / "lock").unlink(missing_ok=True)
+        directory.rmdir()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_directory_that_others_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    directory = tmp_path / "memory"
+    directory.mkdir()
+    directory.chmod(mode)
+    with pytest.raises(ConfigError, match="others may write"):
+        NodeMemory(directory, 1 << 20, 1 << 20, CpuDevice())
+
+
+def test_link_to_a_directory_is_refused(tmp_path: Path) -> None:
+    """Somebody may have put it there, where the name is known."""
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "memory").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="no directory of this user"):
+        NodeMemory(tmp_path / "memory", 1 << 20, 1 << 20, CpuDevice())
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_listener_of_another_program_has_no_lock(tmp_path: Path) -> None:
+    """The control socket is made without one, and a stale file is replaced."""
+    path = tmp_path / "control.sock"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    made = listen(path)
+    assert path.stat().st_mode & 0o777 == 0o660
+    made.close()
