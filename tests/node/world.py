@@ -156,7 +156,11 @@ class Bare:
     def __init__(self, path: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(PATIENCE_S)
-        self.socket.connect(str(path))
+        try:
+            self.socket.connect(str(path))
+        except OSError:
+            self.socket.close()
+            raise
         self.fds: list[int] = []
         self._frames = protocol.Frames()
         self._ready: list[FromNode] = []
