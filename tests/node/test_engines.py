@@ -273,6 +273,63 @@ def test_connections_of_a_process_are_bounded(
         each.close()
 
 
+def test_clients_that_a_process_left_without_a_goodbye_are_bounded(
+    node: LocalNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them costs the node a descriptor until the process ends."""
+    monkeypatch.setattr(registry, "MOST_CLIENTS", 4)
+    with holder(node):
+        for number in range(4):
+            with bare(node.config.socket) as left:
+                assert isinstance(left.attach(f"engine {number}"), protocol.AttachAnswer)
+        with bare(node.config.socket) as fifth:
+            assert isinstance(fifth.attach("engine 5"), protocol.RefusedAnswer)
+    with bare(node.config.socket) as known:
+        node.do(lambda: None)
+        assert isinstance(known.attach("engine 6"), protocol.RefusedAnswer)
+
+
+def test_reader_hears_of_a_writers_commit_at_once(node: LocalNode) -> None:
+    """It waits for what it needs, and is not woken by anything else."""
+    with bare(node.config.socket) as writer, bare(node.config.socket) as reader:
+        room = writer.enter("writer")
+        reader.enter("reader")
+        told = writer.ask(protocol.ReserveRequest(3, room, SOME))
+        reader.send(protocol.FetchRequest(4, room, SOME, 600.0))
+        node.until(lambda: node.server.registry._waits)
+        for _ in range(3):
+            node.do(node.server.registry.changed)
+        (wait,) = node.server.registry._waits
+        assert not wait.signal.is_set()
+        writer.send(protocol.CommitNotice(room, told.slots, protocol.pack([0, 1, 2])))
+        found = reader.receive()
+        assert isinstance(found, protocol.FetchAnswer)
+        assert found.slots == told.slots
+        assert not node.server.registry._waits
+
+
+def test_wait_of_a_lost_connection_is_forgotten(node: LocalNode) -> None:
+    with bare(node.config.socket) as writer:
+        room = writer.enter("writer")
+        writer.ask(protocol.ReserveRequest(3, room, SOME))
+        with bare(node.config.socket) as reader:
+            reader.enter("reader")
+            reader.send(protocol.FetchRequest(4, room, SOME, 600.0))
+            node.until(lambda: node.server.registry._waits)
+        node.until(lambda: not node.server.registry._waits)
+
+
+def test_requests_that_wait_are_bounded(node: LocalNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.node.connection.MOST_WAITING", 10)
+    with bare(node.config.socket) as writer, bare(node.config.socket) as reader:
+        room = writer.enter("writer")
+        writer.ask(protocol.ReserveRequest(3, room, SOME))
+        reader.enter("reader")
+        reader.send(*[protocol.FetchRequest(4, room, SOME, 600.0)] * 11)
+        assert reader.is_closed()
+        node.until(lambda: not node.server.registry._waits)
+
+
 def test_node_without_descriptors_serves_on(
     node: LocalNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:

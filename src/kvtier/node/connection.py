@@ -34,7 +34,7 @@ MOST_UNSENT_BYTES = 64 << 20
 """A process that reads none of its answers is disconnected when so many bytes wait for it."""
 DELETE_S = 8.0
 """Longest wait of an engine's deletion for storage to confirm it."""
-MOST_WAITING = 4096
+MOST_WAITING = 1024
 """Most requests of a connection that wait for storage or for other engines at a time."""
 HELLO_S = 10.0
 """A connection that has not attached after this time is closed."""
@@ -303,8 +303,10 @@ class Connection:
                 if len(slots) != len(depths) or ((depths < 0) | (depths >= 1 << 32)).any():
                     raise ProtocolError("slots and their depths don't agree")
                 held.commit(slots, depths.tolist(), message.to_storage)
+                self._registry.note_writes()
             case protocol.AbortNotice():
                 held.abort(_slots(message.slots))
+                self._registry.note_writes()
             case protocol.ReleaseNotice():
                 held.release(_slots(message.slots))
             case protocol.DistrustNotice():
@@ -350,14 +352,14 @@ class Connection:
     ) -> None:
         while True:
             places, pending = room.begin_lookup(keys)
-            if not pending or not await all_over(pending, self._registry, until_s):
+            if not pending or not await self._registry.all_over(pending, until_s):
                 break
         told = {BlockLocation.NOWHERE: protocol.MISSING, BlockLocation.UNKNOWN: protocol.FAILED}
         found = bytes(told.get(place, protocol.THERE) for place in places)
         self.send(protocol.OutcomesAnswer(request, found))
 
     async def _watch(self, watch: int, awaited: Sequence[Awaited]) -> None:
-        await all_over(awaited, self._registry, time.monotonic() + LONGEST_WAIT_S)
+        await self._registry.all_over(awaited, time.monotonic() + LONGEST_WAIT_S)
         self.send(protocol.EndedNotice(watch))
 
     async def _delete(self, request: int, keys: Sequence[bytes], room: NodeRoom) -> None:
@@ -396,17 +398,6 @@ def _until(timeout_s: float) -> float:
     return time.monotonic() + min(max(timeout_s, 0.0), LONGEST_WAIT_S)
 
 
-async def all_over(awaited: Sequence[Awaited], registry: Registry, until_s: float) -> bool:
-    """Wait until all are over. Return whether they are, in time.
-
-    Each change costs one look at each, whatever the length of the prompt.
-    """
-    while not all(each.is_over for each in awaited):
-        if not await registry.wait(until_s):
-            return False
-    return True
-
-
 async def bring(
     room: NodeRoom, keys: Sequence[bytes], registry: Registry, until_s: float
 ) -> list[BlockLocation]:
@@ -427,7 +418,7 @@ async def bring(
         awaited: list[Awaited] = [*pending, room.wait_for_reads(keys)]
         if all(each.is_over for each in awaited):
             return room.locate_all(keys)
-        if not await all_over(awaited, registry, until_s):
+        if not await registry.all_over(awaited, until_s):
             return room.locate_all(keys)
 
 

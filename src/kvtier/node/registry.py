@@ -10,10 +10,12 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from kvtier.errors import ConfigError
+from kvtier.keyed.waiters import Awaited
 from kvtier.node.config import DEFAULT_TENANT, check_tenant
 from kvtier.node.engines import AttachedClient, AttachedEngine, AttachError, EngineProcess
 from kvtier.node.node import CacheNode
@@ -25,11 +27,23 @@ LOOK_AGAIN_S = 0.05
 """Longest time between two looks at whether something has ended."""
 MOST_CONNECTIONS = 64
 """Most open connections of one process."""
-MOST_CLIENTS = 256
-"""Most clients of one engine."""
+MOST_CLIENTS = 64
+"""Most clients of one process, with those that were closed without a goodbye."""
 MOST_NAME_CHARS = 256
 
 EngineKey = tuple[int, str, str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wait:
+    """A request that waits. signal: set when all that it waits for is over."""
+
+    awaited: Sequence[Awaited]
+    signal: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_over(self) -> bool:
+        return all(each.is_over for each in self.awaited)
 
 
 class Registry:
@@ -47,6 +61,8 @@ class Registry:
         self.engines: dict[EngineKey, AttachedEngine] = {}
         self._num_connections = 0
         self._open: Counter[tuple[int, int]] = Counter()  # connections by process
+        self._num_clients: Counter[tuple[int, int]] = Counter()  # by process
+        self._waits: set[_Wait] = set()
         self._changed = asyncio.Event()
         self.wake: Callable[[], object] = lambda: None
 
@@ -90,8 +106,9 @@ class Registry:
         if client is not None and client.process.identity != process.identity:
             raise AttachError(f"client {name[:64]!r} belongs to process {client.process.pid}")
         if client is None:
-            if len(engine.clients) >= MOST_CLIENTS or len(name) > MOST_NAME_CHARS:
-                raise AttachError(f"engine {hello.engine!r} has {MOST_CLIENTS} clients already")
+            if self._num_clients[process.identity] >= MOST_CLIENTS or len(name) > MOST_NAME_CHARS:
+                raise AttachError(f"process {process.pid} has {MOST_CLIENTS} clients already")
+            self._num_clients[process.identity] += 1
             client = engine.clients[name] = AttachedClient(process.copy())
         elif not client.connections:
             asyncio.get_running_loop().remove_reader(client.process.pidfd)
@@ -122,7 +139,11 @@ class Registry:
 
     def _end(self, name: str, engine: AttachedEngine) -> None:
         """Forget a client that uses no slot; and its engine with the last one."""
-        engine.clients.pop(name).process.close()
+        process = engine.clients.pop(name).process
+        process.close()
+        self._num_clients[process.identity] -= 1
+        if not self._num_clients[process.identity]:
+            del self._num_clients[process.identity]
         if engine.clients:
             return
         if engine.num_slots:
@@ -146,10 +167,33 @@ class Registry:
         self.node.poll_all()
         self.wake()
 
+    def note_writes(self) -> None:
+        """Note that an engine has written blocks, for which others may wait."""
+        if self._waits:
+            self.wake()
+
     def changed(self) -> None:
-        """Let requests that wait look again."""
+        """Let requests that wait look again. Costs one look at what each of them waits for."""
         self._changed.set()
         self._changed = asyncio.Event()
+        for wait in [wait for wait in self._waits if wait.is_over]:
+            self._waits.remove(wait)
+            wait.signal.set()
+
+    async def all_over(self, awaited: Sequence[Awaited], until_s: float) -> bool:
+        """Wait until all are over. Return whether they are, in time."""
+        wait = _Wait(awaited)
+        left_s = until_s - time.monotonic()
+        if wait.is_over or left_s <= 0:
+            return wait.is_over
+        self._waits.add(wait)
+        self.wake()
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(wait.signal.wait(), left_s)
+        finally:
+            self._waits.discard(wait)
+        return wait.is_over
 
     async def wait(self, until_s: float) -> bool:
         """Wait for a change; return whether there is time left."""

@@ -148,11 +148,13 @@ class NodeTier(StorageTier):
         slots, generations = map(protocol.unpack, leased)
         if not len(slots):
             return
-        _copy(blocks.pick(at), self._pieces(room, slots, blocks))
-        is_right = room.generations[slots] == generations
+        try:
+            _copy(blocks.pick(at), self._pieces(room, slots, blocks))
+            is_right = room.generations[slots] == generations
+        finally:
+            channel.notify(protocol.ReleaseNotice(room.number, leased[0]))
         for number, is_there in zip(at.tolist(), is_right.tolist(), strict=True):
             outcomes[number] = THERE if is_there else DAMAGED
-        channel.notify(protocol.ReleaseNotice(room.number, leased[0]))
 
     def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         return self._call(partial(self._put, names, blocks), timeout_s, len(names))
@@ -174,7 +176,11 @@ class NodeTier(StorageTier):
         new = np.flatnonzero(np.frombuffer(reserved.new, bool))
         slots = protocol.unpack(reserved.slots)
         if len(slots):
-            _copy(self._pieces(room, slots, blocks), blocks.pick(new))
+            try:
+                _copy(self._pieces(room, slots, blocks), blocks.pick(new))
+            except BaseException:
+                channel.notify(protocol.AbortNotice(room.number, reserved.slots))
+                raise
             depths = protocol.pack([names[at].depth for at in new.tolist()])
             channel.notify(protocol.CommitNotice(room.number, reserved.slots, depths))
         known = np.frombuffer(reserved.known, bool).copy()
