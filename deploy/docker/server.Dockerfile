@@ -20,10 +20,11 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN pip install --index-url "${TORCH_INDEX}" --extra-index-url https://pypi.org/simple -c constraints.txt torch
 COPY . .
 # Without its native core it would be slower, and this image is no place to find that out.
-RUN pip install -c constraints.txt --config-settings=cmake.define.KVTIER_NATIVE=ON ".[engine,s3]"
+RUN pip install -c constraints.txt --config-settings=cmake.define.KVTIER_NATIVE=ON ".[engine,node,s3]"
 
 FROM python:${PYTHON}
-RUN useradd --uid 10001 --user-group --create-home --home-dir /var/lib/kvtier --shell /usr/sbin/nologin kvtier
+RUN useradd --uid 10001 --user-group --create-home --home-dir /var/lib/kvtier --shell /usr/sbin/nologin kvtier \
+    && install --directory --owner=kvtier --group=kvtier --mode=0750 /run/kvtier
 COPY --from=build /opt/kvtier /opt/kvtier
 # Models are read from folders that are mounted: nothing is downloaded while it serves.
 ENV PATH=/opt/kvtier/bin:$PATH \

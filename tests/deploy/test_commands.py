@@ -72,10 +72,13 @@ def calls(tmp_path: Path) -> Path:
 def test_every_head_with_commands_is_known() -> None:
     assert sorted(HEADS) == [
         "compose/compose.yaml",
+        "compose/node.yaml",
         "docker/server.Dockerfile",
         "docker/vllm.Dockerfile",
         "kubernetes/kustomization.yaml",
+        "kubernetes/node.yaml",
         "kubernetes/server.yaml",
+        "systemd/kvtier-node.service",
         "systemd/kvtier.service",
     ]
 
@@ -97,13 +100,14 @@ def test_vllm_in_a_container_is_given_json(calls: Path) -> None:
     assert VllmSettings.read(extra).host_capacity == "64GiB"
 
 
-def test_compose_starts_what_is_there(calls: Path) -> None:
-    (started,) = run(HEADS["compose/compose.yaml"], calls)
+@pytest.mark.parametrize("name", ["compose/compose.yaml", "compose/node.yaml"])
+def test_compose_starts_what_is_there(name: str, calls: Path) -> None:
+    (started,) = run(HEADS[name], calls)
     assert started[:2] == ["docker", "compose"]
-    assert (ROOT / started[started.index("-f") + 1]).samefile(DEPLOY / "compose/compose.yaml")
-    text = (DEPLOY / "compose/compose.yaml").read_text(encoding="utf-8")
+    assert (ROOT / started[started.index("-f") + 1]).samefile(DEPLOY / name)
+    text = (DEPLOY / name).read_text(encoding="utf-8")
     needed = set(re.findall(r"\$\{(\w+):\?", text))
-    exported = HEADS["compose/compose.yaml"].splitlines()[0].split()[1:]
+    exported = HEADS[name].splitlines()[0].split()[1:]
     assert {each.split("=")[0] for each in exported} == needed
 
 
@@ -128,18 +132,45 @@ def test_kubernetes_is_given_what_the_manifests_name(calls: Path) -> None:
     assert {each["key"] for each in wanted} == keys
 
 
-def test_systemd_is_installed_from_what_is_there(calls: Path) -> None:
-    done = run(HEADS["systemd/kvtier.service"], calls)
+UNITS = {
+    "kvtier": ("serve.env", "EnvironmentFile={}", "ExecStart={}/bin/kvtier serve"),
+    "kvtier-node": ("node.toml", "--config {}", "ExecStart={}/bin/kvtier node run"),
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_systemd_is_installed_from_what_is_there(name: str, calls: Path) -> None:
+    settings, reads, starts = UNITS[name]
+    head = HEADS[f"systemd/{name}.service"]
+    done = run(head, calls)
     copies = [each for each in done if each[0] == "install"]
     sources = {(ROOT / each[-2]).resolve() for each in copies}
-    assert sources == set((DEPLOY / "systemd").iterdir())
-    unit = (DEPLOY / "systemd/kvtier.service").read_text(encoding="utf-8")
-    targets = [each[-1] for each in copies]
-    assert all(f"EnvironmentFile={each}" in unit for each in targets if "/etc/kvtier" in each)
+    folder = DEPLOY / "systemd"
+    assert sources == {folder / f"{name}.service", folder / "kvtier.sysusers", folder / settings}
+    unit = (folder / f"{name}.service").read_text(encoding="utf-8")
+    (target,) = (each[-1] for each in copies if "/etc/kvtier" in each[-1])
+    assert reads.format(target) in unit
     made = next(each[-1] for each in done if each[:3] == ["python3", "-m", "venv"])
-    assert f"ExecStart={made}/bin/kvtier serve" in unit
+    assert starts.format(made) in unit
     guide = (ROOT / "docs/guides/deploying.md").read_text(encoding="utf-8")
-    assert HEADS["systemd/kvtier.service"] in guide
+    assert head in guide
+
+
+def test_a_node_in_kubernetes_is_given_what_the_manifest_names(calls: Path) -> None:
+    applied, secret = run(HEADS["kubernetes/node.yaml"], calls)
+    assert applied[:3] == ["kubectl", "apply", "-f"]
+    assert (ROOT / applied[3]).samefile(DEPLOY / "kubernetes/node.yaml")
+    manifests = list(yaml.safe_load_all((ROOT / applied[3]).read_text()))
+    (namespace,) = (each for each in manifests if each["kind"] == "Namespace")
+    assert secret[:4] == ["kubectl", "-n", namespace["metadata"]["name"], "create"]
+    name, literal = secret[6:]
+    (engine,) = (each for each in manifests if each["kind"] == "Deployment")
+    (container,) = engine["spec"]["template"]["spec"]["containers"]
+    (wanted,) = (each["valueFrom"]["secretKeyRef"] for each in container["env"])
+    assert wanted == {
+        "name": name,
+        "key": literal.removeprefix("--from-literal=").partition("=")[0],
+    }
 
 
 def test_an_image_is_healthy_while_its_port_answers() -> None:

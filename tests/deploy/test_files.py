@@ -21,6 +21,7 @@ from kvtier.cli import app
 from kvtier.cli.api_keys import KEY_VARIABLE
 from kvtier.config import parse_size
 from kvtier.connectors.vllm.settings import VllmSettings
+from kvtier.node.config import NodeConfig
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -83,6 +84,79 @@ def test_every_command_is_one_that_kvtier_knows(where: str, words: list[str]) ->
     assert options["port"] == 8000
     # What other machines reach has a key.
     assert (options["host"] == "127.0.0.1") == (where == "systemd")
+
+
+# -- a node and its engines ------------------------------------------------------------------------
+
+
+def nodes() -> Iterator[tuple[str, list[str]]]:
+    """Every ``kvtier node run``, by where it stands."""
+    yield "compose", load("compose/node.yaml")["services"]["node"]["command"]
+    yield "kubernetes", of_kind("DaemonSet")["containers"][0]["args"]
+    unit = (DEPLOY / "systemd/kvtier-node.service").read_text()
+    (line,) = re.findall(r"^ExecStart=\S+ (.*)$", unit, re.MULTILINE)
+    settings = str(DEPLOY / "systemd/node.toml")
+    yield "systemd", [settings if each.endswith(".toml") else each for each in line.split()]
+
+
+def of_kind(kind: str) -> Any:
+    """Return the pod of the only object of a kind in the node's manifest."""
+    (found,) = (each for each in documents("kubernetes/node.yaml") if each["kind"] == kind)
+    return found["spec"]["template"]["spec"]
+
+
+def node_options(words: list[str]) -> NodeConfig:
+    assert words[:2] == ["node", "run"]
+    node = typer.main.get_command(app).commands["node"]  # type: ignore[attr-defined]
+    given = node.commands["run"].make_context("run", list(words[2:])).params
+    names = ("socket", "host_capacity", "segment_capacity", "disk_path", "disk_capacity")
+    return NodeConfig(**{name: given[name] for name in names}, control_port=given["control_port"])
+
+
+@pytest.mark.parametrize(("where", "words"), list(nodes()), ids=lambda each: str(each)[:10])
+def test_every_node_can_start_with_its_options(where: str, words: list[str]) -> None:
+    config = node_options(words)
+    assert config.socket == Path("/run/kvtier/node.sock")
+    assert config.segment_bytes * 16 <= config.host_bytes
+    assert config.disk_path.startswith("/var/lib/kvtier")
+
+
+def test_engines_name_the_socket_of_their_node() -> None:
+    """And find it in a folder that both have mounted."""
+    services = load("compose/node.yaml")["services"]
+    pods = of_kind("DaemonSet"), of_kind("Deployment")
+    engines = [services["one"]["command"], services["other"]["command"]]
+    engines.append(pods[1]["containers"][0]["args"])
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    for words in engines:
+        assert words[0] == "serve"
+        given = serve.make_context("serve", list(words[1:])).params
+        assert given["storage"] == ["node:/run/kvtier/node.sock"]
+    for service in services.values():
+        assert "run:/run/kvtier" in service["volumes"]
+    assert {services[name]["pid"] for name in ("one", "other")} == {"service:node"}
+    for pod in pods:
+        assert pod["hostPID"]
+        mounts = {each["mountPath"]: each["name"] for each in pod["containers"][0]["volumeMounts"]}
+        (volume,) = (each for each in pod["volumes"] if each["name"] == mounts["/run/kvtier"])
+        assert volume["hostPath"]["path"] == "/run/kvtier"
+
+
+def test_shared_memory_and_limits_have_room_for_the_memory_of_a_node() -> None:
+    service, pod = load("compose/node.yaml")["services"]["node"], of_kind("DaemonSet")
+    (container,) = pod["containers"]
+    (shm,) = (each["emptyDir"] for each in pod["volumes"] if each["name"] == "shm")
+    limits = {
+        "compose": (service["shm_size"], service["mem_limit"]),
+        "kubernetes": (
+            shm["sizeLimit"] + "B",
+            container["resources"]["limits"]["memory"] + "B",
+        ),
+    }
+    for where, words in nodes():
+        if where in limits:
+            shared, memory = (parse_size(each, where) for each in limits[where])
+            assert node_options(words).host_bytes < shared < memory
 
 
 def test_what_vllm_is_given_is_what_its_plug_in_reads() -> None:
@@ -204,9 +278,10 @@ def test_the_manifests_make_a_whole() -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd")
-def test_systemd_reads_the_unit(tmp_path: Path) -> None:
-    unit = tmp_path / "kvtier.service"
-    text = (DEPLOY / "systemd/kvtier.service").read_text()
+@pytest.mark.parametrize("name", ["kvtier.service", "kvtier-node.service"])
+def test_systemd_reads_the_unit(name: str, tmp_path: Path) -> None:
+    unit = tmp_path / name
+    text = (DEPLOY / "systemd" / name).read_text()
     unit.write_text(text.replace("/opt/kvtier/bin/kvtier", shutil.which("true") or "/bin/true"))
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(unit)],
@@ -215,4 +290,4 @@ def test_systemd_reads_the_unit(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "kvtier" not in done.stderr, done.stderr
+    assert name not in done.stderr, done.stderr

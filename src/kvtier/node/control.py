@@ -321,10 +321,10 @@ class NodeControl:
 
     def _room(self, name: str) -> NodeRoom:
         """Return a room by its name; the only one for ""."""
-        if name:
-            found = self._node.room_named(name)
-        else:
-            found = self._node.rooms[0] if len(self._node.rooms) == 1 else None
+        rooms = self._node.rooms
+        found = (
+            self._node.room_named(name or rooms[0].key.name) if name or len(rooms) == 1 else None
+        )
         if found is not None:
             return found
         names = ", ".join(sorted(self._room_tenants())) or "none"

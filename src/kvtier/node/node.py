@@ -127,16 +127,16 @@ class CacheNode:
         return number, self.rooms[number]
 
     def room_named(self, name: str) -> NodeRoom | None:
-        """Return the room of this name; open it if the disk has it. None if there is no such room.
+        """Return the room of this name, and poll it for a while; None if there is no such room.
 
-        Raises ``CacheError`` if it can't be opened.
+        A room that only the disk has is opened. Raises ``CacheError`` if that fails.
         """
-        for room in self.rooms:
+        for number, room in enumerate(self.rooms):
             if room.key.name == name:
-                return room
+                return self.room_of(number, room.key.tenant)
         for key in self.keys_on_disk():
             if key.name == name:
-                return self.room(key)[1]
+                return self.room_of(self.room(key)[0], key.tenant)
         return None
 
     def keys_on_disk(self) -> list[RoomKey]:
