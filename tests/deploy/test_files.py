@@ -131,7 +131,7 @@ def test_engines_name_the_socket_of_their_node() -> None:
     for words in engines:
         assert words[0] == "serve"
         given = serve.make_context("serve", list(words[1:])).params
-        assert given["storage"] == ["node:/run/kvtier/node.sock"]
+        assert given["node"] == "/run/kvtier/node.sock"
     for service in services.values():
         assert "run:/run/kvtier" in service["volumes"]
     assert {services[name]["pid"] for name in ("one", "other")} == {"service:node"}
