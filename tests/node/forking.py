@@ -34,8 +34,7 @@ NUM_SLOTS = 16
 NUM_KEYS = 32
 TIMEOUT_S = 0.5
 SLACK_S = 20.0
-"""Of a machine that is busy. A call without a deadline would wait for longer: until a node that is
-stopped resumes."""
+"""Delays by a busy machine. A call without a deadline could wait longer, for a stopped node."""
 OPTIONS = {"host_capacity": "2MiB", "segment_capacity": "512KiB"}
 
 THERE, ABSENT, _, FAILED = Outcome

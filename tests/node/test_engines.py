@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from kvtier.errors import ConfigError
 from kvtier.node import protocol, registry
-from kvtier.node.config import TenantQuota
+from kvtier.node.config import TenantQuota, parse_tenant_users
 from tests.node.world import Bare, LocalNode, bare, keys, local_node, wait_until
 
 SOME = keys(1, 2, 3)
@@ -207,7 +208,7 @@ def test_room_can_be_named_over_a_later_connection(node: LocalNode) -> None:
 
 
 def test_answer_that_was_never_read_leaves_no_lease(node: LocalNode) -> None:
-    """What the node could not send is given back, though the process lives on."""
+    """Leases of answers that the node could not send are given back, though the process lives."""
     with bare(node.config.socket) as engine:
         room = engine.enter("engine", client="c")
         store(engine, room, keys(*range(32)))
@@ -389,7 +390,7 @@ def test_user_names_only_tenants_that_it_was_given() -> None:
     quotas = {"b": TenantQuota()}
     with TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
-        with local_node(Path(folder), tenants={"a": [65534], "b": [1]}, quotas=quotas) as node:
+        with local_node(Path(folder), tenant_users={"a": [65534], "b": [1]}, quotas=quotas) as node:
             node.config.socket.chmod(0o666)
 
             def attach(uid: int) -> list[str]:
@@ -406,8 +407,17 @@ def test_user_names_only_tenants_that_it_was_given() -> None:
             assert attach(0) == [good] * 4
 
 
+def test_users_of_tenants_as_text() -> None:
+    assert parse_tenant_users(["a=1000,1001", "b=7"]) == {"a": {1000, 1001}, "b": {7}}
+    for wrong in ["a", "a=", "a=x", "a=1,,2", "a/b=1", "a=-1"]:
+        with pytest.raises(ConfigError):
+            parse_tenant_users([wrong])
+    with pytest.raises(ConfigError):
+        parse_tenant_users(["a=1", "a=2"])
+
+
 def test_default_tenant_can_be_given_to_some(tmp_path: Path) -> None:
-    with local_node(tmp_path, tenants={"default": [7]}) as node:
+    with local_node(tmp_path, tenant_users={"default": [7]}) as node:
         config = node.config
         assert config.admits("default", 7)
         assert not config.admits("default", 8)

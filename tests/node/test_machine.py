@@ -166,7 +166,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(engine=engines, from_node=st.booleans())
     def lose_connection(self, engine: Engine, from_node: bool) -> None:
-        """What the engine uses is kept; what it says meanwhile is said later."""
+        """The engine keeps its slots, and sends its notices over the next connection."""
         if from_node:
 
             def close() -> None:

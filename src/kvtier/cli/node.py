@@ -104,6 +104,16 @@ def run(
             show_default="none",
         ),
     ] = None,
+    tenant_users: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tenant-users",
+            help='Users whose engines may name a tenant, by uid: "team-a=1000,1001". Other tenants '
+            "are for the node's own user and root, the default one for everybody. Repeat the option "
+            "for several tenants.",
+            show_default="none",
+        ),
+    ] = None,
     control_port: Annotated[
         int | None,
         typer.Option(
@@ -126,7 +136,7 @@ def run(
 
         log_to_stderr(log_level, format_of(log_format))
         try:
-            from kvtier.node.config import NodeConfig, parse_quotas
+            from kvtier.node.config import NodeConfig, parse_quotas, parse_tenant_users
             from kvtier.node.run import run_node
         except ImportError as error:
             raise ConfigError(
@@ -144,6 +154,7 @@ def run(
             storage_capacity=storage_capacity,
             eviction_policy=eviction_policy,
             quotas=parse_quotas(quota or ()),
+            tenant_users=parse_tenant_users(tenant_users or ()),
             control_port=control_port,
         )
 

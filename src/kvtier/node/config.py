@@ -77,6 +77,20 @@ def parse_quotas(texts: Iterable[str]) -> dict[str, TenantQuota]:
     return quotas
 
 
+def parse_tenant_users(texts: Iterable[str]) -> dict[str, frozenset[int]]:
+    """Return the users of several "team-a=1000,1001" by tenant. Raises ``ConfigError``."""
+    tenants: dict[str, frozenset[int]] = {}
+    for text in texts:
+        tenant, _, users = text.partition("=")
+        check_tenant(tenant)
+        if tenant in tenants or not all(user.strip().isdecimal() for user in users.split(",")):
+            raise ConfigError(
+                f'tenant_users: {text!r} names no users, or a tenant twice; see --help'
+            )
+        tenants[tenant] = frozenset(map(int, users.split(",")))
+    return tenants
+
+
 def check_floors(quotas: Mapping[str, TenantQuota], host_bytes: int) -> None:
     """Raise ``ConfigError`` if the floors need more memory than there is."""
     floors = sum(quota.host_floor for quota in quotas.values())
@@ -106,9 +120,9 @@ class NodeConfig:
         quotas: of tenants at the start; they may be changed while the node runs.
         control_port: TCP port of this machine's loopback address for metrics and state; None for
             none. Changes are made over the Unix socket ``control_socket`` only.
-        tenants: by tenant, the users (uids) that may name it. The node's own user and root may name
-            every tenant, others only those that list them. Everybody may name the default tenant,
-            unless it is listed here.
+        tenant_users: by tenant, the users (uids) that may name it. The node's own user and root may
+            name every tenant, others only those that list them. Everybody may name the default
+            tenant, unless it is listed here.
     """
 
     socket: Path = DEFAULT_SOCKET
@@ -123,7 +137,7 @@ class NodeConfig:
     lookup_deadline_s: float = 0.05
     quotas: Mapping[str, TenantQuota] = field(default_factory=dict)
     control_port: int | None = None
-    tenants: Mapping[str, Collection[int]] = field(default_factory=dict)
+    tenant_users: Mapping[str, Collection[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "socket", Path(self.socket))
@@ -161,7 +175,7 @@ class NodeConfig:
         """Return whether processes of a user may name a tenant."""
         if uid in (0, os.geteuid()):
             return True
-        users = self.tenants.get(tenant)
+        users = self.tenant_users.get(tenant)
         return tenant == DEFAULT_TENANT if users is None else uid in users
 
     @property

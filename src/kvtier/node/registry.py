@@ -96,7 +96,7 @@ class Registry:
             raise AttachError(f"the engine's name has {len(hello.engine)} letters")
         if not self.node.config.admits(tenant, process.uid):
             raise AttachError(
-                f"user {process.uid} may not name tenant {tenant!r}; list it in the node's tenants"
+                f"user {process.uid} may not name tenant {tenant!r}; list it in --tenant-users"
             )
         key = (process.uid, tenant, hello.engine)
         engine = self.engines.get(key) or AttachedEngine(hello.engine, process.uid, tenant)
