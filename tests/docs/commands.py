@@ -152,6 +152,8 @@ def check_kvtier(words: Sequence[str], partly: bool = False) -> None:
         command = command.commands[path[-1]]  # type: ignore[attr-defined]
     if hasattr(command, "commands") and rest and not rest[0].startswith("-"):
         raise CommandError(f"kvtier {' '.join(path)} has no command {rest[0]!r}")
+    if partly and path and not rest:
+        return  # a group of commands
     try:
         command.make_context(" ".join(["kvtier", *path]), rest)
     except typer.Exit:
@@ -191,6 +193,8 @@ def _options(words: Sequence[str], contract: Contract) -> Iterator[tuple[str, st
     for word, value in zip(words, [*words[1:], ""], strict=True):
         if word.startswith("--"):
             option, _, given = word.partition("=")
+            if option == "--port":
+                continue  # of any server
             if option not in contract.options:
                 raise CommandError(f"{option} is not in the contract with {contract.name}")
             yield option, given or value
