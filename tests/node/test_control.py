@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,63 @@ from tests.nodes import SEGMENT_BYTES, NodeProcess, running
 PER_SEGMENT = SEGMENT_BYTES // BLOCK_BYTES
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeProcess]:
+@contextmanager
+def started(folder: Path) -> Iterator[NodeProcess]:
     with running(
-        tmp_path,
-        f"--disk-path={tmp_path / 'disk'}",
+        folder,
+        f"--disk-path={folder / 'disk'}",
         f"--disk-capacity={256 * BLOCK_BYTES}",
         "--control-port=0",
         f"--quota=team-a={2 * SEGMENT_BYTES}:{6 * SEGMENT_BYTES}",
-    ) as started:
-        yield started
+    ) as node:
+        yield node
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeProcess]:
+    with started(tmp_path) as own:
+        yield own
+
+
+@pytest.fixture(scope="module")
+def node_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    with started(tmp_path_factory.mktemp("node")) as own:
+        yield own
+
+
+@pytest.fixture
+def shared(node_of_all: NodeProcess) -> Iterator[NodeProcess]:
+    """Return a node of several tests, whose only room is the default tenant's and empty."""
+    yield node_of_all
+    assert node_of_all.control.post("/clear")["is_complete"]
+
+
+def fetched(node: NodeProcess, route: str, body: bytes | None = None) -> str:
+    """Return the answer on the TCP port."""
+    url = node.said.split("http://")[1].split("/metrics")[0]
+    request = urllib.request.Request(f"http://{url}{route}", body)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+def expect_metrics(node: NodeProcess) -> None:
+    """Compare the metrics with three blocks of team-a and one of team-b."""
+
+    def used(tenant: str) -> list[float]:
+        lines = fetched(node, "/metrics").splitlines()
+        mine = [each for each in lines if f'tenant="{tenant}"' in each]
+        return [
+            float(each.split()[-1])
+            for each in mine
+            if each.startswith("kvtier_used_slots{") and 'tier="host"' in each
+        ]
+
+    until(lambda: (used("team-a"), used("team-b")) == ([3.0], [1.0]), "the gauges never came")
+    text = fetched(node, "/metrics")
+    assert text.count("# TYPE kvtier_used_slots gauge") == 1
+    assert 'kvtier_node_engines{tenant="team-a"} 1.0' in text
+    assert 'kvtier_node_tenant_bytes{tenant="team-a"} 1.048576e+06' in text
 
 
 def command(node: NodeProcess, *words: str, status: int = 0, stdin: str = "") -> str:
@@ -41,7 +89,7 @@ def command(node: NodeProcess, *words: str, status: int = 0, stdin: str = "") ->
     return done.stdout
 
 
-def test_status_names_engines_rooms_and_tenants(node: NodeProcess) -> None:
+def test_state_and_metrics_name_engines_rooms_and_tenants(node: NodeProcess) -> None:
     with BareEngine(node, "team-a", "replica-0") as engine:
         engine.store(1, 2, 3)
         slots = engine.lease(1, 2)
@@ -60,23 +108,26 @@ def test_status_names_engines_rooms_and_tenants(node: NodeProcess) -> None:
         words = command(node, "status")
         assert room["name"] in words
         assert "engine replica-0 of team-a" in words
+        with BareEngine(node, "team-b", "b") as other:
+            other.store(1)
+            expect_metrics(node)
 
 
-def test_a_prompt_is_looked_up_and_prefetched_by_the_keys_of_engines(node: NodeProcess) -> None:
-    with BareEngine(node) as engine:
+def test_a_prompt_is_looked_up_and_prefetched_by_the_keys_of_engines(shared: NodeProcess) -> None:
+    with BareEngine(shared) as engine:
         engine.store(1, 2, 3)
-        until(lambda: node.room()["used_bytes"]["disk"] == 3 * BLOCK_BYTES, "never written")
-        command(node, "clear", "--memory-only")
-        told = json.loads(command(node, "lookup", "--json", stdin="\n".join(hexed(1, 2, 3, 4))))
+        until(lambda: shared.room()["used_bytes"]["disk"] == 3 * BLOCK_BYTES, "never written")
+        command(shared, "clear", "--memory-only")
+        told = json.loads(command(shared, "lookup", "--json", stdin="\n".join(hexed(1, 2, 3, 4))))
         assert told["places"] == ["storage", "storage", "storage", "nowhere"]
         assert (told["in_memory"], told["found"], told["blocks"]) == (0, 3, 4)
-        words = command(node, "prefetch", *hexed(1, 2, 4), "--room", told["room"])
+        words = command(shared, "prefetch", *hexed(1, 2, 4), "--room", told["room"])
         assert "of 3 blocks the first 2 are in memory" in words
         assert engine.places(1, 2) == [MEMORY, MEMORY]
         with pytest.raises(CacheError, match="has 2 bytes; keys of room .* have 32"):
-            node.control.post("/lookup", keys=["aabb"])
+            shared.control.post("/lookup", keys=["aabb"])
         with pytest.raises(CacheError, match="not hexadecimal"):
-            node.control.post("/lookup", keys=["zz"])
+            shared.control.post("/lookup", keys=["zz"])
 
 
 def test_pinned_blocks_stay_until_the_pin_ends(tmp_path: Path) -> None:
@@ -92,11 +143,11 @@ def test_pinned_blocks_stay_until_the_pin_ends(tmp_path: Path) -> None:
         assert MEMORY not in engine.places(1, 2)
 
 
-def test_a_pin_expires(node: NodeProcess) -> None:
-    with BareEngine(node) as engine:
+def test_a_pin_expires(shared: NodeProcess) -> None:
+    with BareEngine(shared) as engine:
         engine.store(1)
-        assert node.control.post("/pin", keys=hexed(1), seconds=0.2)["pinned"] == 1
-        until(lambda: node.room()["pinned_blocks"] == 0, "it never expired")
+        assert shared.control.post("/pin", keys=hexed(1), seconds=0.2)["pinned"] == 1
+        until(lambda: shared.room()["pinned_blocks"] == 0, "it never expired")
 
 
 def test_pins_leave_others_their_floor(tmp_path: Path) -> None:
@@ -131,7 +182,7 @@ def flood(engine: BareEngine, num: int, first: int = 100) -> list[int]:
     return stored
 
 
-def test_a_floor_that_is_raised_takes_memory_from_others(node: NodeProcess) -> None:
+def test_quotas_that_change_move_memory(node: NodeProcess) -> None:
     with BareEngine(node, "team-b", "b") as other, BareEngine(node, "team-a", "a") as engine:
         flood(other, 8 * PER_SEGMENT)
         assert node.control.get("/quota")["team-b"]["segments"] == 6
@@ -144,90 +195,50 @@ def test_a_floor_that_is_raised_takes_memory_from_others(node: NodeProcess) -> N
 
         until(has_floor, "the floor was never reached")
         assert node.control.get("/quota")["team-b"]["segments"] <= 4
-
-
-def test_a_ceiling_that_is_lowered_frees_memory(node: NodeProcess) -> None:
-    with BareEngine(node, "team-b", "b") as other:
-        flood(other, 6 * PER_SEGMENT)
-        assert "6 MiB of memory" in command(node, "quota")
+        # And a ceiling that is lowered frees memory.
         command(node, "quota", f"team-b=0:{2 * SEGMENT_BYTES}")
         until(lambda: node.control.get("/quota")["team-b"]["segments"] == 2, "it never shrank")
         with pytest.raises(CacheError, match="floors add up"):
             node.control.post("/quota", tenant="team-b", floor="8MiB")
 
 
-def test_deletion_as_a_command_says_whether_it_is_complete(node: NodeProcess) -> None:
-    with BareEngine(node) as engine:
+def test_deletion_as_a_command_says_whether_it_is_complete(shared: NodeProcess) -> None:
+    with BareEngine(shared) as engine:
         engine.store(1, 2, 3)
-        assert "deleted 1 block of" in command(node, "delete", *hexed(1))
-        assert json.loads(command(node, "delete", "-", "--json", stdin=hexed(2)[0]))["is_complete"]
+        assert "deleted 1 block of" in command(shared, "delete", *hexed(1))
+        assert json.loads(command(shared, "delete", "-", "--json", stdin=hexed(2)[0]))[
+            "is_complete"
+        ]
         assert MEMORY not in engine.places(1, 2)
-        assert "deleted all blocks" in command(node, "clear")
+        assert "deleted all blocks" in command(shared, "clear")
         assert MEMORY not in engine.places(3)
 
 
-# -- the port --------------------------------------------------------------------------------------
-
-
-def url(node: NodeProcess) -> str:
-    return node.said.split("http://")[1].split("/metrics")[0]
-
-
-def fetched(node: NodeProcess, route: str, body: bytes | None = None) -> str:
-    request = urllib.request.Request(f"http://{url(node)}{route}", body)
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        text: str = answer.read().decode()
-        return text
-
-
-def test_metrics_of_rooms_have_tenant_and_room_as_labels(node: NodeProcess) -> None:
-    with BareEngine(node, "team-a", "a") as one, BareEngine(node, "team-b", "b") as other:
-        one.store(1, 2)
-        other.store(1)
-
-        def used(tenant: str) -> list[float]:
-            lines = fetched(node, "/metrics").splitlines()
-            mine = [each for each in lines if f'tenant="{tenant}"' in each]
-            return [
-                float(each.split()[-1])
-                for each in mine
-                if each.startswith("kvtier_used_slots{") and 'tier="host"' in each
-            ]
-
-        until(lambda: (used("team-a"), used("team-b")) == ([2.0], [1.0]), "the gauges never came")
-        text = fetched(node, "/metrics")
-        assert text.count("# TYPE kvtier_used_slots gauge") == 1
-        assert 'kvtier_node_engines{tenant="team-a"} 1.0' in text
-        assert 'kvtier_node_tenant_bytes{tenant="team-a"} 1.048576e+06' in text
-
-
-def test_a_port_that_everybody_reaches_changes_nothing(node: NodeProcess) -> None:
-    assert json.loads(fetched(node, "/health")) == {"status": "ok"}
+def test_a_port_that_everybody_reaches_changes_nothing(shared: NodeProcess) -> None:
+    assert json.loads(fetched(shared, "/health")) == {"status": "ok"}
     for route in ("/delete", "/clear", "/pin", "/unpin", "/prefetch", "/lookup", "/quota"):
         with pytest.raises(urllib.error.HTTPError) as refused:
-            fetched(node, route, b"{}")
+            fetched(shared, route, b"{}")
+        refused.value.close()
         assert refused.value.code in (404, 405)
 
 
-def test_only_owner_and_group_reach_the_socket(node: NodeProcess) -> None:
-    assert control_socket(node.socket).stat().st_mode & 0o777 == 0o660
+def test_only_owner_and_group_reach_the_socket(shared: NodeProcess) -> None:
+    assert control_socket(shared.socket).stat().st_mode & 0o777 == 0o660
 
 
-def test_a_node_that_is_stopped_leaves_no_socket(node: NodeProcess) -> None:
-    assert node.stop() == 0
-    assert not node.socket.exists()
-    assert not control_socket(node.socket).exists()
-    words = CliRunner().invoke(app, ["node", "status", "--socket", str(node.socket)])
-    assert words.exit_code == 2
-    assert "start the node with kvtier node run" in words.stderr
-
-
-def test_a_config_file_gives_the_options(tmp_path: Path) -> None:
+def test_a_node_is_configured_by_a_file_and_leaves_no_socket(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_text('quota = ["team-c=1MiB"]\n')
     with running(tmp_path, f"--config={file}") as node:
         found: dict[str, Any] = node.control.get("/quota")
         assert found["team-c"]["floor_bytes"] == 1 << 20
+        assert node.stop() == 0
+    assert not node.socket.exists()
+    assert not control_socket(node.socket).exists()
+    words = CliRunner().invoke(app, ["node", "status", "--socket", str(node.socket)])
+    assert words.exit_code == 2
+    assert "start the node with kvtier node run" in words.stderr
 
 
 @pytest.mark.parametrize(
@@ -257,13 +268,13 @@ def findings(*words: str) -> dict[str, dict[str, str]]:
     return {each["topic"]: each for each in json.loads(done.stdout)["sections"]["node"]}
 
 
-def test_doctor_says_what_an_engine_would_find(node: NodeProcess, tmp_path: Path) -> None:
-    found = findings("--node", str(node.socket))
+def test_doctor_says_what_an_engine_would_find(shared: NodeProcess, tmp_path: Path) -> None:
+    found = findings("--node", str(shared.socket))
     assert found["reachable"]["found"] == "yes"
     assert found["version"]["found"] == __version__
     assert found["end of this process"]["found"] == "noticed"
     assert {"memory", "memlock", "/dev/shm"} <= set(found)
-    assert node.control.get("/status")["engines"] == [], "it left nothing behind"
+    until(lambda: not shared.control.get("/status")["engines"], "it left something behind")
     nothing = findings("--node", str(tmp_path / "nothing"))
     assert nothing["reachable"]["found"] == "no"
     assert "No such file" in nothing["reachable"]["note"]
