@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.hints import Hint, waits
 from kvtier.index import KeyIndex, State
@@ -67,15 +69,39 @@ PLACES = (
     BlockLocation.ARRIVING,
     BlockLocation.MEMORY,
     BlockLocation.STORAGE,
-    BlockLocation.NOWHERE,
+    BlockLocation.UNKNOWN,
 )
-PLACES_SO_FAR = (*PLACES[:-1], BlockLocation.UNKNOWN)
-"""``PLACES`` while storage is still recovering its blocks."""
-UNKNOWN_KEY = 4
-"""Position in ``PLACES`` of a key that the index does not know."""
+"""Locations by their code, as look-ups of many blocks have them."""
+NOWHERE_CODE, ARRIVING_CODE, MEMORY_CODE, STORAGE_CODE, UNKNOWN_CODE = range(len(PLACES))
+PLACE_OF_CODE = np.array(PLACES, object)
 IN_MEMORY = np.zeros(len(State) + 1, np.uint8)
-"""Position in ``PLACES`` by the state of a block in memory; 0 for an unknown block."""
-IN_MEMORY[[0, WRITING, State.EVICTING, READY]] = UNKNOWN_KEY, 1, 1, 2
+"""Code of a location by the state of a block in memory; ``UNKNOWN_CODE`` for an unknown block."""
+IN_MEMORY[[0, WRITING, State.EVICTING, READY]] = (
+    UNKNOWN_CODE,
+    ARRIVING_CODE,
+    ARRIVING_CODE,
+    MEMORY_CODE,
+)
+
+Codes = npt.NDArray[np.uint8]
+
+
+class LocatedBlocks(NamedTuple):
+    """Blocks of a prompt, as the index knows them.
+
+    codes: uint8 [num_keys], positions in ``PLACES``. blocks: None for an unknown one. by_tier:
+    uint8 [num_keys, num_tiers], states.
+    """
+
+    codes: Codes
+    blocks: list[BlockId | None]
+    by_tier: Codes
+
+    @property
+    def places(self) -> list[BlockLocation]:
+        """The location of each block."""
+        found: list[BlockLocation] = PLACE_OF_CODE[self.codes].tolist()
+        return found
 
 
 class KeyedCache:
@@ -124,7 +150,10 @@ class KeyedCache:
     def locate(self, key: bytes) -> BlockLocation:
         """Return the location of one block. Changes nothing; see ``locate_all``."""
         found = self._index.find(key)
-        return self._places[UNKNOWN_KEY] if found is None else self._place(*found)
+        if found is None:
+            is_complete = self._lookup.is_complete
+            return BlockLocation.NOWHERE if is_complete else BlockLocation.UNKNOWN
+        return self._place(*found)
 
     def locate_all(self, keys: Sequence[bytes]) -> list[BlockLocation]:
         """Return the location of each block, as far as the index knows. Changes nothing.
@@ -132,7 +161,7 @@ class KeyedCache:
         The index knows a block that storage recovered from an earlier run only once it was adopted.
         Cost: one look-up in the index per key.
         """
-        return self._locate(keys)[0]
+        return self._locate(keys).places
 
     def locate_in_memory(self, keys: Sequence[bytes]) -> list[BlockLocation]:
         """Return the locations of blocks that must not be read from storage. Changes nothing.
@@ -140,27 +169,27 @@ class KeyedCache:
         A block that only storage has is ``NOWHERE``.
         """
         here = (BlockLocation.MEMORY, BlockLocation.ARRIVING)
-        return [at if at in here else BlockLocation.NOWHERE for at in self._locate(keys)[0]]
+        return [at if at in here else BlockLocation.NOWHERE for at in self._locate(keys).places]
 
-    def _locate(self, keys: Sequence[bytes]) -> tuple[list[BlockLocation], list[bytes]]:
-        """Return the locations of blocks, and the keys that the index does not know."""
+    def _locate(self, keys: Sequence[bytes]) -> LocatedBlocks:
+        """Find blocks in the index. While storage recovers its blocks, unknown ones may be there.
+
+        Cost: one look-up in the index per key.
+        """
         blocks, states = self._index.find_all(keys)
         by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
         codes = IN_MEMORY[by_tier[:, 0]]
-        codes[(codes == 0) & (by_tier[:, 1:] == READY).any(axis=1)] = 3
-        by_code = self._places
-        places = [by_code[code] for code in codes.tolist()]
+        for tier in range(1, len(self._tiers)):
+            codes[(codes == NOWHERE_CODE) & (by_tier[:, tier] == READY)] = STORAGE_CODE
+        if self._lookup.is_complete:
+            codes[codes == UNKNOWN_CODE] = NOWHERE_CODE
         if self._lost or self._copies.doubted:
             doubtful = {*self._copies.doubted, *(block for block, _ in self._lost)}
             for at, block in enumerate(blocks):
-                if block in doubtful:
-                    places[at] = self._place(block, tuple(map(State, by_tier[at].tolist())))
-        return places, [keys[at] for at, block in enumerate(blocks) if block is None]
-
-    @property
-    def _places(self) -> Sequence[BlockLocation]:
-        """The locations that the codes in ``IN_MEMORY`` stand for now."""
-        return PLACES if self._lookup.is_complete else PLACES_SO_FAR
+                if block is not None and block in doubtful:
+                    place = self._place(block, tuple(map(State, by_tier[at].tolist())))
+                    codes[at] = PLACES.index(place)
+        return LocatedBlocks(codes, blocks, by_tier)
 
     def _place(self, block: BlockId, states: Sequence[State]) -> BlockLocation:
         if states[0] is not ABSENT and not self._is_doubted(block):
@@ -189,18 +218,26 @@ class KeyedCache:
             The locations, as by ``locate_all``, and the look-ups in storage that are worth waiting
             for. While there are any, each missing block is ``UNKNOWN``.
         """
-        places, unknown = self._locate(keys)
-        if unknown and (adopted := self.adopt_recovered(unknown)):
-            self.touch(adopted)
-            places, unknown = self._locate(keys)
+        found, pending = self._begin_lookup(keys, has_gaps)
+        return found.places, pending
+
+    def _begin_lookup(
+        self, keys: Sequence[bytes], has_gaps: bool
+    ) -> tuple[LocatedBlocks, list[PendingLookup]]:
+        found = self._locate(keys)
+        if self.has_unfound_at_once:
+            unknown = [key for key, block in zip(keys, found.blocks, strict=True) if block is None]
+            if unknown and (adopted := self.adopt_recovered(unknown)):
+                self.touch(adopted)
+                found = self._locate(keys)
         if not self._lookup.has_to_ask:
-            return places, []
-        missing = (BlockLocation.NOWHERE, BlockLocation.UNKNOWN)
-        wanted = [key for key, place in zip(keys, places, strict=True) if place in missing]
+            return found, []
+        missing = np.isin(found.codes, (NOWHERE_CODE, UNKNOWN_CODE))
+        wanted = [keys[at] for at in np.flatnonzero(missing).tolist()]
         pending = self._lookup.begin(wanted, has_gaps) if wanted else []
         if pending:
-            places = [BlockLocation.UNKNOWN if place in missing else place for place in places]
-        return places, pending
+            found.codes[missing] = UNKNOWN_CODE
+        return found, pending
 
     def adopt_recovered(self, keys: Collection[bytes], stops_at_gap: bool = True) -> list[bytes]:
         """Adopt blocks that storage recovered from an earlier run. Return their keys.
@@ -233,9 +270,16 @@ class KeyedCache:
         """
         _, states = self._index.find_all(keys)
         by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
-        is_there = by_tier == READY
-        is_there[:, 0] |= by_tier[:, 0] > ABSENT
-        return [self._tiers[tier] for tier in is_there.argmax(axis=1).tolist()]
+        return [self._tiers[tier] for tier in self._source_tiers(by_tier).tolist()]
+
+    @staticmethod
+    def _source_tiers(by_tier: Codes) -> Codes:
+        """Return the position of the tier that each block would be read from: uint8 [num_keys]."""
+        found = np.zeros(len(by_tier), np.uint8)
+        for tier in range(by_tier.shape[1] - 1, 0, -1):
+            found[by_tier[:, tier] == READY] = tier
+        found[by_tier[:, 0] > ABSENT] = 0
+        return found
 
     def origins(self, keys: Sequence[bytes]) -> list[str]:
         """Return the tier that each block in memory was read from.
@@ -311,6 +355,7 @@ class KeyedCache:
         """
         new: Sequence[bytes]
         new, ready = self._missing(keys)
+        self._grow(len(new))
         num_changes = len(self._changes)
         passing: Collection[bytes] = ()
 
@@ -331,6 +376,9 @@ class KeyedCache:
         self.ladder.reuse_sampler.on_admit(new, blocks)
         left = [key for each in self._changes[num_changes:] for key in each.keys]
         return Reserved(new, slots, left)
+
+    def _grow(self, num_slots: int) -> None:
+        """Add memory until ``num_slots`` slots are free, if it can grow. Nothing by default."""
 
     def _missing(self, keys: Iterable[bytes]) -> tuple[list[bytes], list[BlockId]]:
         """Return those of ``keys`` that are not in memory, and the blocks that are ready there."""

@@ -122,11 +122,14 @@ class EngineCopies:
 
     def distrust(self, slots: Iterable[Slot]) -> None:
         """Give up the blocks in slots for which a copy has failed."""
-        for slot in slots:
-            block = self._by_slot.get(slot)
+        self.distrust_blocks([self._by_slot[slot] for slot in slots if slot in self._by_slot])
+
+    def distrust_blocks(self, blocks: Iterable[BlockId]) -> None:
+        """Give up reserved or leased blocks for which a copy has failed."""
+        for block in blocks:
             if block in self._reserved:
                 self._doubted.add(block)
-            elif block is not None:
+            else:
                 self._ladder.transfers.lose([block], self._memory)
 
     def doubt(self, blocks: Iterable[BlockId]) -> Collection[BlockId]:

@@ -48,7 +48,7 @@ class TransientBlocks:
 
         Transient blocks may then be evicted, unless they wait for another write to storage.
         """
-        if self._passing.isdisjoint(blocks):
+        if not self._passing or self._passing.isdisjoint(blocks):
             return
         mine = [block for block in blocks if block in self._passing]
         over = [block for block in mine if not self._write_queues.has(block)]

@@ -16,10 +16,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from threading import Thread
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from kvtier.hints import Hint, Said, waits
-from kvtier.keyed.cache import BlockLocation, Change, Reserved
+from kvtier.keyed.cache import PLACE_OF_CODE, BlockLocation, Change, Reserved
 from kvtier.keyed.waiters import Signal
 from kvtier.ladder import CostMetrics
 from kvtier.node import protocol
@@ -32,13 +34,6 @@ from kvtier.types import DEVICE, HOST, Direct, Slot
 
 Answer = TypeVar("Answer")
 
-LOCATIONS = {
-    protocol.ABSENT: BlockLocation.NOWHERE,
-    protocol.ARRIVING: BlockLocation.ARRIVING,
-    protocol.MEMORY: BlockLocation.MEMORY,
-    protocol.STORAGE: BlockLocation.STORAGE,
-    protocol.UNKNOWN: BlockLocation.UNKNOWN,
-}
 OPEN_S = 10.0
 """Longest wait for a room, off the engine's thread."""
 
@@ -135,6 +130,7 @@ class NodeCache:
         self._watches = count(1 << 32)
         self._places: dict[bytes, BlockLocation] = {}  # of the last look-ups
         self._sources: dict[bytes, str] = {}
+        self._unread: list[_LookedUp] = []
         self._reads: list[_Read] = []
         self._ending: list[tuple[str, FromEngine]] = []  # notices, with the memory they are about
 
@@ -142,6 +138,7 @@ class NodeCache:
 
     def locate(self, key: bytes) -> BlockLocation:
         """Return the location of one block, as the last look-up found it."""
+        self._read_answers()
         place = self._places.get(key)
         return self.begin_lookup([key])[0][0] if place is None else place
 
@@ -169,17 +166,28 @@ class NodeCache:
         if found is None:
             return [BlockLocation.NOWHERE] * len(keys), []
         answer, channel = found
-        places = [LOCATIONS[code] for code in answer.places]
-        self._places.update(zip(keys, places, strict=True))
-        tiers = (HOST, *self.ladder.storages)
-        self._sources.update((key, tiers[at]) for key, at in zip(keys, answer.sources, strict=True))
-        ready = [key for key, at in zip(keys, places, strict=True) if at is BlockLocation.MEMORY]
-        slots = protocol.unpack(answer.slots).tolist()
-        generations = protocol.unpack(answer.generations).tolist()
-        leases = self._room.leases
-        for key, slot, generation in zip(ready, slots, generations, strict=True):
-            leases.setdefault(key, _Lease(slot, generation)).num += 1
+        codes = np.frombuffer(answer.places, np.uint8)
+        places: list[BlockLocation] = PLACE_OF_CODE[codes].tolist()
+        self._unread.append(_LookedUp(list(keys), places, answer))
         return places, [NodeSignal(channel, answer.id)] if answer.pending else []
+
+    def _read_answers(self) -> None:
+        """Note by key what the last look-ups have found.
+
+        It is done when a block is asked for, since most look-ups lead to no copy.
+        """
+        tiers = (HOST, *self.ladder.storages)
+        leases = self._room.leases
+        unread, self._unread = self._unread, []
+        for keys, places, answer in unread:
+            self._places.update(zip(keys, places, strict=True))
+            self._sources.update(zip(keys, map(tiers.__getitem__, answer.sources), strict=True))
+            codes = np.frombuffer(answer.places, np.uint8)
+            ready = [keys[at] for at in np.flatnonzero(codes == protocol.MEMORY).tolist()]
+            slots = protocol.unpack(answer.slots).tolist()
+            generations = protocol.unpack(answer.generations).tolist()
+            for key, slot, generation in zip(ready, slots, generations, strict=True):
+                leases.setdefault(key, _Lease(slot, generation)).num += 1
 
     def adopt_recovered(self, keys: Collection[bytes]) -> list[bytes]:
         """Return nothing: a look-up adopts what the node's storage has recovered."""
@@ -187,6 +195,7 @@ class NodeCache:
 
     def sources(self, keys: Sequence[bytes]) -> list[str]:
         """Return the tier that each block would be read from, as the last look-up found it."""
+        self._read_answers()
         return [self._sources.get(key, HOST) for key in keys]
 
     def origins(self, keys: Sequence[bytes]) -> list[str]:
@@ -200,9 +209,11 @@ class NodeCache:
 
         A block that is not leased any more has a slot whose copy is found to be wrong.
         """
-        room = self._room
-        if any(key not in room.leases for key in keys):
+        self._read_answers()
+        if any(key not in self._room.leases for key in keys):
             self.begin_lookup(list(keys))
+            self._read_answers()
+        room = self._room
         slots = []
         for key in keys:
             lease = room.leases.get(key)
@@ -229,6 +240,7 @@ class NodeCache:
 
     def guard(self, keys: Sequence[bytes]) -> SlotGuard:
         """Return what the ranks need to check copies of leased or reserved blocks."""
+        self._read_answers()
         room = self._room
         slots = [room.leases.get(key) or room.reserved.get(key) or _NO_LEASE for key in keys]
         return SlotGuard(room.instance, room.facts, [slot.generation for slot in slots])
@@ -283,9 +295,11 @@ class NodeCache:
             self._tell(lambda number: protocol.DistrustNotice(number, told))
 
     def _give_back(self, slots: Sequence[Slot]) -> None:
+        self._tell_of_release(protocol.pack(slots))
+
+    def _tell_of_release(self, slots: bytes) -> None:
         if slots:
-            told = protocol.pack(slots)
-            self._tell(lambda number: protocol.ReleaseNotice(number, told))
+            self._tell(lambda number: protocol.ReleaseNotice(number, slots))
 
     # -- between memory and storage ----------------------------------------------------------------
 
@@ -351,6 +365,9 @@ class NodeCache:
 
     def poll(self) -> None:
         """Release the leases of look-ups that were not held, and note reads that have ended."""
+        for each in self._unread:
+            self._tell_of_release(each.answer.slots)
+        self._unread.clear()
         given_back: list[Slot] = []
         leases = self._room.leases
         for key in [key for key, lease in leases.items() if lease.num > lease.num_holds]:
@@ -379,6 +396,7 @@ class NodeCache:
 
         Their slots stay in use until ``copies_have_ended``: a rank may still copy from or to them.
         """
+        self._read_answers()
         room = self._room
         if reserved := [lease.slot for lease in room.reserved.values()]:
             self._ending.append(
@@ -470,6 +488,7 @@ class NodeCache:
         instance = room.mapped.instance
         if (self._room.facts, self._room.instance) != (facts, instance):
             self._room = _Room(facts, instance, room.number)
+            self._unread.clear()
 
     def _open(self, channel: Channel, facts: RoomFacts) -> None:
         """Open the room on a thread of its own: the node may have to open a slab."""
@@ -523,6 +542,14 @@ class _Room:
     leases: dict[bytes, _Lease] = field(default_factory=dict)
     reserved: dict[bytes, _Lease] = field(default_factory=dict)
     brought: dict[bytes, str] = field(default_factory=dict)
+
+
+class _LookedUp(NamedTuple):
+    """A look-up whose answer was not noted by key yet."""
+
+    keys: Sequence[bytes]
+    places: Sequence[BlockLocation]
+    answer: protocol.LookupAnswer
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,9 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from kvtier.errors import CacheError
 from kvtier.keyed.cache import BlockLocation
@@ -21,7 +23,7 @@ from kvtier.node.engines import AttachedEngine, AttachError, EngineProcess, Hold
 from kvtier.node.protocol import FromEngine, FromNode, ProtocolError, split_keys, unpack
 from kvtier.node.registry import Registry
 from kvtier.node.room import NodeRoom, RoomKey
-from kvtier.types import HOST, Slot
+from kvtier.types import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +42,8 @@ HELLO_S = 10.0
 """A connection that has not attached after this time is closed."""
 LONGEST_WAIT_S = 3600.0
 
-PLACES = {
-    BlockLocation.NOWHERE: protocol.ABSENT,
-    BlockLocation.ARRIVING: protocol.ARRIVING,
-    BlockLocation.MEMORY: protocol.MEMORY,
-    BlockLocation.STORAGE: protocol.STORAGE,
-    BlockLocation.UNKNOWN: protocol.UNKNOWN,
-}
+Slots = TypeVar("Slots")
+
 COMING = (BlockLocation.ARRIVING, BlockLocation.STORAGE, BlockLocation.UNKNOWN)
 
 
@@ -277,12 +274,12 @@ class Connection:
         match message:
             case protocol.LookupRequest():
                 found, pending = _look_up(message, held)
-                self._send_slots(found, held.release, found.slots)
+                self._send_slots(found, held.release, unpack(found.slots))
                 if pending:
                     self._begin(self._watch(message.id, pending))
             case protocol.ReserveRequest():
                 reserved = _reserve(message, held)
-                self._send_slots(reserved, held.abort, reserved.slots)
+                self._send_slots(reserved, held.abort, _slots(reserved.slots))
             case protocol.PromoteRequest():
                 keys = _keys(message.keys, room)
                 num = room.promote(keys, _keys(message.beside, room))
@@ -308,7 +305,7 @@ class Connection:
                 held.abort(_slots(message.slots))
                 self._registry.note_writes()
             case protocol.ReleaseNotice():
-                held.release(_slots(message.slots))
+                held.release(unpack(message.slots))
             case protocol.DistrustNotice():
                 held.distrust(_slots(message.slots))
             case protocol.UseNotice():
@@ -323,11 +320,11 @@ class Connection:
     def _send_slots(
         self,
         answer: protocol.LookupAnswer | protocol.FetchAnswer | protocol.ReserveAnswer,
-        give_back: Callable[[Sequence[Slot]], object],
-        slots: bytes,
+        give_back: Callable[[Slots], object],
+        slots: Slots,
     ) -> None:
         """Send an answer with slots, which are given back if the process is never told of them."""
-        self.send(answer, undo=lambda: give_back(_slots(slots)))
+        self.send(answer, undo=lambda: give_back(slots))
 
     # -- requests that wait ------------------------------------------------------------------------
 
@@ -376,19 +373,16 @@ class Connection:
         """Read a prompt's blocks into memory, as many as there is room for, and lease them."""
         room = held.room
         places = await bring(room, keys, self._registry, until_s)
-        there = [place is BlockLocation.MEMORY for place in places]
-        ready = [key for key, is_there in zip(keys, there, strict=True) if is_there]
-        slots = [-1] * len(keys)
-        generations = [0] * len(keys)
-        leased = held.lease(ready)
-        at = [number for number, is_there in enumerate(there) if is_there]
-        for number, slot, told in zip(at, leased, room.generations(leased).tolist(), strict=True):
-            slots[number], generations[number] = slot, told
+        there = np.array([place is BlockLocation.MEMORY for place in places], bool)
+        ready = [keys[at] for at in np.flatnonzero(there).tolist()]
+        slots, generations = np.full(len(keys), -1), np.zeros(len(keys), np.int64)
+        leased = held.lease(room.ready_blocks(ready))
+        slots[there], generations[there] = leased, room.generations(leased)
         failed = bytes(place in COMING for place in places)
         answer = protocol.FetchAnswer(
             request, protocol.pack(slots), protocol.pack(generations), failed
         )
-        self._send_slots(answer, held.release, protocol.pack(leased))
+        self._send_slots(answer, held.release, leased)
 
 
 def _until(timeout_s: float) -> float:
@@ -435,45 +429,38 @@ def _look_up(
     message: protocol.LookupRequest, held: Holdings
 ) -> tuple[protocol.LookupAnswer, list[PendingLookup]]:
     room = held.room
-    keys = _keys(message.keys, room)
-    places, asked = room.begin_lookup(keys, message.has_gaps)
-    pending = [each for each in asked if not each.is_over]
-    ready = [key for key, place in zip(keys, places, strict=True) if place is BlockLocation.MEMORY]
-    slots = held.lease(ready)
-    tiers = {name: at for at, name in enumerate((HOST, *room.ladder.storages))}
-    sources = bytes(tiers[name] for name in room.sources(keys))
+    found = room.look_up(_keys(message.keys, room), message.has_gaps)
+    slots = held.lease(found.ready)
     answer = protocol.LookupAnswer(
         message.id,
-        bytes(PLACES[place] for place in places),
+        found.codes.tobytes(),
         protocol.pack(slots),
         protocol.pack(room.generations(slots)),
-        sources,
-        len(pending),
+        found.sources.tobytes(),
+        len(found.pending),
     )
-    return answer, pending
+    return answer, found.pending
 
 
 def _reserve(message: protocol.ReserveRequest, held: Holdings) -> protocol.ReserveAnswer:
     room = held.room
     keys = _keys(message.keys, room)
     reserved = room.reserve(keys)
-    new: set[bytes] = set()
-    slots: list[Slot] = []
+    new = dict.fromkeys(keys, False)
+    slots: Sequence[Slot] = ()
     if reserved is not None:
-        new, slots = set(reserved.keys), list(reserved.slots)
+        new.update(dict.fromkeys(reserved.keys, True))
+        slots = reserved.slots
         held.reserved.update(zip(slots, reserved.keys, strict=True))
-    missing = (BlockLocation.NOWHERE, BlockLocation.STORAGE, BlockLocation.UNKNOWN)
-    places = room.locate_all(keys)
-    is_known = [place not in missing for place in places]
-    is_new = [False] * len(keys)
-    for at, key in enumerate(keys):
-        if key in new:  # a key that is named twice is new once
-            new.discard(key)
-            is_new[at], is_known[at] = True, False
+    # A key that is named twice is new once.
+    is_new = np.array([new.pop(key, False) for key in keys], bool)
+    is_known = np.zeros(len(keys), bool)
+    if not is_new.all():
+        is_known = np.isin(room.codes(keys), (protocol.MEMORY, protocol.ARRIVING)) & ~is_new
     return protocol.ReserveAnswer(
         message.id,
-        bytes(is_new),
-        bytes(is_known),
+        is_new.tobytes(),
+        is_known.tobytes(),
         protocol.pack(slots),
         protocol.pack(room.generations(slots)),
     )

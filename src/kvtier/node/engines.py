@@ -15,9 +15,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.errors import CacheError
+from kvtier.node.protocol import Int64s
 from kvtier.node.room import NodeRoom
-from kvtier.types import Slot
+from kvtier.types import BlockId, Slot
 
 SO_PEERPIDFD = 77
 """Socket option for the process descriptor of the peer (Linux 6.5)."""
@@ -80,37 +84,36 @@ def peer_of(connection: socket.socket) -> EngineProcess:
     return EngineProcess(pid, uid, pidfd, (pid, os.fstat(pidfd).st_ino))
 
 
-@dataclass(slots=True)
 class Holdings:
     """Slots of one room that one engine uses.
 
-    leased: by slot, its key, and how many leases. reserved: by slot, its key.
+    Attributes:
+        num_leases: uint32 [num_slots], how many leases the engine has of each slot. Its pages cost
+            memory once a slot in them was leased.
+        reserved: by slot, its key.
     """
 
-    room: NodeRoom
-    leased: dict[Slot, tuple[bytes, int]] = field(default_factory=dict)
-    reserved: dict[Slot, bytes] = field(default_factory=dict)
+    def __init__(self, room: NodeRoom) -> None:
+        self.room = room
+        self.num_leases = np.zeros(room.tier.num_slots, np.uint32)
+        self.reserved: dict[Slot, bytes] = {}
 
-    def lease(self, keys: Sequence[bytes]) -> Sequence[Slot]:
+    def lease(self, blocks: Sequence[BlockId]) -> Int64s:
         """Lease blocks that are in memory, once more. Return their slots."""
-        slots = self.room.hold(keys)
-        for slot, key in zip(slots, keys, strict=True):
-            self.leased[slot] = (key, self.leased.get(slot, (key, 0))[1] + 1)
+        slots = self.room.lease(blocks)
+        at, num = _counted(slots)
+        self.num_leases[at] += num
         return slots
 
-    def release(self, slots: Iterable[Slot]) -> None:
+    def release(self, slots: Int64s) -> None:
         """Release one lease of each slot. Slots that the engine has not leased are ignored."""
-        keys = []
-        for slot in slots:
-            key, num = self.leased.get(slot, (b"", 0))
-            if num:
-                keys.append(key)
-                if num > 1:
-                    self.leased[slot] = (key, num - 1)
-                else:
-                    del self.leased[slot]
-        if keys:
-            self.room.release(keys)
+        slots = slots[(slots >= 0) & (slots < len(self.num_leases))]
+        at, num = _counted(slots)
+        ours = np.minimum(num, self.num_leases[at])
+        self.num_leases[at] -= ours
+        mine = slots if (ours == num).all() else np.repeat(at, ours)
+        if len(mine):
+            self.room.end_leases(mine)
 
     def commit(self, slots: Sequence[Slot], depths: Sequence[int], to_storage: bool) -> None:
         """Note that reserved slots have been written. Others are ignored."""
@@ -130,19 +133,31 @@ class Holdings:
 
     def distrust(self, slots: Iterable[Slot]) -> None:
         """Give up the blocks in slots that this engine uses. Others are ignored."""
-        mine = [slot for slot in slots if slot in self.leased or slot in self.reserved]
+        mine = [slot for slot in slots if slot in self.reserved or self._is_leased(slot)]
         self.room.distrust(mine)
+
+    def _is_leased(self, slot: Slot) -> bool:
+        return 0 <= slot < len(self.num_leases) and bool(self.num_leases[slot])
 
     def end(self) -> None:
         """Release and give up everything."""
         self.abort(list(self.reserved))
-        for slot, (_, num) in list(self.leased.items()):
-            self.release([slot] * num)
+        leased = np.flatnonzero(self.num_leases)
+        self.release(np.repeat(leased, self.num_leases[leased]))
 
     @property
     def num_slots(self) -> int:
         """Number of slots in use."""
-        return len(self.leased) + len(self.reserved)
+        return int(np.count_nonzero(self.num_leases)) + len(self.reserved)
+
+
+def _counted(slots: Int64s) -> tuple[Int64s, npt.NDArray[np.uint32]]:
+    """Return the distinct slots, and how often each is named. Nearly always it is once."""
+    ordered = np.sort(slots)
+    if (ordered[1:] != ordered[:-1]).all():
+        return slots, np.ones(len(slots), np.uint32)
+    at, num = np.unique(slots, return_counts=True)
+    return at, num.astype(np.uint32)
 
 
 @dataclass(slots=True)
@@ -173,7 +188,10 @@ class AttachedEngine:
 
     def holdings(self, number: int, room: NodeRoom) -> Holdings:
         """Return what the engine uses of a room."""
-        return self.rooms.setdefault(number, Holdings(room))
+        held = self.rooms.get(number)
+        if held is None:
+            held = self.rooms[number] = Holdings(room)
+        return held
 
     def end(self) -> None:
         """Take everything back. No process of the engine may live."""

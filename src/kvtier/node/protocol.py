@@ -242,7 +242,7 @@ class OpenAnswer(_Message):
 class LookupAnswer(_Message):
     """Answer to ``LookupRequest``.
 
-    places: one byte per key, see ``PLACES``. slots, generations: int64, of the blocks in memory, in
+    places: one byte per key, as below. slots, generations: int64, of the blocks in memory, in
     their order. sources: one byte per key, the tier that it would be read from: 0 for memory, then
     the storage tiers. pending: number of the look-ups in storage that are in flight; if there are
     any, an ``EndedNotice`` with the request's number follows.
@@ -304,7 +304,7 @@ class EndedNotice(_Message):
 
 
 ABSENT, ARRIVING, MEMORY, STORAGE, UNKNOWN = range(5)
-"""Bytes of ``LookupAnswer.places``."""
+"""Bytes of ``LookupAnswer.places``: the codes of ``kvtier.keyed.cache.PLACES``."""
 MISSING, THERE, FAILED = range(3)
 """Bytes of ``OutcomesAnswer.outcomes``."""
 
@@ -392,7 +392,8 @@ class Frames:
             end = FRAME_HEADER.size + size
             if len(self._bytes) < end:
                 return
-            content = bytes(self._bytes[FRAME_HEADER.size : end])
+            with memoryview(self._bytes) as view:
+                content = bytes(view[FRAME_HEADER.size : end])
             del self._bytes[:end]
             yield content
 
@@ -415,4 +416,5 @@ def split_keys(keys: bytes, key_bytes: int) -> list[bytes]:
         raise ProtocolError(f"{len(keys)} bytes are no whole number of keys of {key_bytes} bytes")
     if len(keys) > MOST_KEYS * key_bytes:
         raise ProtocolError(f"{len(keys) // key_bytes} keys are more than {MOST_KEYS}")
-    return [keys[at : at + key_bytes] for at in range(0, len(keys), key_bytes)]
+    split: list[bytes] = np.frombuffer(keys, f"V{key_bytes}").tolist()
+    return split

@@ -11,7 +11,8 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import compress
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 from blake3 import blake3
@@ -21,8 +22,8 @@ from kvtier.errors import ConfigError
 from kvtier.hints import Said
 from kvtier.index import State, make_key_index
 from kvtier.index.policies.replayed import RUNS
-from kvtier.keyed.cache import KeyedCache, Reserved
-from kvtier.ladder import LadderOptions
+from kvtier.keyed.cache import MEMORY_CODE, Codes, KeyedCache, Reserved
+from kvtier.ladder import LadderOptions, PendingLookup
 from kvtier.node.config import DEFAULT_TENANT, check_tenant
 from kvtier.node.memory import NodeMemory, SegmentTier
 from kvtier.node.pins import Pins
@@ -111,6 +112,20 @@ class RoomOptions:
     lookup_patience_s: float = 0.0
 
 
+class FoundInRoom(NamedTuple):
+    """Result of ``NodeRoom.look_up``.
+
+    codes: uint8 [num_keys], see ``kvtier.keyed.cache.PLACES``. ready: the blocks in memory.
+    sources: uint8 [num_keys], position of the tier that each block would be read from. pending:
+    look-ups in storage that are in flight.
+    """
+
+    codes: Codes
+    ready: list[BlockId]
+    sources: Codes
+    pending: list[PendingLookup]
+
+
 class NodeRoom(KeyedCache):
     """Keyed cache in segments of a node's memory, and in storage of its own.
 
@@ -164,8 +179,6 @@ class NodeRoom(KeyedCache):
     # -- slots -------------------------------------------------------------------------------------
 
     def reserve(self, keys: Collection[bytes]) -> Reserved | None:
-        if self.tier.num_free < len(keys):
-            self._grow(len(self._missing(keys)[0]))
         room = super().reserve(keys)
         if room is not None:
             self._note_use(room.slots)
@@ -175,6 +188,49 @@ class NodeRoom(KeyedCache):
         slots = super().hold(keys)
         self._note_use(slots)
         return slots
+
+    def look_up(self, keys: Sequence[bytes], has_gaps: bool) -> FoundInRoom:
+        """Look up a prompt's blocks; see ``begin_lookup``. Cost: one look-up in the index."""
+        found, asked = self._begin_lookup(keys, has_gaps)
+        ready = list(compress(found.blocks, (found.codes == MEMORY_CODE).tolist()))
+        pending = [each for each in asked if not each.is_over]
+        return FoundInRoom(
+            found.codes,
+            cast("list[BlockId]", ready),
+            self._source_tiers(found.by_tier),
+            pending,
+        )
+
+    def codes(self, keys: Sequence[bytes]) -> Codes:
+        """Return the code of each block's location: uint8 [num_keys]. Changes nothing."""
+        return self._locate(keys).codes
+
+    def ready_blocks(self, keys: Sequence[bytes]) -> list[BlockId]:
+        """Return the blocks of keys that are in memory."""
+        return self._known(keys)
+
+    def lease(self, blocks: Sequence[BlockId]) -> Int64s:
+        """Lease blocks in memory, for copies by an engine. Return their slots: int64 [n]."""
+        self._index.lease(blocks, HOST)
+        slots = np.fromiter(self._index.slots(blocks, HOST), np.int64, len(blocks))
+        self._note_use(slots)
+        return slots
+
+    def end_leases(self, slots: Int64s) -> None:
+        """End one lease of the block in each slot. slots: int64 [n], all leased by ``lease``."""
+        blocks = self._blocks_in(slots)
+        self._index.release(blocks, HOST)
+        self._came_from[slots] = 0
+        self.ladder.transient_blocks.passed(blocks)
+        self.ladder.transfers.drop_lost()
+
+    def distrust(self, slots: Collection[Slot]) -> None:
+        self._copies.distrust_blocks(self._blocks_in(np.asarray(list(slots), np.int64)))
+
+    def _blocks_in(self, slots: Int64s) -> list[BlockId]:
+        """Return the blocks that were last copied to slots."""
+        found: list[BlockId] = (self._block_at[slots] - 1).tolist()
+        return found
 
     def _promote(self, keys: Sequence[bytes]) -> int:
         self._grow(len(keys))
@@ -193,11 +249,10 @@ class NodeRoom(KeyedCache):
         super()._fill(blocks, slots, tier)
         self._block_at[slots] = np.asarray(blocks, np.int64) + 1
 
-    def _note_use(self, slots: Sequence[Slot]) -> None:
-        segments = self.tier.segments_of(np.asarray(slots, np.int64))
-        self._last_use[np.unique(segments)] = self._clock()
+    def _note_use(self, slots: Sequence[Slot] | Int64s) -> None:
+        self._last_use[self.tier.segments_of(np.asarray(slots, np.int64))] = self._clock()
 
-    def generations(self, slots: Sequence[Slot]) -> Int64s:
+    def generations(self, slots: Sequence[Slot] | Int64s) -> Int64s:
         """Return the generation of each slot: int64 [n]."""
         return self.tier.generations[np.asarray(slots, np.int64)]
 
@@ -257,7 +312,7 @@ class NodeRoom(KeyedCache):
     def _evict(self, slots: Int64s) -> None:
         """Evict the blocks in these slots from memory, as far as nothing uses them."""
         slots = slots[self._block_at[slots] > 0]
-        blocks = [BlockId(number - 1) for number in self._block_at[slots].tolist()]
+        blocks = self._blocks_in(slots)
         states = self._index.states_of(blocks, HOST)
         known = [
             (b, s)
@@ -365,6 +420,14 @@ class NodeRoom(KeyedCache):
     def tell_of_ends(self, tell: Callable[[], object]) -> None:
         """Call ``tell``, on any thread, when a transfer has ended."""
         self.ladder.transfers.tell_of_ends(tell)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError also if a slot is not known to have the block that lies in it."""
+        super().check_invariants()
+        for each in self._index.known():
+            state, slot, _ = each.places[0]
+            if state is not State.ABSENT:
+                assert self._block_at[slot] == each.block + 1, "a slot has another block"
 
     def close(self) -> bool:
         """Finish transfers, and close the storage tiers. Return False if that takes too long."""

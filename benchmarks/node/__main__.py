@@ -1,0 +1,55 @@
+"""M1, M2, M3, M5, M6: one cache for all engines of a machine, against a cache in each of them.
+
+    python -m benchmarks.node            tables
+    python -m benchmarks.node --json -   JSON on stdout, the tables on stderr
+
+README.md says the method.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+
+from benchmarks.node.part import Part, table
+from benchmarks.policies.traces import FOLDER, default_folder
+from benchmarks.report.machine import machine_facts
+from benchmarks.report.output import report
+
+PARTS = ("look_up", "work", "copies", "killed", "tokens")
+TRACE = "mooncake/conversation_trace.jsonl.zst"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.node", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser.add_argument("--quick", action="store_true", help="fewer of everything: to see it run")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(all)")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        default=default_folder() / TRACE,
+        help=f"requests of the part tokens; else {TRACE} in ${FOLDER}",
+    )
+    options = parser.parse_args(arguments)
+    machine = machine_facts()
+    parts: dict[str, Part] = {}
+    for name in options.parts:
+        module = import_module(f"benchmarks.node.{name}")
+        more = (options.trace,) if name == "tokens" else ()
+        parts[name] = module.measure(options.quick, *more)
+    result = {
+        "benchmark": "node",
+        "machine": machine,
+        "quick": options.quick,
+        "rows": [{"part": name, **row} for name, part in parts.items() for row in part.rows],
+        "targets": [target for part in parts.values() for target in part.targets],
+    }
+    report(result, options.json, *(table(name, part) for name, part in parts.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""M2: look-ups of a long prompt by four clients, in a node and in the client's own process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.node.part import JsonRow, Part
+from benchmarks.node.processes import SPAWN, attached, check_all_there, running_node, store
+from benchmarks.report.targets import judged
+from benchmarks.scale.keyed import PROMPT_BLOCKS, new_keys
+from kvtier._hot import NATIVE
+from kvtier.assembly import build_ladder
+from kvtier.devices.cpu import CpuDevice
+from kvtier.index import make_key_index
+from kvtier.keyed.cache import KeyedCache
+from kvtier.ladder import LadderOptions
+from kvtier.node import protocol
+from kvtier.node.cache import NodeCache
+from kvtier.node.config import NodeConfig
+from kvtier.node.engines import Holdings
+from kvtier.node.node import CacheNode
+from kvtier.node.room import NodeRoom, RoomKey
+from kvtier.tiers import DistantRoom
+from kvtier.tools.report.stats import median_with_interval
+from kvtier.transfer.ranks import RankMover
+from kvtier.types import HOST
+
+NUM_CLIENTS = 4
+RATE = 100.0
+"""Requests per second of each client."""
+BLOCK_BYTES = 512
+HOST_BYTES, SEGMENT_BYTES = 64 << 20, 4 << 20
+NODE, IN_PROCESS = "node", "in process"
+P50_MS, P99_MS = 0.1, 1.0
+NAMESPACE = b"n" * 32
+
+Cache = NodeCache | KeyedCache
+
+
+class Requests(NamedTuple):
+    """Requests of one client in one round.
+
+    seconds: of each. cpu_s: of the client's thread. late: how much longer they took in all than the
+    rate leaves time for.
+    """
+
+    seconds: list[float]
+    cpu_s: float
+    wall_s: float
+
+
+def cache_in_process(num_blocks: int) -> KeyedCache:
+    """Return a cache of this process with room for ``num_blocks`` blocks, and no storage."""
+    host = DistantRoom(num_blocks)
+    host.open(num_blocks)
+    index = make_key_index((HOST,), lambda: NAMESPACE, (HOST,))
+    mover = RankMover({}, BLOCK_BYTES, 1, 1)
+    ladder = build_ladder(
+        index, {HOST: host}, mover, LadderOptions(BLOCK_BYTES), clock=time.monotonic
+    )
+    return KeyedCache(index, ladder, lambda: NAMESPACE, time.monotonic)
+
+
+def ask(cache: Cache, keys: Sequence[bytes], num_requests: int, rate: float = RATE) -> Requests:
+    """Look a prompt up again and again, at a rate."""
+    seconds = []
+    began, cpu_s = time.perf_counter(), time.thread_time()
+    for number in range(num_requests):
+        left_s = began + number / rate - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+        start = time.perf_counter()
+        places, _ = cache.begin_lookup(keys)
+        cache.poll()
+        seconds.append(time.perf_counter() - start)
+        check_all_there(places)
+    return Requests(seconds, time.thread_time() - cpu_s, time.perf_counter() - began)
+
+
+def _client(socket: Path, keys: list[bytes], pipe: Connection) -> None:
+    """Ask one of two caches at a time, as told."""
+    own = cache_in_process(2 * len(keys))
+    store(own, keys)
+    with attached(socket, BLOCK_BYTES) as cache:
+        caches = {NODE: cache, IN_PROCESS: own}
+        pipe.send(None)
+        while (told := pipe.recv()) is not None:
+            way, num_requests = told
+            pipe.send(ask(caches[way], keys, num_requests))
+
+
+class Round(NamedTuple):
+    """One round of one way: milliseconds."""
+
+    p50_ms: float
+    p99_ms: float
+    client_cpu_ms: float
+    node_cpu_ms: float
+    rate: float
+
+
+def measure(quick: bool) -> Part:
+    """Measure both ways in turn."""
+    num_rounds, num_requests = (2, 20) if quick else (12, 200)
+    keys = new_keys(PROMPT_BLOCKS)
+    rounds: dict[str, list[Round]] = {NODE: [], IN_PROCESS: []}
+    with running_node(HOST_BYTES, SEGMENT_BYTES) as node:
+        socket = node.config.socket
+        with attached(socket, BLOCK_BYTES) as cache:
+            store(cache, keys)
+            clients = []
+            for _ in range(NUM_CLIENTS):
+                ours, theirs = SPAWN.Pipe()
+                process = SPAWN.Process(target=_client, args=(socket, keys, theirs))
+                process.start()
+                theirs.close()
+                clients.append((process, ours))
+            for _, pipe in clients:
+                pipe.recv()
+            for number in range(num_rounds + 1):
+                for way, of_way in rounds.items():
+                    cpu_s = node.cpu_s
+                    for _, pipe in clients:
+                        pipe.send((way, num_requests))
+                    found = [pipe.recv() for _, pipe in clients]
+                    if number:
+                        of_way.append(_round(found, node.cpu_s - cpu_s))
+            for process, pipe in clients:
+                pipe.send(None)
+                process.join()
+    rows = [_row(way, of_way) for way, of_way in rounds.items()]
+    return Part([*rows, *_steps(20 if quick else 200)], targets(rounds[NODE], rounds[IN_PROCESS]))
+
+
+def _round(found: Sequence[Requests], node_cpu_s: float) -> Round:
+    times = np.concatenate([each.seconds for each in found]) * 1e3
+    p50, p99 = np.percentile(times, [50, 99]).tolist()
+    return Round(
+        p50,
+        p99,
+        1e3 * sum(each.cpu_s for each in found) / len(times),
+        1e3 * node_cpu_s / len(times),
+        len(times) / max(each.wall_s for each in found),
+    )
+
+
+def _row(name: str, rounds: Sequence[Round]) -> JsonRow:
+    medians = {
+        field: float(np.median([getattr(each, field) for each in rounds]))
+        for field in Round._fields
+    }
+    return {"what": f"look up {PROMPT_BLOCKS:,} blocks", "way": name, **medians}
+
+
+def targets(node: Sequence[Round], in_process: Sequence[Round]) -> list[dict[str, object]]:
+    """Judge how much longer a look-up takes in a node, round by round."""
+    found = []
+    for field, wanted in ("p50_ms", P50_MS), ("p99_ms", P99_MS):
+        pairs = zip(node, in_process, strict=True)
+        more = median_with_interval(
+            [getattr(one, field) - getattr(other, field) for one, other in pairs]
+        )
+        found.append(judged("M2", more, wanted, at_least=False, measure=f"{field[:3]}, ms more"))
+    return found
+
+
+# -- where the time goes ---------------------------------------------------------------------------
+
+
+def room_in_process(node: CacheNode, keys: Sequence[bytes], block_bytes: int) -> NodeRoom:
+    """Return a room of a node in this process that has the blocks."""
+    _, room = node.room(RoomKey("", NAMESPACE, block_bytes, len(keys[0])))
+    store(room, keys)
+    return room
+
+
+def _steps(num_calls: int) -> list[JsonRow]:
+    """Time the steps of a look-up one by one, in CPU microseconds of one thread."""
+    from tempfile import TemporaryDirectory
+
+    keys = new_keys(PROMPT_BLOCKS)
+    with TemporaryDirectory(prefix="kvtier-node-") as folder:
+        config = NodeConfig(
+            Path(folder) / "node.sock",
+            host_capacity=str(HOST_BYTES),
+            segment_capacity=str(SEGMENT_BYTES),
+        )
+        node = CacheNode(config, CpuDevice())
+        held = Holdings(room_in_process(node, keys, BLOCK_BYTES))
+        told = b"".join(keys)
+        frame = protocol.frame(protocol.LookupRequest(1, 0, told))
+        split = protocol.split_keys(told, len(keys[0]))
+        ready = held.room.look_up(split, has_gaps=False).ready
+        slots = held.lease(ready)
+        held.release(slots)
+        codes = bytes([protocol.MEMORY]) * len(keys)
+        packed = protocol.pack(slots)
+        answer = protocol.LookupAnswer(1, codes, packed, packed, codes)
+
+        def lease() -> None:
+            held.release(held.lease(ready))
+
+        steps: dict[str, Callable[[], object]] = {
+            "join the keys": lambda: b"".join(keys),
+            "make the frame": lambda: protocol.frame(protocol.LookupRequest(1, 0, told)),
+            "take the frame": lambda: [
+                protocol.decode_engine(each) for each in protocol.Frames().take(frame)
+            ],
+            "split the keys": lambda: protocol.split_keys(told, len(keys[0])),
+            "find in the index": lambda: held.room.look_up(split, has_gaps=False),
+            "lease and release": lease,
+            "make and take the answer": lambda: [
+                protocol.decode_node(each)
+                for each in protocol.Frames().take(protocol.frame(answer))
+            ],
+        }
+        rows = [_step(name, step, num_calls) for name, step in steps.items()]
+        node.close()
+    return rows
+
+
+def _step(name: str, step: Callable[[], object], num_calls: int) -> JsonRow:
+    times = []
+    for _ in range(num_calls):
+        began = time.thread_time()
+        step()
+        times.append(1e3 * (time.thread_time() - began))
+    nothing = dict.fromkeys(Round._fields, "")
+    native = "native" if NATIVE else "Python"
+    return {"what": name, "way": native, **nothing, "node_cpu_ms": float(np.median(times))}

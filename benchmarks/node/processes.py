@@ -1,0 +1,143 @@
+"""A node in a process of its own, and clients of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.scale.keyed import new_keys
+from kvtier.devices.cpu import CpuDevice
+from kvtier.keyed.cache import BlockLocation, KeyedCache
+from kvtier.node.cache import NodeCache
+from kvtier.node.client import NodeClient
+from kvtier.node.config import NodeConfig
+from kvtier.node.host import NodeHost, SlotMemory
+from kvtier.node.run import run_node
+
+SPAWN = get_context("spawn")
+SCOPE = b"benchmark".ljust(32, b"\0")
+PATIENCE_S = 60.0
+STORED_AT_ONCE = 5_000
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def _serve(config: NodeConfig, ready: Connection) -> None:
+    run_node(config, lambda _: ready.send(True))
+
+
+class Node:
+    """A node's process.
+
+    Args:
+        folder: of its socket.
+        host_bytes, segment_bytes: its memory.
+    """
+
+    def __init__(self, folder: Path, host_bytes: int, segment_bytes: int) -> None:
+        self.config = NodeConfig(
+            folder / "node.sock",
+            host_capacity=str(host_bytes),
+            segment_capacity=str(segment_bytes),
+        )
+        ready, theirs = SPAWN.Pipe()
+        self._process = SPAWN.Process(target=_serve, args=(self.config, theirs))
+        self._process.start()
+        theirs.close()
+        if not ready.poll(PATIENCE_S):
+            raise RuntimeError("the node does not start")
+        ready.recv()
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of the thread that serves all engines."""
+        return int(Path(f"/proc/{self._process.pid}/schedstat").read_text().split()[0]) / 1e9
+
+    @property
+    def own_bytes(self) -> int:
+        """Resident bytes of the process without shared memory: tables and Python objects."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.join()
+
+
+@contextmanager
+def running_node(host_bytes: int, segment_bytes: int) -> Iterator[Node]:
+    with TemporaryDirectory(prefix="kvtier-node-") as folder:
+        node = Node(Path(folder), host_bytes, segment_bytes)
+        try:
+            yield node
+        finally:
+            node.close()
+
+
+@contextmanager
+def attached(socket: Path, block_bytes: int, engine: str = "") -> Iterator[NodeCache]:
+    """A client whose deadline nothing misses, with its room opened."""
+    cache = NodeCache(NodeClient(socket, engine=engine), lambda: SCOPE, block_bytes, PATIENCE_S)
+    try:
+        until(lambda: cache.begin_lookup(new_keys(1)) and cache.guard([]).instance)
+        yield cache
+    finally:
+        cache.close()
+
+
+@contextmanager
+def mapped(socket: Path, block_bytes: int, engine: str) -> Iterator[NodeHost]:
+    """The node's memory, as a rank of an engine has it."""
+    host = NodeHost(NodeClient(socket, engine=engine), CpuDevice(), block_bytes, 0, 1)
+    try:
+        yield host
+    finally:
+        host.close()
+
+
+def blocks_of(memory: SlotMemory | None, block_bytes: int) -> Bytes:
+    """Return mapped memory by slot: uint8 [num_slots, block_bytes]."""
+    assert memory is not None, "the node's memory can't be mapped"
+    num_bytes = memory.num_slots * block_bytes
+    found: Bytes = np.frombuffer(memory.memory.owner, np.uint8)  # type: ignore[call-overload]
+    return found[:num_bytes].reshape(memory.num_slots, block_bytes)
+
+
+def store(cache: NodeCache | KeyedCache, keys: Sequence[bytes]) -> None:
+    """Store new blocks, whatever their bytes are."""
+    for at in range(0, len(keys), STORED_AT_ONCE):
+        until(partial(_store, cache, keys[at : at + STORED_AT_ONCE]))
+
+
+def _store(cache: NodeCache | KeyedCache, keys: Sequence[bytes]) -> bool:
+    """Reserve and commit blocks; False while the node prepares its memory."""
+    reserved = cache.reserve(keys)
+    if reserved is not None:
+        cache.commit(reserved.keys, range(len(reserved.keys)))
+    return reserved is not None
+
+
+def check_all_there(places: list[BlockLocation]) -> None:
+    """Raise RuntimeError unless every block was found in memory."""
+    num = places.count(BlockLocation.MEMORY)
+    if num < len(places):
+        raise RuntimeError(f"{len(places) - num} of {len(places)} stored blocks were not found")
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > end_s:
+            raise RuntimeError("the node does not answer")
+        time.sleep(0.01)

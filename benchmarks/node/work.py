@@ -1,0 +1,108 @@
+"""M6: CPU time of a node per request of 100 blocks, and its memory per block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from benchmarks.node.part import JsonRow, Part
+from benchmarks.node.processes import Node, attached, check_all_there, running_node, store
+from benchmarks.report.targets import judged
+from benchmarks.scale.keyed import new_keys
+from kvtier.node.cache import NodeCache
+from kvtier.tools.report.stats import exactly, median_with_interval
+
+REQUEST_BLOCKS = 100
+MOST_US = 50.0
+MOST_BYTES = 150.0
+BLOCK_BYTES = 64
+SEGMENT_BYTES = 4 << 20
+GENERATION_BYTES = 8
+"""Bytes of a slot's generation, which lies in shared memory."""
+SPARE = 4
+"""The memory has room for so many times the blocks of a run that stores new ones."""
+
+
+def measure(quick: bool) -> Part:
+    """Measure CPU time per request in two nodes, one with room and one full; then memory."""
+    num_rounds, num_requests = (2, 20) if quick else (12, 200)
+    num_new = (num_rounds + 1) * num_requests * REQUEST_BLOCKS
+    found: dict[str, list[float]] = {}
+    for state, capacity in ("with room", SPARE * num_new), ("full", num_new // SPARE):
+        num_bytes = max(capacity * BLOCK_BYTES, SEGMENT_BYTES)
+        with (
+            running_node(num_bytes, SEGMENT_BYTES) as node,
+            attached(node.config.socket, BLOCK_BYTES) as cache,
+        ):
+            if state == "full":
+                store(cache, new_keys(num_bytes // BLOCK_BYTES))
+            found |= _requests(node, cache, state, num_rounds, num_requests)
+    cpu = [_row(name, times) for name, times in found.items()]
+    memory = _memory(200_000 if quick else 1_000_000)
+    rows = [*cpu, memory]
+    targets = [
+        judged(
+            "M6",
+            median_with_interval(times),
+            MOST_US,
+            at_least=False,
+            digits=1,
+            measure=f"CPU us, {name}",
+        )
+        for name, times in found.items()
+    ]
+    per_block = exactly(float(str(memory["median"])))
+    targets.append(judged("M6", per_block, MOST_BYTES, at_least=False, measure="bytes per block"))
+    return Part(rows, targets)
+
+
+def _requests(
+    node: Node, cache: NodeCache, state: str, num_rounds: int, num_requests: int
+) -> dict[str, list[float]]:
+    """Return the node's CPU microseconds per request of each round, by kind of request."""
+    known = new_keys(REQUEST_BLOCKS)
+    store(cache, known)
+
+    def look_up() -> None:
+        for _ in range(num_requests):
+            check_all_there(cache.begin_lookup(known)[0])
+            cache.poll()
+
+    def reserve() -> None:
+        for _ in range(num_requests):
+            store(cache, new_keys(REQUEST_BLOCKS))
+
+    kinds: dict[str, Callable[[], None]] = {
+        f"reserve and commit, {state}": reserve,
+    }
+    if state == "with room":
+        kinds["look up, lease and release"] = look_up
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    for number in range(num_rounds + 1):
+        for name, work in kinds.items():
+            began = node.cpu_s
+            work()
+            cache.locate(known[0])  # answered when all before it is done
+            if number:
+                found[name].append(1e6 * (node.cpu_s - began) / num_requests)
+    return found
+
+
+def _memory(num_blocks: int) -> JsonRow:
+    """Return the bytes that a node needs per block besides the blocks themselves."""
+    with running_node(num_blocks * BLOCK_BYTES, SEGMENT_BYTES) as node:
+        num_slots = node.config.host_bytes // SEGMENT_BYTES * (SEGMENT_BYTES // BLOCK_BYTES)
+        before = node.own_bytes
+        with attached(node.config.socket, BLOCK_BYTES) as cache:
+            keys = new_keys(num_slots)
+            store(cache, keys)
+            places, _ = cache.begin_lookup(keys[-REQUEST_BLOCKS:])
+            check_all_there(places)
+            cache.poll()
+            grown = node.own_bytes - before
+    per_block = grown / num_slots + GENERATION_BYTES
+    return {"what": f"{num_slots:,} blocks", "unit": "bytes per block", "median": per_block}
+
+
+def _row(name: str, times: Sequence[float]) -> JsonRow:
+    value = median_with_interval(times).value
+    return {"what": name, "unit": f"CPU us per {REQUEST_BLOCKS} blocks", "median": value}
