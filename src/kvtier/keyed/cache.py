@@ -29,6 +29,8 @@ from kvtier.ladder import Ladder, PendingLookup
 from kvtier.types import BlockId, Slot
 
 ABSENT, WRITING, READY = State.ABSENT, State.WRITING, State.READY
+ABSENT_BYTE, READY_BYTE = int(ABSENT), int(READY)
+"""For arrays, which compare themselves with members of an ``Enum`` slowly."""
 
 
 class BlockLocation(Enum):
@@ -180,7 +182,7 @@ class KeyedCache:
         by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
         codes = IN_MEMORY[by_tier[:, 0]]
         for tier in range(1, len(self._tiers)):
-            codes[(codes == NOWHERE_CODE) & (by_tier[:, tier] == READY)] = STORAGE_CODE
+            codes[(codes == NOWHERE_CODE) & (by_tier[:, tier] == READY_BYTE)] = STORAGE_CODE
         if self._lookup.is_complete:
             codes[codes == UNKNOWN_CODE] = NOWHERE_CODE
         if self._lost or self._copies.doubted:
@@ -277,8 +279,8 @@ class KeyedCache:
         """Return the position of the tier that each block would be read from: uint8 [num_keys]."""
         found = np.zeros(len(by_tier), np.uint8)
         for tier in range(by_tier.shape[1] - 1, 0, -1):
-            found[by_tier[:, tier] == READY] = tier
-        found[by_tier[:, 0] > ABSENT] = 0
+            is_there = (by_tier[:, tier] == READY_BYTE) & (by_tier[:, 0] <= ABSENT_BYTE)
+            found[is_there] = tier
         return found
 
     def origins(self, keys: Sequence[bytes]) -> list[str]:
