@@ -229,9 +229,7 @@ def test_answer_that_was_never_read_leaves_no_lease(node: LocalNode) -> None:
             assert isinstance(answer, protocol.LookupAnswer)
             sizes.append(len(answer.slots) // 8)
         (state,) = node.server.registry.engines.values()
-        leased = node.do(
-            lambda: sum(num for held in state.rooms.values() for _, num in held.leased.values())
-        )
+        leased = node.do(lambda: sum(int(held.num_leases.sum()) for held in state.rooms.values()))
         assert leased == sum(sizes), "what was told of, and nothing else"
         assert len(sizes) < num
 

@@ -267,7 +267,7 @@ class Machine(RuleBasedStateMachine):
         def count() -> dict[str, tuple[int, int]]:
             return {
                 name: (
-                    sum(num for held in each.rooms.values() for _, num in held.leased.values()),
+                    sum(int(held.num_leases.sum()) for held in each.rooms.values()),
                     sum(len(held.reserved) for held in each.rooms.values()),
                 )
                 for each in self.node.server.registry.engines.values()
