@@ -109,8 +109,8 @@ def run(
         typer.Option(
             "--tenant-users",
             help='Users whose engines may name a tenant, by uid: "team-a=1000,1001". Other tenants '
-            "are for the node's own user and root, the default one for everybody. Repeat the option "
-            "for several tenants.",
+            "are for the node's own user and root, the default one for everybody. Repeat the "
+            "option for several tenants.",
             show_default="none",
         ),
     ] = None,

@@ -85,7 +85,7 @@ def parse_tenant_users(texts: Iterable[str]) -> dict[str, frozenset[int]]:
         check_tenant(tenant)
         if tenant in tenants or not all(user.strip().isdecimal() for user in users.split(",")):
             raise ConfigError(
-                f'tenant_users: {text!r} names no users, or a tenant twice; see --help'
+                f"tenant_users: {text!r} names no users, or a tenant twice; see --help"
             )
         tenants[tenant] = frozenset(map(int, users.split(",")))
     return tenants
