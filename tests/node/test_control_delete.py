@@ -52,6 +52,7 @@ def test_keys_are_deleted_from_every_tier_and_stay_deleted(
         with BareEngine(node) as engine:
             engine.store(1, 2, 3, 4)
             until(lambda: stored(node, 4, "disk", "valkey"), "it was never written")
+            until(lambda: num_in_store(valkey) == 4, "it was never written")
             assert engine.delete(1, 2) == [MISSING, MISSING]
             assert engine.places(1, 2, 3, 4) == [ABSENT, ABSENT, MEMORY, MEMORY]
             told = node.control.post("/delete", keys=hexed(3, 9))
@@ -72,6 +73,7 @@ def test_blocks_that_only_storage_knows_are_deleted(tmp_path: Path, valkey: Valk
         with BareEngine(node) as engine:
             engine.store(1, 2, 3)
             until(lambda: stored(node, 3, "disk", "valkey"), "it was never written")
+            until(lambda: num_in_store(valkey) == 3, "it was never written")
         node.kill()
         node.start()
         with BareEngine(node) as engine:

@@ -65,8 +65,12 @@ class Machine(RuleBasedStateMachine):
         self.committed: set[int] = set()
         self.living: list[Engine] = []
         self.connecting: subprocess.Popen[bytes] | None = None
-        self.patched = patch("kvtier.node.server.peer_of", self._peer)
-        self.patched.start()
+        self.patches = [
+            patch("kvtier.node.server.peer_of", self._peer),
+            patch("kvtier.node.client.GOODBYE_S", 30.0),  # machines are busy
+        ]
+        for each in self.patches:
+            each.start()
 
     def _peer(self, _: object) -> EngineProcess:
         assert self.connecting is not None
@@ -279,7 +283,8 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for engine in list(self.living):
             self.die(engine)
-        self.patched.stop()
+        for each in self.patches:
+            each.stop()
         try:
             self._check_all_slots()
         finally:
