@@ -66,6 +66,7 @@ class KeyedMachine(RuleBasedStateMachine):
         self.under_way: list[tuple[RankOrder, int]] = []
         self.holding: list[bytes] = []
         self.storing: list[tuple[bytes, int]] = []
+        self.deleted: set[bytes] = set()  # and not stored again
 
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True))
     def store(self, keys: list[bytes]) -> None:
@@ -74,6 +75,7 @@ class KeyedMachine(RuleBasedStateMachine):
             for rank in self.ranks:
                 rank.slots[slot] = key
             self.storing.append((key, slot))
+            self.deleted.discard(key)
 
     @precondition(lambda self: self.storing)
     @rule(success=st.booleans(), is_doubted=st.booleans())
@@ -164,6 +166,12 @@ class KeyedMachine(RuleBasedStateMachine):
     def touch(self, keys: list[bytes]) -> None:
         self.cache.touch(keys)
 
+    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True))
+    def delete(self, keys: list[bytes]) -> None:
+        self.cache.delete(keys)
+        self.deleted.update(keys)
+        assert all(self.engine.find(key) is BlockLocation.NOWHERE for key in keys)
+
     @rule()
     def clear(self) -> None:
         self.cache.clear()
@@ -176,6 +184,8 @@ class KeyedMachine(RuleBasedStateMachine):
             self.engine.check()
             for rank in self.ranks:
                 assert len(rank.disk) <= self.num_disk, "more than storage holds"
+            for key in self.deleted:
+                assert self.engine.find(key) is BlockLocation.NOWHERE, "a deleted block is found"
 
     def teardown(self) -> None:
         """When everything has ended, ranks and cache agree about storage."""
@@ -190,6 +200,7 @@ class KeyedMachine(RuleBasedStateMachine):
                 order, rank = self.under_way.pop(0)
                 self.engine.finish(order, self.ranks[rank].carry_out(order, set()))
         for each in self.ranks:
+            assert not self.deleted & set(each.disk.values()), "a deleted block came back"
             assert set(each.disk.values()) == self.engine.in_tier(DISK), "a rank knows of others"
             assert all(name(key) == at for at, key in each.disk.items())
 
