@@ -267,3 +267,20 @@ def test_nothing_is_ordered_before_all_ranks_have_said_hello() -> None:
     assert engine.mover.take_orders() == []
     engine.hello(1)
     assert len(engine.mover.take_orders()) == 1
+
+
+def test_deleted_block_that_is_being_read_is_not_written_later() -> None:
+    """Its write was queued before it was deleted."""
+    engine = Engine(4, 8)
+    keys = KEYS[:3]
+    engine.store(keys)
+    assert engine.ladder.write_queues.are_queued(engine.index.find_all(keys[2:]).blocks) == [True]
+    engine.cache.hold(keys[2:])
+    engine.cache.delete(keys[2:])
+    for _ in keys:
+        engine.carry_out()
+    assert engine.find(keys[2]) is BlockLocation.NOWHERE
+    assert engine.in_tier(DISK) == set(keys[:2])
+    engine.cache.release(keys[2:])
+    assert engine.in_tier(HOST) == set(keys[:2])
+    engine.check()
