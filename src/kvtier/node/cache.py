@@ -231,8 +231,9 @@ class NodeCache:
             lease = self._room.leases.get(key)
             if lease is not None and lease.num_holds:
                 lease.num_holds -= 1
-                lease.num -= 1
-                given_back.append(lease.slot)
+                if lease.num > lease.num_holds:
+                    lease.num -= 1
+                    given_back.append(lease.slot)
                 self._room.brought.pop(key, None)
                 if not lease.num:
                     del self._room.leases[key]
@@ -418,7 +419,7 @@ class NodeCache:
     def check_invariants(self) -> None:
         """Raise AssertionError if leases and copies don't add up."""
         room = self._room
-        assert all(0 <= each.num_holds <= each.num for each in room.leases.values())
+        assert all(each.num > 0 and each.num_holds >= 0 for each in room.leases.values())
         assert room.leases.keys().isdisjoint(room.reserved), "copied to and from at a time"
 
     def take_changes(self) -> list[Change]:
@@ -517,7 +518,10 @@ def _fields(said: Said) -> protocol.Statement:
 
 @dataclass(slots=True)
 class _Lease:
-    """A slot that this engine uses. num: leases, of which ``num_holds`` are copies in flight."""
+    """A slot that this engine uses.
+
+    num: leases. num_holds: copies in flight. While there are any, at least one lease is kept.
+    """
 
     slot: Slot
     generation: int

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.errors import CacheError
 from kvtier.node.protocol import Int64s
@@ -101,19 +100,27 @@ class Holdings:
     def lease(self, blocks: Sequence[BlockId]) -> Int64s:
         """Lease blocks that are in memory, once more. Return their slots."""
         slots = self.room.lease(blocks)
-        at, num = _counted(slots)
-        self.num_leases[at] += num
+        if _are_distinct(np.sort(slots)):
+            self.num_leases[slots] += 1
+        else:
+            np.add.at(self.num_leases, slots, 1)
         return slots
 
     def release(self, slots: Int64s) -> None:
         """Release one lease of each slot. Slots that the engine has not leased are ignored."""
-        slots = slots[(slots >= 0) & (slots < len(self.num_leases))]
-        at, num = _counted(slots)
-        ours = np.minimum(num, self.num_leases[at])
-        self.num_leases[at] -= ours
-        mine = slots if (ours == num).all() else np.repeat(at, ours)
-        if len(mine):
-            self.room.end_leases(mine)
+        ordered = np.sort(slots)
+        if len(ordered) and (ordered[0] < 0 or ordered[-1] >= len(self.num_leases)):
+            self.release(slots[(slots >= 0) & (slots < len(self.num_leases))])
+            return
+        if _are_distinct(ordered) and self.num_leases[slots].all():
+            self.num_leases[slots] -= 1
+        else:
+            at, num = np.unique(slots, return_counts=True)
+            ours = np.minimum(num.astype(np.uint32), self.num_leases[at])
+            self.num_leases[at] -= ours
+            slots = np.repeat(at, ours)
+        if len(slots):
+            self.room.end_leases(slots)
 
     def commit(self, slots: Sequence[Slot], depths: Sequence[int], to_storage: bool) -> None:
         """Note that reserved slots have been written. Others are ignored."""
@@ -151,13 +158,9 @@ class Holdings:
         return int(np.count_nonzero(self.num_leases)) + len(self.reserved)
 
 
-def _counted(slots: Int64s) -> tuple[Int64s, npt.NDArray[np.uint32]]:
-    """Return the distinct slots, and how often each is named. Nearly always it is once."""
-    ordered = np.sort(slots)
-    if (ordered[1:] != ordered[:-1]).all():
-        return slots, np.ones(len(slots), np.uint32)
-    at, num = np.unique(slots, return_counts=True)
-    return at, num.astype(np.uint32)
+def _are_distinct(ordered: Int64s) -> bool:
+    """Whether no slot is named twice, as in nearly all messages. ordered: ascending."""
+    return bool((ordered[1:] != ordered[:-1]).all())
 
 
 @dataclass(slots=True)
