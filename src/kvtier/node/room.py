@@ -192,7 +192,8 @@ class NodeRoom(KeyedCache):
     def look_up(self, keys: Sequence[bytes], has_gaps: bool) -> FoundInRoom:
         """Look up a prompt's blocks; see ``begin_lookup``. Cost: one look-up in the index."""
         found, asked = self._begin_lookup(keys, has_gaps)
-        ready = list(compress(found.blocks, (found.codes == MEMORY_CODE).tolist()))
+        is_ready = found.codes == MEMORY_CODE
+        ready = found.blocks if is_ready.all() else list(compress(found.blocks, is_ready.tolist()))
         pending = [each for each in asked if not each.is_over]
         return FoundInRoom(
             found.codes,
