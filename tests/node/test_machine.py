@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -65,7 +66,7 @@ class Machine(RuleBasedStateMachine):
         self.committed: set[int] = set()
         self.living: list[Engine] = []
         self.connecting: subprocess.Popen[bytes] | None = None
-        self.patches = [
+        self.patches: list[Any] = [
             patch("kvtier.node.server.peer_of", self._peer),
             patch("kvtier.node.client.GOODBYE_S", 30.0),  # machines are busy
         ]
