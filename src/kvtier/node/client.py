@@ -156,7 +156,7 @@ class Channel:
 
         Raises:
             NodeError: the node refuses, or does not answer in time. An answer that comes
-                later is undone.
+                later, or is of another kind, is undone.
         """
         self._num_requests += 1
         number = self._num_requests
@@ -174,13 +174,15 @@ class Channel:
             self._give_up(number)
             self._send_rest()
             raise NodeError("the node did not answer in time") from None
-        del self._requests[number]
+        if isinstance(answer, kind):
+            del self._requests[number]
+            self._send_rest()
+            return answer
+        self._undo(answer)
         self._send_rest()
         if isinstance(answer, protocol.RefusedAnswer):
             raise NodeError(answer.reason)
-        if not isinstance(answer, kind):
-            raise NodeError(f"the node answered with {type(answer).__name__}")
-        return answer
+        raise NodeError(f"the node answered with {type(answer).__name__}")
 
     def notify(self, message: FromEngine) -> None:
         """Send a message without an answer, as soon as the node takes it. Never waits.
