@@ -366,6 +366,15 @@ class NodeCache:
 
     def poll(self) -> None:
         """Release the leases of look-ups that were not held, and note reads that have ended."""
+        self._release_unheld()
+        self._places.clear()
+        self._sources.clear()
+        now_s = self._clock()
+        for read in [read for read in self._reads if read.signal.is_over]:
+            self._reads.remove(read)
+            self.ladder.costs.observe_copy((read.tier, HOST), read.num_bytes, now_s - read.since_s)
+
+    def _release_unheld(self) -> None:
         for each in self._unread:
             self._tell_of_release(each.answer.slots)
         self._unread.clear()
@@ -378,12 +387,6 @@ class NodeCache:
             if not lease.num:
                 del leases[key]
         self._give_back(given_back)
-        self._places.clear()
-        self._sources.clear()
-        now_s = self._clock()
-        for read in [read for read in self._reads if read.signal.is_over]:
-            self._reads.remove(read)
-            self.ladder.costs.observe_copy((read.tier, HOST), read.num_bytes, now_s - read.since_s)
 
     def clear(self) -> None:
         """Give up everything that this engine uses. The engine's blocks stay in the node.
@@ -397,7 +400,7 @@ class NodeCache:
 
         Their slots stay in use until ``copies_have_ended``: a rank may still copy from or to them.
         """
-        self._read_answers()
+        self._release_unheld()
         room = self._room
         if reserved := [lease.slot for lease in room.reserved.values()]:
             self._ending.append(
@@ -488,8 +491,8 @@ class NodeCache:
         """Forget all leases if they are of another room, or of a memory that is gone."""
         instance = room.mapped.instance
         if (self._room.facts, self._room.instance) != (facts, instance):
+            self.end_copies()
             self._room = _Room(facts, instance, room.number)
-            self._unread.clear()
 
     def _open(self, channel: Channel, facts: RoomFacts) -> None:
         """Open the room on a thread of its own: the node may have to open a slab."""
