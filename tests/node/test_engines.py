@@ -229,9 +229,7 @@ def test_answer_that_was_never_read_leaves_no_lease(node: LocalNode) -> None:
             assert isinstance(answer, protocol.LookupAnswer)
             sizes.append(len(answer.slots) // 8)
         (state,) = node.server.registry.engines.values()
-        leased = node.do(
-            lambda: sum(num for held in state.rooms.values() for _, num in held.leased.values())
-        )
+        leased = node.do(lambda: sum(int(held.num_leases.sum()) for held in state.rooms.values()))
         assert leased == sum(sizes), "what was told of, and nothing else"
         assert len(sizes) < num
 
@@ -245,6 +243,24 @@ def test_notices_before_the_end_of_a_connection_count(node: LocalNode) -> None:
         engine.send(*lookups, protocol.AbortNotice(room, told.slots))
     node.until(lambda: _is_idle(node))
     assert node.num_used == 0
+
+
+def test_notices_after_a_message_that_failed_count(
+    node: LocalNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the node's own leaves no slot in use."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    with bare(node.config.socket) as engine:
+        room = engine.enter("engine", client="c")
+        told = engine.ask(protocol.ReserveRequest(3, room, SOME))
+        monkeypatch.setattr("kvtier.node.connection._look_up", fail)
+        lookup = protocol.LookupRequest(4, room, SOME)
+        engine.send(lookup, protocol.AbortNotice(room, told.slots), lookup)
+        assert engine.is_closed()
+        wait_until(lambda: node.num_used == 0)
 
 
 def test_connection_that_never_attaches_is_closed(

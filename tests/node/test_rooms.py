@@ -151,7 +151,7 @@ def test_retired_segment_waits_for_its_last_user(tmp_path: Path, use: str) -> No
         held = Holdings(old)
         if use == "leased":
             fill(old, *range(64))
-            slots = list(held.lease(names(*range(64))))
+            slots = list(held.lease(old.look_up(names(*range(64)), False).ready))
         else:
             reserved = old.reserve(names(*range(64)))
             assert reserved is not None
@@ -194,7 +194,7 @@ def test_ceiling_counts_segments_that_are_still_in_use(tmp_path: Path) -> None:
         fill(other, *range(32))
         assert here.num_held("a") == 8
         held = Holdings(room)
-        held.lease(names(*range(32)))
+        held.lease(room.look_up(names(*range(32)), False).ready)
         here.clock.now_s += 10
         for turn in range(10):
             use(other, *range(200))
