@@ -245,6 +245,24 @@ def test_notices_before_the_end_of_a_connection_count(node: LocalNode) -> None:
     assert node.num_used == 0
 
 
+def test_notices_after_a_message_that_failed_count(
+    node: LocalNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the node's own leaves no slot in use."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    with bare(node.config.socket) as engine:
+        room = engine.enter("engine", client="c")
+        told = engine.ask(protocol.ReserveRequest(3, room, SOME))
+        monkeypatch.setattr("kvtier.node.connection._look_up", fail)
+        lookup = protocol.LookupRequest(4, room, SOME)
+        engine.send(lookup, protocol.AbortNotice(room, told.slots), lookup)
+        assert engine.is_closed()
+        wait_until(lambda: node.num_used == 0)
+
+
 def test_connection_that_never_attaches_is_closed(
     node: LocalNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:

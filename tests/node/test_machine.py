@@ -177,7 +177,7 @@ class Machine(RuleBasedStateMachine):
             def close() -> None:
                 for each in list(self.node.server._connections):
                     if each._client == engine.client._name:
-                        each.close()
+                        each.hang_up()
 
             self.node.do(close)
         else:
@@ -188,19 +188,27 @@ class Machine(RuleBasedStateMachine):
     def give_up_a_request(self, engine: Engine, wanted: list[int]) -> None:
         """The answer is late, and undone."""
         channel, room = self.take(engine)
-        for kind in protocol.LookupRequest, protocol.ReserveRequest:
-            with suppress(NodeError):
-                channel.request(
-                    lambda number, kind=kind: kind(number, room.number, keys(*wanted)),  # type: ignore[misc]
-                    protocol.OutcomesAnswer,
-                    -1.0,
-                )
+        look_up, reserve = protocol.LookupRequest, protocol.ReserveRequest
+        with suppress(NodeError):
+            found = channel.request(
+                lambda number: look_up(number, room.number, keys(*wanted)),
+                protocol.LookupAnswer,
+                -1.0,
+            )  # it may be in time nevertheless
+            channel.notify(protocol.ReleaseNotice(room.number, found.slots))
+        with suppress(NodeError):
+            told = channel.request(
+                lambda number: reserve(number, room.number, keys(*wanted)),
+                protocol.ReserveAnswer,
+                -1.0,
+            )
+            channel.notify(protocol.AbortNotice(room.number, told.slots))
         wait_until(lambda: not self._listen(channel))
         engine.client.put_back(channel)
 
     @rule(engine=engines)
     def settle(self, engine: Engine) -> None:
-        """Once the engine is connected, the node knows exactly what it uses."""
+        """Once the engine is connected, the node knows exactly what it uses, or will soon."""
         channel, room = self.take(engine)
         channel.request(
             lambda number: protocol.FindRequest(number, room.number, b"", 0.0),
@@ -209,7 +217,7 @@ class Machine(RuleBasedStateMachine):
         )
         engine.client.put_back(channel)
         used = len(engine.leases), len(engine.reserved)
-        assert self._uses()[engine.client._name] == used, "something was lost"
+        wait_until(lambda: self._uses()[engine.client._name] == used)
 
     def _listen(self, channel: Channel) -> bool:
         channel.hear()

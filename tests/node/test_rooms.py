@@ -151,7 +151,7 @@ def test_retired_segment_waits_for_its_last_user(tmp_path: Path, use: str) -> No
         held = Holdings(old)
         if use == "leased":
             fill(old, *range(64))
-            slots = held.lease(old.look_up(names(*range(64)), False).ready).tolist()
+            slots = list(held.lease(old.look_up(names(*range(64)), False).ready))
         else:
             reserved = old.reserve(names(*range(64)))
             assert reserved is not None

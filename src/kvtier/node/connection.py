@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import select
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -44,6 +46,12 @@ LONGEST_WAIT_S = 3600.0
 
 Slots = TypeVar("Slots")
 
+SLOT_NOTICES = (
+    protocol.CommitNotice,
+    protocol.AbortNotice,
+    protocol.ReleaseNotice,
+    protocol.DetachNotice,
+)
 COMING = (BlockLocation.ARRIVING, BlockLocation.STORAGE, BlockLocation.UNKNOWN)
 
 
@@ -76,7 +84,7 @@ class Connection:
         self._turn: asyncio.Handle | None = None
         self._unsent: deque[_Unsent] = deque()
         self._num_unsent = 0
-        self._is_writing = self._is_read = self._is_broken = False
+        self._is_writing = self._is_read = self._is_broken = self._is_hung_up = False
         self._number = 0
         self._client = ""
         self._engine: AttachedEngine | None = None
@@ -128,7 +136,8 @@ class Connection:
             self.close()
         except Exception:  # one process's message must not end the cache of the others
             logger.exception("disconnected pid=%d reason=its message failed", self._peer.pid)
-            self.close()
+            self._turn = self._loop.call_soon(self._take_turn)
+            self.hang_up()
         else:
             self._choose_reading()
 
@@ -139,7 +148,7 @@ class Connection:
 
         undo: called if the process never reads the whole message.
         """
-        if not self._is_open:
+        if not self._is_open or self._is_hung_up:
             if undo is not None:
                 undo()
             return
@@ -150,7 +159,7 @@ class Connection:
             self._send_further()
         if self._num_unsent > MOST_UNSENT_BYTES:
             logger.warning("disconnected pid=%d reason=it reads no answers", self._peer.pid)
-            self.close()
+            self.hang_up()
 
     def _send_further(self) -> None:
         is_stuck = False
@@ -184,6 +193,36 @@ class Connection:
         if self._engine is None:
             self.close()
 
+    def hang_up(self) -> None:
+        """Serve the process no further. What it says of its slots counts until it closes, too."""
+        if not self._is_open or self._is_hung_up:
+            return
+        self._is_hung_up = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        self._forget_requests()
+        self._choose_reading()
+
+    def end_if_closed(self) -> None:
+        """Handle what has arrived, and close, if the process has closed its end."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLHUP)
+        while self._is_open and poll.poll(0):
+            if self._turn is not None:
+                self._turn.cancel()
+                self._take_turn()
+            else:
+                self._receive()
+
+    def _forget_requests(self) -> None:
+        """Answer no request any more."""
+        for task in self._tasks:
+            task.cancel()
+        unsent, self._unsent, self._num_unsent = self._unsent, deque(), 0
+        for answer in unsent:
+            if answer.undo is not None:
+                answer.undo()
+
     def close(self, is_goodbye: bool = False) -> None:
         """Close the socket. What the process was told of is kept until its client has ended.
 
@@ -198,12 +237,7 @@ class Connection:
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
-        for task in self._tasks:
-            task.cancel()
-        for answer in self._unsent:
-            if answer.undo is not None:
-                answer.undo()
-        self._unsent.clear()
+        self._forget_requests()
         self._registry.leave(self._peer)
         self._peer.close()
         if self._engine is not None:
@@ -212,6 +246,8 @@ class Connection:
     # -- messages ----------------------------------------------------------------------------------
 
     def _handle(self, message: FromEngine) -> None:
+        if self._is_hung_up and not isinstance(message, SLOT_NOTICES):
+            return
         match message:
             case protocol.AttachRequest():
                 self._hello(message)
@@ -241,6 +277,7 @@ class Connection:
             self._refuse(hello.id, str(error))
             return
         self._frames.most_bytes = protocol.MAX_FRAME_BYTES
+        self._registry.ends[self._number] = self.end_if_closed
         memory = self._node.memory
         welcome = protocol.AttachAnswer(
             hello.id,
@@ -342,7 +379,7 @@ class Connection:
             logger.error(
                 "disconnected pid=%d reason=its request failed", self._peer.pid, exc_info=error
             )
-            self.close()
+            self.hang_up()
 
     async def _find(
         self, request: int, keys: Sequence[bytes], until_s: float, room: NodeRoom

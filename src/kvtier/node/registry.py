@@ -53,6 +53,7 @@ class Registry:
 
     Attributes:
         engines: by user, tenant and name. So nobody can use, or occupy, another user's name.
+        ends: by number of a connection, what closes it if the process has closed its end.
         wake: called when a request waits for something that only a poll can notice.
     """
 
@@ -63,6 +64,7 @@ class Registry:
         self._open: Counter[tuple[int, int]] = Counter()  # connections by process
         self._num_clients: Counter[tuple[int, int]] = Counter()  # by process
         self._waits: set[_Wait] = set()
+        self.ends: dict[int, Callable[[], object]] = {}
         self._changed = asyncio.Event()
         self.wake: Callable[[], object] = lambda: None
 
@@ -125,21 +127,22 @@ class Registry:
         """
         client = engine.clients[name]
         client.connections.discard(number)
-        if client.connections:
+        self.ends.pop(number, None)
+        if is_goodbye:  # a connection that was lost before may not have been noticed yet
+            for other in list(client.connections):
+                self.ends[other]()
+        if client.connections or engine.clients.get(name) is not client:
             return
         if is_goodbye or client.process.has_ended:
             self._end(name, engine)
         else:
             loop = asyncio.get_running_loop()
-            loop.add_reader(client.process.pidfd, self._note_end, name, engine)
-
-    def _note_end(self, name: str, engine: AttachedEngine) -> None:
-        asyncio.get_running_loop().remove_reader(engine.clients[name].process.pidfd)
-        self._end(name, engine)
+            loop.add_reader(client.process.pidfd, self._end, name, engine)
 
     def _end(self, name: str, engine: AttachedEngine) -> None:
         """Forget a client that uses no slot; and its engine with the last one."""
         process = engine.clients.pop(name).process
+        asyncio.get_running_loop().remove_reader(process.pidfd)
         process.close()
         self._num_clients[process.identity] -= 1
         if not self._num_clients[process.identity]:
