@@ -459,7 +459,8 @@ class NodeCache:
         if channel is None:
             return None
         if not channel.has_room(facts):
-            self._open(channel, facts)
+            self._client.put_back(channel)
+            self._open(facts)
             return None
         failure: NodeError | None = None
         try:
@@ -494,20 +495,27 @@ class NodeCache:
             self.end_copies()
             self._room = _Room(facts, instance, room.number)
 
-    def _open(self, channel: Channel, facts: RoomFacts) -> None:
-        """Open the room on a thread of its own: the node may have to open a slab."""
-        if self._opener is not None and self._opener.is_alive():
-            self._client.put_back(channel)
-            return
-        self._opener = Thread(
-            target=self._open_now, args=(channel, facts), name="kvtier-node", daemon=True
-        )
-        self._opener.start()
+    def _open(self, facts: RoomFacts) -> None:
+        """Open the room on a thread of its own: the node may have to open a slab.
 
-    def _open_now(self, channel: Channel, facts: RoomFacts) -> None:
+        The thread has a connection of its own, since waiting requests listen to the others.
+        """
+        if self._opener is None or not self._opener.is_alive():
+            self._opener = Thread(
+                target=self._open_now, args=(facts,), name="kvtier-node", daemon=True
+            )
+            self._opener.start()
+
+    def _open_now(self, facts: RoomFacts) -> None:
+        until_s = time.monotonic() + OPEN_S
+        try:
+            channel = self._client.connect(until_s)
+        except NodeError as error:
+            self._client.note(error)
+            return
         failure: NodeError | None = None
         try:
-            channel.room(facts, time.monotonic() + OPEN_S)
+            channel.room(facts, until_s)
             self.ladder.storages = list(channel.mapped.storages)
         except NodeError as error:
             failure = error

@@ -392,7 +392,7 @@ class NodeClient:
         if not self.breaker.enter():
             raise NodeError(f"the node is left alone for a while: {self.last_error}")
         try:
-            return self._idle_channel() or self._connect(until_s)
+            return self._idle_channel() or self.connect(until_s)
         except NodeError as error:
             self.note(error)
             raise
@@ -413,7 +413,12 @@ class NodeClient:
                 return channel
             self._absorb(channel)
 
-    def _connect(self, until_s: float) -> Channel:
+    def connect(self, until_s: float) -> Channel:
+        """Return a new connection, for this thread alone; ``put_back`` ends its use.
+
+        Raises:
+            NodeError: there is none in time.
+        """
         channel = Channel(self.path, self._hello, until_s, self._maps.get)
         with self._lock:
             self._maps[channel.mapped.instance] = self._mapped = channel.mapped
@@ -509,7 +514,7 @@ class NodeClient:
         left = [channel for channel in idle if channel.is_open]
         if not left and self._is_attached and not self.breaker.is_open:
             with suppress(NodeError):
-                left = [self._connect(until_s)]
+                left = [self.connect(until_s)]
         for channel in left:
             if self._owed:
                 self._send_owed(channel)
