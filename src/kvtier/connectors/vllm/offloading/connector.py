@@ -313,8 +313,15 @@ class KvtierOffloadingConnector(RecordedConnector):
             self._has_stores, self._has_ended = bool(meta.store_jobs), True
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """As vLLM's, with the requests whose load failed: it has them computed."""
-        if not self._worker.job_ids:
+        """As vLLM's, with the requests whose load failed: it has them computed.
+
+        vLLM 0.30 takes in the step's stores here, later versions in ``wait_for_save``.
+        """
+        meta = self._connector_metadata
+        if meta is not NOTHING:
+            assert isinstance(meta, TierMetadata), f"metadata of another connector: {type(meta)}"
+            self._has_stores |= bool(meta.store_jobs)
+        elif not self._worker.job_ids:
             return KVConnectorTransferResults()
         self._has_ended = True
         results = super().get_transfer_results(finished_req_ids)
