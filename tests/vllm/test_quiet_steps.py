@@ -73,6 +73,27 @@ def test_as_many_blocks_are_stored_as_when_every_request_is_looked_at(
     assert sorted(found[0]) == sorted(found[1])
 
 
+def test_stores_begin_where_vllm_takes_them_when_it_asks_what_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in vLLM 0.30, whose ``wait_for_save`` does nothing."""
+    get_finished = OffloadingConnector.get_finished
+
+    def asked(self: Any, finished: set[str]) -> Any:
+        self.connector_worker.prepare_store_kv(self._connector_metadata)
+        return get_finished(self, finished)
+
+    monkeypatch.setattr(OffloadingConnector, "wait_for_save", lambda self: None)
+    monkeypatch.setattr(OffloadingConnector, "get_finished", asked)
+    prepare()
+    replica = Replica(connector(host_capacity="64MiB", offload_prompt_only=False), NUM_RUNNING)
+    replica.settle()
+    try:
+        assert len(_stored(replica, monkeypatch, is_reduced=True)) > 10
+    finally:
+        replica.close()
+
+
 def test_vllms_half_is_not_called_where_nothing_moves(
     replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
