@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from threading import current_thread
+from typing import Any
 
 import pytest
 
 from kvtier.hints import Hint
 from kvtier.keyed.cache import BlockLocation
 from kvtier.node.cache import NodeCache
-from kvtier.node.client import NodeClient
+from kvtier.node.client import Channel, NodeClient
 from kvtier.types import DISK, HOST
 from tests.nodes import NodeProcess, running
 
@@ -101,6 +103,28 @@ def test_block_that_is_not_leased_has_a_guard_that_fails(make: Make) -> None:
     cache = make()
     assert cache.hold(KEYS[:1]) == [0]
     assert cache.guard(KEYS[:1]).generations == [-1]
+
+
+def test_block_that_is_being_stored_has_such_a_guard_too(make: Make) -> None:
+    """Or a copy of another block's slot could seem right, where both have one generation."""
+    cache = make()
+    assert cache.reserve(KEYS[:1]) is not None
+    assert cache.hold(KEYS[:1]) == [0]
+    assert cache.guard(KEYS[:1]).generations == [-1]
+    cache.abort(KEYS[:1])
+
+
+def test_engines_thread_never_connects(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    connecting: list[str] = []
+
+    class NotedChannel(Channel):
+        def __init__(self, *given: Any) -> None:
+            connecting.append(current_thread().name)
+            super().__init__(*given)
+
+    monkeypatch.setattr("kvtier.node.client.Channel", NotedChannel)
+    make()
+    assert set(connecting) == {"kvtier-node"}
 
 
 def test_slots_of_forgotten_copies_stay_in_use_until_these_have_ended(make: Make) -> None:

@@ -40,7 +40,7 @@ OPEN_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class NodeSignal:
-    """Over when the node says so, or when it can't any more.
+    """Signal that ends once the node has sent an ``EndedNotice``, or the connection is lost.
 
     channel: the connection. watch: number of the notice.
     """
@@ -85,9 +85,11 @@ class NodeLadder:
         return self.costs.snapshot(ways=ways_of((DEVICE, HOST), self.storages, ()))
 
     def used_slots(self) -> dict[str, int]:
+        """Return nothing: the node counts its slots."""
         return {}
 
     def open_slots(self) -> dict[str, int]:
+        """Return nothing: the node counts its slots."""
         return {}
 
 
@@ -147,7 +149,7 @@ class NodeCache:
         return self.begin_lookup(keys)[0] if keys else []
 
     def locate_in_memory(self, keys: Sequence[bytes]) -> list[BlockLocation]:
-        """Return that no block is there: a node has no blocks that must stay in one process."""
+        """Return ``NOWHERE`` for each block: a node keeps none that must stay in one process."""
         return [BlockLocation.NOWHERE] * len(keys)
 
     def begin_lookup(
@@ -240,11 +242,15 @@ class NodeCache:
         self._give_back(given_back)
 
     def guard(self, keys: Sequence[bytes]) -> SlotGuard:
-        """Return what the ranks need to check copies of leased or reserved blocks."""
+        """Return what the ranks need to copy from leased slots, and to reserved ones.
+
+        Only copies from slots are checked, so a block that is not leased has a generation that no
+        slot has.
+        """
         self._read_answers()
         room = self._room
-        slots = [room.leases.get(key) or room.reserved.get(key) or _NO_LEASE for key in keys]
-        return SlotGuard(room.instance, room.facts, [slot.generation for slot in slots])
+        leases = [room.leases.get(key, _NO_LEASE) for key in keys]
+        return SlotGuard(room.instance, room.facts, [lease.generation for lease in leases])
 
     def reserve(self, keys: Collection[bytes]) -> Reserved | None:
         """Reserve slots for those of ``keys`` that are new. None if there is too little room."""
@@ -454,12 +460,13 @@ class NodeCache:
             return None
         facts = RoomFacts(scope, self._block_bytes, len(keys[0]))
         until_s = time.monotonic() + self._deadline_s
-
-        channel = self._take(until_s)
-        if channel is None:
+        try:
+            channel = self._client.take_idle()
+        except NodeError:
             return None
-        if not channel.has_room(facts):
-            self._client.put_back(channel)
+        if channel is None or not channel.has_room(facts):
+            if channel is not None:
+                self._client.keep(channel)
             self._open(facts)
             return None
         failure: NodeError | None = None
@@ -482,12 +489,6 @@ class NodeCache:
         room = self._room
         return self._client.tell(room.instance, make(room.number)) if room.instance else None
 
-    def _take(self, until_s: float) -> Channel | None:
-        try:
-            return self._client.take(until_s)
-        except NodeError:
-            return None
-
     def _enter(self, facts: RoomFacts, room: OpenedRoom) -> None:
         """Forget all leases if they are of another room, or of a memory that is gone."""
         instance = room.mapped.instance
@@ -496,11 +497,12 @@ class NodeCache:
             self._room = _Room(facts, instance, room.number)
 
     def _open(self, facts: RoomFacts) -> None:
-        """Open the room on a thread of its own: the node may have to open a slab.
+        """Connect and open the room on a thread of its own: both may take longer than a step.
 
-        The thread has a connection of its own, since waiting requests listen to the others.
+        The thread uses no other connection, since waiting requests listen to those.
         """
-        if self._opener is None or not self._opener.is_alive():
+        is_opening = self._opener is not None and self._opener.is_alive()
+        if not is_opening and self._client.breaker.is_passable:
             self._opener = Thread(
                 target=self._open_now, args=(facts,), name="kvtier-node", daemon=True
             )
@@ -510,8 +512,7 @@ class NodeCache:
         until_s = time.monotonic() + OPEN_S
         try:
             channel = self._client.connect(until_s)
-        except NodeError as error:
-            self._client.note(error)
+        except NodeError:
             return
         failure: NodeError | None = None
         try:

@@ -387,15 +387,46 @@ class NodeClient:
         Raises:
             NodeError: there is none in time.
         """
+        self._enter()
+        return self._idle_channel() or self._new_channel(until_s)
+
+    def take_idle(self) -> Channel | None:
+        """Return a connection that is not in use, without waiting; None if there is none.
+
+        Raises:
+            NodeError: the node is left alone for a while.
+        """
+        channel = self._idle_channel()
+        if channel is not None:
+            try:
+                self._enter()
+            except NodeError:
+                self.keep(channel)
+                raise
+        return channel
+
+    def connect(self, until_s: float) -> Channel:
+        """Return a new connection for this thread alone; ``put_back`` ends its use.
+
+        Raises:
+            NodeError: there is none in time.
+        """
+        self._enter()
+        return self._new_channel(until_s)
+
+    def _new_channel(self, until_s: float) -> Channel:
+        try:
+            return self._connect(until_s)
+        except NodeError as error:
+            self.note(error)
+            raise
+
+    def _enter(self) -> None:
+        """Raise ``NodeError`` if no request may be made now."""
         if not self._process.is_here or self._is_closed:
             raise NodeError("the client is closed, or belongs to another process")
         if not self.breaker.enter():
             raise NodeError(f"the node is left alone for a while: {self.last_error}")
-        try:
-            return self._idle_channel() or self.connect(until_s)
-        except NodeError as error:
-            self.note(error)
-            raise
 
     def _idle_channel(self) -> Channel | None:
         """Return a connection that is not in use; None if there is none."""
@@ -413,12 +444,7 @@ class NodeClient:
                 return channel
             self._absorb(channel)
 
-    def connect(self, until_s: float) -> Channel:
-        """Return a new connection, for this thread alone; ``put_back`` ends its use.
-
-        Raises:
-            NodeError: there is none in time.
-        """
+    def _connect(self, until_s: float) -> Channel:
         channel = Channel(self.path, self._hello, until_s, self._maps.get)
         with self._lock:
             self._maps[channel.mapped.instance] = self._mapped = channel.mapped
@@ -449,7 +475,7 @@ class NodeClient:
             with self._lock:
                 self._owed.append((instance, notice))
         if channel is not None:
-            self._keep(channel)
+            self.keep(channel)
         return channel if is_sent else None
 
     def _send_owed(self, channel: Channel) -> None:
@@ -475,9 +501,10 @@ class NodeClient:
     def put_back(self, channel: Channel, error: NodeError | None = None) -> None:
         """End the use of a connection. error: why the last request failed."""
         self.note(error)
-        self._keep(channel)
+        self.keep(channel)
 
-    def _keep(self, channel: Channel) -> None:
+    def keep(self, channel: Channel) -> None:
+        """End the use of a connection over which nothing was asked."""
         if not channel.is_open:
             self._absorb(channel)
             return
@@ -514,7 +541,7 @@ class NodeClient:
         left = [channel for channel in idle if channel.is_open]
         if not left and self._is_attached and not self.breaker.is_open:
             with suppress(NodeError):
-                left = [self.connect(until_s)]
+                left = [self._connect(until_s)]
         for channel in left:
             if self._owed:
                 self._send_owed(channel)

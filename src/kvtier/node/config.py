@@ -22,7 +22,7 @@ MOST_TENANT_LETTERS = 64
 
 @dataclass(frozen=True, slots=True)
 class TenantQuota:
-    """Bounds of one tenant's host memory and disk, in bytes.
+    """Bounds of one tenant's host memory, in bytes.
 
     Below its floor nothing is taken from a tenant for others, and above its ceiling it gets nothing
     more.

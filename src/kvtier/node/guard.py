@@ -17,10 +17,10 @@ class RoomFacts:
 
 @dataclass(frozen=True, slots=True)
 class SlotGuard:
-    """Memory of some slots, and the generation of each when it was leased or reserved.
+    """Memory of some slots, and the generation of each when it was leased.
 
     instance: name of the node's memory. room: the room. generations: one per slot; a load is wrong
-    if they differ after its copy.
+    if they differ after its copy. That of a slot that is not leased is one that no slot has.
     """
 
     instance: str

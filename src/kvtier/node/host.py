@@ -62,9 +62,10 @@ class NodeHost:
         self._num_shards = num_shards
         self._channel: Channel | None = None
         self._registered: set[tuple[str, int]] = set()
-        self._queue: SimpleQueue[tuple[MappedMemory, int] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[MappedMemory, int] | str | None] = SimpleQueue()
         self._thread: Thread | None = None
-        self._locked: list[Memory] = []
+        self._locked: list[tuple[str, Memory]] = []  # by instance
+        self._old: set[str] = set()  # memories of earlier nodes that may be registered
 
     def memory_of(self, guard: SlotGuard | None) -> SlotMemory | None:
         """Return where guarded slots lie; None if that memory can't be had."""
@@ -72,11 +73,12 @@ class NodeHost:
             return None
         until_s = time.monotonic() + ATTACH_S
         try:
-            channel = self._attached(guard.instance, until_s)
-            room = channel.room(guard.room, until_s)
+            room = self._attached(guard.instance, until_s).room(guard.room, until_s)
         except NodeError as error:
             logger.warning("the node's memory can't be used: %s", error)
-            self._channel = None
+            if self._channel is not None:
+                self._client.put_back(self._channel, error)
+                self._channel = None
             return None
         if room.mapped.instance != guard.instance:
             return None
@@ -90,9 +92,12 @@ class NodeHost:
         channel = self._channel
         if channel is None or not channel.is_open or channel.mapped.instance != instance:
             if channel is not None:
+                self._old.add(channel.mapped.instance)
+                self._channel = None
                 channel.close()
             self._channel = channel = self._client.take(until_s)
             self._client.note(None)
+            self._old.discard(channel.mapped.instance)
         return channel
 
     def part(self, slots: Sequence[Slot | None]) -> list[Slot | None]:
@@ -115,16 +120,32 @@ class NodeHost:
             self._thread = Thread(target=self._register, name="kvtier-node-lock", daemon=True)
             self._thread.start()
 
+    def release_old(self) -> None:
+        """Unregister the memory of earlier nodes, soon. No copy may be in flight."""
+        for instance in self._old if self._thread is not None else ():
+            self._queue.put(instance)
+        self._old.clear()
+
     def _register(self) -> None:
         while (each := self._queue.get()) is not None:
+            if isinstance(each, str):
+                self._unlock(each)
+                continue
             mapped, segment = each
             memory, step = mapped.memory, mapped.segment_bytes
             piece = Memory(memory.address + segment * step, step, "host", memory.owner)
             try:
                 if self._device.page_lock(piece):
-                    self._locked.append(piece)
+                    self._locked.append((mapped.instance, piece))
             except Exception as error:  # from a plug-in device: copies are slower, but work
                 logger.warning("page-locking failed bytes=%d error=%s", step, error)
+
+    def _unlock(self, instance: str | None = None) -> None:
+        """Unregister the memory of one instance, or of all."""
+        for name, piece in list(self._locked):
+            if instance is None or name == instance:
+                self._device.unlock(piece)
+                self._locked.remove((name, piece))
 
     def findings(self) -> list[Finding]:
         """Return findings for the log."""
@@ -135,8 +156,7 @@ class NodeHost:
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
-        while self._locked:
-            self._device.unlock(self._locked.pop())
+        self._unlock()
         if self._channel is not None:
             self._client.put_back(self._channel)
         self._client.close()

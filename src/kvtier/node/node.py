@@ -216,8 +216,7 @@ class CacheNode:
     def _take_segment(self, number: int) -> int | None:
         """Return a free segment for a room; None if there is none, or its tenant may have none.
 
-        In the first case the room gets a segment that is retired for it later, if one is colder
-        than its own.
+        Without one the room gets another room's segment later, if one is colder than its own.
         """
         tenant = self.rooms[number].key.tenant
         if not self._is_full(tenant) and self.memory.num_free > self._num_owed(tenant):

@@ -163,7 +163,7 @@ class DistrustNotice(RoomNotice):
 
 
 class WatchNotice(RoomNotice):
-    """Send ``EndedNotice`` when none of the blocks is in flight to memory any more."""
+    """Request an ``EndedNotice`` once none of the blocks is in flight to memory."""
 
     watch: int
     keys: bytes
@@ -200,7 +200,7 @@ class HintNotice(RoomNotice):
 
 
 class DetachNotice(_Message):
-    """Last message of a connection. After that of its last connection a client uses no slot."""
+    """Last message of a connection. A client that has sent it on its last one uses no slot."""
 
 
 # -- answers of the node ---------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def make_node(site: StorageSite) -> NodeTier:
 class NodeTier(StorageTier):
     """Blocks of this process in a node.
 
-    A node that is not there, or late, has no block. ``client`` is the tier's own.
+    Calls to a node that is unreachable or late have failed. ``client`` is the tier's own.
     """
 
     facts = StorageFacts(

@@ -144,7 +144,10 @@ class TierWorker:
     def take_ended(self) -> list[EndedCopy]:
         """Return the copies that have ended since the last call."""
         done = [job_id for job_id, copy in self._copies.items() if copy.done]
-        return [self._finish(job_id) for job_id in done]
+        ended = [self._finish(job_id) for job_id in done]
+        if ended and not self._copies and isinstance(self._host, NodeHost):
+            self._host.release_old()
+        return ended
 
     def wait(self, job_ids: set[int]) -> None:
         for job_id in job_ids:
