@@ -58,4 +58,9 @@ def make_model(folder: Path, sizes: Mapping[str, Any] = SIZES) -> Path:
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.0}))
     for name in TOKENIZER_FILES:
         shutil.copy(TOKENIZER / name, folder / name)
+    tokenizer = folder / "tokenizer_config.json"
+    told = json.loads(tokenizer.read_text())
+    # By the name that Transformers 4 reads, too: vLLM 0.18 has it.
+    told["additional_special_tokens"] = told.pop("extra_special_tokens")
+    tokenizer.write_text(json.dumps(told))
     return folder

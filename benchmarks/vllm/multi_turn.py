@@ -3,6 +3,7 @@
     python -m benchmarks.vllm.multi_turn            a table
     python -m benchmarks.vllm.multi_turn --json -   JSON on stdout, the table on stderr
     python -m benchmarks.vllm.multi_turn --quick    fewer of everything
+    python -m benchmarks.vllm.multi_turn --vllm 0.23.0 --contestants vllm kvtier
 
 vLLM alone, with kvtier and, where it is installed, with LMCache: real servers on the CPU, asked in
 turns. `make bench-vllm` installs what it needs. README.md says the method.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from benchmarks.engines.model import KV_BYTES_PER_TOKEN
 from benchmarks.engines.multi_turn_script import Workload
@@ -32,6 +33,7 @@ from benchmarks.engines.run import (
 )
 from benchmarks.engines.servers import Contestant, Size
 from benchmarks.engines.slow_disk import Slow, measure_slow_disk
+from benchmarks.peers import ENVIRONMENTS
 from benchmarks.vllm.report import result_json
 from benchmarks.vllm.servers import (
     ENDLESS,
@@ -46,7 +48,7 @@ from benchmarks.vllm.servers import (
     with_lmcache,
 )
 from kvtier.config import parse_size
-from kvtier.connectors.vllm.fronts import OWN
+from kvtier.connectors.vllm.fronts import OWN, Front, choose
 from kvtier.connectors.vllm.settings import VllmSettings
 
 GIB = 1 << 30
@@ -73,15 +75,16 @@ QUICK = Plan(
 
 def contestants(options: argparse.Namespace) -> list[Contestant]:
     settings = settings_of(options)
+    front = front_of(options.environment)
     host = parse_size(options.host, "--host")
     disk = {"disk_path": str(options.scratch / "disk"), "disk_capacity": "4GiB"}
     made: list[Contestant] = [
         vllm_alone(),
-        with_kvtier(options.host, **settings),
+        with_kvtier(options.host, front=front, **settings),
         with_kvtier(options.host, OWN_FRONT, OWN, **settings),
         with_lmcache(host / GIB),
         vllm_endless(ENDLESS_BLOCKS),
-        with_kvtier(SMALL_HOST, ON_DISK, **disk, **settings),
+        with_kvtier(SMALL_HOST, ON_DISK, front, **disk, **settings),
     ]
     names = {
         "vllm": VLLM,
@@ -92,7 +95,20 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
         "kvtier-on-disk": ON_DISK,
     }
     chosen = [names[each] for each in options.contestants]
-    return [each for each in made if each.name in chosen]
+    return [
+        each if each.is_optional else replace(each, environment=options.environment)
+        for each in made
+        if each.name in chosen
+    ]
+
+
+def front_of(environment: str) -> Front:
+    """Return the connector of kvtier that serves an environment's vLLM."""
+    found = (ENVIRONMENTS / environment / "lib").glob("python*/site-packages/vllm")
+    chosen = choose(next(found, None))
+    if chosen.front is None:
+        sys.exit(f"kvtier can't serve vLLM {chosen.version}: {chosen.why}")
+    return chosen.front
 
 
 def measure(chosen: Sequence[Contestant], plan: Plan, options: argparse.Namespace) -> Results:
@@ -156,6 +172,14 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
         nargs="*",
         default=["vllm", "kvtier", "lmcache", "endless", "kvtier-on-disk"],
         help="vllm kvtier kvtier-own-front lmcache endless kvtier-on-disk (all but the own front)",
+    )
+    parser.add_argument(
+        "--vllm",
+        dest="environment",
+        type="vllm-{}".format,
+        default="vllm",
+        metavar="VERSION",
+        help="another version, installed by `make test-vllm VLLM=VERSION`",
     )
     parser.add_argument("--host", default="1GiB", help="host memory for KV (1GiB)")
     parser.add_argument("--device-blocks", type=int, default=48, help="vLLM's own pool (48)")

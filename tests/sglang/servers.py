@@ -45,9 +45,12 @@ HIERARCHICAL = ("--enable-hierarchical-cache", "--hicache-ratio", "1.5")
 
 
 def storage(
-    folder: Path, capacity: str = "256MiB", waits: str = "wait_complete", **settings: object
+    folder: Path | None, capacity: str = "256MiB", waits: str = "wait_complete", **settings: object
 ) -> tuple[str, ...]:
-    """As ``kvtier sglang-args`` prints it, and how SGLang waits for reads."""
+    """As ``kvtier sglang-args`` prints it, and how SGLang waits for reads.
+
+    folder: None without a disk.
+    """
     extra = {
         "backend_name": "kvtier",
         "module_path": "kvtier.connectors.sglang.entry",
@@ -55,11 +58,11 @@ def storage(
         "interface_v1": 1,
         "hicache_storage_pass_prefix_keys": True,
         "prefetch_threshold": PAGE,
-        "disk_path": str(folder),
-        "disk_capacity": capacity,
         "load_policy": "always",
         **settings,
     }
+    if folder is not None:
+        extra |= {"disk_path": str(folder), "disk_capacity": capacity}
     name = "--hicache-storage-backend"
     return (
         *HIERARCHICAL,

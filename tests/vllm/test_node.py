@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,3 +61,25 @@ def test_second_engine_loads_what_the_first_has_computed(
         assert [answer for _, answer in one_by_one(llm, PROMPTS)] == [
             answer for _, answer in alone["cold"]
         ]
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_both_ranks_of_an_engine_load_what_those_of_another_have_computed(
+    node: NodeProcess, front: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("two ranks need two cores")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+    config = FRONTS[front](node=str(node.socket), **SETTINGS)
+    with engine(config, tensor_parallel_size=2) as llm:
+        _has_room(llm)
+        one_by_one(llm, [prompt(99, BLOCK + 1)])
+        _has_room(llm)
+        cold = one_by_one(llm, PROMPTS)
+        assert [cached for cached, _ in cold] == [0] * len(PROMPTS)
+        warm = one_by_one(llm, PROMPTS)
+    with engine(config, tensor_parallel_size=2) as llm:
+        one_by_one(llm, [prompt(99, BLOCK + 1)])
+        _has_room(llm)
+        assert one_by_one(llm, PROMPTS) == warm

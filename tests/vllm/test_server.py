@@ -23,7 +23,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtier.connectors.vllm.fronts import OFFLOADING, OWN, front_named
 from kvtier.tools.dashboard import SERIES, EngineKind
 from tests.servers import free_port
-from tests.vllm.engines import BLOCK, ENVIRONMENT, MODEL, NUM_BLOCKS, connector, multi, prompt
+from tests.vllm.engines import (
+    BLOCK,
+    ENVIRONMENT,
+    MODEL,
+    NUM_BLOCKS,
+    connector,
+    multi,
+    own_connector,
+    prompt,
+)
 
 START_S = 600
 FRONT = front_named(os.environ.get("KVTIER_CONNECTOR", "auto"))
@@ -44,8 +53,8 @@ def _printed(tmp_path: Path) -> list[str]:
 
 
 @contextmanager
-def _server(tmp_path: Path, connects: list[str]) -> Iterator[httpx.Client]:
-    """connects: vLLM's options for its connector."""
+def _server(tmp_path: Path, connects: list[str], **variables: str) -> Iterator[httpx.Client]:
+    """connects: vLLM's options for its connector. variables: of its environment."""
     port = str(free_port())
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
     command += ["--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--enforce-eager"]
@@ -54,7 +63,10 @@ def _server(tmp_path: Path, connects: list[str]) -> Iterator[httpx.Client]:
     command += connects
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT, **variables},
         )
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
@@ -76,11 +88,11 @@ def _wait(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> 
     pytest.fail(f"the server does not answer:\n{log.read_text()[-3000:]}")
 
 
-def _ask(client: httpx.Client, seed: int) -> tuple[int, Any]:
+def _ask(client: httpx.Client, seed: int, **headers: str) -> tuple[int, Any]:
     """Tokens that were cached, and what was answered, with its log-probabilities."""
     tokens = prompt(seed, 6 * BLOCK + 50)["prompt_token_ids"]
     body = {"model": "tiny", "prompt": tokens, "max_tokens": 4, "temperature": 0, "logprobs": 3}
-    answer = client.post("/v1/completions", json=body).raise_for_status().json()
+    answer = client.post("/v1/completions", json=body, headers=headers).raise_for_status().json()
     details = answer["usage"]["prompt_tokens_details"]
     return details["cached_tokens"] if details else 0, answer["choices"][0]["logprobs"]
 
@@ -128,6 +140,25 @@ def test_hits_show_in_usage_and_metrics(tmp_path: Path) -> None:
     assert metrics["vllm:kvtier_used_chunks", "host"] == 72
     assert metrics["vllm:kvtier_used_chunks", "disk"] > 0
     assert metrics["vllm:kvtier_chunks", "disk"] == metrics["vllm:kvtier_chunks", "host"]
+
+
+@pytest.mark.timeout(900)
+def test_data_parallel_replicas_find_after_a_restart_what_each_has_stored(tmp_path: Path) -> None:
+    connects = own_connector if FRONT is OWN else connector
+    sizes = {"host_capacity": "256MiB", "disk_capacity": "256MiB"}
+    config = json.dumps(connects(disk_path=str(tmp_path / "slab"), **sizes))
+    options = ["--kv-transfer-config", config, "--data-parallel-size", "2"]
+    cores = sorted(os.sched_getaffinity(0))
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    placed = [(seed, {"X-data-parallel-rank": str(seed % 2)}) for seed in range(4)]
+    with _server(tmp_path, options, **bound) as client:
+        assert [_ask(client, seed, **rank)[0] for seed, rank in placed] == [0] * 4
+        warm = [_ask(client, seed, **rank) for seed, rank in placed]
+        assert [cached for cached, _ in warm] == [6 * BLOCK] * 4
+    with _server(tmp_path, options, **bound) as client:
+        assert [_ask(client, seed, **rank) for seed, rank in placed] == warm
+        (seed, _), *_ = placed
+        assert _ask(client, seed, **{"X-data-parallel-rank": "1"})[0] == 0, "tiers of its own"
 
 
 VLLMS = {
