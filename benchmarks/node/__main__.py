@@ -18,6 +18,8 @@ from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 
 PARTS = ("look_up", "work", "copies", "killed", "tokens")
+REAL = ("replicas",)
+"""Parts with real engines: only if named, in vLLM's environment of ``make peers-vllm``."""
 TRACE = "mooncake/conversation_trace.jsonl.zst"
 
 
@@ -27,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
     parser.add_argument("--quick", action="store_true", help="fewer of everything: to see it run")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(all)")
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, *REAL), default=PARTS)
     parser.add_argument(
         "--trace",
         type=Path,

@@ -114,15 +114,21 @@ def vllm_endless(num_blocks: int) -> Vllm:
     return Vllm(ENDLESS, device_blocks=num_blocks, variables={"VLLM_PLUGINS": ""})
 
 
-def with_kvtier(host: str, name: str = OURS, front: Front = OFFLOADING, **settings: object) -> Vllm:
-    """As ``kvtier vllm-args`` says it. settings: more of ``kv_connector_extra_config``."""
+def with_kvtier(
+    host: str | None, name: str = OURS, front: Front = OFFLOADING, **settings: object
+) -> Vllm:
+    """As ``kvtier vllm-args`` says it.
+
+    host: its capacity; None over a node. settings: more of ``kv_connector_extra_config``.
+    """
+    sizes = {} if host is None else {"host_capacity": host}
     return Vllm(
         name,
         connector={
             "kv_connector": front.connector,
             **front.config,
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {**front.extra, "host_capacity": host, **settings},
+            "kv_connector_extra_config": {**front.extra, **sizes, **settings},
         },
     )
 

@@ -171,11 +171,19 @@ class Server:
 
 @contextmanager
 def server(
-    log: Path, *options: str, model: Path = MODEL, cores: str = "0", **environment: str
+    log: Path,
+    *options: str,
+    model: Path = MODEL,
+    cores: str = "0",
+    python: str = sys.executable,
+    **environment: str,
 ) -> Iterator[Server]:
-    """A server in processes of its own, which end with it. cores: to compute on, of each rank."""
+    """A server in processes of its own, which end with it.
+
+    cores: to compute on, of each rank. python: its interpreter.
+    """
     port = free_port()
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    command = [python, "-m", "sglang.launch_server", "--model-path", str(model)]
     given = {"HF_HUB_OFFLINE": "1", **environment}
     if DEVICE == "cpu":
         given |= {
