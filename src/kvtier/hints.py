@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 HIGHEST_PRIORITY = 100
@@ -22,6 +22,8 @@ protected."""
 WAIT_S = 600.0
 """Time for which a queued request's blocks are protected, from the start of the last wait."""
 MAX_RANGES = 16
+MAX_ACTIONS = 64
+"""Most actions of an envelope that are read."""
 MAX_TOKENS = 1 << 40
 END = (1 << 32) - 1
 """Position behind the last block of any prompt."""
@@ -176,6 +178,76 @@ def parse_hint(given: object) -> Hint:
             raise ValueError("retain has a range without a priority; give one of 0 to 100")
         retain.append(Retain(**{k: v for k, v in known.items() if v is not None}))  # type: ignore[arg-type]
     return Hint(tuple(retain), back_in_s, bool(ended))  # type: ignore[arg-type]
+
+
+class HintAction(StrEnum):
+    """Kind of an action in an orchestrator's envelope, as kvtier counts it."""
+
+    FETCH = "kv.fetch"
+    """``kv.fetch@1.0``: blocks of this prompt are elsewhere. Every prompt is looked up in all tiers
+    anyway; kvtier reads from no peer, so the source that it names is not contacted."""
+    HINT = "kvtier.hint"
+    """``kvtier.hint@1.0``: its payload is a hint, as ``parse_hint`` reads it."""
+    UNKNOWN = "unknown"
+    """Ignored, since kvtier does not know it."""
+    INVALID = "invalid"
+    """Ignored, since it can't be understood."""
+
+
+class KvHints(NamedTuple):
+    """Content of an orchestrator's envelope.
+
+    hint: of its last valid ``kvtier.hint`` action. actions: kind of each action.
+    """
+
+    hint: Hint | None = None
+    actions: tuple[HintAction, ...] = ()
+
+
+def parse_kv_hints(given: object) -> KvHints:
+    """Return the content of the envelope that an orchestrator attached to a request.
+
+    Never raises: the client did not write the envelope and could not correct it.
+
+    given: ``kv_hints`` of vLLM 0.32 and newer, of SGLang, and of Dynamo, as their structure or as
+        the object of its JSON: protocol_version, message_id, actions. None for none.
+    """
+    if given is None:
+        return KvHints()
+    version, actions = _entry(given, "protocol_version"), _entry(given, "actions")
+    if not isinstance(version, str) or not isinstance(actions, list | tuple):
+        return KvHints(None, (HintAction.INVALID,))
+    if not version.startswith("0."):
+        return KvHints(None, (HintAction.UNKNOWN,) * min(len(actions), MAX_ACTIONS))
+    hint: Hint | None = None
+    kinds: list[HintAction] = []
+    for action in actions[:MAX_ACTIONS]:
+        kind, found = _parse_action(action)
+        kinds.append(kind)
+        hint = hint if found is None else found
+    return KvHints(hint, tuple(kinds))
+
+
+def _parse_action(action: object) -> tuple[HintAction, Hint | None]:
+    name, version = _entry(action, "action_type"), _entry(action, "action_version")
+    payload = _entry(action, "payload")
+    if not isinstance(name, str) or not isinstance(version, str) or not isinstance(payload, dict):
+        return HintAction.INVALID, None
+    if version.partition(".")[0] != "1":
+        return HintAction.UNKNOWN, None
+    if name == HintAction.FETCH:
+        is_valid = isinstance(payload.get("block_hashes"), list)
+        return HintAction.FETCH if is_valid else HintAction.INVALID, None
+    if name != HintAction.HINT:
+        return HintAction.UNKNOWN, None
+    try:
+        return HintAction.HINT, parse_hint(payload)
+    except ValueError:
+        return HintAction.INVALID, None
+
+
+def _entry(given: object, name: str) -> object:
+    return given.get(name) if isinstance(given, dict) else getattr(given, name, None)
 
 
 def _fields(name: str, given: object, known: tuple[str, ...]) -> Mapping[str, object]:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.connectors.vllm.counts import MOVED_BYTES
+from kvtier.connectors.vllm.counts import HINT_ACTIONS, MOVED_BYTES
 from kvtier.connectors.vllm.kv_connector.messages import NOTHING
 from kvtier.devices import CopyBatch, Direction
 from kvtier.errors import DeviceError
+from kvtier.hints import Hint
 from kvtier.transfer import CopyJob, TransferEngine
 from kvtier.types import DEVICE, HOST
 from tests.connectors.kv_world import LAYERS, PAGE, KvWorld
@@ -366,3 +367,32 @@ def test_full_host_memory_stores_what_it_can_later(make: Callable[..., KvWorld])
     keeps = world.half.finish(other, range(16, 22))
     world.step()
     assert keeps is bool(world.stored)
+
+
+def test_hints_of_an_orchestrator_are_followed_and_unknown_ones_counted(
+    make: Callable[..., KvWorld], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make()
+    heard: list[Hint] = []
+    cache = world.half.manager.cache
+    monkeypatch.setattr(cache, "hint", lambda keys, hint, block_size: heard.append(hint))
+    kinds = ("kv.fetch", "kvtier.hint", "another")
+    actions: list[dict[str, object]] = [
+        {
+            "action_id": "1",
+            "action_type": kind,
+            "action_version": "1.0",
+            "payload": {"block_hashes": []} if kind == "kv.fetch" else {"back_in_s": 5},
+        }
+        for kind in kinds
+    ]
+    envelope = {"protocol_version": "0.1", "message_id": "1", "actions": actions}
+    request = world.request("first", TEXT, kv_hints=envelope)
+    world.asks(request)
+    world.gets_pages(request, range(6), 0)
+    world.step()
+    world.half.finish(request, range(6))
+    assert heard == [Hint(), Hint(back_in_s=5)]
+    counted = world.half.manager.counts.take()
+    told = {labels[0]: num for (spec, labels), num in counted.items() if spec is HINT_ACTIONS}
+    assert told == {"kv.fetch": 1, "kvtier.hint": 1, "unknown": 1}

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
-from kvtier.hints import MAX_BACK_S, MAX_TTL_S, Hint, Retain
+from kvtier.hints import MAX_ACTIONS, MAX_BACK_S, MAX_TTL_S, Hint, Retain, parse_kv_hints
 from kvtier.keys import token_labels
 from kvtier.types import HOST
 from tests.core.world import BLOCK_SIZE, NS, World
@@ -188,3 +189,70 @@ def test_many_that_wait_cost_nothing_in_between(
     world.serve(OTHER)
     world.cache.poll()
     assert calls == 500
+
+
+ENVELOPE = {"protocol_version": "0.1", "message_id": "7"}
+FETCH = {
+    "action_id": "1",
+    "action_type": "kv.fetch",
+    "action_version": "1.0",
+    "payload": {"source_control_endpoint": "tcp://host-a:25000", "block_hashes": [5, 2**63]},
+}
+ENDED = {**FETCH, "action_type": "kvtier.hint", "payload": {"ended": True}}
+
+
+class Action(msgspec.Struct, frozen=True):
+    """As vLLM has it after the front has parsed the JSON."""
+
+    action_id: str
+    action_type: str
+    action_version: str
+    payload: dict[str, Any]
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    protocol_version: str
+    message_id: str
+    actions: list[Action]
+
+
+@pytest.mark.parametrize(
+    ("actions", "kinds", "hint"),
+    [
+        ([FETCH], ["kv.fetch"], None),
+        ([FETCH, ENDED], ["kv.fetch", "kvtier.hint"], Hint(ended=True)),
+        ([{**ENDED, "payload": {"ended": 5}}], ["invalid"], None),
+        ([{**FETCH, "payload": {}}], ["invalid"], None),
+        (
+            [{**FETCH, "action_type": "kv.evict"}, ENDED],
+            ["unknown", "kvtier.hint"],
+            Hint(ended=True),
+        ),
+        ([{**ENDED, "action_version": "2.0"}], ["unknown"], None),
+        ([{**ENDED, "action_version": "1.4"}], ["kvtier.hint"], Hint(ended=True)),
+        ([FETCH] * 1000, ["kv.fetch"] * MAX_ACTIONS, None),
+    ],
+)
+def test_known_actions_of_an_envelope_are_read_and_others_counted(
+    actions: list[dict[str, Any]], kinds: list[str], hint: Hint | None
+) -> None:
+    given = {**ENVELOPE, "actions": actions}
+    assert parse_kv_hints(given) == (hint, tuple(kinds))
+    assert parse_kv_hints(msgspec.convert(given, Envelope)) == (hint, tuple(kinds))
+
+
+@pytest.mark.parametrize(
+    ("given", "kinds"),
+    [
+        (None, ()),
+        ({"evict_session": True}, ("invalid",)),
+        (5, ("invalid",)),
+        ({**ENVELOPE, "actions": 5}, ("invalid",)),
+        ({**ENVELOPE, "actions": [5]}, ("invalid",)),
+        ({**ENVELOPE, "protocol_version": "1.0", "actions": [ENDED]}, ("unknown",)),
+    ],
+)
+def test_an_envelope_that_cant_be_understood_fails_no_request(
+    given: object, kinds: tuple[str, ...]
+) -> None:
+    assert parse_kv_hints(given) == (None, kinds)

@@ -15,6 +15,8 @@ import pytest
 from kvtier.live.files import LIVE_PATH
 from kvtier.live.local import LocalServer
 from kvtier.live.scrape import WatchedEngine
+from tests.node.control_world import BareEngine
+from tests.nodes import running
 
 from . import browser
 from .served import KEY, Serve
@@ -229,8 +231,37 @@ def test_a_slow_answer_does_not_forget_a_key_that_was_given_since(
         served.close()
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_nodes_page_shows_its_engines_and_tenants(
+    tmp_path: Path, open_page: Callable[..., Any], width: int
+) -> None:
+    options = ("--control-port=0", f"--disk-path={tmp_path / 'disk'}", "--disk-capacity=16MiB")
+    with (
+        running(tmp_path, *options, "--quota=team-a=2MiB:4MiB") as node,
+        BareEngine(node, "team-a", "replica-0") as one,
+        BareEngine(node, "team-b", "replica-1") as other,
+    ):
+        one.store(1, 2, 3)
+        other.store(4)
+        page = open_page(node.said.split(", and ")[1].split("/metrics")[0], width)
+        wait_for(page, "2 engines attached", "#answers")
+        wait_for(page, "replica-0", "#engines")
+        wait_for(page, re.compile("floor 2 MiB *ceiling 4 MiB"), "#memory")
+        wait_for(page, "2 MiB in blocks of 64 KiB", "#memory")
+        wait_for(page, re.compile("192 KiB"), "#tenants")
+        for _ in range(20):
+            one.places(*range(1, 7))
+        wait_for(page, "50 %", "#tiles")
+        assert page.locator("#plans-section").is_hidden()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(
+            "[...document.querySelectorAll('.scroll')]"
+            ".every((each) => each.scrollWidth <= each.clientWidth)"
+        ), "no table is cut off"
+
+
 def test_another_engines_page_is_the_same(served: Serve, open_page: Callable[..., Any]) -> None:
-    local = LocalServer(WatchedEngine(served.url))
+    local = LocalServer(WatchedEngine.at(served.url))
     thread = Thread(target=local.serve_forever, args=(0.05,))
     thread.start()
     try:

@@ -114,18 +114,18 @@ def test_what_is_no_answer_is_told(engine: str, path: str, why: str) -> None:
 
 
 def test_the_key_is_sent(engine: str) -> None:
-    seen = WatchedEngine(f"{engine}/x/locked", KEY).look()
+    seen = WatchedEngine.at(f"{engine}/x/locked", KEY).look()
     assert seen.picture is not None
     assert seen.picture["engine"] == "kvtier"
 
 
 def test_something_else_that_answers_is_told_so(engine: str) -> None:
-    seen = WatchedEngine(f"{engine}/x/page").look()
+    seen = WatchedEngine.at(f"{engine}/x/page").look()
     assert (seen.picture, "no Prometheus metrics" in seen.error) == (None, True)
 
 
 def test_an_engine_is_asked_once_for_all_who_look(engine: str, server: ThreadingHTTPServer) -> None:
-    watched = WatchedEngine(engine)
+    watched = WatchedEngine.at(engine)
     assert len({id(watched.look()) for _ in range(20)}) == 1
     assert server.num_asked == 1  # type: ignore[attr-defined]
 
@@ -141,7 +141,7 @@ def get(url: str, path: str, **headers: str) -> tuple[int, dict[str, str], bytes
 
 @pytest.fixture
 def page(engine: str) -> Iterator[str]:
-    with serving(LocalServer(WatchedEngine(engine))) as url:
+    with serving(LocalServer(WatchedEngine.at(engine))) as url:
         yield url
 
 
@@ -171,7 +171,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_has_nothing_inline() -> None:
 def test_the_picture_is_served_or_why_there_is_none(engine: str, page: str) -> None:
     status, _, content = get(page, LIVE_PATH)
     assert (status, json.loads(content)["engine"]) == (200, "kvtier")
-    with serving(LocalServer(WatchedEngine(f"{engine}/x/page"))) as url:
+    with serving(LocalServer(WatchedEngine.at(f"{engine}/x/page"))) as url:
         status, _, content = get(url, LIVE_PATH)
     assert (status, "no Prometheus metrics" in json.loads(content)["error"]) == (502, True)
 

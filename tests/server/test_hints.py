@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Callable, Iterator
 
 import openai
@@ -78,3 +79,24 @@ def test_a_chat_says_it_as_well(small: Running, monkeypatch: pytest.MonkeyPatch)
             extra_body={"kvtier": said},
         )
     assert heard == [Hint((Retain(90, 0, 100),), ended=True)]
+
+
+def test_an_orchestrators_envelope_counts_unless_the_client_said_more(small: Running) -> None:
+    def envelope(kind: str) -> dict[str, object]:
+        action = {"action_id": "1", "action_version": "1.0", "action_type": kind}
+        actions = [{**action, "payload": {"back_in_s": 600}}]
+        return {"protocol_version": "0.1", "message_id": "1", "actions": actions}
+
+    for kind, own, is_kept in (
+        ("kvtier.hint", None, True),
+        ("kvtier.hint", {"ended": True}, False),
+        ("another.hint", None, False),
+    ):
+        salt = f"{kind} {own}"
+        ask(small, "talk", cache_salt=salt, kv_hints=envelope(kind), kvtier=own)
+        flood(small, salt)
+        assert (ask(small, "talk", cache_salt=salt) > 0) == is_kept, salt
+    with urllib.request.urlopen(f"{small.url}/metrics", timeout=30) as answer:
+        told = answer.read().decode()
+    assert 'kvtier_server_hint_actions_total{action="kvtier.hint"} 2.0' in told
+    assert 'kvtier_server_hint_actions_total{action="unknown"} 1.0' in told

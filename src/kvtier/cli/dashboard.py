@@ -13,7 +13,7 @@ def dashboard(
         bool, typer.Option("--alerts", help="Print alerts for Prometheus instead.")
     ] = False,
 ) -> None:
-    """Print a Grafana dashboard for kvtier serve, and for vLLM and SGLang with kvtier."""
+    """Print a Grafana dashboard for kvtier serve, vLLM, SGLang and nodes."""
     from kvtier.tools.dashboard import ALERTS, ROWS, make_dashboard, make_rules
 
     if alerts:

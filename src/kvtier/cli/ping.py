@@ -68,7 +68,7 @@ def describe(
 
     server, key = server_url(url), take_key(api_key)
     models = models_of(server, key, timeout_s)
-    seen = WatchedEngine(server, key).look()
+    seen = WatchedEngine.at(server, key).look()
     picture: Mapping[str, Any] = seen.picture or {}
     found: dict[str, Any] = {
         "url": server,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.cli.api_keys import KEY_VARIABLE, take_key
+from kvtier.cli.api_keys import KEY_VARIABLE
 from kvtier.cli.failure import fail
-from kvtier.cli.watch import URL
+from kvtier.cli.watch import URL, Node, watched_by
 
 if TYPE_CHECKING:
     from kvtier.live.scrape import WatchedEngine
@@ -34,11 +34,10 @@ def top(
         str | None,
         typer.Option(help=f"Key of the engine; better given as {KEY_VARIABLE}."),
     ] = None,
+    node: Node = None,
 ) -> None:
-    """Show the live state of the cache of a kvtier server, vLLM or SGLang."""
-    from kvtier.live.scrape import WatchedEngine
-
-    watched = WatchedEngine(url, take_key(api_key))
+    """Show the live state of the cache of a kvtier server, vLLM, SGLang, or a node."""
+    watched = watched_by(url, api_key, node)
     if once or as_json:
         _once(watched, as_json)
     else:

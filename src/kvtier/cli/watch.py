@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvtier.cli.api_keys import KEY_VARIABLE, take_key
 from kvtier.cli.failure import fail
 
+if TYPE_CHECKING:
+    from kvtier.live.scrape import WatchedEngine
+
 URL = "http://127.0.0.1:8000"
+Node = Annotated[
+    str | None,
+    typer.Option(
+        "--node",
+        help="Path of a node's socket: show the node instead of an engine.",
+        show_default="none",
+    ),
+]
+
+
+def watched_by(url: str, api_key: str | None, node: str | None) -> WatchedEngine:
+    """Return what a command watches: a node by its socket, else an engine by its address."""
+    from kvtier.live.scrape import WatchedEngine
+
+    if node is None:
+        return WatchedEngine.at(url, take_key(api_key))
+    from kvtier.node.config import control_socket
+
+    return WatchedEngine.at_socket(control_socket(Path(node)))
 
 
 def watch(
@@ -20,15 +43,15 @@ def watch(
         str | None,
         typer.Option(help=f"Key of the engine; better given as {KEY_VARIABLE}."),
     ] = None,
+    node: Node = None,
 ) -> None:
-    """Serve a live page of the cache of vLLM, SGLang, or a kvtier server elsewhere.
+    """Serve a live page of the cache of vLLM, SGLang, a node, or a kvtier server elsewhere.
 
-    A kvtier server has the page itself, at /.
+    A kvtier server has the page itself, at /; so has a node with --control-port.
     """
     from kvtier.live.local import LOCAL_HOSTS, LocalServer
-    from kvtier.live.scrape import WatchedEngine
 
-    watched = WatchedEngine(url, take_key(api_key))
+    watched = watched_by(url, api_key, node)
     try:
         server = LocalServer(watched, host, port)
     except (OSError, OverflowError) as error:

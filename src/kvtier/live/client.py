@@ -15,6 +15,7 @@ from http.client import (
     HTTPSConnection,
     IncompleteRead,
 )
+from pathlib import Path
 from threading import Lock, Timer
 from types import TracebackType
 from typing import Any, Self
@@ -336,6 +337,19 @@ class _Http(HTTPHandler):
 
     def http_open(self, req: Request) -> HTTPResponse:
         return self.do_open(self._connection, req)
+
+
+class UnixConnection(HTTPConnection):
+    """HTTP connection over a Unix socket. timeout_s: longest wait for each of its parts."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
 
 
 class _Https(HTTPSHandler):

@@ -87,9 +87,22 @@ SGLANG = Dialect(
     "sglang:token_usage",
     {"device": "device", "host": "host", "storage": "storage"},
 )
+NODE = Dialect(
+    "kvtier node",
+    "kvtier_node_info",
+    "kvtier_node_lookup_blocks_total",
+    "kvtier_node_lookup_blocks_total",
+    "place",
+    prompt_tokens="",
+    running="",
+    waiting="kvtier_node_waiting_requests",
+    ttft="",
+    requests="kvtier_node_lookup_seconds_count",
+    sources={"memory": "host", "storage": "storage"},
+)
 
 
 def dialect_of(reading: Reading) -> Dialect | None:
     """Return the dialect of the engine whose metrics these are; None if unknown."""
-    known = (each for each in (KVTIER, VLLM, SGLANG) if reading.has(each.sign))
+    known = (each for each in (KVTIER, VLLM, SGLANG, NODE) if reading.has(each.sign))
     return next(known, None)

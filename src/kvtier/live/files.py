@@ -17,6 +17,8 @@ TYPES = {
     "words.js": "text/javascript; charset=utf-8",
     "chart.js": "text/javascript; charset=utf-8",
     "ladder.js": "text/javascript; charset=utf-8",
+    "memory.js": "text/javascript; charset=utf-8",
+    "node.js": "text/javascript; charset=utf-8",
 }
 """Content types of the page's files. No other file is served."""
 PATHS = frozenset({"/", LIVE_PATH, *(FOLDER + name for name in TYPES)})

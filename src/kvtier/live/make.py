@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf, isfinite, isinf
 
-from kvtier.live.dialects import Dialect, dialect_of
+from kvtier.live.dialects import NODE, Dialect, dialect_of
+from kvtier.live.differences import grown, rate, ratio
+from kvtier.live.make_node import make_node, tiers_of_node
 from kvtier.live.picture import Flow, Guess, Picture, Requests, Saved, ServerInfo, Tier, TierShare
 from kvtier.live.questions import answer
 from kvtier.live.reading import Reading
@@ -21,7 +23,6 @@ LEAST_GONE = 30
 """Least number of sampled evicted blocks for which the share that returned is shown."""
 LEAST_TIMES = 5
 """Least number of requests for which a mean time is shown."""
-LEAST_WINDOW_S = 0.5
 ORDER = (DEVICE, HOST, DISK)
 
 
@@ -52,38 +53,23 @@ def make_picture(
         _flows(before, now, dialect),
         now.total("kvtier_planned_blocks_total", decision="load"),
         now.total("kvtier_planned_blocks_total", decision="recompute"),
-        _grown(first, now, "kvtier_planned_blocks_total", decision="load"),
-        _grown(first, now, "kvtier_planned_blocks_total", decision="recompute"),
+        grown(first, now, "kvtier_planned_blocks_total", decision="load"),
+        grown(first, now, "kvtier_planned_blocks_total", decision="recompute"),
         _guesses(first, now),
         now.total("kvtier_late_loads_total") or 0.0,
-        _grown(first, now, "kvtier_late_loads_total"),
+        grown(first, now, "kvtier_late_loads_total"),
         _requests(first, now, dialect),
-        ServerInfo(now.models, now.version, now.total("kvtier_server_uptime_seconds")),
+        ServerInfo(now.models, now.version, _uptime_s(now)),
+        make_node(first, now) if dialect is NODE else None,
     )
+    if picture.node is not None:
+        picture = replace(picture, tiers=tiers_of_node(picture.tiers, now))
     return replace(picture, answers=tuple(answer(picture)))
 
 
-def _grown(first: Reading, now: Reading, name: str, **labels: str) -> float | None:
-    """Return the growth of a metric; None if it is missing, or the readings are too close.
-
-    A metric that is missing in ``first`` only was 0.
-    """
-    if now.at_s - first.at_s < LEAST_WINDOW_S:
-        return None
-    value = now.total(name, **labels)
-    return None if value is None else max(0.0, value - (first.total(name, **labels) or 0.0))
-
-
-def _rate(first: Reading, now: Reading, name: str, **labels: str) -> float | None:
-    grown = _grown(first, now, name, **labels)
-    return None if grown is None else grown / (now.at_s - first.at_s)
-
-
-def _ratio(part: float | None, whole: float | None, least: float) -> float | None:
-    """Return the share ``part`` / ``whole``; None if ``whole`` is below ``least``."""
-    if part is None or whole is None or whole < least:
-        return None
-    return min(1.0, part / whole)
+def _uptime_s(now: Reading) -> float | None:
+    uptime_s = now.total("kvtier_server_uptime_seconds")
+    return now.total("kvtier_node_uptime_seconds") if uptime_s is None else uptime_s
 
 
 def _hits(
@@ -92,20 +78,20 @@ def _hits(
     if dialect is None:
         return (), TierShare("all", None, None)
     least = LEAST_ASKED["blocks" if dialect.asked.endswith("_blocks_total") else "tokens"]
-    asked, ever = _grown(first, now, dialect.asked), now.total(dialect.asked)
+    asked, ever = grown(first, now, dialect.asked), now.total(dialect.asked)
     given: dict[str, tuple[float | None, float]] = {}
     for source, total in now.by(dialect.given, dialect.source).items():
         tier = dialect.name_of(source)
         if tier is not None:
-            grown = _grown(first, now, dialect.given, **{dialect.source: source})
-            given[tier] = grown, total
+            recent = grown(first, now, dialect.given, **{dialect.source: source})
+            given[tier] = recent, total
     shares = [
-        TierShare(tier, _ratio(grown, asked, least), _ratio(total, ever, least))
-        for tier, (grown, total) in sorted(given.items(), key=lambda each: _place(each[0]))
+        TierShare(tier, ratio(recent, asked, least), ratio(total, ever, least))
+        for tier, (recent, total) in sorted(given.items(), key=lambda each: _place(each[0]))
     ]
-    recent = sum(grown or 0.0 for grown, _ in given.values())
+    found = sum(recent or 0.0 for recent, _ in given.values())
     whole = sum(total for _, total in given.values())
-    return tuple(shares), TierShare("all", _ratio(recent, asked, least), _ratio(whole, ever, least))
+    return tuple(shares), TierShare("all", ratio(found, asked, least), ratio(whole, ever, least))
 
 
 def _place(tier: str) -> int:
@@ -118,8 +104,8 @@ def _saved(first: Reading, now: Reading) -> Saved:
     return Saved(
         now.total(tokens),
         now.total(seconds),
-        _rate(first, now, tokens),
-        _rate(first, now, seconds),
+        rate(first, now, tokens),
+        rate(first, now, seconds),
     )
 
 
@@ -135,7 +121,7 @@ def _tiers(first: Reading, now: Reading, dialect: Dialect | None) -> tuple[Tier,
 def _tier(name: str, first: Reading, now: Reading) -> Tier:
     slots = now.total("kvtier_slots", tier=name)
     used = now.total("kvtier_used_slots", tier=name)
-    evicted_per_s = _rate(first, now, "kvtier_evicted_blocks_total", tier=name)
+    evicted_per_s = rate(first, now, "kvtier_evicted_blocks_total", tier=name)
     evicted = now.total("kvtier_evicted_blocks_total", tier=name) or 0.0
     returned, return_s = _returns(name, now, evicted)
     state = now.values.get("kvtier_breaker_state", {}).get((("tier", name),))
@@ -151,7 +137,7 @@ def _tier(name: str, first: Reading, now: Reading) -> Tier:
         returned,
         return_s,
         now.total("kvtier_damaged_blocks_total", tier=name) or 0.0,
-        _grown(first, now, "kvtier_damaged_blocks_total", tier=name),
+        grown(first, now, "kvtier_damaged_blocks_total", tier=name),
         now.total("kvtier_unwritten_blocks_total", tier=name) or 0.0,
         int(state) if state in (0, 1, 2, 3) else None,
         used * slot_bytes if slot_bytes and used is not None else None,
@@ -210,17 +196,19 @@ def _flows(before: Reading, now: Reading, dialect: Dialect | None) -> tuple[Flow
     flows = []
     for route in sorted({*num_bytes, *in_flight, *queued}, key=lambda at: tuple(map(_place, at))):
         src, dst = route
+        if dialect is NODE and DEVICE in route:
+            continue  # its engines copy themselves
         if route in engines:
-            rate = _rate(before, now, engines[route])
+            bytes_per_s = rate(before, now, engines[route])
         else:
-            rate = _rate(before, now, "kvtier_copied_bytes_total", src=src, dst=dst)
+            bytes_per_s = rate(before, now, "kvtier_copied_bytes_total", src=src, dst=dst)
         queued_s = queued.get(route)
         is_refused = queued_s is not None and isinf(queued_s)
         flows.append(
             Flow(
                 src,
                 dst,
-                rate,
+                bytes_per_s,
                 num_bytes.get(route, 0.0),
                 in_flight.get(route),
                 None if is_refused else queued_s,
@@ -234,35 +222,35 @@ def _flows(before: Reading, now: Reading, dialect: Dialect | None) -> tuple[Flow
 def _guesses(first: Reading, now: Reading) -> tuple[Guess, ...]:
     guesses = []
     for src in sorted(now.by("kvtier_predicted_load_seconds_total", "src"), key=_place):
-        expected_s = _grown(first, now, "kvtier_predicted_load_seconds_total", src=src)
-        took_s = _grown(first, now, "kvtier_actual_load_seconds_total", src=src)
-        num = _grown(first, now, "kvtier_load_error_ratio_count", src=src)
-        ratio = _over(took_s, expected_s) if num and num >= LEAST_LOADS else None
-        guesses.append(Guess(src, expected_s, took_s, ratio, num))
+        expected_s = grown(first, now, "kvtier_predicted_load_seconds_total", src=src)
+        took_s = grown(first, now, "kvtier_actual_load_seconds_total", src=src)
+        num = grown(first, now, "kvtier_load_error_ratio_count", src=src)
+        factor = _over(took_s, expected_s) if num and num >= LEAST_LOADS else None
+        guesses.append(Guess(src, expected_s, took_s, factor, num))
     if now.total("kvtier_predicted_prefill_seconds_total"):
-        expected_s = _grown(first, now, "kvtier_predicted_prefill_seconds_total")
-        took_s = _grown(first, now, "kvtier_actual_prefill_seconds_total")
+        expected_s = grown(first, now, "kvtier_predicted_prefill_seconds_total")
+        took_s = grown(first, now, "kvtier_actual_prefill_seconds_total")
         is_told = expected_s is not None and expected_s >= LEAST_PREFILL_S
-        ratio = _over(took_s, expected_s) if is_told else None
-        guesses.append(Guess("prefill", expected_s, took_s, ratio, None))
+        factor = _over(took_s, expected_s) if is_told else None
+        guesses.append(Guess("prefill", expected_s, took_s, factor, None))
     return tuple(guesses)
 
 
 def _over(took_s: float | None, expected_s: float | None) -> float | None:
-    ratio = took_s / expected_s if took_s is not None and expected_s else None
-    return ratio if ratio is not None and isfinite(ratio) else None
+    factor = took_s / expected_s if took_s is not None and expected_s else None
+    return factor if factor is not None and isfinite(factor) else None
 
 
 def _requests(first: Reading, now: Reading, dialect: Dialect | None) -> Requests:
     if dialect is None:
         return Requests(None, None, None, None, None)
-    num = _grown(first, now, f"{dialect.ttft}_count")
-    seconds = _grown(first, now, f"{dialect.ttft}_sum")
+    num = grown(first, now, f"{dialect.ttft}_count")
+    seconds = grown(first, now, f"{dialect.ttft}_sum")
     is_told = num is not None and seconds is not None and num >= LEAST_TIMES
     return Requests(
         now.total(dialect.running),
         now.total(dialect.waiting),
-        _rate(first, now, dialect.requests),
-        _rate(first, now, dialect.prompt_tokens),
+        rate(first, now, dialect.requests),
+        rate(first, now, dialect.prompt_tokens),
         seconds / num if is_told and seconds is not None and num else None,
     )

@@ -6,6 +6,7 @@ not be shown as 0.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
@@ -149,6 +150,91 @@ class ServerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeEngine:
+    """One engine that is attached to a node.
+
+    Attributes:
+        name, tenant: its name, and its tenant's.
+        processes: number of its processes.
+        slots: slots that it reads or writes.
+        waiting: its requests that wait for storage or for another engine.
+        failures, pauses: calls without an answer in time, and times that its breaker opened, as far
+            as it has reported them.
+        pauses_recently: the same in the last minute.
+    """
+
+    name: str
+    tenant: str
+    processes: float
+    slots: float
+    waiting: float
+    failures: float
+    pauses: float
+    pauses_recently: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTenant:
+    """Use of a node by one tenant.
+
+    Attributes:
+        name: name of the tenant.
+        engines: number of its engines.
+        memory_bytes, pinned_bytes: host memory in its segments, and in those with pinned blocks.
+        floor_bytes, ceiling_bytes: its quota.
+        used_bytes: bytes of its blocks by tier.
+        found: share of the blocks that its engines looked up and that were there, in the last
+            minute.
+    """
+
+    name: str
+    engines: float
+    memory_bytes: float
+    pinned_bytes: float
+    floor_bytes: float
+    ceiling_bytes: float
+    used_bytes: Mapping[str, float]
+    found: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRoomUse:
+    """Use of a node by one room: one model's blocks of one tenant.
+
+    used_bytes: bytes of its blocks by tier.
+    """
+
+    name: str
+    tenant: str
+    block_bytes: float
+    segments: float
+    used_bytes: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class NodePicture:
+    """Engines, tenants, rooms and memory of a node.
+
+    Attributes:
+        memory_bytes, free_bytes, segment_bytes: host memory, what of it belongs to no room, and the
+            size of a segment.
+        lookups_per_s: look-ups by engines, in the last minute.
+        lookup_s, late_lookup_s: time to their answer that half and that 99 of 100 stayed below.
+        engines, tenants, rooms: who uses it.
+    """
+
+    memory_bytes: float
+    free_bytes: float
+    segment_bytes: float
+    lookups_per_s: float | None
+    lookup_s: float | None
+    late_lookup_s: float | None
+    engines: tuple[NodeEngine, ...]
+    tenants: tuple[NodeTenant, ...]
+    rooms: tuple[NodeRoomUse, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PageAnswer:
     """Answer to a question of an operator. level: "good", "plain" or "bad"."""
 
@@ -159,10 +245,10 @@ class PageAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """State of an engine's cache at one moment.
+    """State of the cache of an engine, or of a node, at one moment.
 
     Attributes:
-        engine: name of the engine.
+        engine: name of the engine; "kvtier node" for a node.
         age_s: seconds for which the server has been watched.
         window_s: actual length of "the last minute".
         has_restarted: whether the server restarted while watched.
@@ -179,6 +265,7 @@ class Picture:
         late_loads_recently: the same in the last minute.
         requests: requests of the engine.
         server: facts about the server.
+        node: what only a node has; None for an engine.
         answers: answers to an operator's questions.
     """
 
@@ -201,6 +288,7 @@ class Picture:
     late_loads_recently: float | None
     requests: Requests
     server: ServerInfo = ServerInfo()
+    node: NodePicture | None = None
     answers: tuple[PageAnswer, ...] = ()
 
     def as_json(self) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvtier.live.dialects import KVTIER
-from kvtier.live.picture import PageAnswer, Picture, Tier
+from kvtier.live.dialects import KVTIER, NODE
+from kvtier.live.picture import NodePicture, PageAnswer, Picture, Tier
 from kvtier.live.wording import TOO_FEW, count, seconds, share, size
 from kvtier.types import DEVICE
 
@@ -16,6 +16,8 @@ WRONG_RATIO = 1.5
 MANY_RETURN = 0.3
 """Least share of evicted blocks requested again for which a larger tier is recommended."""
 WORTH_SHARE = 0.05
+LATE_LOOKUP_S = 5e-3
+"""Longest time of 99 look-ups in 100 that is not reported as slow: engines wait no longer."""
 
 
 def answer(picture: Picture) -> Iterator[PageAnswer]:
@@ -24,7 +26,7 @@ def answer(picture: Picture) -> Iterator[PageAnswer]:
         said = "This engine reports no kvtier metrics: it runs without kvtier, or without metrics."
         yield PageAnswer("Is it on?", said, "bad")
         return
-    yield _worth(picture)
+    yield _worth(picture) if picture.node is None else _worth_of_node(picture)
     yield _now(picture)
     yield _slow(picture)
     yield _buy(picture)
@@ -57,9 +59,21 @@ def _worth(picture: Picture) -> PageAnswer:
     return PageAnswer(question, text, "good" if part >= WORTH_SHARE else "plain")
 
 
+def _worth_of_node(picture: Picture) -> PageAnswer:
+    question, part = "Is it worth its memory?", picture.hit_share.ever
+    if part is None:
+        return PageAnswer(
+            question, f"{TOO_FEW.capitalize()}: not enough was looked up yet.", "plain"
+        )
+    text = f"{share(part)} of the blocks that engines looked up were here."
+    if part < WORTH_SHARE:
+        text += " Prompts share few prefixes, or blocks are evicted before they are looked up."
+    return PageAnswer(question, text, "good" if part >= WORTH_SHARE else "plain")
+
+
 def _now(picture: Picture) -> PageAnswer:
     asked = picture.requests
-    parts = []
+    parts = list(_uses(picture.node))
     if asked.running is not None and asked.waiting is not None:
         noun = "request" if asked.running == 1 else "requests"
         parts.append(f"{asked.running:.0f} {noun} running, {asked.waiting:.0f} waiting")
@@ -70,6 +84,18 @@ def _now(picture: Picture) -> PageAnswer:
     ]
     parts.append("transfers: " + ", ".join(moving) if moving else "no transfers between tiers")
     return PageAnswer("What does it do right now?", _begun_large("; ".join(parts)) + ".", "plain")
+
+
+def _uses(node: NodePicture | None) -> Iterator[str]:
+    """Say who uses a node."""
+    if node is None:
+        return
+    num = len(node.engines)
+    yield f"{num or 'no'} engine{'s' if num != 1 else ''} attached"
+    if node.lookups_per_s is not None:
+        yield f"{node.lookups_per_s:.3g} look-ups per second"
+    waiting = sum(each.waiting for each in node.engines)
+    yield f"{waiting:.0f} requests wait for storage" if waiting else "no request waits"
 
 
 def _slow(picture: Picture) -> PageAnswer:
@@ -86,6 +112,14 @@ def _slow(picture: Picture) -> PageAnswer:
 
 
 def _reasons(picture: Picture) -> Iterator[str]:
+    for engine in picture.node.engines if picture.node is not None else ():
+        if engine.pauses_recently:
+            yield (
+                f"{engine.name} did not wait for the node any longer in the last minute, and "
+                "computed for a while: calls were not answered in time."
+            )
+    if picture.node is not None and (picture.node.late_lookup_s or 0) > LATE_LOOKUP_S:
+        yield f"1 look-up of 100 takes longer than {seconds(LATE_LOOKUP_S)}."
     for tier in picture.tiers:
         if tier.left_alone == 2:
             yield f"{tier.name} failed repeatedly and is paused: requests compute instead."
@@ -123,7 +157,8 @@ def _buy(picture: Picture) -> PageAnswer:
     question = "What should I buy?"
     told = [tier for tier in picture.tiers if tier.returned is not None]
     wanting = [tier for tier in told if (tier.returned or 0) >= MANY_RETURN]
-    record = "kvtier serve --record" if picture.engine == KVTIER.engine else "kvtier record"
+    recorders = {KVTIER.engine: "kvtier serve --record", NODE.engine: "a recording of an engine"}
+    record = recorders.get(picture.engine, "kvtier record")
     end = f" See the sizing guide: {record}, then kvtier replay."
     if wanting:
         text = " ".join(map(_returned, wanting))

@@ -28,11 +28,15 @@ MOST_VALUE = 2.0**63
 MOST_MODELS = 4
 """Most names of models that are kept."""
 MODEL = "model_name"
-INFO = "kvtier_server_info"
+INFO = frozenset({"kvtier_server_info", "kvtier_node_info"})
+NODE = "kvtier_node_"
 
 UNDER_ENGINE = "vllm:kvtier_"
 KEPT = frozenset({"tier", "src", "dst", "decision", "le", "source", "cache_source"})
 """Labels that are kept. Values are summed over all others, such as model, engine and process."""
+KEPT_OF_NODE = KEPT | {"tenant", "room", "engine", "place"}
+"""Labels that are kept of metrics that begin with ``NODE``."""
+ENGINE = "engine"
 WORST = frozenset({"kvtier_breaker_state", "kvtier_queued_seconds", "kvtier_slot_bytes"})
 """Metrics whose series are merged by their maximum, not their sum."""
 INFINITE = frozenset({"kvtier_queued_seconds"})
@@ -96,14 +100,16 @@ class Reading:
                 name = _canonical(sample.name)
                 if sample.name.endswith("_created") or not _is_possible(name, sample.value):
                     continue
-                if family.type in (*COUNTED, "unknown") and name.endswith(ENDINGS):
-                    growing.add(name)
                 model = printable(sample.labels.get(MODEL, "")[:MOST_LABEL])
                 if model and len(models) < MOST_MODELS:
                     models[model] = None
-                if name == INFO:
+                if name in INFO:
                     version = printable(sample.labels.get("version", "")[:MOST_LABEL])
-                kept = _kept(sample.labels)
+                kept = _kept(name, sample.labels)
+                # The counters of a node's engine end with the engine.
+                may_fall = any(label == ENGINE for label, _ in kept)
+                if family.type in (*COUNTED, "unknown") and name.endswith(ENDINGS) and not may_fall:
+                    growing.add(name)
                 by_labels = values.setdefault(name, {})
                 places.update(value for label, value in kept if label in PLACES)
                 if len(by_labels) > MOST_SERIES or len(places) > MOST_PLACES:
@@ -162,9 +168,10 @@ def _is_possible(name: str, value: float) -> bool:
     return 0 <= value < MOST_VALUE or (name in INFINITE and isinf(value) and value > 0)
 
 
-def _kept(labels: Mapping[str, str]) -> Labels:
-    """Return the labels that are kept, as printable text."""
-    kept = (each for each in labels.items() if each[0] in KEPT)
+def _kept(name: str, labels: Mapping[str, str]) -> Labels:
+    """Return the labels of a metric that are kept, as printable text."""
+    names = KEPT_OF_NODE if name.startswith(NODE) else KEPT
+    kept = (each for each in labels.items() if each[0] in names)
     return tuple(sorted((label, printable(value[:MOST_LABEL])) for label, value in kept))
 
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
 from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
 from kvtier.errors import CacheError
-from kvtier.live.client import NoAnswerError, RefusedError, check_url, fetch
+from kvtier.live.client import (
+    MOST_BYTES,
+    NoAnswerError,
+    RefusedError,
+    UnixConnection,
+    check_url,
+    fetch,
+)
 from kvtier.live.history import History
 from kvtier.live.reading import Reading, UnreadableError
 
@@ -34,6 +44,26 @@ def metrics_url(url: str) -> str:
     return whole
 
 
+def read_socket(path: Path) -> str:
+    """Return the text of the metrics that a node serves on its control socket.
+
+    Raises ``ScrapeError`` if it can't be read.
+    """
+    connection = UnixConnection(path, TIMEOUT_S)
+    try:
+        connection.request("GET", "/metrics")
+        answer = connection.getresponse()
+        content = answer.read(MOST_BYTES)
+    except (OSError, HTTPException) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise ScrapeError(f"{path} does not answer: {reason}") from None
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise ScrapeError(f"{path} answers {answer.status}")
+    return content.decode(errors="replace")
+
+
 def read_text(url: str, api_key: str | None = None) -> str:
     """Return the text of the metrics. Raise ``ScrapeError`` if it can't be read."""
     try:
@@ -55,15 +85,31 @@ class ScrapeResult:
 
 
 class WatchedEngine:
-    """A watched engine. Several threads may look; they share one scrape."""
+    """A watched engine or node. Several threads may look; they share one scrape.
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        self.url = metrics_url(url)
-        self._api_key = api_key
+    Args:
+        url: its address, for display.
+        read: returns its metrics as text; raises ``ScrapeError``.
+    """
+
+    def __init__(self, url: str, read: Callable[[], str]) -> None:
+        self.url = url
+        self._read = read
         self._lock = Lock()
         self._history = History()
         self._looked_s: float | None = None
         self._seen = ScrapeResult(None)
+
+    @classmethod
+    def at(cls, url: str, api_key: str | None = None) -> WatchedEngine:
+        """Return a watched engine by its address. Raises ``ConfigError`` if it is none."""
+        whole = metrics_url(url)
+        return cls(whole, lambda: read_text(whole, api_key))
+
+    @classmethod
+    def at_socket(cls, control_socket: Path) -> WatchedEngine:
+        """Return a watched node by the path of its control socket."""
+        return cls(str(control_socket), lambda: read_socket(control_socket))
 
     def look(self) -> ScrapeResult:
         """Return the current picture, at most ``LEAST_PAUSE_S`` old.
@@ -79,8 +125,7 @@ class WatchedEngine:
 
     def _look(self) -> ScrapeResult:
         try:
-            text = read_text(self.url, self._api_key)
-            self._history.add(Reading.parse(text, time.monotonic()))
+            self._history.add(Reading.parse(self._read(), time.monotonic()))
         except UnreadableError as error:
             return ScrapeResult(None, f"{self.url} answers, but with {error}")
         except ScrapeError as error:

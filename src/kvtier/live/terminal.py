@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -46,9 +46,11 @@ def draw(seen: ScrapeResult, url: str) -> RenderableType:
     if seen.picture is None:
         return Text(f"{seen.error or url}. Retrying …", "yellow")
     picture = seen.picture
-    return Group(
-        _head(picture, url), Text(), _tiers(picture), *_answers(picture), Text(), _flows(picture)
-    )
+    parts: list[RenderableType] = [_head(picture, url), Text(), _tiers(picture)]
+    if picture["node"] is not None:
+        for table in _of_node(picture["node"]):
+            parts += [Text(), table]
+    return Group(*parts, *_answers(picture), Text(), _flows(picture))
 
 
 def _head(picture: Mapping[str, Any], url: str) -> Text:
@@ -65,13 +67,26 @@ def _head(picture: Mapping[str, Any], url: str) -> Text:
         if value:
             head.append(f"  {name} {value}", "dim")
     head.append("\n")
-    for name, value in (
-        ("running", _number(asked["running"])),
-        ("waiting", _number(asked["waiting"])),
-        ("time to first token", seconds(asked["ttft_s"])),
-        ("from cache", share(picture["hit_share"]["recent"])),
-        ("prefill time saved", _saved(saved)),
-    ):
+    node = picture["node"]
+    told = (
+        (
+            ("engines", _number(len(node["engines"]))),
+            ("waiting", _number(asked["waiting"])),
+            ("look-ups/s", TOO_FEW if asked["per_s"] is None else f"{asked['per_s']:.3g}"),
+            ("half of them within", seconds(node["lookup_s"])),
+            ("found", share(picture["hit_share"]["recent"])),
+            ("memory free", f"{size(node['free_bytes'])} of {size(node['memory_bytes'])}"),
+        )
+        if node is not None
+        else (
+            ("running", _number(asked["running"])),
+            ("waiting", _number(asked["waiting"])),
+            ("time to first token", seconds(asked["ttft_s"])),
+            ("from cache", share(picture["hit_share"]["recent"])),
+            ("prefill time saved", _saved(saved)),
+        )
+    )
+    for name, value in told:
         head.append(f"{name} ", "dim")
         head.append(f"{value}   ", "dim" if value == TOO_FEW else "bold")
     return head
@@ -111,6 +126,46 @@ def _tiers(picture: Mapping[str, Any]) -> Table:
             count(tier["damaged"]),
             STATES.get(tier["left_alone"], ""),
         )
+    return table
+
+
+def _of_node(node: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield tables of a node's engines, tenants and rooms."""
+    table = _table(
+        ("engine", "tenant"), ("processes", "slots in use", "waiting", "late calls", "pauses")
+    )
+    for each in node["engines"]:
+        told = (each[key] for key in ("processes", "slots", "waiting", "failures", "pauses"))
+        table.add_row(Text(each["name"]), Text(each["tenant"]), *map(count, told))
+    yield table
+    uses = [each["used_bytes"] for each in (*node["tenants"], *node["rooms"])]
+    tiers = list(dict.fromkeys(tier for use in uses for tier in use))
+    table = _table(
+        ("tenant",), ("engines", "found", "memory", "pinned", "floor", "ceiling", *tiers)
+    )
+    for each in node["tenants"]:
+        told = (each[f"{key}_bytes"] for key in ("memory", "pinned", "floor", "ceiling"))
+        table.add_row(
+            Text(each["name"]),
+            count(each["engines"]),
+            share(each["found"]),
+            *map(size, (*told, *(each["used_bytes"].get(tier, 0.0) for tier in tiers))),
+        )
+    yield table
+    table = _table(("room", "tenant"), ("block size", "segments", *tiers))
+    for each in node["rooms"]:
+        used = (each["used_bytes"].get(tier, 0.0) for tier in tiers)
+        names = Text(each["name"]), Text(each["tenant"])
+        table.add_row(*names, size(each["block_bytes"]), count(each["segments"]), *map(size, used))
+    yield table
+
+
+def _table(names: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in names:
+        table.add_column(name)
+    for name in numbers:
+        table.add_column(name, justify="right")
     return table
 
 

@@ -368,7 +368,7 @@ class NodeClient:
     def __init__(self, path: Path, tenant: str = "", engine: str = "") -> None:
         self.path = path
         self.tenant = tenant
-        self.engine = engine or uuid4().hex
+        self.engine = engine or f"pid-{os.getpid()}-{uuid4().hex[:12]}"
         self.breaker = Breaker(time.monotonic, FAILURES_UNTIL_OPEN)
         self.last_error = ""
         self._name = uuid4().hex
@@ -377,6 +377,7 @@ class NodeClient:
         self._maps: WeakValueDictionary[str, MappedMemory] = WeakValueDictionary()
         self._mapped: MappedMemory | None = None  # the newest memory
         self._owed: list[tuple[str, SlotNotice]] = []  # by instance: notices that wait
+        self._num_failures = self._num_pauses = 0  # not reported yet
         self._process = OwnerProcess()
         self._is_attached = False
         self._is_closed = False
@@ -480,6 +481,12 @@ class NodeClient:
 
     def _send_owed(self, channel: Channel) -> None:
         """Pass on notices that wait. Those on memory that is gone are forgotten."""
+        if self._num_failures:
+            with self._lock:
+                report = protocol.ReportNotice(self._num_failures, self._num_pauses)
+                self._num_failures = self._num_pauses = 0
+            with suppress(NodeError):
+                channel.notify(report)
         with self._lock:
             owed, self._owed = self._owed, []
         for at, (instance, notice) in enumerate(owed):
@@ -517,9 +524,13 @@ class NodeClient:
 
     def note(self, error: NodeError | None) -> None:
         """Note the outcome of a request."""
+        is_changed = self.breaker.note(error is None)
         if error is not None:
             self.last_error = str(error)
-        if self.breaker.note(error is None):
+            with self._lock:
+                self._num_failures += 1
+                self._num_pauses += is_changed
+        if is_changed:
             state = "in use again" if error is None else f"not in use: {error}"
             logger.warning("node %s is %s", self.path, state)
 

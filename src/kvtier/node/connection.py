@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -86,6 +87,7 @@ class Connection:
         self._num_unsent = 0
         self._is_writing = self._is_read = self._is_broken = self._is_hung_up = False
         self._number = 0
+        self._received_s = 0.0
         self._client = ""
         self._engine: AttachedEngine | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -116,6 +118,7 @@ class Connection:
         if not received:
             self.close()
             return
+        self._received_s = time.monotonic()
         self._coming = self._frames.take(received)
         self._take_turn()
 
@@ -257,6 +260,9 @@ class Connection:
                 self._open_room(message, self._engine)
             case protocol.DetachNotice():
                 self.close(is_goodbye=True)
+            case protocol.ReportNotice():
+                self._engine.num_failures += max(0, message.failures)
+                self._engine.num_pauses += max(0, message.pauses)
             case protocol.RoomRequest() | protocol.RoomNotice():
                 self._serve(message, self._engine)
 
@@ -312,8 +318,10 @@ class Connection:
             case protocol.LookupRequest():
                 found, pending = _look_up(message, held)
                 self._send_slots(found, held.release, unpack(found.slots))
+                if message.counts:
+                    self._registry.lookups.add(time.monotonic() - self._received_s)
                 if pending:
-                    self._begin(self._watch(message.id, pending))
+                    self._begin(self._watch(message.id, pending), engine)
             case protocol.ReserveRequest():
                 reserved = _reserve(message, held)
                 self._send_slots(reserved, held.abort, _slots(reserved.slots))
@@ -323,15 +331,15 @@ class Connection:
                 self.send(protocol.PromoteAnswer(message.id, num))
             case protocol.FetchRequest():
                 keys, until_s = _keys(message.keys, room), _until(message.timeout_s)
-                self._begin(self._fetch(message.id, keys, until_s, held))
+                self._begin(self._fetch(message.id, keys, until_s, held), engine)
             case protocol.FindRequest():
                 keys, until_s = _keys(message.keys, room), _until(message.timeout_s)
-                self._begin(self._find(message.id, keys, until_s, room))
+                self._begin(self._find(message.id, keys, until_s, room), engine)
             case protocol.DeleteRequest():
-                self._begin(self._delete(message.id, _keys(message.keys, room), room))
+                self._begin(self._delete(message.id, _keys(message.keys, room), room), engine)
             case protocol.WatchNotice():
                 awaited = [room.wait_for_reads(_keys(message.keys, room))]
-                self._begin(self._watch(message.watch, awaited))
+                self._begin(self._watch(message.watch, awaited), engine)
             case protocol.CommitNotice():
                 slots, depths = _slots(message.slots), unpack(message.depths)
                 if len(slots) != len(depths) or ((depths < 0) | (depths >= 1 << 32)).any():
@@ -365,16 +373,18 @@ class Connection:
 
     # -- requests that wait ------------------------------------------------------------------------
 
-    def _begin(self, work: Coroutine[object, object, None]) -> None:
+    def _begin(self, work: Coroutine[object, object, None], engine: AttachedEngine) -> None:
         self._registry.wake()
         task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._end_task)
+        engine.num_waiting += 1
+        task.add_done_callback(partial(self._end_task, engine))
         if len(self._tasks) > MOST_WAITING:
             raise ProtocolError(f"more than {MOST_WAITING} requests wait at a time")
 
-    def _end_task(self, task: asyncio.Task[None]) -> None:
+    def _end_task(self, engine: AttachedEngine, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        engine.num_waiting -= 1
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error(
                 "disconnected pid=%d reason=its request failed", self._peer.pid, exc_info=error
@@ -388,6 +398,7 @@ class Connection:
             places, pending = room.begin_lookup(keys)
             if not pending or not await self._registry.all_over(pending, until_s):
                 break
+        room.looked_up.add_places(places)
         told = {BlockLocation.NOWHERE: protocol.MISSING, BlockLocation.UNKNOWN: protocol.FAILED}
         found = bytes(told.get(place, protocol.THERE) for place in places)
         self.send(protocol.OutcomesAnswer(request, found))
@@ -467,6 +478,8 @@ def _look_up(
 ) -> tuple[protocol.LookupAnswer, list[PendingLookup]]:
     room = held.room
     found = room.look_up(_keys(message.keys, room), message.has_gaps)
+    if message.counts:
+        room.looked_up.add(found.codes)
     slots = held.lease(found.ready)
     answer = protocol.LookupAnswer(
         message.id,

@@ -19,6 +19,7 @@ from kvtier.keyed.cache import BlockLocation
 from kvtier.node.config import DEFAULT_TENANT, TenantQuota, check_tenant
 from kvtier.node.connection import bring
 from kvtier.node.deleting import RoomDeletion, delete_blocks, delete_room
+from kvtier.node.lookups import TimeCounts
 from kvtier.node.registry import Registry
 from kvtier.node.room import NodeRoom
 
@@ -39,19 +40,28 @@ class ControlError(CacheError):
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """State of an attached engine. slots: how many it reads or writes."""
+    """State of an attached engine.
+
+    slots: how many it reads or writes. waiting: its requests that wait for storage or for another
+    engine. failures, pauses: its calls without an answer in time, and how often its breaker opened
+    after them, as it has reported by now.
+    """
 
     name: str
     tenant: str
     pids: Sequence[int]
     slots: int
+    waiting: int
+    failures: int
+    pauses: int
 
 
 @dataclass(frozen=True, slots=True)
 class RoomState:
     """State of a room.
 
-    used_bytes: by tier, as far as the index knows the blocks. breakers, errors: by storage tier.
+    used_bytes: by tier, as far as the index knows the blocks. capacity_bytes, breakers, errors: by
+    storage tier. looked_up: blocks by the place where engines found them.
     is_open: False for one that only the disk has, since no engine has asked for it yet.
     """
 
@@ -65,6 +75,8 @@ class RoomState:
     pinned_segments: int = 0
     pinned_blocks: int = 0
     used_bytes: Mapping[str, int] | None = None
+    capacity_bytes: Mapping[str, int] | None = None
+    looked_up: Mapping[str, int] | None = None
     breakers: Mapping[str, str] | None = None
     errors: Mapping[str, str] | None = None
 
@@ -164,6 +176,9 @@ class NodeControl:
                     engine.tenant or DEFAULT_TENANT,
                     sorted({each.process.pid for each in engine.clients.values()}),
                     engine.num_slots,
+                    engine.num_waiting,
+                    engine.num_failures,
+                    engine.num_pauses,
                 )
                 for engine in self._registry.engines.values()
             ],
@@ -201,6 +216,10 @@ class NodeControl:
             for key in self._node.keys_on_disk()
             if key not in is_open
         ]
+
+    async def lookup_times(self) -> TimeCounts:
+        """Return the times of look-ups by engines."""
+        return self._registry.lookups.copy()
 
     # -- prompts -----------------------------------------------------------------------------------
 
@@ -345,6 +364,8 @@ def _open_room(room: NodeRoom) -> RoomState:
         pinned_segments=len(room.pins.segments),
         pinned_blocks=room.pins.num_blocks,
         used_bytes=room.used_bytes_by_tier(),
+        capacity_bytes=room.capacity_by_storage(),
+        looked_up=room.looked_up.by_place(),
         breakers=room.breakers(),
         errors={name: why for name, why in room.storage_errors().items() if why},
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from kvtier.errors import CacheError
+from kvtier.live.client import UnixConnection
 from kvtier.node.config import control_socket
 
 MOST_BYTES = 64 << 20
@@ -34,7 +34,7 @@ class ControlClient:
         return self._request("POST", route, json.dumps(body).encode())
 
     def _request(self, method: str, route: str, body: bytes | None) -> Any:
-        connection = _UnixConnection(self._path, self._timeout_s)
+        connection = UnixConnection(self._path, self._timeout_s)
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:
             connection.request(method, route, body, headers)
@@ -58,14 +58,3 @@ def _reason(told: Any) -> str:
     if isinstance(told, dict) and "error" in told:
         return str(told["error"])
     return f"the node refuses the request: {json.dumps(told)[:500]}"
-
-
-class _UnixConnection(HTTPConnection):
-    def __init__(self, path: Path, timeout_s: float) -> None:
-        super().__init__("node", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))

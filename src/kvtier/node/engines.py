@@ -180,7 +180,8 @@ class AttachedEngine:
     """One engine, of one or several clients.
 
     name, uid: the same in all of its processes. tenant: whose quota counts. clients: by name, those
-    that are not known to have ended. rooms: by room number, what it uses there.
+    that are not known to have ended. rooms: by room number, what it uses there. num_waiting: its
+    requests that wait. num_failures, num_pauses: sums of its ``ReportNotice``.
     """
 
     name: str
@@ -188,6 +189,9 @@ class AttachedEngine:
     tenant: str
     clients: dict[str, AttachedClient] = field(default_factory=dict)
     rooms: dict[int, Holdings] = field(default_factory=dict)
+    num_waiting: int = 0
+    num_failures: int = 0
+    num_pauses: int = 0
 
     def holdings(self, number: int, room: NodeRoom) -> Holdings:
         """Return what the engine uses of a room."""

@@ -7,12 +7,15 @@ every page in a browser on it, can reach that.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric
 from pydantic import BaseModel
 
 from kvtier import __version__
+from kvtier.control.page import page_router
 from kvtier.errors import CacheError
 from kvtier.node.control import (
     ControlError,
@@ -24,7 +27,7 @@ from kvtier.node.control import (
     PromptPlaces,
     TenantState,
 )
-from kvtier.node.metrics import metrics_text
+from kvtier.node.metrics import NodeMetrics
 from kvtier.node.node import CacheNode
 
 
@@ -102,12 +105,19 @@ def reading_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastA
     @app.get("/metrics")
     async def metrics() -> Response:
         """Return the metrics of the node and of all rooms."""
-        state = await call(control.status)
+        return Response((await read()).text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def read() -> NodeMetrics:
+        state, lookups = await call(control.status), await call(control.lookup_times)
         rooms: dict[tuple[str, str], CollectorRegistry] = {
             (room.key.tenant, room.key.name): room.metrics.registry for room in list(node.rooms)
         }
-        return Response(metrics_text(state, rooms), media_type=CONTENT_TYPE_LATEST)
+        return NodeMetrics(state, lookups, rooms)
 
+    async def collect() -> Iterable[Metric]:
+        return (await read()).collect()
+
+    app.include_router(page_router(collect))
     return app
 
 

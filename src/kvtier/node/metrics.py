@@ -4,55 +4,44 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from kvtier.node.control import NodeState
-from kvtier.telemetry.metrics import MetricSpec
-
-NODE_METRICS = (
-    MetricSpec("kvtier_node_info", "gauge", "1; the label names kvtier's version.", ("version",)),
-    MetricSpec("kvtier_node_uptime_seconds", "gauge", "Time since the node started."),
-    MetricSpec("kvtier_node_engines", "gauge", "Attached engines.", ("tenant",)),
-    MetricSpec("kvtier_node_processes", "gauge", "Processes of attached engines.", ("tenant",)),
-    MetricSpec(
-        "kvtier_node_engine_slots", "gauge", "Slots that engines read or write.", ("tenant",)
-    ),
-    MetricSpec("kvtier_node_memory_bytes", "gauge", "Host memory of the node."),
-    MetricSpec("kvtier_node_free_bytes", "gauge", "Host memory that belongs to no room."),
-    MetricSpec("kvtier_node_tenant_bytes", "gauge", "Host memory of a tenant.", ("tenant",)),
-    MetricSpec("kvtier_node_floor_bytes", "gauge", "Floor of a tenant's quota.", ("tenant",)),
-    MetricSpec(
-        "kvtier_node_ceiling_bytes",
-        "gauge",
-        "Ceiling of a tenant's quota; all memory if it has none.",
-        ("tenant",),
-    ),
-    MetricSpec(
-        "kvtier_node_pinned_bytes",
-        "gauge",
-        "Host memory of a tenant in segments with pinned blocks.",
-        ("tenant",),
-    ),
-)
+from kvtier.node.lookups import TimeCounts
+from kvtier.telemetry.node import LOOKUP_BUCKETS_S, NODE_METRICS
+from kvtier.types import HOST
 
 RoomRegistries = Mapping[tuple[str, str], CollectorRegistry]
 """By tenant and name of the room, its registry."""
 
-
-def metrics_text(state: NodeState, rooms: RoomRegistries) -> bytes:
-    """Return all metrics in Prometheus' text format."""
-    registry = CollectorRegistry()
-    registry.register(_NodeCollector(state, rooms))
-    return generate_latest(registry)
+Values = dict[tuple[str, ...], float]
+"""Values of one metric by its labels."""
 
 
-class _NodeCollector(Collector):
-    def __init__(self, state: NodeState, rooms: RoomRegistries) -> None:
+class NodeMetrics(Collector):
+    """All metrics of a node at one moment.
+
+    state: of the node. lookups: times of look-ups. rooms: registries of its rooms.
+    """
+
+    def __init__(self, state: NodeState, lookups: TimeCounts, rooms: RoomRegistries) -> None:
         self._state = state
+        self._lookups = lookups
         self._rooms = rooms
+
+    def text(self) -> bytes:
+        """Return them in Prometheus' text format."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry)
 
     def describe(self) -> Iterable[Metric]:
         return []
@@ -60,11 +49,21 @@ class _NodeCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         values = _values(self._state)
         for spec in NODE_METRICS:
-            family = GaugeMetricFamily(spec.name, spec.meaning, labels=spec.labels)
+            if spec.kind == "histogram":
+                yield _histogram(spec.name, spec.meaning, self._lookups)
+                continue
+            kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+            family = kind(spec.name, spec.meaning, labels=spec.labels)
             for labels, value in values[spec.name].items():
                 family.add_metric(labels, value)
             yield family
         yield from _labelled(self._rooms)
+
+
+def _histogram(name: str, meaning: str, lookups: TimeCounts) -> Metric:
+    ends = [*map(str, LOOKUP_BUCKETS_S), "+Inf"]
+    buckets = list(zip(ends, map(float, accumulate(lookups.numbers)), strict=True))
+    return HistogramMetricFamily(name, meaning, buckets=buckets, sum_value=lookups.total_s)
 
 
 def _labelled(rooms: RoomRegistries) -> Iterable[Metric]:
@@ -82,25 +81,62 @@ def _labelled(rooms: RoomRegistries) -> Iterable[Metric]:
     return merged.values()
 
 
-def _values(state: NodeState) -> dict[str, dict[tuple[str, ...], float]]:
-    """Return the values of the node's own metrics by name and labels."""
-    size = state.segment_bytes
-    engines: Counter[tuple[str, ...]] = Counter()
-    processes: Counter[tuple[str, ...]] = Counter()
-    slots: Counter[tuple[str, ...]] = Counter()
-    for engine in state.engines:
-        engines[engine.tenant,] += 1
-        processes[engine.tenant,] += len(engine.pids)
-        slots[engine.tenant,] += engine.slots
-    tenants = state.tenants.items()
+def _values(state: NodeState) -> dict[str, Values]:
+    """Return the values of the node's own counters and gauges by name."""
     return {
         "kvtier_node_info": {(state.version,): 1},
         "kvtier_node_uptime_seconds": {(): state.uptime_s},
-        "kvtier_node_engines": dict(engines),
-        "kvtier_node_processes": dict(processes),
-        "kvtier_node_engine_slots": dict(slots),
         "kvtier_node_memory_bytes": {(): state.memory_bytes},
-        "kvtier_node_free_bytes": {(): state.free_segments * size},
+        "kvtier_node_segment_bytes": {(): state.segment_bytes},
+        "kvtier_node_free_bytes": {(): state.free_segments * state.segment_bytes},
+        **_of_engines(state),
+        **_of_rooms(state),
+        **_of_tenants(state),
+    }
+
+
+def _of_engines(state: NodeState) -> dict[str, Values]:
+    engines: Counter[tuple[str, ...]] = Counter(
+        {(name,): 0 for name in state.tenants}  # so that the last one that leaves is seen to
+    )
+    numbers: dict[str, Counter[tuple[str, ...]]] = {
+        "kvtier_node_engine_processes": Counter(),
+        "kvtier_node_engine_slots": Counter(),
+        "kvtier_node_waiting_requests": Counter(),
+        "kvtier_node_engine_failures_total": Counter(),
+        "kvtier_node_engine_pauses_total": Counter(),
+    }
+    for each in state.engines:
+        engines[each.tenant,] += 1
+        told = len(each.pids), each.slots, each.waiting, each.failures, each.pauses
+        for counts, num in zip(numbers.values(), told, strict=True):
+            counts[each.tenant, each.name] += num  # two users may use the same name
+    return {"kvtier_node_engines": dict(engines), **{k: dict(v) for k, v in numbers.items()}}
+
+
+def _of_rooms(state: NodeState) -> dict[str, Values]:
+    capacity: Counter[tuple[str, ...]] = Counter({(HOST,): state.memory_bytes})
+    places: Counter[tuple[str, ...]] = Counter()
+    used: Values = {}
+    rooms = [each for each in state.rooms if each.is_open]
+    for room in rooms:
+        used |= {
+            (room.tenant, room.name, tier): num for tier, num in (room.used_bytes or {}).items()
+        }
+        capacity.update({(tier,): num for tier, num in (room.capacity_bytes or {}).items()})
+        places.update({(room.tenant, place): num for place, num in (room.looked_up or {}).items()})
+    return {
+        "kvtier_node_capacity_bytes": dict(capacity),
+        "kvtier_node_lookup_blocks_total": dict(places),
+        "kvtier_node_room_bytes": used,
+        "kvtier_node_room_segments": {(each.tenant, each.name): each.segments for each in rooms},
+        "kvtier_node_block_bytes": {(each.tenant, each.name): each.block_bytes for each in rooms},
+    }
+
+
+def _of_tenants(state: NodeState) -> dict[str, Values]:
+    size, tenants = state.segment_bytes, state.tenants.items()
+    return {
         "kvtier_node_tenant_bytes": {(name,): each.segments * size for name, each in tenants},
         "kvtier_node_floor_bytes": {(name,): each.floor_bytes for name, each in tenants},
         "kvtier_node_ceiling_bytes": {

@@ -93,11 +93,13 @@ class OpenRequest(_Message):
 class LookupRequest(RoomRequest):
     """Find a prompt's blocks, in its order. Blocks in memory are leased until ``ReleaseNotice``.
 
-    keys: concatenated. has_gaps: whether blocks behind a missing one may be of use.
+    keys: concatenated. has_gaps: whether blocks behind a missing one may be of use. counts: whether
+    the node's metrics count it.
     """
 
     keys: bytes
     has_gaps: bool = False
+    counts: bool = True
 
 
 class FetchRequest(RoomRequest):
@@ -197,6 +199,16 @@ class HintNotice(RoomNotice):
 
     keys: bytes
     said: list[Statement]
+
+
+class ReportNotice(_Message):
+    """Calls to the node that failed, since the last report.
+
+    failures: calls without an answer in time. pauses: how often the client's breaker opened.
+    """
+
+    failures: int
+    pauses: int
 
 
 class DetachNotice(_Message):
@@ -326,6 +338,7 @@ FromEngine: TypeAlias = (
     | PromptNotice
     | ContinueNotice
     | HintNotice
+    | ReportNotice
     | DetachNotice
 )
 FromNode: TypeAlias = (

@@ -18,6 +18,7 @@ from kvtier.errors import ConfigError
 from kvtier.keyed.waiters import Awaited
 from kvtier.node.config import DEFAULT_TENANT, check_tenant
 from kvtier.node.engines import AttachedClient, AttachedEngine, AttachError, EngineProcess
+from kvtier.node.lookups import TimeCounts
 from kvtier.node.node import CacheNode
 from kvtier.node.protocol import AttachRequest
 
@@ -54,6 +55,7 @@ class Registry:
     Attributes:
         engines: by user, tenant and name. So nobody can use, or occupy, another user's name.
         ends: by number of a connection, what closes it if the process has closed its end.
+        lookups: times of look-ups.
         wake: called when a request waits for something that only a poll can notice.
     """
 
@@ -66,6 +68,7 @@ class Registry:
         self._waits: set[_Wait] = set()
         self.ends: dict[int, Callable[[], object]] = {}
         self._changed = asyncio.Event()
+        self.lookups = TimeCounts()
         self.wake: Callable[[], object] = lambda: None
 
     # -- connections -------------------------------------------------------------------------------

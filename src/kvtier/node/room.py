@@ -25,6 +25,7 @@ from kvtier.index.policies.replayed import RUNS
 from kvtier.keyed.cache import MEMORY_CODE, Codes, KeyedCache, Reserved
 from kvtier.ladder import LadderOptions, PendingLookup
 from kvtier.node.config import DEFAULT_TENANT, check_tenant
+from kvtier.node.lookups import PlaceCounts
 from kvtier.node.memory import NodeMemory, SegmentTier
 from kvtier.node.pins import Pins
 from kvtier.node.protocol import MOST_KEY_BYTES, Int64s
@@ -172,6 +173,7 @@ class NodeRoom(KeyedCache):
         )
         super().__init__(index, ladder, lambda: namespace, clock)
         self.pins = Pins(self, clock)
+        self.looked_up = PlaceCounts()
         self._block_at = np.zeros(self.tier.num_slots, np.int64)  # by slot: block + 1, or 0
         self._last_use = np.full(memory.num_segments, -np.inf)  # by segment
         self._retiring: dict[int, tuple[int, float]] = {}  # segment: next slot to examine, and when
@@ -392,6 +394,11 @@ class NodeRoom(KeyedCache):
         """Return the bytes that blocks take in each tier, as far as the index knows them."""
         used = self.ladder.used_slots()
         return {name: num * self.key.block_bytes for name, num in used.items()}
+
+    def capacity_by_storage(self) -> dict[str, int]:
+        """Return the bytes that each storage tier has for this room's blocks."""
+        size = self.key.block_bytes
+        return {name: each.num_blocks * size for name, each in self._storages.items()}
 
     def breakers(self) -> dict[str, str]:
         """Return the state of each storage tier's breaker."""

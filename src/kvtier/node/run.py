@@ -13,6 +13,7 @@ from threading import Thread
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError
@@ -25,6 +26,7 @@ from kvtier.node.server import NodeServer, listen
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_NAMES = (LOOPBACK, "localhost")
 MOST_CONNECTIONS = 64
 CLOSE_WAIT_S = 5.0
 
@@ -101,7 +103,10 @@ class ControlServer:
                 self._close_sockets()
                 raise
             self.port = self._sockets[-1].getsockname()[1]
-            self._servers.append(_server(reading_app(node, control, call)))
+            loopback = reading_app(node, control, call)
+            # So that a page from elsewhere can't read it by a name of its own (DNS rebinding).
+            loopback.add_middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK_NAMES))
+            self._servers.append(_server(loopback))
         self._thread = Thread(target=self._run, name="kvtier node control", daemon=True)
         self._thread.start()
 

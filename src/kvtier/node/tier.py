@@ -107,7 +107,9 @@ class NodeTier(StorageTier):
         until_s: float,
     ) -> list[Outcome]:
         found = channel.request(
-            lambda number: protocol.LookupRequest(number, room.number, b"".join(keys)),
+            lambda number: protocol.LookupRequest(
+                number, room.number, b"".join(keys), counts=False
+            ),
             protocol.LookupAnswer,
             min(until_s, time.monotonic() + ANSWER_S),
         )

@@ -6,15 +6,15 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, generate_latest
 from starlette.responses import Response
 
 from kvtier import __version__
+from kvtier.control.page import page_router
 from kvtier.server.chat import chat_router
 from kvtier.server.completions import completions_router
 from kvtier.server.errors import add_error_handlers
 from kvtier.server.gate import Observe, RequestGate
-from kvtier.server.live import live_router
 from kvtier.server.metrics import CacheMetrics
 from kvtier.server.responses import HealthAnswer, Model, ModelList
 from kvtier.server.schemas import components
@@ -27,9 +27,14 @@ def make_app(service: Service) -> FastAPI:
     add_error_handlers(app)
     app.include_router(completions_router(service))
     app.include_router(chat_router(service))
-    app.include_router(live_router(service))
-
+    nothing: list[Metric] = []
     cache_metrics = CacheMetrics(service.engine, generate_latest, b"")
+    cache_families = CacheMetrics(service.engine, _collect, nothing)
+
+    async def families() -> list[Metric]:
+        return [*service.metrics.registry.collect(), *await cache_families.read()]
+
+    app.include_router(page_router(families))
 
     def model() -> Model:
         return {
@@ -80,3 +85,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_middleware(RequestGate, service=service)
     app.add_middleware(Observe, service=service)
     return app
+
+
+def _collect(registry: CollectorRegistry) -> list[Metric]:
+    return list(registry.collect())

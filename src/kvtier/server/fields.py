@@ -20,7 +20,9 @@ from kvtier.hints import (
     MAX_RANGES,
     MAX_TTL_S,
     Hint,
+    KvHints,
     parse_hint,
+    parse_kv_hints,
 )
 from kvtier.server.errors import show
 
@@ -154,6 +156,20 @@ _RANGE: dict[str, object] = {
         "ttl_s": {"type": "number", "maximum": MAX_TTL_S},
     },
 }
+Orchestrated = Annotated[
+    KvHints,
+    PlainValidator(parse_kv_hints),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "protocol_version": {"type": "string"},
+                "message_id": {"type": "string"},
+                "actions": {"type": "array", "items": {"type": "object"}},
+            },
+        }
+    ),
+]
 Hinted = Annotated[
     Hint | None,
     PlainValidator(parse_hinted),

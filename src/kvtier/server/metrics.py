@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvtier import __version__
 from kvtier.engine import Engine
+from kvtier.hints import HintAction
 from kvtier.server.responses import Usage
 from kvtier.telemetry.server import SERVER_METRICS
 
@@ -54,6 +55,7 @@ class ServerMetrics:
         self._prompt_tokens = counter("kvtier_server_prompt_tokens_total")
         self._cached_tokens = counter("kvtier_server_cached_tokens_total")
         self._completion_tokens = counter("kvtier_server_completion_tokens_total")
+        self._hint_actions = counter("kvtier_server_hint_actions_total")
         self._recorded = counter("kvtier_server_recorded_requests_total")
         self._ttft = histogram("kvtier_server_ttft_seconds")
         self._e2e = histogram("kvtier_server_e2e_seconds")
@@ -72,6 +74,11 @@ class ServerMetrics:
     def closed(self, reason: str) -> None:
         """Count a connection that the server closed."""
         self._closed.labels(reason).inc()
+
+    def hinted(self, actions: Iterable[HintAction]) -> None:
+        """Count the actions of an orchestrator's envelope."""
+        for action in actions:
+            self._hint_actions.labels(action.value).inc()
 
     def recorded(self, written: bool) -> None:
         """Count a request that was recorded or dropped. Thread-safe."""

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
 from pydantic.json_schema import models_json_schema
 
-from kvtier.server.fields import Content, Hinted, Prompts, Stops, Text, none_is
+from kvtier.hints import Hint, KvHints
+from kvtier.server.fields import Content, Hinted, Orchestrated, Prompts, Stops, Text, none_is
 
 Flag = Annotated[bool, Field(strict=True), none_is(False)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -54,6 +55,13 @@ class GenerationRequest(BaseModel):
     """Requests share cached prefixes only under equal salts."""
     kvtier: Hinted = None
     """Hints about the conversation: which blocks will be used again, and until when."""
+    kv_hints: Orchestrated = KvHints()
+    """Hints of an orchestrator, such as Dynamo. What is unknown in them is ignored."""
+
+    @property
+    def hint(self) -> Hint | None:
+        """The client's hint, else the orchestrator's."""
+        return self.kv_hints.hint if self.kvtier is None else self.kvtier
 
 
 class CompletionRequest(GenerationRequest):

@@ -309,13 +309,14 @@ class Service:
                 self._ended,
                 explains,
                 span,
-                asked.kvtier,
+                asked.hint,
             )
         except ApiError as error:
             if span is not None:
                 span.end({}, error.code or type(error).__name__)
             raise
         self._generations.add(generation)
+        self.metrics.hinted(asked.kv_hints.actions)
         return generation
 
     def _ended(self, generation: Generation) -> None:

@@ -37,6 +37,13 @@ SERVER_METRICS = (
     ),
     MetricSpec("kvtier_server_completion_tokens_total", "counter", "Generated tokens."),
     MetricSpec(
+        "kvtier_server_hint_actions_total",
+        "counter",
+        "Actions in orchestrators' kv_hints: kv.fetch and kvtier.hint were read, unknown and "
+        "invalid ones ignored.",
+        ("action",),
+    ),
+    MetricSpec(
         "kvtier_server_recorded_requests_total",
         "counter",
         "Requests written to the recording, or dropped since its queue was full.",

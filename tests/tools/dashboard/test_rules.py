@@ -33,6 +33,17 @@ class Case:
 _WAY = {"src": "disk", "dst": "host"}
 _OF_NO_USE = "sglang:storage_prefetch_unfulfilled_tokens_total{reason="
 
+
+def _below_floor(free: int) -> dict[str, str]:
+    return {
+        'kvtier_node_tenant_bytes{tenant="a"': "100x120",
+        'kvtier_node_floor_bytes{tenant="a"': "200x120",
+        'kvtier_node_lookup_blocks_total{tenant="a",place="nowhere"': "0+100x120",
+        "kvtier_node_free_bytes{": f"{free}x120",
+        "kvtier_node_segment_bytes{": "1024x120",
+    }
+
+
 CASES = (
     Case(
         "KvtierBlocksDamaged",
@@ -205,6 +216,37 @@ CASES = (
             "sglang:storage_prefetch_hit_tokens_total{": "0+500x90",
         },
         {},
+    ),
+    Case(
+        "KvtierNodeEnginesPause",
+        "30m",
+        {'kvtier_node_engine_pauses_total{tenant="a",engine="e"': "0x20 3x40"},
+        {'kvtier_node_engine_pauses_total{tenant="a",engine="e"': "3x20 4x40"},
+        {"tenant": "a", "engine": "e"},
+    ),
+    Case(
+        "KvtierNodeLate",
+        "60m",
+        {
+            'kvtier_node_lookup_seconds_bucket{le="0.005"': "0+95x90",
+            'kvtier_node_lookup_seconds_bucket{le="0.01"': "0+100x90",
+            'kvtier_node_lookup_seconds_bucket{le="+Inf"': "0+100x90",
+            "kvtier_node_lookup_seconds_count{": "0+100x90",
+        },
+        {
+            'kvtier_node_lookup_seconds_bucket{le="0.005"': "0+100x90",
+            'kvtier_node_lookup_seconds_bucket{le="0.01"': "0+100x90",
+            'kvtier_node_lookup_seconds_bucket{le="+Inf"': "0+100x90",
+            "kvtier_node_lookup_seconds_count{": "0+100x90",
+        },
+        {},
+    ),
+    Case(
+        "KvtierNodeBelowFloor",
+        "90m",
+        _below_floor(free=0),
+        _below_floor(free=4096),  # it needs no more
+        {"tenant": "a"},
     ),
 )
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from kvtier.cli import app
 from kvtier.connectors.vllm.counts import METRICS as UNDER_VLLM
 from kvtier.telemetry import METRICS
+from kvtier.telemetry.node import NODE_METRICS
 from kvtier.telemetry.server import SERVER_METRICS
 from kvtier.tools.dashboard import ALERTS, ROWS, SERIES, Panel, make_dashboard
 from kvtier.tools.dashboard.grafana import COLUMNS
@@ -25,7 +26,9 @@ GIVEN = Path(__file__).parents[3] / "deploy"
 
 def tables() -> dict[str, tuple[str, ...]]:
     """Labels by what Prometheus calls a metric; read from the tables, not from the dashboard."""
-    found = {spec.name: spec.labels for spec in (*METRICS, *SERVER_METRICS, *ENGINES_OWN)}
+    found = {
+        spec.name: spec.labels for spec in (*METRICS, *SERVER_METRICS, *NODE_METRICS, *ENGINES_OWN)
+    }
     found |= {
         each.name + ("_total" if each.kind == "counter" else ""): each.labels for each in UNDER_VLLM
     }

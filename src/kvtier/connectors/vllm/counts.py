@@ -65,6 +65,12 @@ REFUSED = _counter(
     "Blocks not stored: every slot of the tier was held or in flight.",
     "tier",
 )
+HINT_ACTIONS = _counter(
+    "kvtier_hint_actions",
+    "Actions in orchestrators' kv_hints: kv.fetch and kvtier.hint were read, unknown and invalid "
+    "ones ignored.",
+    "action",
+)
 RECORDED = _counter("kvtier_recorded_requests", MEANING, "outcome")
 USED = _gauge("kvtier_used_chunks", "Blocks in a tier.", "tier")
 ROOM = _gauge("kvtier_chunks", "Blocks that a tier has slots for.", "tier")
@@ -91,6 +97,7 @@ METRICS = (
     IMPATIENT,
     NOT_DEMOTED,
     REFUSED,
+    HINT_ACTIONS,
     RECORDED,
     USED,
     ROOM,

@@ -10,7 +10,14 @@ from contextlib import contextmanager
 from enum import Enum
 
 from kvtier.connectors.vllm.copies import BlockSlots
-from kvtier.connectors.vllm.counts import LOADED, SHARED, Counts, MetricValues, take_values
+from kvtier.connectors.vllm.counts import (
+    HINT_ACTIONS,
+    LOADED,
+    SHARED,
+    Counts,
+    MetricValues,
+    take_values,
+)
 from kvtier.connectors.vllm.names import VllmNames
 from kvtier.connectors.vllm.promotion import Promotion
 from kvtier.connectors.vllm.prompt import RequestBlocks, Shape, depth
@@ -99,6 +106,8 @@ class TierManager:
     def begin(self, request: RequestBlocks) -> RequestState:
         """Return the state of a new request. The caller keeps it until its last store has ended."""
         visit = self._visits[request.request_id] = RequestState(request)
+        for action in request.kv_hints.actions:
+            self.counts.add(HINT_ACTIONS, 1, action)
         return visit
 
     def finish(self, request_id: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtier.connectors.vllm.limits import RequestLimits
 from kvtier.errors import printable
-from kvtier.hints import Hint, parse_hint
+from kvtier.hints import Hint, KvHints, parse_hint, parse_kv_hints
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +66,13 @@ class RequestBlocks:
         ends: the token at which each block ends, by its key: group by group, in prompt order. The
             front adds to it as the request gets longer.
         params: the client's ``kv_transfer_params``.
+        envelope: an orchestrator's ``kv_hints``, from vLLM 0.32.
     """
 
     request_id: str
     ends: Mapping[bytes, int] = field(default_factory=dict)
     params: Mapping[str, Any] | None = None
+    envelope: object = None
 
     def in_order(self) -> list[bytes]:
         """Return all blocks, the prompt's start first; those as well that vLLM's pool had."""
@@ -93,15 +95,20 @@ class RequestBlocks:
         return RequestLimits.read(self.params)
 
     @cached_property
+    def kv_hints(self) -> KvHints:
+        """The orchestrator's hints. They are read once."""
+        return parse_kv_hints(self.envelope)
+
+    @cached_property
     def hint(self) -> Hint | None:
-        """The client's hint. It is read once.
+        """The client's hint, else the orchestrator's. It is read once.
 
         vLLM has taken the request when a connector sees it: a hint that can't be understood is
         none, and the log says why.
         """
         given = (self.params or {}).get(HINTS)
         if given is None:
-            return None
+            return self.kv_hints.hint
         try:
             return parse_hint(given)
         except ValueError as error:

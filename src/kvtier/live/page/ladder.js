@@ -49,10 +49,10 @@ export class Ladder {
     const hits = this.picture.hits.find((each) => each.tier === tier.name);
     const inside = width - 24;
     const fits = (text) => (text.length * 6.4 > inside ? text.slice(0, Math.floor(inside / 6.4) - 1) + "…" : text);
-    const used = tier.slots === null ? (tier.fill === null ? "" : `${share(tier.fill)} in use`)
-      : width > 200 && tier.capacity_bytes !== null ? `${size(tier.used_bytes)} of ${size(tier.capacity_bytes)} in use`
+    const used = width > 200 && tier.capacity_bytes !== null ? `${size(tier.used_bytes)} of ${size(tier.capacity_bytes)} in use`
+      : tier.slots === null ? (tier.fill === null ? "" : `${share(tier.fill)} in use`)
       : width > 200 ? `${count(tier.used)} of ${count(tier.slots)} blocks in use` : `${share(tier.fill)} in use`;
-    const served = hits && hits.recent !== null ? `${share(hits.recent)} of prompt tokens` : "";
+    const served = hits && hits.recent !== null ? `${share(hits.recent)} of ${this.picture.node ? "looked-up blocks" : "prompt tokens"}` : "";
     const parts = [
       made("rect", { class: `box ${kind}`, x, y, width, height: BOX, rx: 8 }),
       text(x + 12, y + 22, tier.name, "name"),

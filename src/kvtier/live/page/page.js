@@ -2,18 +2,30 @@
 
 import { Chart } from "./chart.js";
 import { Ladder } from "./ladder.js";
-import { STATES, TOO_FEW, capacity, count, made, rate, seconds, share, size } from "./words.js";
+import { NODE_CHARTS, NODE_TILES, showNode } from "./node.js";
+import { STATES, TOO_FEW, capacity, count, fill, made, rate, seconds, share, size } from "./words.js";
 
 const EVERY_MS = 2000, HIDDEN_MS = 5000, PATIENCE_MS = 8000;
 const KEY = "kvtier-api-key";
 const byId = (id) => document.getElementById(id);
 const ladder = new Ladder(byId("ladder"));
-const charts = {
-  hits: new Chart(byId("charts"), "Prompt tokens by source", share, 0.1),
-  flows: new Chart(byId("charts"), "Transfer rate", rate, 1024),
-  saved: new Chart(byId("charts"), "Prefill time saved per second", seconds, 0.001),
-  ttft: new Chart(byId("charts"), "Time to first token", seconds, 0.001),
-};
+// Charts: title, format of a value, least upper end of the axis, and the values of a picture.
+const FLOWS = ["Transfer rate", rate, 1024, ({ flows }) => named(flows, (each) => `${each.src} → ${each.dst}`, (each) => each.bytes_per_s)];
+const ENGINE_CHARTS = [
+  ["Prompt tokens by source", share, 0.1, ({ hits }) => named(hits, (each) => each.tier, (each) => each.recent)],
+  FLOWS,
+  ["Prefill time saved per second", seconds, 0.001, ({ saved }) => ({ saved: saved.seconds_per_s })],
+  ["Time to first token", seconds, 0.001, ({ requests }) => ({ mean: requests.ttft_s })],
+];
+const ENGINE_TILES = [
+  ["Prompt tokens from cache", ({ hit_share }) => hit_share.recent, share],
+  // Seconds of prefill saved per second, in engines.
+  ["Prefill time saved per minute", ({ saved }) => saved.seconds_per_s, (value) => `${seconds(60 * value)} (${engines(value)})`],
+  ["Time to first token", ({ requests }) => requests.ttft_s, seconds],
+  ["Running requests", ({ requests }) => requests.running, count],
+  ["Waiting requests", ({ requests }) => requests.waiting, count],
+];
+let charts = null;
 const NEW_MS = 120_000; // for which a restart of the server is shown
 let isPaused = false, hasSeen = false, lastSeen = 0, turn = 0, lastAge = 0, begunAnew = -NEW_MS;
 
@@ -99,13 +111,17 @@ function show(picture) {
   ladder.show(picture);
   showPlans(picture);
   showTiers(picture.tiers);
+  for (const [id, isShown] of [["node", picture.node], ["memory-section", picture.node], ["rooms-section", picture.node], ["plans-section", !picture.node]]) {
+    byId(id).hidden = !isShown;
+  }
+  if (picture.node) showNode(picture.node);
   addToCharts(picture);
 }
 
 function showHead({ engine, server, url, tiers }) {
   const where = url ? url.replace(/\/metrics$/, "").replace(/^https?:\/\//, "") : location.host;
   const model = server.models.join(", ");
-  byId("engine").textContent = engine === "kvtier" ? "" : `under ${engine}`;
+  byId("engine").textContent = { kvtier: "", "kvtier node": "node" }[engine] ?? `under ${engine}`;
   const sizes = tiers.filter((each) => each.capacity_bytes !== null).map((each) => `${each.name} ${size(each.capacity_bytes)}`);
   const parts = [where, model && `model ${model}`, server.version && `kvtier ${server.version}`,
     server.uptime_s !== null && `up ${seconds(server.uptime_s)}`, ...sizes];
@@ -113,17 +129,11 @@ function showHead({ engine, server, url, tiers }) {
   document.title = `${model || where} – kvtier`;
 }
 
-function showTiles({ hit_share, saved, requests }) {
-  const spared = saved.seconds_per_s; // seconds of prefill saved per second, in engines
-  const tiles = [
-    ["Prompt tokens from cache", hit_share.recent, share],
-    ["Prefill time saved per minute", spared, (value) => `${seconds(60 * value)} (${engines(value)})`],
-    ["Time to first token", requests.ttft_s, seconds],
-    ["Running requests", requests.running, count],
-    ["Waiting requests", requests.waiting, count],
-  ];
-  byId("tiles").replaceChildren(...tiles.map(([name, value, say]) =>
-    made("div", {}, made("dt", {}, name), made("dd", value === null ? { class: "none" } : {}, value === null ? TOO_FEW : say(value)))));
+function showTiles(picture) {
+  byId("tiles").replaceChildren(...(picture.node ? NODE_TILES : ENGINE_TILES).map(([name, pick, say]) => {
+    const value = pick(picture);
+    return made("div", {}, made("dt", {}, name), made("dd", value === null ? { class: "none" } : {}, value === null ? TOO_FEW : say(value)));
+  }));
 }
 
 function engines(value) {
@@ -169,27 +179,15 @@ function showTiers(tiers) {
   ]), "This engine reports no tiers.");
 }
 
-function fill(id, heads, rows, nothing) {
-  const table = byId(id);
-  if (!rows.length) {
-    table.replaceChildren(made("tbody", {}, made("tr", {}, made("td", { class: "none" }, nothing))));
-    return;
-  }
-  const states = new Map(Object.values(STATES));
-  const kind = (cell) => (cell === TOO_FEW ? "none" : states.get(cell) ?? "");
-  table.replaceChildren(
-    made("thead", {}, made("tr", {}, ...heads.map((head) => made("th", { scope: "col" }, head)))),
-    made("tbody", {}, ...rows.map(([name, ...cells]) =>
-      made("tr", {}, made("th", { scope: "row" }, name), ...cells.map((cell, at) => made("td", { class: kind(cell), "data-head": heads[at + 1] }, cell))))));
+function named(list, name, value) {
+  return Object.fromEntries(list.map((each) => [name(each), value(each)]));
 }
 
 function addToCharts(picture) {
   if (!hasSeen) return;
-  const now = Date.now() / 1000, named = (list, name, value) => Object.fromEntries(list.map((each) => [name(each), value(each)]));
-  charts.hits.add(now, picture ? named(picture.hits, (each) => each.tier, (each) => each.recent) : {});
-  charts.flows.add(now, picture ? named(picture.flows, (each) => `${each.src} → ${each.dst}`, (each) => each.bytes_per_s) : {});
-  charts.saved.add(now, picture ? { saved: picture.saved.seconds_per_s } : {});
-  charts.ttft.add(now, picture ? { mean: picture.requests.ttft_s } : {});
+  charts ??= (picture.node ? [NODE_CHARTS[0], FLOWS, ...NODE_CHARTS.slice(1)] : ENGINE_CHARTS)
+    .map(([title, say, top, pick]) => ({ pick, chart: new Chart(byId("charts"), title, say, top) }));
+  for (const { pick, chart } of charts) chart.add(Date.now() / 1000, picture ? pick(picture) : {});
 }
 
 turnRound(++turn);

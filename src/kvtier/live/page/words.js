@@ -57,3 +57,18 @@ export function made(tag, attributes = {}, ...children) {
   element.append(...children.filter((each) => each !== null));
   return element;
 }
+
+// Fills the table of this id. nothing: what it says without rows.
+export function fill(id, heads, rows, nothing) {
+  const table = document.getElementById(id);
+  if (!rows.length) {
+    table.replaceChildren(made("tbody", {}, made("tr", {}, made("td", { class: "none" }, nothing))));
+    return;
+  }
+  const states = new Map(Object.values(STATES));
+  const kind = (cell) => (cell === TOO_FEW ? "none" : states.get(cell) ?? "");
+  table.replaceChildren(
+    made("thead", {}, made("tr", {}, ...heads.map((head) => made("th", { scope: "col" }, head)))),
+    made("tbody", {}, ...rows.map(([name, ...cells]) =>
+      made("tr", {}, made("th", { scope: "row" }, name), ...cells.map((cell, at) => made("td", { class: kind(cell), "data-head": heads[at + 1] }, cell))))));
+}

@@ -110,6 +110,26 @@ def _impatient() -> str:
     return _share_above(some, f"({every} > 0)", 0.2, 20)
 
 
+def _engines_pause() -> str:
+    return _over("15m").grown("kvtier_node_engine_pauses_total", "tenant", "engine") + " >= 3"
+
+
+def _late_lookups() -> str:
+    return f"({_over('15m').quantile(0.99, 'kvtier_node_lookup_seconds')}) > 0.005"
+
+
+def _below_floor() -> str:
+    """Return a condition on a tenant that has less than its floor while others have more."""
+    held = _EACH.level("kvtier_node_tenant_bytes", "tenant")
+    floor = _EACH.level("kvtier_node_floor_bytes", "tenant")
+    wanting = f"{_over('30m').increase('kvtier_node_lookup_blocks_total', 'tenant')} > 1000"
+    free = _EACH.level("kvtier_node_free_bytes")
+    return (
+        f"({held} < {floor}) and ({wanting}) "
+        f"and on (job, instance) ({free} < {_EACH.level('kvtier_node_segment_bytes')})"
+    )
+
+
 ALERTS = (
     Alert(
         "KvtierBlocksDamaged",
@@ -247,5 +267,33 @@ ALERTS = (
         Severity.WARNING,
         f"{_WHERE}: more than 5 % of the blocks found in storage can't be read, under SGLang",
         "Failed blocks are recomputed. The log has the cause.",
+    ),
+    Alert(
+        "KvtierNodeEnginesPause",
+        _engines_pause(),
+        "0m",
+        Severity.WARNING,
+        f"{_WHERE}: {{{{ $labels.engine }}}} of {{{{ $labels.tenant }}}} computes, since the node "
+        "answers late",
+        "Its breaker opened three times in 15 minutes. Check whether the node has a core for "
+        "itself, and the time of look-ups.",
+    ),
+    Alert(
+        "KvtierNodeLate",
+        _late_lookups(),
+        "10m",
+        Severity.WARNING,
+        f"{_WHERE}: one look-up in a hundred takes longer than engines wait for it",
+        "Engines compute prompts that the node may have. Give the node a core for itself.",
+    ),
+    Alert(
+        "KvtierNodeBelowFloor",
+        _below_floor(),
+        "30m",
+        Severity.WARNING,
+        f"{_WHERE}: tenant {{{{ $labels.tenant }}}} has less memory than its floor, and none is "
+        "free",
+        "Memory comes back from other tenants as their copies and pins end. kvtier node status "
+        "shows which engine holds slots.",
     ),
 )

@@ -18,9 +18,10 @@ HEIGHT = 8
 SOURCE: dict[str, Json] = {"type": "prometheus", "uid": "${source}"}
 
 ALWAYS_THERE = {
-    EngineKind.KVTIER: "kvtier_slots",
+    EngineKind.KVTIER: "kvtier_server_running",
     EngineKind.VLLM: "vllm:num_requests_running",
     EngineKind.SGLANG: "sglang:num_running_reqs",
+    EngineKind.NODE: "kvtier_node_info",
 }
 """A series that every instance of an engine exports, by which instances are found."""
 
@@ -31,7 +32,7 @@ def make_dashboard(rows: Sequence[PanelRow]) -> dict[str, Json]:
         "uid": UID,
         "title": "kvtier",
         "description": "What the KV cache finds, what that saves, and what stands in its way; for "
-        "kvtier serve, and for vLLM and SGLang with kvtier under them. Made by: kvtier dashboard.",
+        "kvtier serve, vLLM and SGLang with kvtier, and nodes. Made by: kvtier dashboard.",
         "tags": ["kvtier", "llm"],
         "schemaVersion": SCHEMA_VERSION,
         "editable": True,

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from kvtier.connectors.vllm.counts import METRICS as UNDER_VLLM
 from kvtier.telemetry.metrics import METRICS, MetricSpec
+from kvtier.telemetry.node import NODE_METRICS
 from kvtier.telemetry.server import SERVER_METRICS
 
 
@@ -17,6 +18,7 @@ class EngineKind(StrEnum):
     KVTIER = "kvtier serve"
     VLLM = "vLLM"
     SGLANG = "SGLang"
+    NODE = "kvtier node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +109,12 @@ def _all(specs: Iterable[MetricSpec]) -> Iterator[Series]:
     engines = {"kvtier": EngineKind.KVTIER, "vllm": EngineKind.VLLM, "sglang": EngineKind.SGLANG}
     for spec in specs:
         engine = engines[spec.name.replace(":", "_").partition("_")[0]]
+        if spec in NODE_METRICS:
+            engine = EngineKind.NODE
         yield Series(spec.name, spec.kind, spec.meaning, spec.labels, engine)
 
 
 SERIES: Mapping[str, Series] = {
-    each.name: each for each in _all((*METRICS, *SERVER_METRICS, *_under_vllm(), *ENGINES_OWN))
+    each.name: each
+    for each in _all((*METRICS, *SERVER_METRICS, *NODE_METRICS, *_under_vllm(), *ENGINES_OWN))
 }

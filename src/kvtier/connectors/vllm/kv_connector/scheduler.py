@@ -124,7 +124,12 @@ class SchedulerHalf:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             ends: dict[bytes, int] = {}
-            blocks = RequestBlocks(request.request_id, ends, request.kv_transfer_params)
+            blocks = RequestBlocks(
+                request.request_id,
+                ends,
+                request.kv_transfer_params,
+                getattr(request, "kv_hints", None),  # from vLLM 0.32
+            )
             tracked = Tracked(request, self.manager.begin(blocks), [], ends)
             self._requests[request.request_id] = tracked
             if self._queued is not None:

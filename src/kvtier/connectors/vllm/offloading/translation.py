@@ -49,7 +49,8 @@ def request_of(context: ReqContext) -> RequestBlocks:
     found: RequestBlocks | None = context.get_state(RequestBlocks)
     if found is None:
         ends: dict[Any, int] = context._offload_key_positions
-        found = RequestBlocks(context.req_id, ends, context.kv_transfer_params)
+        envelope = getattr(context, "kv_hints", None)  # from vLLM 0.32
+        found = RequestBlocks(context.req_id, ends, context.kv_transfer_params, envelope)
         context.set_state(found)
     return found
 

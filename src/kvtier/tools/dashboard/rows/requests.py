@@ -26,6 +26,15 @@ REQUESTS = PanelRow(
             ),
         ),
         Panel(
+            "Hints of orchestrators",
+            "Actions in kv_hints of requests. Unknown and invalid ones are ignored.",
+            Unit.PER_S,
+            (
+                Query(NOW.rate("kvtier_server_hint_actions_total", "action"), "{{action}}"),
+                Query(NOW.rate("vllm:kvtier_hint_actions_total", "action"), "vLLM {{action}}"),
+            ),
+        ),
+        Panel(
             "Running and waiting",
             "Requests in the engine, and in line for it.",
             Unit.NUMBER,

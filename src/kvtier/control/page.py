@@ -1,34 +1,32 @@
-"""The live page and its data."""
+"""Routes of the live page and its data."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from fastapi import APIRouter
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import Metric
 from starlette.responses import Response
 
 from kvtier.live.files import FOLDER, HEADERS, LIVE_PATH, PAGE, TYPES, content_of
 from kvtier.live.history import History
 from kvtier.live.reading import Reading
 from kvtier.live.scrape import LEAST_PAUSE_S
-from kvtier.server.metrics import CacheMetrics
-from kvtier.server.service import Service
+
+ReadMetrics = Callable[[], Awaitable[Iterable[Metric]]]
 
 
-class Live:
-    """Current picture of this server; belongs to the event loop's thread.
+class LiveView:
+    """Current picture of a server; belongs to the thread of its HTTP server's event loop.
 
-    The engine is read at most once per ``LEAST_PAUSE_S`` for all viewers, and not at all without
+    The metrics are read at most once per ``LEAST_PAUSE_S`` for all viewers, and not at all without
     viewers.
     """
 
-    def __init__(self, service: Service) -> None:
-        nothing: list[Metric] = []
-        self._service = service
-        self._cache = CacheMetrics(service.engine, _collect, nothing)
+    def __init__(self, read: ReadMetrics) -> None:
+        self._read = read
         self._history = History()
         self._looked_s = float("-inf")
         self._content = b""
@@ -37,21 +35,15 @@ class Live:
         """Return the picture as JSON; see ``live.Picture``."""
         if time.monotonic() - self._looked_s >= LEAST_PAUSE_S or not self._content:
             self._looked_s = time.monotonic()  # concurrent callers get the previous picture
-            theirs = await self._cache.read()
-            families: Iterable[Metric] = [*self._service.metrics.registry.collect(), *theirs]
-            self._history.add(Reading.of(families, time.monotonic()))
+            self._history.add(Reading.of(await self._read(), time.monotonic()))
             self._content = json.dumps(self._history.picture().as_json()).encode()
         return self._content
 
 
-def _collect(registry: CollectorRegistry) -> list[Metric]:
-    return list(registry.collect())
-
-
-def live_router(service: Service) -> APIRouter:
-    """Return the router of ``/``, its files, and ``LIVE_PATH``."""
+def page_router(read: ReadMetrics) -> APIRouter:
+    """Return the router of ``/``, its files, and ``LIVE_PATH``. read: returns the metrics."""
     router = APIRouter(include_in_schema=False)
-    live = Live(service)
+    view = LiveView(read)
 
     @router.get("/")
     async def page() -> Response:
@@ -63,7 +55,7 @@ def live_router(service: Service) -> APIRouter:
 
     @router.get(LIVE_PATH)
     async def picture() -> Response:
-        return Response(await live.content(), 200, dict(HEADERS), "application/json")
+        return Response(await view.content(), 200, dict(HEADERS), "application/json")
 
     return router
 

@@ -1,0 +1,39 @@
+// What only a node has: engines, tenants, rooms.
+
+import { Memory } from "./memory.js";
+import { TOO_FEW, count, fill, seconds, share, size } from "./words.js";
+
+const memory = new Memory(document.getElementById("memory"));
+const waiting = ({ node }) => node.engines.reduce((sum, each) => sum + each.waiting, 0);
+const found = ({ node }) => Object.fromEntries(node.tenants.map((each) => [each.name, each.found]));
+
+// As ENGINE_TILES and ENGINE_CHARTS of the page.
+export const NODE_TILES = [
+  ["Looked-up blocks found", ({ hit_share }) => hit_share.recent, share],
+  ["Look-ups per second", ({ node }) => node.lookups_per_s, (value) => (value < 10 ? value.toFixed(1) : count(value))],
+  ["Half of the look-ups within", ({ node }) => node.lookup_s, seconds],
+  ["99 of 100 look-ups within", ({ node }) => node.late_lookup_s, seconds],
+  ["Engines", ({ node }) => node.engines.length, count],
+  ["Waiting requests", waiting, count],
+];
+export const NODE_CHARTS = [
+  ["Looked-up blocks found, by tenant", share, 0.1, found],
+  ["Look-up time", seconds, 0.0001, ({ node }) => ({ median: node.lookup_s, p99: node.late_lookup_s })],
+  ["Waiting requests", count, 4, (picture) => ({ waiting: waiting(picture) })],
+];
+
+export function showNode(node) {
+  memory.show(node);
+  fill("engines", ["engine", "tenant", "processes", "slots in use", "waiting requests", "late calls", "pauses"], node.engines.map((each) => [
+    each.name, each.tenant, ...[each.processes, each.slots, each.waiting, each.failures, each.pauses].map(count),
+  ]), "No engine is attached.");
+  const tiers = [...new Set([...node.tenants, ...node.rooms].flatMap((each) => Object.keys(each.used_bytes)))];
+  const used = (each) => tiers.map((tier) => size(each.used_bytes[tier] ?? 0));
+  fill("tenants", ["tenant", "engines", "found", "memory", "pinned", "floor", "ceiling", ...tiers.map((tier) => `blocks in ${tier}`)], node.tenants.map((each) => [
+    each.name, count(each.engines), each.found === null ? TOO_FEW : share(each.found),
+    ...[each.memory_bytes, each.pinned_bytes, each.floor_bytes, each.ceiling_bytes].map(size), ...used(each),
+  ]), "No tenant has used the node yet.");
+  fill("rooms", ["room", "tenant", "block size", "segments", ...tiers.map((tier) => `blocks in ${tier}`)], node.rooms.map((each) => [
+    each.name, each.tenant, size(each.block_bytes), count(each.segments), ...used(each),
+  ]), "No engine has opened a room yet.");
+}

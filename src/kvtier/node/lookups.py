@@ -1,0 +1,61 @@
+"""Counts of the look-ups of engines: the places of blocks, and times."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtier.keyed.cache import PLACES, BlockLocation, Codes
+from kvtier.telemetry.node import LOOKUP_BUCKETS_S
+
+
+class PlaceCounts:
+    """Number of looked-up blocks by their place.
+
+    Attributes:
+        numbers: int64 [num_places], in the order of ``PLACES``.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = np.zeros(len(PLACES), np.int64)
+
+    def add(self, codes: Codes) -> None:
+        """Count blocks by the codes of their places: uint8 [n]."""
+        self.numbers += np.bincount(codes, minlength=len(PLACES))
+
+    def add_places(self, places: Sequence[BlockLocation]) -> None:
+        """Count blocks by their places."""
+        found = Counter(places)
+        self.numbers += [found[place] for place in PLACES]
+
+    def by_place(self) -> dict[str, int]:
+        """Return the numbers by the names of the places."""
+        named = zip(PLACES, self.numbers.tolist(), strict=True)
+        return {place.value: num for place, num in named}
+
+
+class TimeCounts:
+    """Number of look-ups by the time to their answer, as a histogram.
+
+    Attributes:
+        numbers: look-ups by bucket of ``LOOKUP_BUCKETS_S``; the last one has no end.
+        total_s: sum of all times.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = [0] * (len(LOOKUP_BUCKETS_S) + 1)
+        self.total_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count a look-up."""
+        self.numbers[bisect_left(LOOKUP_BUCKETS_S, seconds)] += 1
+        self.total_s += seconds
+
+    def copy(self) -> TimeCounts:
+        """Return a copy, for another thread."""
+        made = TimeCounts()
+        made.numbers, made.total_s = list(self.numbers), self.total_s
+        return made

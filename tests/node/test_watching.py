@@ -1,0 +1,148 @@
+"""The live page, ``top`` and metrics of a node, with engines that use it."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvtier.cli import app
+from kvtier.live.files import LIVE_PATH
+from kvtier.live.make_node import LEAST_BLOCKS
+from kvtier.node.client import NodeClient, NodeError
+from tests.node.control_world import BLOCK_BYTES, BareEngine, keys, until
+from tests.nodes import SEGMENT_BYTES, NodeProcess, running
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeProcess]:
+    with running(
+        tmp_path, "--control-port=0", f"--quota=team-a={2 * SEGMENT_BYTES}:{6 * SEGMENT_BYTES}"
+    ) as own:
+        yield own
+
+
+def url_of(node: NodeProcess) -> str:
+    return "http://" + node.said.split("http://")[1].split("/metrics")[0]
+
+
+def picture(node: NodeProcess) -> Any:
+    with urllib.request.urlopen(f"{url_of(node)}{LIVE_PATH}", timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+def engine_of(node: NodeProcess, name: str) -> Any:
+    (found,) = (each for each in node.control.get("/status")["engines"] if each["name"] == name)
+    return found
+
+
+def test_top_shows_engines_tenants_and_rooms_of_a_node(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.cli.top.FIRST_S", 0.9)
+    with BareEngine(node, "team-a", "one") as one, BareEngine(node, "team-b", "other"):
+        one.store(1, 2, 3)
+        slots = one.lease(1, 2)
+        for words in ("--once", "--json"):
+            done = CliRunner().invoke(app, ["top", "--node", str(node.socket), words])
+            assert done.exit_code == 0, done.output
+            if words == "--once":
+                assert all(
+                    word in done.output for word in ("one", "other", "team-a", "2 MiB", "64 KiB")
+                )
+        seen = json.loads(done.output)
+        assert seen["engine"] == "kvtier node"
+        assert seen["server"]["uptime_s"] > 0
+        assert [(each["name"], each["slots"]) for each in seen["node"]["engines"]] == [
+            ("one", 2),
+            ("other", 0),
+        ]
+        first, second = seen["node"]["tenants"]
+        assert (first["floor_bytes"], first["ceiling_bytes"]) == (
+            2 * SEGMENT_BYTES,
+            6 * SEGMENT_BYTES,
+        )
+        assert (first["memory_bytes"], second["memory_bytes"]) == (SEGMENT_BYTES, 0)
+        assert first["used_bytes"] == {"host": 3 * BLOCK_BYTES}
+        (room, _) = seen["node"]["rooms"]
+        assert (room["block_bytes"], room["segments"]) == (BLOCK_BYTES, 1)
+        (host,) = seen["tiers"]
+        assert (host["used_bytes"], host["capacity_bytes"]) == (3 * BLOCK_BYTES, 8 * SEGMENT_BYTES)
+        one.release(slots)
+
+
+def test_the_share_that_was_found_is_of_what_was_looked_up(node: NodeProcess) -> None:
+    with BareEngine(node, "team-a") as engine:
+        engine.store(1, 2, 3)
+        picture(node)
+        time.sleep(0.9)  # a picture is at most so old
+        num = int(LEAST_BLOCKS // 4)
+        for _ in range(num):
+            engine.places(1, 2, 3, 4)
+        seen = picture(node)
+        assert seen["hit_share"]["recent"] == 0.75
+        assert seen["node"]["tenants"][0]["found"] == 0.75
+        assert seen["node"]["lookups_per_s"] > 0
+        assert seen["node"]["lookup_s"] > 0
+        assert "75 % of the blocks" in seen["answers"][0]["text"]
+
+
+def test_a_request_that_waits_is_counted(node: NodeProcess) -> None:
+    with BareEngine(node, name="writes") as one, BareEngine(node, name="waits") as other:
+        slots = one.reserve(keys(7))
+        found: list[int | None] = []
+        asking = Thread(target=lambda: found.extend(other.fetch(7)))
+        asking.start()
+        until(lambda: engine_of(node, "waits")["waiting"] == 1, "nothing waits")
+        one.block(slots[0])[:] = 7
+        one.commit(slots)
+        asking.join()
+        assert found == [7]
+        until(lambda: engine_of(node, "waits")["waiting"] == 0, "it waits on")
+
+
+def test_an_engine_reports_late_calls_and_that_it_paused(node: NodeProcess) -> None:
+    client = NodeClient(node.socket)
+    node.pause()
+    try:
+        for _ in range(3):
+            with pytest.raises(NodeError):
+                client.take(time.monotonic() + 0.05)
+    finally:
+        node.resume()
+
+    def takes() -> bool:
+        with suppress(NodeError):
+            client.put_back(client.take(time.monotonic() + 10))
+            return True
+        return False
+
+    until(takes, "the breaker stays open")
+    until(
+        lambda: (
+            [(each["failures"], each["pauses"]) for each in node.control.get("/status")["engines"]]
+            == [(3, 1)]
+        ),
+        "never reported",
+    )
+    client.close()
+
+
+def test_the_page_is_served_to_names_of_this_machine_only(node: NodeProcess) -> None:
+    with urllib.request.urlopen(f"{url_of(node)}/", timeout=30) as answer:
+        assert "<title>kvtier</title>" in answer.read().decode()
+        assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
+    request = urllib.request.Request(url_of(node) + LIVE_PATH, headers={"Host": "evil.example"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=30)
+    refused.value.close()
+    assert refused.value.code == 400
