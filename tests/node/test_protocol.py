@@ -66,7 +66,7 @@ def test_message_comes_back_and_a_newer_field_is_ignored() -> None:
 
 
 def test_part_of_a_key_and_too_many_keys_are_refused() -> None:
-    assert protocol.split_keys(keys(1, 2), 8) == [keys(1), keys(2)]
+    assert list(protocol.split_keys(keys(1, 2), 8)) == [keys(1), keys(2)]
     with pytest.raises(ProtocolError):
         protocol.split_keys(keys(1)[:-1], 8)
     with pytest.raises(ProtocolError):

@@ -26,9 +26,10 @@ import numpy as np
 
 from kvtier.devices.base import Memory
 from kvtier.errors import CacheError
+from kvtier.index.selection import Int64s
 from kvtier.node import protocol
 from kvtier.node.guard import RoomFacts
-from kvtier.node.protocol import FromEngine, FromNode, Int64s
+from kvtier.node.protocol import FromEngine, FromNode
 from kvtier.system.process import OwnerProcess
 from kvtier.tiers.breaker import Breaker
 

@@ -11,13 +11,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from kvtier.errors import CacheError
+from kvtier.index.selection import Int64s, as_array
 from kvtier.keyed.cache import BlockLocation
 from kvtier.keyed.waiters import Awaited
+from kvtier.keys import PackedKeys, select_keys
 from kvtier.ladder import PendingLookup
 from kvtier.node import protocol
 from kvtier.node.deleting import delete_blocks
@@ -25,7 +27,6 @@ from kvtier.node.engines import AttachedEngine, AttachError, EngineProcess, Hold
 from kvtier.node.protocol import FromEngine, FromNode, ProtocolError, split_keys, unpack
 from kvtier.node.registry import Registry
 from kvtier.node.room import NodeRoom, RoomKey
-from kvtier.types import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +44,6 @@ MOST_WAITING = 1024
 HELLO_S = 10.0
 """A connection that has not attached after this time is closed."""
 LONGEST_WAIT_S = 3600.0
-
-Slots = TypeVar("Slots")
 
 SLOT_NOTICES = (
     protocol.CommitNotice,
@@ -316,7 +315,7 @@ class Connection:
                     self._begin(self._watch(message.id, pending))
             case protocol.ReserveRequest():
                 reserved = _reserve(message, held)
-                self._send_slots(reserved, held.abort, _slots(reserved.slots))
+                self._send_slots(reserved, held.abort, unpack(reserved.slots))
             case protocol.PromoteRequest():
                 keys = _keys(message.keys, room)
                 num = room.promote(keys, _keys(message.beside, room))
@@ -333,18 +332,18 @@ class Connection:
                 awaited = [room.wait_for_reads(_keys(message.keys, room))]
                 self._begin(self._watch(message.watch, awaited))
             case protocol.CommitNotice():
-                slots, depths = _slots(message.slots), unpack(message.depths)
+                slots, depths = unpack(message.slots), unpack(message.depths)
                 if len(slots) != len(depths) or ((depths < 0) | (depths >= 1 << 32)).any():
                     raise ProtocolError("slots and their depths don't agree")
-                held.commit(slots, depths.tolist(), message.to_storage)
+                held.commit(slots, depths, message.to_storage)
                 self._registry.note_writes()
             case protocol.AbortNotice():
-                held.abort(_slots(message.slots))
+                held.abort(unpack(message.slots))
                 self._registry.note_writes()
             case protocol.ReleaseNotice():
                 held.release(unpack(message.slots))
             case protocol.DistrustNotice():
-                held.distrust(_slots(message.slots))
+                held.distrust(unpack(message.slots))
             case protocol.UseNotice():
                 room.touch(_keys(message.keys, room))
             case protocol.PromptNotice():
@@ -357,8 +356,8 @@ class Connection:
     def _send_slots(
         self,
         answer: protocol.LookupAnswer | protocol.FetchAnswer | protocol.ReserveAnswer,
-        give_back: Callable[[Slots], object],
-        slots: Slots,
+        give_back: Callable[[Int64s], object],
+        slots: Int64s,
     ) -> None:
         """Send an answer with slots, which are given back if the process is never told of them."""
         self.send(answer, undo=lambda: give_back(slots))
@@ -411,7 +410,7 @@ class Connection:
         room = held.room
         places = await bring(room, keys, self._registry, until_s)
         there = np.array([place is BlockLocation.MEMORY for place in places], bool)
-        ready = [keys[at] for at in np.flatnonzero(there).tolist()]
+        ready = select_keys(keys, np.flatnonzero(there))
         slots, generations = np.full(len(keys), -1), np.zeros(len(keys), np.int64)
         leased = held.lease(room.ready_blocks(ready))
         slots[there], generations[there] = leased, room.generations(leased)
@@ -453,13 +452,8 @@ async def bring(
             return room.locate_all(keys)
 
 
-def _keys(keys: bytes, room: NodeRoom) -> list[bytes]:
+def _keys(keys: bytes, room: NodeRoom) -> PackedKeys:
     return split_keys(keys, room.key.key_bytes)
-
-
-def _slots(slots: bytes) -> list[Slot]:
-    found: list[Slot] = unpack(slots).tolist()
-    return found
 
 
 def _look_up(
@@ -483,16 +477,14 @@ def _reserve(message: protocol.ReserveRequest, held: Holdings) -> protocol.Reser
     room = held.room
     keys = _keys(message.keys, room)
     reserved = room.reserve(keys)
-    new = dict.fromkeys(keys, False)
-    slots: Sequence[Slot] = ()
-    if reserved is not None:
-        new.update(dict.fromkeys(reserved.keys, True))
-        slots = reserved.slots
-        held.reserved.update(zip(slots, reserved.keys, strict=True))
-    # A key that is named twice is new once.
-    is_new = np.array([new.pop(key, False) for key in keys], bool)
+    slots = as_array(() if reserved is None else reserved.slots)
+    held.reserve(slots)
+    is_new = np.full(len(keys), len(slots) == len(keys))
     is_known = np.zeros(len(keys), bool)
     if not is_new.all():
+        if reserved is not None:  # a key that is named twice is new once
+            new = dict.fromkeys(reserved.keys, True)
+            is_new = np.array([new.pop(key, False) for key in keys], bool)
         is_known = np.isin(room.codes(keys), (protocol.MEMORY, protocol.ARRIVING)) & ~is_new
     return protocol.ReserveAnswer(
         message.id,

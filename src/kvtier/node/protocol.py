@@ -15,9 +15,10 @@ from typing import Final, TypeAlias
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.errors import CacheError
+from kvtier.index.selection import Int64s
+from kvtier.keys import PackedKeys
 
 VERSION: Final = 1
 OLDEST_VERSION: Final = 1
@@ -30,8 +31,6 @@ MOST_KEYS: Final = 1 << 16
 MOST_KEY_BYTES: Final = 120
 """Longest key. ``MOST_KEYS`` of them, twice, fit into one frame."""
 FRAME_HEADER: Final = struct.Struct("<I")
-
-Int64s = npt.NDArray[np.int64]
 
 
 class ProtocolError(CacheError):
@@ -410,11 +409,10 @@ def unpack(content: bytes) -> Int64s:
     return np.frombuffer(content, "<i8")
 
 
-def split_keys(keys: bytes, key_bytes: int) -> list[bytes]:
-    """Return concatenated keys one by one. Raises ``ProtocolError`` for a part, or too many."""
+def split_keys(keys: bytes, key_bytes: int) -> PackedKeys:
+    """Return concatenated keys. Raises ``ProtocolError`` for a part of one, or too many."""
     if len(keys) % key_bytes:
         raise ProtocolError(f"{len(keys)} bytes are no whole number of keys of {key_bytes} bytes")
     if len(keys) > MOST_KEYS * key_bytes:
         raise ProtocolError(f"{len(keys) // key_bytes} keys are more than {MOST_KEYS}")
-    split: list[bytes] = np.frombuffer(keys, f"V{key_bytes}").tolist()
-    return split
+    return PackedKeys(keys, key_bytes)
