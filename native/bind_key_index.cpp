@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -24,6 +25,7 @@ using bound::checked;
 using bound::fail;
 using bound::list_of;
 using bound::number;
+using bound::numbers_of;
 using bound::owned;
 using keys::BlockId;
 using trie::Index;
@@ -32,6 +34,48 @@ using trie::Slot;
 using trie::State;
 
 namespace {
+
+// Stands for a block that is not known: kvtier.types.NO_BLOCK.
+constexpr BlockId kNoBlock = bound::kMostNumber;
+
+// Keys as they are given: one after the other in an array of items without a type, or any iterable
+// of bytes. All that may run Python, and call us again, is over when this is made.
+class GivenKeys {
+ public:
+  explicit GivenKeys(nb::handle keys) {
+    if (!PyList_Check(keys.ptr()) && !PyTuple_Check(keys.ptr())) array_.emplace(keys);
+    if (array_ && is_array(*array_)) return;
+    array_.reset();
+    items_.emplace(keys, "keys must be iterable");
+  }
+
+  void read(std::vector<trie::Label>& keys) const {
+    if (items_) {
+      keys.resize(items_->size());
+      for (std::size_t i = 0; i < keys.size(); ++i) keys[i] = bound::to_label((*items_)[i]);
+      return;
+    }
+    const Py_buffer& view = array_->view();
+    const auto* key = static_cast<const std::byte*>(view.buf);
+    const auto num_bytes = static_cast<std::size_t>(view.itemsize);
+    keys.resize(static_cast<std::size_t>(view.shape[0]));
+    for (trie::Label& each : keys) {
+      each = {key, num_bytes};
+      key += num_bytes;
+    }
+  }
+
+ private:
+  static bool is_array(const bound::Buffer& buffer) {
+    if (!buffer.held() || buffer.view().ndim != 1 || buffer.view().format == nullptr) return false;
+    const std::string_view format = buffer.view().format;
+    return format.ends_with('x') && buffer.view().itemsize > 0 &&
+           static_cast<std::size_t>(buffer.view().itemsize) <= trie::kMaxLabelBytes;
+  }
+
+  std::optional<bound::Buffer> array_;
+  std::optional<bound::Items> items_;
+};
 
 class KeyIndex {
  public:
@@ -48,10 +92,10 @@ class KeyIndex {
   std::size_t size() { return index_.size(); }
   std::size_t num_bytes() { return index_.num_bytes(); }
 
-  // ([block or None], bytes: the number of a state for each block and column, 0 for one unknown).
+  // (blocks, bytes: the number of a state for each block and column, 0 for one unknown).
   nb::object find(nb::handle keys) {
-    const bound::Items items(keys, "keys must be iterable");
-    read_keys(items);
+    const GivenKeys given(keys);
+    given.read(keys_);
     index_.find(keys_, rows_);
     const std::size_t num_columns = columns_.tiers().size();
     nb::object states =
@@ -60,9 +104,39 @@ class KeyIndex {
     for (const Index row : rows_)
       for (std::size_t column = 0; column < num_columns; ++column)
         *at++ = row == kNone ? 0 : static_cast<char>(index_.state_at(row, column));
-    nb::object blocks = list_of(
-        rows_, [&](Index row) { return row == kNone ? nb::none() : number(index_.id(row)); });
+    nb::object blocks =
+        numbers_of(rows_, [&](Index row) { return row == kNone ? kNoBlock : index_.id(row); });
     return nb::make_tuple(blocks, states);
+  }
+
+  // (positions of the keys that are not in a column, each key once; the blocks ready there).
+  nb::object missing(nb::handle keys, nb::handle column) {
+    const std::size_t at = columns_.position(column);
+    const GivenKeys given(keys);
+    given.read(keys_);
+    which_.clear();
+    blocks_.clear();
+    checked([&] { index_.missing(keys_, at, which_, blocks_); });
+    return nb::make_tuple(numbers_of(which_), numbers_of(blocks_));
+  }
+  nb::object hashes(nb::handle blocks) {
+    read_blocks(blocks);
+    return checked([&] {
+      return numbers_of(blocks_,
+                        [&](BlockId block) { return index_.hash(block) & bound::kMostNumber; });
+    });
+  }
+  // The blocks in slots of a column. O(all blocks).
+  nb::object in_slots(nb::handle slots, nb::handle column) {
+    const std::size_t at = columns_.position(column);
+    bound::Given(slots, "slots must be iterable").slots(slots_);
+    const std::unordered_set<Slot> wanted(slots_.begin(), slots_.end());
+    blocks_.clear();
+    index_.each([&](Index row) {
+      const keys::Standing& it = index_.rows().at(row, at);
+      if (it.state != State::absent && wanted.contains(it.slot)) blocks_.push_back(index_.id(row));
+    });
+    return numbers_of(blocks_);
   }
 
   void expect(nb::handle num_blocks) {
@@ -71,29 +145,29 @@ class KeyIndex {
     checked([&] { index_.expect(num); });
   }
   nb::object make(nb::handle keys) {
-    const bound::Items items(keys, "keys must be iterable");
-    read_keys(items);
+    const GivenKeys given(keys);
+    given.read(keys_);
     blocks_.clear();
     checked([&] { index_.make(keys_, blocks_); });
-    return list_of(blocks_, number);
+    return numbers_of(blocks_);
   }
 
   void asked(nb::handle keys, double now) {
     bound::to_time(now);
-    const bound::Items items(keys, "keys must be iterable");
-    read_keys(items);
+    const GivenKeys given(keys);
+    given.read(keys_);
     checked([&] { index_.asked(keys_, now); });
   }
   void retain(nb::handle keys, nb::handle said, double now) {
     bound::to_time(now);
     const policy::Said it = bound::to_said(said);
-    const bound::Items items(keys, "keys must be iterable");
-    read_keys(items);
+    const GivenKeys given(keys);
+    given.read(keys_);
     checked([&] { index_.retain(keys_, it, now); });
   }
   void continues(nb::handle keys, nb::handle before) {
-    const bound::Items items(keys, "keys must be iterable");
-    read_keys(items);
+    const GivenKeys given(keys);
+    given.read(keys_);
     const trie::Label behind = bound::to_label(before.ptr());
     checked([&] { index_.continues(keys_, behind); });
   }
@@ -101,11 +175,11 @@ class KeyIndex {
   nb::object admit(nb::handle keys, nb::handle column, nb::handle num_free, double least_chance) {
     const std::size_t at = columns_.position(column);
     const std::size_t free = bound::to_limit(num_free);
-    const bound::Items items(keys, "keys must be iterable");
-    read_keys(items);
+    const GivenKeys given(keys);
+    given.read(keys_);
     which_.clear();
     checked([&] { index_.admit(keys_, at, free, least_chance, which_); });
-    return list_of(which_, number);
+    return numbers_of(which_);
   }
   void set_room(nb::handle column, nb::handle num_blocks) {
     const std::size_t at = columns_.position(column);
@@ -124,7 +198,7 @@ class KeyIndex {
     const std::size_t at = columns_.position(column);
     read_blocks(blocks);
     return checked([&] {
-      return list_of(blocks_, [&](BlockId block) { return number(index_.slot(block, at)); });
+      return numbers_of(blocks_, [&](BlockId block) { return index_.slot(block, at); });
     });
   }
   nb::object keys(nb::handle blocks) {
@@ -172,14 +246,14 @@ class KeyIndex {
     slots_.clear();
     each(blocks, column,
          [&](BlockId block, std::size_t at) { slots_.push_back(index_.abort(block, at)); });
-    return list_of(slots_, number);
+    return numbers_of(slots_);
   }
   nb::object forget(nb::handle blocks, nb::handle column) {
     const std::size_t at = columns_.position(column);
     read_blocks(blocks);
     slots_.clear();
     checked([&] { index_.forget(blocks_, at, slots_); });
-    return list_of(slots_, number);
+    return numbers_of(slots_);
   }
   nb::object lose(nb::handle block, nb::handle column) {
     const std::size_t at = columns_.position(column);
@@ -194,7 +268,7 @@ class KeyIndex {
     const std::size_t at = columns_.position(column);
     blocks_.clear();
     checked([&] { index_.evict(at, bound::to_limit(num_blocks), blocks_); });
-    return list_of(blocks_, number);
+    return numbers_of(blocks_);
   }
 
   // [(block, key, num_uses, depth, [(state, slot, leases) per column])] of every block.
@@ -217,8 +291,8 @@ class KeyIndex {
   }
   nb::object order(nb::handle column) {
     const std::size_t at = columns_.position(column);
-    return list_of(checked([&] { return index_.order(at); }),
-                   [&](Index row) { return number(index_.id(row)); });
+    return numbers_of(checked([&] { return index_.order(at); }),
+                      [&](Index row) { return index_.id(row); });
   }
   void check_invariants() {
     checked([&] { index_.check_invariants(); });
@@ -243,10 +317,6 @@ class KeyIndex {
     return name;
   }
 
-  void read_keys(const bound::Items& items) {
-    keys_.resize(items.size());
-    for (std::size_t i = 0; i < items.size(); ++i) keys_[i] = bound::to_label(items[i]);
-  }
   const std::vector<BlockId>& read_blocks(nb::handle blocks) {
     bound::Given(blocks, "blocks must be iterable").blocks(blocks_);
     return blocks_;
@@ -299,6 +369,9 @@ void bind_key_index(nb::module_& module) {
       .def("__len__", &KeyIndex::size, nb::lock_self())
       .def("num_bytes", &KeyIndex::num_bytes, nb::lock_self())
       .def("find", &KeyIndex::find, nb::arg("keys"), nb::lock_self())
+      .def("missing", &KeyIndex::missing, nb::arg("keys"), nb::arg("column"), nb::lock_self())
+      .def("hashes", &KeyIndex::hashes, nb::arg("blocks"), nb::lock_self())
+      .def("in_slots", &KeyIndex::in_slots, nb::arg("slots"), nb::arg("column"), nb::lock_self())
       .def("expect", &KeyIndex::expect, nb::arg("num_blocks"), nb::lock_self())
       .def("make", &KeyIndex::make, nb::arg("keys"), nb::lock_self())
       .def("asked", &KeyIndex::asked, nb::arg("keys"), nb::arg("now"), nb::lock_self())

@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <span>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -100,10 +102,35 @@ class Packed {
 using Numbers = Packed<std::uint64_t>;
 using Keys = Packed<trie::Key>;
 
+// The numbers of an array of int64, copied: another thread may write to it. False if it is none.
+inline bool read_array(nb::handle object, std::vector<std::uint64_t>& read) {
+  if (PyList_Check(object.ptr()) || PyTuple_Check(object.ptr())) return false;
+  const Buffer buffer(object);
+  const Py_buffer& view = buffer.view();
+  if (!buffer.held() || view.ndim != 1 || view.itemsize != 8 || view.format == nullptr ||
+      (std::strcmp(view.format, "q") != 0 && std::strcmp(view.format, "l") != 0))
+    return false;
+  const auto* const first = static_cast<const std::uint64_t*>(view.buf);
+  read.assign(first, first + view.shape[0]);
+  return true;
+}
+
 // Of any iterable, read in one go.
 template <typename Item>
 Packed<Item> packed_from(nb::handle from) {
   if (const Packed<Item>* const same = Packed<Item>::in(from)) return *same;
+  if constexpr (std::is_same_v<Item, std::uint64_t>) {
+    std::vector<std::uint64_t> read;
+    if (read_array(from, read)) {
+      Packed<Item> made(read.size());
+      for (std::size_t i = 0; i < read.size(); ++i) {
+        if (read[i] > kMostNumber)
+          fail(PyExc_ValueError, "%lld is not in 0 .. 2**63 - 1", static_cast<long long>(read[i]));
+        made.data()[i] = read[i];
+      }
+      return made;
+    }
+  }
   const Items items(from, "items must be iterable");
   Packed<Item> made(items.size());
   for (std::size_t i = 0; i < items.size(); ++i)
@@ -111,17 +138,25 @@ Packed<Item> packed_from(nb::handle from) {
   return made;
 }
 
-// Blocks or slots as they are given: packed ones, or any iterable. All that may run Python, and
-// call us again, is over when this is made.
+// Blocks or slots as they are given: packed ones, an array of int64, or any iterable. All that may
+// run Python, and call us again, is over when this is made.
 class Given {
  public:
-  Given(nb::handle numbers, const char* what) : packed_(Numbers::in(numbers)) {
-    if (packed_ == nullptr) items_.emplace(numbers, what);
+  Given(nb::handle numbers, const char* what) {
+    if (const Numbers* const packed = Numbers::in(numbers)) {
+      numbers_ = {packed->data(), packed->size()};
+    } else if (read_array(numbers, array_)) {
+      numbers_ = array_;
+    } else {
+      items_.emplace(numbers, what);
+    }
   }
+  Given(const Given&) = delete;
+  Given& operator=(const Given&) = delete;
 
   void blocks(std::vector<trie::BlockId>& read) const {
-    if (packed_ != nullptr) {
-      read.assign(packed_->data(), packed_->data() + packed_->size());
+    if (!items_) {
+      read.assign(numbers_.begin(), numbers_.end());
       return;
     }
     read.resize(items_->size());
@@ -129,13 +164,14 @@ class Given {
   }
 
   void slots(std::vector<trie::Slot>& read) const {
-    read.resize(packed_ != nullptr ? packed_->size() : items_->size());
+    read.resize(items_ ? items_->size() : numbers_.size());
     for (std::size_t i = 0; i < read.size(); ++i)
-      read[i] = packed_ != nullptr ? to_slot(packed_->data()[i]) : to_slot((*items_)[i]);
+      read[i] = items_ ? to_slot((*items_)[i]) : to_slot(numbers_[i]);
   }
 
  private:
-  const Numbers* packed_;
+  std::span<const std::uint64_t> numbers_;
+  std::vector<std::uint64_t> array_;
   std::optional<Items> items_;
 };
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <string>
+#include <string_view>
+#include <unordered_set>
 
 namespace kvtier::keys {
 
@@ -43,6 +45,18 @@ std::size_t KeyIndex::num_bytes() const {
 void KeyIndex::find(std::span<const Key> keys, std::vector<Index>& rows) const {
   rows.resize(keys.size());
   known_.find(keys, [&](std::size_t i, Index row, std::uint64_t) { rows[i] = row; });
+}
+
+void KeyIndex::missing(std::span<const Key> keys, std::size_t column,
+                       std::vector<std::uint32_t>& which, std::vector<BlockId>& ready) const {
+  std::unordered_set<std::string_view> named;
+  known_.find(keys, [&](std::size_t i, Index row, std::uint64_t) {
+    const State state = row == kNone ? State::absent : state_at(row, column);
+    if (state == State::ready) ready.push_back(rows_.id(row));
+    if (state != State::absent) return;
+    const std::string_view key{reinterpret_cast<const char*>(keys[i].data), keys[i].size};
+    if (named.insert(key).second) which.push_back(static_cast<std::uint32_t>(i));
+  });
 }
 
 State KeyIndex::state(BlockId block, std::size_t column) const {

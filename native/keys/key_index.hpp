@@ -35,6 +35,12 @@ class KeyIndex {
 
   // rows[i]: of keys[i], kNone where it is not known.
   void find(std::span<const Key> keys, std::vector<Index>& rows) const;
+  // Appends the positions of the keys that are not in a column, each key once, and the blocks that
+  // are ready there.
+  void missing(std::span<const Key> keys, std::size_t column, std::vector<std::uint32_t>& which,
+               std::vector<BlockId>& ready) const;
+  // A number that is probably no other key's. Secret: nobody can name keys that are alike.
+  std::uint64_t hash(BlockId block) const { return known_.hash(row(block)); }
   State state_at(Index row, std::size_t column) const { return rows_.at(row, column).state; }
   BlockId id(Index row) const { return rows_.id(row); }
 

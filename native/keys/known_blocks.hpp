@@ -38,6 +38,8 @@ class KnownBlocks {
     return trie::prefix_hash(seed_, {key.data, key.size - std::min(group_bytes_, key.size)});
   }
   std::uint64_t name(Index row) const { return name(key(row)); }
+  // Of the whole key.
+  std::uint64_t hash(Index row) const { return trie::prefix_hash(seed_, key(row)); }
 
   // Throws UnknownBlock.
   Index row(BlockId block) const {

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TypeAlias, cast, overload
@@ -61,6 +61,50 @@ class Namespace:
             hasher.update(len(value).to_bytes(8, "little"))
             hasher.update(value)
         return hasher.digest()
+
+
+class PackedKeys(Sequence[bytes]):
+    """Keys of one length, one after the other in one buffer. Immutable.
+
+    A sequence of bytes in Python, and one piece of memory to the native core.
+
+    Attributes:
+        array: the keys: void [num_keys], contiguous.
+
+    Args:
+        content: the keys.
+        key_bytes: length of each.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, content: bytes | npt.NDArray[np.generic], key_bytes: int) -> None:
+        self.array: npt.NDArray[np.void] = np.frombuffer(content, np.dtype((np.void, key_bytes)))
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+    @overload
+    def __getitem__(self, at: slice) -> PackedKeys: ...
+    def __getitem__(self, at: int | slice) -> bytes | PackedKeys:
+        return self.select(at) if isinstance(at, slice) else self.array[at].tobytes()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.array.tolist())
+
+    def select(self, which: slice | npt.NDArray[np.bool_ | np.int64]) -> PackedKeys:
+        """Return the keys at some positions, or where a mask is True."""
+        chosen = np.ascontiguousarray(self.array[which])
+        return PackedKeys(chosen, chosen.itemsize)
+
+
+def select_keys(keys: Sequence[bytes], positions: Iterable[int]) -> Sequence[bytes]:
+    """Return the keys at some positions, packed if ``keys`` are."""
+    if isinstance(keys, PackedKeys):
+        return keys.select(np.asarray(positions, np.int64))
+    return [keys[at] for at in positions]
 
 
 TokenArray: TypeAlias = "npt.NDArray[np.integer] | array[int]"

@@ -10,6 +10,9 @@ from typing import NamedTuple, NewType, overload
 BlockId = NewType("BlockId", int)
 """A block in the index: a number, never used twice in one index."""
 
+NO_BLOCK = BlockId((1 << 63) - 1)
+"""Stands for a key that the index does not know, where blocks are numbers in an array."""
+
 Slot = NewType("Slot", int)
 """Index of the memory for one block in a tier: 0 <= slot < num_slots."""
 

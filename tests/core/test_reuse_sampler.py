@@ -38,7 +38,7 @@ class Tiers:
             self._num_slots += len(keys)
             self.index.begin_write_all(blocks, tier, slots)
             self.index.commit_all(blocks, tier, self.clock.now)
-        self.returns.on_admit(keys, blocks)
+        self.returns.on_admit(map(hash, keys), blocks)
 
     def evict(self, num: int, tier: str = HOST) -> None:
         leaving = self.index.evict(tier, num)
@@ -72,7 +72,7 @@ def test_it_returns_once_for_each_time_that_it_left(tiers: Tiers) -> None:
     for _ in range(3):
         tiers.evict(1)
         tiers.come(b"a")
-        tiers.returns.on_admit([b"a"], [tiers.index.make([b"a"])[0]])
+        tiers.returns.on_admit([hash(b"a")], [tiers.index.make([b"a"])[0]])
     assert tiers.returned() == 3
 
 

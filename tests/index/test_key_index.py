@@ -22,7 +22,7 @@ from kvtier.index.key_index import KeyMatches
 from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.index.python_key_index import PythonKeyIndex
 from kvtier.keys import next_key
-from kvtier.types import DISK, HOST, BlockId, BlockName, Slot
+from kvtier.types import DISK, HOST, NO_BLOCK, BlockId, BlockName, Slot
 
 TIERS = (HOST, DISK)
 NS = b"n" * 32
@@ -58,7 +58,7 @@ def test_a_block_is_found_by_its_key_in_every_tier_that_has_it(index: KeyIndex) 
     blocks = put(index, KEYS[:2])
     index.begin_write_all(blocks[:1], DISK, [Slot(7)])
     assert index.find_all(KEYS[:3]) == KeyMatches(
-        [*blocks, None],
+        [*blocks, NO_BLOCK],
         bytes([State.READY, State.WRITING, State.READY, State.ABSENT, 0, 0]),
     )
     assert index.find(KEYS[0]) == (blocks[0], (State.READY, State.WRITING))
@@ -200,7 +200,7 @@ class Both:
 
     def admit_keys(
         self, keys: Sequence[bytes], tier: str, num_free: int, least_chance: float = 0.0
-    ) -> list[bytes]:
+    ) -> Sequence[bytes]:
         """The twin admits everything."""
         return self._first.admit_keys(keys, tier, num_free, least_chance)
 

@@ -5,6 +5,8 @@ Beside a twin that checks each choice, and what the ladder relies on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -159,9 +161,9 @@ def test_a_flood_of_prompts_is_left_out_once_it_is_known(index: KeyIndex) -> Non
         if number > 600 and len(keys) == 20:
             hits, asked = hits + found, asked + 20
         index.on_request(keys, now)
-        held = [block for block in blocks[:found] if block is not None]
+        held = blocks[:found]
         index.lease(held, HOST)
-        admitted = keys[found:]
+        admitted: Sequence[bytes] = keys[found:]
         if len(admitted) > len(free):
             admitted = index.admit_keys(admitted, HOST, len(free))
             free += index.drop(HOST, len(admitted) - len(free))
@@ -206,5 +208,5 @@ def test_what_was_made_beforehand_holds_keys_of_any_size_and_more_of_them(key_by
         index.begin_write_all(blocks, HOST, [Slot(free.pop()) for _ in blocks])
         index.commit_all(blocks, HOST, float(at))
     index.check_invariants()
-    known = [block for block in index.find_all(keys).blocks if block is not None]
+    known = index.find_all(keys).known
     assert index.num_held(HOST) == len(known) == len(keys) - 15 * 30

@@ -222,13 +222,19 @@ class Hostile:
         """Some method of the flat table, and arguments for it."""
         index, pick = self.keyed, self.random.choice
         tier = pick((*TIERS, *TIERS, "tape", None, 3, (TIERS[0], 0), (TIERS[0], 1)))
-        keys = pick(([b"a", b"b"], [b"c"] * 2, [b"", b"long"], [None], 5, ()))
+        packed = np.array([b"a", b"b", b"a"], "V1")
+        lists = ([b"a", b"b"], [b"c"] * 2, [b"", b"long"], [None], 5, ())
+        keys = pick((*lists, packed, packed[::2], packed.view(np.uint8), np.zeros(3, "V0")))
         known = [each[0] for each in index.dump()]
         some = self.random.sample(known, min(len(known), self.random.randrange(4)))
-        blocks = pick((some, some, some, self.numbers()))
+        array = np.array(some, np.int64)
+        blocks = pick((some, some, array, array[::2], array.view(np.uint64), self.numbers()))
         slots = pick(([self.random.randrange(2**32) for _ in some], self.numbers()))
         calls: dict[str, tuple[Any, ...]] = {
             "find": (keys,),
+            "missing": (keys, tier),
+            "hashes": (blocks,),
+            "in_slots": (slots, tier),
             "expect": (pick((0, 7, 5_000, -1, 2**32, 2**63, 2**64, None, "7", 1.5)),),
             "make": (keys,),
             "states_of": (blocks, tier),

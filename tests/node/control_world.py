@@ -67,10 +67,10 @@ class BareEngine:
         self._num += 1
         self.tell(make(self._num))
         while True:
-            received, fds, _, _ = socket.recv_fds(self._socket, 1 << 20, 4)
-            assert received, "the node closed the connection"
+            num, fds = protocol.receive(self._socket, self._frames)
+            assert num, "the node closed the connection"
             self._fds += fds
-            for content in self._frames.take(received):
+            while (content := self._frames.next()) is not None:
                 answer = protocol.decode_node(content)
                 if getattr(answer, "id", None) == self._num:
                     return answer

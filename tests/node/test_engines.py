@@ -165,7 +165,7 @@ def test_connections_of_one_client_that_broke_cost_one_entry(node: LocalNode) ->
 
 
 def _is_idle(node: LocalNode) -> bool:
-    return not any(each._is_open for each in node.server._connections)
+    return not any(each._frames.is_open for each in node.server._connections)
 
 
 def test_goodbye_after_a_lost_connection_frees_what_was_left(node: LocalNode) -> None:

@@ -281,7 +281,7 @@ class Machine(RuleBasedStateMachine):
             return {
                 name: (
                     sum(int(held.num_leases.sum()) for held in each.rooms.values()),
-                    sum(len(held.reserved) for held in each.rooms.values()),
+                    sum(held.num_reserved for held in each.rooms.values()),
                 )
                 for each in self.node.server.registry.engines.values()
                 for name in each.clients

@@ -46,15 +46,39 @@ def test_frames_come_whole_however_they_are_cut(contents: list[bytes], data: st.
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
     frames, found = Frames(), []
     for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        found += list(frames.take(stream[begin:end]))
+        found += take(frames, stream[begin:end])
     assert found == contents
+
+
+def take(frames: Frames, received: bytes) -> list[bytes]:
+    """Return the frames that are complete with these bytes."""
+    found = []
+    while received:
+        memory = frames.memory()
+        num = min(len(memory), len(received))
+        memory[:num] = received[:num]
+        received = received[num:]
+        frames.received(num)
+        while (content := frames.next()) is not None:
+            found.append(bytes(content))
+    return found
 
 
 def test_long_frame_is_refused_before_it_arrives() -> None:
     frames = Frames(100)
-    assert list(frames.take(struct.pack("<I", 100) + bytes(100))) == [bytes(100)]
+    assert take(frames, struct.pack("<I", 100) + bytes(100)) == [bytes(100)]
     with pytest.raises(ProtocolError, match="101 bytes"):
-        list(frames.take(struct.pack("<I", 101)))
+        take(frames, struct.pack("<I", 101))
+
+
+def test_frame_of_any_length_comes_whole_and_its_memory_is_given_back() -> None:
+    frames = Frames()
+    for size in (3, protocol.RECEIVED_AT_ONCE, protocol.MOST_KEPT_BYTES + 1, 5, 70_000):
+        content = bytes(number % 251 for number in range(size))
+        stream = struct.pack("<I", size) + content
+        assert take(frames, stream + stream[:2]) == [content]
+        assert take(frames, stream[2:]) == [content]
+    assert len(frames.memory()) <= protocol.MOST_KEPT_BYTES
 
 
 def test_message_comes_back_and_a_newer_field_is_ignored() -> None:
@@ -66,7 +90,7 @@ def test_message_comes_back_and_a_newer_field_is_ignored() -> None:
 
 
 def test_part_of_a_key_and_too_many_keys_are_refused() -> None:
-    assert protocol.split_keys(keys(1, 2), 8) == [keys(1), keys(2)]
+    assert list(protocol.split_keys(keys(1, 2), 8)) == [keys(1), keys(2)]
     with pytest.raises(ProtocolError):
         protocol.split_keys(keys(1)[:-1], 8)
     with pytest.raises(ProtocolError):
@@ -189,7 +213,7 @@ def test_process_that_reads_no_answers_is_not_read_either(node: LocalNode) -> No
                 engine.socket.send(frame)
         assert is_well(node)
         connections = list(node.server._connections)
-        assert max(each._num_unsent for each in connections) < 4 << 20
+        assert max(each._frames.num_unsent for each in connections) < 4 << 20
 
 
 def test_many_small_messages_do_not_keep_others_waiting(node: LocalNode) -> None:
@@ -197,18 +221,18 @@ def test_many_small_messages_do_not_keep_others_waiting(node: LocalNode) -> None
     with bare(node.config.socket) as busy:
         room = busy.enter("busy")
         turns: list[int] = []
-        connection = next(
-            each
+        frames = next(
+            each._frames
             for each in node.server._connections
             if each._engine and each._engine.name == "busy"
         )
-        take_turn = connection._take_turn
+        take_turn = frames._take_turn
 
         def count() -> None:
             turns.append(1)
             take_turn()
 
-        node.do(lambda: setattr(connection, "_take_turn", count))
+        node.do(lambda: setattr(frames, "_take_turn", count))
         busy.send(*[protocol.UseNotice(room, keys(*range(500)))] * 200)
         assert busy.ask(protocol.LookupRequest(9, room, keys(1))).places
         assert len(turns) > 3

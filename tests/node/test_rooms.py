@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError
+from kvtier.index.selection import as_array
 from kvtier.keyed.cache import BlockLocation
 from kvtier.node import node as node_module
 from kvtier.node.config import TenantQuota
@@ -155,7 +156,7 @@ def test_retired_segment_waits_for_its_last_user(tmp_path: Path, use: str) -> No
         else:
             reserved = old.reserve(names(*range(64)))
             assert reserved is not None
-            held.reserved = dict(zip(reserved.slots, reserved.keys, strict=True))
+            held.reserve(as_array(reserved.slots))
             slots = list(reserved.slots)
         generations = old.generations(slots)
         here.clock.now_s += 10

@@ -173,13 +173,14 @@ class Bare:
         """Return the next message; None if the node has closed the connection."""
         while not self._ready:
             try:
-                received, fds, _, _ = socket.recv_fds(self.socket, 1 << 20, 4)
+                num, fds = protocol.receive(self.socket, self._frames)
             except ConnectionResetError:
                 return None
-            if not received:
+            if not num:
                 return None
             self.fds += fds
-            self._ready += map(protocol.decode_node, self._frames.take(received))
+            while (content := self._frames.next()) is not None:
+                self._ready.append(protocol.decode_node(content))
         return self._ready.pop(0)
 
     def ask(self, message: FromEngine) -> Any:

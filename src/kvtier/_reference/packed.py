@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Generic, TypeVar
 
+import numpy as np
+
 Item = TypeVar("Item")
 
 
@@ -34,7 +36,7 @@ class Numbers(_Packed[Item]):
     """Block or slot numbers, 0 .. 2**63 - 1. NumPy sees an array of int64."""
 
     def __init__(self, items: Iterable[Item] = ()) -> None:
-        super().__init__(items)
+        super().__init__(items.tolist() if isinstance(items, np.ndarray) else items)
         for item in self:
             if not isinstance(item, int):
                 raise TypeError(f"a number must be an int, not {type(item).__name__}")

@@ -15,8 +15,9 @@ from kvtier.hints import Said
 from kvtier.index.block_index import BlockIndex
 from kvtier.index.policies.replayed import LRU, POLICIES, RUNS
 from kvtier.index.residency import State
+from kvtier.index.selection import as_array, select
 from kvtier.keys import next_key
-from kvtier.types import AnyColumn, BlockId, BlockName, Slot
+from kvtier.types import NO_BLOCK, AnyColumn, BlockId, BlockName, Slot
 
 UNKNOWN = 0
 """State in ``KeyMatches.states`` of a block that the index does not know."""
@@ -25,13 +26,30 @@ UNKNOWN = 0
 class KeyMatches(NamedTuple):
     """Result of ``KeyIndex.find_all``.
 
-    blocks: the block of each key; None if it is unknown.
+    blocks: the block of each key; ``NO_BLOCK`` if it is unknown.
     states: for each key one byte per tier, the value of the ``State``; ``UNKNOWN`` for an unknown
         block.
     """
 
-    blocks: list[BlockId | None]
+    blocks: Sequence[BlockId]
     states: bytes
+
+    @property
+    def known(self) -> Sequence[BlockId]:
+        """The blocks that the index knows, in the order of their keys."""
+        if UNKNOWN not in self.states:
+            return self.blocks
+        return select(self.blocks, as_array(self.blocks) != NO_BLOCK)
+
+
+class MissingKeys(NamedTuple):
+    """Result of ``KeyIndex.missing``.
+
+    keys: the missing keys, each once. ready: the blocks of other keys that are ready.
+    """
+
+    keys: Sequence[bytes]
+    ready: Sequence[BlockId]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +113,25 @@ class KeyIndex(BlockIndex):
     # -- queries ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def find_all(self, keys: Sequence[bytes]) -> KeyMatches:
+    def find_all(self, keys: Collection[bytes]) -> KeyMatches:
         """Return the blocks of ``keys``, and their states in each tier."""
 
     def find(self, key: bytes) -> tuple[BlockId, tuple[State, ...]] | None:
         """Return the block of ``key`` and its state in each of ``tiers``; None if unknown."""
         [block], states = self.find_all((key,))
-        return None if block is None else (block, tuple(map(State, states)))
+        return None if block == NO_BLOCK else (block, tuple(map(State, states)))
+
+    @abstractmethod
+    def missing(self, keys: Collection[bytes], column: AnyColumn) -> MissingKeys:
+        """Return the keys of the blocks that ``column`` neither has nor is being filled with."""
+
+    @abstractmethod
+    def hashes(self, blocks: Sequence[BlockId]) -> Sequence[int]:
+        """Return a number per block that follows from its key: 0 <= number < 2**63."""
+
+    @abstractmethod
+    def in_slots(self, slots: Collection[Slot], column: AnyColumn) -> Sequence[BlockId]:
+        """Return the blocks in slots of ``column``. O(all blocks)."""
 
     @abstractmethod
     def keys(self, blocks: Iterable[BlockId]) -> list[bytes]:
@@ -172,7 +202,7 @@ class KeyIndex(BlockIndex):
     @abstractmethod
     def admit_keys(
         self, keys: Sequence[bytes], column: AnyColumn, num_free: int, least_chance: float = 0.0
-    ) -> list[bytes]:
+    ) -> Sequence[bytes]:
         """Return the keys of the blocks to admit; see ``admit``. The blocks may be unknown."""
 
     def admit(

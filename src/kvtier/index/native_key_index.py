@@ -8,11 +8,12 @@ from typing import cast
 from kvtier._hot import KeyIndex as Core
 from kvtier.hints import Said
 from kvtier.index.block_index import check_time
-from kvtier.index.key_index import KeyedBlock, KeyIndex, KeyMatches
+from kvtier.index.key_index import KeyedBlock, KeyIndex, KeyMatches, MissingKeys
 from kvtier.index.native_blocks import NativeBlocks
 from kvtier.index.policies.replayed import RUNS
 from kvtier.index.residency import State
-from kvtier.types import AnyColumn, BlockId
+from kvtier.keys import PackedKeys, select_keys
+from kvtier.types import AnyColumn, BlockId, Slot
 
 
 class NativeKeyIndex(NativeBlocks, KeyIndex):
@@ -34,8 +35,21 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
 
     # -- queries ----------------------------------------------------------------------------------
 
-    def find_all(self, keys: Sequence[bytes]) -> KeyMatches:
-        return KeyMatches(*self._core.find(keys))  # type: ignore[arg-type]
+    def find_all(self, keys: Collection[bytes]) -> KeyMatches:
+        blocks, states = self._core.find(_core_keys(keys))
+        return KeyMatches(cast("Sequence[BlockId]", blocks), states)
+
+    def missing(self, keys: Collection[bytes], column: AnyColumn) -> MissingKeys:
+        listed = keys if isinstance(keys, Sequence) else list(keys)
+        positions, ready = self._core.missing(_core_keys(listed), column)
+        new = listed if len(positions) == len(listed) else select_keys(listed, positions)
+        return MissingKeys(new, cast("Sequence[BlockId]", ready))
+
+    def hashes(self, blocks: Sequence[BlockId]) -> Sequence[int]:
+        return self._core.hashes(blocks)
+
+    def in_slots(self, slots: Collection[Slot], column: AnyColumn) -> Sequence[BlockId]:
+        return cast("Sequence[BlockId]", self._core.in_slots(slots, column))
 
     def state(self, block: BlockId, column: AnyColumn) -> State:
         return self.states_of((block,), column)[0]
@@ -52,7 +66,7 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
         self._core.expect(num_blocks)
 
     def make(self, keys: Sequence[bytes]) -> Sequence[BlockId]:
-        return cast("Sequence[BlockId]", self._core.make(keys))
+        return cast("Sequence[BlockId]", self._core.make(_core_keys(keys)))
 
     def set_depths(self, blocks: Sequence[BlockId], depths: Sequence[int]) -> None:
         self._core.set_depths(blocks, depths)
@@ -64,18 +78,18 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
     # -- requests ---------------------------------------------------------------------------------
 
     def on_request(self, keys: Iterable[bytes], now: float) -> None:
-        self._core.asked(dict.fromkeys(keys), now)
+        self._core.asked(_each_once(keys), now)
 
     def retain(self, keys: Iterable[bytes], said: Said, now: float) -> None:
-        self._core.retain(dict.fromkeys(keys), said, now)
+        self._core.retain(_each_once(keys), said, now)
 
     def continues(self, keys: Iterable[bytes], before: bytes) -> None:
-        self._core.continues(keys, before)
+        self._core.continues(_core_keys(keys), before)
 
     def admit_keys(
         self, keys: Sequence[bytes], column: AnyColumn, num_free: int, least_chance: float = 0.0
-    ) -> list[bytes]:
-        return [keys[at] for at in self._core.admit(keys, column, num_free, least_chance)]
+    ) -> Sequence[bytes]:
+        return select_keys(keys, self._core.admit(_core_keys(keys), column, num_free, least_chance))
 
     # -- use --------------------------------------------------------------------------------------
 
@@ -96,3 +110,15 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
 
     def describe(self) -> str:
         return f"native, by key, {self.policies}"
+
+
+def _core_keys(keys: Iterable[bytes]) -> Iterable[bytes]:
+    """Return keys as the core reads them fastest."""
+    return cast("Iterable[bytes]", keys.array) if isinstance(keys, PackedKeys) else keys
+
+
+def _each_once(keys: Iterable[bytes]) -> Iterable[bytes]:
+    """Return keys without those that were named before."""
+    once = dict.fromkeys(keys)
+    is_packed = isinstance(keys, PackedKeys) and len(once) == len(keys)
+    return _core_keys(keys) if is_packed else once

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
+from kvtier._hot import Numbers
 from kvtier.hints import Said, check_said
 from kvtier.index.block_index import check_slot, check_time
-from kvtier.index.key_index import UNKNOWN, KeyedBlock, KeyIndex, KeyMatches
+from kvtier.index.key_index import UNKNOWN, KeyedBlock, KeyIndex, KeyMatches, MissingKeys
 from kvtier.index.known_blocks import KnownBlocks
 from kvtier.index.policies.replayed import LRU
 from kvtier.index.residency import Residency, State
-from kvtier.types import AnyColumn, BlockId, Slot
+from kvtier.types import NO_BLOCK, AnyColumn, BlockId, Slot
 
 MOST_LEASES = 0xFFFF
+MOST_HASH = (1 << 63) - 1
 
 
 @dataclass(slots=True)
@@ -45,16 +48,35 @@ class PythonKeyIndex(KeyIndex):
 
     # -- queries ----------------------------------------------------------------------------------
 
-    def find_all(self, keys: Sequence[bytes]) -> KeyMatches:
+    def find_all(self, keys: Collection[bytes]) -> KeyMatches:
         found = [self._blocks.find(key) for key in keys]
         nowhere = bytes([UNKNOWN]) * len(self.tiers)
         states = (
             nowhere if each is None else bytes(residency.state for residency in each.residencies)
             for each in found
         )
-        return KeyMatches(
-            [None if each is None else each.block for each in found], b"".join(states)
-        )
+        blocks = Numbers(NO_BLOCK if each is None else each.block for each in found)
+        return KeyMatches(cast("Sequence[BlockId]", blocks), b"".join(states))
+
+    def missing(self, keys: Collection[bytes], column: AnyColumn) -> MissingKeys:
+        position = self._position(column)
+        missing: dict[bytes, None] = {}
+        ready = []
+        for key in keys:
+            known = self._blocks.find(key)
+            state = State.ABSENT if known is None else known.residencies[position].state
+            if state is State.ABSENT:
+                missing[key] = None
+            elif known is not None and state is State.READY:
+                ready.append(known.block)
+        return MissingKeys(list(missing), ready)
+
+    def hashes(self, blocks: Sequence[BlockId]) -> list[int]:
+        return [hash(key) & MOST_HASH for key in self.keys(blocks)]
+
+    def in_slots(self, slots: Collection[Slot], column: AnyColumn) -> list[BlockId]:
+        places = [(each.block, self._residency(each.block, column)) for each in self._blocks]
+        return [block for block, at in places if at.state is not State.ABSENT and at.slot in slots]
 
     def state(self, block: BlockId, column: AnyColumn) -> State:
         position = self._position(column)

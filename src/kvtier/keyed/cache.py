@@ -21,15 +21,18 @@ import numpy.typing as npt
 
 from kvtier.hints import Hint, waits
 from kvtier.index import KeyIndex, State
+from kvtier.index.key_index import UNKNOWN
+from kvtier.index.selection import as_array, select
 from kvtier.keyed.direct import DirectReads
 from kvtier.keyed.engine_copies import EngineCopies
 from kvtier.keyed.storage_lookup import KeyedLookup
 from kvtier.keyed.waiters import StorageWaiter
+from kvtier.keys import select_keys
 from kvtier.ladder import Ladder, PendingLookup
-from kvtier.types import BlockId, Slot
+from kvtier.types import NO_BLOCK, BlockId, Slot
 
 ABSENT, WRITING, READY = State.ABSENT, State.WRITING, State.READY
-ABSENT_BYTE, READY_BYTE = int(ABSENT), int(READY)
+ABSENT_BYTE, WRITING_BYTE, READY_BYTE = int(ABSENT), int(WRITING), int(READY)
 """For arrays, which compare themselves with members of an ``Enum`` slowly."""
 
 
@@ -61,7 +64,7 @@ class Reserved:
     keys, slots: of the new blocks. evicted: keys of the blocks evicted for them.
     """
 
-    keys: list[bytes]
+    keys: Sequence[bytes]
     slots: Sequence[Slot]
     evicted: list[bytes]
 
@@ -91,12 +94,12 @@ Codes = npt.NDArray[np.uint8]
 class LocatedBlocks(NamedTuple):
     """Blocks of a prompt, as the index knows them.
 
-    codes: uint8 [num_keys], positions in ``PLACES``. blocks: None for an unknown one. by_tier:
-    uint8 [num_keys, num_tiers], states.
+    codes: uint8 [num_keys], positions in ``PLACES``. blocks: ``NO_BLOCK`` for an unknown one.
+    by_tier: uint8 [num_keys, num_tiers], states.
     """
 
     codes: Codes
-    blocks: list[BlockId | None]
+    blocks: Sequence[BlockId]
     by_tier: Codes
 
     @property
@@ -141,7 +144,7 @@ class KeyedCache:
         num_slots = room.num_slots
         index.expect(room.capacity)
         self._came_from = np.zeros(num_slots, np.int8)  # by slot: position in ``_tiers``
-        self._copies = EngineCopies(index, ladder)
+        self._copies = EngineCopies(index, ladder, num_slots)
         self._lookup = KeyedLookup(index, ladder, namespace, knows_storage)
         self.direct_reads = DirectReads(index, ladder, self._storage_of)
         self._changes: list[Change] = []
@@ -178,8 +181,7 @@ class KeyedCache:
 
         Cost: one look-up in the index per key.
         """
-        blocks, states = self._index.find_all(keys)
-        by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
+        blocks, by_tier = self._find_all(keys)
         codes = IN_MEMORY[by_tier[:, 0]]
         for tier in range(1, len(self._tiers)):
             codes[(codes == NOWHERE_CODE) & (by_tier[:, tier] == READY_BYTE)] = STORAGE_CODE
@@ -188,10 +190,18 @@ class KeyedCache:
         if self._lost or self._copies.doubted:
             doubtful = {*self._copies.doubted, *(block for block, _ in self._lost)}
             for at, block in enumerate(blocks):
-                if block is not None and block in doubtful:
+                if block in doubtful:
                     place = self._place(block, tuple(map(State, by_tier[at].tolist())))
                     codes[at] = PLACES.index(place)
         return LocatedBlocks(codes, blocks, by_tier)
+
+    def _find_all(self, keys: Collection[bytes]) -> tuple[Sequence[BlockId], Codes]:
+        """Return the block of each key, ``NO_BLOCK`` if unknown, and its states.
+
+        They are uint8 [num_keys, num_tiers].
+        """
+        blocks, states = self._index.find_all(keys)
+        return blocks, np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
 
     def _place(self, block: BlockId, states: Sequence[State]) -> BlockLocation:
         if states[0] is not ABSENT and not self._is_doubted(block):
@@ -228,15 +238,15 @@ class KeyedCache:
     ) -> tuple[LocatedBlocks, list[PendingLookup]]:
         found = self._locate(keys)
         if self.has_unfound_at_once:
-            unknown = [key for key, block in zip(keys, found.blocks, strict=True) if block is None]
-            if unknown and (adopted := self.adopt_recovered(unknown)):
+            unknown = np.flatnonzero(found.by_tier[:, 0] == UNKNOWN)
+            if len(unknown) and (adopted := self.adopt_recovered(select_keys(keys, unknown))):
                 self.touch(adopted)
                 found = self._locate(keys)
         if not self._lookup.has_to_ask:
             return found, []
-        missing = np.isin(found.codes, (NOWHERE_CODE, UNKNOWN_CODE))
-        wanted = [keys[at] for at in np.flatnonzero(missing).tolist()]
-        pending = self._lookup.begin(wanted, has_gaps) if wanted else []
+        missing = (found.codes == NOWHERE_CODE) | (found.codes == UNKNOWN_CODE)
+        wanted = select_keys(keys, np.flatnonzero(missing))
+        pending = self._lookup.begin(wanted, has_gaps) if len(wanted) else []
         if pending:
             found.codes[missing] = UNKNOWN_CODE
         return found, pending
@@ -270,8 +280,7 @@ class KeyedCache:
 
         It is memory for a block in flight to memory, and for a block that is nowhere.
         """
-        _, states = self._index.find_all(keys)
-        by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
+        _, by_tier = self._find_all(keys)
         return [self._tiers[tier] for tier in self._source_tiers(by_tier).tolist()]
 
     @staticmethod
@@ -289,7 +298,7 @@ class KeyedCache:
         After its first use it is memory.
         """
         slots = self._index.slots(self._known(keys), self.memory)
-        return [self._tiers[tier] for tier in self._came_from[slots].tolist()]
+        return [self._tiers[tier] for tier in self._came_from[as_array(slots)].tolist()]
 
     @property
     def has_unfound_at_once(self) -> bool:
@@ -335,15 +344,13 @@ class KeyedCache:
 
     def touch(self, keys: Collection[bytes]) -> None:
         """Note a use of blocks, given in prompt order. The first ones are evicted last."""
-        blocks, _ = self._index.find_all(list(keys))
-        self._use([block for block in blocks if block is not None])
+        self._use(self._index.find_all(keys).known)
 
     def _use(self, blocks: Sequence[BlockId]) -> None:
         self._index.touch(blocks, self._clock())
 
-    def _known(self, keys: Sequence[bytes]) -> list[BlockId]:
-        blocks, _ = self._index.find_all(keys)
-        known = [block for block in blocks if block is not None]
+    def _known(self, keys: Sequence[bytes]) -> Sequence[BlockId]:
+        known = self._index.find_all(keys).known
         assert len(known) == len(keys), "a block that is nowhere"
         return known
 
@@ -355,8 +362,7 @@ class KeyedCache:
         The blocks count as used, and the first ones are evicted last. Returns None if there is too
         little room.
         """
-        new: Sequence[bytes]
-        new, ready = self._missing(keys)
+        new, ready = self._index.missing(keys, self.memory)
         self._grow(len(new))
         num_changes = len(self._changes)
         passing: Collection[bytes] = ()
@@ -371,25 +377,19 @@ class KeyedCache:
             return None
         blocks = self._index.make(new)
         self._copies.reserve(blocks, slots)
-        named = zip(new, blocks, strict=True)
-        self.ladder.transient_blocks.note(blocks, [block for key, block in named if key in passing])
+        transient: list[BlockId] = []
+        if passing:
+            named = zip(new, blocks, strict=True)
+            transient = [block for key, block in named if key in passing]
+        self.ladder.transient_blocks.note(blocks, transient)
         self._use(blocks)
         self._fill(blocks, slots, 0)
-        self.ladder.reuse_sampler.on_admit(new, blocks)
+        self.ladder.reuse_sampler.on_admit(self._index.hashes(blocks), blocks)
         left = [key for each in self._changes[num_changes:] for key in each.keys]
         return Reserved(new, slots, left)
 
     def _grow(self, num_slots: int) -> None:
         """Add memory until ``num_slots`` slots are free, if it can grow. Nothing by default."""
-
-    def _missing(self, keys: Iterable[bytes]) -> tuple[list[bytes], list[BlockId]]:
-        """Return those of ``keys`` that are not in memory, and the blocks that are ready there."""
-        asked = list(dict.fromkeys(keys))
-        blocks, states = self._index.find_all(asked)
-        in_memory = states[:: len(self._tiers)]
-        new = [key for key, state in zip(asked, in_memory, strict=True) if state <= ABSENT]
-        there = zip(blocks, in_memory, strict=True)
-        return new, [block for block, state in there if state == READY and block is not None]
 
     def commit(self, keys: Sequence[bytes], depths: Sequence[int], to_storage: bool = True) -> None:
         """Note that blocks have been copied into their slots, and queue their writes to storage.
@@ -401,7 +401,15 @@ class KeyedCache:
             depths: position of each block in its prompt.
             to_storage: whether to queue the writes.
         """
-        blocks, _ = self._index.find_all(keys)
+        blocks, by_tier = self._find_all(keys)
+        coming = by_tier[:, 0] == WRITING_BYTE
+        if not coming.all():
+            blocks = select(blocks, coming)
+            depths = [depths[at] for at in np.flatnonzero(coming).tolist()]
+        self._commit(blocks, depths, to_storage)
+
+    def _commit(self, blocks: Sequence[BlockId], depths: Sequence[int], to_storage: bool) -> None:
+        """Like ``commit``, for blocks that are being written in memory."""
         kept = self._copies.commit(blocks, depths, self._clock())
         self._note(self.memory, kept, is_removed=False)
         if to_storage:
@@ -414,8 +422,12 @@ class KeyedCache:
 
     def abort(self, keys: Iterable[bytes]) -> None:
         """Give up blocks that were not copied into their slots."""
-        blocks, _ = self._index.find_all(list(keys))
-        self._copies.abort(blocks)
+        self._copies.abort(self._coming(list(keys)))
+
+    def _coming(self, keys: Sequence[bytes]) -> Sequence[BlockId]:
+        """Return those of the blocks that are being written in memory."""
+        blocks, by_tier = self._find_all(keys)
+        return select(blocks, by_tier[:, 0] == WRITING_BYTE)
 
     def hold(self, keys: Sequence[bytes]) -> Sequence[Slot]:
         """Return the slots of blocks in memory, to copy from. They are held until ``release``."""
@@ -423,8 +435,8 @@ class KeyedCache:
 
     def release(self, keys: Collection[bytes]) -> None:
         """Release blocks whose copies have ended. Those cleared meanwhile are skipped."""
-        blocks, _ = self._index.find_all(list(keys))
-        self._came_from[self._copies.release(blocks)] = 0
+        slots = self._copies.release(self._index.find_all(keys).known)
+        self._came_from[as_array(slots)] = 0
         self.ladder.transfers.drop_lost()
 
     def guard(self, keys: Sequence[bytes]) -> None:
@@ -462,7 +474,7 @@ class KeyedCache:
                 if storage is not None:
                     wanted.setdefault(storage, []).append(block)
         for storage, blocks in wanted.items():
-            self.ladder.reuse_sampler.on_admit(self._index.keys(blocks), blocks)
+            self.ladder.reuse_sampler.on_admit(self._index.hashes(blocks), blocks)
             for _, begun in self.ladder.loads.promote(blocks, storage):
                 slots = self._index.slots(begun, self.memory)
                 self._fill(begun, slots, self._tiers.index(storage))
@@ -470,14 +482,14 @@ class KeyedCache:
 
     def _fill(self, blocks: Sequence[BlockId], slots: Sequence[Slot], tier: int) -> None:
         """Note that blocks are about to fill slots in memory. tier: position of their source."""
-        self._came_from[slots] = tier
+        self._came_from[as_array(slots)] = tier
 
     def _found(self, keys: Sequence[bytes]) -> Iterator[tuple[BlockId, tuple[State, ...]]]:
         """Yield the blocks that the index knows, with their state in each tier."""
         blocks, states = self._index.find_all(keys)
         num = len(self._tiers)
         for at, block in enumerate(blocks):
-            if block is not None:
+            if block != NO_BLOCK:
                 yield block, tuple(map(State, states[at * num : (at + 1) * num]))
 
     def wait_for_reads(self, keys: Sequence[bytes]) -> StorageWaiter:
@@ -486,10 +498,7 @@ class KeyedCache:
         keys: in prompt order.
         """
         waiter = StorageWaiter()
-        blocks, states = self._index.find_all(keys)
-        in_memory = zip(blocks, states[:: len(self._tiers)], strict=True)
-        coming = [block for block, state in in_memory if state == WRITING and block is not None]
-        moving = self._copies.keep_waiting(waiter, coming)
+        moving = self._copies.keep_waiting(waiter, self._coming(keys))
         self.ladder.wait_for(waiter, self._index.slots(moving, self.memory))
         return waiter
 
@@ -504,8 +513,8 @@ class KeyedCache:
         Nothing finds them from now on. A block that the engine copies is deleted when it reports
         the end of its copy, a block in flight between tiers when its copy has ended.
         """
+        reserved = self._copies.doubt(self._coming(keys))
         blocks, _ = self._index.find_all(keys)
-        reserved = self._copies.doubt([block for block in blocks if block is not None])
         self.ladder.delete(self._lookup.names(keys), blocks, reserved)
 
     def clear(self) -> None:

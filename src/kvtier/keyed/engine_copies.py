@@ -7,9 +7,12 @@ hold --> the engine copies from memory --> release
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+
+import numpy as np
 
 from kvtier.index import KeyIndex, State
+from kvtier.index.selection import Int64s, are_distinct, as_array, as_numbers, select
 from kvtier.keyed.waiters import StorageWaiter, StorageWaiters
 from kvtier.ladder import Ladder
 from kvtier.types import BlockId, Slot
@@ -23,14 +26,15 @@ class EngineCopies:
     A reserved block is being written by one copy. A held block is ready, and leased once per hold.
     After the cache was cleared, an engine may end copies that are no longer known; they are
     skipped.
+
+    num_slots: slots of the fastest tier.
     """
 
-    def __init__(self, index: KeyIndex, ladder: Ladder) -> None:
+    def __init__(self, index: KeyIndex, ladder: Ladder, num_slots: int) -> None:
         self._index = index
         self._ladder = ladder
         self._memory = ladder.fastest
-        self._by_slot: dict[Slot, BlockId] = {}  # reserved and held blocks
-        self._reserved: set[BlockId] = set()
+        self._is_reserved = np.zeros(num_slots, bool)  # by slot
         self._held: Counter[BlockId] = Counter()
         self._doubted: set[BlockId] = set()
         self._waiters = StorageWaiters()
@@ -45,55 +49,75 @@ class EngineCopies:
     def reserve(self, blocks: Sequence[BlockId], slots: Sequence[Slot]) -> None:
         """Note that the engine is about to copy new blocks into ``slots``."""
         self._index.begin_write_all(blocks, self._memory, slots)
-        self._by_slot.update(zip(slots, blocks, strict=True))
-        self._reserved.update(blocks)
+        self._is_reserved[as_array(slots)] = True
 
     def commit(
-        self, blocks: Sequence[BlockId | None], depths: Sequence[int], now: float
-    ) -> list[BlockId]:
+        self, blocks: Sequence[BlockId], depths: Sequence[int], now: float
+    ) -> Sequence[BlockId]:
         """Note that copies to blocks, in prompt order, have ended.
 
         Returns the blocks that are in memory now; doubted ones are not.
 
-        depths: position of each block in its prompt.
+        Args:
+            blocks: blocks that are being written in memory. Those that are not reserved are
+                skipped.
+            depths: position of each block in its prompt.
+            now: the time.
         """
-        depth_of = {
-            block: depth
-            for block, depth in zip(blocks, depths, strict=True)
-            if block is not None and block in self._reserved
-        }
-        kept = [block for block in depth_of if block not in self._doubted]
-        self._index.set_depths(kept, [depth_of[block] for block in kept])
-        self._index.commit_all(kept[::-1], self._memory, now)
-        self._end(kept)
-        self.abort([block for block in depth_of if block in self._doubted])
-        return kept
+        mine, slots = self._reserved_among(blocks)
+        if self._doubted:
+            are_doubted = np.array([blocks[at] in self._doubted for at in mine.tolist()], bool)
+            self.abort(select(blocks, mine[are_doubted]))
+            mine, slots = mine[~are_doubted], slots[~are_doubted]
+        if len(mine) < len(blocks):
+            blocks, depths = select(blocks, mine), [depths[at] for at in mine.tolist()]
+        self._index.set_depths(blocks, depths)
+        self._index.commit_all(blocks[::-1], self._memory, now)
+        self._end(blocks, slots)
+        return blocks
 
-    def abort(self, blocks: Iterable[BlockId | None]) -> None:
-        """Give up blocks that were not copied into their slots, and free the slots."""
-        mine = [block for block in blocks if block is not None and block in self._reserved]
-        self._end(mine)
-        self._doubted.difference_update(mine)
-        self._ladder.eviction.give_back(self._index.abort_all(mine, self._memory))
+    def abort(self, blocks: Sequence[BlockId]) -> None:
+        """Give up blocks that were not copied into their slots, and free the slots.
 
-    def _end(self, blocks: Sequence[BlockId]) -> None:
+        blocks: see ``commit``.
+        """
+        mine, slots = self._reserved_among(blocks)
+        if not len(mine):
+            return
+        blocks = select(blocks, mine)
+        self._end(blocks, slots)
+        self._doubted.difference_update(blocks)
+        self._ladder.eviction.give_back(self._index.abort_all(blocks, self._memory))
+
+    def _reserved_among(self, blocks: Sequence[BlockId]) -> tuple[Int64s, Int64s]:
+        """Return the positions of reserved blocks, each once, and their slots.
+
+        blocks: see ``commit``.
+        """
+        slots = as_array(self._index.slots(blocks, self._memory))
+        mine = np.flatnonzero(self._is_reserved[slots])
+        if not are_distinct(slots[mine]):
+            _, first = np.unique(slots[mine], return_index=True)
+            mine = mine[np.sort(first)]
+        return mine, slots[mine]
+
+    def _end(self, blocks: Sequence[BlockId], slots: Int64s) -> None:
         """Forget copies that have ended, and notify their waiters."""
-        for slot in self._index.slots(blocks, self._memory):
-            del self._by_slot[slot]
-        self._reserved.difference_update(blocks)
+        self._is_reserved[slots] = False
         self._waiters.ended(blocks)
 
-    def keep_waiting(self, waiter: StorageWaiter, coming: Sequence[BlockId]) -> list[BlockId]:
+    def keep_waiting(self, waiter: StorageWaiter, coming: Sequence[BlockId]) -> Sequence[BlockId]:
         """Keep ``waiter`` waiting until the last reserved block of ``coming`` has been copied.
 
         Returns those of ``coming`` that are not reserved.
 
         coming: blocks in flight to memory, in prompt order.
         """
-        moving = [block for block in coming if block not in self._reserved]
-        if len(moving) < len(coming):
-            self._waiters.add(waiter, next(b for b in reversed(coming) if b in self._reserved))
-        return moving
+        are_reserved = self._is_reserved[as_array(self._index.slots(coming, self._memory))]
+        if not are_reserved.any():
+            return coming
+        self._waiters.add(waiter, coming[int(np.flatnonzero(are_reserved)[-1])])
+        return select(coming, ~are_reserved)
 
     # -- from memory -------------------------------------------------------------------------------
 
@@ -101,56 +125,76 @@ class EngineCopies:
         """Return the slots of blocks in memory, to copy from. They are held until ``release``."""
         self._index.lease(blocks, self._memory)
         self._held.update(blocks)
-        slots = self._index.slots(blocks, self._memory)
-        self._by_slot.update(zip(slots, blocks, strict=True))
-        return slots
+        return self._index.slots(blocks, self._memory)
 
-    def release(self, blocks: Iterable[BlockId | None]) -> Sequence[Slot]:
+    def release(self, blocks: Sequence[BlockId]) -> Sequence[Slot]:
         """Release blocks whose copies have ended. Return the slots of those that were held."""
-        mine = [block for block in blocks if block is not None and self._held[block]]
+        held = self._held
+        mine = [block for block in blocks if block in held]
         slots = self._index.slots(mine, self._memory)
         self._index.release(mine, self._memory)
-        self._held.subtract(mine)
-        for block, slot in zip(mine, slots, strict=True):
-            if not self._held[block]:
-                del self._held[block]
-                self._by_slot.pop(slot, None)
+        for block in mine:
+            held[block] -= 1
+            if not held[block]:
+                del held[block]
         self._ladder.transient_blocks.passed(mine)
         return slots
 
     # -- both --------------------------------------------------------------------------------------
 
-    def distrust(self, slots: Iterable[Slot]) -> None:
-        """Give up the blocks in slots for which a copy has failed."""
-        self.distrust_blocks([self._by_slot[slot] for slot in slots if slot in self._by_slot])
+    def distrust(self, slots: Collection[Slot]) -> None:
+        """Give up the blocks in slots for which a copy has failed. Cost: O(all blocks)."""
+        blocks = self._index.in_slots(slots, self._memory) if slots else ()
+        used = self._are_reserved(blocks)
+        self.distrust_blocks(
+            [
+                block
+                for block, is_mine in zip(blocks, used, strict=True)
+                if is_mine or block in self._held
+            ]
+        )
 
-    def distrust_blocks(self, blocks: Iterable[BlockId]) -> None:
+    def distrust_blocks(self, blocks: Sequence[BlockId]) -> None:
         """Give up reserved or leased blocks for which a copy has failed."""
-        for block in blocks:
-            if block in self._reserved:
+        for block, is_mine in zip(blocks, self._are_reserved(blocks), strict=True):
+            if is_mine:
                 self._doubted.add(block)
             else:
                 self._ladder.transfers.lose([block], self._memory)
 
-    def doubt(self, blocks: Iterable[BlockId]) -> Collection[BlockId]:
-        """Give up those of the blocks that are reserved, once their copy has ended. Return them."""
-        reserved = self._reserved.intersection(blocks)
+    def doubt(self, blocks: Sequence[BlockId]) -> Collection[BlockId]:
+        """Give up those of the blocks that are reserved, once their copy has ended. Return them.
+
+        blocks: see ``commit``.
+        """
+        mine, _ = self._reserved_among(blocks)
+        reserved = set(select(blocks, mine))
         self._doubted |= reserved
         return reserved
+
+    def _are_reserved(self, blocks: Sequence[BlockId]) -> list[bool]:
+        """Return whether each block is reserved. blocks: in memory, or being written there."""
+        slots = as_array(self._index.slots(blocks, self._memory))
+        found: list[bool] = self._is_reserved[slots].tolist()
+        return found
 
     def clear(self) -> None:
         """End all copies. The engine must not report their end later."""
         self.release(list(self._held.elements()))
-        self.abort(list(self._reserved))
+        self.abort(self._reserved())
+
+    def _reserved(self) -> Sequence[BlockId]:
+        """Return all reserved blocks. O(all blocks)."""
+        slots: Sequence[Slot] = as_numbers(np.flatnonzero(self._is_reserved))
+        return self._index.in_slots(slots, self._memory) if slots else slots[:0]  # type: ignore[return-value]
 
     def check_invariants(self) -> None:
         """Raise AssertionError if copies, slots and the index don't agree."""
-        assert self._doubted <= self._reserved, "a copy that has ended is doubted"
-        assert self._reserved.isdisjoint(self._held), "copied to and from at a time"
+        reserved = set(self._reserved())
+        assert len(reserved) == np.count_nonzero(self._is_reserved), "a reserved slot has no block"
+        assert self._doubted <= reserved, "a copy that has ended is doubted"
+        assert reserved.isdisjoint(self._held), "copied to and from at a time"
         assert all(num > 0 for num in self._held.values()), "released more often than held"
-        for kind, state in (list(self._reserved), State.WRITING), (list(self._held), State.READY):
+        for kind, state in (list(reserved), State.WRITING), (list(self._held), State.READY):
             states = self._index.states_of(kind, self._memory)
             assert set(states) <= {state}, f"{state} was promised, and it is {set(states)}"
-        both = [*self._reserved, *self._held]
-        slots = zip(self._index.slots(both, self._memory), both, strict=True)
-        assert self._by_slot == dict(slots), "a slot is copied from or to that is another block's"

@@ -8,7 +8,7 @@ from functools import partial
 from kvtier.index import KeyIndex
 from kvtier.keys import next_key
 from kvtier.ladder import Ladder, PendingLookup
-from kvtier.types import BlockId, BlockKey
+from kvtier.types import NO_BLOCK, BlockId, BlockKey
 
 FIRST_PIECE = 16
 """Keys of a prompt's first look-up in storage. Each further look-up is four times as long, so that
@@ -48,7 +48,7 @@ class KeyedLookup:
             return []
         wanted = list(dict.fromkeys(keys))
         blocks, _ = self._index.find_all(wanted)
-        unknown = [key for key, block in zip(wanted, blocks, strict=True) if block is None]
+        unknown = [key for key, block in zip(wanted, blocks, strict=True) if block == NO_BLOCK]
         adopted: list[bytes] = []
         for piece in _growing(unknown) if stops_at_gap else [unknown] if unknown else []:
             there = self._adopt(namespace, piece)
@@ -74,7 +74,7 @@ class KeyedLookup:
         if num < len(adopted):  # there was no room for all of them
             blocks, _ = self._index.find_all(adopted)
             pairs = zip(adopted, blocks, strict=True)
-            adopted = [key for key, block in pairs if block is not None]
+            adopted = [key for key, block in pairs if block != NO_BLOCK]
         return adopted
 
     @property

@@ -24,7 +24,7 @@ from kvtier.plan import CostModel, Costs
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Room
 from kvtier.transfer import Mover, Waiter
-from kvtier.types import BlockId, BlockKey, Slot
+from kvtier.types import NO_BLOCK, BlockId, BlockKey, Slot
 
 
 class Ladder:
@@ -191,7 +191,7 @@ class Ladder:
     def delete(
         self,
         names: Sequence[BlockKey],
-        blocks: Sequence[BlockId | None],
+        blocks: Sequence[BlockId],
         reserved: Collection[BlockId],
     ) -> None:
         """Delete blocks from every tier, from storage for good.
@@ -201,13 +201,13 @@ class Ladder:
 
         Args:
             names: keys of the blocks in storage.
-            blocks: the blocks; None for one that the index does not know.
+            blocks: the blocks; ``NO_BLOCK`` for one that the index does not know.
             reserved: those that the engine itself copies to the fastest tier; it gives them up.
         """
         transfers = self.transfers
         for tier in self.topology.rooms:
             but = reserved if tier == self.fastest else ()
-            known = [block for block in blocks if block is not None and block not in but]
+            known = [block for block in blocks if block != NO_BLOCK and block not in but]
             states = self._index.states_of(known, tier)
             there = [b for b, at in zip(known, states, strict=True) if at is not State.ABSENT]
             transfers.lose(there, tier)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvtier.index import BlockIndex, State
 from kvtier.telemetry import Metrics
@@ -40,10 +40,13 @@ class ReuseSampler:
         """Number of blocks that one sampled block stands for."""
         return self._mask + 1
 
-    def on_admit(self, names: Sequence[bytes], blocks: Sequence[BlockId]) -> None:
-        """Note blocks that a request needed, and that are now computed or loaded for it."""
+    def on_admit(self, hashes: Iterable[int], blocks: Sequence[BlockId]) -> None:
+        """Note blocks that a request needed, and that are now computed or loaded for it.
+
+        hashes: of their names; equal names have equal ones.
+        """
         mask = self._mask
-        chosen = [(at, mark) for at, mark in enumerate(map(hash, names)) if not mark & mask]
+        chosen = [(at, mark) for at, mark in enumerate(hashes) if not mark & mask]
         for at, mark in chosen:
             self._marks[blocks[at]] = mark
         if self._gone:

@@ -76,12 +76,12 @@ class WriteQueues:
             for name, queue in self._queues.items()
         )
 
-    def are_queued(self, blocks: Sequence[BlockId | None]) -> list[bool]:
+    def are_queued(self, blocks: Sequence[BlockId]) -> list[bool]:
         """Return which blocks wait for their write to storage; blocks being written do not."""
         queues = [queue for queue in self._queues.values() if len(queue)]
         if not queues:
             return [False] * len(blocks)
-        return [block is not None and any(block in queue for queue in queues) for block in blocks]
+        return [any(block in queue for queue in queues) for block in blocks]
 
     def clear(self) -> None:
         """Empty all queues."""

@@ -26,9 +26,10 @@ import numpy as np
 
 from kvtier.devices.base import Memory
 from kvtier.errors import CacheError
+from kvtier.index.selection import Int64s
 from kvtier.node import protocol
 from kvtier.node.guard import RoomFacts
-from kvtier.node.protocol import FromEngine, FromNode, Int64s
+from kvtier.node.protocol import FromEngine, FromNode
 from kvtier.system.process import OwnerProcess
 from kvtier.tiers.breaker import Breaker
 
@@ -37,8 +38,6 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 FAILURES_UNTIL_OPEN = 3
-RECEIVED_AT_ONCE = 1 << 20
-MOST_FDS = 2
 GOODBYE_S = 1.0
 """Longest time that ``close`` waits for the node."""
 
@@ -272,18 +271,19 @@ class Channel:
         while not self._ready:
             try:
                 self._set_deadline(until_s)
-                received, fds, _, _ = socket.recv_fds(self._socket, RECEIVED_AT_ONCE, MOST_FDS)
+                num, fds = protocol.receive(self._socket, self._frames)
             except (TimeoutError, BlockingIOError):
                 raise TimeoutError from None
             except OSError as error:
                 self.close()
                 raise NodeError(f"the connection is lost: {error.strerror or error}") from None
-            if not received:
+            if not num:
                 self.close()
                 raise NodeError("the node closed the connection")
             self._fds += fds
             try:
-                self._ready += map(protocol.decode_node, self._frames.take(received))
+                while (content := self._frames.next()) is not None:
+                    self._ready.append(protocol.decode_node(content))
             except protocol.ProtocolError as error:
                 self.close()
                 raise NodeError(str(error)) from None

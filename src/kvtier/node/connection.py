@@ -5,36 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import select
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from kvtier.errors import CacheError
+from kvtier.index.selection import Int64s, as_array
 from kvtier.keyed.cache import BlockLocation
 from kvtier.keyed.waiters import Awaited
+from kvtier.keys import PackedKeys, select_keys
 from kvtier.ladder import PendingLookup
 from kvtier.node import protocol
 from kvtier.node.deleting import delete_blocks
 from kvtier.node.engines import AttachedEngine, AttachError, EngineProcess, Holdings
+from kvtier.node.frame_socket import FrameSocket
 from kvtier.node.protocol import FromEngine, FromNode, ProtocolError, split_keys, unpack
 from kvtier.node.registry import Registry
 from kvtier.node.room import NodeRoom, RoomKey
-from kvtier.types import Slot
 
 logger = logging.getLogger(__name__)
 
-RECEIVED_AT_ONCE = 256 << 10
-TURN_S = 1e-3
-"""A connection handles messages for so long, then the others have a turn."""
-MANY_UNSENT_BYTES = 1 << 20
-"""While so many bytes of answers wait for a process to read them, nothing is read from it."""
 MOST_UNSENT_BYTES = 64 << 20
 """A process that reads none of its answers is disconnected when so many bytes wait for it."""
 DELETE_S = 8.0
@@ -45,8 +38,6 @@ HELLO_S = 10.0
 """A connection that has not attached after this time is closed."""
 LONGEST_WAIT_S = 3600.0
 
-Slots = TypeVar("Slots")
-
 SLOT_NOTICES = (
     protocol.CommitNotice,
     protocol.AbortNotice,
@@ -54,14 +45,6 @@ SLOT_NOTICES = (
     protocol.DetachNotice,
 )
 COMING = (BlockLocation.ARRIVING, BlockLocation.STORAGE, BlockLocation.UNKNOWN)
-
-
-class _Unsent(NamedTuple):
-    """An answer, or the rest of one, that was not sent yet. See ``Connection.send``."""
-
-    content: bytes
-    fds: Sequence[int]
-    undo: Callable[[], object] | None
 
 
 class Connection:
@@ -77,72 +60,28 @@ class Connection:
         registry.enter(peer)
         self._registry = registry
         self._node = registry.node
-        self._socket = connection
         self._peer = peer
         self._loop = asyncio.get_running_loop()
-        self._frames = protocol.Frames(protocol.MAX_FIRST_BYTES)
-        self._coming: Iterator[bytes] = iter(())
-        self._turn: asyncio.Handle | None = None
-        self._unsent: deque[_Unsent] = deque()
-        self._num_unsent = 0
-        self._is_writing = self._is_read = self._is_broken = self._is_hung_up = False
         self._number = 0
-        self._received_s = 0.0
         self._client = ""
         self._engine: AttachedEngine | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_open = True
         self._expiry = self._loop.call_later(HELLO_S, self._expire)
-        connection.setblocking(False)
-        self._choose_reading()
+        self._frames = FrameSocket(connection, self._take, self._break_off, self.close)
 
-    # -- bytes -------------------------------------------------------------------------------------
-
-    def _choose_reading(self) -> None:
-        """Read from the socket, unless messages are to be handled or answers wait to be read."""
-        may_read = self._is_broken or self._num_unsent < MANY_UNSENT_BYTES
-        wanted = self._is_open and self._turn is None and may_read
-        if wanted and not self._is_read:
-            self._loop.add_reader(self._socket, self._receive)
-        elif self._is_read and not wanted:
-            self._loop.remove_reader(self._socket)
-        self._is_read = wanted
-
-    def _receive(self) -> None:
+    def _take(self, content: memoryview) -> None:
+        """Handle one message."""
         try:
-            received = self._socket.recv(RECEIVED_AT_ONCE)
-        except BlockingIOError:
-            return
-        except OSError:
-            received = b""
-        if not received:
-            self.close()
-            return
-        self._received_s = time.monotonic()
-        self._coming = self._frames.take(received)
-        self._take_turn()
-
-    def _take_turn(self) -> None:
-        """Handle messages for a while. Other connections have a turn before it goes on."""
-        self._turn = None
-        end_s = time.monotonic() + TURN_S
-        try:
-            for content in self._coming:
-                self._handle(protocol.decode_engine(content))
-                if not self._is_open:
-                    return
-                if time.monotonic() >= end_s:
-                    self._turn = self._loop.call_soon(self._take_turn)
-                    break
+            self._handle(protocol.decode_engine(content))
         except ProtocolError as error:
-            logger.warning("disconnected pid=%d reason=%s", self._peer.pid, error)
-            self.close()
+            self._break_off(error)
         except Exception:  # one process's message must not end the cache of the others
             logger.exception("disconnected pid=%d reason=its message failed", self._peer.pid)
-            self._turn = self._loop.call_soon(self._take_turn)
             self.hang_up()
-        else:
-            self._choose_reading()
+
+    def _break_off(self, error: ProtocolError) -> None:
+        logger.warning("disconnected pid=%d reason=%s", self._peer.pid, error)
+        self.close()
 
     def send(
         self, message: FromNode, fds: Sequence[int] = (), undo: Callable[[], object] | None = None
@@ -151,46 +90,10 @@ class Connection:
 
         undo: called if the process never reads the whole message.
         """
-        if not self._is_open or self._is_hung_up:
-            if undo is not None:
-                undo()
-            return
-        content = protocol.frame(message)
-        self._unsent.append(_Unsent(content, fds, undo))
-        self._num_unsent += len(content)
-        if len(self._unsent) == 1 and not self._is_broken:
-            self._send_further()
-        if self._num_unsent > MOST_UNSENT_BYTES:
+        self._frames.send(protocol.frame(message), fds, undo)
+        if self._frames.num_unsent > MOST_UNSENT_BYTES:
             logger.warning("disconnected pid=%d reason=it reads no answers", self._peer.pid)
             self.hang_up()
-
-    def _send_further(self) -> None:
-        is_stuck = False
-        while self._unsent and not is_stuck:
-            first = self._unsent[0]
-            try:
-                if first.fds:
-                    num = socket.send_fds(self._socket, [first.content], list(first.fds))
-                else:
-                    num = self._socket.send(first.content)
-            except BlockingIOError:
-                break
-            except OSError:  # it reads nothing more; what it has sent before is handled first
-                self._is_broken = True
-                break
-            self._num_unsent -= num
-            is_stuck = num < len(first.content)
-            if is_stuck:
-                self._unsent[0] = _Unsent(first.content[num:], (), first.undo)
-            else:
-                self._unsent.popleft()
-        is_writing = bool(self._unsent) and not self._is_broken
-        if is_writing and not self._is_writing:
-            self._loop.add_writer(self._socket, self._send_further)
-        elif self._is_writing and not is_writing:
-            self._loop.remove_writer(self._socket)
-        self._is_writing = is_writing
-        self._choose_reading()
 
     def _expire(self) -> None:
         if self._engine is None:
@@ -198,49 +101,24 @@ class Connection:
 
     def hang_up(self) -> None:
         """Serve the process no further. What it says of its slots counts until it closes, too."""
-        if not self._is_open or self._is_hung_up:
-            return
-        self._is_hung_up = True
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-        self._forget_requests()
-        self._choose_reading()
+        self._cancel_tasks()
+        self._frames.hang_up()
 
-    def end_if_closed(self) -> None:
-        """Handle what has arrived, and close, if the process has closed its end."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLHUP)
-        while self._is_open and poll.poll(0):
-            if self._turn is not None:
-                self._turn.cancel()
-                self._take_turn()
-            else:
-                self._receive()
-
-    def _forget_requests(self) -> None:
-        """Answer no request any more."""
+    def _cancel_tasks(self) -> None:
+        """Answer no request any more that waits."""
         for task in self._tasks:
             task.cancel()
-        unsent, self._unsent, self._num_unsent = self._unsent, deque(), 0
-        for answer in unsent:
-            if answer.undo is not None:
-                answer.undo()
 
     def close(self, is_goodbye: bool = False) -> None:
         """Close the socket. What the process was told of is kept until its client has ended.
 
         is_goodbye: see ``Registry.detach``.
         """
-        if not self._is_open:
+        if not self._frames.is_open:
             return
-        self._is_open = False
         self._expiry.cancel()
-        if self._turn is not None:
-            self._turn.cancel()
-        self._loop.remove_reader(self._socket)
-        self._loop.remove_writer(self._socket)
-        self._socket.close()
-        self._forget_requests()
+        self._cancel_tasks()
+        self._frames.close()
         self._registry.leave(self._peer)
         self._peer.close()
         if self._engine is not None:
@@ -249,7 +127,7 @@ class Connection:
     # -- messages ----------------------------------------------------------------------------------
 
     def _handle(self, message: FromEngine) -> None:
-        if self._is_hung_up and not isinstance(message, SLOT_NOTICES):
+        if self._frames.is_hung_up and not isinstance(message, SLOT_NOTICES):
             return
         match message:
             case protocol.AttachRequest():
@@ -282,8 +160,8 @@ class Connection:
         except AttachError as error:
             self._refuse(hello.id, str(error))
             return
-        self._frames.most_bytes = protocol.MAX_FRAME_BYTES
-        self._registry.ends[self._number] = self.end_if_closed
+        self._frames.accept_up_to(protocol.MAX_FRAME_BYTES)
+        self._registry.ends[self._number] = self._frames.finish_if_closed
         memory = self._node.memory
         welcome = protocol.AttachAnswer(
             hello.id,
@@ -319,12 +197,12 @@ class Connection:
                 found, pending = _look_up(message, held)
                 self._send_slots(found, held.release, unpack(found.slots))
                 if message.counts:
-                    self._registry.lookups.add(time.monotonic() - self._received_s)
+                    self._registry.lookups.add(time.monotonic() - self._frames.received_s)
                 if pending:
                     self._begin(self._watch(message.id, pending), engine)
             case protocol.ReserveRequest():
                 reserved = _reserve(message, held)
-                self._send_slots(reserved, held.abort, _slots(reserved.slots))
+                self._send_slots(reserved, held.abort, unpack(reserved.slots))
             case protocol.PromoteRequest():
                 keys = _keys(message.keys, room)
                 num = room.promote(keys, _keys(message.beside, room))
@@ -341,18 +219,18 @@ class Connection:
                 awaited = [room.wait_for_reads(_keys(message.keys, room))]
                 self._begin(self._watch(message.watch, awaited), engine)
             case protocol.CommitNotice():
-                slots, depths = _slots(message.slots), unpack(message.depths)
+                slots, depths = unpack(message.slots), unpack(message.depths)
                 if len(slots) != len(depths) or ((depths < 0) | (depths >= 1 << 32)).any():
                     raise ProtocolError("slots and their depths don't agree")
-                held.commit(slots, depths.tolist(), message.to_storage)
+                held.commit(slots, depths, message.to_storage)
                 self._registry.note_writes()
             case protocol.AbortNotice():
-                held.abort(_slots(message.slots))
+                held.abort(unpack(message.slots))
                 self._registry.note_writes()
             case protocol.ReleaseNotice():
                 held.release(unpack(message.slots))
             case protocol.DistrustNotice():
-                held.distrust(_slots(message.slots))
+                held.distrust(unpack(message.slots))
             case protocol.UseNotice():
                 room.touch(_keys(message.keys, room))
             case protocol.PromptNotice():
@@ -365,8 +243,8 @@ class Connection:
     def _send_slots(
         self,
         answer: protocol.LookupAnswer | protocol.FetchAnswer | protocol.ReserveAnswer,
-        give_back: Callable[[Slots], object],
-        slots: Slots,
+        give_back: Callable[[Int64s], object],
+        slots: Int64s,
     ) -> None:
         """Send an answer with slots, which are given back if the process is never told of them."""
         self.send(answer, undo=lambda: give_back(slots))
@@ -422,7 +300,7 @@ class Connection:
         room = held.room
         places = await bring(room, keys, self._registry, until_s)
         there = np.array([place is BlockLocation.MEMORY for place in places], bool)
-        ready = [keys[at] for at in np.flatnonzero(there).tolist()]
+        ready = select_keys(keys, np.flatnonzero(there))
         slots, generations = np.full(len(keys), -1), np.zeros(len(keys), np.int64)
         leased = held.lease(room.ready_blocks(ready))
         slots[there], generations[there] = leased, room.generations(leased)
@@ -464,13 +342,8 @@ async def bring(
             return room.locate_all(keys)
 
 
-def _keys(keys: bytes, room: NodeRoom) -> list[bytes]:
+def _keys(keys: bytes, room: NodeRoom) -> PackedKeys:
     return split_keys(keys, room.key.key_bytes)
-
-
-def _slots(slots: bytes) -> list[Slot]:
-    found: list[Slot] = unpack(slots).tolist()
-    return found
 
 
 def _look_up(
@@ -496,16 +369,14 @@ def _reserve(message: protocol.ReserveRequest, held: Holdings) -> protocol.Reser
     room = held.room
     keys = _keys(message.keys, room)
     reserved = room.reserve(keys)
-    new = dict.fromkeys(keys, False)
-    slots: Sequence[Slot] = ()
-    if reserved is not None:
-        new.update(dict.fromkeys(reserved.keys, True))
-        slots = reserved.slots
-        held.reserved.update(zip(slots, reserved.keys, strict=True))
-    # A key that is named twice is new once.
-    is_new = np.array([new.pop(key, False) for key in keys], bool)
+    slots = as_array(() if reserved is None else reserved.slots)
+    held.reserve(slots)
+    is_new = np.full(len(keys), len(slots) == len(keys))
     is_known = np.zeros(len(keys), bool)
     if not is_new.all():
+        if reserved is not None:  # a key that is named twice is new once
+            new = dict.fromkeys(reserved.keys, True)
+            is_new = np.array([new.pop(key, False) for key in keys], bool)
         is_known = np.isin(room.codes(keys), (protocol.MEMORY, protocol.ARRIVING)) & ~is_new
     return protocol.ReserveAnswer(
         message.id,

@@ -11,20 +11,22 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from kvtier.errors import CacheError
-from kvtier.node.protocol import Int64s
+from kvtier.index.selection import Bools, Int64s, are_distinct, as_numbers
 from kvtier.node.room import NodeRoom
-from kvtier.types import BlockId, Slot
+from kvtier.types import BlockId
 
 SO_PEERPIDFD = 77
 """Socket option for the process descriptor of the peer (Linux 6.5)."""
 CREDENTIALS = struct.Struct("3i")
+ONE, BELOW_ZERO = np.uint32(1), np.uint32(1 << 31)
+"""A lease; and what a count is at least that was lowered below zero."""
 
 
 class AttachError(CacheError):
@@ -86,35 +88,32 @@ def peer_of(connection: socket.socket) -> EngineProcess:
 class Holdings:
     """Slots of one room that one engine uses.
 
+    Pages of the arrays cost memory once a slot in them was used.
+
     Attributes:
-        num_leases: uint32 [num_slots], how many leases the engine has of each slot. Its pages cost
-            memory once a slot in them was leased.
-        reserved: by slot, its key.
+        num_leases: uint32 [num_slots], how many leases the engine has of each slot.
+        is_reserved: bool [num_slots], whether the engine is to fill each slot.
+        num_reserved: number of reserved slots.
     """
 
     def __init__(self, room: NodeRoom) -> None:
         self.room = room
         self.num_leases = np.zeros(room.tier.num_slots, np.uint32)
-        self.reserved: dict[Slot, bytes] = {}
+        self.is_reserved = np.zeros(room.tier.num_slots, bool)
+        self.num_reserved = 0
 
     def lease(self, blocks: Sequence[BlockId]) -> Int64s:
         """Lease blocks that are in memory, once more. Return their slots."""
         slots = self.room.lease(blocks)
-        if _are_distinct(np.sort(slots)):
-            self.num_leases[slots] += 1
-        else:
-            np.add.at(self.num_leases, slots, 1)
+        np.add.at(self.num_leases, slots, ONE)
         return slots
 
     def release(self, slots: Int64s) -> None:
         """Release one lease of each slot. Slots that the engine has not leased are ignored."""
-        ordered = np.sort(slots)
-        if len(ordered) and (ordered[0] < 0 or ordered[-1] >= len(self.num_leases)):
-            self.release(slots[(slots >= 0) & (slots < len(self.num_leases))])
-            return
-        if _are_distinct(ordered) and self.num_leases[slots].all():
-            self.num_leases[slots] -= 1
-        else:
+        slots = self._existing(slots)
+        np.subtract.at(self.num_leases, slots, ONE)
+        if (self.num_leases[slots] >= BELOW_ZERO).any():  # named more often than leased
+            np.add.at(self.num_leases, slots, ONE)
             at, num = np.unique(slots, return_counts=True)
             ours = np.minimum(num.astype(np.uint32), self.num_leases[at])
             self.num_leases[at] -= ours
@@ -122,45 +121,61 @@ class Holdings:
         if len(slots):
             self.room.end_leases(slots)
 
-    def commit(self, slots: Sequence[Slot], depths: Sequence[int], to_storage: bool) -> None:
-        """Note that reserved slots have been written. Others are ignored."""
-        mine = [
-            (self.reserved.pop(slot), depth)
-            for slot, depth in zip(slots, depths, strict=True)
-            if slot in self.reserved
-        ]
-        if mine:
-            self.room.commit([key for key, _ in mine], [at for _, at in mine], to_storage)
+    def reserve(self, slots: Int64s) -> None:
+        """Note that the engine is to fill slots."""
+        self.is_reserved[slots] = True
+        self.num_reserved += len(slots)
 
-    def abort(self, slots: Iterable[Slot]) -> None:
+    def commit(self, slots: Int64s, depths: Int64s, to_storage: bool) -> None:
+        """Note that reserved slots have been written. Others are ignored.
+
+        depths: int64 [num_slots], position of each block in its prompt.
+        """
+        mine = self._end_reserved(slots)
+        if len(mine):
+            self.room.commit_slots(slots[mine], as_numbers(depths[mine]), to_storage)
+
+    def abort(self, slots: Int64s) -> None:
         """Give up reserved slots. Others are ignored."""
-        keys = [self.reserved.pop(slot) for slot in slots if slot in self.reserved]
-        if keys:
-            self.room.abort(keys)
+        mine = self._end_reserved(slots)
+        if len(mine):
+            self.room.abort_slots(slots[mine])
 
-    def distrust(self, slots: Iterable[Slot]) -> None:
+    def _end_reserved(self, slots: Int64s) -> Int64s:
+        """Note that slots are reserved no longer. Return the positions of those that were, once."""
+        exist = self._do_exist(slots)
+        mine = np.flatnonzero(exist & self.is_reserved[np.where(exist, slots, 0)])
+        ended = slots[mine]
+        self.is_reserved[ended] = False
+        if not are_distinct(ended):
+            _, first = np.unique(ended, return_index=True)
+            mine = mine[np.sort(first)]
+        self.num_reserved -= len(mine)
+        return mine
+
+    def distrust(self, slots: Int64s) -> None:
         """Give up the blocks in slots that this engine uses. Others are ignored."""
-        mine = [slot for slot in slots if slot in self.reserved or self._is_leased(slot)]
-        self.room.distrust(mine)
+        slots = self._existing(slots)
+        self.room.distrust_slots(slots[self.is_reserved[slots] | (self.num_leases[slots] > 0)])
 
-    def _is_leased(self, slot: Slot) -> bool:
-        return 0 <= slot < len(self.num_leases) and bool(self.num_leases[slot])
+    def _do_exist(self, slots: Int64s) -> Bools:
+        return (slots >= 0) & (slots < len(self.num_leases))
+
+    def _existing(self, slots: Int64s) -> Int64s:
+        """Return the slots without those that the room can't have."""
+        exist = self._do_exist(slots)
+        return slots if exist.all() else slots[exist]
 
     def end(self) -> None:
         """Release and give up everything."""
-        self.abort(list(self.reserved))
+        self.abort(np.flatnonzero(self.is_reserved))
         leased = np.flatnonzero(self.num_leases)
         self.release(np.repeat(leased, self.num_leases[leased]))
 
     @property
     def num_slots(self) -> int:
         """Number of slots in use."""
-        return int(np.count_nonzero(self.num_leases)) + len(self.reserved)
-
-
-def _are_distinct(ordered: Int64s) -> bool:
-    """Whether no slot is named twice, as in nearly all messages. ordered: ascending."""
-    return bool((ordered[1:] != ordered[:-1]).all())
+        return int(np.count_nonzero(self.num_leases)) + self.num_reserved
 
 
 @dataclass(slots=True)

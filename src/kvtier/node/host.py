@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtier.devices.base import Device, Finding, Memory
+from kvtier.index.selection import Int64s
 from kvtier.node.client import Channel, MappedMemory, NodeClient, NodeError
 from kvtier.node.guard import SlotGuard
-from kvtier.node.protocol import Int64s
 from kvtier.types import Slot
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ import numpy as np
 from kvtier._hot import FreeSlots
 from kvtier.devices.base import Device, Finding
 from kvtier.errors import ConfigError
+from kvtier.index.selection import Int64s
 from kvtier.layout import named_layout, opaque
-from kvtier.node.protocol import Int64s
 from kvtier.tiers import MemoryTier
 from kvtier.tiers.arena import Arena, ArenaOptions
 from kvtier.tiers.slots import check_count

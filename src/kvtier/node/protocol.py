@@ -9,15 +9,18 @@ them.
 
 from __future__ import annotations
 
+import socket
 import struct
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.errors import CacheError
+from kvtier.index.selection import Int64s
+from kvtier.keys import PackedKeys
 
 VERSION: Final = 1
 OLDEST_VERSION: Final = 1
@@ -29,9 +32,12 @@ MOST_KEYS: Final = 1 << 16
 """Most keys of one message. So no message occupies the node for long."""
 MOST_KEY_BYTES: Final = 120
 """Longest key. ``MOST_KEYS`` of them, twice, fit into one frame."""
+RECEIVED_AT_ONCE: Final = 64 << 10
+MOST_KEPT_BYTES: Final = 1 << 20
+"""Memory for longer frames is given back."""
 FRAME_HEADER: Final = struct.Struct("<I")
-
-Int64s = npt.NDArray[np.int64]
+MOST_FDS: Final = 2
+FD_BYTES: Final = 4
 
 
 class ProtocolError(CacheError):
@@ -358,13 +364,15 @@ _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(From
 _from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
 
 
-def frame(message: FromEngine | FromNode) -> bytes:
+def frame(message: FromEngine | FromNode) -> bytearray:
     """Return a message as one frame."""
-    content = _encoder.encode(message)
-    return FRAME_HEADER.pack(len(content)) + content
+    content = bytearray()
+    _encoder.encode_into(message, content, FRAME_HEADER.size)
+    FRAME_HEADER.pack_into(content, 0, len(content) - FRAME_HEADER.size)
+    return content
 
 
-def decode_engine(content: bytes | memoryview) -> FromEngine:
+def decode_engine(content: bytes | bytearray | memoryview) -> FromEngine:
     """Decode the content of a frame of an engine. Raises ``ProtocolError``."""
     try:
         return _from_engine.decode(content)
@@ -372,7 +380,7 @@ def decode_engine(content: bytes | memoryview) -> FromEngine:
         raise ProtocolError(f"an engine sent an unknown message: {error}") from None
 
 
-def decode_node(content: bytes | memoryview) -> FromNode:
+def decode_node(content: bytes | bytearray | memoryview) -> FromNode:
     """Decode the content of a frame of a node. Raises ``ProtocolError``."""
     try:
         return _from_node.decode(content)
@@ -383,32 +391,68 @@ def decode_node(content: bytes | memoryview) -> FromNode:
 class Frames:
     """Splits a byte stream into the contents of its frames.
 
+    The stream is received into memory of this object, which grows to the longest frame.
+
     most_bytes: longest content that is accepted.
     """
 
     def __init__(self, most_bytes: int = MAX_FRAME_BYTES) -> None:
         self.most_bytes = most_bytes
-        self._bytes = bytearray()
+        self._memory = memoryview(bytearray(RECEIVED_AT_ONCE))
+        self._first = self._end = 0  # of what was received and not taken
 
-    def take(self, received: bytes) -> Iterator[bytes]:
-        """Yield the frames that are complete with ``received``.
+    def memory(self) -> memoryview:
+        """Return memory to receive into. Frames that were taken are not valid any more."""
+        before, num = self._memory, self._end - self._first
+        size = max(RECEIVED_AT_ONCE, self._next_bytes())
+        if not size <= len(before) <= max(size, MOST_KEPT_BYTES):
+            self._memory = memoryview(bytearray(size))
+        self._memory[:num] = before[self._first : self._end]
+        self._first, self._end = 0, num
+        assert num < len(self._memory), "a frame that has come was not taken"
+        return self._memory[num:]
+
+    def received(self, num_bytes: int) -> None:
+        """Note that bytes were received into ``memory``."""
+        self._end += num_bytes
+
+    @property
+    def has_next(self) -> bool:
+        """Whether a whole frame has come."""
+        return 0 < self._next_bytes() <= self._end - self._first
+
+    def next(self) -> memoryview | None:
+        """Return the content of the next frame, valid until ``memory`` is called; None for none.
 
         Raises ``ProtocolError`` for a frame above ``most_bytes``.
         """
-        self._bytes += received
-        while len(self._bytes) >= FRAME_HEADER.size:
-            (size,) = FRAME_HEADER.unpack_from(self._bytes)
-            if size > self.most_bytes:
-                raise ProtocolError(
-                    f"a frame of {size} bytes is above the most of {self.most_bytes}"
-                )
-            end = FRAME_HEADER.size + size
-            if len(self._bytes) < end:
-                return
-            with memoryview(self._bytes) as view:
-                content = bytes(view[FRAME_HEADER.size : end])
-            del self._bytes[:end]
-            yield content
+        size = self._next_bytes() - FRAME_HEADER.size
+        if size > self.most_bytes:
+            raise ProtocolError(f"a frame of {size} bytes is above the most of {self.most_bytes}")
+        if not self.has_next:
+            return None
+        first = self._first + FRAME_HEADER.size
+        self._first = first + size
+        return self._memory[first : self._first]
+
+    def _next_bytes(self) -> int:
+        """Return the length of the next frame with its header; 0 while it is unknown."""
+        if self._end - self._first < FRAME_HEADER.size:
+            return 0
+        size: int = FRAME_HEADER.unpack_from(self._memory, self._first)[0]
+        return FRAME_HEADER.size + size
+
+
+def receive(connection: socket.socket, frames: Frames) -> tuple[int, list[int]]:
+    """Receive a part of a stream with file descriptors. Return its length and these."""
+    space = socket.CMSG_LEN(MOST_FDS * FD_BYTES)
+    num, told, _, _ = connection.recvmsg_into([frames.memory()], space)
+    frames.received(num)
+    fds = array("i")
+    for level, kind, content in told:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % FD_BYTES])
+    return num, fds.tolist()
 
 
 def pack(numbers: Sequence[int] | Int64s) -> bytes:
@@ -423,11 +467,10 @@ def unpack(content: bytes) -> Int64s:
     return np.frombuffer(content, "<i8")
 
 
-def split_keys(keys: bytes, key_bytes: int) -> list[bytes]:
-    """Return concatenated keys one by one. Raises ``ProtocolError`` for a part, or too many."""
+def split_keys(keys: bytes, key_bytes: int) -> PackedKeys:
+    """Return concatenated keys. Raises ``ProtocolError`` for a part of one, or too many."""
     if len(keys) % key_bytes:
         raise ProtocolError(f"{len(keys)} bytes are no whole number of keys of {key_bytes} bytes")
     if len(keys) > MOST_KEYS * key_bytes:
         raise ProtocolError(f"{len(keys) // key_bytes} keys are more than {MOST_KEYS}")
-    split: list[bytes] = np.frombuffer(keys, f"V{key_bytes}").tolist()
-    return split
+    return PackedKeys(keys, key_bytes)

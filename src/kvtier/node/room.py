@@ -11,8 +11,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from blake3 import blake3
@@ -22,13 +21,14 @@ from kvtier.errors import ConfigError
 from kvtier.hints import Said
 from kvtier.index import State, make_key_index
 from kvtier.index.policies.replayed import RUNS
+from kvtier.index.selection import Int64s, as_array, as_numbers, select
 from kvtier.keyed.cache import MEMORY_CODE, Codes, KeyedCache, Reserved
 from kvtier.ladder import LadderOptions, PendingLookup
 from kvtier.node.config import DEFAULT_TENANT, check_tenant
 from kvtier.node.lookups import PlaceCounts
 from kvtier.node.memory import NodeMemory, SegmentTier
 from kvtier.node.pins import Pins
-from kvtier.node.protocol import MOST_KEY_BYTES, Int64s
+from kvtier.node.protocol import MOST_KEY_BYTES
 from kvtier.telemetry import Metrics
 from kvtier.tiers import MemoryTier, StorageTier
 from kvtier.transfer import LocalMover
@@ -122,7 +122,7 @@ class FoundInRoom(NamedTuple):
     """
 
     codes: Codes
-    ready: list[BlockId]
+    ready: Sequence[BlockId]
     sources: Codes
     pending: list[PendingLookup]
 
@@ -195,27 +195,22 @@ class NodeRoom(KeyedCache):
         """Look up a prompt's blocks; see ``begin_lookup``. Cost: one look-up in the index."""
         found, asked = self._begin_lookup(keys, has_gaps)
         is_ready = found.codes == MEMORY_CODE
-        ready = found.blocks if is_ready.all() else list(compress(found.blocks, is_ready.tolist()))
+        ready = found.blocks if is_ready.all() else select(found.blocks, is_ready)
         pending = [each for each in asked if not each.is_over]
-        return FoundInRoom(
-            found.codes,
-            cast("list[BlockId]", ready),
-            self._source_tiers(found.by_tier),
-            pending,
-        )
+        return FoundInRoom(found.codes, ready, self._source_tiers(found.by_tier), pending)
 
     def codes(self, keys: Sequence[bytes]) -> Codes:
         """Return the code of each block's location: uint8 [num_keys]. Changes nothing."""
         return self._locate(keys).codes
 
-    def ready_blocks(self, keys: Sequence[bytes]) -> list[BlockId]:
+    def ready_blocks(self, keys: Sequence[bytes]) -> Sequence[BlockId]:
         """Return the blocks of keys that are in memory."""
         return self._known(keys)
 
     def lease(self, blocks: Sequence[BlockId]) -> Int64s:
         """Lease blocks in memory, for copies by an engine. Return their slots: int64 [n]."""
         self._index.lease(blocks, HOST)
-        slots = np.fromiter(self._index.slots(blocks, HOST), np.int64, len(blocks))
+        slots = as_array(self._index.slots(blocks, HOST))
         self._note_use(slots)
         return slots
 
@@ -227,13 +222,21 @@ class NodeRoom(KeyedCache):
         self.ladder.transient_blocks.passed(blocks)
         self.ladder.transfers.drop_lost()
 
-    def distrust(self, slots: Collection[Slot]) -> None:
-        self._copies.distrust_blocks(self._blocks_in(np.asarray(list(slots), np.int64)))
+    def commit_slots(self, slots: Int64s, depths: Sequence[int], to_storage: bool) -> None:
+        """Note that reserved slots have been written; see ``commit``. slots: int64 [n]."""
+        self._commit(self._blocks_in(slots), depths, to_storage)
 
-    def _blocks_in(self, slots: Int64s) -> list[BlockId]:
+    def abort_slots(self, slots: Int64s) -> None:
+        """Give up reserved slots that were not written. slots: int64 [n]."""
+        self._copies.abort(self._blocks_in(slots))
+
+    def distrust_slots(self, slots: Int64s) -> None:
+        """Give up the blocks in slots that are leased or reserved. slots: int64 [n]."""
+        self._copies.distrust_blocks(self._blocks_in(slots))
+
+    def _blocks_in(self, slots: Int64s) -> Sequence[BlockId]:
         """Return the blocks that were last copied to slots."""
-        found: list[BlockId] = (self._block_at[slots] - 1).tolist()
-        return found
+        return as_numbers(self._block_at[slots] - 1)
 
     def _promote(self, keys: Sequence[bytes]) -> int:
         self._grow(len(keys))
@@ -250,14 +253,17 @@ class NodeRoom(KeyedCache):
 
     def _fill(self, blocks: Sequence[BlockId], slots: Sequence[Slot], tier: int) -> None:
         super()._fill(blocks, slots, tier)
-        self._block_at[slots] = np.asarray(blocks, np.int64) + 1
+        self._block_at[as_array(slots)] = as_array(blocks) + 1
+
+    def _note(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
+        """Record nothing: nobody reads the changes of a room."""
 
     def _note_use(self, slots: Sequence[Slot] | Int64s) -> None:
-        self._last_use[self.tier.segments_of(np.asarray(slots, np.int64))] = self._clock()
+        self._last_use[self.tier.segments_of(as_array(slots))] = self._clock()
 
     def generations(self, slots: Sequence[Slot] | Int64s) -> Int64s:
         """Return the generation of each slot: int64 [n]."""
-        return self.tier.generations[np.asarray(slots, np.int64)]
+        return self.tier.generations[as_array(slots)]
 
     def apply(
         self, keys: Sequence[bytes], said: Sequence[tuple[int, int, int, int, float]]
@@ -388,7 +394,6 @@ class NodeRoom(KeyedCache):
     def poll(self) -> None:
         super().poll()
         self.pins.expire()
-        self.take_changes()  # nobody reads them
 
     def used_bytes_by_tier(self) -> dict[str, int]:
         """Return the bytes that blocks take in each tier, as far as the index knows them."""

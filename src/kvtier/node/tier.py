@@ -16,10 +16,10 @@ import numpy as np
 from kvtier._hot import copy_batch
 from kvtier.devices.base import Finding
 from kvtier.errors import ConfigError, TierError
+from kvtier.index.selection import Int64s
 from kvtier.node import protocol
 from kvtier.node.client import Channel, NodeClient, NodeError, OpenedRoom
 from kvtier.node.guard import RoomFacts
-from kvtier.node.protocol import Int64s
 from kvtier.tiers import Outcome, Pieces, StorageFacts, StorageSite, StorageTier
 from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.pieces import HOST_KINDS

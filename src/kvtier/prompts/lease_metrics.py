@@ -41,7 +41,7 @@ class LeaseObserver:
             if tier != DEVICE:
                 num_elsewhere += len(run)
                 some = slice(run.start, run.stop)
-                self._reuse_sampler.on_admit(lease.labels[some], lease.blocks[some])
+                self._reuse_sampler.on_admit(map(hash, lease.labels[some]), lease.blocks[some])
         self._account.planned(num_elsewhere, plan.num_declined_blocks)
 
     def found(self, lease: Lease, match: Match) -> None:
@@ -55,7 +55,7 @@ class LeaseObserver:
     def computed(self, lease: Lease, num_new: int) -> None:
         """Its last ``num_new`` blocks are the cache's now."""
         new = slice(lease.num_shared - num_new, lease.num_shared)
-        self._reuse_sampler.on_admit(lease.labels[new], lease.blocks[new])
+        self._reuse_sampler.on_admit(map(hash, lease.labels[new]), lease.blocks[new])
         if self._events is not None:
             here = (DEVICE,) * lease.num_shared
             self._events.prompt(lease.namespace, lease.labels, lease.blocks, here)

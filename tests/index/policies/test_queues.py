@@ -41,9 +41,9 @@ class Host:
         blocks, states = self.index.find_all(keys)
         found = [*(state == State.READY for state in states), False].index(False)
         self.index.on_request(keys, now)
-        held = [block for block in blocks[:found] if block is not None]
+        held = blocks[:found]
         self.index.lease(held, HOST)
-        new = [key for key in keys[found:] if self.index.find(key) is None]
+        new: Sequence[bytes] = [key for key in keys[found:] if self.index.find(key) is None]
         if len(new) > len(self._free):
             new = self.index.admit_keys(new, HOST, len(self._free))
             self.evict(len(new) - len(self._free))
@@ -90,7 +90,7 @@ def test_what_was_held_when_its_turn_came_leaves_when_it_is_let_go(policy: str) 
     for number in (1, 2, 3):
         host.request(prompt(number, 4), float(number))
     first = [int(name).to_bytes(8, "big") for name in names(prompt(1, 4)).tolist()]
-    held = [block for block in host.index.find_all(first).blocks if block is not None]
+    held = host.index.find_all(first).known
     host.index.lease(held, HOST)
     assert len(host.evict(4)) == 4
     host.index.check_invariants()

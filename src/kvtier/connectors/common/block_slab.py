@@ -27,7 +27,7 @@ from kvtier.plan import Copy
 from kvtier.telemetry import Metrics
 from kvtier.tiers import LentMemory, MemoryTier, StorageTier
 from kvtier.transfer import LocalMover
-from kvtier.types import BlockId, Slot
+from kvtier.types import NO_BLOCK, BlockId, Slot
 
 PIECE_BYTES = 16 << 20
 """Bytes per read or write, so that closing does not wait for a long job."""
@@ -52,21 +52,21 @@ class LookupResult:
     Attributes:
         marks: per key, ``THERE`` if storage has the block. Searching bytes is faster than making an
             array.
-        blocks: per key, the block in the index; None if unknown.
+        blocks: per key, the block in the index; ``NO_BLOCK`` if unknown.
     """
 
     marks: bytes
-    blocks: Sequence[BlockId | None]
+    blocks: Sequence[BlockId]
 
     @classmethod
     def nothing(cls, num_keys: int) -> LookupResult:
         """Return the result of a look-up that found nothing."""
-        return cls(bytes(num_keys), [None] * num_keys)
+        return cls(bytes(num_keys), [NO_BLOCK] * num_keys)
 
     @property
     def has_unknown(self) -> bool:
         """Whether the index does not know some of the blocks."""
-        return None in self.blocks
+        return NO_BLOCK in self.blocks
 
     @property
     def num_first(self) -> int:
@@ -77,13 +77,13 @@ class LookupResult:
         """Return per key whether storage has it."""
         return [mark == THERE[0] for mark in self.marks]
 
-    def first(self, num: int) -> list[BlockId]:
+    def first(self, num: int) -> Sequence[BlockId]:
         """Return the first ``num`` blocks, all of which storage must have."""
-        return cast("list[BlockId]", self.blocks[:num])
+        return self.blocks[:num]
 
     def there(self) -> list[BlockId]:
         """Return the blocks that storage has."""
-        return cast("list[BlockId]", list(compress(self.blocks, self.flags())))
+        return list(compress(self.blocks, self.flags()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,13 +91,13 @@ class BlockStates:
     """State of blocks: bool [n] each.
 
     Attributes:
-        blocks: the blocks in the index; None if unknown.
+        blocks: the blocks in the index; ``NO_BLOCK`` if unknown.
         in_memory: whether each is in a lent row.
         moving: whether it is in flight between rows and storage, or queued for a write.
         stored: whether it is in storage.
     """
 
-    blocks: Sequence[BlockId | None]
+    blocks: Sequence[BlockId]
     in_memory: npt.NDArray[np.bool_]
     moving: npt.NDArray[np.bool_]
     stored: npt.NDArray[np.bool_]
@@ -301,7 +301,7 @@ class BlockSlab(KeyedCache):
         stored = by_tier[:, 1] == State.READY
         if self._lost:
             for at, block in enumerate(blocks):
-                if block is not None and (in_memory[at] or stored[at]):
+                if in_memory[at] or stored[at]:
                     in_memory[at] &= not self._is_doubted(block)
                     stored[at] &= (block, self._tier.name) not in self._lost
         return BlockStates(blocks, in_memory, moving, stored)
@@ -355,7 +355,7 @@ class BlockSlab(KeyedCache):
         self._index.begin_write_all(blocks, self.memory, slots)
         self._index.commit_all(blocks, self.memory, self._clock())
         self._index.set_depths(blocks, depths)
-        self.ladder.reuse_sampler.on_admit(keys, blocks)
+        self.ladder.reuse_sampler.on_admit(self._index.hashes(blocks), blocks)
         self._use(blocks)
         stored = zip(blocks, self._index.states_of(blocks, self._tier.name), strict=True)
         self._lease([block for block, state in stored if state is State.READY])
@@ -373,7 +373,7 @@ class BlockSlab(KeyedCache):
         Blocks that did not arrive have none.
         """
         there = self.standing(keys)
-        blocks = [cast("BlockId", block) for block in compress(there.blocks, there.in_memory)]
+        blocks = list(compress(there.blocks, there.in_memory))
         leased = [block for block in blocks if block in self._leased]
         self._leased.difference_update(leased)
         self._index.release(leased, self._tier.name)

@@ -1,0 +1,215 @@
+"""Frames on the socket of an engine's process, in the node's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from kvtier.node.protocol import MAX_FIRST_BYTES, Frames, ProtocolError
+
+TURN_S = 1e-3
+"""A connection handles frames for so long, then the others have a turn."""
+MANY_UNSENT_BYTES = 1 << 20
+"""While so many bytes of answers wait for a process to read them, nothing is read from it."""
+
+
+class _Unsent(NamedTuple):
+    """A frame, or the rest of one, that was not sent yet. See ``FrameSocket.send``."""
+
+    content: memoryview
+    fds: Sequence[int]
+    undo: Callable[[], object] | None
+
+
+class FrameSocket:
+    """Receives and sends frames. Owned by the event loop's thread.
+
+    Nothing is received while the process leaves too many answers unread.
+
+    Args:
+        connection: the socket; closed at the end.
+        take: handle the content of a frame, which is valid during the call.
+        on_error: called when the stream can't be split into frames; closes it.
+        on_end: called when the process has closed its end, and all its frames were handled.
+
+    Attributes:
+        num_unsent: bytes that wait for the process to read them.
+        received_s: monotonic time at which the newest bytes arrived.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        take: Callable[[memoryview], object],
+        on_error: Callable[[ProtocolError], object],
+        on_end: Callable[[], object],
+    ) -> None:
+        self._socket = connection
+        self._take = take
+        self._on_error = on_error
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._frames = Frames(MAX_FIRST_BYTES)
+        self._turn: asyncio.Handle | None = None
+        self._unsent: deque[_Unsent] = deque()
+        self.num_unsent = 0
+        self.received_s = 0.0
+        self._is_writing = self._is_read = self._is_broken = self._is_hung_up = False
+        self._is_open = True
+        self._fd = connection.fileno()
+        connection.setblocking(False)
+        self._choose_reading()
+
+    def accept_up_to(self, most_bytes: int) -> None:
+        """Accept frames of up to ``most_bytes`` from now on."""
+        self._frames.most_bytes = most_bytes
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not closed yet."""
+        return self._is_open
+
+    @property
+    def is_hung_up(self) -> bool:
+        """Whether nothing is sent any more."""
+        return self._is_hung_up
+
+    # -- receiving ---------------------------------------------------------------------------------
+
+    def _choose_reading(self) -> None:
+        """Read from the socket, unless frames are to be handled or answers wait to be read."""
+        may_read = self._is_broken or self.num_unsent < MANY_UNSENT_BYTES
+        wanted = self._is_open and self._turn is None and may_read
+        if wanted and not self._is_read:
+            self._loop.add_reader(self._fd, self._receive)
+        elif self._is_read and not wanted:
+            self._loop.remove_reader(self._fd)
+        self._is_read = wanted
+
+    def _receive(self) -> None:
+        try:
+            num = self._socket.recv_into(self._frames.memory())
+        except BlockingIOError:
+            return
+        except OSError:
+            num = 0
+        if not num:
+            self._on_end()
+            return
+        self.received_s = time.monotonic()
+        self._frames.received(num)
+        self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Handle frames for a while. Other connections have a turn before it goes on."""
+        self._turn = None
+        end_s = time.monotonic() + TURN_S
+        while self._is_open:
+            if self._frames.has_next and time.monotonic() >= end_s:
+                self._turn = self._loop.call_soon(self._take_turn)
+                break
+            try:
+                content = self._frames.next()
+            except ProtocolError as error:
+                self._on_error(error)
+                return
+            if content is None:
+                break
+            self._take(content)
+        self._choose_reading()
+
+    def finish_if_closed(self) -> None:
+        """Handle what has arrived, and report the end, if the process has closed its end."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLHUP)
+        while self._is_open and poll.poll(0):
+            if self._turn is not None:
+                self._turn.cancel()
+                self._take_turn()
+            else:
+                self._receive()
+
+    # -- sending -----------------------------------------------------------------------------------
+
+    def send(
+        self, frame: bytearray, fds: Sequence[int] = (), undo: Callable[[], object] | None = None
+    ) -> None:
+        """Send a frame, with file descriptors.
+
+        undo: called if the process never reads the whole frame.
+        """
+        if not self._is_open or self._is_hung_up:
+            if undo is not None:
+                undo()
+            return
+        self._unsent.append(_Unsent(memoryview(frame), fds, undo))
+        self.num_unsent += len(frame)
+        if len(self._unsent) == 1 and not self._is_broken:
+            self._send_further()
+
+    def _send_further(self) -> None:
+        is_stuck = False
+        while self._unsent and not is_stuck:
+            first = self._unsent[0]
+            try:
+                if first.fds:
+                    num = socket.send_fds(self._socket, [first.content], list(first.fds))
+                else:
+                    num = self._socket.send(first.content)
+            except BlockingIOError:
+                break
+            except OSError:  # it reads nothing more; what it has sent before is handled first
+                self._is_broken = True
+                break
+            self.num_unsent -= num
+            is_stuck = num < len(first.content)
+            if is_stuck:
+                self._unsent[0] = _Unsent(first.content[num:], (), first.undo)
+            else:
+                self._unsent.popleft()
+        is_writing = bool(self._unsent) and not self._is_broken
+        if is_writing and not self._is_writing:
+            self._loop.add_writer(self._fd, self._send_further)
+        elif self._is_writing and not is_writing:
+            self._loop.remove_writer(self._fd)
+        self._is_writing = is_writing
+        self._choose_reading()
+
+    def hang_up(self) -> None:
+        """Send nothing more. What the process still sends is handled until it closes."""
+        if not self._is_open or self._is_hung_up:
+            return
+        self._is_hung_up = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        self._undo_unsent()
+        self._choose_reading()
+
+    def close(self) -> None:
+        """Close the socket, once."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._turn is not None:
+            self._turn.cancel()
+        self._loop.remove_reader(self._fd)
+        self._loop.remove_writer(self._fd)
+        self._socket.close()
+        self._undo_unsent()
+        self._take = self._on_error = self._on_end = _ignore  # they keep their owner, and it this
+
+    def _undo_unsent(self) -> None:
+        unsent, self._unsent, self.num_unsent = self._unsent, deque(), 0
+        for answer in unsent:
+            if answer.undo is not None:
+                answer.undo()
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing."""
