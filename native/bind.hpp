@@ -11,6 +11,7 @@ void bind_key_index(nanobind::module_& module);
 void bind_keys(nanobind::module_& module);
 void bind_net(nanobind::module_& module);
 void bind_packed(nanobind::module_& module);
+void bind_planes(nanobind::module_& module);
 void bind_policy(nanobind::module_& module);
 void bind_slots(nanobind::module_& module);
 void bind_tokens(nanobind::module_& module);

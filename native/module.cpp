@@ -16,6 +16,7 @@ NB_MODULE(_native, module) {
   kvtier::bind_keys(module);
   kvtier::bind_net(module);
   kvtier::bind_packed(module);
+  kvtier::bind_planes(module);
   kvtier::bind_policy(module);
   kvtier::bind_slots(module);
   kvtier::bind_tokens(module);

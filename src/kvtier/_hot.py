@@ -28,13 +28,16 @@ else:
             PolicyReplay,
             SlotTable,
             UringRing,
+            choose_planes,
             copy_batch,
             copy_checked,
             crc32c,
             crc32c_many,
             crc32c_rows,
+            join_planes,
             pack_tokens,
             receive_values,
+            split_planes,
         )
     except ImportError as error:
         if _wanted == "on":
@@ -49,6 +52,7 @@ if _reason:
     from kvtier._reference.free_slots import FreeSlots  # type: ignore[assignment]
     from kvtier._reference.key_table import KeyTable  # type: ignore[assignment]
     from kvtier._reference.packed import Keys, Numbers  # type: ignore[assignment]
+    from kvtier._reference.planes import choose_planes, join_planes, split_planes
     from kvtier._reference.receive import receive_values
     from kvtier._reference.slot_table import SlotTable  # type: ignore[assignment]
     from kvtier._reference.tokens import pack_tokens
@@ -82,11 +86,14 @@ __all__ = [
     "PolicyReplay",
     "SlotTable",
     "UringRing",
+    "choose_planes",
     "copy_batch",
     "copy_checked",
     "crc32c",
     "crc32c_many",
     "crc32c_rows",
+    "join_planes",
     "pack_tokens",
     "receive_values",
+    "split_planes",
 ]

@@ -73,6 +73,27 @@ def crc32c_many(
     addresses: NDArray[np.uint64], sizes: NDArray[np.uint64], threads: int = 1
 ) -> NDArray[np.uint32]: ...
 def crc32c_rows(rows: NDArray[np.uint8]) -> NDArray[np.uint32]: ...
+def choose_planes(address: int, num_bytes: int) -> tuple[int, int]: ...
+def split_planes(
+    address: int,
+    num_bytes: int,
+    width: int,
+    base: int,
+    high: int,
+    low: int,
+    escapes: int,
+    max_escapes: int,
+) -> int: ...
+def join_planes(
+    address: int,
+    num_bytes: int,
+    width: int,
+    base: int,
+    high: int,
+    low: int,
+    escapes: int,
+    num_escapes: int,
+) -> bool: ...
 
 class UringRing:
     def __init__(

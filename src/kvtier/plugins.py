@@ -11,7 +11,7 @@ from kvtier.errors import ConfigError
 def known_plugins(group: str) -> dict[str, EntryPoint]:
     """Return the entry points of ``kvtier.<group>``, by name.
 
-    group: "devices", "tiers" or "policies".
+    group: "codecs", "devices", "tiers" or "policies".
     """
     return {entry.name: entry for entry in entry_points(group=f"kvtier.{group}")}
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier import _hot
-from kvtier._reference import crc
+from kvtier._reference import crc, planes
 from kvtier._reference.copy import copy_batch as reference_copy_batch
 from kvtier._reference.copy import copy_checked as reference_copy_checked
 from kvtier._reference.free_slots import FreeSlots
@@ -27,8 +27,11 @@ TWINS = {
     "crc32c_table": crc.crc32c,
     "crc32c_many": crc.crc32c_many,
     "crc32c_rows": crc.crc32c_rows,
+    "choose_planes": planes.choose_planes,
+    "join_planes": planes.join_planes,
     "pack_tokens": reference_pack_tokens,
     "receive_values": reference_receive_values,
+    "split_planes": planes.split_planes,
 }
 
 

@@ -11,6 +11,7 @@ The package requires pytest.
 
 from __future__ import annotations
 
+from kvtier.testing.codec_suite import CodecSuite
 from kvtier.testing.device_suite import DeviceSuite
 from kvtier.testing.faulty import FaultyDevice
 from kvtier.testing.faulty_storage import FaultyStorage
@@ -22,6 +23,7 @@ from kvtier.testing.tier_suite import MemoryTierSuite, RoomSuite
 
 __all__ = [
     "BlockBytes",
+    "CodecSuite",
     "DeviceSuite",
     "FaultyDevice",
     "FaultyStorage",

@@ -20,6 +20,7 @@ from tests.engine.asking import GREEDY, ask, same
 from tests.proxy import Proxy
 from tests.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.replica import PROMPT, check_two_replicas, config
+from tests.tiers.remote.valkeys import tell
 
 pytestmark = [
     pytest.mark.engine,
@@ -52,6 +53,42 @@ def test_first_request_of_a_replica_waits_to_hear_of_its_prompt(server: ValkeySe
     assert again.hit_tokens == {DEVICE: 288}
     assert same(cold, warm)
     assert same(cold, again)
+
+
+def test_compressed_and_encrypted_blocks_give_the_same_bits(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values take fewer bytes, and no reader needs to know the codec."""
+    for name in ("zstandard", "cryptography"):
+        pytest.importorskip(name)
+    monkeypatch.setenv("OUR_KEY", "07" * 32)
+    plain = f"store=valkey://127.0.0.1:{server.port}?prefix=plain:"
+    options = ("&codec=lossless", "&codec=lossless&encryption_key=env:OUR_KEY")
+    with Engine(config("random-gqa", plain)) as engine:
+        cold = ask(engine, PROMPT)
+    whole = _stored_bytes(server, b"plain:")
+    for at, option in enumerate(options):
+        location = plain.replace("plain:", f"coded{at}:")
+        with Engine(config("random-gqa", location + option)) as engine:
+            assert same(cold, ask(engine, PROMPT))
+        assert 1.1 * _stored_bytes(server, b"coded%d:" % at) < whole
+        with Engine(config("random-gqa", location + (option if at else ""))) as engine:
+            warm = ask(engine, PROMPT)
+        assert warm.hit_tokens == {"store": 288}
+        assert same(cold, warm)
+    with Engine(config("random-gqa", location)) as engine:
+        without_key = ask(engine, PROMPT)
+    assert without_key.num_cached_tokens == 0
+    assert same(cold, without_key)
+
+
+def _stored_bytes(server: ValkeyServer, prefix: bytes) -> int:
+    """Return the bytes of all values below a prefix."""
+    names = tell(server, b"KEYS", prefix + b"*")
+    assert isinstance(names, list)
+    lengths = [tell(server, b"STRLEN", name) for name in names]
+    assert names
+    return sum(each for each in lengths if isinstance(each, int))
 
 
 def test_disk_comes_before_the_store(server: ValkeyServer, tmp_path: Path) -> None:

@@ -62,6 +62,13 @@ class TestTagged(TestValkeyTier):
         monkeypatch.setenv("KVTIER_STORE_SECRET", "known to all replicas")
 
 
+class TestEncrypted(TestValkeyTier):
+    @pytest.fixture(autouse=True)
+    def _key(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("cryptography")
+        monkeypatch.setenv("KVTIER_ENCRYPTION_KEY", os.urandom(32).hex())
+
+
 # -- many processes --------------------------------------------------------------------------------
 
 

@@ -9,6 +9,17 @@
     check   4   crc32c of all above
     zeros   4
 
+A block that a codec or a key has changed (``codecs.frame``) has another header of the same length.
+
+    magic   8   "kvtierB2"
+    flags   4   1: it is tagged; bits 8 to 15: number of the codec
+    crc     4   crc32c of the frame
+    size    8   of the frame
+    key    32   of the block
+    tag    32   keyed BLAKE3 of all above and of the frame; zeros where it is not tagged
+    check   4   crc32c of all above, and of what follows
+    key id  4   of the key that encrypted it; 0 for none
+
 Numbers are little-endian. A checksum detects accidental damage. Only a tag, which needs a secret
 that all processes share, detects blocks written by others.
 """
@@ -24,10 +35,12 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from kvtier._hot import crc32c_rows
+from kvtier._hot import crc32c, crc32c_rows
+from kvtier.tiers.codecs.codec import Uint8s
+from kvtier.tiers.codecs.frame import BlockCoder, FrameHead
 from kvtier.tiers.crc_join import Uint32s
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.storage import Keys
+from kvtier.tiers.storage import Keys, Outcome
 from kvtier.types import BlockKey
 
 Headers = npt.NDArray[np.uint8]
@@ -35,11 +48,14 @@ Headers = npt.NDArray[np.uint8]
 Bools = npt.NDArray[np.bool_]
 
 MAGIC: Final = b"kvtierB1"
+CODED_MAGIC: Final = b"kvtierB2"
 HEAD: Final = Struct("<8sIIQ32s")
 TAG_BYTES: Final = 32
-CHECK: Final = Struct("<I4x")
+CHECK: Final = Struct("<II")
 HEADER_BYTES: Final = HEAD.size + TAG_BYTES + CHECK.size
 TAGGED: Final = 1
+CODEC_SHIFT: Final = 8
+BYTE: Final = 0xFF
 KEY_BYTES: Final = 32
 KEY: Final = slice(HEAD.size - KEY_BYTES, HEAD.size)
 FIELDS: Final = np.dtype(
@@ -51,10 +67,13 @@ FIELDS: Final = np.dtype(
         ("key", "V32"),
         ("tag", "V32"),
         ("check", "<u4"),
-        ("zeros", "<u4"),
+        ("key_id", "<u4"),
     ]
 )
-"""Header as a numpy record."""
+"""Header as a numpy record; of a block that is stored as it is, ``key_id`` is 0."""
+
+
+THERE, ABSENT, DAMAGED, _ = Outcome
 
 
 class Envelope:
@@ -62,11 +81,15 @@ class Envelope:
 
     block_bytes: size of every block.
     secret: for tags; b"" to neither write nor require tags.
+    coder: changes blocks on their way; None to store and accept them only as they are.
     """
 
-    def __init__(self, block_bytes: int, secret: bytes = b"") -> None:
+    def __init__(
+        self, block_bytes: int, secret: bytes = b"", coder: BlockCoder | None = None
+    ) -> None:
         self._block_bytes = block_bytes
         self._tag_key = blake3(secret).digest() if secret else b""
+        self.coder = coder or BlockCoder(block_bytes)
 
     def __repr__(self) -> str:
         return f"Envelope({self._block_bytes}, {'tagged' if self._tag_key else 'not tagged'})"
@@ -81,8 +104,17 @@ class Envelope:
         for at, crc in enumerate(crcs.tolist()):
             head = HEAD.pack(MAGIC, flags, crc, self._block_bytes, keys[at])
             above = head + self._tag(head, blocks, at)
-            made.append(above + CHECK.pack(_check(above)))
+            made.append(above + CHECK.pack(_check(above), 0))
         return made
+
+    def coded_header(self, key: BlockKey, head: FrameHead, frame: Uint8s) -> bytes:
+        """Return the header of a frame. head: the frame's own header."""
+        flags = (TAGGED if self._tag_key else 0) | head.codec << CODEC_SHIFT
+        crc = crc32c(frame.ctypes.data, len(frame))
+        above = HEAD.pack(CODED_MAGIC, flags, crc, len(frame), key)
+        above += self._tag(above, Pieces.whole([frame.ctypes.data], len(frame)), 0)
+        check = _check(above + CHECK.pack(0, head.key_id)[4:])
+        return above + CHECK.pack(check, head.key_id)
 
     def are_of(self, headers: Sequence[bytes | None], keys: Sequence[BlockKey]) -> list[bool]:
         """Return whether each is a valid header of its key.
@@ -107,25 +139,57 @@ class Envelope:
         keys: V32 [num_blocks].
         crcs: uint32 [num_blocks], of the blocks.
         """
-        are_ours = self._are_of(headers, keys)
+        are_ours = self._are_of(headers, keys) & ~are_coded(headers)
         are_ours &= _fields(headers)["crc"] == crcs
         for at in np.flatnonzero(are_ours).tolist() if self._tag_key else ():
             header = headers[at].tobytes()
-            head, tag = header[: HEAD.size], header[HEAD.size : -CHECK.size]
-            are_ours[at] = hmac.compare_digest(tag, self._tag(head, blocks, at))
+            are_ours[at] = self._is_tagged(header, blocks, at)
         return are_ours
+
+    def open(self, header: bytes, key: BlockKey, frame: Uint8s, block: Pieces) -> Outcome:
+        """Verify a frame by its header, and decode it into the memory of its block.
+
+        Returns ``THERE``, ``DAMAGED``, or ``ABSENT`` for a codec or a key that is not known here;
+        the memory is unchanged then.
+
+        frame: uint8 [n], as many bytes as the header says.
+        block: one block in host memory.
+        """
+        if frame_bytes(header, key) != len(frame):
+            return DAMAGED
+        (fields,) = _fields(as_headers([header]))
+        if not self.coder.can_read(*_codec_of(fields)):
+            return ABSENT
+        if not self.are_of([header], [key])[0]:
+            return DAMAGED
+        if int(fields["crc"]) != crc32c(frame.ctypes.data, len(frame)):
+            return DAMAGED
+        if self._tag_key:
+            whole = Pieces.whole([frame.ctypes.data], len(frame))
+            if not self._is_tagged(header, whole, 0):
+                return DAMAGED
+        return self.coder.decode(key, frame, block)
 
     def _are_of(self, headers: Headers, keys: Keys) -> Bools:
         """Return bool [n]: whether each is a valid header of its key."""
         fields = _fields(headers)
         are_ours: Bools = fields["magic"] == np.void(MAGIC)
+        are_ours &= not self.coder.is_encrypting
         are_ours &= fields["size"] == self._block_bytes
         are_ours &= fields["check"] == crc32c_rows(headers[:, : -CHECK.size])
-        are_ours &= fields["zeros"] == 0
+        are_ours &= fields["key_id"] == 0
+        for at in np.flatnonzero(fields["magic"] == np.void(CODED_MAGIC)).tolist():
+            num_bytes = frame_bytes(headers[at].tobytes(), keys[at].tobytes())
+            is_possible = num_bytes is not None and num_bytes <= self.coder.most_bytes
+            are_ours[at] = is_possible and self.coder.can_read(*_codec_of(fields[at]))
         are_ours &= fields["key"] == keys
         if self._tag_key:
             are_ours &= (fields["flags"] & TAGGED) != 0
         return are_ours
+
+    def _is_tagged(self, header: bytes, blocks: Pieces, at: int) -> bool:
+        head, tag = header[: HEAD.size], header[HEAD.size : -CHECK.size]
+        return hmac.compare_digest(tag, self._tag(head, blocks, at))
 
     def _tag(self, head: bytes, blocks: Pieces, at: int) -> bytes:
         if not self._tag_key:
@@ -137,16 +201,35 @@ class Envelope:
 
 
 def size_behind(header: bytes, key: bytes) -> int | None:
-    """Return the size of the block that a valid header of ``key`` describes, tagged or not.
+    """Return the bytes behind a valid header of ``key``, tagged or not, of a block or a frame.
 
     None if the header is damaged or belongs to another key.
     """
     if len(header) != HEADER_BYTES:
         return None
+    if header[: len(MAGIC)] == CODED_MAGIC:
+        return frame_bytes(header, key)
     magic, _, _, size, its_key = HEAD.unpack_from(header)
-    (check,) = CHECK.unpack_from(header, HEADER_BYTES - CHECK.size)
+    check, _ = CHECK.unpack_from(header, HEADER_BYTES - CHECK.size)
     is_sound = magic == MAGIC and its_key == key and check == _check(header[: -CHECK.size])
     return size if is_sound else None
+
+
+def frame_bytes(header: bytes, key: bytes) -> int | None:
+    """Return the size of the frame that a valid header of ``key`` describes; None for another."""
+    if len(header) != HEADER_BYTES:
+        return None
+    magic, _, _, size, its_key = HEAD.unpack_from(header)
+    check, key_id = CHECK.unpack_from(header, HEADER_BYTES - CHECK.size)
+    above = header[: -CHECK.size] + CHECK.pack(0, key_id)[4:]
+    is_sound = magic == CODED_MAGIC and its_key == key and check == _check(above)
+    return size if is_sound else None
+
+
+def are_coded(headers: Headers) -> Bools:
+    """Return bool [n]: whether each header is that of a frame, by its first bytes."""
+    found: Bools = _fields(headers)["magic"] == np.void(CODED_MAGIC)
+    return found
 
 
 def as_headers(headers: Sequence[bytes]) -> Headers:
@@ -162,6 +245,11 @@ def as_keys(keys: Sequence[BlockKey]) -> Keys:
 def _fields(headers: Headers) -> npt.NDArray[np.void]:
     """Return the headers as records of ``FIELDS``: [n]."""
     return headers.view(FIELDS).ravel()
+
+
+def _codec_of(fields: np.void) -> tuple[int, int]:
+    """Return the numbers of the codec and of the key that a frame's header names."""
+    return int(fields["flags"]) >> CODEC_SHIFT & BYTE, int(fields["key_id"])
 
 
 def _check(above: bytes) -> int:

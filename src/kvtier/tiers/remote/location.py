@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvtier.config import parse_size
 from kvtier.errors import ConfigError
+from kvtier.tiers.codecs.opening import NONE, CodingOptions
 
 SECRET: Final = "KVTIER_STORE_SECRET"
 """Environment variable with the secret for tags, shared by all processes that use a store."""
@@ -35,6 +36,18 @@ class StoreOptions:
     """Latency of a request without its bytes, in seconds, until it is measured."""
     secret_file: str = ""
     """File with the secret that tags blocks. Default: the value of ``KVTIER_STORE_SECRET``."""
+
+    codec: str = ""
+    """Codec of new blocks: ``none``, ``lossless``, ``auto``, or a plug-in of ``kvtier.codecs``.
+    Default: the setting of the cache."""
+    encryption_key: str = ""
+    """Source of the keys of encrypted blocks: "file:/path", "env:NAME" or "command:program".
+    Default: the setting of the cache."""
+
+    @property
+    def coding(self) -> CodingOptions:
+        """Codec and keys of the store."""
+        return CodingOptions(self.codec or NONE, self.encryption_key)
 
     def secret(self) -> bytes:
         """Return the secret; b"" for none. Raises ``ConfigError`` for an unreadable file."""

@@ -251,13 +251,14 @@ class RespConnection:
         self._end += self._receive(self._buffer[left:], is_whole=False)
 
     def values_into(
-        self, places: Pieces, num_heads: int, num_due: int
+        self, places: Pieces, num_heads: int, num_due: int, other: memoryview | None = None
     ) -> Iterator[tuple[int | None, int]]:
         """Receive the next values, each into its place.
 
         Yields for each its length (None if missing) and the crc32c of its bytes without the first
-        ``num_heads`` pieces. A value of another length than its place is skipped and has 0 for a
-        checksum.
+        ``num_heads`` pieces. A value of another length than its place has 0 for a checksum. Until
+        the next one is asked for it is in ``other``, as far as there is room for all of it; else it
+        is skipped.
 
         num_due: replies that come after these.
         Raises ``ReplyError`` like ``reply``.
@@ -272,9 +273,9 @@ class RespConnection:
             if error:
                 raise RespError(REASONS.get(error) or os.strerror(error))
             if at < end:
-                num_bytes, crc = self._value_into(places.pick([at]), num_heads)
+                num_bytes, crc = self._value_into(places.pick([at]), num_heads, other)
                 yield num_bytes, crc
-                if num_bytes is not None and self._is_unread(num_bytes, places):
+                if num_bytes is not None and self._is_unread(num_bytes, places, other):
                     raise RespError(TOO_LARGE)
                 at, num = at + 1, 1  # more missing values may follow
 
@@ -303,7 +304,9 @@ class RespConnection:
         self._first, self._end = 0, len(there)
         return crcs.tolist(), error
 
-    def _value_into(self, place: Pieces, num_heads: int) -> tuple[int | None, int]:
+    def _value_into(
+        self, place: Pieces, num_heads: int, other: memoryview | None
+    ) -> tuple[int | None, int]:
         num_bytes, crc = self._value_bytes(), 0
         if num_bytes is None:
             return None, 0
@@ -312,16 +315,18 @@ class RespConnection:
                 self._read_into(view)
             num_head_bytes = int(place.sizes[:num_heads].sum())
             crc = int(block_crcs(place.part(num_head_bytes, num_bytes))[0])
-        elif self._is_unread(num_bytes, place):
+        elif other is not None and num_bytes <= len(other):
+            self._read_into(other[:num_bytes])
+        elif self._is_unread(num_bytes, place, other):
             return num_bytes, crc
         else:
             self._skip(num_bytes)
         self._end_value()
         return num_bytes, crc
 
-    def _is_unread(self, num_bytes: int, places: Pieces) -> bool:
+    def _is_unread(self, num_bytes: int, places: Pieces, other: memoryview | None) -> bool:
         """Whether a value is too long to be skipped, so that its connection is closed."""
-        return num_bytes > max(MAX_SKIPPED_BYTES, places.block_bytes)
+        return num_bytes > max(MAX_SKIPPED_BYTES, places.block_bytes, len(other or b""))
 
     def _value_bytes(self) -> int | None:
         """Return the length of the next value; None if it is missing.

@@ -16,6 +16,8 @@ import numpy as np
 
 from kvtier.devices.base import Finding
 from kvtier.errors import TierError
+from kvtier.tiers.codecs.codec import Uint8s
+from kvtier.tiers.codecs.opening import make_coder
 from kvtier.tiers.crc_join import block_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, Envelope, as_keys
@@ -80,7 +82,8 @@ class ValkeyTier(StorageTier):
         self._location = location
         self._prefix = options.prefix.encode()
         self._age = [b"PX", b"%d" % (1000 * options.max_age_s)] if options.max_age_s else []
-        self._envelope = Envelope(self.bytes_per_block, options.secret())
+        coder = make_coder(options.coding, self.bytes_per_block)
+        self._envelope = Envelope(self.bytes_per_block, options.secret(), coder)
         self._state = self._lines.test(self._prefix)
 
     def __repr__(self) -> str:
@@ -125,6 +128,7 @@ class ValkeyTier(StorageTier):
         ahead = max(1, WINDOW_BYTES // self.bytes_per_block // 2)
         at_a_time = max(1, VERIFIED_BYTES // self.bytes_per_block)
         arrived: dict[int, int] = {}  # checksum by position
+        frame = np.empty(HEADER_BYTES + self._envelope.coder.most_bytes, np.uint8)
 
         def read(line: RespConnection) -> None:
             num_asked = 0
@@ -135,12 +139,14 @@ class ValkeyTier(StorageTier):
                     num_asked += len(some)
                 end = min(start + at_a_time, len(keys))
                 places = values.pick(slice(start, end))
-                came = line.values_into(places, 1, num_asked - end)
+                came = line.values_into(places, 1, num_asked - end, frame.data)
                 for at, (num_bytes, crc) in enumerate(came, start):
                     if num_bytes == values.block_bytes:
                         arrived[at] = crc
+                    elif num_bytes is None:
+                        outcomes[at] = ABSENT
                     else:
-                        outcomes[at] = ABSENT if num_bytes is None else DAMAGED
+                        outcomes[at] = self._decode(keys[at], frame[:num_bytes], blocks.pick([at]))
                 verify()
 
         def verify() -> None:
@@ -157,6 +163,11 @@ class ValkeyTier(StorageTier):
         verify()
         self._forget([key for key, each in zip(keys, outcomes, strict=True) if each is DAMAGED])
         return outcomes
+
+    def _decode(self, key: BlockKey, value: Uint8s, block: Pieces) -> Outcome:
+        """Decode a value of another length than a block's into the memory of its block."""
+        header, frame = value[:HEADER_BYTES].tobytes(), value[HEADER_BYTES:]
+        return self._envelope.open(header, key, frame, block)
 
     def _forget(self, damaged: Sequence[BlockKey]) -> None:
         """Delete damaged blocks, so that intact ones can be written."""
@@ -187,15 +198,30 @@ class ValkeyTier(StorageTier):
         return outcomes
 
     def _write(self, line: RespConnection, keys: Sequence[BlockKey], blocks: Pieces) -> None:
-        num_words = 3 + len(self._age)
-        num_bytes = HEADER_BYTES + self.bytes_per_block
+        if not self._envelope.coder.changes_blocks:
+            headers = self._envelope.headers(keys, blocks, block_crcs(blocks))
+            for at, header in enumerate(headers):
+                self._set(line, keys[at], [header, *blocks.views(at)])
+            return
+        for at, key in enumerate(keys):
+            self._set(line, key, self._encoded(key, blocks.pick([at])))
+
+    def _encoded(self, key: BlockKey, block: Pieces) -> list[Part]:
+        """Return header and content of a block's value."""
+        frame = self._envelope.coder.buffer()
+        head = self._envelope.coder.encode(key, block, frame)
+        if head is None:
+            (header,) = self._envelope.headers([key], block, block_crcs(block))
+            return [header, *block.views(0)]
+        frame = frame[: head.num_bytes]
+        return [self._envelope.coded_header(key, head, frame), frame.data]
+
+    def _set(self, line: RespConnection, key: BlockKey, value: list[Part]) -> None:
+        num_words, name = 3 + len(self._age), self._prefix + key
+        words = (num_words, len(name), name, sum(map(len, value)))
+        start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % words
         end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in self._age)
-        for at, header in enumerate(self._envelope.headers(keys, blocks, block_crcs(blocks))):
-            key = self._prefix + keys[at]
-            words = (num_words, len(key), key, num_bytes)
-            start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % words
-            parts: list[Part] = [start + header, *blocks.views(at), end]
-            line.send(parts)
+        line.send([start + value[0], *value[1:], end])
 
     def _was_put(self, line: RespConnection) -> Outcome:
         try:

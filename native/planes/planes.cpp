@@ -1,0 +1,267 @@
+#include "planes/planes.hpp"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+namespace kvtier::planes {
+namespace {
+
+constexpr std::size_t kSampleRuns = 16;
+constexpr std::size_t kRunBytes = 128;
+constexpr double kLeastGain = 0.98;    // of the bits, to split at all
+constexpr double kPairedShare = 0.97;  // of the exponents in the window, to write four bits each
+constexpr std::size_t kGroup = 64;     // bytes that are looked through for an escape at a time
+
+using Counts = std::array<std::uint32_t, 256>;
+using Bytes = std::uint8_t*;
+using Source = const std::uint8_t*;
+
+template <typename Word>
+Word load(Source at) {
+  Word word;
+  std::memcpy(&word, at, sizeof(Word));
+  return word;
+}
+
+double bits_of(const Counts& counts, std::size_t num) {
+  double bits = 0;
+  for (const std::uint32_t count : counts)
+    if (count != 0) bits += count * std::log2(static_cast<double>(num) / count);
+  return bits / static_cast<double>(num);
+}
+
+template <typename Word>
+void count_high(Source src, std::size_t num_bytes, Counts& counts) {
+  for (std::size_t at = 0; at + sizeof(Word) <= num_bytes; at += sizeof(Word)) {
+    const Word word = std::rotl(load<Word>(src + at), 1);
+    ++counts[static_cast<std::size_t>(word >> (8 * sizeof(Word) - 8))];
+  }
+}
+
+// The window of 15 exponents that has the most of them; kWhole if it lacks too many.
+int window(const Counts& counts, std::size_t num) {
+  std::uint32_t inside = 0, most = 0;
+  int best = 0;
+  for (int end = 0; end < 256; ++end) {
+    inside += counts[static_cast<std::size_t>(end)];
+    if (end >= kEscape) inside -= counts[static_cast<std::size_t>(end - kEscape)];
+    if (const int base = end - kEscape + 1; base >= 0 && inside > most) {
+      most = inside;
+      best = base;
+    }
+  }
+  return most >= kPairedShare * static_cast<double>(num) ? best : kWhole;
+}
+
+// The loops below are over arrays of fixed kinds, without branches: compilers vectorise them.
+
+template <typename Word>
+void take_apart(Source src, std::size_t num, Bytes exponents, Bytes low) {
+  for (std::size_t k = 0; k < num; ++k) {
+    const Word word = std::rotl(load<Word>(src + k * sizeof(Word)), 1);
+    exponents[k] = static_cast<std::uint8_t>(word >> (8 * sizeof(Word) - 8));
+    for (std::size_t plane = 0; plane + 1 < sizeof(Word); ++plane)
+      low[plane * num + k] = static_cast<std::uint8_t>(word >> (8 * plane));
+  }
+}
+
+template <typename Word>
+void put_together(Bytes dst, std::size_t num, Source exponents, Source low) {
+  for (std::size_t k = 0; k < num; ++k) {
+    Word word = static_cast<Word>(static_cast<Word>(exponents[k]) << (8 * sizeof(Word) - 8));
+    for (std::size_t plane = 0; plane + 1 < sizeof(Word); ++plane)
+      word = static_cast<Word>(word | static_cast<Word>(static_cast<Word>(low[plane * num + k])
+                                                        << (8 * plane)));
+    word = std::rotr(word, 1);
+    std::memcpy(dst + k * sizeof(Word), &word, sizeof(Word));
+  }
+}
+
+void split_nibbles(Source src, std::size_t num, Bytes high, Bytes low) {
+  const std::size_t half = num / 2;
+  for (std::size_t k = 0; k < half; ++k) {
+    const std::uint8_t a = std::rotl(src[k], 1), b = std::rotl(src[k + half], 1);
+    high[k] = static_cast<std::uint8_t>((a >> 4) | (b & 0xF0));
+    low[k] = static_cast<std::uint8_t>((a & 0x0F) | (b << 4));
+  }
+}
+
+void join_nibbles(Bytes dst, std::size_t num, Source high, Source low) {
+  const std::size_t half = num / 2;
+  for (std::size_t k = 0; k < half; ++k) {
+    const auto a = static_cast<std::uint8_t>((high[k] << 4) | (low[k] & 0x0F));
+    const auto b = static_cast<std::uint8_t>((high[k] & 0xF0) | (low[k] >> 4));
+    dst[k] = std::rotr(a, 1);
+    dst[k + half] = std::rotr(b, 1);
+  }
+}
+
+// Exponents as numbers in the window, in place; returns the largest.
+std::uint8_t into_window(Bytes exponents, std::size_t num, std::uint8_t base) {
+  std::uint8_t most = 0;
+  for (std::size_t k = 0; k < num; ++k) {
+    const auto shifted = static_cast<std::uint8_t>(exponents[k] - base);
+    exponents[k] = std::min(shifted, kEscape);
+    most = std::max(most, exponents[k]);
+  }
+  return most;
+}
+
+// Calls found(k) for every escape, in order. numbers: four bits each.
+template <typename Found>
+void each_escape(Source numbers, std::size_t num, const Found& found) {
+  for (std::size_t first = 0; first < num; first += kGroup) {
+    const std::size_t end = std::min(num, first + kGroup);
+    std::uint8_t most = 0;
+    for (std::size_t k = first; k < end; ++k) most = std::max(most, numbers[k]);
+    if (most < kEscape) continue;
+    for (std::size_t k = first; k < end; ++k)
+      if (numbers[k] == kEscape) found(k);
+  }
+}
+
+class Escapes {
+ public:
+  Escapes(Bytes to, std::size_t room) : to_(to), room_(room) {}
+
+  void add(std::uint8_t exponent) {
+    if (num_ < room_) to_[num_] = exponent;
+    ++num_;
+  }
+  std::ptrdiff_t num() const { return num_ <= room_ ? static_cast<std::ptrdiff_t>(num_) : -1; }
+
+ private:
+  Bytes to_;
+  std::size_t room_;
+  std::size_t num_ = 0;
+};
+
+template <typename Word>
+std::ptrdiff_t split_words(Source src, const Split& split, Bytes high, Bytes low,
+                           Escapes escapes) {
+  std::array<std::uint8_t, kTileElements> numbers;
+  const std::size_t num = split.num_bytes / sizeof(Word);
+  for (std::size_t first = 0; first < num && escapes.num() >= 0; first += kTileElements) {
+    const std::size_t some = std::min(num - first, kTileElements), half = some / 2;
+    const Source tile = src + first * sizeof(Word);
+    Bytes rest = low + first * (sizeof(Word) - 1);
+    if (split.base == kWhole) {
+      take_apart<Word>(tile, some, high + first, rest);
+      continue;
+    }
+    take_apart<Word>(tile, some, numbers.data(), rest);
+    if (into_window(numbers.data(), some, static_cast<std::uint8_t>(split.base)) == kEscape)
+      each_escape(numbers.data(), some, [&](std::size_t k) {
+        const Word word = std::rotl(load<Word>(tile + k * sizeof(Word)), 1);
+        escapes.add(static_cast<std::uint8_t>(word >> (8 * sizeof(Word) - 8)));
+      });
+    Bytes pairs = high + first / 2;
+    for (std::size_t k = 0; k < half; ++k)
+      pairs[k] = static_cast<std::uint8_t>(numbers[k] | (numbers[k + half] << 4));
+  }
+  return escapes.num();
+}
+
+template <typename Word>
+bool join_words(Bytes dst, const Split& split, Source high, Source low, Source escapes,
+                std::size_t num_escapes) {
+  std::array<std::uint8_t, kTileElements> exponents;
+  const std::size_t num = split.num_bytes / sizeof(Word);
+  const auto base = static_cast<std::uint8_t>(split.base);
+  std::size_t used = 0;
+  for (std::size_t first = 0; first < num; first += kTileElements) {
+    const std::size_t some = std::min(num - first, kTileElements), half = some / 2;
+    Source from = high + first;
+    if (split.base != kWhole) {
+      const Source pairs = high + first / 2;
+      std::uint8_t most = 0;
+      for (std::size_t k = 0; k < half; ++k) {
+        const auto a = static_cast<std::uint8_t>(pairs[k] & 0x0F);
+        const auto b = static_cast<std::uint8_t>(pairs[k] >> 4);
+        exponents[k] = a;
+        exponents[k + half] = b;
+        most = std::max(most, std::max(a, b));
+      }
+      std::size_t next = used;
+      if (most == kEscape) each_escape(exponents.data(), some, [&](std::size_t) { ++next; });
+      if (next > num_escapes) return false;
+      std::array<std::uint16_t, kTileElements> places;
+      std::size_t num_places = 0;
+      if (next > used)
+        each_escape(exponents.data(), some, [&](std::size_t k) {
+          places[num_places++] = static_cast<std::uint16_t>(k);
+        });
+      for (std::size_t k = 0; k < some; ++k)
+        exponents[k] = static_cast<std::uint8_t>(exponents[k] + base);
+      for (std::size_t at = 0; at < num_places; ++at) exponents[places[at]] = escapes[used + at];
+      used = next;
+      from = exponents.data();
+    }
+    put_together<Word>(dst + first * sizeof(Word), some, from, low + first * (sizeof(Word) - 1));
+  }
+  return used == num_escapes;
+}
+
+Source bytes_of(const std::byte* at) { return reinterpret_cast<Source>(at); }
+Bytes bytes_of(std::byte* at) { return reinterpret_cast<Bytes>(at); }
+
+}  // namespace
+
+Plan choose(const std::byte* src, std::size_t num_bytes) {
+  Counts ones{}, twos{}, fours{};
+  const Source from = bytes_of(src);
+  const std::size_t step = num_bytes / kSampleRuns / 8 * 8;
+  std::size_t num = 0;
+  for (std::size_t run = 0; run < kSampleRuns && step >= kRunBytes; ++run, num += kRunBytes) {
+    const Source at = from + run * step;
+    for (std::size_t k = 0; k < kRunBytes; ++k) ++ones[std::rotl(at[k], 1) >> 4];
+    count_high<std::uint16_t>(at, kRunBytes, twos);
+    count_high<std::uint32_t>(at, kRunBytes, fours);
+  }
+  if (num == 0) {
+    num = num_bytes / 4 * 4;
+    if (num == 0) return {0, 0};
+    for (std::size_t k = 0; k < num; ++k) ++ones[std::rotl(from[k], 1) >> 4];
+    count_high<std::uint16_t>(from, num, twos);
+    count_high<std::uint32_t>(from, num, fours);
+  }
+  const double one = (4 + bits_of(ones, num)) / 8;
+  const double two = (8 + bits_of(twos, num / 2)) / 16;
+  const double four = (24 + bits_of(fours, num / 4)) / 32;
+  if (std::min({one, two, four}) > kLeastGain) return {0, 0};
+  if (one <= two && one <= four) return {1, 0};
+  if (two <= four) return {2, window(twos, num / 2)};
+  return {4, window(fours, num / 4)};
+}
+
+std::ptrdiff_t split(const std::byte* src, const Split& split, std::byte* high, std::byte* low,
+                     std::byte* escapes, std::size_t max_escapes) {
+  const Escapes found(bytes_of(escapes), max_escapes);
+  if (split.width == 2)
+    return split_words<std::uint16_t>(bytes_of(src), split, bytes_of(high), bytes_of(low), found);
+  if (split.width == 4)
+    return split_words<std::uint32_t>(bytes_of(src), split, bytes_of(high), bytes_of(low), found);
+  for (std::size_t first = 0; first < split.num_bytes; first += kTileElements)
+    split_nibbles(bytes_of(src) + first, std::min(split.num_bytes - first, kTileElements),
+                  bytes_of(high) + first / 2, bytes_of(low) + first / 2);
+  return 0;
+}
+
+bool join(std::byte* dst, const Split& split, const std::byte* high, const std::byte* low,
+          const std::byte* escapes, std::size_t num_escapes) {
+  if (split.width == 2)
+    return join_words<std::uint16_t>(bytes_of(dst), split, bytes_of(high), bytes_of(low),
+                                     bytes_of(escapes), num_escapes);
+  if (split.width == 4)
+    return join_words<std::uint32_t>(bytes_of(dst), split, bytes_of(high), bytes_of(low),
+                                     bytes_of(escapes), num_escapes);
+  for (std::size_t first = 0; first < split.num_bytes; first += kTileElements)
+    join_nibbles(bytes_of(dst) + first, std::min(split.num_bytes - first, kTileElements),
+                 bytes_of(high) + first / 2, bytes_of(low) + first / 2);
+  return num_escapes == 0;
+}
+
+}  // namespace kvtier::planes

@@ -1,0 +1,57 @@
+"""Interface of codecs: blocks to fewer bytes, and back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+
+Uint8s = npt.NDArray[np.uint8]
+
+RAW: Final = 0
+"""Number of blocks that no codec has changed."""
+FIRST_PLUGIN: Final = 64
+"""First number of codecs that are not kvtier's own."""
+LAST_NUMBER: Final = 255
+
+
+class Codec(ABC):
+    """Codec of blocks. Thread-safe.
+
+    A plug-in of ``kvtier.codecs`` is a class without arguments.
+
+    number: 1 to 255, stored with every block, so it never changes. Numbers below 64 are kvtier's.
+
+    The caller guarantees
+        arrays are C-contiguous, and nobody else writes to them during a call. ``decode`` gets as
+        much memory as the block has that was encoded.
+    The implementer provides
+        ``decode`` of what ``encode`` wrote gives the same bytes, in every process and version.
+        Memory that a call needs is bounded by the size of the block, whatever ``stored`` says.
+    Outcomes and errors
+        no method raises for its data: ``encode`` returns None, and ``decode`` returns False. The
+        constructor raises ``ConfigError`` if a library is missing.
+    """
+
+    number: ClassVar[int]
+
+    @abstractmethod
+    def encode(self, block: Uint8s, into: Uint8s) -> int | None:
+        """Encode a block. Return the number of bytes written; None if ``into`` has no room.
+
+        block: uint8 [num_bytes].
+        into: uint8 [room].
+        """
+
+    @abstractmethod
+    def decode(self, stored: Uint8s, into: Uint8s) -> bool:
+        """Decode what ``encode`` wrote, and return whether it was that.
+
+        The content of ``into`` is undefined after False. Damage that is not noticed is found by the
+        caller's checksum.
+
+        stored: uint8 [num_stored].
+        into: uint8 [num_bytes], the block.
+        """

@@ -1,0 +1,76 @@
+"""Codecs by name, and coders from settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier.errors import ConfigError
+from kvtier.plugins import known_plugins, load_plugin
+from kvtier.tiers.codecs.codec import FIRST_PLUGIN, LAST_NUMBER, Codec
+from kvtier.tiers.codecs.encryption import read_keyring
+from kvtier.tiers.codecs.frame import BlockCoder
+
+NONE: Final = "none"
+AUTO: Final = "auto"
+LOSSLESS: Final = "lossless"
+
+
+@dataclass(frozen=True, slots=True)
+class CodingOptions:
+    """Codec and keys of a storage tier."""
+
+    codec: str = NONE
+    """Codec of new blocks: ``none``, ``auto``, or a plug-in of ``kvtier.codecs``."""
+    encryption_key: str = ""
+    """Source of the keys: "file:/path", "env:NAME" or "command:program arguments"; "" for the value
+    of ``KVTIER_ENCRYPTION_KEY``, if there is one."""
+
+
+def make_codec(name: str) -> Codec:
+    """Return the codec that is called ``name``.
+
+    Raises ``ConfigError`` if there is none, if it needs a missing package, or if its number is not
+    allowed.
+    """
+    known = known_plugins("codecs")
+    if name not in known:
+        choices = ", ".join([NONE, AUTO, *sorted(known)])
+        raise ConfigError(f"codec: {name!r} is unknown; use one of {choices}")
+    made = load_plugin("codecs", name)()
+    if not isinstance(made, Codec):
+        raise ConfigError(f"codec: {name!r} makes a {type(made).__name__}, not a codec")
+    is_ours = type(made).__module__.startswith("kvtier.")
+    if not (1 if is_ours else FIRST_PLUGIN) <= made.number <= LAST_NUMBER:
+        raise ConfigError(
+            f"codec: {name!r} has the number {made.number}; a plug-in's is {FIRST_PLUGIN} to "
+            f"{LAST_NUMBER}"
+        )
+    return made
+
+
+def make_coder(options: CodingOptions, block_bytes: int, place: str = "") -> BlockCoder:
+    """Return the coder of a tier.
+
+    It reads blocks of every codec that is installed, whichever codec it writes with.
+
+    place: see ``BlockCoder``.
+
+    Raises ``ConfigError``.
+    """
+    codec = None if options.codec == NONE else make_codec(options.codec)
+    return BlockCoder(
+        block_bytes, codec, _readers(codec), read_keyring(options.encryption_key), place
+    )
+
+
+def _readers(codec: Codec | None) -> tuple[Codec, ...]:
+    """Return all codecs whose packages are installed, one per number."""
+    found = {} if codec is None else {codec.number: codec}
+    for name in sorted(known_plugins("codecs")):
+        try:
+            made = make_codec(name)
+        except Exception:
+            continue
+        found.setdefault(made.number, made)
+    return tuple(found.values())
