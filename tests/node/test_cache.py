@@ -156,7 +156,7 @@ def test_blocks_come_back_from_disk_and_their_read_is_measured(
     cache = make()
     _store(cache, KEYS[:3])
     _wait(lambda: node.room()["used_bytes"][DISK] == 3 * BLOCK_BYTES)
-    node.kill()
+    node.lose()
     assert cache.locate_all(KEYS[:3]) == [NOWHERE] * 3
     node.start()
     _wait(lambda: cache.locate_all(KEYS[:3]) != [NOWHERE] * 3)

@@ -16,9 +16,11 @@ from kvtier.node.config import TenantQuota
 from kvtier.node.engines import Holdings
 from kvtier.node.node import LINGER_S, MOST_ROOMS_OF_TENANT, SWEEP_S, CacheNode
 from kvtier.node.room import NodeRoom, RoomKey
+from kvtier.node.users import SlotUser
 from tests.node.world import BLOCK, SEGMENT, config_of
 
 NUM_SEGMENTS = 16
+USER = SlotUser(1, 0, "engine")
 MEMORY, NOWHERE = BlockLocation.MEMORY, BlockLocation.NOWHERE
 
 
@@ -148,7 +150,7 @@ def test_segments_move_within_a_tenant_at_its_ceiling(tmp_path: Path) -> None:
 def test_retired_segment_waits_for_its_last_user(tmp_path: Path, use: str) -> None:
     with world(tmp_path) as here:
         old, new = here.room(), here.room("b")
-        held = Holdings(old)
+        held = Holdings(old, USER)
         if use == "leased":
             fill(old, *range(64))
             slots = list(held.lease(old.look_up(names(*range(64)), False).ready))
@@ -193,7 +195,7 @@ def test_ceiling_counts_segments_that_are_still_in_use(tmp_path: Path) -> None:
         fill(room, *range(32))
         fill(other, *range(32))
         assert here.num_held("a") == 8
-        held = Holdings(room)
+        held = Holdings(room, USER)
         held.lease(room.look_up(names(*range(32)), False).ready)
         here.clock.now_s += 10
         for turn in range(10):

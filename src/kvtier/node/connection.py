@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import select
 import socket
 import time
@@ -88,6 +89,7 @@ class Connection:
         self._number = 0
         self._client = ""
         self._engine: AttachedEngine | None = None
+        self._memory_fd = -1
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_open = True
         self._expiry = self._loop.call_later(HELLO_S, self._expire)
@@ -237,6 +239,8 @@ class Connection:
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
+        if self._memory_fd >= 0:
+            os.close(self._memory_fd)
         self._forget_requests()
         self._registry.leave(self._peer)
         self._peer.close()
@@ -254,7 +258,7 @@ class Connection:
             case _ if self._engine is None:
                 raise ProtocolError("the first message is no AttachRequest")
             case protocol.OpenRequest():
-                self._open_room(message, self._engine)
+                self._begin(self._open_room(message, self._engine))
             case protocol.DetachNotice():
                 self.close(is_goodbye=True)
             case protocol.RoomRequest() | protocol.RoomNotice():
@@ -276,6 +280,12 @@ class Connection:
         except AttachError as error:
             self._refuse(hello.id, str(error))
             return
+        try:
+            self._memory_fd = self._registry.open_memory(self._client, self._engine)
+        except OSError as error:
+            self._refuse(hello.id, f"the memory can't be passed on: {error.strerror}")
+            self.hang_up()
+            return
         self._frames.most_bytes = protocol.MAX_FRAME_BYTES
         self._registry.ends[self._number] = self.end_if_closed
         memory = self._node.memory
@@ -287,15 +297,15 @@ class Connection:
             self._node.instance,
             self._node.storage_names,
         )
-        self.send(welcome, [memory.fd])
+        self.send(welcome, [self._memory_fd])
 
     def _refuse(self, request: int, reason: str) -> None:
         self.send(protocol.RefusedAnswer(request, reason))
 
-    def _open_room(self, message: protocol.OpenRequest, engine: AttachedEngine) -> None:
+    async def _open_room(self, message: protocol.OpenRequest, engine: AttachedEngine) -> None:
         key = RoomKey(engine.tenant, message.scope, message.block_bytes, message.key_bytes)
         try:
-            number, room = self._node.room(key)
+            number, room = await self._registry.opener.open(key)
         except CacheError as error:
             self._refuse(message.id, str(error))
             return
@@ -482,13 +492,12 @@ def _look_up(
 def _reserve(message: protocol.ReserveRequest, held: Holdings) -> protocol.ReserveAnswer:
     room = held.room
     keys = _keys(message.keys, room)
-    reserved = room.reserve(keys)
+    reserved = held.reserve(keys)
     new = dict.fromkeys(keys, False)
     slots: Sequence[Slot] = ()
     if reserved is not None:
         new.update(dict.fromkeys(reserved.keys, True))
         slots = reserved.slots
-        held.reserved.update(zip(slots, reserved.keys, strict=True))
     # A key that is named twice is new once.
     is_new = np.array([new.pop(key, False) for key in keys], bool)
     is_known = np.zeros(len(keys), bool)

@@ -206,7 +206,7 @@ class NodeControl:
 
     async def lookup(self, room: str, keys: Sequence[str], timeout_s: float) -> PromptPlaces:
         """Find the blocks of a prompt, and wait for the answers of stores."""
-        found = self._room(room)
+        found = await self._room(room)
         wanted = _keys(found, keys)
         until_s = time.monotonic() + _wait_s(timeout_s)
         self._registry.wake_all()
@@ -217,7 +217,7 @@ class NodeControl:
 
     async def prefetch(self, room: str, keys: Sequence[str], timeout_s: float) -> PromptPlaces:
         """Read the blocks of a prompt from storage into memory. Return where they are then."""
-        found = self._room(room)
+        found = await self._room(room)
         return _found(found, await self._bring(found, _keys(found, keys), timeout_s))
 
     async def _bring(
@@ -233,7 +233,7 @@ class NodeControl:
         """Read the blocks of a prompt into memory, and keep the first ones there for a time."""
         if not 0 < seconds <= MOST_PIN_S:
             raise ControlError(f"a pin lasts more than 0 and at most {MOST_PIN_S:.0f} s")
-        found = self._room(room)
+        found = await self._room(room)
         wanted = _keys(found, keys)
         await self._bring(found, wanted, timeout_s)
         pin = self._node.pin(found, wanted, seconds)
@@ -242,7 +242,7 @@ class NodeControl:
 
     async def unpin(self, room: str, number: int) -> None:
         """End a pin before its time."""
-        found = self._room(room)
+        found = await self._room(room)
         if not found.pins.remove(number):
             raise ControlError(f"room {found.key.name} has no pin {number}", is_unknown=True)
 
@@ -250,7 +250,7 @@ class NodeControl:
 
     async def delete_keys(self, room: str, keys: Sequence[str], timeout_s: float) -> Deleted:
         """Delete the blocks of a prompt from every tier."""
-        found = self._room(room)
+        found = await self._room(room)
         wanted = _keys(found, keys)
         until_s = time.monotonic() + _wait_s(timeout_s)
         self._registry.wake_all()
@@ -296,7 +296,7 @@ class NodeControl:
         locations = self._node.config.storage
         done: list[RoomDeletion] = []
         for name in sorted(names):
-            room = self._node.room_named(name)
+            room = await self._registry.opener.named(name)
             if room is None and not locations:
                 raise ControlError(f"no room is called {name!r}", is_unknown=True)
             self._registry.wake_all()
@@ -319,12 +319,12 @@ class NodeControl:
 
     # -- names -------------------------------------------------------------------------------------
 
-    def _room(self, name: str) -> NodeRoom:
+    async def _room(self, name: str) -> NodeRoom:
         """Return a room by its name; the only one for ""."""
         rooms = self._node.rooms
-        found = (
-            self._node.room_named(name or rooms[0].key.name) if name or len(rooms) == 1 else None
-        )
+        if not name and len(rooms) == 1:
+            name = rooms[0].key.name
+        found = await self._registry.opener.named(name) if name else None
         if found is not None:
             return found
         names = ", ".join(sorted(self._room_tenants())) or "none"

@@ -18,8 +18,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvtier.errors import CacheError
+from kvtier.keyed.cache import Reserved
 from kvtier.node.protocol import Int64s
 from kvtier.node.room import NodeRoom
+from kvtier.node.users import SlotUser
 from kvtier.types import BlockId, Slot
 
 SO_PEERPIDFD = 77
@@ -86,20 +88,27 @@ def peer_of(connection: socket.socket) -> EngineProcess:
 class Holdings:
     """Slots of one room that one engine uses.
 
+    Args:
+        room: the room.
+        user: the engine, as the next node will find it.
+
     Attributes:
         num_leases: uint32 [num_slots], how many leases the engine has of each slot. Its pages cost
             memory once a slot in them was leased.
         reserved: by slot, its key.
     """
 
-    def __init__(self, room: NodeRoom) -> None:
+    def __init__(self, room: NodeRoom, user: SlotUser) -> None:
         self.room = room
+        self._users = room.tier.users
+        self._mask, self._keeps = np.uint64(user.mask), np.uint64(user.keeps)
         self.num_leases = np.zeros(room.tier.num_slots, np.uint32)
         self.reserved: dict[Slot, bytes] = {}
 
     def lease(self, blocks: Sequence[BlockId]) -> Int64s:
         """Lease blocks that are in memory, once more. Return their slots."""
         slots = self.room.lease(blocks)
+        self._users[slots] |= self._mask
         if _are_distinct(np.sort(slots)):
             self.num_leases[slots] += 1
         else:
@@ -120,17 +129,28 @@ class Holdings:
             self.num_leases[at] -= ours
             slots = np.repeat(at, ours)
         if len(slots):
+            over = slots[self.num_leases[slots] == 0]
+            self._users[over] &= self._keeps
             self.room.end_leases(slots)
+
+    def reserve(self, keys: Sequence[bytes]) -> Reserved | None:
+        """Reserve slots for new blocks; see ``KeyedCache.reserve``."""
+        reserved = self.room.reserve(keys)
+        if reserved is not None:
+            self._users[np.asarray(reserved.slots, np.int64)] |= self._mask
+            self.reserved.update(zip(reserved.slots, reserved.keys, strict=True))
+        return reserved
 
     def commit(self, slots: Sequence[Slot], depths: Sequence[int], to_storage: bool) -> None:
         """Note that reserved slots have been written. Others are ignored."""
         mine = [
-            (self.reserved.pop(slot), depth)
+            (slot, self.reserved.pop(slot), depth)
             for slot, depth in zip(slots, depths, strict=True)
             if slot in self.reserved
         ]
         if mine:
-            self.room.commit([key for key, _ in mine], [at for _, at in mine], to_storage)
+            self._users[np.array([slot for slot, _, _ in mine])] &= self._keeps
+            self.room.commit([key for _, key, _ in mine], [at for _, _, at in mine], to_storage)
 
     def abort(self, slots: Iterable[Slot]) -> None:
         """Give up reserved slots. Others are ignored."""
@@ -167,11 +187,12 @@ def _are_distinct(ordered: Int64s) -> bool:
 class AttachedClient:
     """One client of an engine: a process that has mapped the memory, or a part of one.
 
-    process: the process. connections: numbers of those that are open. A client without any is kept
-    until its process ends, since it may still use slots.
+    process: the process. number: see ``SlotUsers``. connections: numbers of those that are open. A
+    client without any is kept until its process ends, since it may still use slots.
     """
 
     process: EngineProcess
+    number: int
     connections: set[int] = field(default_factory=set)
 
 
@@ -179,13 +200,15 @@ class AttachedClient:
 class AttachedEngine:
     """One engine, of one or several clients.
 
-    name, uid: the same in all of its processes. tenant: whose quota counts. clients: by name, those
-    that are not known to have ended. rooms: by room number, what it uses there.
+    name, uid: the same in all of its processes. tenant: whose quota counts. user: what the next
+    node will know of it. clients: by name, those that are not known to have ended. rooms: by room
+    number, what it uses there.
     """
 
     name: str
     uid: int
     tenant: str
+    user: SlotUser
     clients: dict[str, AttachedClient] = field(default_factory=dict)
     rooms: dict[int, Holdings] = field(default_factory=dict)
 
@@ -193,7 +216,7 @@ class AttachedEngine:
         """Return what the engine uses of a room."""
         held = self.rooms.get(number)
         if held is None:
-            held = self.rooms[number] = Holdings(room)
+            held = self.rooms[number] = Holdings(room, self.user)
         return held
 
     def end(self) -> None:
