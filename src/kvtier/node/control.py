@@ -83,7 +83,12 @@ class TenantState:
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """State of a node. free_segments: those that belong to no room, and whose pages are ready."""
+    """State of a node.
+
+    free_segments: those that belong to no room, and whose pages are ready. unverified_blocks: of
+    the node before, which are yet to be verified. slots_aside: slots that engines of the node
+    before may use.
+    """
 
     version: str
     instance: str
@@ -95,6 +100,8 @@ class NodeState:
     engines: Sequence[EngineState]
     tenants: Mapping[str, TenantState]
     rooms: Sequence[RoomState]
+    unverified_blocks: int = 0
+    slots_aside: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +176,8 @@ class NodeControl:
             ],
             tenants=self._tenants(),
             rooms=[*map(_open_room, node.rooms), *self._closed_rooms()],
+            unverified_blocks=node.num_unverified,
+            slots_aside=node.num_aside,
         )
 
     def _tenants(self) -> dict[str, TenantState]:

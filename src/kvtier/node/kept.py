@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier.node.checksums import BlockRows, LeftBlocks, RecordWriter, WrittenBlocks, Verifier
+from kvtier.node.checksums import BlockRows, LeftBlocks, RecordWriter, Verifier, WrittenBlocks
 from kvtier.node.protocol import Int64s
 from kvtier.node.records import Bools
 from kvtier.node.users import SHARED_BIT, SlotUser
