@@ -9,14 +9,14 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvtier import __version__
 from kvtier.config import parse_size
 from kvtier.errors import CacheError
 from kvtier.keyed.cache import BlockLocation
-from kvtier.node.config import DEFAULT_TENANT, TenantQuota, check_tenant
+from kvtier.node.config import DEFAULT_TENANT, check_tenant
 from kvtier.node.connection import bring
 from kvtier.node.deleting import RoomDeletion, delete_blocks, delete_room
 from kvtier.node.registry import Registry
@@ -71,7 +71,10 @@ class RoomState:
 
 @dataclass(frozen=True, slots=True)
 class TenantState:
-    """Use of the memory by one tenant. pinnable_segments: how many may hold pinned blocks."""
+    """Use of memory and disk by one tenant.
+
+    pinnable_segments: how many may hold pinned blocks. slab_bytes: of its slabs, used or not.
+    """
 
     floor_bytes: int
     ceiling_bytes: int | None
@@ -79,6 +82,9 @@ class TenantState:
     pinned_segments: int
     pinnable_segments: int
     used_bytes: Mapping[str, int]
+    disk_floor_bytes: int = 0
+    disk_ceiling_bytes: int | None = None
+    slab_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +205,9 @@ class NodeControl:
             pinned_segments=sum(len(room.pins.segments) for room in rooms),
             pinnable_segments=node.pinnable_segments(name),
             used_bytes=dict(used),
+            disk_floor_bytes=quota.disk_floor,
+            disk_ceiling_bytes=quota.disk_ceiling,
+            slab_bytes=node.disk_space.held_by(name),
         )
 
     def _closed_rooms(self) -> list[RoomState]:
@@ -319,10 +328,24 @@ class NodeControl:
         """Return quota and use of each tenant."""
         return self._tenants()
 
-    async def set_quota(self, tenant: str, floor: str, ceiling: str | None) -> TenantState:
-        """Change the quota of a tenant. floor, ceiling: sizes as text; None for no ceiling."""
-        most = None if ceiling is None else parse_size(ceiling, "ceiling")
-        self._node.set_quota(tenant, TenantQuota(parse_size(floor, "floor"), most))
+    async def set_quota(
+        self,
+        tenant: str,
+        host: tuple[str, str | None] | None,
+        disk: tuple[str, str | None] | None = None,
+    ) -> TenantState:
+        """Change the quota of a tenant.
+
+        host, disk: floor and ceiling as text, None for no ceiling; None to leave both as they are.
+        """
+        quota = self._node.quota(tenant)
+        if host is not None:
+            floor, ceiling = _bounds(*host)
+            quota = replace(quota, host_floor=floor, host_ceiling=ceiling)
+        if disk is not None:
+            floor, ceiling = _bounds(*disk)
+            quota = replace(quota, disk_floor=floor, disk_ceiling=ceiling)
+        self._node.set_quota(tenant, quota)
         self._registry.wake_all()
         return self._tenant(tenant)
 
@@ -339,6 +362,11 @@ class NodeControl:
         names = ", ".join(sorted(self._room_tenants())) or "none"
         what = f"no room is called {name!r}" if name else "name a room"
         raise ControlError(f"{what}; rooms: {names}", is_unknown=bool(name))
+
+
+def _bounds(floor: str, ceiling: str | None) -> tuple[int, int | None]:
+    most = None if ceiling is None else parse_size(ceiling, "ceiling")
+    return parse_size(floor, "floor"), most
 
 
 def _open_room(room: NodeRoom) -> RoomState:

@@ -31,6 +31,7 @@ from kvtier.node.config import (
     check_floors,
     check_tenant,
 )
+from kvtier.node.disk_space import DiskSpace
 from kvtier.node.memory import NodeMemory
 from kvtier.node.pins import Pin
 from kvtier.node.room import NodeRoom, RoomKey, RoomOptions
@@ -88,6 +89,12 @@ class CacheNode:
         )
         self._options = RoomOptions(config.eviction_policy, config.lookup_deadline_s)
         self.quotas = dict(config.quotas)
+        self.disk_space = DiskSpace(
+            config.disk_path,
+            parse_size(config.disk_capacity, "disk_capacity"),
+            config.disk_bytes,
+            lambda: self.quotas,
+        )
         self._shrinking: set[str] = set()  # tenants above a ceiling that was lowered
         self._numbers: dict[RoomKey, int] = {}
         self.rooms: list[NodeRoom] = []
@@ -232,17 +239,18 @@ class CacheNode:
         return {each.name: each for each in made}
 
     def _disk(self, key: RoomKey) -> DiskTier | None:
-        """Open a room's slab. A disk that can't be read is left out."""
-        options = DiskOptions(
-            Path(self.config.disk_path) / key.folder,
-            parse_size(self.config.disk_capacity, "disk_capacity"),
-            direct=Direct.OFF,
-        )
-        try:
-            return DiskTier(options, opaque(key.block_bytes), None, name=DISK)
-        except TierError as error:
-            logger.error("a room is served without the disk: %s", error)
-            return None
+        """Open a room's slab. A disk that can't be read, or has no room, is left out."""
+        folder = Path(self.config.disk_path) / key.folder
+        with self.disk_space.slab_of(key) as size:
+            if not size:
+                logger.warning("no disk space is left for room %s", key.name)
+                return None
+            options = DiskOptions(folder, size, direct=Direct.OFF)
+            try:
+                return DiskTier(options, opaque(key.block_bytes), None, name=DISK)
+            except TierError as error:
+                logger.error("a room is served without the disk: %s", error)
+                return None
 
     # -- segments ----------------------------------------------------------------------------------
 
@@ -357,7 +365,7 @@ class CacheNode:
         """
         check_tenant(tenant)
         quotas = {**self.quotas, tenant: quota}
-        check_floors(quotas, self.memory.num_bytes)
+        check_floors(quotas, self.memory.num_bytes, self.config.disk_bytes)
         self.quotas = quotas
         self._shrinking.add(tenant)
         for each in {room.key.tenant for room in self.rooms}:
