@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from kvtier.node.control_client import ControlClient
@@ -33,6 +34,7 @@ class NodeProcess:
             *options,
         ]
         self._log = folder / "log"
+        self._memory = folder / "memory"
         self.start()
 
     def start(self) -> None:
@@ -55,6 +57,11 @@ class NodeProcess:
         """Kill it at once, as a crash does."""
         self._process.kill()
         self._process.communicate()
+
+    def lose(self) -> None:
+        """Kill it, and lose its memory, as a crash of the machine does."""
+        self.kill()
+        rmtree(self._memory)
 
     def stop(self) -> int:
         """Return the exit status after SIGTERM."""

@@ -1,4 +1,4 @@
-"""M1, M2, M3, M5, M6: one cache for all engines of a machine, against a cache in each of them.
+"""M1 to M6: one cache for all engines of a machine, against a cache in each of them.
 
     python -m benchmarks.node            tables
     python -m benchmarks.node --json -   JSON on stdout, the tables on stderr
@@ -17,7 +17,7 @@ from benchmarks.policies.traces import FOLDER, default_folder
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 
-PARTS = ("look_up", "work", "copies", "killed", "tokens")
+PARTS = ("look_up", "work", "copies", "killed", "outage", "tokens")
 REAL = ("replicas",)
 """Parts with real engines: only if named, in vLLM's environment of ``make peers-vllm``."""
 TRACE = "mooncake/conversation_trace.jsonl.zst"

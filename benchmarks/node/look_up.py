@@ -26,6 +26,7 @@ from kvtier.node.config import NodeConfig
 from kvtier.node.engines import Holdings
 from kvtier.node.node import CacheNode
 from kvtier.node.room import NodeRoom, RoomKey
+from kvtier.node.users import SlotUser
 from kvtier.tiers import DistantRoom
 from kvtier.tools.report.stats import median_with_interval
 from kvtier.transfer.ranks import RankMover
@@ -192,7 +193,7 @@ def _steps(num_calls: int) -> list[JsonRow]:
             segment_capacity=str(SEGMENT_BYTES),
         )
         node = CacheNode(config, CpuDevice())
-        held = Holdings(room_in_process(node, keys, BLOCK_BYTES))
+        held = Holdings(room_in_process(node, keys, BLOCK_BYTES), SlotUser(1, 0, "engine"))
         told = b"".join(keys)
         frame = protocol.frame(protocol.LookupRequest(1, 0, told))
         split = protocol.split_keys(told, len(keys[0]))

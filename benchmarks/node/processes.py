@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +51,10 @@ class Node:
             host_capacity=str(host_bytes),
             segment_capacity=str(segment_bytes),
         )
+        self.start()
+
+    def start(self) -> None:
+        """Start the process; again, after it was killed."""
         ready, theirs = SPAWN.Pipe()
         self._process = SPAWN.Process(target=_serve, args=(self.config, theirs))
         self._process.start()
@@ -67,6 +73,16 @@ class Node:
         """Resident bytes of the process without shared memory: tables and Python objects."""
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process, as a crash does."""
+        self._process.kill()
+        self._process.join()
 
     def close(self) -> None:
         """End the process."""

@@ -55,6 +55,11 @@ def _wait(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def _journal_bytes(disk: Path) -> int:
+    """Return the size of all journals, which have a record per block that the disk has."""
+    return sum(each.stat().st_size for each in disk.rglob("journal"))
+
+
 def _store(cache: NodeCache, keys: list[bytes]) -> None:
     cache.on_request(keys)
     room = cache.reserve(keys)
@@ -151,12 +156,12 @@ def test_blocks_that_must_not_be_shared_are_given_up(make: Make) -> None:
 
 
 def test_blocks_come_back_from_disk_and_their_read_is_measured(
-    make: Make, node: NodeProcess
+    make: Make, node: NodeProcess, tmp_path: Path
 ) -> None:
     cache = make()
     _store(cache, KEYS[:3])
-    _wait(lambda: node.room()["used_bytes"][DISK] == 3 * BLOCK_BYTES)
-    node.kill()
+    _wait(lambda: _journal_bytes(tmp_path / "disk") >= 64 * 3)
+    node.lose()
     assert cache.locate_all(KEYS[:3]) == [NOWHERE] * 3
     node.start()
     _wait(lambda: cache.locate_all(KEYS[:3]) != [NOWHERE] * 3)

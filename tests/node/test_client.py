@@ -304,7 +304,7 @@ def test_new_memory_is_mapped_and_the_old_one_left(tmp_path: Path) -> None:
         assert user.get(1) == [ABSENT]
         assert user.put(1, 2) == user.get(1, 2) == [THERE] * 2
         with open("/proc/self/maps") as maps:
-            mine = [line for line in maps if str(node.config.directory) in line]
+            mine = [line for line in maps if str(node.config.directory / "memory") in line]
         assert len([line for line in mine if "(deleted)" in line]) == 0
         tier.close()
 

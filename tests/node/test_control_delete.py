@@ -74,14 +74,14 @@ def test_blocks_that_only_storage_knows_are_deleted(tmp_path: Path, valkey: Valk
             engine.store(1, 2, 3)
             until(lambda: stored(node, 3, "disk", "valkey"), "it was never written")
             until(lambda: num_in_store(valkey) == 3, "it was never written")
-        node.kill()
+        node.lose()
         node.start()
         with BareEngine(node) as engine:
             assert stored(node, 0, "host", "disk", "valkey"), "the index knows nothing yet"
             assert engine.delete(1, 2) == [MISSING, MISSING]
             assert num_in_store(valkey) == 1
             assert engine.fetch(1) == [None]
-        node.kill()
+        node.lose()
         node.start()
         with BareEngine(node) as engine:
             assert engine.fetch(2) == [None]
@@ -96,14 +96,14 @@ def test_a_room_is_deleted_with_what_only_its_slab_and_its_store_know(
             engine.store(1, 2, 3)
             other.store(1)
             until(lambda: num_in_store(valkey) == 4, "it was never written")
-        node.kill()
+        node.lose()
         node.start()
         room = node.room("team-a")
         assert not room["is_open"]
         told = node.control.post("/delete", room=room["name"])
         assert told["is_complete"], told
         assert num_in_store(valkey) == 1, "the other tenant's"
-        node.kill()
+        node.lose()
         node.start()
         with BareEngine(node, "team-a", "a") as engine, BareEngine(node, "team-b", "b") as other:
             assert [engine.fetch(number) for number in (1, 2, 3)] == [[None]] * 3
@@ -166,7 +166,7 @@ def test_a_read_in_flight_brings_nothing_back(
         with BareEngine(node) as engine:
             engine.store(1, 2)
             until(lambda: num_in_store(valkey) == 2, "it was never written")
-        node.kill()
+        node.lose()
         node.start()
         with BareEngine(node) as engine:
             until(lambda: engine.places(1, 2) == [STORAGE, STORAGE], "it was never found")

@@ -18,6 +18,7 @@ from kvtier.node.client import NodeClient
 from kvtier.node.engines import Holdings
 from kvtier.node.node import CacheNode
 from kvtier.node.room import RoomKey
+from kvtier.node.users import SlotUser
 from kvtier.types import HOST
 from tests.node.world import BLOCK, PATIENCE_S, SCOPE, LocalNode, config_of, local_node, wait_until
 
@@ -33,7 +34,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Holdings]:
     reserved = room.reserve(KEYS)
     assert reserved is not None
     room.commit(reserved.keys, range(6))
-    yield Holdings(room)
+    yield Holdings(room, SlotUser(1, 0, "engine"))
     node.check_invariants()
     node.close()
 

@@ -10,16 +10,17 @@ import pytest
 
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError
-from kvtier.index.selection import as_array
 from kvtier.keyed.cache import BlockLocation
 from kvtier.node import node as node_module
 from kvtier.node.config import TenantQuota
 from kvtier.node.engines import Holdings
 from kvtier.node.node import LINGER_S, MOST_ROOMS_OF_TENANT, SWEEP_S, CacheNode
 from kvtier.node.room import NodeRoom, RoomKey
+from kvtier.node.users import SlotUser
 from tests.node.world import BLOCK, SEGMENT, config_of
 
 NUM_SEGMENTS = 16
+USER = SlotUser(1, 0, "engine")
 MEMORY, NOWHERE = BlockLocation.MEMORY, BlockLocation.NOWHERE
 
 
@@ -149,14 +150,13 @@ def test_segments_move_within_a_tenant_at_its_ceiling(tmp_path: Path) -> None:
 def test_retired_segment_waits_for_its_last_user(tmp_path: Path, use: str) -> None:
     with world(tmp_path) as here:
         old, new = here.room(), here.room("b")
-        held = Holdings(old)
+        held = Holdings(old, USER)
         if use == "leased":
             fill(old, *range(64))
             slots = list(held.lease(old.look_up(names(*range(64)), False).ready))
         else:
-            reserved = old.reserve(names(*range(64)))
+            reserved = held.reserve(names(*range(64)))
             assert reserved is not None
-            held.reserve(as_array(reserved.slots))
             slots = list(reserved.slots)
         generations = old.generations(slots)
         here.clock.now_s += 10
@@ -194,7 +194,7 @@ def test_ceiling_counts_segments_that_are_still_in_use(tmp_path: Path) -> None:
         fill(room, *range(32))
         fill(other, *range(32))
         assert here.num_held("a") == 8
-        held = Holdings(room)
+        held = Holdings(room, USER)
         held.lease(room.look_up(names(*range(32)), False).ready)
         here.clock.now_s += 10
         for turn in range(10):

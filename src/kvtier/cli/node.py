@@ -80,8 +80,12 @@ def run(
         ),
     ] = None,
     disk_capacity: Annotated[
-        str, typer.Option(help="Disk space to reserve for each model.")
+        str, typer.Option(help="Most disk space to reserve for each model.")
     ] = "10GiB",
+    disk_total: Annotated[
+        str | None,
+        typer.Option(help="Most disk space of all models together.", show_default="no bound"),
+    ] = None,
     storage: Annotated[
         list[str] | None,
         typer.Option(
@@ -101,6 +105,15 @@ def run(
         typer.Option(
             help='Floor and ceiling of a tenant\'s host memory: "team-a=10GiB:40GiB"; either may '
             "be missing. Repeat the option for several tenants.",
+            show_default="none",
+        ),
+    ] = None,
+    disk_quota: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--disk-quota",
+            help='Floor and ceiling of a tenant\'s disk space: "team-a=100GiB:400GiB"; either may '
+            "be missing. A floor needs --disk-total. Repeat the option for several tenants.",
             show_default="none",
         ),
     ] = None,
@@ -153,7 +166,8 @@ def run(
             storage=tuple(storage or ()),
             storage_capacity=storage_capacity,
             eviction_policy=eviction_policy,
-            quotas=parse_quotas(quota or ()),
+            quotas=parse_quotas(quota or (), disk_quota or ()),
+            disk_total=disk_total or "",
             tenant_users=parse_tenant_users(tenant_users or ()),
             control_port=control_port,
         )
@@ -299,18 +313,25 @@ def quota(
             show_default="show all",
         ),
     ] = None,
+    of_disk: Annotated[
+        bool, typer.Option("--disk", help="The new bounds are those of disk space.")
+    ] = False,
     socket: Socket = SOCKET,
     as_json: AsJson = False,
 ) -> None:
-    """Show quotas and use of memory by tenant, or change a quota."""
+    """Show quotas and use of memory and disk by tenant, or change a quota.
+
+    Slabs keep their size: bounds of disk space count for those that are made later.
+    """
     client = _client(socket)
     if change is not None:
-        from kvtier.node.config import parse_quota
+        from kvtier.node.config import parse_bounds
 
-        tenant, wanted = parse_quota(change)
-        most = wanted.host_ceiling
+        tenant, (floor, most) = parse_bounds(change)
+        prefix = "disk_" if of_disk else ""
         ceiling = None if most is None else str(most)
-        client.post("/quota", tenant=tenant, floor=str(wanted.host_floor), ceiling=ceiling)
+        bounds = {f"{prefix}floor": str(floor), f"{prefix}ceiling": ceiling}
+        client.post("/quota", tenant=tenant, **bounds)
     told = client.get("/quota")
     if as_json:
         _print(told)
@@ -360,13 +381,18 @@ def _deleted(told: Any, as_json: bool) -> None:
 
 def _show_tenants(tenants: dict[str, Any], segment_bytes: int) -> None:
     for name, each in tenants.items():
-        ceiling = each["ceiling_bytes"]
-        bounds = f"floor {size(each['floor_bytes'])}, " + (
-            "no ceiling" if ceiling is None else f"ceiling {size(ceiling)}"
-        )
+        bounds = _bounds(each["floor_bytes"], each["ceiling_bytes"])
         held = size(each["segments"] * segment_bytes)
         pinned = size(each["pinned_segments"] * segment_bytes)
         _say(f"tenant {name}: {held} of memory, {pinned} pinned; {bounds}")
+        disk = each["disk_floor_bytes"], each["disk_ceiling_bytes"]
+        if each["slab_bytes"] or disk != (0, None):
+            _say(f"  {size(each['slab_bytes'])} of disk; {_bounds(*disk)}")
+
+
+def _bounds(floor: int, ceiling: int | None) -> str:
+    most = "no ceiling" if ceiling is None else f"ceiling {size(ceiling)}"
+    return f"floor {size(floor)}, {most}"
 
 
 def _show_room(room: dict[str, Any]) -> None:

@@ -535,8 +535,13 @@ class KeyedCache:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if slots, blocks and the engine's copies don't add up."""
-        self.ladder.check_invariants(0)
+        self.ladder.check_invariants(self._num_private)
         self._copies.check_invariants()
+
+    @property
+    def _num_private(self) -> int:
+        """Number of slots in memory that are used by no block of the index."""
+        return 0
 
     # -- events ------------------------------------------------------------------------------------
 

@@ -450,6 +450,11 @@ class NodeClient:
         with self._lock:
             self._maps[channel.mapped.instance] = self._mapped = channel.mapped
             self._is_attached = True
+            old = [each for each in self._idle if each.mapped is not channel.mapped]
+            self._idle = [each for each in self._idle if each.mapped is channel.mapped]
+        for each in old:  # or the memory would stay mapped, and the next node waits for that
+            each.close()
+            self._absorb(each)
         self._send_owed(channel)
         return channel
 

@@ -22,21 +22,24 @@ MOST_TENANT_LETTERS = 64
 
 @dataclass(frozen=True, slots=True)
 class TenantQuota:
-    """Bounds of one tenant's host memory, in bytes.
+    """Bounds of one tenant's host memory and of its slabs, in bytes.
 
     Below its floor nothing is taken from a tenant for others, and above its ceiling it gets nothing
-    more.
+    more. Slabs keep their size: bounds that change count for new ones.
     """
 
     host_floor: int = 0
     host_ceiling: int | None = None
+    disk_floor: int = 0
+    disk_ceiling: int | None = None
 
     def __post_init__(self) -> None:
-        if self.host_ceiling is not None and self.host_floor > self.host_ceiling:
-            raise ConfigError(
-                f"quota: a floor of {self.host_floor} bytes is above the ceiling of "
-                f"{self.host_ceiling}; lower it"
-            )
+        bounds = (self.host_floor, self.host_ceiling), (self.disk_floor, self.disk_ceiling)
+        for floor, ceiling in bounds:
+            if ceiling is not None and floor > ceiling:
+                raise ConfigError(
+                    f"quota: a floor of {floor} bytes is above the ceiling of {ceiling}; lower it"
+                )
 
 
 def check_tenant(name: str) -> None:
@@ -48,8 +51,12 @@ def check_tenant(name: str) -> None:
         )
 
 
-def parse_quota(text: str) -> tuple[str, TenantQuota]:
-    """Return the tenant and the quota of "team-a=10GiB:40GiB", floor and ceiling.
+Bounds = tuple[int, int | None]
+"""Floor and ceiling."""
+
+
+def parse_bounds(text: str) -> tuple[str, Bounds]:
+    """Return the tenant, the floor and the ceiling of "team-a=10GiB:40GiB".
 
     Either may be missing: "team-a=10GiB" has no ceiling, "team-a=:40GiB" no floor. Raises
     ``ConfigError``.
@@ -61,20 +68,28 @@ def parse_quota(text: str) -> tuple[str, TenantQuota]:
         )
     check_tenant(tenant)
     floor, _, ceiling = bounds.partition(":")
-    return tenant, TenantQuota(
+    return tenant, (
         parse_size(floor, "quota") if floor.strip() else 0,
         parse_size(ceiling, "quota") if ceiling.strip() else None,
     )
 
 
-def parse_quotas(texts: Iterable[str]) -> dict[str, TenantQuota]:
-    """Return the quotas of several texts by tenant; see ``parse_quota``."""
-    quotas: dict[str, TenantQuota] = {}
-    for tenant, quota in map(parse_quota, texts):
-        if tenant in quotas:
+def parse_quotas(host: Iterable[str], disk: Iterable[str] = ()) -> dict[str, TenantQuota]:
+    """Return the quotas by tenant. host, disk: bounds of each, as texts of ``parse_bounds``."""
+    of_host, of_disk = _all_bounds(host), _all_bounds(disk)
+    return {
+        tenant: TenantQuota(*of_host.get(tenant, (0, None)), *of_disk.get(tenant, (0, None)))
+        for tenant in of_host | of_disk
+    }
+
+
+def _all_bounds(texts: Iterable[str]) -> dict[str, Bounds]:
+    found: dict[str, Bounds] = {}
+    for tenant, bounds in map(parse_bounds, texts):
+        if tenant in found:
             raise ConfigError(f"quota: {tenant!r} is named twice; give it one quota")
-        quotas[tenant] = quota
-    return quotas
+        found[tenant] = bounds
+    return found
 
 
 def parse_tenant_users(texts: Iterable[str]) -> dict[str, frozenset[int]]:
@@ -91,12 +106,25 @@ def parse_tenant_users(texts: Iterable[str]) -> dict[str, frozenset[int]]:
     return tenants
 
 
-def check_floors(quotas: Mapping[str, TenantQuota], host_bytes: int) -> None:
-    """Raise ``ConfigError`` if the floors need more memory than there is."""
+def check_floors(
+    quotas: Mapping[str, TenantQuota], host_bytes: int, disk_bytes: int | None
+) -> None:
+    """Raise ``ConfigError`` if the floors need more memory, or disk, than there is.
+
+    disk_bytes: of all slabs; None if they are not bounded.
+    """
     floors = sum(quota.host_floor for quota in quotas.values())
     if floors > host_bytes:
         raise ConfigError(
             f"quota: the floors add up to {floors} bytes, and host_capacity is {host_bytes}; "
+            "lower them"
+        )
+    on_disk = sum(quota.disk_floor for quota in quotas.values())
+    if on_disk and disk_bytes is None:
+        raise ConfigError("disk_quota: a floor on disk needs disk_total; set it")
+    if disk_bytes is not None and on_disk > disk_bytes:
+        raise ConfigError(
+            f"disk_quota: the floors add up to {on_disk} bytes, and disk_total is {disk_bytes}; "
             "lower them"
         )
 
@@ -112,7 +140,8 @@ class NodeConfig:
         memory_path: directory in memory for the arena; by default one below ``/dev/shm`` that is
             named after the socket.
         disk_path: directory of the slabs; "" for none.
-        disk_capacity: bytes of each slab; every model has its own.
+        disk_capacity: most bytes of each slab; every model has its own.
+        disk_total: most bytes of all slabs; "" for no bound.
         storage: URLs of stores.
         storage_capacity: bytes in each store.
         eviction_policy: policy of all tiers.
@@ -131,6 +160,7 @@ class NodeConfig:
     memory_path: Path | None = None
     disk_path: str = ""
     disk_capacity: str = "10GiB"
+    disk_total: str = ""
     storage: Sequence[str] = field(default=(), repr=False)  # a password may be in it
     storage_capacity: str = "100GiB"
     eviction_policy: str = RUNS
@@ -151,12 +181,17 @@ class NodeConfig:
         for name in ("disk_capacity", "storage_capacity"):
             parse_size(getattr(self, name), name)
         check_storage(self.storage)
-        check_floors(self.quotas, self.host_bytes)
+        check_floors(self.quotas, self.host_bytes, self.disk_bytes)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory."""
         return parse_size(self.host_capacity, "host_capacity")
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """Most bytes of all slabs; None for no bound."""
+        return parse_size(self.disk_total, "disk_total") if self.disk_total else None
 
     @property
     def segment_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -65,6 +66,7 @@ class Connection:
         self._number = 0
         self._client = ""
         self._engine: AttachedEngine | None = None
+        self._memory_fd = -1
         self._tasks: set[asyncio.Task[None]] = set()
         self._expiry = self._loop.call_later(HELLO_S, self._expire)
         self._frames = FrameSocket(connection, self._take, self._break_off, self.close)
@@ -119,6 +121,8 @@ class Connection:
         self._expiry.cancel()
         self._cancel_tasks()
         self._frames.close()
+        if self._memory_fd >= 0:
+            os.close(self._memory_fd)
         self._registry.leave(self._peer)
         self._peer.close()
         if self._engine is not None:
@@ -135,7 +139,7 @@ class Connection:
             case _ if self._engine is None:
                 raise ProtocolError("the first message is no AttachRequest")
             case protocol.OpenRequest():
-                self._open_room(message, self._engine)
+                self._begin(self._open_room(message, self._engine), self._engine)
             case protocol.DetachNotice():
                 self.close(is_goodbye=True)
             case protocol.ReportNotice():
@@ -160,6 +164,12 @@ class Connection:
         except AttachError as error:
             self._refuse(hello.id, str(error))
             return
+        try:
+            self._memory_fd = self._registry.open_memory(self._client, self._engine)
+        except OSError as error:
+            self._refuse(hello.id, f"the memory can't be passed on: {error.strerror}")
+            self.hang_up()
+            return
         self._frames.accept_up_to(protocol.MAX_FRAME_BYTES)
         self._registry.ends[self._number] = self._frames.finish_if_closed
         memory = self._node.memory
@@ -171,15 +181,15 @@ class Connection:
             self._node.instance,
             self._node.storage_names,
         )
-        self.send(welcome, [memory.fd])
+        self.send(welcome, [self._memory_fd])
 
     def _refuse(self, request: int, reason: str) -> None:
         self.send(protocol.RefusedAnswer(request, reason))
 
-    def _open_room(self, message: protocol.OpenRequest, engine: AttachedEngine) -> None:
+    async def _open_room(self, message: protocol.OpenRequest, engine: AttachedEngine) -> None:
         key = RoomKey(engine.tenant, message.scope, message.block_bytes, message.key_bytes)
         try:
-            number, room = self._node.room(key)
+            number, room = await self._registry.opener.open(key)
         except CacheError as error:
             self._refuse(message.id, str(error))
             return
@@ -368,9 +378,8 @@ def _look_up(
 def _reserve(message: protocol.ReserveRequest, held: Holdings) -> protocol.ReserveAnswer:
     room = held.room
     keys = _keys(message.keys, room)
-    reserved = room.reserve(keys)
+    reserved = held.reserve(keys)
     slots = as_array(() if reserved is None else reserved.slots)
-    held.reserve(slots)
     is_new = np.full(len(keys), len(slots) == len(keys))
     is_known = np.zeros(len(keys), bool)
     if not is_new.all():

@@ -9,14 +9,14 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvtier import __version__
 from kvtier.config import parse_size
 from kvtier.errors import CacheError
 from kvtier.keyed.cache import BlockLocation
-from kvtier.node.config import DEFAULT_TENANT, TenantQuota, check_tenant
+from kvtier.node.config import DEFAULT_TENANT, check_tenant
 from kvtier.node.connection import bring
 from kvtier.node.deleting import RoomDeletion, delete_blocks, delete_room
 from kvtier.node.lookups import TimeCounts
@@ -83,7 +83,10 @@ class RoomState:
 
 @dataclass(frozen=True, slots=True)
 class TenantState:
-    """Use of the memory by one tenant. pinnable_segments: how many may hold pinned blocks."""
+    """Use of memory and disk by one tenant.
+
+    pinnable_segments: how many may hold pinned blocks. slab_bytes: of its slabs, used or not.
+    """
 
     floor_bytes: int
     ceiling_bytes: int | None
@@ -91,11 +94,19 @@ class TenantState:
     pinned_segments: int
     pinnable_segments: int
     used_bytes: Mapping[str, int]
+    disk_floor_bytes: int = 0
+    disk_ceiling_bytes: int | None = None
+    slab_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """State of a node. free_segments: those that belong to no room, and whose pages are ready."""
+    """State of a node.
+
+    free_segments: those that belong to no room, and whose pages are ready. unverified_blocks: of
+    the node before, which are yet to be verified. slots_aside: slots that engines of the node
+    before may use.
+    """
 
     version: str
     instance: str
@@ -107,6 +118,8 @@ class NodeState:
     engines: Sequence[EngineState]
     tenants: Mapping[str, TenantState]
     rooms: Sequence[RoomState]
+    unverified_blocks: int = 0
+    slots_aside: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +197,8 @@ class NodeControl:
             ],
             tenants=self._tenants(),
             rooms=[*map(_open_room, node.rooms), *self._closed_rooms()],
+            unverified_blocks=node.num_unverified,
+            slots_aside=node.num_aside,
         )
 
     def _tenants(self) -> dict[str, TenantState]:
@@ -205,6 +220,9 @@ class NodeControl:
             pinned_segments=sum(len(room.pins.segments) for room in rooms),
             pinnable_segments=node.pinnable_segments(name),
             used_bytes=dict(used),
+            disk_floor_bytes=quota.disk_floor,
+            disk_ceiling_bytes=quota.disk_ceiling,
+            slab_bytes=node.disk_space.held_by(name),
         )
 
     def _closed_rooms(self) -> list[RoomState]:
@@ -225,7 +243,7 @@ class NodeControl:
 
     async def lookup(self, room: str, keys: Sequence[str], timeout_s: float) -> PromptPlaces:
         """Find the blocks of a prompt, and wait for the answers of stores."""
-        found = self._room(room)
+        found = await self._room(room)
         wanted = _keys(found, keys)
         until_s = time.monotonic() + _wait_s(timeout_s)
         self._registry.wake_all()
@@ -236,7 +254,7 @@ class NodeControl:
 
     async def prefetch(self, room: str, keys: Sequence[str], timeout_s: float) -> PromptPlaces:
         """Read the blocks of a prompt from storage into memory. Return where they are then."""
-        found = self._room(room)
+        found = await self._room(room)
         return _found(found, await self._bring(found, _keys(found, keys), timeout_s))
 
     async def _bring(
@@ -252,7 +270,7 @@ class NodeControl:
         """Read the blocks of a prompt into memory, and keep the first ones there for a time."""
         if not 0 < seconds <= MOST_PIN_S:
             raise ControlError(f"a pin lasts more than 0 and at most {MOST_PIN_S:.0f} s")
-        found = self._room(room)
+        found = await self._room(room)
         wanted = _keys(found, keys)
         await self._bring(found, wanted, timeout_s)
         pin = self._node.pin(found, wanted, seconds)
@@ -261,7 +279,7 @@ class NodeControl:
 
     async def unpin(self, room: str, number: int) -> None:
         """End a pin before its time."""
-        found = self._room(room)
+        found = await self._room(room)
         if not found.pins.remove(number):
             raise ControlError(f"room {found.key.name} has no pin {number}", is_unknown=True)
 
@@ -269,7 +287,7 @@ class NodeControl:
 
     async def delete_keys(self, room: str, keys: Sequence[str], timeout_s: float) -> Deleted:
         """Delete the blocks of a prompt from every tier."""
-        found = self._room(room)
+        found = await self._room(room)
         wanted = _keys(found, keys)
         until_s = time.monotonic() + _wait_s(timeout_s)
         self._registry.wake_all()
@@ -315,7 +333,7 @@ class NodeControl:
         locations = self._node.config.storage
         done: list[RoomDeletion] = []
         for name in sorted(names):
-            room = self._node.room_named(name)
+            room = await self._registry.opener.named(name)
             if room is None and not locations:
                 raise ControlError(f"no room is called {name!r}", is_unknown=True)
             self._registry.wake_all()
@@ -329,26 +347,45 @@ class NodeControl:
         """Return quota and use of each tenant."""
         return self._tenants()
 
-    async def set_quota(self, tenant: str, floor: str, ceiling: str | None) -> TenantState:
-        """Change the quota of a tenant. floor, ceiling: sizes as text; None for no ceiling."""
-        most = None if ceiling is None else parse_size(ceiling, "ceiling")
-        self._node.set_quota(tenant, TenantQuota(parse_size(floor, "floor"), most))
+    async def set_quota(
+        self,
+        tenant: str,
+        host: tuple[str, str | None] | None,
+        disk: tuple[str, str | None] | None = None,
+    ) -> TenantState:
+        """Change the quota of a tenant.
+
+        host, disk: floor and ceiling as text, None for no ceiling; None to leave both as they are.
+        """
+        quota = self._node.quota(tenant)
+        if host is not None:
+            floor, ceiling = _bounds(*host)
+            quota = replace(quota, host_floor=floor, host_ceiling=ceiling)
+        if disk is not None:
+            floor, ceiling = _bounds(*disk)
+            quota = replace(quota, disk_floor=floor, disk_ceiling=ceiling)
+        self._node.set_quota(tenant, quota)
         self._registry.wake_all()
         return self._tenant(tenant)
 
     # -- names -------------------------------------------------------------------------------------
 
-    def _room(self, name: str) -> NodeRoom:
+    async def _room(self, name: str) -> NodeRoom:
         """Return a room by its name; the only one for ""."""
         rooms = self._node.rooms
-        found = (
-            self._node.room_named(name or rooms[0].key.name) if name or len(rooms) == 1 else None
-        )
+        if not name and len(rooms) == 1:
+            name = rooms[0].key.name
+        found = await self._registry.opener.named(name) if name else None
         if found is not None:
             return found
         names = ", ".join(sorted(self._room_tenants())) or "none"
         what = f"no room is called {name!r}" if name else "name a room"
         raise ControlError(f"{what}; rooms: {names}", is_unknown=bool(name))
+
+
+def _bounds(floor: str, ceiling: str | None) -> tuple[int, int | None]:
+    most = None if ceiling is None else parse_size(ceiling, "ceiling")
+    return parse_size(floor, "floor"), most
 
 
 def _open_room(room: NodeRoom) -> RoomState:

@@ -18,8 +18,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvtier.errors import CacheError
-from kvtier.index.selection import Bools, Int64s, are_distinct, as_numbers
+from kvtier.index.selection import Bools, Int64s, are_distinct, as_array, as_numbers
+from kvtier.keyed.cache import Reserved
 from kvtier.node.room import NodeRoom
+from kvtier.node.users import SlotUser
 from kvtier.types import BlockId
 
 SO_PEERPIDFD = 77
@@ -90,14 +92,20 @@ class Holdings:
 
     Pages of the arrays cost memory once a slot in them was used.
 
+    Args:
+        room: the room.
+        user: the engine, as the next node will find it.
+
     Attributes:
         num_leases: uint32 [num_slots], how many leases the engine has of each slot.
         is_reserved: bool [num_slots], whether the engine is to fill each slot.
         num_reserved: number of reserved slots.
     """
 
-    def __init__(self, room: NodeRoom) -> None:
+    def __init__(self, room: NodeRoom, user: SlotUser) -> None:
         self.room = room
+        self._users = room.tier.users
+        self._mask, self._keeps = np.uint64(user.mask), np.uint64(user.keeps)
         self.num_leases = np.zeros(room.tier.num_slots, np.uint32)
         self.is_reserved = np.zeros(room.tier.num_slots, bool)
         self.num_reserved = 0
@@ -105,6 +113,7 @@ class Holdings:
     def lease(self, blocks: Sequence[BlockId]) -> Int64s:
         """Lease blocks that are in memory, once more. Return their slots."""
         slots = self.room.lease(blocks)
+        self._users[slots] |= self._mask
         np.add.at(self.num_leases, slots, ONE)
         return slots
 
@@ -119,12 +128,19 @@ class Holdings:
             self.num_leases[at] -= ours
             slots = np.repeat(at, ours)
         if len(slots):
+            over = slots[self.num_leases[slots] == 0]
+            self._users[over] &= self._keeps
             self.room.end_leases(slots)
 
-    def reserve(self, slots: Int64s) -> None:
-        """Note that the engine is to fill slots."""
-        self.is_reserved[slots] = True
-        self.num_reserved += len(slots)
+    def reserve(self, keys: Sequence[bytes]) -> Reserved | None:
+        """Reserve slots for new blocks; see ``KeyedCache.reserve``."""
+        reserved = self.room.reserve(keys)
+        if reserved is not None:
+            slots = as_array(reserved.slots)
+            self._users[slots] |= self._mask
+            self.is_reserved[slots] = True
+            self.num_reserved += len(slots)
+        return reserved
 
     def commit(self, slots: Int64s, depths: Int64s, to_storage: bool) -> None:
         """Note that reserved slots have been written. Others are ignored.
@@ -147,6 +163,7 @@ class Holdings:
         mine = np.flatnonzero(exist & self.is_reserved[np.where(exist, slots, 0)])
         ended = slots[mine]
         self.is_reserved[ended] = False
+        self._users[ended] &= self._keeps
         if not are_distinct(ended):
             _, first = np.unique(ended, return_index=True)
             mine = mine[np.sort(first)]
@@ -182,11 +199,12 @@ class Holdings:
 class AttachedClient:
     """One client of an engine: a process that has mapped the memory, or a part of one.
 
-    process: the process. connections: numbers of those that are open. A client without any is kept
-    until its process ends, since it may still use slots.
+    process: the process. number: see ``SlotUsers``. connections: numbers of those that are open. A
+    client without any is kept until its process ends, since it may still use slots.
     """
 
     process: EngineProcess
+    number: int
     connections: set[int] = field(default_factory=set)
 
 
@@ -194,14 +212,16 @@ class AttachedClient:
 class AttachedEngine:
     """One engine, of one or several clients.
 
-    name, uid: the same in all of its processes. tenant: whose quota counts. clients: by name, those
-    that are not known to have ended. rooms: by room number, what it uses there. num_waiting: its
-    requests that wait. num_failures, num_pauses: sums of its ``ReportNotice``.
+    name, uid: the same in all of its processes. tenant: whose quota counts. user: what the next
+    node will know of it. clients: by name, those that are not known to have ended. rooms: by room
+    number, what it uses there. num_waiting: its requests that wait. num_failures, num_pauses: sums
+    of its ``ReportNotice``.
     """
 
     name: str
     uid: int
     tenant: str
+    user: SlotUser
     clients: dict[str, AttachedClient] = field(default_factory=dict)
     rooms: dict[int, Holdings] = field(default_factory=dict)
     num_waiting: int = 0
@@ -212,7 +232,7 @@ class AttachedEngine:
         """Return what the engine uses of a room."""
         held = self.rooms.get(number)
         if held is None:
-            held = self.rooms[number] = Holdings(room)
+            held = self.rooms[number] = Holdings(room, self.user)
         return held
 
     def end(self) -> None:

@@ -66,6 +66,7 @@ class NodeHost:
         self._thread: Thread | None = None
         self._locked: list[tuple[str, Memory]] = []  # by instance
         self._old: set[str] = set()  # memories of earlier nodes that may be registered
+        self._in_use: list[MappedMemory] = []  # memory that copies in flight may use
 
     def memory_of(self, guard: SlotGuard | None) -> SlotMemory | None:
         """Return where guarded slots lie; None if that memory can't be had."""
@@ -77,6 +78,7 @@ class NodeHost:
         except NodeError as error:
             logger.warning("the node's memory can't be used: %s", error)
             if self._channel is not None:
+                self._in_use.append(self._channel.mapped)
                 self._client.put_back(self._channel, error)
                 self._channel = None
             return None
@@ -93,6 +95,7 @@ class NodeHost:
         if channel is None or not channel.is_open or channel.mapped.instance != instance:
             if channel is not None:
                 self._old.add(channel.mapped.instance)
+                self._in_use.append(channel.mapped)
                 self._channel = None
                 channel.close()
             self._channel = channel = self._client.take(until_s)
@@ -121,10 +124,11 @@ class NodeHost:
             self._thread.start()
 
     def release_old(self) -> None:
-        """Unregister the memory of earlier nodes, soon. No copy may be in flight."""
+        """Unregister and unmap the memory of earlier nodes, soon. No copy may be in flight."""
         for instance in self._old if self._thread is not None else ():
             self._queue.put(instance)
         self._old.clear()
+        self._in_use.clear()
 
     def _register(self) -> None:
         while (each := self._queue.get()) is not None:

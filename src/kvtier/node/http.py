@@ -70,11 +70,16 @@ class ClearBody(BaseModel):
 
 
 class QuotaBody(BaseModel):
-    """Bounds of a tenant's host memory, as sizes. No ceiling: None."""
+    """Bounds of a tenant's host memory and of its slabs, as sizes. No ceiling: None.
+
+    What has neither floor nor ceiling is left as it is.
+    """
 
     tenant: str
-    floor: str = "0"
+    floor: str | None = None
     ceiling: str | None = None
+    disk_floor: str | None = None
+    disk_ceiling: str | None = None
 
 
 def reading_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastAPI:
@@ -163,6 +168,12 @@ def control_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastA
     @app.post("/quota")
     async def set_quota(body: QuotaBody) -> TenantState:
         """Change a tenant's quota until the node ends."""
-        return await call(lambda: control.set_quota(body.tenant, body.floor, body.ceiling))
+        host = _bounds(body.floor, body.ceiling)
+        disk = _bounds(body.disk_floor, body.disk_ceiling)
+        return await call(lambda: control.set_quota(body.tenant, host, disk))
 
     return app
+
+
+def _bounds(floor: str | None, ceiling: str | None) -> tuple[str, str | None] | None:
+    return None if floor is None and ceiling is None else (floor or "0", ceiling)

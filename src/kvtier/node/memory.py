@@ -8,10 +8,10 @@ engine computes every address by itself, and is told nothing when segments chang
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import islice
 from pathlib import Path
@@ -24,55 +24,50 @@ from kvtier.devices.base import Device, Finding
 from kvtier.errors import ConfigError
 from kvtier.index.selection import Int64s
 from kvtier.layout import named_layout, opaque
-from kvtier.tiers import MemoryTier
+from kvtier.node.records import ArenaRecords, Bools, tag_of
+from kvtier.system.private_files import open_file
+from kvtier.tiers import MemoryTier, pages
 from kvtier.tiers.arena import Arena, ArenaOptions
 from kvtier.tiers.slots import check_count
 from kvtier.types import HOST, Slot
 
-F_ADD_SEALS = 1033
-F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = 1, 2, 4, 16
+logger = logging.getLogger(__name__)
+
 MOST_SLOTS = 1 << 26
 """Most slots of one block size. Each costs the node some bytes, used or not."""
 CANDIDATES = 8
 """Segments that are examined for a run of free neighbours before slots are taken from several."""
 
 
-def shared_file(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
-    """Return a new anonymous file of zeros in memory, and a mapping of it.
-
-    Nobody else can write to the file, or resize it. Its memory is freed with its last user, so
-    nothing stays behind after a crash.
-    """
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, num_bytes)
-        mapped = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
-        fcntl.fcntl(
-            fd, F_ADD_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE
-        )
-        return fd, mapped
-    except BaseException:
-        os.close(fd)
-        raise
-
-
 class NodeMemory:
     """The arena of a node, in segments that are lent to tiers.
 
     The arena is a file in ``directory``, which no other node uses at the same time. Its pages are
-    touched by the node, so that a control group charges them to the node and not to an engine.
+    touched by the node, so that a control group charges them to the node and not to an engine. It
+    is the arena of an earlier node if that one has not closed it, and it fits.
 
     Args:
         directory: directory in memory, usually below ``/dev/shm``; made if it is missing.
         num_bytes: size, rounded down to whole segments.
         segment_bytes: size of a segment, in whole pages.
         device: prepares the memory; the CPU's, since engines register it with their devices.
+        disk: directory of the slabs, whose blocks are read into the memory; "" for none.
+
+    Attributes:
+        records: the files beside the arena.
 
     Raises:
         ConfigError: the memory can't be allocated, or another node uses the directory.
     """
 
-    def __init__(self, directory: Path, num_bytes: int, segment_bytes: int, device: Device) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        num_bytes: int,
+        segment_bytes: int,
+        device: Device,
+        disk: str = "",
+    ) -> None:
         self.segment_bytes = segment_bytes
         self.num_segments = num_bytes // segment_bytes
         if self.num_segments < 1 or segment_bytes % mmap.PAGESIZE:
@@ -83,17 +78,19 @@ class NodeMemory:
         self._lock = _lock(directory)
         file = directory / "memory"
         try:
-            file.unlink(missing_ok=True)  # of a node that has crashed
+            self.records = ArenaRecords(directory, self.num_segments, segment_bytes, disk)
             layout = named_layout("block_first", opaque(segment_bytes), self.num_segments)
-            self._arena = Arena(layout, device, ArenaOptions(file=file))
-            self.fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+            touch = _leave if self.records.is_kept else pages.touch
+            self._arena = Arena(layout, device, ArenaOptions(file=file), touch)
+            self.fd = open_file(file, os.O_RDWR)
+            self.records.begin(self.fd)
         except BaseException:
             os.close(self._lock)
             raise
         self.memory = self._arena.memory
         self.num_bytes = self.num_segments * segment_bytes
         self.seams = np.arange(1, self.num_segments, dtype=np.int64) * segment_bytes
-        self._free = list(range(self.num_segments))  # a heap
+        self._free: list[int] = np.flatnonzero(self.records.owners == 0).tolist()  # a heap
 
     @property
     def num_free(self) -> int:
@@ -106,12 +103,21 @@ class NodeMemory:
         """Segments that belong to no tier."""
         return self._free
 
-    def take(self) -> int | None:
-        """Return a free segment, the lowest one. None if none is free and ready."""
-        return heappop(self._free) if self.num_free else None
+    def take(self, tier: SegmentTier) -> int | None:
+        """Return a free segment for a tier, the lowest one. None if none is free and ready."""
+        if not self.num_free:
+            return None
+        segment = heappop(self._free)
+        if not tier.rows.prepare(tier.slots_of(segment)):
+            logger.warning("no memory for the records of segment %d", segment)
+            heappush(self._free, segment)
+            return None
+        self.records.owners[segment] = tag_of(tier.room)
+        return segment
 
     def give_back(self, segment: int) -> None:
         """Take back a segment whose slots nobody uses any more."""
+        self.records.owners[segment] = 0
         heappush(self._free, segment)
 
     def findings(self) -> list[Finding]:
@@ -121,8 +127,14 @@ class NodeMemory:
     def close(self) -> None:
         """Release the memory. Engines that have mapped it keep it until they unmap it."""
         self._arena.close()
+        self.records.close()
         os.close(self.fd)
         os.close(self._lock)
+
+
+def _leave(address: int, num_bytes: int, threads: int, is_wanted: Callable[[], bool]) -> bool:
+    """Touch no page of an arena that was touched before: its bytes are of use."""
+    return True
 
 
 def lock_file(path: Path) -> int:
@@ -167,15 +179,23 @@ class SegmentTier(MemoryTier):
     Segments are added and retired while it serves. A retired segment gives out no more slots, and
     ``take_empty`` returns it once its last slot was freed.
 
-    A slot has a generation, which grows each time that the slot is given out. It lies in memory
-    that engines map, too: an engine that reads a slot compares it after its copy.
+    A slot has a generation, which grows each time that the slot is given out or freed. It lies in
+    memory that engines map, too: an engine that reads a slot compares it after its copy.
+
+    Args:
+        node: the arena.
+        room: name of the room, for the files of its slots.
+        block_bytes: bytes of a block.
+        key_bytes: length of a block's key.
 
     Attributes:
-        fd: file descriptor of the generations.
+        rows: the files.
+        fd: file descriptor of the generations, for reading.
         generations: int64 [num_slots].
+        users: uint64 [num_slots], engines that use each slot; see ``SlotUsers``.
     """
 
-    def __init__(self, node: NodeMemory, block_bytes: int) -> None:
+    def __init__(self, node: NodeMemory, room: str, block_bytes: int, key_bytes: int) -> None:
         num_slots = node.num_bytes // block_bytes
         if num_slots > MOST_SLOTS:
             raise ConfigError(
@@ -196,8 +216,10 @@ class SegmentTier(MemoryTier):
         self._retired: dict[int, int] = {}  # segment: slots that are still in use
         self._with_free: dict[int, None] = {}
         self._num_free = self._num_open = self._num_used = 0
-        self.fd, self._map = shared_file("kvtier-generations", max(8 * num_slots, mmap.PAGESIZE))
-        self.generations: Int64s = np.frombuffer(self._map, np.int64)[:num_slots]
+        self.room = room
+        self.rows = node.records.rows(room, key_bytes, num_slots)
+        self.fd = self.rows.fd
+        self.generations, self.users = self.rows.generations, self.rows.users
 
     # -- segments ----------------------------------------------------------------------------------
 
@@ -234,6 +256,20 @@ class SegmentTier(MemoryTier):
         self._with_free[segment] = None
         self._num_free += len(slots)
         self._num_open += len(slots)
+
+    def restore(self, segment: int, are_used: Bools) -> None:
+        """Add a segment some of whose slots are used. are_used: bool [number of its slots]."""
+        free = FreeSlots(len(are_used))
+        free.open(0, len(are_used))
+        if len(are_used):
+            free.take(len(are_used))
+            free.free(np.flatnonzero(~are_used).tolist())
+        self._open[segment] = free
+        if free.num_free():
+            self._with_free[segment] = None
+        self._num_free += free.num_free()
+        self._num_open += len(are_used)
+        self._num_used += int(are_used.sum())
 
     def retire(self, segment: int) -> None:
         """Give out no more slots of a segment."""
@@ -305,6 +341,8 @@ class SegmentTier(MemoryTier):
         if not len(slots):
             return
         freed = np.asarray(slots, np.int64)
+        self.generations[freed] = (self.generations[freed] | 1) + 1
+        self.users[freed] = 0
         segments = self.segments_of(freed)
         for segment in np.unique(segments).tolist():
             mine = freed[segments == segment]
@@ -332,6 +370,5 @@ class SegmentTier(MemoryTier):
         assert self._num_used == num_open - self._num_free + num_retired, "a slot is lost"
 
     def close(self) -> None:
-        """Close the generations; the arena is the node's."""
-        with suppress(OSError):
-            os.close(self.fd)
+        """Close the files; the arena is the node's."""
+        self.rows.close()

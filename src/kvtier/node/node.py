@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from kvtier.devices import Device
 from kvtier.devices.base import Finding
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import opaque
+from kvtier.node.checksums import RecordWriter, Verifier
 from kvtier.node.config import (
     DEFAULT_TENANT,
     NodeConfig,
@@ -30,6 +31,7 @@ from kvtier.node.config import (
     check_floors,
     check_tenant,
 )
+from kvtier.node.disk_space import DiskSpace
 from kvtier.node.memory import NodeMemory
 from kvtier.node.pins import Pin
 from kvtier.node.room import NodeRoom, RoomKey, RoomOptions
@@ -56,6 +58,8 @@ LINGER_S = 1.0
 """A room is polled so long after its last use, then only with all others."""
 SWEEP_S = 5.0
 """Seconds between polls of all rooms."""
+LEFT_S = 0.5
+"""Seconds between looks at whether engines of an earlier node have ended."""
 
 
 class CacheNode:
@@ -80,9 +84,17 @@ class CacheNode:
         self.instance = uuid4().hex
         self._clock = clock
         self.storage_names = storage_names(config.storage, bool(config.disk_path))
-        self.memory = NodeMemory(config.directory, config.host_bytes, config.segment_bytes, device)
+        self.memory = NodeMemory(
+            config.directory, config.host_bytes, config.segment_bytes, device, config.disk_path
+        )
         self._options = RoomOptions(config.eviction_policy, config.lookup_deadline_s)
         self.quotas = dict(config.quotas)
+        self.disk_space = DiskSpace(
+            config.disk_path,
+            parse_size(config.disk_capacity, "disk_capacity"),
+            config.disk_bytes,
+            lambda: self.quotas,
+        )
         self._shrinking: set[str] = set()  # tenants above a ceiling that was lowered
         self._numbers: dict[RoomKey, int] = {}
         self.rooms: list[NodeRoom] = []
@@ -92,52 +104,98 @@ class CacheNode:
         self._active: dict[int, float] = {}  # rooms that are polled, and until when
         self._next_balance_s = self._next_sweep_s = 0.0
         self.on_end: Callable[[], object] | None = None
+        self.records = RecordWriter()
+        self._verifier = Verifier(self._tell_of_ends)
+        self._next_left_s = 0.0
+        self._kept = self._keep()  # segments of rooms that were not opened yet
+
+    def _keep(self) -> dict[RoomKey, list[int]]:
+        """Return the segments that an earlier node has left, by room."""
+        records = self.memory.records
+        kept: dict[RoomKey, list[int]] = {}
+        for name in records.rooms():
+            key, segments = RoomKey.of_folder(name), records.segments_of(name)
+            if key is not None and segments:
+                kept[key] = segments
+                self._num_held[key.tenant] += len(segments)
+        return kept
 
     # -- rooms -------------------------------------------------------------------------------------
 
-    def room(self, key: RoomKey) -> tuple[int, NodeRoom]:
-        """Return the number of a room, and the room; make it at its first use.
+    def check_key(self, key: RoomKey, opening: Collection[RoomKey] = ()) -> RoomKey:
+        """Return the key of a room that exists or may be made, with a tenant.
 
-        Raises ``ConfigError`` if it can't be made.
+        opening: rooms that are being made. Raises ``ConfigError``.
         """
         if not key.tenant:
             key = replace(key, tenant=DEFAULT_TENANT)
-        number = self._numbers.get(key)
-        if number is None:
-            key.check()
-            number = len(self.rooms)
-            num_own = sum(other.tenant == key.tenant for other in self._numbers)
-            if number >= MOST_ROOMS or num_own >= MOST_ROOMS_OF_TENANT:
-                raise ConfigError(
-                    f"tenant {key.tenant!r} has {num_own} rooms, the node {number}: no more than "
-                    f"{MOST_ROOMS_OF_TENANT} and {MOST_ROOMS} can be opened"
-                )
-            room = NodeRoom(
-                key,
-                self.memory,
-                self._storages(key),
-                self._options,
-                partial(self._take_segment, number),
-                self._clock,
+        if key in self._numbers or key in opening:
+            return key
+        key.check()
+        others = [*self._numbers, *opening]
+        num_own = sum(other.tenant == key.tenant for other in others)
+        if len(others) >= MOST_ROOMS or num_own >= MOST_ROOMS_OF_TENANT:
+            raise ConfigError(
+                f"tenant {key.tenant!r} has {num_own} rooms, the node {len(others)}: no more than "
+                f"{MOST_ROOMS_OF_TENANT} and {MOST_ROOMS} can be opened"
             )
-            room.tell_of_ends(self._tell_of_ends)
-            self.rooms.append(room)
-            self._numbers[key] = number
-            logger.info("new room name=%s block_bytes=%d", key.name, key.block_bytes)
-        return number, self.rooms[number]
+        return key
 
-    def room_named(self, name: str) -> NodeRoom | None:
-        """Return the room of this name, and poll it for a while; None if there is no such room.
+    def number_of(self, key: RoomKey) -> int | None:
+        """Return the number of a room; None if it is not open."""
+        return self._numbers.get(key)
 
-        A room that only the disk has is opened. Raises ``CacheError`` if that fails.
+    def room(self, key: RoomKey) -> tuple[int, NodeRoom]:
+        """Return the number of a room, and the room; open it, and its storage, at its first use.
+
+        Waits for storage; see ``RoomOpener``. Raises ``ConfigError`` if it can't be made.
         """
-        for number, room in enumerate(self.rooms):
-            if room.key.name == name:
-                return self.room_of(number, room.key.tenant)
-        for key in self.keys_on_disk():
-            if key.name == name:
-                return self.room_of(self.room(key)[0], key.tenant)
-        return None
+        key = self.check_key(key)
+        number = self.number_of(key)
+        return (
+            self.enter(key, self.open_storages(key))
+            if number is None
+            else (number, self.rooms[number])
+        )
+
+    def enter(self, key: RoomKey, storages: Mapping[str, StorageTier]) -> tuple[int, NodeRoom]:
+        """Return the number of a new room, and the room. It takes over what is left of its memory.
+
+        storages: its storage tiers. Raises ``ConfigError``.
+        """
+        number = len(self.rooms)
+        room = NodeRoom(
+            key,
+            self.memory,
+            storages,
+            self._options,
+            partial(self._take_segment, number),
+            self.records,
+            self._clock,
+        )
+        room.tell_of_ends(self._tell_of_ends)
+        self.rooms.append(room)
+        self._numbers[key] = number
+        logger.info("new room name=%s block_bytes=%d", key.name, key.block_bytes)
+        segments = self._kept.pop(key, None)
+        if segments:
+            room.restore(segments, self.memory.records.users.left_mask, self._verifier)
+        return number, room
+
+    @property
+    def kept_rooms(self) -> Sequence[RoomKey]:
+        """Rooms whose memory an earlier node has left, and that are not open yet."""
+        return list(self._kept)
+
+    @property
+    def num_unverified(self) -> int:
+        """Number of blocks of an earlier node that are yet to be verified."""
+        return sum(room.kept.num_unverified for room in self.rooms)
+
+    @property
+    def num_aside(self) -> int:
+        """Number of slots that engines of earlier nodes may use."""
+        return sum(room.kept.num_aside for room in self.rooms)
 
     def keys_on_disk(self) -> list[RoomKey]:
         """Return the rooms that have a slab, opened or not."""
@@ -161,8 +219,11 @@ class CacheNode:
         if self.on_end is not None:
             self.on_end()
 
-    def _storages(self, key: RoomKey) -> dict[str, StorageTier]:
-        """Open the storage tiers of a room, fastest first. A failure leaves nothing open."""
+    def open_storages(self, key: RoomKey) -> dict[str, StorageTier]:
+        """Open the storage tiers of a room, fastest first. A failure leaves nothing open.
+
+        Any thread may call it.
+        """
         config, group = self.config, opaque(key.block_bytes)
         made: list[StorageTier] = []
         with ExitStack() as undo:
@@ -178,17 +239,18 @@ class CacheNode:
         return {each.name: each for each in made}
 
     def _disk(self, key: RoomKey) -> DiskTier | None:
-        """Open a room's slab. A disk that can't be read is left out."""
-        options = DiskOptions(
-            Path(self.config.disk_path) / key.folder,
-            parse_size(self.config.disk_capacity, "disk_capacity"),
-            direct=Direct.OFF,
-        )
-        try:
-            return DiskTier(options, opaque(key.block_bytes), None, name=DISK)
-        except TierError as error:
-            logger.error("a room is served without the disk: %s", error)
-            return None
+        """Open a room's slab. A disk that can't be read, or has no room, is left out."""
+        folder = Path(self.config.disk_path) / key.folder
+        with self.disk_space.slab_of(key) as size:
+            if not size:
+                logger.warning("no disk space is left for room %s", key.name)
+                return None
+            options = DiskOptions(folder, size, direct=Direct.OFF)
+            try:
+                return DiskTier(options, opaque(key.block_bytes), None, name=DISK)
+            except TierError as error:
+                logger.error("a room is served without the disk: %s", error)
+                return None
 
     # -- segments ----------------------------------------------------------------------------------
 
@@ -218,10 +280,13 @@ class CacheNode:
 
         Without one the room gets another room's segment later, if one is colder than its own.
         """
-        tenant = self.rooms[number].key.tenant
+        room = self.rooms[number]
+        tenant = room.key.tenant
         if not self._is_full(tenant) and self.memory.num_free > self._num_owed(tenant):
-            self._num_held[tenant] += 1
-            return self.memory.take()
+            segment = self.memory.take(room.tier)
+            if segment is not None:
+                self._num_held[tenant] += 1
+            return segment
         self._wanting[number] = None
         return None
 
@@ -300,7 +365,7 @@ class CacheNode:
         """
         check_tenant(tenant)
         quotas = {**self.quotas, tenant: quota}
-        check_floors(quotas, self.memory.num_bytes)
+        check_floors(quotas, self.memory.num_bytes, self.config.disk_bytes)
         self.quotas = quotas
         self._shrinking.add(tenant)
         for each in {room.key.tenant for room in self.rooms}:
@@ -347,6 +412,8 @@ class CacheNode:
         if now_s >= self._next_sweep_s:
             self._next_sweep_s = now_s + SWEEP_S
             self.poll_all()
+        self._verifier.poll()
+        self._poll_left(now_s)
         is_busy = False
         for number, until_s in list(self._active.items()):
             room = self.rooms[number]
@@ -362,6 +429,16 @@ class CacheNode:
             self._rebalance()
         return is_busy
 
+    def _poll_left(self, now_s: float) -> None:
+        """Notice engines of earlier nodes that use no slot any more."""
+        users = self.memory.records.users
+        if users.left and now_s >= self._next_left_s:
+            self._next_left_s = now_s + LEFT_S
+            for user in users.take_ended():
+                for room in self.rooms:
+                    room.kept.let_go(user, users.left_mask)
+                logger.info("engine of the node before has ended name=%s", user.name)
+
     def poll_all(self) -> None:
         """Let the next ``poll`` include every room."""
         self._active = dict.fromkeys(range(len(self.rooms)), 0.0) | self._active
@@ -374,6 +451,8 @@ class CacheNode:
             room.tier.check_invariants()
             seen.update(room.tier.segments)
             seen.update(room.tier.retired_segments)
+        for segments in self._kept.values():
+            seen.update(segments)
         assert sorted(seen.elements()) == list(range(self.memory.num_segments)), (
             "a segment is nobody's, or belongs to two"
         )
@@ -381,6 +460,9 @@ class CacheNode:
             found: Counter[str] = Counter()
             for room in self.rooms:
                 found[room.key.tenant] += len(getattr(room.tier, kind))
+            if kind == "segments":
+                for key, segments in self._kept.items():
+                    found[key.tenant] += len(segments)
             assert +found == +counts, f"{kind} are counted wrongly"
 
     def findings(self) -> Sequence[Finding]:
@@ -390,6 +472,8 @@ class CacheNode:
     def close(self) -> None:
         """Finish transfers, and release the memory."""
         is_over = [room.close() for room in self.rooms]
+        self._verifier.close()
+        self.records.close()
         if all(is_over):
             self.memory.close()
 

@@ -20,6 +20,7 @@ from kvtier.node.config import DEFAULT_TENANT, check_tenant
 from kvtier.node.engines import AttachedClient, AttachedEngine, AttachError, EngineProcess
 from kvtier.node.lookups import TimeCounts
 from kvtier.node.node import CacheNode
+from kvtier.node.opening import RoomOpener
 from kvtier.node.protocol import AttachRequest
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Registry:
     node: the node. Owned by the event loop's thread.
 
     Attributes:
+        opener: opens rooms.
         engines: by user, tenant and name. So nobody can use, or occupy, another user's name.
         ends: by number of a connection, what closes it if the process has closed its end.
         lookups: times of look-ups.
@@ -61,6 +63,7 @@ class Registry:
 
     def __init__(self, node: CacheNode) -> None:
         self.node = node
+        self.opener = RoomOpener(node)
         self.engines: dict[EngineKey, AttachedEngine] = {}
         self._num_connections = 0
         self._open: Counter[tuple[int, int]] = Counter()  # connections by process
@@ -104,7 +107,10 @@ class Registry:
                 f"user {process.uid} may not name tenant {tenant!r}; list it in --tenant-users"
             )
         key = (process.uid, tenant, hello.engine)
-        engine = self.engines.get(key) or AttachedEngine(hello.engine, process.uid, tenant)
+        users = self.node.memory.records.users
+        engine = self.engines.get(key) or AttachedEngine(
+            hello.engine, process.uid, tenant, users.enter(hello.engine)
+        )
         number = self._num_connections = self._num_connections + 1
         name = hello.client or f"#{number}"
         client = engine.clients.get(name)
@@ -113,13 +119,21 @@ class Registry:
         if client is None:
             if self._num_clients[process.identity] >= MOST_CLIENTS or len(name) > MOST_NAME_CHARS:
                 raise AttachError(f"process {process.pid} has {MOST_CLIENTS} clients already")
+            try:
+                client = AttachedClient(process.copy(), users.add_client(engine.user, process.pid))
+            except OSError as error:
+                raise AttachError(f"no memory for another client: {error.strerror}") from error
+            engine.clients[name] = client
             self._num_clients[process.identity] += 1
-            client = engine.clients[name] = AttachedClient(process.copy())
         elif not client.connections:
             asyncio.get_running_loop().remove_reader(client.process.pidfd)
         client.connections.add(number)
         self.engines[key] = engine
         return number, name, engine
+
+    def open_memory(self, name: str, engine: AttachedEngine) -> int:
+        """Return a descriptor of the arena for a client. Raises ``OSError``."""
+        return self.node.memory.records.users.open_memory(engine.clients[name].number)
 
     def detach(
         self, number: int, name: str, engine: AttachedEngine, is_goodbye: bool = False
@@ -144,17 +158,21 @@ class Registry:
 
     def _end(self, name: str, engine: AttachedEngine) -> None:
         """Forget a client that uses no slot; and its engine with the last one."""
-        process = engine.clients.pop(name).process
+        client = engine.clients.pop(name)
+        process = client.process
         asyncio.get_running_loop().remove_reader(process.pidfd)
         process.close()
         self._num_clients[process.identity] -= 1
         if not self._num_clients[process.identity]:
             del self._num_clients[process.identity]
+        users = self.node.memory.records.users
         if engine.clients:
+            users.remove_client(engine.user, client.number)
             return
         if engine.num_slots:
             logger.info("engine ended name=%s slots=%d", engine.name, engine.num_slots)
         engine.end()
+        users.remove_client(engine.user, client.number)
         self.engines.pop((engine.uid, engine.tenant, engine.name), None)
 
     def close(self) -> None:

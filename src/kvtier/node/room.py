@@ -24,7 +24,9 @@ from kvtier.index.policies.replayed import RUNS
 from kvtier.index.selection import Int64s, as_array, as_numbers, select
 from kvtier.keyed.cache import MEMORY_CODE, Codes, KeyedCache, Reserved
 from kvtier.ladder import LadderOptions, PendingLookup
+from kvtier.node.checksums import RecordWriter, Verifier
 from kvtier.node.config import DEFAULT_TENANT, check_tenant
+from kvtier.node.kept import KeptSlots
 from kvtier.node.lookups import PlaceCounts
 from kvtier.node.memory import NodeMemory, SegmentTier
 from kvtier.node.pins import Pins
@@ -136,6 +138,7 @@ class NodeRoom(KeyedCache):
         storages: storage tiers by name, fastest first; the room closes them.
         options: see ``RoomOptions``.
         take_segment: return a further segment for this room, or None.
+        writer: writes records of stored blocks, for the next node.
         clock: seconds.
     """
 
@@ -146,10 +149,11 @@ class NodeRoom(KeyedCache):
         storages: Mapping[str, StorageTier],
         options: RoomOptions,
         take_segment: Callable[[], int | None],
+        writer: RecordWriter,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.key = key
-        self.tier = SegmentTier(memory, key.block_bytes)
+        self.tier = SegmentTier(memory, key.folder, key.block_bytes, key.key_bytes)
         self._storages = storages
         self._take_segment = take_segment
         tiers: dict[str, MemoryTier | StorageTier] = {HOST: self.tier, **storages}
@@ -174,6 +178,8 @@ class NodeRoom(KeyedCache):
         super().__init__(index, ladder, lambda: namespace, clock)
         self.pins = Pins(self, clock)
         self.looked_up = PlaceCounts()
+        self.kept = KeptSlots(self, memory.memory.address, writer)
+        self._depths: Sequence[int] = ()  # of the blocks that are being committed
         self._block_at = np.zeros(self.tier.num_slots, np.int64)  # by slot: block + 1, or 0
         self._last_use = np.full(memory.num_segments, -np.inf)  # by segment
         self._retiring: dict[int, tuple[int, float]] = {}  # segment: next slot to examine, and when
@@ -232,6 +238,7 @@ class NodeRoom(KeyedCache):
 
     def distrust_slots(self, slots: Int64s) -> None:
         """Give up the blocks in slots that are leased or reserved. slots: int64 [n]."""
+        self.tier.rows.renew(slots)
         self._copies.distrust_blocks(self._blocks_in(slots))
 
     def _blocks_in(self, slots: Int64s) -> Sequence[BlockId]:
@@ -255,8 +262,20 @@ class NodeRoom(KeyedCache):
         super()._fill(blocks, slots, tier)
         self._block_at[as_array(slots)] = as_array(blocks) + 1
 
+    def _commit(self, blocks: Sequence[BlockId], depths: Sequence[int], to_storage: bool) -> None:
+        self._depths = depths
+        super()._commit(blocks, depths, to_storage)
+        self._depths = ()
+
     def _note(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
-        """Record nothing: nobody reads the changes of a room."""
+        """Have records written for blocks that entered memory. Nobody reads other changes."""
+        if is_removed or tier != HOST or not len(blocks):
+            return
+        depths = self._depths
+        if len(depths) != len(blocks):
+            depths = [self._index.depth(block) for block in blocks]
+        slots = as_array(self._index.slots(blocks, HOST))
+        self.kept.note(slots, self._index.keys(blocks), depths)
 
     def _note_use(self, slots: Sequence[Slot] | Int64s) -> None:
         self._last_use[self.tier.segments_of(as_array(slots))] = self._clock()
@@ -296,6 +315,7 @@ class NodeRoom(KeyedCache):
 
     def retire(self, segment: int) -> None:
         """Begin to give a segment back. Its blocks are evicted from memory little by little."""
+        self.kept.forget_segment(segment)
         self.tier.retire(segment)
         self._retiring[segment] = self.tier.slots_of(segment).start, self._clock()
 
@@ -337,12 +357,46 @@ class NodeRoom(KeyedCache):
         """Whether a segment is on its way back to the node."""
         return bool(self._retiring)
 
+    # -- takeover ----------------------------------------------------------------------------------
+
+    def restore(self, segments: Sequence[int], left_mask: int, verifier: Verifier) -> None:
+        """Take over segments of an earlier node; see ``KeptSlots.restore``."""
+        self._last_use[segments] = self._clock()
+        self.kept.restore(segments, left_mask, verifier)
+
+    def has_in_memory(self, key: bytes) -> bool:
+        """Whether a block is in memory, or arrives there."""
+        found = self._index.find(key)
+        return found is not None and found[1][0] is not State.ABSENT
+
+    def adopt_kept(
+        self, keys: Sequence[bytes], slots: Sequence[Slot], depths: Sequence[int]
+    ) -> Sequence[BlockId]:
+        """Take over blocks that lie in slots, and that are not in memory yet. Return them."""
+        blocks = self._index.make(keys)
+        self._copies.reserve(blocks, slots)
+        self._use(blocks)
+        self._fill(blocks, slots, 0)
+        self.commit(keys, depths)
+        return blocks
+
     # -- deletion ----------------------------------------------------------------------------------
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Delete blocks; see ``KeyedCache.delete``. Storage confirms it later (``undeleted``)."""
         self.pins.forget(keys)
+        self.kept.forget(keys)
+        self._forget_records(keys)
         super().delete(keys)
+
+    def _forget_records(self, keys: Sequence[bytes]) -> None:
+        """Let the next node find none of these blocks in memory."""
+        blocks = [
+            found[0]
+            for key in keys
+            if (found := self._index.find(key)) is not None and found[1][0] is not State.ABSENT
+        ]
+        self.tier.rows.renew(np.asarray(self._index.slots(blocks, HOST), np.int64))
 
     def undeleted(self, keys: Sequence[bytes]) -> set[int]:
         """Return the positions of deleted keys for which some storage has not confirmed it yet."""
@@ -362,6 +416,7 @@ class NodeRoom(KeyedCache):
         know are left: ``stores.delete_all`` deletes them.
         """
         self.pins.clear()
+        self.kept.forget_all()
         self.ladder.begin_clear()
         for tier in (HOST, *self.ladder.storages):
             for _ in range(self._index.num_held(tier) // DELETED_AT_ONCE + 1):
@@ -386,6 +441,7 @@ class NodeRoom(KeyedCache):
 
     def evict_all(self) -> Iterator[None]:
         """Evict every block from memory that nothing uses. Yields between steps."""
+        self.kept.forget_all()
         while self.ladder.eviction.make(HOST, DELETED_AT_ONCE):
             yield
 
@@ -433,6 +489,10 @@ class NodeRoom(KeyedCache):
     def tell_of_ends(self, tell: Callable[[], object]) -> None:
         """Call ``tell``, on any thread, when a transfer has ended."""
         self.ladder.transfers.tell_of_ends(tell)
+
+    @property
+    def _num_private(self) -> int:
+        return self.kept.num_private
 
     def check_invariants(self) -> None:
         """Raise AssertionError also if a slot is not known to have the block that lies in it."""

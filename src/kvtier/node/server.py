@@ -54,6 +54,7 @@ class NodeServer:
         self.registry.wake = self._wakes.set
         self.node.on_end = lambda: loop.call_soon_threadsafe(self._wakes.set)
         loop.add_reader(self._socket, self._accept)
+        opening = asyncio.create_task(self.registry.opener.open_kept())
         try:
             while True:
                 self._wakes.clear()
@@ -64,6 +65,8 @@ class NodeServer:
         finally:
             loop.remove_reader(self._socket)
             self.node.on_end = None
+            opening.cancel()
+            await self.registry.opener.close()
             for connection in list(self._connections):
                 connection.close()
             self.registry.close()

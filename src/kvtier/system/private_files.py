@@ -1,4 +1,4 @@
-"""Opens private files safely in directories that others can write to."""
+"""Opens and replaces private files safely in directories that others can write to."""
 
 from __future__ import annotations
 
@@ -20,3 +20,11 @@ def open_file(path: str | Path, flags: int, folder: int | None = None) -> int:
         raise OSError(errno.ENOTSUP, what, str(path))
     os.set_blocking(fd, True)  # later reads and writes may block
     return fd
+
+
+def replace_file(path: Path, content: str) -> None:
+    """Write a small file for this user only. Readers find it as it was, or as a whole."""
+    new = path.with_name(f"{path.name}.new")
+    with os.fdopen(open_file(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+        file.write(content)
+    new.replace(path)

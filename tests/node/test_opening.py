@@ -1,0 +1,101 @@
+"""Opening of a room's storage, which takes long: other rooms are served meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+
+from kvtier.errors import TierError
+from kvtier.node import protocol
+from kvtier.node.node import CacheNode
+from kvtier.node.room import RoomKey
+from kvtier.tiers import StorageTier
+from tests.node.test_engines import places, store
+from tests.node.world import PATIENCE_S, LocalNode, bare, config_of, keys, local_node, wait_until
+
+
+class Disk:
+    """Lets the storage of some rooms open only when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_open = Event()
+        self.opened: list[StorageTier] = []
+        self.num_begun = 0
+        self.fails = False
+        plain = CacheNode.open_storages
+
+        def slow(node: CacheNode, key: RoomKey) -> Mapping[str, StorageTier]:
+            if key.scope == b"slow":
+                self.num_begun += 1
+                assert self.may_open.wait(PATIENCE_S)
+                if self.fails:
+                    raise TierError("disk", "open", "it is broken")
+            made = plain(node, key)
+            self.opened += made.values()
+            return made
+
+        monkeypatch.setattr(CacheNode, "open_storages", slow)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+def test_other_rooms_are_served_while_one_opens(tmp_path: Path, disk: Disk) -> None:
+    options = {"disk_path": str(tmp_path / "disk"), "disk_capacity": "1MiB"}
+    with (
+        local_node(tmp_path, **options) as node,
+        bare(node.config.socket) as slow,
+        bare(node.config.socket) as second,
+        bare(node.config.socket) as other,
+    ):
+        slow.attach("slow"), second.attach("second")
+        for engine in slow, second:
+            engine.send(protocol.OpenRequest(2, b"slow", 16 << 10, 8))
+        wait_until(lambda: disk.num_begun)
+        room = other.enter("other")
+        store(other, room, keys(1))
+        assert places(other, room, keys(1)) == [protocol.MEMORY]
+        assert disk.num_begun == 1, "it is opened once"
+        disk.may_open.set()
+        for engine in slow, second:
+            answer = engine.receive()
+            assert isinstance(answer, protocol.OpenAnswer)
+            store(engine, answer.room, keys(2))
+            assert places(engine, answer.room, keys(2)) == [protocol.MEMORY]
+        assert len(disk.opened) == 2
+
+
+def test_room_that_fails_to_open_is_refused_and_tried_again(tmp_path: Path, disk: Disk) -> None:
+    disk.fails = True
+    disk.may_open.set()
+    with local_node(tmp_path) as node, bare(node.config.socket) as engine:
+        engine.attach()
+        for _ in range(2):
+            told = engine.ask(protocol.OpenRequest(2, b"slow", 16 << 10, 8))
+            assert "it is broken" in told.reason
+        disk.fails = False
+        told = engine.ask(protocol.OpenRequest(2, b"slow", 16 << 10, 8))
+        assert isinstance(told, protocol.OpenAnswer)
+
+
+def test_storage_that_opens_after_the_node_has_ended_is_closed(tmp_path: Path, disk: Disk) -> None:
+    options = {"disk_path": str(tmp_path / "disk"), "disk_capacity": "1MiB"}
+    node = LocalNode(config_of(tmp_path, **options))
+    with bare(node.config.socket) as engine:
+        engine.attach()
+        engine.send(protocol.OpenRequest(2, b"slow", 16 << 10, 8))
+        wait_until(lambda: disk.num_begun)
+        closing = Thread(target=node.close)
+        closing.start()
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive(), "the node waits for no disk"
+    disk.may_open.set()
+    with local_node(tmp_path / "next", **options) as other, bare(other.config.socket) as engine:
+        engine.attach()
+        request = protocol.OpenRequest(2, b"slow", 16 << 10, 8)
+        wait_until(lambda: isinstance(engine.ask(request), protocol.OpenAnswer))

@@ -1,0 +1,486 @@
+"""Memory of a node that was killed: what the next one takes over, and what it keeps aside."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier.devices.cpu import CpuDevice
+from kvtier.node import protocol, records
+from kvtier.node.node import CacheNode
+from kvtier.node.records import FOLDER, HEADER
+from kvtier.node.room import NodeRoom, RoomKey
+from tests.node.test_engines import store
+from tests.node.world import BLOCK, SCOPE, bare, config_of, keys, node_process, wait_until
+
+NUM = 64
+"""Slots of the memory."""
+
+
+def content_of(key: bytes) -> bytes:
+    return bytes(np.random.default_rng(int.from_bytes(key[:8], "little")).bytes(BLOCK))
+
+
+class World:
+    """A node in this process that "crashes": it is left as it is, and never closed."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder, self.options = folder, options
+        self.made: list[CacheNode] = []
+        self.start()
+
+    def start(self) -> None:
+        self.node = CacheNode(config_of(self.folder, **self.options), CpuDevice())
+        self.made.append(self.node)
+
+    @property
+    def room(self) -> NodeRoom:
+        number, _ = self.node.room(RoomKey("", SCOPE, BLOCK, 8))
+        room = self.node.room_of(number, "default")
+        assert room is not None
+        return room
+
+    @property
+    def memory(self) -> mmap.mmap:
+        owner = self.node.memory.memory.owner
+        assert isinstance(owner, mmap.mmap)
+        return owner
+
+    def write(self, slot: int, content: bytes) -> None:
+        self.memory[slot * BLOCK : (slot + 1) * BLOCK] = content
+
+    def read(self, slot: int) -> bytes:
+        return self.memory[slot * BLOCK : (slot + 1) * BLOCK]
+
+    def store(self, *numbers: int) -> list[int]:
+        """Store blocks. Return their slots."""
+        reserved = self.room.reserve([keys(number) for number in numbers])
+        assert reserved is not None
+        for key, slot in zip(reserved.keys, reserved.slots, strict=True):
+            self.write(slot, content_of(key))
+        self.room.commit(reserved.keys, list(range(len(reserved.keys))))
+        return list(reserved.slots)
+
+    def seal(self) -> None:
+        wait_until(lambda: self.node.records.is_idle)
+
+    def crash(self) -> None:
+        """Let the next node begin, as if this one's process had been killed."""
+        os.close(self.node.memory._lock)
+        self.node.memory._lock = os.open("/dev/null", os.O_RDONLY)
+        self.node.records.close()
+        self.start()
+
+    def found(self, *numbers: int) -> list[int]:
+        """Verify everything; return those of the blocks that are there, with the right bytes."""
+        room = self.room
+        wait_until(lambda: self.node.poll() or not self.node.num_unverified)
+        wanted = [keys(number) for number in numbers]
+        there = []
+        for number, key in zip(numbers, wanted, strict=True):
+            found = room.look_up([key], False).ready
+            if found:
+                slots = room.lease(found)
+                assert self.read(int(slots[0])) == content_of(key), "wrong bytes"
+                room.end_leases(slots)
+                there.append(number)
+        self.node.check_invariants()
+        return there
+
+
+@contextmanager
+def world(folder: Path, **options: Any) -> Iterator[World]:
+    made = World(folder, **options)
+    try:
+        yield made
+        made.node.check_invariants()
+    finally:
+        for node in made.made:
+            node.close()
+
+
+def test_blocks_with_a_checksum_are_taken_over(tmp_path: Path) -> None:
+    with world(tmp_path) as here:
+        here.store(*range(20))
+        here.seal()
+        here.crash()
+        assert here.node.num_aside == 0
+        assert here.found(*range(21)) == list(range(20))
+        here.store(20, 21)
+        here.seal()
+        here.crash()
+        assert here.found(*range(23)) == list(range(22)), "and again"
+        here.store(*range(100, 100 + NUM))
+        assert len(here.found(*range(100, 100 + NUM))) == NUM, "all slots can be used"
+
+
+def test_block_without_a_checksum_is_dropped(tmp_path: Path) -> None:
+    with world(tmp_path) as here:
+        here.store(1, 2)
+        here.seal()
+        here.node.records.close()
+        here.store(3)
+        here.crash()
+        assert here.found(1, 2, 3) == [1, 2]
+
+
+def test_block_whose_bytes_changed_is_dropped(tmp_path: Path) -> None:
+    with world(tmp_path) as here:
+        slots = here.store(1, 2, 3)
+        here.seal()
+        here.write(slots[1], bytes(BLOCK))
+        here.crash()
+        assert here.found(1, 2, 3) == [1, 3]
+
+
+def test_deleted_and_evicted_blocks_do_not_come_back(tmp_path: Path) -> None:
+    with world(tmp_path) as here:
+        here.store(*range(6))
+        here.seal()
+        leased = here.room.lease(here.room.look_up([keys(0)], False).ready)
+        here.room.delete([keys(0), keys(1)])
+        here.room.distrust(here.room.lease(here.room.look_up([keys(2)], False).ready).tolist())
+        here.crash()
+        assert here.found(*range(6)) == [3, 4, 5]
+        assert len(leased) == 1
+        for _ in here.room.evict_all():
+            pass
+        here.crash()
+        assert here.found(*range(6)) == []
+
+
+def test_block_that_is_deleted_while_its_record_is_written_does_not_come_back(
+    tmp_path: Path,
+) -> None:
+    """Its record comes after the deletion, and is of a generation that is over."""
+    with world(tmp_path) as here:
+        rows = here.room.tier.rows
+        (slot,) = here.store(1)
+        here.room.lease(here.room.look_up([keys(1)], False).ready)
+        before = rows.generations[[slot]]
+        here.seal()
+        here.room.delete([keys(1)])
+        rows.write(
+            np.array([slot]),
+            before,
+            np.frombuffer(keys(1), "V8"),
+            np.zeros(1, np.int64),
+            here.room.kept._slots.crcs(np.array([slot])),
+        )
+        here.crash()
+        assert here.found(1) == []
+
+
+def test_unverified_block_can_be_stored_anew_and_deleted(tmp_path: Path) -> None:
+    with world(tmp_path) as here:
+        here.store(1, 2, 3)
+        here.seal()
+        here.crash()
+        room = here.room
+        assert here.node.num_unverified == 3
+        here.store(1)
+        room.delete([keys(2)])
+        assert here.found(1, 2, 3) == [1, 3]
+        here.crash()
+        for _ in here.room.delete_all():
+            pass
+        assert here.found(1, 2, 3) == []
+
+
+# -- every step ------------------------------------------------------------------------------------
+
+
+class Stop(BaseException):
+    """The node is killed here."""
+
+
+def test_every_step_of_a_crash_leaves_right_blocks(tmp_path: Path) -> None:
+    """Crash before each store to the files and the arena, in an order that a node has."""
+    step = 0
+    is_over = False
+    kept = 0
+    while not is_over:
+        step += 1
+        folder = tmp_path / str(step)
+        with world(folder) as here:
+            here.store(*range(100, 100 + NUM))  # full: every store evicts
+            here.seal()
+            rows, room = here.room.tier.rows, here.room
+            stops = Steps(step)
+            _watch(here, stops)
+            try:
+                here.store(1, 2)
+                _write_records(here, rows, stops)
+                room.delete([keys(1)])
+                here.store(3)
+                _write_records(here, rows, stops)
+                is_over = True
+            except Stop:
+                pass
+            stops.is_on = False
+            here.crash()
+            numbers = [1, 2, 3, *range(100, 100 + NUM)]
+            found = here.found(*numbers)
+            assert len(found) >= NUM - 4, "only what was being replaced is lost"
+            if stops.is_deleted:
+                assert 1 not in found
+            kept += len(found)
+            here.store(*range(200, 200 + NUM))
+            assert len(here.found(*range(200, 200 + NUM))) == NUM, "no slot is lost"
+    assert step > 12, "there was little to stop at"
+
+
+class Steps:
+    """Raises ``Stop`` at the n-th step."""
+
+    def __init__(self, num: int) -> None:
+        self.left, self.is_on, self.is_deleted = num, True, False
+
+    def __call__(self) -> None:
+        if self.is_on:
+            self.left -= 1
+            if not self.left:
+                raise Stop
+
+
+class Watched(np.ndarray):
+    """Rows whose stores are steps: one before, and one in the middle."""
+
+    steps: Steps | None = None
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        plain = self.view(np.ndarray)
+        if self.steps is None or not isinstance(at, np.ndarray):
+            plain[at] = value
+            return
+        self.steps()
+        half = len(at) // 2
+        values = np.broadcast_to(np.asarray(value, plain.dtype), (len(at),))
+        plain[at[:half]] = values[:half]
+        self.steps()
+        plain[at[half:]] = values[half:]
+
+
+def _watch(here: World, steps: Steps) -> None:
+    tier, room = here.room.tier, here.room
+    for name in "generations", "users", "records":
+        watched = getattr(tier.rows, name).view(Watched)
+        watched.steps = steps
+        setattr(tier.rows, name, watched)
+    tier.generations, tier.users = tier.rows.generations, tier.rows.users
+    here.node.records.close()  # records are written by the test, step by step
+    plain, delete = here.write, room.delete
+
+    def write(slot: int, content: bytes) -> None:
+        steps()
+        plain(slot, bytes(BLOCK // 2) + content[BLOCK // 2 :])
+        steps()
+        plain(slot, content)
+
+    def deleted(keys: Sequence[bytes]) -> None:
+        delete(keys)
+        steps.is_deleted = True
+        steps()
+
+    here.write = write  # type: ignore[method-assign]
+    room.delete = deleted  # type: ignore[method-assign]
+
+
+def _write_records(here: World, rows: Any, steps: Steps) -> None:
+    writer = here.node.records
+    writer._is_wanted = True
+    while writer._waiting:
+        steps()
+        writer._write(writer._waiting.popleft())
+
+
+# -- engines of before -----------------------------------------------------------------------------
+
+USER = """
+import mmap, os, sys
+from pathlib import Path
+from kvtier.node import protocol, records
+from tests.node.world import BLOCK, SCOPE, Bare, keys
+engine = Bare(Path(sys.argv[1]))
+told = engine.attach("user", client="user")
+memory = mmap.mmap(engine.fds[0], told.memory_bytes)
+os.close(engine.fds.pop(0))
+room = engine.open().room
+kind = sys.argv[2]
+ask = protocol.ReserveRequest if kind == "reserved" else protocol.LookupRequest
+slots = protocol.unpack(engine.ask(ask(3, room, keys(*map(int, sys.argv[3:])))).slots).tolist()
+print(*slots, flush=True)
+for line in sys.stdin:
+    if line.strip() == "unmap":
+        memory.close()
+    elif line.strip() == "write":
+        for slot in slots:
+            memory[slot * BLOCK : (slot + 1) * BLOCK] = b"x" * BLOCK
+    print("done", flush=True)
+"""
+
+
+@contextmanager
+def user(socket: Path, kind: str, *numbers: int) -> Iterator[subprocess.Popen[str]]:
+    """An engine's process that uses blocks, whatever happens to the node."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", USER, str(socket), kind, *map(str, numbers)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.communicate()
+
+
+def told(process: subprocess.Popen[str], word: str = "") -> str:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    if word:
+        process.stdin.write(f"{word}\n")
+        process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+def stored_and_sealed(node: Any, *numbers: int) -> None:
+    """Store blocks in a node's process, as an engine that has ended since."""
+    with bare(node.socket) as engine:
+        room = engine.enter("first", client="first")
+        for number in numbers:
+            store(engine, room, keys(number))
+        engine.send(protocol.DetachNotice())
+        assert engine.is_closed()
+
+
+def num_free(socket: Path) -> int:
+    """Return how many slots can be had. They are given back."""
+    with bare(socket) as engine:
+        room = engine.enter("last", client="last")
+        found = b"".join(
+            engine.ask(protocol.ReserveRequest(3, room, keys(1000 + at))).slots for at in range(NUM)
+        )
+        engine.send(protocol.AbortNotice(room, found), protocol.DetachNotice())
+        assert engine.is_closed()
+        return len(protocol.unpack(found))
+
+
+@pytest.mark.parametrize("end", ["kill", "unmap"])
+@pytest.mark.parametrize("kind", ["reserved", "leased"])
+def test_slots_of_a_stopped_engine_stay_aside_until_it_lets_go(
+    tmp_path: Path, kind: str, end: str
+) -> None:
+    with node_process(tmp_path) as node:
+        if kind == "leased":
+            stored_and_sealed(node, 1, 2, 3)
+        with user(node.socket, kind, 1, 2, 3) as engine:
+            slots = list(map(int, told(engine).split()))
+            assert len(slots) == 3
+            engine.send_signal(signal.SIGSTOP)
+            node.end(signal.SIGKILL)
+            node.start()
+            _wait_for(node.socket, NUM - 3)
+            engine.send_signal(signal.SIGCONT)
+            if kind == "reserved":
+                told(engine, "write")  # to slots that nobody else has
+            assert num_free(node.socket) == NUM - 3
+            if end == "unmap":
+                told(engine, "unmap")
+            else:
+                engine.kill()
+                engine.wait()
+            _wait_for(node.socket, NUM)
+
+
+def _wait_for(socket: Path, num: int) -> None:
+    found: list[int] = []
+
+    def is_there() -> bool:
+        with suppress(OSError):
+            found.append(num_free(socket))
+        return bool(found) and found[-1] == num
+
+    try:
+        wait_until(is_there, 20)
+    except AssertionError:
+        raise AssertionError(f"{found[-1]} slots are free, and not {num}") from None
+
+
+# -- other memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"segment_capacity": "128KiB"}, "the configuration wants 8 of 131072"),
+        ({"host_capacity": "2MiB"}, "the configuration wants 32 of 65536"),
+    ],
+)
+def test_memory_of_another_shape_is_lost_in_one_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, str], reason: str
+) -> None:
+    with world(tmp_path) as here:
+        here.store(1)
+        here.seal()
+        here.options = options
+        here.crash()
+        assert reason in caplog.text
+        assert here.found(1) == []
+        here.store(2)
+        assert here.found(2) == [2]
+
+
+@pytest.mark.parametrize("change", ["format", "boot", "segments", "engine", "memory", "header"])
+def test_damaged_or_foreign_files_are_not_taken_over(tmp_path: Path, change: str) -> None:
+    with world(tmp_path) as here:
+        here.store(1)
+        here.seal()
+        folder = here.node.memory.records._folder
+        assert folder.name == FOLDER
+        header = json.loads((folder / HEADER).read_text())
+        match change:
+            case "format" | "boot":
+                (folder / HEADER).write_text(json.dumps(header | {change: 99}))
+            case "segments":
+                here.node.memory.records.owners[0] ^= np.uint64(2)
+            case "engine":
+                (folder / "engine-7").write_text("{}")
+            case "memory":
+                shutil.copy(folder.parent / "memory", tmp_path / "copy")
+                (tmp_path / "copy").rename(folder.parent / "memory")
+            case "header":
+                (folder / HEADER).write_text("{")
+        here.crash()
+        assert here.found(1) == []
+        here.store(2)
+        assert here.found(2) == [2]
+
+
+def test_memory_is_not_taken_over_while_a_slab_is_open_for_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Reads of a dead process may still be in flight into the memory."""
+    monkeypatch.setattr(records, "IO_END_S", 0.2)
+    with world(tmp_path, disk_path=str(tmp_path / "disk"), disk_capacity="1MiB") as here:
+        here.store(1)
+        here.seal()
+        (data,) = (tmp_path / "disk").rglob("data.slab")
+        assert not records._is_unused(data)
+        here.crash()
+        assert "may be in flight still" in caplog.text
+        assert not here.node.kept_rooms
