@@ -20,9 +20,10 @@ from kvtier.config import CacheConfig
 from kvtier.devices import Device, Finding
 from kvtier.errors import Closed, UsageError
 from kvtier.hints import Hint, waits
-from kvtier.index import make_index
+from kvtier.index import State, make_index
 from kvtier.ladder import Prefetch
 from kvtier.plan import Decision, Plan, plan_load
+from kvtier.prompts.deletion import Deletion, PromptDeletion, PromptPins, used_by_namespace
 from kvtier.prompts.lease import Lease
 from kvtier.prompts.lease_metrics import LeaseObserver
 from kvtier.system.process import OwnerProcess
@@ -31,7 +32,7 @@ from kvtier.telemetry.block_events import BlockEvents, BlockLog
 from kvtier.tiers import ArenaOptions, DeviceTier, StorageTier
 from kvtier.tiers.row import make_tiers
 from kvtier.transfer import CopyJob, LayerGate, LocalMover
-from kvtier.types import DEVICE, ClientHints, Label, LoadPolicy, Match, PrefetchPolicy, WritePolicy
+from kvtier.types import DEVICE, HOST, ClientHints, Label, LoadPolicy, Match, PrefetchPolicy, WritePolicy
 
 LONG_PROMPT = 1024
 """Blocks from which on a prompt is long. The cache's thread hashes shorter prompts itself, which
@@ -74,15 +75,21 @@ class Cache:
         make_policy = policy_maker(config.eviction_policy)
         self._tiers = make_tiers(config, device, pool, storage, arena)
         self._index = make_index({name: make_policy(name) for name in self._tiers})
+        mover = LocalMover(self._tiers, device, clock)
         self._ladder = build_ladder(
             self._index,
             self._tiers,
-            LocalMover(self._tiers, device, clock),
+            mover,
             ladder_options(config, self.group),
             clock=clock,
             metrics=Metrics(),
         )
         self._observer = LeaseObserver(self._ladder, self.group, events)
+        storages = {
+            name: tier for name, tier in self._tiers.items() if isinstance(tier, StorageTier)
+        }
+        self._deletion = PromptDeletion(self._index, self._ladder, mover, storages)
+        self.pins = PromptPins(self._index, self._ladder.num_slots().get(HOST, 0))
 
     # -- the life of a request --------------------------------------------------------------------
 
@@ -177,7 +184,10 @@ class Cache:
 
         Changes nothing.
         """
-        return self._index.match(namespace, labels)
+        match = self._index.match(namespace, labels)
+        if self._ladder.transfers.lost:  # deleted, and still in use
+            return match.first(self._deletion.num_kept(match.blocks))
+        return match
 
     def lease(self, namespace: bytes, labels: Sequence[Label], match: Match) -> Lease:
         """Return a lease that keeps the matched blocks from being evicted from their tiers."""
@@ -262,6 +272,10 @@ class Cache:
         """
         self._must_be_open()
         self._check_commit(lease, num_blocks)
+        if lease.is_private or self._ladder.transfers.lost:
+            lease.is_private |= self._has_lost(lease, num_blocks)
+            if lease.is_private:
+                return
         first, labels = lease.num_shared, lease.labels[lease.num_shared : num_blocks]
         above = lease.blocks[-1] if lease.blocks else None
         ours = lease.slots[first : first + len(labels)]
@@ -293,7 +307,7 @@ class Cache:
         self._loading.pop(lease, None)
         lease.forget_transfers()
         was_used = bool(lease.slots)
-        if was_used and not self._closed:
+        if was_used and not self._closed and not lease.is_private:
             self._store(lease)
             self._ladder.storage_writer.enqueue(lease.blocks)
         self._ladder.eviction.give_back(lease.room)
@@ -348,7 +362,7 @@ class Cache:
         """Note a use of the lease's blocks from ``first`` on, and store full batches."""
         self._index.touch(lease.blocks[first:], self._clock())
         num_waiting = lease.num_shared - lease.num_stored
-        if num_waiting * self.group.bytes_per_block >= self.config.store_batch_bytes:
+        if not lease.is_private and num_waiting * self.group.bytes_per_block >= self.config.store_batch_bytes:
             self._store(lease)
         self._check()
 
@@ -387,6 +401,83 @@ class Cache:
         now = self._clock()
         self._index.retain(namespace, labels, waits(is_waiting, now), now)
 
+    # -- deletion and control ---------------------------------------------------------------------
+
+    def delete(self, namespace: bytes, labels: Sequence[Label]) -> Deletion:
+        """Delete a prompt's blocks from every tier. Nothing finds them from now on.
+
+        Requests in flight with the same beginning go on, and store nothing. ``is_deleted`` tells
+        when every tier has confirmed it.
+        """
+        deletion = self._deletion.delete(namespace, labels)
+        for lease in self._leases:
+            if lease.namespace == namespace and lease.labels[:1] == labels[:1]:
+                lease.is_private = True
+        return self._deleting(deletion)
+
+    def delete_all(self, is_meant: Callable[[bytes], bool]) -> Deletion:
+        """Delete all blocks of the namespaces for which ``is_meant`` is true, from every tier.
+
+        Blocks that a disk keeps from an earlier process are deleted, too, unless a known block of
+        another namespace is the same. Cost: O(all blocks).
+        """
+        deletion = self._deletion.delete_all(is_meant)
+        for lease in self._leases:
+            lease.is_private |= is_meant(lease.namespace)
+        return self._deleting(deletion)
+
+    def _deleting(self, deletion: Deletion) -> Deletion:
+        self.pins.forget(deletion.blocks)
+        self._ladder.transfers.drop_lost()
+        self._check()
+        return deletion
+
+    def _has_lost(self, lease: Lease, num_blocks: int) -> bool:
+        """Whether the place of one of the lease's blocks is taken by one that is being deleted."""
+        labels = lease.labels[:num_blocks]
+        num = len(self._index.states(lease.namespace, labels, DEVICE))
+        known = self._index.extend(lease.namespace, labels[:num])
+        return self._deletion.num_kept(known) < num
+
+    def is_deleted(self, deletion: Deletion) -> bool:
+        """Whether no tier has any of the blocks any more, and storage has confirmed it."""
+        return self._deletion.is_complete(deletion)
+
+    def locate(self, namespace: bytes, labels: Sequence[Label]) -> list[str]:
+        """Return where each block of a prompt is: memory, arriving, storage or nowhere."""
+        found = ["nowhere"] * len(labels)
+        columns = {
+            tier: self._index.states(namespace, labels, tier) for tier in reversed(self._tiers)
+        }
+        for tier, states in columns.items():
+            is_storage = isinstance(self._tiers[tier], StorageTier)
+            for at, state in enumerate(states):
+                if state is State.READY:
+                    found[at] = "storage" if is_storage else "memory"
+                elif state is State.WRITING and not is_storage and found[at] != "memory":
+                    found[at] = "arriving"
+        if self._ladder.transfers.lost:
+            num = max(map(len, columns.values()))
+            kept = self._deletion.num_kept(self._index.extend(namespace, labels[:num]))
+            found[kept:] = ["nowhere"] * (len(found) - kept)
+        return found
+
+    def pin(self, namespace: bytes, labels: Sequence[Label], seconds: float) -> tuple[int, int]:
+        """Keep a prompt's first blocks in host memory for a time; see ``PromptPins.add``."""
+        num = len(self._index.states(namespace, labels, HOST))
+        blocks = self._index.extend(namespace, labels[:num])
+        kept = self._deletion.num_kept(blocks)
+        return self.pins.add(blocks[:kept], self._clock() + seconds)
+
+    def used_by_namespace(self) -> dict[bytes, dict[str, int]]:
+        """Return the bytes in each tier by namespace. Cost: O(all blocks)."""
+        used = used_by_namespace(self._index, list(self._tiers))
+        size = self.group.bytes_per_block
+        return {
+            namespace: {tier: num * size for tier, num in tiers.items()}
+            for namespace, tiers in used.items()
+        }
+
     # -- between the steps of the engine ----------------------------------------------------------
 
     def poll(self) -> None:
@@ -395,6 +486,7 @@ class Cache:
         Blocks that arrived become ready; those of a failed copy become absent.
         """
         finished = self._ladder.poll()
+        self.pins.expire(self._clock())
         self._give_up_late_loads(self._clock())
         if finished:
             self._check()

@@ -63,6 +63,7 @@ class Lease(Waiter):
     slots: device slots, ``slots[i]`` for block i: first the prefix's, then the room.
     num_stored: blocks of the prefix in the tier below or on their way to it, at the last look.
     is_left_out: the next ones are not worth their room there, and what comes behind them neither.
+    is_private: what the engine computes is neither shared nor stored, since the prompt was deleted.
     broken: some load failed; release the lease and ask again. late: it came too late.
     decision: what its plan was made from, as soon as there is one. stores: hears of the copies that
     store what it has computed.
@@ -84,7 +85,7 @@ class Lease(Waiter):
         self.held: list[list[str | None]] = []
         self.slots: Sequence[Slot] = []
         self.num_stored = 0
-        self.is_left_out = False
+        self.is_left_out = self.is_private = False
         self.broken = self.late = False
         self.released = False
         self.started = now
