@@ -156,6 +156,7 @@ class KeyIndex {
     bound::to_time(now);
     const GivenKeys given(keys);
     given.read(keys_);
+    index_.leave_each_once(keys_);
     checked([&] { index_.asked(keys_, now); });
   }
   void retain(nb::handle keys, nb::handle said, double now) {
@@ -163,6 +164,7 @@ class KeyIndex {
     const policy::Said it = bound::to_said(said);
     const GivenKeys given(keys);
     given.read(keys_);
+    index_.leave_each_once(keys_);
     checked([&] { index_.retain(keys_, it, now); });
   }
   void continues(nb::handle keys, nb::handle before) {

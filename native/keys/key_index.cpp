@@ -1,9 +1,9 @@
 #include "keys/key_index.hpp"
 
 #include <algorithm>
+#include <bit>
+#include <cstring>
 #include <string>
-#include <string_view>
-#include <unordered_set>
 
 namespace kvtier::keys {
 
@@ -21,6 +21,29 @@ std::vector<bool> have_links(std::vector<bool> learns, bool has_groups) {
   if (has_groups) learns.assign(learns.size(), true);
   return learns;
 }
+
+// Keys that were named before, in open cells.
+class NamedKeys {
+ public:
+  // num_keys: at most so many are added.
+  explicit NamedKeys(std::size_t num_keys) : cells_(std::bit_ceil(2 * num_keys + 1)) {}
+
+  // Whether it was not named before.
+  bool add(const KeyIndex::Key& key, std::uint64_t hash) {
+    const std::size_t mask = cells_.size() - 1;
+    for (std::size_t at = hash & mask;; at = (at + 1) & mask) {
+      KeyIndex::Key& cell = cells_[at];
+      if (cell.data == nullptr) {
+        cell = key;
+        return true;
+      }
+      if (cell.size == key.size && std::memcmp(cell.data, key.data, key.size) == 0) return false;
+    }
+  }
+
+ private:
+  std::vector<KeyIndex::Key> cells_;
+};
 
 }  // namespace
 
@@ -49,14 +72,18 @@ void KeyIndex::find(std::span<const Key> keys, std::vector<Index>& rows) const {
 
 void KeyIndex::missing(std::span<const Key> keys, std::size_t column,
                        std::vector<std::uint32_t>& which, std::vector<BlockId>& ready) const {
-  std::unordered_set<std::string_view> named;
+  NamedKeys named(keys.size());
   known_.find(keys, [&](std::size_t i, Index row, std::uint64_t) {
     const State state = row == kNone ? State::absent : state_at(row, column);
     if (state == State::ready) ready.push_back(rows_.id(row));
-    if (state != State::absent) return;
-    const std::string_view key{reinterpret_cast<const char*>(keys[i].data), keys[i].size};
-    if (named.insert(key).second) which.push_back(static_cast<std::uint32_t>(i));
+    if (state == State::absent && named.add(keys[i], known_.hash(keys[i])))
+      which.push_back(static_cast<std::uint32_t>(i));
   });
+}
+
+void KeyIndex::leave_each_once(std::vector<Key>& keys) const {
+  NamedKeys named(keys.size());
+  std::erase_if(keys, [&](const Key& key) { return !named.add(key, known_.hash(key)); });
 }
 
 State KeyIndex::state(BlockId block, std::size_t column) const {

@@ -39,8 +39,10 @@ class KeyIndex {
   // are ready there.
   void missing(std::span<const Key> keys, std::size_t column, std::vector<std::uint32_t>& which,
                std::vector<BlockId>& ready) const;
+  // Removes keys that were named before.
+  void leave_each_once(std::vector<Key>& keys) const;
   // A number that is probably no other key's. Secret: nobody can name keys that are alike.
-  std::uint64_t hash(BlockId block) const { return known_.hash(row(block)); }
+  std::uint64_t hash(BlockId block) const { return known_.hash(key(block)); }
   State state_at(Index row, std::size_t column) const { return rows_.at(row, column).state; }
   BlockId id(Index row) const { return rows_.id(row); }
 

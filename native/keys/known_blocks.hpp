@@ -39,7 +39,7 @@ class KnownBlocks {
   }
   std::uint64_t name(Index row) const { return name(key(row)); }
   // Of the whole key.
-  std::uint64_t hash(Index row) const { return trie::prefix_hash(seed_, key(row)); }
+  std::uint64_t hash(Key key) const { return trie::prefix_hash(seed_, key); }
 
   // Throws UnknownBlock.
   Index row(BlockId block) const {

@@ -78,10 +78,10 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
     # -- requests ---------------------------------------------------------------------------------
 
     def on_request(self, keys: Iterable[bytes], now: float) -> None:
-        self._core.asked(_each_once(keys), now)
+        self._core.asked(_core_keys(keys), now)
 
     def retain(self, keys: Iterable[bytes], said: Said, now: float) -> None:
-        self._core.retain(_each_once(keys), said, now)
+        self._core.retain(_core_keys(keys), said, now)
 
     def continues(self, keys: Iterable[bytes], before: bytes) -> None:
         self._core.continues(_core_keys(keys), before)
@@ -115,10 +115,3 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
 def _core_keys(keys: Iterable[bytes]) -> Iterable[bytes]:
     """Return keys as the core reads them fastest."""
     return cast("Iterable[bytes]", keys.array) if isinstance(keys, PackedKeys) else keys
-
-
-def _each_once(keys: Iterable[bytes]) -> Iterable[bytes]:
-    """Return keys without those that were named before."""
-    once = dict.fromkeys(keys)
-    is_packed = isinstance(keys, PackedKeys) and len(once) == len(keys)
-    return _core_keys(keys) if is_packed else once

@@ -31,6 +31,9 @@ def select(numbers: Sequence[Number], which: Bools | Int64s) -> Sequence[Number]
 
 
 def are_distinct(numbers: Int64s) -> bool:
-    """Whether no number is there twice."""
+    """Whether no number is there twice. Fastest for ascending ones."""
+    num_steps = max(0, len(numbers) - 1)
+    if np.count_nonzero(numbers[1:] > numbers[:-1]) == num_steps:
+        return True
     ordered = np.sort(numbers)
-    return bool((ordered[1:] != ordered[:-1]).all())
+    return bool(np.count_nonzero(ordered[1:] != ordered[:-1]) == num_steps)

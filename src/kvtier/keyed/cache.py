@@ -79,14 +79,22 @@ PLACES = (
 """Locations by their code, as look-ups of many blocks have them."""
 NOWHERE_CODE, ARRIVING_CODE, MEMORY_CODE, STORAGE_CODE, UNKNOWN_CODE = range(len(PLACES))
 PLACE_OF_CODE = np.array(PLACES, object)
-IN_MEMORY = np.zeros(len(State) + 1, np.uint8)
-"""Code of a location by the state of a block in memory; ``UNKNOWN_CODE`` for an unknown block."""
-IN_MEMORY[[0, WRITING, State.EVICTING, READY]] = (
-    UNKNOWN_CODE,
-    ARRIVING_CODE,
-    ARRIVING_CODE,
-    MEMORY_CODE,
-)
+
+
+def _codes_of_states(unknown: int) -> bytes:
+    """Return the code of a location by the state of a block in memory, to translate bytes.
+
+    unknown: code of blocks that the index does not know.
+    """
+    codes = bytearray(256)
+    codes[UNKNOWN], codes[READY] = unknown, MEMORY_CODE
+    codes[WRITING] = codes[State.EVICTING] = ARRIVING_CODE
+    return bytes(codes)
+
+
+IN_MEMORY = (_codes_of_states(UNKNOWN_CODE), _codes_of_states(NOWHERE_CODE))
+"""Codes by state, while unknown blocks may be in storage, and when they can't be."""
+NOWHERE_TO_UNKNOWN = bytes.maketrans(bytes([NOWHERE_CODE]), bytes([UNKNOWN_CODE]))
 
 Codes = npt.NDArray[np.uint8]
 
@@ -94,19 +102,25 @@ Codes = npt.NDArray[np.uint8]
 class LocatedBlocks(NamedTuple):
     """Blocks of a prompt, as the index knows them.
 
-    codes: uint8 [num_keys], positions in ``PLACES``. blocks: ``NO_BLOCK`` for an unknown one.
-    by_tier: uint8 [num_keys, num_tiers], states.
+    codes: per key, its position in ``PLACES``. They are bytes, since searching these is faster than
+    making an array. blocks: ``NO_BLOCK`` for an unknown one. by_tier: uint8 [num_keys, num_tiers],
+    states.
     """
 
-    codes: Codes
+    codes: bytes
     blocks: Sequence[BlockId]
     by_tier: Codes
 
     @property
     def places(self) -> list[BlockLocation]:
         """The location of each block."""
-        found: list[BlockLocation] = PLACE_OF_CODE[self.codes].tolist()
+        found: list[BlockLocation] = PLACE_OF_CODE[np.frombuffer(self.codes, np.uint8)].tolist()
         return found
+
+    def positions(self, *codes: int) -> npt.NDArray[np.int64]:
+        """Return the positions of the keys with one of some codes."""
+        of_keys = np.frombuffer(self.codes, np.uint8)
+        return np.flatnonzero(np.isin(of_keys, codes) if len(codes) > 1 else of_keys == codes[0])
 
 
 class KeyedCache:
@@ -182,17 +196,20 @@ class KeyedCache:
         Cost: one look-up in the index per key.
         """
         blocks, by_tier = self._find_all(keys)
-        codes = IN_MEMORY[by_tier[:, 0]]
-        for tier in range(1, len(self._tiers)):
-            codes[(codes == NOWHERE_CODE) & (by_tier[:, tier] == READY_BYTE)] = STORAGE_CODE
-        if self._lookup.is_complete:
-            codes[codes == UNKNOWN_CODE] = NOWHERE_CODE
+        codes = by_tier[:, 0].tobytes().translate(IN_MEMORY[self._lookup.is_complete])
+        if len(self._tiers) > 1 and NOWHERE_CODE in codes:
+            of_keys = np.frombuffer(codes, np.uint8).copy()
+            is_stored = (by_tier[:, 1:] == READY_BYTE).any(axis=1)
+            of_keys[(of_keys == NOWHERE_CODE) & is_stored] = STORAGE_CODE
+            codes = of_keys.tobytes()
         if self._lost or self._copies.doubted:
             doubtful = {*self._copies.doubted, *(block for block, _ in self._lost)}
+            changed = bytearray(codes)
             for at, block in enumerate(blocks):
                 if block in doubtful:
                     place = self._place(block, tuple(map(State, by_tier[at].tolist())))
-                    codes[at] = PLACES.index(place)
+                    changed[at] = PLACES.index(place)
+            codes = bytes(changed)
         return LocatedBlocks(codes, blocks, by_tier)
 
     def _find_all(self, keys: Collection[bytes]) -> tuple[Sequence[BlockId], Codes]:
@@ -244,11 +261,10 @@ class KeyedCache:
                 found = self._locate(keys)
         if not self._lookup.has_to_ask:
             return found, []
-        missing = (found.codes == NOWHERE_CODE) | (found.codes == UNKNOWN_CODE)
-        wanted = select_keys(keys, np.flatnonzero(missing))
+        wanted = select_keys(keys, found.positions(NOWHERE_CODE, UNKNOWN_CODE))
         pending = self._lookup.begin(wanted, has_gaps) if len(wanted) else []
         if pending:
-            found.codes[missing] = UNKNOWN_CODE
+            found = found._replace(codes=found.codes.translate(NOWHERE_TO_UNKNOWN))
         return found, pending
 
     def adopt_recovered(self, keys: Collection[bytes], stops_at_gap: bool = True) -> list[bytes]:

@@ -366,10 +366,10 @@ def _look_up(
     slots = held.lease(found.ready)
     answer = protocol.LookupAnswer(
         message.id,
-        found.codes.tobytes(),
+        found.codes,
         protocol.pack(slots),
         protocol.pack(room.generations(slots)),
-        found.sources.tobytes(),
+        found.sources,
         len(found.pending),
     )
     return answer, found.pending
@@ -380,17 +380,18 @@ def _reserve(message: protocol.ReserveRequest, held: Holdings) -> protocol.Reser
     keys = _keys(message.keys, room)
     reserved = held.reserve(keys)
     slots = as_array(() if reserved is None else reserved.slots)
-    is_new = np.full(len(keys), len(slots) == len(keys))
-    is_known = np.zeros(len(keys), bool)
-    if not is_new.all():
-        if reserved is not None:  # a key that is named twice is new once
-            new = dict.fromkeys(reserved.keys, True)
-            is_new = np.array([new.pop(key, False) for key in keys], bool)
-        is_known = np.isin(room.codes(keys), (protocol.MEMORY, protocol.ARRIVING)) & ~is_new
+    is_new, is_known = bytes([True]) * len(keys), bytes(len(keys))
+    if len(slots) < len(keys):
+        # A key that is named twice is new once.
+        new = dict.fromkeys(() if reserved is None else reserved.keys, True)
+        is_new = bytes(new.pop(key, False) for key in keys)
+        here = (protocol.MEMORY, protocol.ARRIVING)
+        pairs = zip(room.codes(keys), is_new, strict=True)
+        is_known = bytes(code in here and not was_new for code, was_new in pairs)
     return protocol.ReserveAnswer(
         message.id,
-        is_new.tobytes(),
-        is_known.tobytes(),
+        is_new,
+        is_known,
         protocol.pack(slots),
         protocol.pack(room.generations(slots)),
     )

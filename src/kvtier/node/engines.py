@@ -121,7 +121,7 @@ class Holdings:
         """Release one lease of each slot. Slots that the engine has not leased are ignored."""
         slots = self._existing(slots)
         np.subtract.at(self.num_leases, slots, ONE)
-        if (self.num_leases[slots] >= BELOW_ZERO).any():  # named more often than leased
+        if np.count_nonzero(self.num_leases[slots] >= BELOW_ZERO):  # named more often than leased
             np.add.at(self.num_leases, slots, ONE)
             at, num = np.unique(slots, return_counts=True)
             ours = np.minimum(num.astype(np.uint32), self.num_leases[at])
@@ -159,8 +159,8 @@ class Holdings:
 
     def _end_reserved(self, slots: Int64s) -> Int64s:
         """Note that slots are reserved no longer. Return the positions of those that were, once."""
-        exist = self._do_exist(slots)
-        mine = np.flatnonzero(exist & self.is_reserved[np.where(exist, slots, 0)])
+        known = np.flatnonzero(self._do_exist(slots))
+        mine = known[self.is_reserved[slots[known]]]
         ended = slots[mine]
         self.is_reserved[ended] = False
         self._users[ended] &= self._keeps
@@ -176,12 +176,13 @@ class Holdings:
         self.room.distrust_slots(slots[self.is_reserved[slots] | (self.num_leases[slots] > 0)])
 
     def _do_exist(self, slots: Int64s) -> Bools:
-        return (slots >= 0) & (slots < len(self.num_leases))
+        """Return whether the room can have each slot."""
+        return slots.view(np.uint64) < len(self.num_leases)  # negative ones are large then
 
     def _existing(self, slots: Int64s) -> Int64s:
         """Return the slots without those that the room can't have."""
         exist = self._do_exist(slots)
-        return slots if exist.all() else slots[exist]
+        return slots if np.count_nonzero(exist) == len(slots) else slots[exist]
 
     def end(self) -> None:
         """Release and give up everything."""

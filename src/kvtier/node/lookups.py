@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtier.keyed.cache import PLACES, BlockLocation, Codes
+from kvtier.keyed.cache import PLACES, BlockLocation
 from kvtier.telemetry.node import LOOKUP_BUCKETS_S
 
 
@@ -22,9 +22,9 @@ class PlaceCounts:
     def __init__(self) -> None:
         self.numbers = np.zeros(len(PLACES), np.int64)
 
-    def add(self, codes: Codes) -> None:
-        """Count blocks by the codes of their places: uint8 [n]."""
-        self.numbers += np.bincount(codes, minlength=len(PLACES))
+    def add(self, codes: bytes) -> None:
+        """Count blocks by the codes of their places, one byte each."""
+        self.numbers += np.bincount(np.frombuffer(codes, np.uint8), minlength=len(PLACES))
 
     def add_places(self, places: Sequence[BlockLocation]) -> None:
         """Count blocks by their places."""

@@ -22,7 +22,7 @@ import numpy as np
 from kvtier._hot import FreeSlots
 from kvtier.devices.base import Device, Finding
 from kvtier.errors import ConfigError
-from kvtier.index.selection import Int64s
+from kvtier.index.selection import Int64s, as_numbers
 from kvtier.layout import named_layout, opaque
 from kvtier.node.records import ArenaRecords, Bools, tag_of
 from kvtier.system.private_files import open_file
@@ -309,13 +309,11 @@ class SegmentTier(MemoryTier):
         check_count(num_slots)
         if num_slots > self._num_free:
             return None
-        parts = [np.asarray(part, np.int64) for part in self._take(num_slots)]
-        slots = np.concatenate([np.zeros(0, np.int64), *parts])
+        slots = np.concatenate([*self._take(num_slots)] or [np.zeros(0, np.int64)])
         self.generations[slots] += 1
         self._num_free -= num_slots
         self._num_used += num_slots
-        found: list[Slot] = slots.tolist()
-        return found
+        return as_numbers(slots)
 
     def _take(self, num_slots: int) -> Iterator[Int64s]:
         """Yield slots: one run of neighbours if a segment has it, else the lowest ones."""
@@ -351,7 +349,7 @@ class SegmentTier(MemoryTier):
                 self._retired[segment] -= len(mine)
                 continue
             local = mine - self.slots_of(segment).start
-            self._open[segment].free(local.tolist())
+            self._open[segment].free(as_numbers(local))
             self._with_free.setdefault(segment)
             self._num_free += len(mine)
 

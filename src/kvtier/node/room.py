@@ -22,7 +22,7 @@ from kvtier.hints import Said
 from kvtier.index import State, make_key_index
 from kvtier.index.policies.replayed import RUNS
 from kvtier.index.selection import Int64s, as_array, as_numbers, select
-from kvtier.keyed.cache import MEMORY_CODE, Codes, KeyedCache, Reserved
+from kvtier.keyed.cache import MEMORY_CODE, KeyedCache, Reserved
 from kvtier.ladder import LadderOptions, PendingLookup
 from kvtier.node.checksums import RecordWriter, Verifier
 from kvtier.node.config import DEFAULT_TENANT, check_tenant
@@ -118,14 +118,14 @@ class RoomOptions:
 class FoundInRoom(NamedTuple):
     """Result of ``NodeRoom.look_up``.
 
-    codes: uint8 [num_keys], see ``kvtier.keyed.cache.PLACES``. ready: the blocks in memory.
-    sources: uint8 [num_keys], position of the tier that each block would be read from. pending:
+    codes: one byte per key, see ``kvtier.keyed.cache.PLACES``. ready: the blocks in memory.
+    sources: one byte per key, position of the tier that the block would be read from. pending:
     look-ups in storage that are in flight.
     """
 
-    codes: Codes
+    codes: bytes
     ready: Sequence[BlockId]
-    sources: Codes
+    sources: bytes
     pending: list[PendingLookup]
 
 
@@ -200,13 +200,14 @@ class NodeRoom(KeyedCache):
     def look_up(self, keys: Sequence[bytes], has_gaps: bool) -> FoundInRoom:
         """Look up a prompt's blocks; see ``begin_lookup``. Cost: one look-up in the index."""
         found, asked = self._begin_lookup(keys, has_gaps)
-        is_ready = found.codes == MEMORY_CODE
-        ready = found.blocks if is_ready.all() else select(found.blocks, is_ready)
-        pending = [each for each in asked if not each.is_over]
-        return FoundInRoom(found.codes, ready, self._source_tiers(found.by_tier), pending)
+        codes, ready, sources = found.codes, found.blocks, bytes(len(keys))
+        if codes.count(MEMORY_CODE) < len(codes):
+            ready = select(ready, found.positions(MEMORY_CODE))
+            sources = self._source_tiers(found.by_tier).tobytes()
+        return FoundInRoom(codes, ready, sources, [each for each in asked if not each.is_over])
 
-    def codes(self, keys: Sequence[bytes]) -> Codes:
-        """Return the code of each block's location: uint8 [num_keys]. Changes nothing."""
+    def codes(self, keys: Sequence[bytes]) -> bytes:
+        """Return the code of each block's location. Changes nothing."""
         return self._locate(keys).codes
 
     def ready_blocks(self, keys: Sequence[bytes]) -> Sequence[BlockId]:
@@ -278,7 +279,9 @@ class NodeRoom(KeyedCache):
         self.kept.note(slots, self._index.keys(blocks), depths)
 
     def _note_use(self, slots: Sequence[Slot] | Int64s) -> None:
-        self._last_use[self.tier.segments_of(as_array(slots))] = self._clock()
+        used = as_array(slots)
+        if len(used):
+            self._last_use[self.tier.segments_of(used)] = self._clock()
 
     def generations(self, slots: Sequence[Slot] | Int64s) -> Int64s:
         """Return the generation of each slot: int64 [n]."""
