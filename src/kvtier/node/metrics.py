@@ -22,6 +22,16 @@ NODE_METRICS = (
     ),
     MetricSpec("kvtier_node_memory_bytes", "gauge", "Host memory of the node."),
     MetricSpec("kvtier_node_free_bytes", "gauge", "Host memory that belongs to no room."),
+    MetricSpec(
+        "kvtier_node_unverified_blocks",
+        "gauge",
+        "Blocks in memory of the node before that are yet to be verified.",
+    ),
+    MetricSpec(
+        "kvtier_node_slots_aside",
+        "gauge",
+        "Slots that engines of the node before may use, and that are not given out.",
+    ),
     MetricSpec("kvtier_node_tenant_bytes", "gauge", "Host memory of a tenant.", ("tenant",)),
     MetricSpec("kvtier_node_floor_bytes", "gauge", "Floor of a tenant's quota.", ("tenant",)),
     MetricSpec(
@@ -101,6 +111,8 @@ def _values(state: NodeState) -> dict[str, dict[tuple[str, ...], float]]:
         "kvtier_node_engine_slots": dict(slots),
         "kvtier_node_memory_bytes": {(): state.memory_bytes},
         "kvtier_node_free_bytes": {(): state.free_segments * size},
+        "kvtier_node_unverified_blocks": {(): state.unverified_blocks},
+        "kvtier_node_slots_aside": {(): state.slots_aside},
         "kvtier_node_tenant_bytes": {(name,): each.segments * size for name, each in tenants},
         "kvtier_node_floor_bytes": {(name,): each.floor_bytes for name, each in tenants},
         "kvtier_node_ceiling_bytes": {
