@@ -9,6 +9,7 @@ from benchmarks.node.processes import Node, attached, check_all_there, running_n
 from benchmarks.report.targets import judged
 from benchmarks.scale.keyed import new_keys
 from kvtier.node.cache import NodeCache
+from kvtier.node.records import record_type
 from kvtier.tools.report.stats import exactly, median_with_interval
 
 REQUEST_BLOCKS = 100
@@ -16,8 +17,8 @@ MOST_US = 50.0
 MOST_BYTES = 150.0
 BLOCK_BYTES = 64
 SEGMENT_BYTES = 4 << 20
-GENERATION_BYTES = 8
-"""Bytes of a slot's generation, which lies in shared memory."""
+ROW_BYTES = 8 + 8 + record_type(len(new_keys(1)[0])).itemsize
+"""Bytes of a slot's generation, users and record, which lie in shared memory."""
 SPARE = 4
 """The memory has room for so many times the blocks of a run that stores new ones."""
 
@@ -99,7 +100,7 @@ def _memory(num_blocks: int) -> JsonRow:
             check_all_there(places)
             cache.poll()
             grown = node.own_bytes - before
-    per_block = grown / num_slots + GENERATION_BYTES
+    per_block = grown / num_slots + ROW_BYTES
     return {"what": f"{num_slots:,} blocks", "unit": "bytes per block", "median": per_block}
 
 

@@ -195,6 +195,11 @@ def status(socket: Socket = SOCKET, as_json: AsJson = False) -> None:
         f"{size(told['segment_bytes'])}, {told['free_segments']} free; "
         f"started {seconds(told['uptime_s'])} ago"
     )
+    if told["unverified_blocks"] or told["slots_aside"]:
+        _say(
+            f"of the node before: {told['unverified_blocks']} blocks are yet to be verified, "
+            f"{told['slots_aside']} slots may be in use by its engines"
+        )
     for each in told["engines"]:
         pids = ", ".join(map(str, each["pids"]))
         _say(f"engine {each['name']} of {each['tenant']}: {each['slots']} slots; processes {pids}")

@@ -24,6 +24,7 @@ from kvtier.devices.base import Device, Finding
 from kvtier.errors import ConfigError
 from kvtier.index.selection import Int64s, as_numbers
 from kvtier.layout import named_layout, opaque
+from kvtier.node.config import SHARED_MEMORY
 from kvtier.node.records import ArenaRecords, Bools, tag_of
 from kvtier.system.private_files import open_file
 from kvtier.tiers import MemoryTier, pages
@@ -75,17 +76,20 @@ class NodeMemory:
                 f"segment_capacity: segments of {segment_bytes} bytes in {num_bytes} bytes of host "
                 f"memory; give a multiple of {mmap.PAGESIZE} that fits"
             )
-        self._lock = _lock(directory)
+        beside = _beside(directory)
+        self._locks = [_lock(directory)]
         file = directory / "memory"
         try:
-            self.records = ArenaRecords(directory, self.num_segments, segment_bytes, disk)
+            if beside != directory:
+                self._locks.append(_lock(beside))
+            self.records = ArenaRecords(beside, file, self.num_segments, segment_bytes, disk)
             layout = named_layout("block_first", opaque(segment_bytes), self.num_segments)
             touch = _leave if self.records.is_kept else pages.touch
             self._arena = Arena(layout, device, ArenaOptions(file=file), touch)
             self.fd = open_file(file, os.O_RDWR)
             self.records.begin(self.fd)
         except BaseException:
-            os.close(self._lock)
+            self._unlock()
             raise
         self.memory = self._arena.memory
         self.num_bytes = self.num_segments * segment_bytes
@@ -129,7 +133,11 @@ class NodeMemory:
         self._arena.close()
         self.records.close()
         os.close(self.fd)
-        os.close(self._lock)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        while self._locks:
+            os.close(self._locks.pop())
 
 
 def _leave(address: int, num_bytes: int, threads: int, is_wanted: Callable[[], bool]) -> bool:
@@ -149,6 +157,18 @@ def lock_file(path: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _beside(directory: Path) -> Path:
+    """Return the directory of the records: another one if files can't be written in this one.
+
+    On hugetlbfs they can't, and a file of any size would take a huge page.
+    """
+    there = next(each for each in (directory, *directory.absolute().parents) if each.exists())
+    if os.statvfs(there).f_bsize < pages.HUGE_PAGE_BYTES:
+        return directory
+    name = str(directory.absolute()).strip("/").replace("/", "-")
+    return SHARED_MEMORY / f"kvtier-records-{name}"
 
 
 def _lock(directory: Path) -> int:

@@ -89,6 +89,8 @@ def _values(state: NodeState) -> dict[str, Values]:
         "kvtier_node_memory_bytes": {(): state.memory_bytes},
         "kvtier_node_segment_bytes": {(): state.segment_bytes},
         "kvtier_node_free_bytes": {(): state.free_segments * state.segment_bytes},
+        "kvtier_node_unverified_blocks": {(): state.unverified_blocks},
+        "kvtier_node_slots_aside": {(): state.slots_aside},
         **_of_engines(state),
         **_of_rooms(state),
         **_of_tenants(state),

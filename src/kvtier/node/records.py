@@ -187,7 +187,8 @@ class ArenaRecords:
     """The files beside an arena.
 
     Args:
-        directory: directory of the arena, locked by this process.
+        directory: directory of the records, locked by this process.
+        file: the arena.
         num_segments, segment_bytes: of the arena.
         disk: directory of the slabs, "" for none.
 
@@ -198,10 +199,15 @@ class ArenaRecords:
     """
 
     def __init__(
-        self, directory: Path, num_segments: int, segment_bytes: int, disk: str = ""
+        self,
+        directory: Path,
+        file: Path,
+        num_segments: int,
+        segment_bytes: int,
+        disk: str = "",
     ) -> None:
         self._folder = directory / FOLDER
-        self._file = directory / "memory"
+        self._file = file
         boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
         disk = str(Path(disk).absolute()) if disk else ""
         self._header = ArenaHeader(FORMAT, boot, num_segments, segment_bytes, 0, disk)

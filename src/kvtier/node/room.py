@@ -180,6 +180,7 @@ class NodeRoom(KeyedCache):
         self.looked_up = PlaceCounts()
         self.kept = KeptSlots(self, memory.memory.address, writer)
         self._depths: Sequence[int] = ()  # of the blocks that are being committed
+        self._are_recorded = False  # whether they have records already
         self._block_at = np.zeros(self.tier.num_slots, np.int64)  # by slot: block + 1, or 0
         self._last_use = np.full(memory.num_segments, -np.inf)  # by segment
         self._retiring: dict[int, tuple[int, float]] = {}  # segment: next slot to examine, and when
@@ -270,7 +271,7 @@ class NodeRoom(KeyedCache):
 
     def _note(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
         """Have records written for blocks that entered memory. Nobody reads other changes."""
-        if is_removed or tier != HOST or not len(blocks):
+        if is_removed or tier != HOST or self._are_recorded or not len(blocks):
             return
         depths = self._depths
         if len(depths) != len(blocks):
@@ -380,7 +381,9 @@ class NodeRoom(KeyedCache):
         self._copies.reserve(blocks, slots)
         self._use(blocks)
         self._fill(blocks, slots, 0)
+        self._are_recorded = True
         self.commit(keys, depths)
+        self._are_recorded = False
         return blocks
 
     # -- deletion ----------------------------------------------------------------------------------

@@ -134,12 +134,10 @@ class SlotUsers:
         return mask
 
     def enter(self, name: str) -> SlotUser:
-        """Return a new engine without clients."""
+        """Return a new engine without clients. It has its bit from the first client on."""
         free = (bit for bit in range(SHARED_BIT) if bit not in self._bits)
-        bit = next(free, SHARED_BIT)
-        self._bits.add(bit)
         self._num_made += 1
-        return SlotUser(self._num_made, bit, name)
+        return SlotUser(self._num_made, next(free, SHARED_BIT), name)
 
     def add_client(self, user: SlotUser, pid: int) -> int:
         """Note a new client before it gets the arena. Return its number. Raises ``OSError``."""
@@ -150,6 +148,7 @@ class SlotUsers:
         except OSError:
             del user.clients[self._num_made]
             raise
+        self._bits.add(user.bit)
         return self._num_made
 
     def remove_client(self, user: SlotUser, number: int) -> None:

@@ -11,7 +11,7 @@ from kvtier.keys import next_keys
 from kvtier.ladder import Ladder
 from kvtier.tiers import StorageTier
 from kvtier.transfer import LocalMover
-from kvtier.types import HOST, BlockId, BlockKey, Label, keys_of
+from kvtier.types import HOST, NO_BLOCK, BlockId, BlockKey, Label, keys_of
 
 PINNED_SHARE = 0.5
 """Largest share of host memory that pins may hold."""
@@ -47,7 +47,7 @@ class PromptDeletion:
         )
         known = self._index.extend(namespace, labels[:num_known])
         names = list(next_keys(namespace, labels))
-        self._ladder.delete(names, [*known, *[None] * (len(names) - len(known))], ())
+        self._ladder.delete(names, [*known, *[NO_BLOCK] * (len(names) - len(known))], ())
         return Deletion(frozenset(known), names)
 
     def delete_all(self, is_meant: Callable[[bytes], bool]) -> Deletion:

@@ -58,6 +58,16 @@ NODE_METRICS = (
     MetricSpec("kvtier_node_segment_bytes", "gauge", "Size of a segment of it."),
     MetricSpec("kvtier_node_free_bytes", "gauge", "Host memory that belongs to no room."),
     MetricSpec(
+        "kvtier_node_unverified_blocks",
+        "gauge",
+        "Blocks in memory of the node before that are yet to be verified.",
+    ),
+    MetricSpec(
+        "kvtier_node_slots_aside",
+        "gauge",
+        "Slots that engines of the node before may use, and that are not given out.",
+    ),
+    MetricSpec(
         "kvtier_node_capacity_bytes",
         "gauge",
         "Capacity of a tier: memory, and the sum of all rooms' slabs or stores.",
