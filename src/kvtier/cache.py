@@ -459,7 +459,8 @@ class Cache:
         """Return where each block of a prompt is: memory, arriving, storage or nowhere."""
         found = ["nowhere"] * len(labels)
         columns = {
-            tier: self._index.states(namespace, labels, tier) for tier in reversed(list(self._tiers))
+            tier: self._index.states(namespace, labels, tier)
+            for tier in reversed(list(self._tiers))
         }
         for tier, states in columns.items():
             is_storage = isinstance(self._tiers[tier], StorageTier)
