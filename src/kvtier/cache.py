@@ -458,7 +458,7 @@ class Cache:
     def locate(self, namespace: bytes, labels: Sequence[Label]) -> list[str]:
         """Return where each block of a prompt is: memory, arriving, storage or nowhere."""
         found = ["nowhere"] * len(labels)
-        columns = {
+        tiers = reversed(list(self._tiers))
             tier: self._index.states(namespace, labels, tier)
             for tier in reversed(list(self._tiers))
         }
