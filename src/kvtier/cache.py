@@ -458,10 +458,8 @@ class Cache:
     def locate(self, namespace: bytes, labels: Sequence[Label]) -> list[str]:
         """Return where each block of a prompt is: memory, arriving, storage or nowhere."""
         found = ["nowhere"] * len(labels)
-        tiers = reversed(list(self._tiers))
-            tier: self._index.states(namespace, labels, tier)
-            for tier in reversed(list(self._tiers))
-        }
+        slowest_first = reversed(list(self._tiers))
+        columns = {tier: self._index.states(namespace, labels, tier) for tier in slowest_first}
         for tier, states in columns.items():
             is_storage = isinstance(self._tiers[tier], StorageTier)
             for at, state in enumerate(states):
