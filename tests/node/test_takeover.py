@@ -149,7 +149,7 @@ def test_deleted_and_evicted_blocks_do_not_come_back(tmp_path: Path) -> None:
         here.seal()
         leased = here.room.lease(here.room.look_up([keys(0)], False).ready)
         here.room.delete([keys(0), keys(1)])
-        here.room.distrust(here.room.lease(here.room.look_up([keys(2)], False).ready).tolist())
+        here.room.distrust_slots(here.room.lease(here.room.look_up([keys(2)], False).ready))
         here.crash()
         assert here.found(*range(6)) == [3, 4, 5]
         assert len(leased) == 1
