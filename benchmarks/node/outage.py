@@ -117,6 +117,7 @@ def _look_for(socket: Path, keys: Sequence[bytes]) -> Counter[str]:
         attached(socket, BLOCK_BYTES, "reader") as cache,
         mapped(socket, BLOCK_BYTES, "reader") as host,
     ):
+        until(lambda: host.memory_of(cache.guard([])))
         num, wrong, _ = _load(cache, host, keys)
     return Counter(sealed=len(keys), found=num, wrong=wrong)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -303,6 +304,7 @@ def test_new_memory_is_mapped_and_the_old_one_left(tmp_path: Path) -> None:
     with local_node(tmp_path) as node:
         assert user.get(1) == [ABSENT]
         assert user.put(1, 2) == user.get(1, 2) == [THERE] * 2
+        gc.collect()  # the node before was in this process, too
         with open("/proc/self/maps") as maps:
             mine = [line for line in maps if str(node.config.directory / "memory") in line]
         assert len([line for line in mine if "(deleted)" in line]) == 0
@@ -317,7 +319,8 @@ def test_node_that_was_killed_is_a_miss_and_is_found_again(process: NodeProcess)
     assert user.get(1, 2) == user.put(3, 4) == [FAILED] * 2
     process.start()
     wait_until(lambda: user.put(1) == [THERE])
-    assert user.get(1, 2) == [THERE, ABSENT]
+    assert user.get(1) == [THERE]
+    assert user.get(2)[0] in (THERE, ABSENT), "it may have had its checksum, or not"
     tier.close()
 
 
