@@ -32,7 +32,16 @@ from kvtier.telemetry.block_events import BlockEvents, BlockLog
 from kvtier.tiers import ArenaOptions, DeviceTier, StorageTier
 from kvtier.tiers.row import make_tiers
 from kvtier.transfer import CopyJob, LayerGate, LocalMover
-from kvtier.types import DEVICE, HOST, ClientHints, Label, LoadPolicy, Match, PrefetchPolicy, WritePolicy
+from kvtier.types import (
+    DEVICE,
+    HOST,
+    ClientHints,
+    Label,
+    LoadPolicy,
+    Match,
+    PrefetchPolicy,
+    WritePolicy,
+)
 
 LONG_PROMPT = 1024
 """Blocks from which on a prompt is long. The cache's thread hashes shorter prompts itself, which
@@ -362,7 +371,10 @@ class Cache:
         """Note a use of the lease's blocks from ``first`` on, and store full batches."""
         self._index.touch(lease.blocks[first:], self._clock())
         num_waiting = lease.num_shared - lease.num_stored
-        if not lease.is_private and num_waiting * self.group.bytes_per_block >= self.config.store_batch_bytes:
+        if (
+            not lease.is_private
+            and num_waiting * self.group.bytes_per_block >= self.config.store_batch_bytes
+        ):
             self._store(lease)
         self._check()
 
@@ -447,7 +459,7 @@ class Cache:
         """Return where each block of a prompt is: memory, arriving, storage or nowhere."""
         found = ["nowhere"] * len(labels)
         columns = {
-            tier: self._index.states(namespace, labels, tier) for tier in reversed(self._tiers)
+            tier: self._index.states(namespace, labels, tier) for tier in list(self._tiers)[::-1]
         }
         for tier, states in columns.items():
             is_storage = isinstance(self._tiers[tier], StorageTier)
@@ -468,6 +480,11 @@ class Cache:
         blocks = self._index.extend(namespace, labels[:num])
         kept = self._deletion.num_kept(blocks)
         return self.pins.add(blocks[:kept], self._clock() + seconds)
+
+    def shared_storages(self) -> list[str]:
+        """Return the names of storage tiers that other processes use, too."""
+        stores = (tier for tier in self._tiers.values() if isinstance(tier, StorageTier))
+        return [tier.name for tier in stores if tier.facts.is_shared]
 
     def used_by_namespace(self) -> dict[bytes, dict[str, int]]:
         """Return the bytes in each tier by namespace. Cost: O(all blocks)."""
