@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from kvtier.cli import app
+from kvtier.cli.api_keys import CONTROL_KEY_VARIABLE
 from kvtier.config import CacheConfig
 from kvtier.engine import Engine, EngineConfig
 from kvtier.server import ServerConfig
@@ -138,3 +141,23 @@ def test_without_a_control_key_there_are_no_such_routes(client: Any, engine: Eng
     del client
     with running(engine) as served:
         assert post(served, "/delete", prompt=TEXT) == 404
+
+
+def test_the_commands_of_a_node_control_a_server(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(*words: str, status: int = 0) -> str:
+        monkeypatch.setenv(CONTROL_KEY_VARIABLE, KEY.replace(" ", "-"))
+        done = CliRunner().invoke(app, ["node", *words, "--socket", served.url])
+        assert done.exit_code == status, done.output
+        return done.output
+
+    cached(served, TEXT, "a")
+    assert "room a: of 6 blocks the first 6 are" in command(
+        "lookup", "--prompt", TEXT, "--tenant", "a"
+    )
+    assert "6 of 6 blocks are pinned" in command("pin", "--prompt", TEXT, "--tenant", "a")
+    assert "room a: blocks of" in command("status")
+    assert "deleted 6 blocks of a" in command("delete", "--prompt", TEXT, "--tenant", "a")
+    assert "the first 0 are" in command("lookup", "--prompt", TEXT, "--tenant", "a")
+    assert "give prompt" in command("lookup", "ff", status=2)
