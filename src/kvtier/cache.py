@@ -480,6 +480,11 @@ class Cache:
         kept = self._deletion.num_kept(blocks)
         return self.pins.add(blocks[:kept], self._clock() + seconds)
 
+    def shared_storages(self) -> list[str]:
+        """Return the names of storage tiers that other processes use, too."""
+        stores = (tier for tier in self._tiers.values() if isinstance(tier, StorageTier))
+        return [tier.name for tier in stores if tier.facts.is_shared]
+
     def used_by_namespace(self) -> dict[bytes, dict[str, int]]:
         """Return the bytes in each tier by namespace. Cost: O(all blocks)."""
         used = used_by_namespace(self._index, list(self._tiers))

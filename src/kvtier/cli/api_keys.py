@@ -10,6 +10,8 @@ from pathlib import Path
 
 KEY_VARIABLE = "KVTIER_API_KEY"
 """Environment variable that holds the API key, or several keys separated by blanks."""
+CONTROL_KEY_VARIABLE = "KVTIER_CONTROL_KEY"
+"""Environment variable that holds the key of a server's control."""
 _ARG_START, _ARG_END = 48, 49
 """Fields of /proc/self/stat, counted from 1, that hold the addresses of the command line."""
 
@@ -40,6 +42,18 @@ def take_key(given: str | None) -> str | None:
 
     keys = take_keys(None if given is None else [given])
     return check_api_key(keys[0]) or None if keys else None
+
+
+def take_control_key(given: str | None) -> str | None:
+    """Return the key of a server's control, of the command line or the environment.
+
+    It is hidden as by ``take_keys``.
+    """
+    variable = os.environ.pop(CONTROL_KEY_VARIABLE, None)
+    if given is not None:
+        hide_arguments([given])
+        return given
+    return variable
 
 
 def hide_arguments(secrets: Collection[str]) -> None:

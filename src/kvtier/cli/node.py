@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtier.cli.api_keys import CONTROL_KEY_VARIABLE, take_control_key
 from kvtier.cli.command import CommandLine
 from kvtier.cli.failure import starting
 from kvtier.cli.serve import LogLevel
@@ -17,7 +18,7 @@ from kvtier.live.wording import seconds, size
 from kvtier.types import LogFormat
 
 if TYPE_CHECKING:
-    from kvtier.node.control_client import ControlClient
+    from kvtier.node.control_client import ControlClient, ServerControlClient
 
 app = CommandLine()
 
@@ -33,7 +34,21 @@ def node() -> None:
     """Run one cache for all engines of a machine, and control it."""
 
 
-Socket = Annotated[str, typer.Option("--socket", help="Path of the node's socket for engines.")]
+Socket = Annotated[
+    str,
+    typer.Option(
+        "--socket",
+        help="Path of the node's socket for engines; or URL of a kvtier server that has a control "
+        f"key, given as {CONTROL_KEY_VARIABLE}.",
+    ),
+]
+Prompt = Annotated[
+    str | None,
+    typer.Option("--prompt", help="Text of the prompt, for a server.", show_default="none"),
+]
+Tenant = Annotated[
+    str, typer.Option("--tenant", help="cache_salt of the prompt's requests, for a server.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Room = Annotated[
     str,
@@ -190,6 +205,9 @@ def status(socket: Socket = SOCKET, as_json: AsJson = False) -> None:
     if as_json:
         _print(told)
         return
+    if "engines" not in told:
+        _show_server(told)
+        return
     _say(
         f"kvtier {told['version']}, {size(told['memory_bytes'])} in {told['segments']} segments of "
         f"{size(told['segment_bytes'])}, {told['free_segments']} free; "
@@ -212,24 +230,28 @@ def status(socket: Socket = SOCKET, as_json: AsJson = False) -> None:
 def lookup(
     keys: Keys = None,
     room: Room = "",
+    prompt: Prompt = None,
+    tenant: Tenant = "",
     timeout_s: Wait = 10.0,
     socket: Socket = SOCKET,
     as_json: AsJson = False,
 ) -> None:
     """Show where the blocks of a prompt are."""
-    _prompt("/lookup", keys, room, timeout_s, socket, as_json)
+    _prompt("/lookup", _named(keys, room, prompt, tenant), timeout_s, socket, as_json)
 
 
 @app.command()
 def prefetch(
     keys: Keys = None,
     room: Room = "",
+    prompt: Prompt = None,
+    tenant: Tenant = "",
     timeout_s: Wait = 10.0,
     socket: Socket = SOCKET,
     as_json: AsJson = False,
 ) -> None:
     """Read the blocks of a prompt from disk and stores into memory."""
-    _prompt("/prefetch", keys, room, timeout_s, socket, as_json)
+    _prompt("/prefetch", _named(keys, room, prompt, tenant), timeout_s, socket, as_json)
 
 
 @app.command()
@@ -242,6 +264,8 @@ def pin(
     end: Annotated[
         int | None, typer.Option("--end", help="End the pin of this number instead.")
     ] = None,
+    prompt: Prompt = None,
+    tenant: Tenant = "",
     timeout_s: Wait = 10.0,
     socket: Socket = SOCKET,
     as_json: AsJson = False,
@@ -255,7 +279,7 @@ def pin(
         _print(told) if as_json else _say(f"pin {end} has ended")
         return
     told = _client(socket, timeout_s).post(
-        "/pin", room=room, keys=_keys(keys), seconds=for_s, timeout_s=timeout_s
+        "/pin", **_named(keys, room, prompt, tenant), seconds=for_s, timeout_s=timeout_s
     )
     if as_json:
         _print(told)
@@ -276,7 +300,13 @@ def delete(
     room: Annotated[
         str, typer.Option(help="Name of the room, as kvtier node status shows it.")
     ] = "",
-    tenant: Annotated[str, typer.Option(help="Delete all rooms of this tenant.")] = "",
+    tenant: Annotated[
+        str,
+        typer.Option(
+            help="Delete all rooms of this tenant; with --prompt, the prompt of this cache_salt."
+        ),
+    ] = "",
+    prompt: Prompt = None,
     timeout_s: Wait = 60.0,
     socket: Socket = SOCKET,
     as_json: AsJson = False,
@@ -289,6 +319,8 @@ def delete(
     body: dict[str, object] = {"room": room, "tenant": tenant, "timeout_s": timeout_s}
     if keys:
         body["keys"] = _keys(None if keys == ["-"] else keys)
+    if prompt is not None:
+        body["prompt"] = prompt
     _deleted(_client(socket, timeout_s).post("/delete", **body), as_json)
 
 
@@ -347,10 +379,19 @@ def quota(
 # -- what the commands share ----------------------------------------------------------------------
 
 
-def _client(socket: str, timeout_s: float = 0.0) -> ControlClient:
-    from kvtier.node.control_client import ControlClient
+def _client(socket: str, timeout_s: float = 0.0) -> ControlClient | ServerControlClient:
+    from kvtier.node.control_client import ControlClient, ServerControlClient
 
+    if "://" in socket:
+        return ServerControlClient(socket, take_control_key(None), timeout_s + ANSWER_S)
     return ControlClient(Path(socket), timeout_s + ANSWER_S)
+
+
+def _named(keys: list[str] | None, room: str, prompt: str | None, tenant: str) -> dict[str, object]:
+    """Return the fields of a request that name a prompt."""
+    if prompt is not None:
+        return {"prompt": prompt, "tenant": tenant, "room": room}
+    return {"keys": _keys(keys), "tenant": tenant, "room": room}
 
 
 def _keys(keys: list[str] | None) -> list[str]:
@@ -358,9 +399,9 @@ def _keys(keys: list[str] | None) -> list[str]:
 
 
 def _prompt(
-    route: str, keys: list[str] | None, room: str, timeout_s: float, socket: str, as_json: bool
+    route: str, named: dict[str, object], timeout_s: float, socket: str, as_json: bool
 ) -> None:
-    told = _client(socket, timeout_s).post(route, room=room, keys=_keys(keys), timeout_s=timeout_s)
+    told = _client(socket, timeout_s).post(route, **named, timeout_s=timeout_s)
     if as_json:
         _print(told)
         return
@@ -411,6 +452,13 @@ def _show_room(room: dict[str, Any]) -> None:
     for tier, state in room["breakers"].items():
         if state != "closed" or tier in room["errors"]:
             _say(f"  {tier}: {state} {room['errors'].get(tier, '')}")
+
+
+def _show_server(told: dict[str, Any]) -> None:
+    _say(f"kvtier {told['version']}, a server; {told['pinned_blocks']} blocks are pinned")
+    for each in told["rooms"]:
+        used = ", ".join(f"{tier} {size(num)}" for tier, num in each["used_bytes"].items())
+        _say(f"room {each['name']}: blocks of {size(each['block_bytes'])}; {used}")
 
 
 def _print(told: Any) -> None:

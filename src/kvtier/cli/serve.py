@@ -7,7 +7,12 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.api_keys import KEY_VARIABLE, take_keys
+from kvtier.cli.api_keys import (
+    CONTROL_KEY_VARIABLE,
+    KEY_VARIABLE,
+    take_control_key,
+    take_keys,
+)
 from kvtier.cli.failure import starting
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, CacheConfig, parse_size
 from kvtier.types import (
@@ -40,6 +45,15 @@ def serve(
     port: Annotated[
         int, typer.Option(help="Port; 0 takes any free one.", rich_help_panel=_SERVER)
     ] = 8000,
+    control_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Key of the routes that look up, prefetch, pin and delete prompts; without one "
+            f"there are none. Better given as {CONTROL_KEY_VARIABLE} in the environment.",
+            rich_help_panel=_SERVER,
+            show_default="none",
+        ),
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -333,6 +347,7 @@ def serve(
             host=host,
             port=port,
             api_key=take_keys(api_key),
+            control_key=take_control_key(control_key),
             metrics_open=metrics_open,
             ssl_certfile=ssl_certfile,
             ssl_keyfile=ssl_keyfile,

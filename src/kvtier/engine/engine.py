@@ -177,7 +177,7 @@ class Engine:
         )
         self._inbox.let_in()
         if isinstance(labels, Labels) and self._cache.wants_keys(labels):
-            labels.compute_keys(self._namespace_of(salt))
+            labels.compute_keys(self.namespace_of(salt))
         self._inbox.put(request)
         return RequestHandle(request, self._abort)
 
@@ -325,12 +325,13 @@ class Engine:
         patience_s = 0.0005 if self._scheduler.has_requests else IDLE_WAIT_S
         for item in self._inbox.take(patience_s if wait else 0.0):
             if isinstance(item, Request):
-                item.namespace = self._namespace_of(item.salt)
+                item.namespace = self.namespace_of(item.salt)
                 self._scheduler.add(item)
             else:
                 item()
 
-    def _namespace_of(self, salt: str) -> bytes:
+    def namespace_of(self, salt: str) -> bytes:
+        """Return the namespace of requests with this salt."""
         return replace(self._namespace, salt=salt).digest
 
     def _hear(self, found: Identity) -> None:
@@ -350,7 +351,7 @@ class Engine:
         if self._events is not None:
             self._events.lose()
         self._namespace = replace(self._namespace, model=found.digest)
-        self._scheduler.rename(self._namespace_of)
+        self._scheduler.rename(self.namespace_of)
 
     def _abort(self, request: Request) -> None:
         """Abort a request. Thread-safe."""

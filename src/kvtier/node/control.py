@@ -14,7 +14,15 @@ from typing import TypeVar
 
 from kvtier import __version__
 from kvtier.config import parse_size
-from kvtier.errors import CacheError
+from kvtier.control.contract import (
+    ControlError,
+    Deleted,
+    PinnedBlocks,
+    PromptName,
+    PromptPlaces,
+    check_pin,
+    check_wait,
+)
 from kvtier.keyed.cache import BlockLocation
 from kvtier.node.config import DEFAULT_TENANT, check_tenant
 from kvtier.node.connection import bring
@@ -23,19 +31,7 @@ from kvtier.node.lookups import TimeCounts
 from kvtier.node.registry import Registry
 from kvtier.node.room import NodeRoom
 
-MOST_PIN_S = 7 * 86400.0
-"""Longest time of a pin."""
-MOST_WAIT_S = 3600.0
-"""Longest wait of one request."""
 Result = TypeVar("Result")
-
-
-class ControlError(CacheError):
-    """A request can't be carried out. is_unknown: because what it names does not exist."""
-
-    def __init__(self, reason: str, is_unknown: bool = False) -> None:
-        super().__init__(reason)
-        self.is_unknown = is_unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,45 +118,6 @@ class NodeState:
     slots_aside: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PromptPlaces:
-    """Locations of the blocks of a prompt.
-
-    in_memory: how many of the first blocks are in memory. found: how many of the first blocks are
-    in memory or storage. places: per block "memory", "arriving", "storage", "unknown" or "nowhere".
-    """
-
-    room: str
-    blocks: int
-    in_memory: int
-    found: int
-    places: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class PinnedBlocks:
-    """Result of a pin. number: its name; 0 if nothing was pinned. pinned: how many blocks are."""
-
-    room: str
-    number: int
-    blocks: int
-    pinned: int
-
-
-@dataclass(frozen=True, slots=True)
-class Deleted:
-    """Result of a deletion.
-
-    is_complete: whether every tier has confirmed it. blocks: how many were named; None for whole
-    rooms. problems: what is missing.
-    """
-
-    is_complete: bool
-    rooms: Sequence[str]
-    blocks: int | None
-    problems: Sequence[str]
-
-
 class NodeControl:
     """Queries and changes of one node. Every method runs on the thread of the node's event loop."""
 
@@ -241,37 +198,34 @@ class NodeControl:
 
     # -- prompts -----------------------------------------------------------------------------------
 
-    async def lookup(self, room: str, keys: Sequence[str], timeout_s: float) -> PromptPlaces:
+    async def lookup(self, prompt: PromptName, timeout_s: float) -> PromptPlaces:
         """Find the blocks of a prompt, and wait for the answers of stores."""
-        found = await self._room(room)
-        wanted = _keys(found, keys)
-        until_s = time.monotonic() + _wait_s(timeout_s)
+        found = await self._room(prompt.room)
+        wanted = _keys(found, _hexed(prompt))
+        until_s = time.monotonic() + check_wait(timeout_s)
         self._registry.wake_all()
         while True:
             places, pending = found.begin_lookup(wanted)
             if all(each.is_over for each in pending) or not await self._registry.wait(until_s):
                 return _found(found, places)
 
-    async def prefetch(self, room: str, keys: Sequence[str], timeout_s: float) -> PromptPlaces:
+    async def prefetch(self, prompt: PromptName, timeout_s: float) -> PromptPlaces:
         """Read the blocks of a prompt from storage into memory. Return where they are then."""
-        found = await self._room(room)
-        return _found(found, await self._bring(found, _keys(found, keys), timeout_s))
+        found = await self._room(prompt.room)
+        return _found(found, await self._bring(found, _keys(found, _hexed(prompt)), timeout_s))
 
     async def _bring(
         self, room: NodeRoom, keys: Sequence[bytes], timeout_s: float
     ) -> list[BlockLocation]:
-        until_s = time.monotonic() + _wait_s(timeout_s)
+        until_s = time.monotonic() + check_wait(timeout_s)
         self._registry.wake_all()
         return await bring(room, keys, self._registry, until_s)
 
-    async def pin(
-        self, room: str, keys: Sequence[str], seconds: float, timeout_s: float
-    ) -> PinnedBlocks:
+    async def pin(self, prompt: PromptName, seconds: float, timeout_s: float) -> PinnedBlocks:
         """Read the blocks of a prompt into memory, and keep the first ones there for a time."""
-        if not 0 < seconds <= MOST_PIN_S:
-            raise ControlError(f"a pin lasts more than 0 and at most {MOST_PIN_S:.0f} s")
-        found = await self._room(room)
-        wanted = _keys(found, keys)
+        check_pin(seconds)
+        found = await self._room(prompt.room)
+        wanted = _keys(found, _hexed(prompt))
         await self._bring(found, wanted, timeout_s)
         pin = self._node.pin(found, wanted, seconds)
         num = len(pin.segment_of)
@@ -285,11 +239,11 @@ class NodeControl:
 
     # -- deletion ----------------------------------------------------------------------------------
 
-    async def delete_keys(self, room: str, keys: Sequence[str], timeout_s: float) -> Deleted:
+    async def delete(self, prompt: PromptName, timeout_s: float) -> Deleted:
         """Delete the blocks of a prompt from every tier."""
-        found = await self._room(room)
-        wanted = _keys(found, keys)
-        until_s = time.monotonic() + _wait_s(timeout_s)
+        found = await self._room(prompt.room)
+        wanted = _keys(found, _hexed(prompt))
+        until_s = time.monotonic() + check_wait(timeout_s)
         self._registry.wake_all()
         left = await delete_blocks(found, wanted, self._registry.wait, until_s)
         problems = []
@@ -329,7 +283,7 @@ class NodeControl:
         return {key.name: key.tenant for key in keys}
 
     async def _delete(self, names: set[str], timeout_s: float) -> Deleted:
-        until_s = time.monotonic() + _wait_s(timeout_s)
+        until_s = time.monotonic() + check_wait(timeout_s)
         locations = self._node.config.storage
         done: list[RoomDeletion] = []
         for name in sorted(names):
@@ -428,22 +382,16 @@ def _keys(room: NodeRoom, keys: Sequence[str]) -> list[bytes]:
 
 
 def _found(room: NodeRoom, places: Sequence[BlockLocation]) -> PromptPlaces:
-    def first(*kinds: BlockLocation) -> int:
-        return next((at for at, place in enumerate(places) if place not in kinds), len(places))
-
-    return PromptPlaces(
-        room.key.name,
-        len(places),
-        first(BlockLocation.MEMORY),
-        first(BlockLocation.MEMORY, BlockLocation.ARRIVING, BlockLocation.STORAGE),
-        [place.value for place in places],
-    )
+    return PromptPlaces.of(room.key.name, [place.value for place in places])
 
 
-def _wait_s(timeout_s: float) -> float:
-    if not 0 <= timeout_s <= MOST_WAIT_S:
-        raise ControlError(f"timeout_s: {timeout_s} s; give 0 to {MOST_WAIT_S:.0f}")
-    return timeout_s
+def _hexed(prompt: PromptName) -> Sequence[str]:
+    """Return the keys of a prompt. Raises ``ControlError`` if it has another name."""
+    if prompt.keys is None:
+        raise ControlError("a node knows prompts by the keys of their blocks; give keys")
+    if prompt.tenant:
+        raise ControlError("keys belong to a room; name it, and no tenant")
+    return prompt.keys
 
 
 class LoopCalls:

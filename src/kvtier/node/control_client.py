@@ -1,4 +1,4 @@
-"""Client of a node's control API, over its Unix socket."""
+"""Clients of the control API: of a node over its Unix socket, of a server by its URL."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import CacheError
-from kvtier.live.client import UnixConnection
+from kvtier.live.client import RefusedError, UnixConnection, fetch, server_url
 from kvtier.node.config import control_socket
 
 MOST_BYTES = 64 << 20
@@ -58,3 +58,33 @@ def _reason(told: Any) -> str:
     if isinstance(told, dict) and "error" in told:
         return str(told["error"])
     return f"the node refuses the request: {json.dumps(told)[:500]}"
+
+
+class ServerControlClient:
+    """Requests to the control of one server, as ``ControlClient`` makes them to a node.
+
+    url: of the server. key: of its control. timeout_s: longest wait for an answer.
+    """
+
+    def __init__(self, url: str, key: str | None, timeout_s: float) -> None:
+        self._url = server_url(url)
+        self._key = key
+        self._timeout_s = timeout_s
+
+    def get(self, route: str) -> Any:
+        """Return the answer to a query. Raises ``CacheError`` if there is none."""
+        return self._request(route, None)
+
+    def post(self, route: str, **body: object) -> Any:
+        """Return the answer to a request with a body. Raises ``CacheError`` if there is none."""
+        return self._request(route, json.dumps(body).encode())
+
+    def _request(self, route: str, body: bytes | None) -> Any:
+        headers = {"Accept": "application/json", "Content-Type": "application/json"}
+        url = f"{self._url}{route}"
+        try:
+            return json.loads(fetch(url, self._timeout_s, headers, body, self._key))
+        except RefusedError as error:
+            raise CacheError(f"{error}: {error.said or 'has it a control key?'}") from None
+        except ValueError:
+            raise CacheError(f"{url} answers, but with no JSON") from None

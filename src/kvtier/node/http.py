@@ -15,58 +15,19 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric
 from pydantic import BaseModel
 
 from kvtier import __version__
-from kvtier.control.page import page_router
-from kvtier.errors import CacheError
-from kvtier.node.control import (
-    ControlError,
+from kvtier.control.contract import (
+    CacheControl,
     Deleted,
-    LoopCalls,
-    NodeControl,
-    NodeState,
     PinnedBlocks,
+    PromptName,
     PromptPlaces,
-    TenantState,
 )
+from kvtier.control.page import page_router
+from kvtier.control.routes import control_router, refusal
+from kvtier.errors import CacheError
+from kvtier.node.control import LoopCalls, NodeControl, NodeState, TenantState
 from kvtier.node.metrics import NodeMetrics
 from kvtier.node.node import CacheNode
-
-
-class PromptBody(BaseModel):
-    """Blocks of a prompt in their order, by their keys in hexadecimal."""
-
-    room: str = ""
-    keys: list[str]
-    timeout_s: float = 10.0
-
-
-class PinBody(PromptBody):
-    """Blocks to be kept in memory for some seconds."""
-
-    seconds: float
-
-
-class UnpinBody(BaseModel):
-    """A pin to be ended."""
-
-    room: str = ""
-    number: int
-
-
-class DeleteBody(BaseModel):
-    """Blocks to be deleted: those of ``keys``, or all of a room or a tenant."""
-
-    room: str = ""
-    tenant: str = ""
-    keys: list[str] | None = None
-    timeout_s: float = 60.0
-
-
-class ClearBody(BaseModel):
-    """Rooms to be emptied: one, or all."""
-
-    room: str = ""
-    memory_only: bool = False
-    timeout_s: float = 60.0
 
 
 class QuotaBody(BaseModel):
@@ -82,14 +43,42 @@ class QuotaBody(BaseModel):
     disk_ceiling: str | None = None
 
 
+class OnLoop(CacheControl):
+    """Control of a node, on the thread of the node's event loop."""
+
+    def __init__(self, control: NodeControl, call: LoopCalls) -> None:
+        self._control = control
+        self._call = call
+
+    async def lookup(self, prompt: PromptName, timeout_s: float) -> PromptPlaces:
+        return await self._call(lambda: self._control.lookup(prompt, timeout_s))
+
+    async def prefetch(self, prompt: PromptName, timeout_s: float) -> PromptPlaces:
+        return await self._call(lambda: self._control.prefetch(prompt, timeout_s))
+
+    async def pin(self, prompt: PromptName, seconds: float, timeout_s: float) -> PinnedBlocks:
+        return await self._call(lambda: self._control.pin(prompt, seconds, timeout_s))
+
+    async def unpin(self, room: str, number: int) -> None:
+        await self._call(lambda: self._control.unpin(room, number))
+
+    async def delete(self, prompt: PromptName, timeout_s: float) -> Deleted:
+        return await self._call(lambda: self._control.delete(prompt, timeout_s))
+
+    async def delete_rooms(self, room: str, tenant: str, timeout_s: float) -> Deleted:
+        return await self._call(lambda: self._control.delete_rooms(room, tenant, timeout_s))
+
+    async def clear(self, room: str, memory_only: bool, timeout_s: float) -> Deleted:
+        return await self._call(lambda: self._control.clear(room, memory_only, timeout_s))
+
+
 def reading_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastAPI:
     """Return the application with the routes that change nothing."""
     app = FastAPI(title="kvtier node", version=__version__, docs_url=None, redoc_url=None)
 
     @app.exception_handler(CacheError)
     async def refuse(request: Request, error: CacheError) -> JSONResponse:
-        is_unknown = isinstance(error, ControlError) and error.is_unknown
-        return JSONResponse({"error": str(error)}, 404 if is_unknown else 400)
+        return refusal(error)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -130,40 +119,7 @@ def control_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastA
     """Return the application with all routes."""
     app = reading_app(node, control, call)
 
-    @app.post("/lookup")
-    async def lookup(body: PromptBody) -> PromptPlaces:
-        """Find the blocks of a prompt."""
-        return await call(lambda: control.lookup(body.room, body.keys, body.timeout_s))
-
-    @app.post("/prefetch")
-    async def prefetch(body: PromptBody) -> PromptPlaces:
-        """Read the blocks of a prompt from storage into memory."""
-        return await call(lambda: control.prefetch(body.room, body.keys, body.timeout_s))
-
-    @app.post("/pin")
-    async def pin(body: PinBody) -> PinnedBlocks:
-        """Keep the blocks of a prompt in memory for a time."""
-        return await call(lambda: control.pin(body.room, body.keys, body.seconds, body.timeout_s))
-
-    @app.post("/unpin")
-    async def unpin(body: UnpinBody) -> None:
-        """End a pin before its time."""
-        await call(lambda: control.unpin(body.room, body.number))
-
-    @app.post("/delete")
-    async def delete(body: DeleteBody) -> Deleted:
-        """Delete blocks from every tier. It is complete when the answer says so."""
-        keys = body.keys
-        if keys is None:
-            return await call(lambda: control.delete_rooms(body.room, body.tenant, body.timeout_s))
-        if body.tenant:
-            raise ControlError("keys belong to a room; name it, and no tenant")
-        return await call(lambda: control.delete_keys(body.room, keys, body.timeout_s))
-
-    @app.post("/clear")
-    async def clear(body: ClearBody) -> Deleted:
-        """Delete the blocks of one room, or of all; or only evict them from memory."""
-        return await call(lambda: control.clear(body.room, body.memory_only, body.timeout_s))
+    app.include_router(control_router(OnLoop(control, call)))
 
     @app.post("/quota")
     async def set_quota(body: QuotaBody) -> TenantState:

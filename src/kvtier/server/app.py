@@ -13,6 +13,7 @@ from kvtier import __version__
 from kvtier.control.page import page_router
 from kvtier.server.chat import chat_router
 from kvtier.server.completions import completions_router
+from kvtier.server.control import server_control_router
 from kvtier.server.errors import add_error_handlers
 from kvtier.server.gate import Observe, RequestGate
 from kvtier.server.metrics import CacheMetrics
@@ -35,6 +36,8 @@ def make_app(service: Service) -> FastAPI:
         return [*service.metrics.registry.collect(), *await cache_families.read()]
 
     app.include_router(page_router(families))
+    if service.config.control_key is not None:
+        app.include_router(server_control_router(service))
 
     def model() -> Model:
         return {

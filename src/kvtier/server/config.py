@@ -20,6 +20,8 @@ class ServerConfig:
     """TCP port; 0 takes any free one."""
     api_key: str | Sequence[str] | None = field(default=None, repr=False)
     """API key, or several, one of which clients must send as bearer token; None for open access."""
+    control_key: str | None = field(default=None, repr=False)
+    """Key of the routes that look up, prefetch, pin and delete; None for no such routes."""
     metrics_open: bool = False
     """Whether ``/metrics`` is served without a key, like ``/health``."""
     ssl_certfile: str | None = None
@@ -85,7 +87,7 @@ class ServerConfig:
         """Check the keys. No message may contain a key."""
         if self.api_key is not None and not self.api_keys:
             raise ConfigError("api_key: there is no key; set one, or leave the option out")
-        for key in self.api_keys:
+        for key in (*self.api_keys, *(() if self.control_key is None else (self.control_key,))):
             if not key.strip():
                 raise ConfigError("api_key: the key is empty; set one, or leave the option out")
             check_api_key(key)

@@ -14,6 +14,7 @@ from hashlib import sha256
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvtier.control.routes import PATHS
 from kvtier.live.files import LIVE_PATH, name_of
 from kvtier.server.bodies import Body
 from kvtier.server.doorman import MONITOR_PATHS
@@ -33,6 +34,8 @@ ENDPOINTS = {
 """Labels of paths in the metrics; every other path is "other"."""
 
 ID_PREFIXES = {"completions": "cmpl", "chat": "chatcmpl"}
+CONTROL_PATHS = PATHS | {"/status"}
+"""Paths that need the control key."""
 OPEN_PATHS = frozenset({"/health"})
 """Paths that need no API key. The live page's files need none either: they are public, and the page
 asks for the key before it shows data."""
@@ -127,11 +130,15 @@ class RequestGate:
         self._service = service
         config = service.config
         self._keys = ApiKeys(config.api_keys) if config.api_keys else None
+        self._control = None if config.control_key is None else ApiKeys([config.control_key])
         self._open_paths = OPEN_PATHS | ({"/metrics"} if config.metrics_open else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        if self._control is not None and scope["path"] in CONTROL_PATHS:
+            await self._pass_control(scope, receive, send)
             return
         try:
             body = await self._admit(scope, receive)
@@ -145,6 +152,18 @@ class RequestGate:
             await self._app(scope, receive, send)
         finally:
             body.release()
+
+    async def _pass_control(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request of the control pass. Its key is trusted, so its body has no limits."""
+        try:
+            self._check_room(scope)
+            _check_bearer(scope, self._control)
+            self._check_open()
+        except ApiError as error:
+            await self._service.bodies.refuse(scope, receive, error)
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
 
     async def _admit(self, scope: Scope, receive: Receive) -> Body | None:
         """Return the body of an admitted request; None if its client has disconnected."""
@@ -174,11 +193,16 @@ class RequestGate:
         path = scope["path"]
         if self._keys is None or path in self._open_paths or name_of(path) is not None:
             return
-        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, sent = header.partition(b" ")
-        is_known = self._keys.has(sent.strip())
-        if scheme.lower() != b"bearer" or not is_known:
-            raise wrong_key(sent=bool(sent))
+        _check_bearer(scope, self._keys)
+
+
+def _check_bearer(scope: Scope, keys: ApiKeys | None) -> None:
+    """Raise ``ApiError`` if the request has none of the keys."""
+    header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, sent = header.partition(b" ")
+    is_known = keys is not None and keys.has(sent.strip())
+    if scheme.lower() != b"bearer" or not is_known:
+        raise wrong_key(sent=bool(sent))
 
 
 def _log_failure(request_id: str, error: Exception) -> None:

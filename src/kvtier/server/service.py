@@ -103,6 +103,8 @@ class Encode(Protocol):
     def __call__(self, text: str, *, special_tokens: bool = False) -> list[int]: ...
 
 
+MOST_TENANTS = 4096
+"""Most names of tenants that are remembered, for the control."""
 ESCAPED = 6
 r"""Maximum bytes of a character in JSON, written as \u and four digits."""
 
@@ -121,6 +123,7 @@ class Service:
         self.metrics = ServerMetrics(
             self.model_name, lambda: engine.num_running, lambda: engine.num_waiting
         )
+        self.tenants: set[str] = set()  # each cache_salt that was used
         self.is_closing = False
         self._cut_short = Event()
         self._generations: set[Generation] = set()
@@ -316,6 +319,8 @@ class Service:
                 span.end({}, error.code or type(error).__name__)
             raise
         self._generations.add(generation)
+        if len(self.tenants) < MOST_TENANTS:
+            self.tenants.add(asked.cache_salt)
         self.metrics.hinted(asked.kv_hints.actions)
         return generation
 

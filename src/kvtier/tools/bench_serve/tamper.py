@@ -128,7 +128,7 @@ class _Blocks:
     def __init__(self, engine: Engine, tier: str) -> None:
         self._cache: Cache = engine.cache
         self._info = engine.info
-        self._namespace = engine._namespace_of("")
+        self._namespace = engine.namespace_of("")
         self._name, self._tier = tier, self._cache._tiers[tier]
         self.layout = named_layout("block_first", self._cache.group, 1)
 

@@ -1,0 +1,130 @@
+"""HTTP routes of a running cache's control, but those that differ between node and server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from kvtier.control.contract import (
+    CacheControl,
+    ControlError,
+    Deleted,
+    PinnedBlocks,
+    PromptName,
+    PromptPlaces,
+)
+from kvtier.errors import CacheError
+
+PATHS = frozenset({"/lookup", "/prefetch", "/pin", "/unpin", "/delete", "/clear"})
+
+
+class PromptBody(BaseModel):
+    """A prompt.
+
+    In a node it is named by the keys of its blocks in their order, in hexadecimal; in a server by
+    its text or token ids, with the ``cache_salt`` of its requests as ``tenant``.
+    """
+
+    room: str = ""
+    keys: list[str] | None = None
+    prompt: str | list[int] | None = None
+    tenant: str = ""
+    timeout_s: float = 10.0
+
+    def named(self) -> PromptName:
+        """Return the prompt. Raises ``ControlError`` if none is named, or two."""
+        if (self.keys is None) == (self.prompt is None):
+            raise ControlError("name a prompt, either by keys or as prompt")
+        return PromptName(self.room, self.keys, self.prompt, self.tenant)
+
+
+class PinBody(PromptBody):
+    """Blocks to be kept in memory for some seconds."""
+
+    seconds: float
+
+
+class UnpinBody(BaseModel):
+    """A pin to be ended."""
+
+    room: str = ""
+    number: int
+
+
+class DeleteBody(PromptBody):
+    """Blocks to be deleted: those of a prompt, or all of a room or a tenant."""
+
+    timeout_s: float = 60.0
+
+
+class ClearBody(BaseModel):
+    """Rooms to be emptied: one, or all."""
+
+    room: str = ""
+    memory_only: bool = False
+    timeout_s: float = 60.0
+
+
+def refusal(error: CacheError) -> JSONResponse:
+    """Return the answer to a request that can't be carried out."""
+    is_unknown = isinstance(error, ControlError) and error.is_unknown
+    return JSONResponse({"error": str(error)}, 404 if is_unknown else 400)
+
+
+class ControlRoute(APIRoute):
+    """Route whose ``CacheError`` becomes a refusal."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def refusing(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except CacheError as error:
+                return refusal(error)
+
+        return refusing
+
+
+def control_router(control: CacheControl) -> APIRouter:
+    """Return the routes of ``PATHS``."""
+    router = APIRouter(route_class=ControlRoute)
+
+    @router.post("/lookup")
+    async def lookup(body: PromptBody) -> PromptPlaces:
+        """Find the blocks of a prompt."""
+        return await control.lookup(body.named(), body.timeout_s)
+
+    @router.post("/prefetch")
+    async def prefetch(body: PromptBody) -> PromptPlaces:
+        """Read the blocks of a prompt from storage into memory."""
+        return await control.prefetch(body.named(), body.timeout_s)
+
+    @router.post("/pin")
+    async def pin(body: PinBody) -> PinnedBlocks:
+        """Keep the blocks of a prompt in memory for a time."""
+        return await control.pin(body.named(), body.seconds, body.timeout_s)
+
+    @router.post("/unpin")
+    async def unpin(body: UnpinBody) -> None:
+        """End a pin before its time."""
+        await control.unpin(body.room, body.number)
+
+    @router.post("/delete")
+    async def delete(body: DeleteBody) -> Deleted:
+        """Delete blocks from every tier. It is complete when the answer says so."""
+        if body.keys is None and body.prompt is None:
+            return await control.delete_rooms(body.room, body.tenant, body.timeout_s)
+        return await control.delete(body.named(), body.timeout_s)
+
+    @router.post("/clear")
+    async def clear(body: ClearBody) -> Deleted:
+        """Delete the blocks of one room, or of all; or only evict them from memory."""
+        return await control.clear(body.room, body.memory_only, body.timeout_s)
+
+    return router
