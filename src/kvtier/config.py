@@ -140,6 +140,14 @@ class CacheConfig:
     storage: tuple[str, ...] = field(default=(), repr=False)  # a password may be in it
     """More storage tiers, behind the disk: "plug-in:location" each, where ``plug-in`` is
     an entry point of ``kvtier.tiers``. "name=plug-in:location" names the tier."""
+    codec: str = "none"
+    """Codec of new blocks in ``storage``: ``none``, ``lossless`` (fewer bytes, the same bits),
+    ``auto`` (``lossless`` for a store that is slow enough to gain by it), or a plug-in of
+    ``kvtier.codecs``. A store's option ``codec`` goes before it."""
+    encryption_key: str = field(default="", repr=False)  # a command may have a password in it
+    """Source of the keys with which blocks on disk and in ``storage`` are encrypted: "file:/path",
+    "env:NAME" or "command:program arguments"; "" for the value of ``KVTIER_ENCRYPTION_KEY`` in the
+    environment, if there is one. The first key encrypts, the others decrypt."""
     storage_capacity: str | int = "10GiB"
     """Capacity for blocks in each of ``storage``."""
     node: str = ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Final
+from urllib.parse import parse_qsl, urlencode
 
 from kvtier.config import CacheConfig, parse_capacity, parse_size
 from kvtier.devices import Device
@@ -14,6 +16,9 @@ from kvtier.layout import KVGroup
 from kvtier.plugins import load_plugin
 from kvtier.tiers.arena import ArenaOptions
 from kvtier.tiers.base import DeviceTier, MemoryTier
+from kvtier.tiers.codecs import CodingOptions
+from kvtier.tiers.codecs.encryption import names_key
+from kvtier.tiers.codecs.opening import NONE
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.host import HostTier
@@ -21,6 +26,11 @@ from kvtier.tiers.pieces import HOST_KINDS
 from kvtier.tiers.storage import StorageSite, StorageTier
 from kvtier.tiers.wrappers import ThrottledTier
 from kvtier.types import DEVICE, DISK, HOST, Direct
+
+CODED: Final = frozenset({"valkey", "valkeys", "redis", "rediss", "s3", "mooncake", "nixl"})
+"""Plug-ins with the options ``codec`` and ``encryption_key``."""
+NODE: Final = "node"
+"""The plug-in of a node, which encrypts what it stores by its own settings."""
 
 Tiers = Mapping[str, MemoryTier | StorageTier]
 
@@ -81,7 +91,8 @@ def _storages(
         undo.callback(disk.close)
         made.append(disk)
     capacity_bytes = parse_size(config.storage_capacity, "storage_capacity")
-    for location in config.storage:
+    coding = CodingOptions(config.codec, config.encryption_key)
+    for location in coded_locations(config.storage, coding):
         tier = make_storage(location, group, capacity_bytes, memory)
         undo.callback(tier.close)
         made.append(tier)
@@ -110,6 +121,39 @@ def make_storage(
             "kvtier.tiers.storage"
         )
     return tier
+
+
+def coded_locations(locations: Sequence[str], coding: CodingOptions) -> list[str]:
+    """Return the locations with the options of ``coding`` that they don't have themselves.
+
+    A node encrypts what it stores by its own settings, and a plug-in has none of these options.
+
+    Raises ``ConfigError`` for a plug-in that would store blocks as they are though a key is given.
+    """
+    made = []
+    for location in locations:
+        plugin = _read(location)[1]
+        head, _, query = location.partition("?")
+        named = {name for name, _ in parse_qsl(query, keep_blank_values=True)}
+        if plugin in CODED:
+            given = {"codec": coding.codec, "encryption_key": coding.encryption_key}
+            if coding.codec == NONE:
+                del given["codec"]
+            more = {name: text for name, text in given.items() if text and name not in named}
+            options = [*filter(None, [query]), *filter(None, [urlencode(more)])]
+            location = "?".join([head, *filter(None, ["&".join(options)])])
+        elif plugin == "disk" and coding.encryption_key:
+            raise ConfigError(
+                "storage: disk has no option for encryption_key; give the key of a second disk as "
+                "KVTIER_ENCRYPTION_KEY in the environment"
+            )
+        elif plugin not in ("disk", NODE) and names_key(coding.encryption_key):
+            raise ConfigError(
+                f"storage: {plugin} does not encrypt, and encryption_key is given; use a store of "
+                "kvtier's own, or leave the key out"
+            )
+        made.append(location)
+    return made
 
 
 def _read(location: str) -> tuple[str, str, str]:
@@ -186,4 +230,5 @@ def _disk_options(config: CacheConfig) -> DiskOptions:
         verify=config.disk_verify,
         io=config.disk_io,
         direct=config.disk_direct,
+        encryption_key=config.encryption_key,
     )

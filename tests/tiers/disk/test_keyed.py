@@ -69,6 +69,13 @@ class TestDiskTier(StorageSuite):
         storage.check_invariants()
 
 
+class TestEncrypted(TestDiskTier):
+    @pytest.fixture(autouse=True)
+    def _key(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("cryptography")
+        monkeypatch.setenv("KVTIER_ENCRYPTION_KEY", "05" * 32)
+
+
 class TestDiskTierOfTwoParts(TestDiskTier):
     num_parts = 2
 

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from kvtier.layout import KVGroup
 from kvtier.testing.storage_suite import GROUP
-from kvtier.tiers import StorageSite
+from kvtier.tiers import StorageSite, StorageTier
 from kvtier.tiers.remote.s3.objects import Objects
 from kvtier.tiers.remote.s3.opening import make_s3
 from kvtier.tiers.remote.s3.tier import S3Tier
@@ -46,11 +46,17 @@ class Bucket:
         self, num_blocks: int = 64, group: KVGroup = GROUP, url: str = "", **options: object
     ) -> S3Tier:
         """One process's tier. It looks at what others have written when the test says so."""
-        location = self.location(url, **{"poll_s": 0, "publish_s": 3600, **options})
-        site = StorageSite("s3", location, group, num_blocks * group.bytes_per_block)
-        tier = make_s3(site)
+        tier = self.storage(num_blocks, group, url, **options)
         assert isinstance(tier, S3Tier)
         return tier
+
+    def storage(
+        self, num_blocks: int = 64, group: KVGroup = GROUP, url: str = "", **options: object
+    ) -> StorageTier:
+        """The same, or what is around it."""
+        location = self.location(url, **{"poll_s": 0, "publish_s": 3600, **options})
+        site = StorageSite("s3", location, group, num_blocks * group.bytes_per_block)
+        return make_s3(site)
 
     def objects(self) -> Objects:
         """As a tier asks for them."""

@@ -14,6 +14,7 @@ from kvtier.tiers import StorageTier
 from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.s3.packs import pack_path
 from kvtier.tiers.remote.s3.tier import S3Tier
+from kvtier.tiers.wrappers import SealedTier
 from kvtier.types import BlockKey
 from tests.proxy import Proxy
 from tests.servers import port_of
@@ -35,7 +36,7 @@ class TestS3Tier(StorageSuite):
         return self.over(num_blocks)
 
     def over(self, num_blocks: int) -> StorageTier:
-        return self.bucket.tier(num_blocks, url=self.proxy.url, **self.options)
+        return self.bucket.storage(num_blocks, url=self.proxy.url, **self.options)
 
     def reopen(self, storage: StorageTier) -> StorageTier:
         return self.over(storage.num_blocks)
@@ -79,3 +80,24 @@ class TestS3TierWithSmallPacks(TestS3Tier):
     @pytest.fixture(autouse=True)
     def _secret(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("KVTIER_STORE_SECRET", "a secret of the tests")
+
+
+class TestEncrypted(TestS3Tier):
+    """Frames of one size each, in packs."""
+
+    @pytest.fixture(autouse=True)
+    def _key(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("cryptography")
+        monkeypatch.setenv("KVTIER_ENCRYPTION_KEY", "06" * 32)
+
+    def spoil(self, storage: StorageTier, key: BlockKey) -> bool:
+        assert isinstance(storage, SealedTier)
+        return super().spoil(storage.inner, key)
+
+    def abandon(self, storage: StorageTier) -> bool:
+        assert isinstance(storage, SealedTier)
+        return super().abandon(storage.inner)
+
+    def check(self, storage: StorageTier) -> None:
+        assert isinstance(storage, SealedTier)
+        super().check(storage.inner)

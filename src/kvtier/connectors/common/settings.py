@@ -14,8 +14,9 @@ from kvtier.config import check_storage, node_location, parse_size
 from kvtier.errors import ConfigError
 from kvtier.index.policies.replayed import POLICIES, RUNS
 from kvtier.recording import LEAST_BYTES
+from kvtier.tiers.codecs import CodingOptions
 from kvtier.tiers.disk import DiskOptions
-from kvtier.tiers.row import storage_names
+from kvtier.tiers.row import coded_locations, storage_names
 from kvtier.types import Durability, LoadPolicy, Verify
 
 CHOICES: Mapping[str, type[StrEnum]] = {
@@ -75,6 +76,10 @@ class ConnectorSettings:
     """Checksum verification of reads: ``always``, ``sampled`` or ``off``."""
     disk_bytes_per_day: str | int = 0
     """Most bytes written per day, to limit SSD wear; 0 for no limit."""
+    encryption_key: str = field(default="", repr=False)  # a command may have a password in it
+    """Source of the keys with which KV on disk and in stores is encrypted: "file:/path", "env:NAME"
+    or "command:program arguments"; "" for the value of ``KVTIER_ENCRYPTION_KEY`` in the
+    environment, if there is one. The first key encrypts, the others decrypt."""
     load_policy: str = "auto"
     """When KV is loaded: ``auto`` (if that is faster than computing it), or ``always``."""
     namespace: str = ""
@@ -133,6 +138,7 @@ class ConnectorSettings:
             verify=Verify(self.disk_verify),
             rank=rank,
             num_ranks=num_ranks,
+            encryption_key=self.encryption_key,
         )
 
     @property
@@ -189,6 +195,10 @@ class StoreSettings(ConnectorSettings):
 
     storage: str | list[str] = field(default="", repr=False)  # a password may be in it
     """Stores that other servers may share, fastest first: URLs such as "valkey://host"."""
+    codec: str = "none"
+    """Codec of new blocks in stores: ``none``, ``lossless`` (fewer bytes, the same bits), ``auto``
+    (``lossless`` for a store that is slow enough to gain by it), or a plug-in of
+    ``kvtier.codecs``."""
     storage_capacity: str | int = "1TiB"
     """Capacity of the index of each store: bytes of blocks known at a time."""
     node: str = ""
@@ -228,9 +238,9 @@ class StoreSettings(ConnectorSettings):
         """URLs of the stores, fastest first. A node counts as one."""
         if self.node:
             return [node_location(self.node, self.node_tenant)]
-        if isinstance(self.storage, str):
-            return [self.storage] if self.storage else []
-        return self.storage
+        stores = [self.storage] if isinstance(self.storage, str) else self.storage
+        coding = CodingOptions(self.codec, self.encryption_key)
+        return coded_locations([each for each in stores if each], coding)
 
     @property
     def store_bytes(self) -> int:

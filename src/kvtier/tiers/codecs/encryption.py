@@ -126,6 +126,11 @@ class Keyring:
         return ((whole ^ (0x87 if whole >> 128 else 0)) & ((1 << 128) - 1)).to_bytes(16)
 
 
+def names_key(setting: str) -> bool:
+    """Return whether ``encryption_key``, or else the environment, names a key."""
+    return bool(setting or os.environ.get(KEY_VARIABLE))
+
+
 def key_id(secret: bytes) -> int:
     """Return the id of a key, 1 to 2^32 - 1. It says nothing about the key."""
     digest = blake3(secret, derive_key_context=ID_CONTEXT).digest(4)
@@ -143,7 +148,7 @@ def read_keyring(setting: str) -> Keyring | None:
 
     Raises ``ConfigError``. No message contains a part of a key.
     """
-    if not setting and not os.environ.get(KEY_VARIABLE):
+    if not names_key(setting):
         return None
     kind, _, source = (setting or f"env:{KEY_VARIABLE}").partition(":")
     if kind == "file" and source:

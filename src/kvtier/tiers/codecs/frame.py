@@ -43,6 +43,12 @@ BODY: Final = Struct("<II")
 ENCRYPTED: Final = 1
 MOST_OVERHEAD: Final = HEAD_BYTES + BODY.size + TAG_BYTES
 """Most bytes of a frame beyond those of its block."""
+SMOOTHING: Final = 0.1
+"""Weight of a new measurement."""
+NUM_TRIED: Final = 16
+"""Blocks that are encoded before anything is decided."""
+TRIED_AGAIN: Final = 256
+"""One block in this many is encoded though it does not pay, in case its data have changed."""
 LEAST_GAIN: Final = 32
 """A codec has to save at least one byte in this many."""
 
@@ -107,6 +113,47 @@ class CodecCounts:
         return self.plain_bytes / self.stored_bytes if self.stored_bytes else 1.0
 
 
+class CodecChoice:
+    """Decides whether a codec pays for a store, by the costs that were measured. Thread-safe.
+
+    A load of n bytes takes ``n * transfer`` as they are, and ``n / ratio * transfer + n * decode``
+    from a codec. Until both are known the codec is used.
+
+    counts: of the coder.
+    """
+
+    def __init__(self, counts: CodecCounts) -> None:
+        self._counts = counts
+        self._num_asked = 0
+        self._transfer_s = 0.0  # per byte
+
+    def note_transfer(self, num_bytes: int, seconds: float) -> None:
+        """Record how long a transfer of stored bytes took, without their decoding."""
+        if num_bytes <= 0:
+            return
+        found = max(0.0, seconds) / num_bytes
+        before = self._transfer_s or found
+        self._transfer_s = before + SMOOTHING * (found - before)
+
+    @property
+    def pays(self) -> bool:
+        """Whether a block is loaded sooner if the codec encodes it."""
+        counts, per_byte = self._counts, self._transfer_s
+        if not per_byte or counts.num_encoded + counts.num_kept < NUM_TRIED:
+            return True
+        if not counts.num_encoded:
+            return False  # nothing shrinks
+        cost = counts.encode_s / counts.plain_bytes  # decoding is faster
+        if counts.decoded_bytes:
+            cost = counts.decode_s / counts.decoded_bytes
+        return (1 - 1 / counts.ratio) * per_byte > cost
+
+    def encodes_next(self) -> bool:
+        """Return whether to encode the next block: if it pays, else now and then, to measure."""
+        self._num_asked += 1
+        return self.pays or self._num_asked % TRIED_AGAIN == 0
+
+
 class BlockCoder:
     """Encodes blocks into their stored form, and decodes them. Thread-safe.
 
@@ -115,6 +162,7 @@ class BlockCoder:
     readers: codecs of blocks that can be read.
     keyring: keys; None to neither encrypt nor decrypt.
     place: text that is authenticated with every block of an encrypted tier.
+    is_auto: encode only while that makes loads faster, see ``CodecChoice``.
     """
 
     def __init__(
@@ -124,9 +172,12 @@ class BlockCoder:
         readers: tuple[Codec, ...] = (),
         keyring: Keyring | None = None,
         place: str = "",
+        is_auto: bool = False,
     ) -> None:
         self.block_bytes = block_bytes
         self.counts = CodecCounts()
+        self.choice = CodecChoice(self.counts)
+        self._is_auto = is_auto
         self._codec = codec
         self._codecs = {each.number: each for each in (*readers, *([codec] if codec else []))}
         self._keyring = keyring
@@ -169,19 +220,25 @@ class BlockCoder:
         into: uint8 [``most_bytes``] at least.
         """
         began = time.thread_time()
-        plain, crc = self._gathered(block)
         body = self._scratch("body", self.most_bytes) if self._keyring else into[HEAD_BYTES:]
         codec, num = RAW, None
-        if self._codec is not None:
+        has_codec = self._codec is not None and (not self._is_auto or self.choice.encodes_next())
+        if has_codec:
+            plain = self._scratch("plain", self.block_bytes)
+        else:
+            plain = body[BODY.size : BODY.size + self.block_bytes]
+        crc = self._gather(block, plain)
+        if self._codec is not None and has_codec:
             room = BODY.size + self.block_bytes - self.block_bytes // LEAST_GAIN
             codec, num = self._codec.number, self._codec.encode(plain, body[BODY.size : room])
         if num is None:
-            self.counts.num_kept += self._codec is not None
+            self.counts.num_kept += has_codec
             if self._keyring is None:
                 self.counts.encode_s += time.thread_time() - began
                 return None
             codec, num = RAW, self.block_bytes
-            body[BODY.size : BODY.size + num] = plain
+            if has_codec:
+                body[BODY.size : BODY.size + num] = plain
         BODY.pack_into(body.data, 0, crc, 0)
         head = self._sealed(key, codec, body[: BODY.size + num], into)
         self.counts.num_encoded += 1
@@ -190,15 +247,14 @@ class BlockCoder:
         self.counts.encode_s += time.thread_time() - began
         return head
 
-    def _gathered(self, block: Pieces) -> tuple[Uint8s, int]:
-        """Return the block's bytes in one piece, and their checksum.
+    def _gather(self, block: Pieces, plain: Uint8s) -> int:
+        """Copy the block's bytes to ``plain``, and return their checksum.
 
         They are copied in any case: so a source that is modified meanwhile, against the rules, has
         the checksum of its copy.
         """
-        plain = self._scratch("plain", self.block_bytes)
         whole = Pieces.whole([plain.ctypes.data], self.block_bytes)
-        return plain, int(copied_crcs(whole.cut(block.sizes), block)[0])
+        return int(copied_crcs(whole.cut(block.sizes), block)[0])
 
     def _sealed(self, key: BlockKey, codec: int, body: Uint8s, into: Uint8s) -> FrameHead:
         """Write header, body and tag to ``into``; without encryption the body is there already."""

@@ -58,10 +58,10 @@ def make_coder(options: CodingOptions, block_bytes: int, place: str = "") -> Blo
 
     Raises ``ConfigError``.
     """
-    codec = None if options.codec == NONE else make_codec(options.codec)
-    return BlockCoder(
-        block_bytes, codec, _readers(codec), read_keyring(options.encryption_key), place
-    )
+    is_auto = options.codec == AUTO
+    codec = None if options.codec == NONE else make_codec(LOSSLESS if is_auto else options.codec)
+    keyring = read_keyring(options.encryption_key)
+    return BlockCoder(block_bytes, codec, _readers(codec), keyring, place, is_auto)
 
 
 def _readers(codec: Codec | None) -> tuple[Codec, ...]:

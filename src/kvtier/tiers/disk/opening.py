@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import KVGroup
 from kvtier.system.private_files import open_file
+from kvtier.tiers.codecs.encryption import names_key
 from kvtier.tiers.disk.bounce import ALIGNMENT
 from kvtier.tiers.disk.format.folder import (
     DATA,
@@ -52,6 +53,7 @@ from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.recovery.recovery import Recovery, recover
 from kvtier.tiers.disk.recovery.replay import SLAB_ID_BYTES, Replay
 from kvtier.tiers.disk.recovery.trust import mark_of, read_trust
+from kvtier.tiers.disk.sealing import ENCRYPTED, sealed_bytes
 from kvtier.tiers.disk.slab import Slab, SlabFiles
 from kvtier.tiers.disk.system import DiskSystem, read_at
 
@@ -69,7 +71,8 @@ def wanted(options: DiskOptions, group: KVGroup, num_parts: int = 1) -> Superblo
     Raises:
         ConfigError: the parts can't be equal, or the capacity is below one block.
     """
-    part_bytes, rest = divmod(group.bytes_per_block, num_parts)
+    num_bytes = sealed_bytes(options, group.bytes_per_block, num_parts)
+    part_bytes, rest = divmod(num_bytes, num_parts)
     if rest:
         raise ConfigError(
             f"disk tier: a block of {group.bytes_per_block} bytes can't be cut into {num_parts} "
@@ -89,7 +92,7 @@ def wanted(options: DiskOptions, group: KVGroup, num_parts: int = 1) -> Superblo
         num_slots=num_slots,
         rank=options.rank,
         num_ranks=options.num_ranks,
-        layout=group.fingerprint,
+        layout=group.fingerprint + (ENCRYPTED if names_key(options.encryption_key) else ""),
         description=describe(group),
         slab_id=secrets.token_bytes(SLAB_ID_BYTES),
         made_at=int(time.time()),
@@ -231,6 +234,16 @@ def read_superblock(
 
 
 def _compare(folder: Path, found: Superblock, want: Superblock) -> None:
+    if found.layout == want.layout + ENCRYPTED:
+        raise ConfigError(
+            f"disk tier: the slab in {folder} is encrypted, and no key is given; give "
+            f"encryption_key, or {DELETE_OR_MOVE}"
+        )
+    if found.layout + ENCRYPTED == want.layout:
+        raise ConfigError(
+            f"disk tier: the slab in {folder} is not encrypted, and encryption_key is given; name "
+            f"another folder, or {DELETE_OR_MOVE}"
+        )
     different = [
         f"{name} is {theirs}, expected {ours}"
         for name, theirs, ours in (

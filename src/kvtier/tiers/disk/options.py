@@ -39,6 +39,9 @@ class DiskOptions:
     direct: Direct = Direct.AUTO
     """Whether blocks go directly to the engine's KV pool, bypassing the host tier: ``auto``, ``on``
     or ``off``."""
+    encryption_key: str = ""
+    """Source of the keys of encrypted blocks: "file:/path", "env:NAME" or "command:program"; "" for
+    the value of ``KVTIER_ENCRYPTION_KEY``, if there is one."""
     queue_depth: int = 32
     """Maximum number of requests in flight, per direction."""
     rank: int = 0

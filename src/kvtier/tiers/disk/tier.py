@@ -21,6 +21,7 @@ from kvtier.tiers.disk.blocks import DiskBlocks
 from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.disk.format.records import as_keys
 from kvtier.tiers.disk.options import DiskOptions
+from kvtier.tiers.disk.sealing import make_sealing
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import HOST_KINDS, Pieces
 from kvtier.tiers.storage import (
@@ -36,6 +37,8 @@ from kvtier.types import DISK, BlockKey, BlockName, Direct, Slot
 Int64s = npt.NDArray[np.int64]
 
 HOST_ONLY = frozenset({"host"})
+NUM_KEYS_CHECKED = 16
+"""Blocks of an earlier process that are read to tell whether their encryption key is known."""
 
 
 def make_disk(site: StorageSite) -> DiskTier:
@@ -71,6 +74,9 @@ class DiskTier(StorageTier):
     ) -> None:
         self.name = name
         self.bytes_per_block = group.bytes_per_block
+        self._sealing = make_sealing(options, group)
+        if self._sealing is not None:
+            arena = pool = None  # blocks pass through memory of the tier
         self.blocks = DiskBlocks(options, group, arena, system, clock, monotonic, pool)
         self.facts = replace(
             self.facts,
@@ -84,6 +90,29 @@ class DiskTier(StorageTier):
         self._is_kept = np.zeros(self.blocks.num_slots, bool)
         self._num_readers: Counter[int] = Counter()
         self._leaving: set[int] = set()
+        try:
+            self._check_key(options)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _check_key(self, options: DiskOptions) -> None:
+        """Raise ``ConfigError`` if the blocks of an earlier process have other keys than ours."""
+        if self._sealing is None:
+            return
+        kept = self.kept_keys().at(0, NUM_KEYS_CHECKED)
+        keys = [BlockKey(each.tobytes()) for each in kept]
+        held = [Slot(slot) for slot in self._slots_with(keys).tolist()] if keys else []
+
+        def read(at: list[int], rows: Pieces) -> list[Outcome]:
+            return self.blocks.load([keys[each] for each in at], [held[each] for each in at], rows)
+
+        if (unknown := self._sealing.unknown_key(keys, read)) is not None:
+            raise ConfigError(
+                f"disk tier: the slab in {options.path} is encrypted with the key {unknown:08x}, "
+                "which encryption_key does not give; add it behind the new one, or name another "
+                "folder"
+            )
 
     @property
     def num_blocks(self) -> int:
@@ -173,7 +202,7 @@ class DiskTier(StorageTier):
         # At most one slot may hold a block, or a block dropped for good could come back.
         others = [Slot(slot) for slot in before[before >= 0].tolist()]
         new_names = [names[at] for at in fit]
-        stored = self.blocks.store(new_names, slots, blocks.pick(fit), ends_at, others)
+        stored = self._store(new_names, slots, blocks.pick(fit), ends_at, others)
         with self._lock:
             for at, slot, is_stored in zip(fit, slots, stored, strict=True):
                 if is_stored:
@@ -183,6 +212,38 @@ class DiskTier(StorageTier):
                 else:
                     self.blocks.free([slot])
         return [each if each is Outcome.THERE else Outcome.FAILED for each in outcomes]
+
+    def _store(
+        self,
+        names: Sequence[BlockName],
+        slots: Sequence[Slot],
+        blocks: Pieces,
+        ends_at: float,
+        others: Sequence[Slot],
+    ) -> list[bool]:
+        """Write blocks, encrypted if there is a key. See ``DiskBlocks.store``."""
+        if self._sealing is None:
+            return self.blocks.store(names, slots, blocks, ends_at, others)
+
+        def write(at: list[int], rows: Pieces) -> list[bool]:
+            some = [names[each] for each in at]
+            emptied = [] if at[0] else others
+            return self.blocks.store(some, [slots[each] for each in at], rows, ends_at, emptied)
+
+        return self._sealing.store([name.key for name in names], blocks, write)
+
+    def _load(
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], blocks: Pieces, ends_at: float
+    ) -> list[Outcome]:
+        """Read blocks, and decrypt them if there is a key. See ``DiskBlocks.load``."""
+        if self._sealing is None:
+            return self.blocks.load(keys, slots, blocks, ends_at)
+
+        def read(at: list[int], rows: Pieces) -> list[Outcome]:
+            some = [keys[each] for each in at]
+            return self.blocks.load(some, [slots[each] for each in at], rows, ends_at)
+
+        return self._sealing.load(keys, blocks, read)
 
     def _allocate(self, num_blocks: int) -> list[Slot]:
         """Allocate slots, fewer if there are too few. Unclaimed blocks are evicted for them."""
@@ -201,13 +262,14 @@ class DiskTier(StorageTier):
         finally:
             self._lock.release()
         held = [Slot(slot) for slot in slots[at].tolist()]
-        results = self.blocks.load([keys[each] for each in at], held, blocks.pick(at), ends_at)
+        results = self._load([keys[each] for each in at], held, blocks.pick(at), ends_at)
         with self._lock:
             self._end_read(held)
             for each, slot, result in zip(at, held, results, strict=True):
                 outcomes[each] = result
-                if result is Outcome.DAMAGED or self.blocks.slots.is_bad(slot):
-                    outcomes[each] = Outcome.DAMAGED
+                is_bad = self.blocks.slots.is_bad(slot)
+                if is_bad or result in (Outcome.DAMAGED, Outcome.ABSENT):  # of another key
+                    outcomes[each] = Outcome.DAMAGED if is_bad else result
                     self._forget([keys[each]], np.array([slot], np.int64))
         return outcomes
 

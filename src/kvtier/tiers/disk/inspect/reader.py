@@ -23,6 +23,7 @@ from kvtier.tiers.disk.inspect.followed import FollowedSlab, follow
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.opening import wanted
 from kvtier.tiers.disk.options import DiskOptions
+from kvtier.tiers.disk.sealing import make_sealing
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageTier
@@ -59,6 +60,7 @@ class DiskReader(StorageTier):
         self.bytes_per_block = group.bytes_per_block
         self._options = options
         self._wanted = wanted(options, group)
+        self._sealing = make_sealing(options, group)
         self._system = system or DiskSystem()
         self._health = DiskHealth(
             str(options.path), ["read"], options.errors_until_off, time.monotonic
@@ -69,6 +71,7 @@ class DiskReader(StorageTier):
         self._engine: IoEngine | None = None
         self._lock = Lock()  # protects the slab's table
         self._reading = Lock()  # held while its data is read
+        self._decoding = Lock()  # held while blocks are in the buffer of the decryption
 
     @property
     def num_blocks(self) -> int:
@@ -91,6 +94,17 @@ class DiskReader(StorageTier):
         self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float = inf
     ) -> list[Outcome]:
         ends_at = time.monotonic() + min(timeout_s, self._options.read_deadline_s)
+        if self._sealing is None:
+            return self._read(keys, blocks, ends_at)
+
+        def read(at: list[int], rows: Pieces) -> list[Outcome]:
+            return self._read([keys[each] for each in at], rows, ends_at)
+
+        with self._decoding:
+            return self._sealing.load(keys, blocks, read)
+
+    def _read(self, keys: Sequence[BlockKey], blocks: Pieces, ends_at: float) -> list[Outcome]:
+        """Read and verify blocks as they are in their slots."""
         with self._reading:
             with self._lock:
                 slab = self._followed(may_open=True)

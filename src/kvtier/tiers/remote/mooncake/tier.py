@@ -23,7 +23,7 @@ from kvtier.tiers.remote.bounced_tier import DockedTier
 from kvtier.tiers.remote.errors import Unreachable, Unsound
 from kvtier.tiers.remote.location import Location, StoreOptions, read_location, read_options
 from kvtier.tiers.storage import Outcome, StorageSite, StorageTier
-from kvtier.tiers.wrappers import ThrottledTier
+from kvtier.tiers.wrappers import ThrottledTier, make_sealed
 from kvtier.types import BlockKey
 
 PORT: Final = 50051
@@ -95,7 +95,11 @@ def make_mooncake(site: StorageSite) -> StorageTier:
             f"Mooncake's; install it: {install_command('mooncake')} ({error})"
         ) from error
     process = StoreProcess(location, options)
-    tier = DockedTier(site, location, options, process.client, MAX_CALLED)
+    tier = make_sealed(
+        site,
+        options.coding,
+        lambda inner: DockedTier(inner, location, options, process.client, MAX_CALLED),
+    )
     return ThrottledTier(tier, options.bytes_per_s) if options.bytes_per_s else tier
 
 

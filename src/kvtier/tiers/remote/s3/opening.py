@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from kvtier.errors import ConfigError, install_command
@@ -11,7 +12,7 @@ from kvtier.tiers.remote.envelope import Envelope
 from kvtier.tiers.remote.location import Location, StoreOptions, read_location, read_options
 from kvtier.tiers.remote.s3.packs import PACK_BYTES, PackShape
 from kvtier.tiers.storage import StorageSite, StorageTier
-from kvtier.tiers.wrappers import ThrottledTier
+from kvtier.tiers.wrappers import ThrottledTier, make_sealed
 
 ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 """Environment variables that name a server; the first one that is set counts."""
@@ -47,6 +48,10 @@ def make_s3(site: StorageSite) -> StorageTier:
     location = read_location("s3", site.location)
     options = read_options(S3Options, location)
     check_location(location, options)
+    return make_sealed(site, options.coding, partial(_make, location, options))
+
+
+def _make(location: Location, options: S3Options, site: StorageSite) -> StorageTier:
     block_bytes = site.group.bytes_per_block
     num_blocks = site.capacity_bytes // block_bytes
     if not num_blocks:

@@ -122,15 +122,18 @@ class ValkeyTier(StorageTier):
         return start + (end + start).join(keys) + end
 
     def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
-        outcomes = [FAILED] * len(keys)
+        outcomes, coder = [FAILED] * len(keys), self._envelope.coder
         headers = np.empty((len(keys), HEADER_BYTES), np.uint8)
         values = blocks.behind(headers)
         ahead = max(1, WINDOW_BYTES // self.bytes_per_block // 2)
         at_a_time = max(1, VERIFIED_BYTES // self.bytes_per_block)
         arrived: dict[int, int] = {}  # checksum by position
-        frame = np.empty(HEADER_BYTES + self._envelope.coder.most_bytes, np.uint8)
+        began, choice, counts = time.monotonic(), coder.choice, coder.counts
+        num_stored, decoded_s = 0, counts.decode_s
+        frame = np.empty(HEADER_BYTES + coder.most_bytes, np.uint8)
 
         def read(line: RespConnection) -> None:
+            nonlocal num_stored
             num_asked = 0
             for start in range(0, len(keys), at_a_time):
                 while num_asked < len(keys) and num_asked - start < ahead:
@@ -141,6 +144,7 @@ class ValkeyTier(StorageTier):
                 places = values.pick(slice(start, end))
                 came = line.values_into(places, 1, num_asked - end, frame.data)
                 for at, (num_bytes, crc) in enumerate(came, start):
+                    num_stored += num_bytes or 0
                     if num_bytes == values.block_bytes:
                         arrived[at] = crc
                     elif num_bytes is None:
@@ -161,6 +165,8 @@ class ValkeyTier(StorageTier):
 
         self._lines.use(read, timeout_s)
         verify()
+        took_s = time.monotonic() - began - (counts.decode_s - decoded_s)
+        choice.note_transfer(num_stored, took_s)
         self._forget([key for key, each in zip(keys, outcomes, strict=True) if each is DAMAGED])
         return outcomes
 
