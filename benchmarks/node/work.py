@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from benchmarks.node.part import JsonRow, Part
-from benchmarks.node.processes import Node, attached, check_all_there, running_node, store
+from benchmarks.node.processes import (
+    STORED_AT_ONCE,
+    Node,
+    attached,
+    check_all_there,
+    running_node,
+    store,
+)
 from benchmarks.report.targets import judged
 from benchmarks.scale.keyed import new_keys
 from kvtier.node.cache import NodeCache
@@ -72,10 +79,15 @@ def _requests(
         for _ in range(num_requests):
             store(cache, new_keys(REQUEST_BLOCKS))
 
+    def report_and_reserve() -> None:
+        for _ in range(num_requests):
+            _store_prompt(cache, new_keys(REQUEST_BLOCKS))
+
     kinds: dict[str, Callable[[], None]] = {
         f"reserve and commit, {state}": reserve,
     }
     if state == "with room":
+        kinds["report, reserve and commit"] = report_and_reserve
         kinds["look up, lease and release"] = look_up
     found: dict[str, list[float]] = {name: [] for name in kinds}
     for number in range(num_rounds + 1):
@@ -88,15 +100,29 @@ def _requests(
     return found
 
 
+def _store_prompt(cache: NodeCache, keys: list[bytes]) -> None:
+    """Report a request and store its blocks, as an engine does."""
+    cache.on_request(keys)
+    store(cache, keys)
+
+
+def _fill(cache: NodeCache, num_blocks: int) -> list[bytes]:
+    """Fill a node with prompts. Return the keys of the last one."""
+    keys: list[bytes] = []
+    for at in range(0, num_blocks, STORED_AT_ONCE):
+        keys = new_keys(min(STORED_AT_ONCE, num_blocks - at))
+        _store_prompt(cache, keys)
+    return keys
+
+
 def _memory(num_blocks: int) -> JsonRow:
     """Return the bytes that a node needs per block besides the blocks themselves."""
     with running_node(num_blocks * BLOCK_BYTES, SEGMENT_BYTES) as node:
         num_slots = node.config.host_bytes // SEGMENT_BYTES * (SEGMENT_BYTES // BLOCK_BYTES)
         before = node.own_bytes
         with attached(node.config.socket, BLOCK_BYTES) as cache:
-            keys = new_keys(num_slots)
-            store(cache, keys)
-            places, _ = cache.begin_lookup(keys[-REQUEST_BLOCKS:])
+            keys = _fill(cache, num_slots)
+            places, _ = cache.begin_lookup(keys)
             check_all_there(places)
             cache.poll()
             grown = node.own_bytes - before

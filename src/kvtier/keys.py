@@ -94,6 +94,14 @@ class PackedKeys(Sequence[bytes]):
     def __iter__(self) -> Iterator[bytes]:
         return iter(self.array.tolist())
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PackedKeys):
+            return NotImplemented
+        mine, theirs = self.array, other.array
+        return len(mine) == len(theirs) and mine.tobytes() == theirs.tobytes()
+
+    __hash__ = None  # type: ignore[assignment]  # as lists have none
+
     def select(self, which: slice | npt.NDArray[np.bool_ | np.int64]) -> PackedKeys:
         """Return the keys at some positions, or where a mask is True."""
         chosen = np.ascontiguousarray(self.array[which])

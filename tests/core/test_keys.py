@@ -18,10 +18,12 @@ from kvtier._reference.tokens import pack_tokens as reference_pack_tokens
 from kvtier.errors import ConfigError
 from kvtier.keys import (
     Namespace,
+    PackedKeys,
     grid_labels,
     keys_along,
     next_key,
     next_keys,
+    select_keys,
     token_labels,
     view_labels,
 )
@@ -256,3 +258,18 @@ def test_moving_characters_between_fields_changes_the_digest(
         return Namespace(model, revision, dtype, "layout", 16, adapter, salt).digest
 
     assert (digest(*values) == digest(*moved)) == (values == moved)
+
+
+def test_packed_keys_are_a_sequence_of_bytes() -> None:
+    listed = [bytes([number]) * 5 for number in range(9)]
+    packed = PackedKeys(b"".join(listed), 5)
+    assert list(packed) == listed
+    assert (len(packed), packed[0], packed[-1]) == (9, listed[0], listed[-1])
+    for part in (slice(2, 5), slice(None, None, 3), slice(5, 5)):
+        assert list(packed[part]) == listed[part]
+        assert packed[part] == PackedKeys(b"".join(listed[part]), 5)
+    assert packed[:3] != packed[1:4]
+    for some in (packed, listed):
+        assert list(select_keys(some, [7, 0])) == [listed[7], listed[0]]
+    with pytest.raises(IndexError):
+        packed[9]

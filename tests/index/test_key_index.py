@@ -21,7 +21,7 @@ from kvtier.index import KeyIndex, State
 from kvtier.index.key_index import KeyMatches
 from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.index.python_key_index import PythonKeyIndex
-from kvtier.keys import next_key
+from kvtier.keys import PackedKeys, next_key
 from kvtier.types import DISK, HOST, NO_BLOCK, BlockId, BlockName, Slot
 
 TIERS = (HOST, DISK)
@@ -64,6 +64,42 @@ def test_a_block_is_found_by_its_key_in_every_tier_that_has_it(index: KeyIndex) 
     assert index.find(KEYS[0]) == (blocks[0], (State.READY, State.WRITING))
     assert index.find(KEYS[2]) is None
     assert index.find(b"of another length") is None
+
+
+def test_packed_keys_are_found_like_any(index: KeyIndex) -> None:
+    blocks = put(index, KEYS[:3])
+    packed = PackedKeys(b"".join(KEYS[1:]), 36)
+    assert index.find_all(packed) == index.find_all(KEYS[1:])
+    assert index.find_all(packed).known == blocks[1:]
+    assert index.make(packed[:2]) == blocks[1:]
+    missing, ready = index.missing(packed, HOST)
+    assert (list(missing), ready) == (KEYS[3:], blocks[1:])
+    assert list(index.missing(packed, DISK).keys) == KEYS[1:]
+    with pytest.raises(ValueError, match="a key has 35 bytes"):
+        index.make(PackedKeys(bytes(70), 35))
+
+
+def test_missing_key_that_is_named_twice_is_missing_once(index: KeyIndex) -> None:
+    [block] = put(index, KEYS[:1])
+    named = [KEYS[2], KEYS[0], KEYS[1], KEYS[2], KEYS[1]]
+    assert index.missing(named, HOST) == ([KEYS[2], KEYS[1]], [block])
+    index.begin_write_all(index.make(KEYS[1:2]), HOST, [Slot(1)])
+    assert index.missing(dict.fromkeys(named), HOST) == ([KEYS[2]], [block])
+
+
+def test_block_is_found_by_its_slot(index: KeyIndex) -> None:
+    blocks = put(index, KEYS[:4])
+    assert index.in_slots([Slot(3), Slot(1), Slot(7)], HOST) == [blocks[1], blocks[3]]
+    assert index.in_slots([Slot(3)], DISK) == []
+    leaving(index, len(blocks))
+    assert index.in_slots([Slot(3)], HOST) == []
+
+
+def test_hash_follows_from_the_whole_key(index: KeyIndex) -> None:
+    hashes = index.hashes(put(index, KEYS))
+    assert len(set(hashes)) == len(KEYS)
+    leaving(index, len(KEYS))
+    assert index.hashes(put(index, KEYS[::-1])) == hashes[::-1]
 
 
 def test_a_block_has_a_name_for_storage(index: KeyIndex) -> None:
@@ -321,6 +357,8 @@ class KeyIndexMachine(RuleBasedStateMachine):
         self.index.find_all(KEYS)
         for tier in TIERS:
             self.index.order(tier)
+            self.index.missing([*KEYS, *KEYS[:3]], tier)
+            self.index.in_slots([Slot(0), Slot(2), Slot(5)], tier)
             self.index.num_held(tier)
             self.index.num_evictable(tier)
 

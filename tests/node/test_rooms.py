@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kvtier._hot import NATIVE
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError
+from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.keyed.cache import BlockLocation
 from kvtier.node import node as node_module
 from kvtier.node.config import TenantQuota
@@ -144,6 +146,24 @@ def test_segments_move_within_a_tenant_at_its_ceiling(tmp_path: Path) -> None:
         assert new.tier.num_segments > 0
         assert 7 <= here.num_held("a") <= 8
         assert here.num_held("b") == 8
+
+
+@pytest.mark.skipif(not NATIVE, reason="only native policies learn")
+def test_policy_knows_the_memory_that_a_room_has_by_now(tmp_path: Path) -> None:
+    """A policy that thinks of one slot forgets each request before its blocks are stored."""
+    sizes = []
+    for is_reported in True, False:
+        with world(tmp_path / str(is_reported)) as here:
+            room = here.room(block_bytes=64)
+            for first in range(0, 4000, 100):
+                prompt = names(*range(first, first + 100))
+                if is_reported:
+                    room.on_request(prompt)
+                fill(room, *range(first, first + 100))
+            index = room._index
+            assert isinstance(index, NativeKeyIndex)
+            sizes.append(index.num_bytes)
+    assert sizes[0] < 0.8 * sizes[1], "blocks of a known prompt need no entries of their own"
 
 
 @pytest.mark.parametrize("use", ["leased", "reserved"])

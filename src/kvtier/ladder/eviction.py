@@ -117,9 +117,9 @@ class Eviction:
         """
         tier = self._topology.fastest
         room = self._topology.rooms[tier]
+        self._tell_room(tier)
         self._index.lease(but_not, tier)
         if num_slots > room.num_free:
-            self._tell_room(tier)
             num_admitted = admit()
             self._count_left_out(num_slots - num_admitted, tier)
             num_slots = num_admitted

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from kvtier.hints import Hint, Said, waits
-from kvtier.keyed.cache import PLACE_OF_CODE, BlockLocation, Change, Reserved
+from kvtier.keyed.cache import BlockLocation, Change, Reserved, places_of
 from kvtier.keyed.waiters import Signal
 from kvtier.ladder import CostMetrics
 from kvtier.node import protocol
@@ -168,8 +168,7 @@ class NodeCache:
         if found is None:
             return [BlockLocation.NOWHERE] * len(keys), []
         answer, channel = found
-        codes = np.frombuffer(answer.places, np.uint8)
-        places: list[BlockLocation] = PLACE_OF_CODE[codes].tolist()
+        places = places_of(answer.places)
         self._unread.append(_LookedUp(list(keys), places, answer))
         return places, [NodeSignal(channel, answer.id)] if answer.pending else []
 
