@@ -175,15 +175,14 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--vllm",
-        dest="environment",
-        type="vllm-{}".format,
-        default="vllm",
         metavar="VERSION",
         help="another version, installed by `make test-vllm VLLM=VERSION`",
     )
     parser.add_argument("--host", default="1GiB", help="host memory for KV (1GiB)")
     parser.add_argument("--device-blocks", type=int, default=48, help="vLLM's own pool (48)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.environment = f"vllm-{options.vllm}" if options.vllm else "vllm"
+    return options
 
 
 if __name__ == "__main__":
