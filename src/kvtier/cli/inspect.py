@@ -6,12 +6,13 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from kvtier.errors import printable
 from kvtier.live.wording import seconds, size
+from kvtier.tiers.disk.sealing import ENCRYPTED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,6 +47,12 @@ def show_slab(console: Console, report: SlabReport, now: float) -> None:
     if report.num_blocks:
         console.print(_namespaces(report, now))
         console.print(_ages(report))
+
+
+ENCRYPTION: Final = (
+    "AES-256-GCM: checksums are those of the encrypted bytes and can be verified; contents, and "
+    "the keys that they need, are not looked at"
+)
 
 
 def describe_layout(description: str) -> str:
@@ -101,6 +108,7 @@ def _summary(report: SlabReport, now: float) -> Table:
                 f"{describe_layout(report.description)}"
             ),
         ),
+        *([("encryption", ENCRYPTION)] if report.layout.endswith(ENCRYPTED) else []),
         ("layout", f"{report.layout}, rank {report.rank} of {report.num_ranks}"),
         (
             "journal",

@@ -287,6 +287,24 @@ def serve(
             show_default="none",
         ),
     ] = "",
+    codec: Annotated[
+        str,
+        typer.Option(
+            help="Codec of new KV in --storage: none, lossless (fewer bytes, the same bits), or "
+            "auto (lossless for a store that is slow enough to gain by it).",
+            rich_help_panel=_CACHE,
+        ),
+    ] = "none",
+    encryption_key: Annotated[
+        str,
+        typer.Option(
+            help='Keys with which KV on disk and in --storage is encrypted: "file:/path", '
+            '"env:NAME" or "command:program arguments". The first key encrypts, the others '
+            "decrypt.",
+            rich_help_panel=_CACHE,
+            show_default="KVTIER_ENCRYPTION_KEY in the environment, if set",
+        ),
+    ] = "",
     storage_capacity: Annotated[
         str, typer.Option(help="Capacity for KV in each of --storage.", rich_help_panel=_CACHE)
     ] = "10GiB",
@@ -389,6 +407,8 @@ def serve(
                 disk_direct=disk_direct,
                 disk_bytes_per_day=disk_bytes_per_day,
                 storage=tuple(storage or ()),
+                codec=codec,
+                encryption_key=encryption_key,
                 storage_capacity=storage_capacity,
                 node=node,
                 prefetch_policy=prefetch_policy,

@@ -90,6 +90,8 @@ def show_check(console: Console, report: CheckReport) -> None:
         say(f"the journal: {_count(report.num_damaged_records, 'damaged record')}")
     if report.num_whole_superblocks < 2:
         say("one of the two superblocks is damaged")
+    if report.is_encrypted:
+        say("the blocks are encrypted: their stored bytes were compared, not what they decrypt to")
     if not report.was_clean:
         say("the slab was not closed in order; that alone does no harm")
     if report.num_quarantined:

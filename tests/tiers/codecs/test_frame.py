@@ -16,7 +16,13 @@ from kvtier.tiers import Outcome
 from kvtier.tiers.codecs import BlockCoder, CodingOptions, make_coder
 from kvtier.tiers.codecs.codec import Uint8s
 from kvtier.tiers.codecs.encryption import KEY_VARIABLE, Keyring, key_id, read_keyring
-from kvtier.tiers.codecs.frame import HEAD_BYTES, MOST_OVERHEAD, FrameHead
+from kvtier.tiers.codecs.frame import (
+    HEAD_BYTES,
+    MOST_OVERHEAD,
+    CodecChoice,
+    CodecCounts,
+    FrameHead,
+)
 from tests.effort import effort
 
 pytest.importorskip("zstandard")
@@ -83,6 +89,7 @@ def test_block_that_does_not_shrink_is_stored_as_it_is() -> None:
     assert (head.codec, head.num_bytes) == (0, BLOCK_BYTES + MOST_OVERHEAD)
 
 
+@pytest.mark.slow
 @each_coder
 def test_nothing_changed_becomes_a_wrong_byte(name: str) -> None:
     """Flipped, truncated, swapped and mixed frames."""
@@ -236,3 +243,31 @@ def test_no_name_shows_a_key() -> None:
     assert FIRST.hex()[:8] not in shown
     assert f"{key_id(FIRST):08x}" in shown
     assert os.environ["OUR_KEY"] not in shown
+
+
+# -- the choice ------------------------------------------------------------------------------------
+
+
+def test_auto_uses_the_codec_while_loads_gain_by_it() -> None:
+    counts = CodecCounts(num_encoded=20, plain_bytes=20 << 20, stored_bytes=14 << 20)
+    counts.decoded_bytes, counts.decode_s = 2_000_000_000, 1.0
+    choice = CodecChoice(counts)
+    assert choice.pays, "nothing was measured yet"
+    choice.note_transfer(100_000_000, 1.0)
+    assert choice.pays
+    for _ in range(100):  # a link of 10 GB/s saves 0.03 ns a byte, and decoding takes 0.5
+        choice.note_transfer(10_000_000_000, 1.0)
+    assert not choice.pays
+    assert 1 <= sum(choice.encodes_next() for _ in range(1000)) <= 5
+    for _ in range(100):
+        choice.note_transfer(100_000_000, 1.0)
+    assert choice.pays, "the link has become slow again"
+
+
+def test_auto_stores_as_it_is_what_never_shrinks() -> None:
+    coder = make_coder(CodingOptions("auto"), BLOCK_BYTES)
+    memory, into = memory_of("random"), np.zeros(BLOCK_BYTES + MOST_OVERHEAD, np.uint8)
+    coder.choice.note_transfer(1, 1.0)
+    for _ in range(200):
+        assert coder.encode(KEYS[0], memory.pieces, into) is None
+    assert coder.counts.num_kept < 30

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from kvtier.cli import app
 from kvtier.errors import ConfigError
 from kvtier.layout import opaque
 from kvtier.testing.storage_user import User, stored_bytes, stored_key
@@ -18,6 +20,7 @@ THERE, ABSENT, DAMAGED, FAILED = Outcome
 BLOCK_BYTES = 16 << 10
 GROUP = opaque(BLOCK_BYTES)
 NUMBERS = range(5)
+WORDS = ("inspect", "verify")
 
 
 @pytest.fixture(autouse=True)
@@ -119,3 +122,20 @@ def test_block_swapped_with_another_is_not_believed(tmp_path: Path) -> None:
             file.write(content)
     assert user.get(1, 2) == [DAMAGED] * 2
     tier.close()
+
+
+def test_inspect_and_verify_need_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    tier = open_slab(tmp_path, "FIRST")
+    User(tier).put(*NUMBERS)
+    tier.close()
+    told = {word: CliRunner().invoke(app, [word, str(tmp_path / "0")]) for word in WORDS}
+    assert all(each.exit_code == 0 for each in told.values())
+    assert "5 of" in told["inspect"].output
+    assert "AES-256-GCM" in told["inspect"].output
+    assert "not what they decrypt to" in told["verify"].output
+    assert "nothing is wrong" in told["verify"].output
+    with (tmp_path / "0" / "data.slab").open("r+b") as file:
+        file.seek(100)
+        file.write(b"x")
+    assert CliRunner().invoke(app, ["verify", str(tmp_path / "0")]).exit_code == 1

@@ -30,7 +30,7 @@ NONCE_BYTES: Final = 24
 TAG_BYTES: Final = 16
 COMMAND_S: Final = 30.0
 MAX_TEXT: Final = 1 << 16
-ID_CONTEXT: Final = "kvtier 2026-11-26 id of an encryption key"
+ID_CONTEXT: Final = "2026-11-26 kvtier: id of an encryption key"
 HINT: Final = 'write "file:/path", "env:NAME" or "command:program arguments"'
 
 

@@ -20,6 +20,7 @@ from kvtier.tiers.disk.inspect.report import NAME_A_SLAB, Content, read_content
 from kvtier.tiers.disk.inspect.scrub import check_blocks
 from kvtier.tiers.disk.opening import open_slab, read_superblock
 from kvtier.tiers.disk.recovery.replay import Replay
+from kvtier.tiers.disk.sealing import ENCRYPTED
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.types import IoKind
 
@@ -52,6 +53,7 @@ class CheckReport:
     num_quarantined: number of quarantined slots before the repair.
     num_released: number of those that can be read again, and were released.
     is_repaired: whether everything reported here has been repaired.
+    is_encrypted: whether the blocks are encrypted; what they decrypt to was not looked at.
     """
 
     path: str
@@ -64,6 +66,7 @@ class CheckReport:
     num_quarantined: int
     num_released: int
     is_repaired: bool
+    is_encrypted: bool
 
     @property
     def is_right(self) -> bool:
@@ -115,6 +118,7 @@ def check_slab(
         num_quarantined=len(checked.quarantined),
         num_released=num_released,
         is_repaired=repair,
+        is_encrypted=content.superblock.layout.endswith(ENCRYPTED),
     )
 
 
