@@ -267,6 +267,7 @@ lint: setup
 	$(BIN)/python scripts/house.py --check
 	$(BIN)/python -m scripts.reference_pages --check
 	$(BIN)/python -m scripts.engine_versions tables --check
+	$(BIN)/python -m scripts.model_coverage tables --check
 ifdef KVTIER_REQUIRE_NATIVE
 	MYPYPATH=src $(BIN)/stubtest kvtier._native --allowlist native/stubtest.allowlist
 endif

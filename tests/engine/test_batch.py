@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import scaled_dot_product_attention
 
 from kvtier.engine import batch
+from kvtier.engine.attention import Form
 from kvtier.engine.batch import BatchKV, padded, tiles
-from kvtier.engine.models import kv_group, load_model
+from kvtier.engine.models import load_model
 from kvtier.engine.paged import Span
-from kvtier.engine.pool import KVPool
+from kvtier.engine.pool import KVPool, Rows
 from kvtier.engine.runner import ModelRunner
 from kvtier.types import Slot
 
@@ -27,6 +27,8 @@ BLOCK, NUM_BLOCKS = 16, 700
 LENGTHS = [1, 2, 15, 16, 17, 18, 100, 101, 112, 113, 600, 1500, 4000]
 TILE_BYTES = 256 << 10
 """So that some stand alone, and some share a tile."""
+PLAIN = Form(0.3)
+WINDOW = Form(0.3, window=100)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,7 @@ def threads() -> Iterator[None]:
 def make_pool(model: str, block_size: int = BLOCK) -> tuple[ModelRunner, KVPool]:
     """Full of random numbers, but for what nobody's context has: there are none."""
     loaded = load_model(model, torch.device("cpu"), "auto")
-    group = kv_group(loaded.module.config, torch.float32, block_size)
+    group = loaded.profile.group(block_size)
     pool = KVPool(group, NUM_BLOCKS * BLOCK // block_size, torch.device("cpu"), torch.float32)
     return ModelRunner(loaded.module, pool), pool
 
@@ -73,53 +75,105 @@ def scattered(lengths: list[int], seed: int, block_size: int = BLOCK) -> list[Sp
     return spans
 
 
-def attend(pool: KVPool, spans: list[Span], query: torch.Tensor) -> torch.Tensor:
+def attend(
+    pool: KVPool, spans: list[Span], query: torch.Tensor, form: Form = PLAIN
+) -> torch.Tensor:
     """Layer 1 of GQA, for queries [num_sequences, num_heads, dim]."""
     heads, dim = pool.group.parts[0].num_heads, pool.group.parts[0].dim
     new = torch.stack([torch.full((heads, dim), 1 / span.end) for span in spans], 1)[None]
     kv = BatchKV(pool, spans)
+    kv.update(-new, -new, 0)
     key, value = kv.update(new, 2 * new, 1)
-    return kv.attend(1, query.transpose(0, 1)[None], key, value, 0.3)[0].clone()
+    return kv.attend(1, query.transpose(0, 1)[None], key, value, form)[0].clone()
 
 
+@pytest.mark.parametrize("form", [PLAIN, WINDOW])
 @pytest.mark.parametrize("block_size", [16, 8])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_sequence_gets_equal_bits_alone_and_in_any_company(
-    monkeypatch: pytest.MonkeyPatch, seed: int, block_size: int
+    monkeypatch: pytest.MonkeyPatch, seed: int, block_size: int, form: Form
 ) -> None:
     monkeypatch.setattr(batch, "CPU_TILE_BYTES", TILE_BYTES)
     _, pool = make_pool("random-gqa", block_size)
     spans = scattered(LENGTHS, seed, block_size)
     fill(pool, spans)
     query = torch.randn(len(spans), 4, 32, generator=torch.Generator().manual_seed(seed))
-    together = attend(pool, spans, query)
+    together = attend(pool, spans, query, form)
     rng = random.Random(seed)
     for at, span in enumerate(spans):
-        assert torch.equal(attend(pool, [span], query[at : at + 1])[0], together[at]), span.end
+        assert torch.equal(attend(pool, [span], query[at : at + 1], form)[0], together[at]), (
+            span.end
+        )
     for _ in range(5):
         some = sorted(rng.sample(range(len(spans)), 6))
-        found = attend(pool, [spans[at] for at in some], query[some])
+        found = attend(pool, [spans[at] for at in some], query[some], form)
         assert torch.equal(found, together[some])
     elsewhere = scattered(LENGTHS, seed + 1, block_size)
     fill(pool, elsewhere)
-    assert torch.equal(attend(pool, elsewhere, query), together)
+    assert torch.equal(attend(pool, elsewhere, query, form), together)
 
 
-def test_attention_of_a_batch_is_that_of_each_context(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "form",
+    [
+        PLAIN,
+        WINDOW,
+        Form(0.3, window=1),
+        Form(0.3, softcap=2.0),
+        Form(0.3, window=33, softcap=2.0, sinks=torch.tensor([1.0, -1.0, 4.0, 0.0])),
+    ],
+    ids=lambda form: f"{form.window}-{form.softcap}-{form.sinks is not None}",
+)
+def test_attention_of_a_batch_is_that_of_each_context(
+    monkeypatch: pytest.MonkeyPatch, form: Form
+) -> None:
     monkeypatch.setattr(batch, "CPU_TILE_BYTES", TILE_BYTES)
     _, pool = make_pool("random-gqa")
     spans = scattered(LENGTHS, seed=5)
     fill(pool, spans)
     query = torch.randn(len(spans), 4, 32)
-    found = attend(pool, spans, query)
+    found = attend(pool, spans, query, form)
     for row, span, result in zip(query, spans, found, strict=True):
         where = pool.blocks(span.slots, span.end)
         keys, values = (
             pool.read(1, part, where, span.end).transpose(0, 1).repeat_interleave(2, 0)
             for part in (0, 1)
         )
-        expected = scaled_dot_product_attention(row[:, None], keys, values, scale=0.3)
-        torch.testing.assert_close(result, expected[:, 0], atol=2e-6, rtol=1e-5)
+        if form.window:
+            keys, values = keys[:, -form.window :], values[:, -form.window :]
+        expected = by_definition(row[:, None], keys, values, form)
+        torch.testing.assert_close(result, expected[:, 0], atol=4e-6, rtol=1e-5)
+
+
+def by_definition(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, form: Form
+) -> torch.Tensor:
+    """Attention of one token, in double precision: [num_heads, 1, dim]."""
+    scores = query.double() @ keys.double().transpose(1, 2) * form.scaling
+    if form.softcap:
+        scores = form.softcap * torch.tanh(scores / form.softcap)
+    weights = torch.exp(scores)
+    total = weights.sum(-1, keepdim=True)
+    if form.sinks is not None:
+        total = total + torch.exp(form.sinks.double())[:, None, None]
+    return (weights / total @ values.double()).float()
+
+
+def test_a_window_reads_no_more_than_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, pool = make_pool("random-gqa")
+    spans = scattered([40, 700, 3000], seed=1)
+    fill(pool, spans)
+    num_rows: list[int] = []
+    gather = pool.gather
+
+    def counted(layer: int, part: int, rows: Rows) -> torch.Tensor:
+        found = gather(layer, part, rows)
+        num_rows.append(len(found))
+        return found
+
+    monkeypatch.setattr(pool, "gather", counted)
+    attend(pool, spans, torch.randn(3, 4, 32), WINDOW)
+    assert sum(num_rows) == 2 * 3 * padded(100)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -169,7 +223,7 @@ def test_calls_per_layer_do_not_grow_with_the_sequences(
 
     for name in ("write", "gather", "read", "rows", "blocks", "on_device"):
         counted(pool, name)
-    counted(batch, "scaled_dot_product_attention")
+    counted(batch, "attention")
 
     def of_a_step(num_sequences: int) -> dict[str, int]:
         spans = scattered([20 + at % 5 for at in range(num_sequences)], seed=0)
@@ -181,9 +235,9 @@ def test_calls_per_layer_do_not_grow_with_the_sequences(
     few = of_a_step(4)
     assert few == of_a_step(64)
     num_layers = pool.group.num_layers
-    assert few["scaled_dot_product_attention"] == num_layers
+    assert few["attention"] == num_layers
     assert few["write"] == few["gather"] == 2 * num_layers
-    assert few.keys() <= {"scaled_dot_product_attention", "write", "gather", "on_device"}
+    assert few.keys() <= {"attention", "write", "gather", "on_device"}
     assert few["on_device"] <= 3, "what is the same in all layers is made once"
 
 

@@ -226,9 +226,9 @@ def test_the_older_name_of_rotary_settings_counts_too(tmp_path: Path) -> None:
     assert "'dynamic'" in refusal(model)
 
 
-def test_rotary_settings_for_each_type_of_layer_are_refused(tmp_path: Path) -> None:
+def test_rotary_settings_of_each_type_of_layer_count(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "model", rope_parameters={"full_attention": LONGROPE})
-    assert "rotary embeddings of type None" in refusal(model)
+    assert "'longrope'" in refusal(model)
 
 
 def test_frequencies_that_are_fixed_are_served(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtier.engine.models import kv_group
+from kvtier.engine.profile import measure
 from kvtier.engine.random_models import RANDOM, random_config, random_module
 
 pytestmark = pytest.mark.engine
@@ -17,7 +17,7 @@ def test_the_large_one_has_the_shape_of_llama_3_8b() -> None:
     # 8.03 billion, less the two vocabulary matrices of 128,256 and plus those of 4,096 tokens.
     num_parameters = sum(weight.numel() for weight in module.parameters())
     assert num_parameters == 8_030_261_248 - 2 * (128_256 - 4096) * 4096
-    assert kv_group(config, torch.bfloat16, 16).bytes_per_block == 16 * 128 * 1024
+    assert measure(module, "random-8b").group(16).bytes_per_block == 16 * 128 * 1024
     assert config.max_position_embeddings == 32768
 
 

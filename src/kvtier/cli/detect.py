@@ -1,4 +1,7 @@
-"""Diagnosis of the machine, for ``kvtier doctor``. Works without torch, and loads no model."""
+"""Diagnosis of the machine, for ``kvtier doctor``. Works without torch.
+
+It loads no model unless one is named.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,10 @@ class Diagnosis:
 
 
 def diagnose(
-    root: Path = Path("/"), disk_path: str | None = None, node: str | None = None
+    root: Path = Path("/"),
+    disk_path: str | None = None,
+    node: str | None = None,
+    model: str | None = None,
 ) -> Diagnosis:
     """Return everything that ``kvtier doctor`` reports.
 
@@ -64,6 +70,7 @@ def diagnose(
         root: folder in which ``proc`` and ``sys`` are mounted.
         disk_path: folder for which direct reads by the accelerator are tried.
         node: socket of a node to which a connection is tried.
+        model: name or directory of a model that is loaded and checked.
     """
     native = native_core()
     devices, device = devices_found()
@@ -78,6 +85,7 @@ def diagnose(
             "devices": devices,
             "disk": disk_to_accelerator(device, disk_path),
             **({} if node is None else {"node": node_here(Path(node))}),
+            **({} if model is None else {"model": model_here(model, device)}),
         },
     )
 
@@ -273,6 +281,15 @@ def node_here(path: Path) -> tuple[Finding, ...]:
         Finding("end of this process", "noticed", "the node watches it by a pidfd"),
         *_limits(num_bytes),
     )
+
+
+def model_here(model: str, device: str) -> tuple[Finding, ...]:
+    """Return what the embedded engine would make of a model on ``device``."""
+    try:
+        from kvtier.engine.self_check import examine
+    except ImportError as error:
+        return (Finding("served", "no", f"{error}; install it: {install_command('engine')}"),)
+    return examine(model, device)
 
 
 def _limits(num_bytes: int) -> tuple[Finding, ...]:

@@ -28,9 +28,20 @@ def doctor(
             show_default="none",
         ),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model to load and to check, as kvtier serve takes it. Shows what its KV is, and "
+            "whether it would be served.",
+            show_default="none",
+        ),
+    ] = None,
 ) -> None:
-    """Show devices, packages and the paths in use, and why better ones are not. Loads no model."""
-    diagnosis = diagnose(disk_path=disk_path, node=node)
+    """Show devices, packages and the paths in use, and why better ones are not.
+
+    Loads no model unless one is named.
+    """
+    diagnosis = diagnose(disk_path=disk_path, node=node, model=model)
     if as_json:
         typer.echo(json.dumps(asdict(diagnosis), indent=2))
     else:

@@ -10,7 +10,9 @@ most of a tile has one of its own, and is not gathered if its slots are contiguo
 A sequence's result does not depend on the others: its tile depends only on its own length if it is
 alone, lengths are rounded up to whole vectors, so that sums have the same order in any tile, and
 padding adds exact zeros. (This does not hold for the products with the model's weights:
-docs/decisions/0022.)
+docs/decisions/0022. Nor need it for soft caps and sinks, whose products are torch's own.)
+
+Layers with a window have tiles of their own, of the last tokens of each sequence.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
+from kvtier.engine.attention import Form, attention
 from kvtier.engine.paged import PagedKV, Span
 from kvtier.engine.pool import KVPool, Rows
 
@@ -69,12 +71,10 @@ class BatchKV(PagedKV):
         assert (np.diff(self._ends) >= 0).all(), "sequences are sorted by length"
         self._slots = _table([span.slots for span in spans], pool.group.block_size, self._ends)
         self._new = pool.on_device(self._rows_at(self._ends - 1))
-        tile_tokens = pool.tokens_in(CPU_TILE_BYTES if pool.is_on_cpu else DEVICE_TILE_BYTES)
-        self._tiles = [
-            self._tile(*bounds, tile_tokens) for bounds in tiles(self._ends.tolist(), tile_tokens)
-        ]
+        self._tile_tokens = pool.tokens_in(CPU_TILE_BYTES if pool.is_on_cpu else DEVICE_TILE_BYTES)
+        self._tiles: dict[int, list[Tile]] = {}
         if self._is_latent:
-            self._all = torch.cat([pool.as_indices(tile.where) for tile in self._tiles])
+            self._all = torch.cat([pool.as_indices(tile.where) for tile in self._tiles_of(0)])
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int
@@ -82,11 +82,14 @@ class BatchKV(PagedKV):
         for part, new in enumerate((key, value)):
             self._pool.write(layer, part, self._new, new[0].transpose(0, 1))
         if not self._is_latent:
-            return key, value
+            return self._keep(key, value)
         key, value = (
             self._pool.gather(layer, part, self._all)[None].transpose(1, 2) for part in (0, 1)
         )
         return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return int(self._ends[-1]) - 1
 
     def attend(
         self,
@@ -94,30 +97,37 @@ class BatchKV(PagedKV):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float,
+        form: Form,
     ) -> torch.Tensor:
         """Attend; query heads that share a KV head are folded into the token axis."""
         num_heads, num_sequences, dim = query.shape[1:]
         heads = key.shape[1]
         queries = query[0].transpose(0, 1).reshape(num_sequences, heads, num_heads // heads, dim)
+        source = layer if self._is_latent else self._source(layer, key, value)
         results, at = [], 0
-        for tile in self._tiles:
+        for tile in self._tiles_of(form.window):
             keys, values = (
-                self._cut(whole, tile, at) if self._is_latent else self._context(layer, part, tile)
+                self._cut(whole, tile, at) if self._is_latent else self._context(source, part, tile)
                 for part, whole in enumerate((key, value))
             )
             results.append(
-                scaled_dot_product_attention(
-                    queries[tile.first : tile.last],
-                    keys,
-                    values,
-                    attn_mask=tile.mask,
-                    scale=scaling,
-                )
+                attention(queries[tile.first : tile.last], keys, values, tile.mask, form)
             )
             at += tile.num_rows
         joined = results[0] if len(results) == 1 else torch.cat(results)
         return joined.reshape(1, num_sequences, num_heads, -1)
+
+    def _tiles_of(self, window: int) -> list[Tile]:
+        """Return the tiles of the last ``window`` tokens of each sequence, or of all for 0."""
+        if window >= self._ends[-1]:
+            window = 0
+        if window not in self._tiles:
+            starts = np.maximum(self._ends - window, 0) if window else np.zeros_like(self._ends)
+            self._tiles[window] = [
+                self._tile(*bounds, starts)
+                for bounds in tiles((self._ends - starts).tolist(), self._tile_tokens)
+            ]
+        return self._tiles[window]
 
     def _context(self, layer: int, part: int, tile: Tile) -> torch.Tensor:
         """Return [num_sequences, num_heads, length, dim], valid until the next call."""
@@ -129,19 +139,35 @@ class BatchKV(PagedKV):
         heads = whole[0, :, at : at + tile.num_rows]
         return heads.view(len(heads), -1, tile.length, heads.shape[-1]).transpose(0, 1)
 
-    def _tile(self, first: int, last: int, tile_tokens: int) -> Tile:
-        ends = self._ends[first:last]
+    def _tile(self, first: int, last: int, starts: npt.NDArray[np.int64]) -> Tile:
+        """Return the tile of some sequences, each from its start to its end."""
+        starts = starts[first:last]
+        ends = self._ends[first:last] - starts
         length = int(ends[-1])
-        if is_alone(length, tile_tokens):
-            slots = self._slots[first].tolist()
-            return Tile(first, last, length, self._pool.rows(slots, 0, length), None)
+        if is_alone(length, self._tile_tokens):
+            slots, start = self._slots[first].tolist(), int(starts[0])
+            return Tile(first, last, length, self._pool.rows(slots, start, start + length), None)
         length = padded(length)
-        size = self._pool.group.block_size
-        blocks = self._slots[first:last, : -(-length // size)]
-        rows = (blocks[:, :, None] * size + np.arange(size)).reshape(len(ends), -1)[:, :length]
+        rows = self._rows_from(first, last, starts, length)
         is_padding = np.arange(length) >= ends[:, None]
         where = self._pool.on_device(np.where(is_padding, rows[:, :1], rows).ravel())
         return Tile(first, last, length, where, self._mask(is_padding))
+
+    def _rows_from(
+        self, first: int, last: int, starts: npt.NDArray[np.int64], length: int
+    ) -> npt.NDArray[np.int64]:
+        """Return the rows of ``length`` tokens of each sequence; past its end they mean nothing."""
+        size = self._pool.group.block_size
+        if not starts.any():
+            blocks = self._slots[first:last, : -(-length // size)]
+            rows = blocks[:, :, None] * size + np.arange(size)
+            return rows.reshape(last - first, -1)[:, :length]
+        positions = np.minimum(
+            starts[:, None] + np.arange(length), self._ends[first:last, None] - 1
+        )
+        slots = np.take_along_axis(self._slots[first:last], positions // size, 1)
+        found: npt.NDArray[np.int64] = slots * size + positions % size
+        return found
 
     def _mask(self, is_padding: npt.NDArray[np.bool_]) -> torch.Tensor | None:
         if not is_padding.any():

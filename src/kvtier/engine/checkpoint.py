@@ -25,7 +25,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from kvtier.engine.paged import ATTENTION
 from kvtier.errors import ConfigError, printable
 from kvtier.identity import is_counted
 
@@ -80,7 +79,7 @@ def read_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype) 
             directory,
             config=config,
             dtype=dtype,
-            attn_implementation=ATTENTION,
+            attn_implementation="eager",
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,

@@ -20,7 +20,7 @@ from kvtier.config import parse_size
 from kvtier.devices import Finding, find_device
 from kvtier.engine.config import EngineConfig, EngineInfo
 from kvtier.engine.inbox import Inbox
-from kvtier.engine.models import kv_group, load_model
+from kvtier.engine.models import load_model
 from kvtier.engine.pool import KVPool
 from kvtier.engine.request import (
     Completion,
@@ -32,6 +32,7 @@ from kvtier.engine.request import (
 from kvtier.engine.runner import ModelRunner, warm_up
 from kvtier.engine.sampling import Sampler, SamplingParams
 from kvtier.engine.scheduler import Scheduler
+from kvtier.engine.self_check import check_model, num_check_tokens
 from kvtier.errors import ConfigError, DeviceError
 from kvtier.hints import Hint
 from kvtier.identity import Basis, Identity
@@ -65,7 +66,7 @@ class Engine:
         copier = find_device(device_name)
         copier.prepare()
         model = load_model(config.model, device, config.dtype)
-        group = kv_group(model.module.config, model.module.dtype, config.block_size)
+        group = model.profile.group(config.block_size)
         capacity = parse_size(config.device_capacity, "device_capacity")
         num_blocks = capacity // group.bytes_per_block
         if num_blocks * config.block_size <= config.chunk_tokens:
@@ -79,13 +80,14 @@ class Engine:
             limits["max_model_tokens"] = config.max_model_tokens
         limit = min(limits.values())
         self.config = config
+        self.profile = model.profile
         self.tokenizer = model.tokenizer
         self.info = EngineInfo(
             model_name=model.name,
             device=device_name,
             dtype=group.dtype.value,
             attention=group.attention.value,
-            vocab_size=int(model.module.config.vocab_size),
+            vocab_size=int(model.module.config.get_text_config(decoder=True).vocab_size),
             num_parameters=sum(weight.numel() for weight in model.module.parameters()),
             max_model_tokens=limit,
             num_device_blocks=num_blocks,
@@ -104,10 +106,17 @@ class Engine:
         self._identity = model.identity
         self._weights = model.weights
         pool = KVPool(group, num_blocks, device, model.module.dtype)
+        self._runner = ModelRunner(model.module, pool)
+        self.check = check_model(
+            config.model,
+            model,
+            self._runner,
+            config.chunk_tokens,
+            num_check_tokens(model, config.chunk_tokens, limit),
+        )
         self._copier = copier
         self._events = BlockLog() if config.events else None
         self._cache = Cache(config.cache, copier, pool.tier(), events=self._events)
-        self._runner = ModelRunner(model.module, pool)
         self._scheduler = Scheduler(
             self._cache,
             self._runner,

@@ -15,23 +15,20 @@ from transformers.utils import logging
 import kvtier
 from kvtier.engine.checkpoint import read_config, read_eos_token_ids, read_weights
 from kvtier.engine.model_names import BUILTIN, RandomName, find_model
+from kvtier.engine.profile import KVProfile, measure, refuse_layers
 from kvtier.engine.random_models import random_config, random_module
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ConfigError
 from kvtier.identity import Basis, Identification, Identity, WeightsMemory
-from kvtier.layout import DType, KVGroup, full_attention, latent_attention
 
 # Servers have no terminal, and benchmarks have their own progress bar.
 logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 DEFAULT = "kvtier-tiny"
 
-FULL = ("llama", "qwen2", "qwen3")
-LATENT = ("deepseek_v3",)
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-STEADY_ROTARY = ("default", "linear", "yarn", "llama3")
+STEADY_ROTARY = ("default", "linear", "yarn", "llama3", "proportional")
 """Rotary embeddings whose frequencies do not depend on the length of the context."""
 
 
@@ -42,6 +39,7 @@ class LoadedModel:
     identity: of its weights, configuration and code.
     weights: determined the identity and can verify it; None for generated weights.
     made_by: everything else that determines the bits of KV.
+    module: with the paged attention.
     """
 
     name: str
@@ -52,6 +50,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     max_tokens: int
+    profile: KVProfile
 
 
 def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
@@ -65,43 +64,32 @@ def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
     dtype = choose_dtype(dtype_name, device, config)
     tokenizer = Tokenizer(directory)  # before the weights: reading these takes minutes
     with _identified(directory) as weights:
-        module = read_weights(directory, config, dtype)
+        module = _place(read_weights(directory, config, dtype), device)
+        profile = measure(module, name)
         identity = weights.settle()
     return LoadedModel(
         name=directory.name,
         identity=identity,
         weights=weights,
         made_by=_made_by(device),
-        module=_place(module, device),
+        module=module,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
-        max_tokens=int(config.max_position_embeddings),
+        max_tokens=_max_tokens(config, name),
+        profile=profile,
     )
 
 
 def refuse_unsupported(config: PreTrainedConfig, name: str) -> None:
-    """Raise ``ConfigError`` for attention whose prefixes this engine cannot restore."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    odd = sorted(kinds - {"full_attention"})
-    if odd:
-        what = "sliding-window" if "sliding_attention" in odd else "recurrent or other"
-        raise ConfigError(
-            f"model: {name!r} has {what} layers ({', '.join(odd)}); the embedded engine serves "
-            "full and latent (MLA) attention so far: choose a model of type "
-            f"{', '.join((*FULL, *LATENT))}"
-        )
-    if config.model_type not in (*FULL, *LATENT):
-        raise ConfigError(
-            f"model: {name!r} is of type {config.model_type!r}; the embedded engine serves "
-            f"{', '.join((*FULL, *LATENT))}"
-        )
-    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if rotary not in STEADY_ROTARY:
-        raise ConfigError(
-            f"model: {name!r} has rotary embeddings of type {rotary!r}, whose frequencies may "
-            "depend on the length of the context, so that a prefix has no KV of its own; the "
-            f"embedded engine serves {', '.join(STEADY_ROTARY)}"
-        )
+    """Raise ``ConfigError`` for what a configuration says and no forward would show."""
+    refuse_layers(config, name)
+    for rotary in rotary_types(config):
+        if rotary not in STEADY_ROTARY:
+            raise ConfigError(
+                f"model: {name!r} has rotary embeddings of type {rotary!r}, whose frequencies may "
+                "depend on the length of the context, so that a prefix has no KV of its own; the "
+                f"embedded engine serves {', '.join(STEADY_ROTARY)}"
+            )
     quantised = getattr(config, "quantization_config", None)
     if quantised is None:
         quantised = getattr(config, "compression_config", None)
@@ -112,6 +100,24 @@ def refuse_unsupported(config: PreTrainedConfig, name: str) -> None:
             "embedded engine serves float32, bfloat16 and float16: choose the checkpoint that is "
             "not quantised, or serve this one with vLLM or SGLang"
         )
+
+
+def rotary_types(config: PreTrainedConfig) -> list[object]:
+    """Return the types of rotary embeddings, one for each type of layer; none without."""
+    found = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    each = [found] if "rope_type" in found else list(found.values())
+    return [one.get("rope_type") if isinstance(one, dict) else None for one in each if one]
+
+
+def _max_tokens(config: PreTrainedConfig, name: str) -> int:
+    """Return the longest context that the configuration allows."""
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        raise ConfigError(
+            f"model: {name!r} has the max_position_embeddings {limit!r}, so that its longest "
+            "context is unknown; give a positive number in its config.json"
+        )
+    return limit
 
 
 def choose_dtype(name: str, device: torch.device, config: PreTrainedConfig) -> torch.dtype:
@@ -128,28 +134,22 @@ def choose_dtype(name: str, device: torch.device, config: PreTrainedConfig) -> t
     return dtype
 
 
-def kv_group(config: PreTrainedConfig, dtype: torch.dtype, block_size: int) -> KVGroup:
-    """Return the layout of the model's KV per token, as transformers caches it."""
-    kind = DType(str(dtype).removeprefix("torch."))
-    layers = config.num_hidden_layers
-    if config.model_type in LATENT:
-        return latent_attention(
-            layers, config.kv_lora_rank, config.qk_rope_head_dim, kind, block_size
-        )
-    head_dim = getattr(config, "head_dim", None) or (
-        config.hidden_size // config.num_attention_heads
-    )
-    return full_attention(layers, config.num_key_value_heads, head_dim, kind, block_size)
-
-
 def _random_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
     tokenizer = Tokenizer(BUILTIN / DEFAULT)
     config = random_config(name, read_config(BUILTIN / DEFAULT).vocab_size)
     dtype = choose_dtype(dtype_name, device, config)
     module = _place(random_module(name, config, device, dtype), device)
-    limit = int(config.max_position_embeddings)
-    identity = Identity(f"{name} seed-0", Basis.READ)
-    return LoadedModel(name, identity, None, _made_by(device), module, tokenizer, (), limit)
+    return LoadedModel(
+        name=name,
+        identity=Identity(f"{name} seed-0", Basis.READ),
+        weights=None,
+        made_by=_made_by(device),
+        module=module,
+        tokenizer=tokenizer,
+        eos_token_ids=(),
+        max_tokens=_max_tokens(config, name),
+        profile=measure(module, name),
+    )
 
 
 def _place(module: PreTrainedModel, device: torch.device) -> PreTrainedModel:

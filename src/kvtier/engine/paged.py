@@ -6,6 +6,8 @@ attention function with the result. This engine's cache object knows the sequenc
 
 Models with a latent (MLA) expand it between ``update`` and attention. For them ``update`` returns
 whole contexts, which attention receives expanded.
+
+Attention is strict: an argument that it does not compute is an error, never ignored.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from kvtier.engine.pool import KVPool
+from kvtier.engine.attention import Form, attention
+from kvtier.engine.pool import KVPool, Rows
+from kvtier.errors import ConfigError
 from kvtier.layout import Attention
 from kvtier.transfer import LayerGate
 from kvtier.types import Slot
@@ -38,12 +41,8 @@ class Span:
     end: int
 
 
-class PagedKV(ABC):
+class ForwardKV(ABC):
     """The cache argument of one forward. Tokens of all its sequences are packed in one row."""
-
-    def __init__(self, pool: KVPool) -> None:
-        self._pool = pool
-        self._is_latent = pool.group.attention is Attention.LATENT
 
     @abstractmethod
     def update(
@@ -64,13 +63,50 @@ class PagedKV(ABC):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float,
+        form: Form,
     ) -> torch.Tensor:
         """Attend with packed queries [1, num_heads, num_tokens, dim], each over its own context.
 
-        key, value: results of ``update``, expanded if the model has a latent.
+        layer: of the attention, which may use the KV of an earlier layer.
+        key, value: results of that layer's ``update``, expanded if the model has a latent.
         Returns [1, num_tokens, num_heads, value dim].
         """
+
+    @abstractmethod
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the tokens before the forward's, of the longest sequence.
+
+        Some models ask for it to know the positions of tokens, though they are given.
+        """
+
+
+class PagedKV(ForwardKV):
+    """Cache argument whose contexts are in the pool."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+        self._is_latent = pool.group.attention is Attention.LATENT
+        self._updated: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def _keep(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Note K and V of the next layer, as ``update`` returns them."""
+        self._updated.append((key, value))
+        return key, value
+
+    def _source(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> int:
+        """Return the layer whose K and V the attention of ``layer`` was given.
+
+        It is an earlier one in models whose layers share KV (Gemma 3n).
+        """
+        if layer < len(self._updated) and _are(self._updated[layer], key, value):
+            return layer
+        for source, each in enumerate(self._updated):
+            if _are(each, key, value):
+                return source
+        raise ConfigError(
+            f"model: the attention of layer {layer} uses other K and V than the cache returned, "
+            "which the embedded engine does not compute"
+        )
 
 
 class PromptKV(PagedKV):
@@ -89,7 +125,8 @@ class PromptKV(PagedKV):
         self._span = span
         self._rows = pool.rows(span.slots, span.start, span.end)
         self._blocks = pool.blocks(span.slots, span.end)
-        self._mask: torch.Tensor | None = None
+        self._last_rows: dict[int, Rows] = {}
+        self._masks: dict[int, torch.Tensor] = {}
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int
@@ -98,7 +135,10 @@ class PromptKV(PagedKV):
             self._pool.write(layer, part, self._rows, new[0].transpose(0, 1))
         if self._gate is not None:
             self._gate.hold_compute(layer)
-        return self._context(layer) if self._is_latent else (key, value)
+        return self._context(layer) if self._is_latent else self._keep(key, value)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return int(self._span.start)
 
     def attend(
         self,
@@ -106,39 +146,70 @@ class PromptKV(PagedKV):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float,
+        form: Form,
     ) -> torch.Tensor:
         """Attend with query heads folded into the token axis, so K and V are never repeated."""
-        keys, values = (key, value) if self._is_latent else self._context(layer)
+        window = form.window if form.window < self._span.end else 0
+        if self._is_latent:
+            keys, values = key, value
+        else:
+            keys, values = self._context(self._source(layer, key, value), window)
         num_heads, length = query.shape[1:3]
         groups = num_heads // keys.shape[1]
         folded = query.reshape(1, keys.shape[1], groups * length, query.shape[3])
-        result = scaled_dot_product_attention(
-            folded, keys, values, attn_mask=self._causal(groups, query), scale=scaling
-        )
+        result = attention(folded, keys, values, self._causal(groups, query, window), form)
         return result.reshape(1, num_heads, length, values.shape[3]).transpose(1, 2).contiguous()
 
-    def _context(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of the context: [1, num_heads, end, dim], valid until the next call."""
-        key, value = (
-            self._pool.read(layer, part, self._blocks, self._span.end)[None].transpose(1, 2)
-            for part in (0, 1)
-        )
+    def _first(self, window: int) -> int:
+        """Return the first token that the first new token attends to."""
+        return max(0, self._span.start + 1 - window) if window else 0
+
+    def _context(self, layer: int, window: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of tokens ``_first(window) .. end``, valid until the next call.
+
+        [1, num_heads, num_tokens, dim]
+        """
+        if window:
+            rows = self._rows_of(window)
+            found = [self._pool.gather(layer, part, rows) for part in (0, 1)]
+        else:
+            found = [self._pool.read(layer, part, self._blocks, self._span.end) for part in (0, 1)]
+        key, value = (each[None].transpose(1, 2) for each in found)
         return key, value
 
-    def _causal(self, groups: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return the mask to add to scores [groups * new tokens, end].
+    def _rows_of(self, window: int) -> Rows:
+        if window not in self._last_rows:
+            span = self._span
+            self._last_rows[window] = self._pool.rows(span.slots, self._first(window), span.end)
+        return self._last_rows[window]
+
+    def _causal(self, groups: int, like: torch.Tensor, window: int) -> torch.Tensor | None:
+        """Return the mask to add to scores [groups * new tokens, end - first].
 
         None for a single new token.
         """
         length = self._span.end - self._span.start
-        if length > 1 and self._mask is None:
-            shape = (length, self._span.end)
-            unseen = torch.ones(shape, dtype=torch.bool, device=like.device)
+        if length == 1:
+            return None
+        if window not in self._masks:
+            first = self._first(window)
+            shape = (length, self._span.end - first)
+            ones = torch.ones(shape, dtype=torch.bool, device=like.device)
+            own = self._span.start - first  # column of the first new token
             mask = torch.zeros(shape, dtype=like.dtype, device=like.device)
-            mask.masked_fill_(unseen.triu_(self._span.start + 1), float("-inf"))
-            self._mask = mask.repeat(groups, 1)
-        return self._mask
+            if window:
+                mask.masked_fill_(ones.tril(own - window), float("-inf"))
+            mask.masked_fill_(ones.triu_(own + 1), float("-inf"))
+            self._masks[window] = mask.repeat(groups, 1)
+        return self._masks[window]
+
+
+def _are(pair: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor) -> bool:
+    return pair[0] is key and pair[1] is value
+
+
+HARMLESS = ("position_ids", "use_cache", "cache_position", "output_attentions")
+"""Keywords that models pass on, and that no attention over given keys depends on."""
 
 
 def paged_attention(
@@ -148,14 +219,37 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    scaling: float,
-    kv: PagedKV,
-    **_: object,
+    kv: ForwardKV,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function that transformers calls for each layer; ``kv`` knows the sequences."""
-    layer = module.layer_idx
-    assert isinstance(layer, int)
-    return kv.attend(layer, query, key, value, scaling), None
+    """Attention function that transformers calls for each layer; ``kv`` knows the sequences.
+
+    Raises ``ConfigError`` for what it does not compute.
+    """
+    given = {name: value for name, value in others.items() if name not in HARMLESS}
+    odd = [name for name, value in given.items() if value is not None and value is not False]
+    odd += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * bool(dropout)
+    odd += ["is_causal=False"] * (is_causal is False)
+    layer = getattr(module, "layer_idx", None)
+    if odd or not isinstance(layer, int):
+        what = ", ".join(sorted(odd)) or "no layer_idx"
+        raise ConfigError(
+            f"model: its attention ({type(module).__name__}) is given {what}, which the embedded "
+            "engine does not compute"
+        )
+    form = Form(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window or 0,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+    )
+    return kv.attend(layer, query, key, value, form), None
 
 
 AttentionInterface.register(ATTENTION, paged_attention)

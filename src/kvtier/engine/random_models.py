@@ -15,7 +15,6 @@ from transformers import (
 )
 
 from kvtier.engine.model_names import RandomName
-from kvtier.engine.paged import ATTENTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +91,6 @@ def random_module(
     with torch.random.fork_rng(devices=[]), place:
         torch.manual_seed(0)
         module: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation=ATTENTION
+            config, dtype=dtype, attn_implementation="eager"
         )
     return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,6 +33,11 @@ class ModelRunner:
         self._model = model
         self._pool = pool
         self._device = model.device
+        self._keeps_all = "logits_to_keep" not in inspect.signature(model.forward).parameters
+
+    @property
+    def block_size(self) -> int:
+        return self._pool.group.block_size
 
     @torch.inference_mode()
     def prefill(
@@ -74,13 +80,14 @@ class ModelRunner:
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKV, keep: int
     ) -> torch.Tensor:
         """Return the logits of the last ``keep`` tokens of the row; 0 keeps all."""
+        options = {} if self._keeps_all else {"logits_to_keep": keep}
         output = self._model(
             input_ids=token_ids[None].to(self._device),
             position_ids=positions[None].to(self._device),
             past_key_values=kv,
             use_cache=True,
-            logits_to_keep=keep,
             kv=kv,
+            **options,
         )
         logits: torch.Tensor = output.logits[0]
         return logits

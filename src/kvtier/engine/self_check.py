@@ -1,0 +1,186 @@
+"""Check at load: the paged runner computes what transformers computes, else nothing is served."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS
+from kvtier.devices import Finding
+from kvtier.engine.models import LoadedModel, load_model
+from kvtier.engine.paged import Span
+from kvtier.engine.pool import KVPool
+from kvtier.engine.profile import attention_of, reason
+from kvtier.engine.runner import ModelRunner
+from kvtier.errors import ConfigError
+from kvtier.types import Slot
+
+REFERENCE = "eager"
+"""transformers' plain attention: the others leave out soft caps or sinks of some models."""
+
+NUM_CHUNKS = 2.5
+"""Shortest prompt, in chunks: two that continue a context, one of them shorter than the grid."""
+
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest difference of logits, relative to the largest logit. Rounding alone gives 1e-5, 2e-3 and
+2e-2 (docs/models.md); a window or a scale that is left out gives more than 1e-2."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelfCheck:
+    """Result of a check that passed.
+
+    difference: largest difference of logits from transformers' own, relative to the largest logit.
+    cpu_s: processor time of both ways together.
+    """
+
+    num_tokens: int
+    difference: float
+    tolerance: float
+    cpu_s: float
+
+
+def num_check_tokens(model: LoadedModel, chunk_tokens: int, limit: int) -> int:
+    """Return the length of the prompt: longer than any window, if ``limit`` allows it.
+
+    Windows count that the configuration names, even if attention is not told of them.
+    """
+    text = model.module.config.get_text_config(decoder=True)
+    named = [
+        given
+        for name, given in text.to_dict().items()
+        if ("window" in name or "attention_chunk" in name) and type(given) is int
+    ]
+    reach = max([*model.profile.windows, *named, 0])
+    wanted = max(int(chunk_tokens * NUM_CHUNKS), reach + chunk_tokens + chunk_tokens // 2)
+    return min(wanted, limit)
+
+
+@torch.inference_mode()
+def check_model(
+    name: str, model: LoadedModel, runner: ModelRunner, chunk_tokens: int, num_tokens: int
+) -> SelfCheck:
+    """Compare logits of one prompt: in one shot by transformers, and on the grid by ``runner``.
+
+    They are compared at the end of each chunk, and for a decode step of two sequences. The pool's
+    first blocks are overwritten.
+
+    Raises ``ConfigError`` with the difference if it is too large.
+    """
+    began = time.process_time()
+    module = model.module
+    prompt = _prompt(module.config.get_text_config(decoder=True).vocab_size, num_tokens)
+    ends = [*range(chunk_tokens, num_tokens, chunk_tokens), num_tokens]
+    short = min(chunk_tokens + 3, num_tokens)  # of the second sequence, just past a chunk
+    positions = [end - 1 for end in ends] + [short - 1]
+    expected = _one_shot(name, module, prompt, positions)
+    slots = [Slot(slot) for slot in range(-(-num_tokens // runner.block_size))]
+    found = [
+        runner.prefill(prompt[start:end], Span(slots, start, end))
+        for start, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]
+    both = (num_tokens, short)
+    decoded = runner.decode(
+        [prompt[end - 1] for end in both], [Span(slots, end - 1, end) for end in both]
+    ).cpu()
+    rows = torch.stack([*found, decoded[0], decoded[1]])
+    wanted = torch.cat([expected[:-1], expected[-2:]])
+    difference = _worst(rows, wanted)
+    tolerance = TOLERANCES[module.dtype]
+    if not difference <= tolerance:  # NaN too
+        raise ConfigError(
+            f"model: {name!r} is not served: its logits for a prompt of {num_tokens} tokens differ "
+            f"from transformers' own by {difference:.1e} of their scale, above {tolerance:.0e}; "
+            "the embedded engine does not compute this model's attention"
+        )
+    return SelfCheck(num_tokens, difference, tolerance, time.process_time() - began)
+
+
+def _prompt(vocab_size: int, num_tokens: int) -> list[int]:
+    """Return tokens from all of the vocabulary, the same every time."""
+    made = torch.Generator().manual_seed(0)
+    tokens: list[int] = torch.randint(vocab_size, (num_tokens,), generator=made).tolist()
+    return tokens
+
+
+def _worst(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference of a row, relative to the row's largest logit."""
+    scale = expected.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny)
+    return float(((found - expected).abs().amax(-1) / scale).max())
+
+
+def _one_shot(
+    name: str, module: PreTrainedModel, prompt: Sequence[int], positions: Sequence[int]
+) -> torch.Tensor:
+    """Return the logits at ``positions`` by transformers' own attention: float32, CPU."""
+    at = torch.tensor(positions, device=module.device)
+    can_choose = "logits_to_keep" in inspect.signature(module.forward).parameters
+    options = {"logits_to_keep": at} if can_choose else {}
+    with attention_of(module, REFERENCE):
+        try:
+            output = module(
+                input_ids=torch.tensor([prompt], device=module.device), use_cache=False, **options
+            )
+        except Exception as error:  # any type: transformers fails on its own
+            raise ConfigError(
+                f"model: {name!r} is not served: transformers itself can't run a prompt of "
+                f"{len(prompt)} tokens ({reason(error)})"
+            ) from error
+    logits: torch.Tensor = output.logits[0]
+    return (logits if can_choose else logits[at]).float().cpu()
+
+
+# -- for kvtier doctor -----------------------------------------------------------------------------
+
+
+def examine(name: str, device_name: str, dtype_name: str = "auto") -> tuple[Finding, ...]:
+    """Return what the embedded engine would make of a model; it is loaded and checked."""
+    device = torch.device(device_name)
+    try:
+        model = load_model(name, device, dtype_name)
+    except ConfigError as error:
+        return (Finding("served", "no", str(error).removeprefix("model: ")),)
+    if model.weights is not None:
+        model.weights.stop()
+    try:
+        checked = _check(name, model, device)
+    except ConfigError as error:
+        return (*_facts(model), Finding("served", "no", str(error).removeprefix("model: ")))
+    told = (
+        f"a prompt of {checked.num_tokens} tokens in one shot by transformers and in chunks of "
+        f"{CHUNK_TOKENS} by the engine; allowed: {checked.tolerance:.0e}; "
+        f"{checked.cpu_s * 1e3:.0f} ms of CPU time"
+    )
+    return (
+        *_facts(model),
+        Finding("self-check", f"{checked.difference:.1e} of the logits' scale", told),
+        Finding("served", "yes", "by the paged runner: kvtier serve --model"),
+    )
+
+
+def _check(name: str, model: LoadedModel, device: torch.device) -> SelfCheck:
+    group = model.profile.group(BLOCK_SIZE)
+    num_tokens = num_check_tokens(model, CHUNK_TOKENS, model.max_tokens)
+    pool = KVPool(group, -(-num_tokens // BLOCK_SIZE), device, model.module.dtype)
+    return check_model(name, model, ModelRunner(model.module, pool), CHUNK_TOKENS, num_tokens)
+
+
+def _facts(model: LoadedModel) -> tuple[Finding, ...]:
+    profile = model.profile
+    group = profile.group(1)
+    num_parameters = sum(weight.numel() for weight in model.module.parameters())
+    return (
+        Finding("type", model.module.config.model_type, f"{num_parameters / 1e6:,.1f} M weights"),
+        Finding("attention", profile.features(), f"{profile.num_layers} layers with KV"),
+        Finding(
+            "KV of a token",
+            f"{group.bytes_per_block / 1024:.1f} KiB",
+            f"{group.dtype.value}, every token of every layer",
+        ),
+        Finding("longest context", f"{model.max_tokens} tokens"),
+    )

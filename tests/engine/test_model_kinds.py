@@ -1,0 +1,179 @@
+"""Kinds of models: served as transformers computes them, or refused; the self-check tells which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.engine import Engine
+from kvtier.engine.attention import Form
+from kvtier.engine.batch import BatchKV
+from kvtier.engine.models import load_model
+from kvtier.engine.paged import PagedKV, PromptKV, paged_attention
+from kvtier.engine.profile import NUM_TOKENS, ProbeKV
+from kvtier.engine.self_check import examine
+from kvtier.errors import ConfigError
+from scripts.model_coverage import (
+    WINDOW,
+    attempt,
+    kinds,
+    outcomes_of,
+    read_record,
+    save,
+    write_tables,
+)
+from tests.engine.conftest import changed
+
+pytestmark = pytest.mark.engine
+
+CPU = torch.device("cpu")
+WINDOWED = "mistral, window"
+SERVED = {
+    WINDOWED: "full, windows of 48 tokens",
+    "gemma2": "full, windows of 48 tokens, soft caps",
+    "gpt_oss": "full, windows of 48 tokens, sinks",
+    "gemma3n_text": "full, windows of 48 tokens, 4 layers with shared KV",
+    "gpt2": "full",
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def made(name: str, folder: Path) -> str:
+    """Return the path of a small checkpoint."""
+    save(name, kinds()[name], folder / "model")
+    return str(folder / "model")
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_it_is_served_as_transformers_computes_it(tmp_path: Path, name: str) -> None:
+    made(name, tmp_path)
+    outcome = attempt(name, tmp_path / "model", tmp_path / "disk")
+    assert outcome.attention == SERVED[name]
+    assert not outcome.is_wrong, outcome
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("qwen3_next", "has linear_attention layers"),
+        ("bloom", "does not go through transformers' attention interface"),
+        ("llama4_text", "keeps 64 tokens in transformers' cache"),
+        ("mimo_v2_flash", "kinds of layers, whose K and V differ"),
+    ],
+)
+def test_what_the_pool_cannot_hold_is_refused_by_name(tmp_path: Path, name: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load_model(made(name, tmp_path), CPU, "auto")
+
+
+# -- the self-check --------------------------------------------------------------------------------
+
+
+def with_form(
+    kv: type[PagedKV], monkeypatch: pytest.MonkeyPatch, change: Callable[[Form], Form]
+) -> None:
+    """Let a cache argument attend in another form than the model says."""
+    attend = kv.attend
+
+    def changed_attend(self: Any, layer: int, query: Any, key: Any, value: Any, form: Form) -> Any:
+        return attend(self, layer, query, key, value, change(form))
+
+    monkeypatch.setattr(kv, "attend", changed_attend)
+
+
+@pytest.mark.parametrize("kv", [PromptKV, BatchKV])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (WINDOWED, lambda form: replace(form, window=0)),
+        (WINDOWED, lambda form: replace(form, window=WINDOW - 1)),
+        (WINDOWED, lambda form: replace(form, scaling=form.scaling * 1.1)),
+        ("gemma2", lambda form: replace(form, softcap=0.0)),
+        ("gpt_oss", lambda form: replace(form, sinks=None)),
+    ],
+    ids=["no window", "a shorter window", "scale", "no soft cap", "no sinks"],
+)
+def test_a_model_whose_attention_is_computed_otherwise_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    change: Callable[[Form], Form],
+    kv: type[PagedKV],
+) -> None:
+    config = changed(model=made(name, tmp_path), threads=1, max_model_tokens=300)
+    with Engine(config) as engine:
+        assert engine.check.num_tokens > WINDOW
+        assert engine.check.difference < engine.check.tolerance / 10
+    with_form(kv, monkeypatch, change)
+    with pytest.raises(ConfigError, match=r"differ from transformers' own by \d\.\de[+-]\d\d of"):
+        Engine(config)
+
+
+def test_doctor_tells_what_a_model_would_get(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = made("gemma2", tmp_path)
+    found = {each.topic: each for each in examine(name, "cpu")}
+    assert found["served"].found == "yes"
+    assert found["attention"].found == SERVED["gemma2"]
+    assert found["KV of a token"].found == "1.0 KiB"  # 4 layers of K and V, 2 heads of 16 floats
+    assert "of the logits' scale" in found["self-check"].found
+    with_form(PromptKV, monkeypatch, lambda form: replace(form, softcap=0.0))
+    found = {each.topic: each for each in examine(name, "cpu")}
+    assert found["served"].found == "no"
+    assert "differ from transformers' own by" in found["served"].note
+    (refused,) = examine(str(tmp_path), "cpu")
+    assert refused.found == "no"
+
+
+# -- strictness ------------------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    layer_idx = 0
+
+
+def ask(**more: Any) -> None:
+    key = torch.zeros(1, 2, NUM_TOKENS, 8)
+    mask = more.pop("attention_mask", None)
+    paged_attention(Layer(), key, key, key, mask, kv=ProbeKV(), scaling=1.0, **more)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"attention_mask": torch.zeros(1, 1, 3, 3)},
+        {"is_causal": False},
+        {"dropout": 0.1},
+        {"position_bias": torch.zeros(1)},
+        {"block_indices": 3},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_an_argument_that_attention_does_not_compute_is_an_error(given: dict[str, Any]) -> None:
+    ask(dropout=0.0, is_causal=True, position_ids=torch.zeros(1), position_bias=None)
+    with pytest.raises(ConfigError, match=next(iter(given))):
+        ask(**given)
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def test_the_table_is_what_was_measured_and_has_nothing_wrong() -> None:
+    assert write_tables(is_check=True)
+    found = outcomes_of(read_record())
+    assert not [name for name, each in found.items() if each.is_wrong]
+    assert len(found) > 70
+    assert {name: found[name].attention for name in SERVED} == SERVED
