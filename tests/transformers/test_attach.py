@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import kvtier
-from kvtier.connectors.transformers import Attached
+from kvtier.connectors.transformers.attached import Attached
 from kvtier.errors import ConfigError, UsageError
 from tests.transformers.models import CHUNK, answer, are_equal, on_grid, prompt, small_model
 
@@ -29,7 +29,8 @@ ROOT = Path(__file__).parents[2]
 
 def attached(model: Any, **changes: Any) -> Attached:
     """Attach with room for 64 chunks."""
-    return kvtier.attach(model, **{"host_capacity": "1MiB", "chunk_tokens": CHUNK} | changes)
+    settings: dict[str, Any] = {"host_capacity": "1MiB", "chunk_tokens": CHUNK}
+    return kvtier.attach(model, **settings | changes)
 
 
 def test_eight_prompts_equal_the_grid_when_cold_and_from_host() -> None:

@@ -1,7 +1,4 @@
-"""Prefix reuse for every use of a transformers model, in one line.
-
-    kvtier.attach(model, host_capacity="8GiB", disk_path="/nvme/kv")
-    model.generate(**inputs)  # and pipelines, chats, streamers: unchanged
+"""A model that is attached, and the wrapper around its ``forward``.
 
 A cache object never sees token ids, so ``forward`` is wrapped: a call that begins prompts computes
 them on a grid of chunks, and restores the chunks that are known.
@@ -26,76 +23,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import kvtier
 from kvtier.cache import SharedCache
-from kvtier.config import CacheConfig, parse_size
+from kvtier.config import CacheConfig
 from kvtier.connectors.transformers.grid import BlockMemory, ChunkGrid, Forward, TokenSources
 from kvtier.connectors.transformers.layers import KVLayers, UnsupportedModelError
 from kvtier.connectors.transformers.prompts import PromptBatch, PromptReader, odd_state
 from kvtier.connectors.transformers.weights_in_memory import WeightsInMemory
-from kvtier.errors import CacheError, ConfigError, UsageError
+from kvtier.errors import CacheError, UsageError
 from kvtier.identity import Basis, Identity
 from kvtier.keys import Namespace
 
 logger = logging.getLogger(__name__)
-
-CHUNK_TOKENS = 256
-"""Default grid. Smaller chunks are shared more finely, and make a cold prompt slower."""
-
-
-def attach(
-    model: PreTrainedModel,
-    host_capacity: str | int = "4GiB",
-    disk_path: str | tuple[str, ...] = "",
-    disk_capacity: str | int = "10GiB",
-    storage: tuple[str, ...] = (),
-    *,
-    chunk_tokens: int = CHUNK_TOKENS,
-    keep_generated: bool = True,
-    salt: str = "",
-    settings: CacheConfig | None = None,
-) -> Attached:
-    """Make every use of a transformers model reuse the KV of prompts that begin alike.
-
-    ``generate``, pipelines and plain calls with a cache go on as before, on any thread. Prompts are
-    computed in chunks; answers equal those of ``generate(prefill_chunk_size=chunk_tokens)``, bit
-    for bit, whether their KV was computed, in memory, or on disk. Other calls are passed through
-    unchanged; ``model.kvtier.stats()`` counts them, with the reasons.
-
-    Args:
-        model: a causal language model.
-        host_capacity: host memory for KV: "8GiB", or bytes. It is used as it fills.
-        disk_path: folder for KV on a local disk, which later processes find; "" for none. Only one
-            process at a time can use it.
-        disk_capacity: disk space for it, reserved at once.
-        storage: more storage tiers: "s3://...", "node:/run/kvtier.sock"; see ``CacheConfig``.
-        chunk_tokens: tokens per chunk.
-        keep_generated: also keep the KV of generated tokens, for the next turn of a chat. Each
-            chunk of them is computed once more, on the grid, when it is complete. Batches keep
-            prompts only.
-        salt: prompts share KV only under equal salts.
-        settings: all other settings; those above are set in it.
-
-    Returns:
-        What ``model.kvtier`` is from now on. As a context manager it detaches at the end.
-
-    Raises:
-        ConfigError: the settings are not possible.
-        UsageError: the model is attached already.
-    """
-    base = getattr(model, "get_base_model", None)  # of an adapter's wrapper
-    model = model if base is None else base()
-    if isinstance(getattr(model, "kvtier", None), Attached):
-        raise UsageError("the model is attached already; detach it first")
-    if chunk_tokens < 1:
-        raise ConfigError(f"chunk_tokens: {chunk_tokens} is below 1")
-    config = replace(
-        settings or CacheConfig(),
-        host_capacity=0,
-        disk_path=disk_path,
-        disk_capacity=disk_capacity,
-        storage=tuple(storage),
-    )
-    capacity_bytes = parse_size(host_capacity, "host_capacity")
-    return Attached(model, config, capacity_bytes, chunk_tokens, keep_generated, salt)
 
 
 @dataclass(frozen=True, slots=True)
