@@ -9,7 +9,9 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 _MODULES = {
+    "attach": "connectors.transformers",
     "Cache": "cache",
+    "SharedCache": "cache",
     "CacheConfig": "config",
     "Namespace": "keys",
     "token_labels": "keys",

@@ -1,5 +1,7 @@
 from kvtier.cache import Cache as Cache
+from kvtier.cache import SharedCache as SharedCache
 from kvtier.config import CacheConfig as CacheConfig
+from kvtier.connectors.transformers import attach as attach
 from kvtier.devices import find_device as find_device
 from kvtier.errors import CacheError as CacheError
 from kvtier.errors import Closed as Closed

@@ -1,0 +1,89 @@
+"""transformers: every prompt of a model reuses the KV of earlier ones.
+
+    kvtier.attach(model, host_capacity="8GiB", disk_path="/nvme/kv")
+    model.generate(**inputs)  # and pipelines, chats, streamers: unchanged
+
+``attached.py`` has the wrapper around a model's ``forward``. ``prompts.py`` says which calls
+begin prompts, and why others are passed through. ``grid.py`` computes prompts in chunks,
+``layers.py`` copies KV between transformers' cache layers and blocks, and
+``weights_in_memory.py`` identifies a loaded model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvtier.config import CacheConfig, parse_size
+from kvtier.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvtier.connectors.transformers.attached import Attached
+
+CHUNK_TOKENS = 256
+"""Default grid. Smaller chunks are shared more finely, and make a cold prompt slower."""
+
+
+def attach(
+    model: PreTrainedModel,
+    host_capacity: str | int = "4GiB",
+    disk_path: str | tuple[str, ...] = "",
+    disk_capacity: str | int = "10GiB",
+    storage: tuple[str, ...] = (),
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    keep_generated: bool = True,
+    salt: str = "",
+    settings: CacheConfig | None = None,
+) -> Attached:
+    """Make every use of a transformers model reuse the KV of prompts that begin alike.
+
+    ``generate``, pipelines and plain calls with a cache go on as before, on any thread. Prompts are
+    computed in chunks; answers equal those of ``generate(prefill_chunk_size=chunk_tokens)``, bit
+    for bit, whether their KV was computed, in memory, or on disk. Other calls are passed through
+    unchanged; ``model.kvtier.stats()`` counts them, with the reasons.
+
+    Args:
+        model: a causal language model.
+        host_capacity: host memory for KV: "8GiB", or bytes. It is used as it fills.
+        disk_path: folder for KV on a local disk, which later processes find; "" for none. Only one
+            process at a time can use it.
+        disk_capacity: disk space for it, reserved at once.
+        storage: more storage tiers: "s3://...", "node:/run/kvtier.sock"; see ``CacheConfig``.
+        chunk_tokens: tokens per chunk.
+        keep_generated: also keep the KV of generated tokens, for the next turn of a chat. Each
+            chunk of them is computed once more, on the grid, when it is complete. Batches keep
+            prompts only.
+        salt: prompts share KV only under equal salts.
+        settings: all other settings; those above are set in it.
+
+    Returns:
+        What ``model.kvtier`` is from now on. As a context manager it detaches at the end.
+
+    Raises:
+        ConfigError: the settings are not possible.
+        UsageError: the model is attached already, or transformers is not installed.
+    """
+    try:
+        from kvtier.connectors.transformers.attached import Attached
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("torch", "transformers"):
+            raise
+        raise UsageError(f"{missing.name} is not installed; install kvtier[engine]") from None
+    base = getattr(model, "get_base_model", None)  # of an adapter's wrapper
+    model = model if base is None else base()
+    if isinstance(getattr(model, "kvtier", None), Attached):
+        raise UsageError("the model is attached already; detach it first")
+    if chunk_tokens < 1:
+        raise ConfigError(f"chunk_tokens: {chunk_tokens} is below 1")
+    config = replace(
+        settings or CacheConfig(),
+        host_capacity=0,
+        disk_path=disk_path,
+        disk_capacity=disk_capacity,
+        storage=tuple(storage),
+    )
+    capacity_bytes = parse_size(host_capacity, "host_capacity")
+    return Attached(model, config, capacity_bytes, chunk_tokens, keep_generated, salt)

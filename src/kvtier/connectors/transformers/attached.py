@@ -1,0 +1,361 @@
+"""A model that is attached, and the wrapper around its ``forward``.
+
+A cache object never sees token ids, so ``forward`` is wrapped: a call that begins prompts computes
+them on a grid of chunks, and restores the chunks that are known.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import transformers
+from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+import kvtier
+from kvtier.cache import SharedCache
+from kvtier.config import CacheConfig
+from kvtier.connectors.transformers.grid import BlockMemory, ChunkGrid, Forward, TokenSources
+from kvtier.connectors.transformers.layers import KVLayers, UnsupportedModelError
+from kvtier.connectors.transformers.prompts import PromptBatch, PromptReader, odd_state
+from kvtier.connectors.transformers.weights_in_memory import WeightsInMemory
+from kvtier.errors import CacheError, UsageError
+from kvtier.identity import Basis, Identity
+from kvtier.keys import Namespace
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedStats:
+    """Counts of an attached model since it was attached.
+
+    Attributes:
+        refused: why nothing of this model is reused; "" if it is.
+        num_prompts: prompts that were computed on the grid.
+        num_prompt_tokens: their tokens.
+        reused_tokens: tokens of prompts whose KV was restored, by tier: "host", "disk", ...
+        num_kept_tokens: generated tokens whose KV was kept.
+        num_without_room: prompts that were computed without the cache, for want of room.
+        passed: calls into an empty cache that were passed through, by reason.
+        weights: "read", "unknown" (only this process finds its KV), or "being read".
+        bytes_per_token: bytes of KV per token.
+    """
+
+    refused: str = ""
+    num_prompts: int = 0
+    num_prompt_tokens: int = 0
+    reused_tokens: Mapping[str, int] = field(default_factory=dict)
+    num_kept_tokens: int = 0
+    num_without_room: int = 0
+    passed: Mapping[str, int] = field(default_factory=dict)
+    weights: str = ""
+    bytes_per_token: int = 0
+
+    @property
+    def num_reused_tokens(self) -> int:
+        """Tokens of prompts that were not computed."""
+        return sum(self.reused_tokens.values())
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """The tokens whose KV is in a cache object, to keep what is generated.
+
+    new: ids that were not read yet: reading them waits for a device.
+    num_kept: tokens of whole chunks that are in the cache, or not worth another try.
+    """
+
+    tokens: list[int]
+    new: list[torch.Tensor]
+    num_kept: int
+    identity: Identity
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) + sum(ids.shape[1] for ids in self.new)
+
+    def cut(self, num_tokens: int) -> None:
+        """Forget the tokens behind ``num_tokens``: candidates that were not accepted."""
+        self.read()
+        del self.tokens[num_tokens:]
+
+    def read(self) -> list[int]:
+        for ids in self.new:
+            self.tokens += ids[0].tolist()
+        self.new.clear()
+        return self.tokens
+
+
+class _Forward:
+    """A model's ``forward`` while it is attached.
+
+    ``generate`` inspects the signature, which ``functools.update_wrapper`` keeps. A deep copy of
+    the model has its own plain ``forward`` again.
+    """
+
+    def __init__(self, attached: Attached, inner: Forward) -> None:
+        self._attached = attached
+        functools.update_wrapper(self, inner)
+
+    def __call__(self, *positional: object, **named: Any) -> Any:
+        return self._attached.forward(*positional, **named)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
+        model = self._attached.model
+        copied = memo.get(id(model), model)
+        plain: Forward = type(model).forward.__get__(copied)
+        return plain
+
+    def __reduce__(self) -> str:
+        raise UsageError("an attached model can't be pickled; detach it, or save its state_dict")
+
+
+class Attached:
+    """A model whose prompts reuse the KV of earlier ones. See ``attach``."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: CacheConfig,
+        capacity_bytes: int,
+        chunk_tokens: int,
+        keep_generated: bool,
+        salt: str,
+    ) -> None:
+        self.model = model
+        self.chunk_tokens = chunk_tokens
+        self._had_own_forward = "forward" in vars(model)
+        self._inner: Forward = model.forward
+        self._keep_generated = keep_generated
+        self._salt = salt
+        self._lock = threading.Lock()
+        self._stats = AttachedStats()
+        self._passed: Counter[str] = Counter()
+        self._reuse = TokenSources()
+        self._named: Identity | None = None
+        self._sequences: weakref.WeakKeyDictionary[DynamicCache, _Sequence] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._cache: SharedCache | None = None
+        model.kvtier = self  # type: ignore[assignment]
+        try:
+            self._reader = PromptReader(model, self._inner)
+            self._layers = KVLayers(model, chunk_tokens)
+        except UnsupportedModelError as reason:
+            logger.warning("KV of this model is not reused, because %s", reason)
+            self._stats = replace(self._stats, refused=str(reason))
+            return
+        except BaseException:
+            del model.kvtier
+            raise
+        try:
+            memory = BlockMemory(self._layers.group, capacity_bytes, config)
+        except BaseException:
+            del model.kvtier
+            raise
+        self._cache = memory.cache
+        self._grid = ChunkGrid(self._inner, self._reader.takes_positions, self._layers, memory)
+        self._weights = WeightsInMemory(model)
+        model.forward = _Forward(self, self._inner)
+        # A model that is not needed any more ends its cache. Not in this thread: it may be any.
+        self._finalizer = weakref.finalize(model, _close_later, memory.cache)
+        self._finalizer.atexit = False  # the cache closes itself then
+
+    # -- for callers -------------------------------------------------------------------------------
+
+    def stats(self) -> AttachedStats:
+        """Return the counts until now."""
+        if self._cache is None:
+            return self._stats
+        identity = self._weights.current()
+        with self._lock:
+            return replace(
+                self._stats,
+                reused_tokens=dict(self._reuse.tiers),
+                num_without_room=self._reuse.num_without_room,
+                passed=dict(self._passed),
+                weights="being read" if identity is None else identity.basis.value,
+                bytes_per_token=self._layers.group.bytes_per_block // self.chunk_tokens,
+            )
+
+    def flush(self, timeout_s: float = 60.0) -> bool:
+        """Wait until all KV that is due is on disk. Return False after ``timeout_s``.
+
+        It gets there without this call, too, and before the process ends.
+        """
+        return self._cache is None or self._cache.flush(timeout_s)
+
+    def detach(self) -> None:
+        """Give the model its own ``forward`` back, and close the cache. Safe to call twice."""
+        if getattr(self.model, "kvtier", None) is not self:
+            return
+        del self.model.kvtier
+        if self._cache is None:
+            return
+        if self._had_own_forward:
+            self.model.forward = self._inner
+        else:
+            del self.model.forward
+        self._finalizer.detach()
+        self._weights.wait()
+        self._cache.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Return None: a copy of the model is not attached."""
+
+    def __reduce__(self) -> str:
+        raise UsageError("an attached model can't be pickled; detach it, or save its state_dict")
+
+    # -- calls of the model ------------------------------------------------------------------------
+
+    def forward(self, *positional: object, **named: Any) -> Any:
+        """Call the model's own ``forward``, except for prompts: those are computed on the grid."""
+        call = self._reader.named(positional, named)
+        ids, cache = call.get("input_ids"), call.get("past_key_values")
+        if isinstance(cache, transformers.Cache) and cache.get_seq_length():
+            output = self._inner(*positional, **named)
+            self._follow(cache, ids)
+            return output
+        prompts = self._reader.read(self.model, self._layers, call)
+        if isinstance(prompts, str):
+            with self._lock:
+                self._passed[prompts] += 1
+            return self._inner(*positional, **named)
+        identity = self._weights.current() if self._is_usable else None
+        if sum(map(len, prompts.rows)) < len(prompts.rows) * self.chunk_tokens:
+            with self._lock:
+                self._passed["prompts shorter than a chunk"] += 1
+            output = self._inner(*positional, **named)
+        else:
+            output = self._prefill(prompts, identity)
+        self._begin_sequence(prompts, output, identity)
+        return output
+
+    @property
+    def _is_usable(self) -> bool:
+        return self._cache is not None and self._cache.is_usable
+
+    def _prefill(self, prompts: PromptBatch, identity: Identity | None) -> CausalLMOutputWithPast:
+        namespace = None if identity is None else self._namespace(identity)
+        reuse = TokenSources()
+        output = self._grid.prefill(prompts, namespace, reuse)
+        with self._lock:
+            self._stats = replace(
+                self._stats,
+                num_prompts=self._stats.num_prompts + len(prompts.rows),
+                num_prompt_tokens=self._stats.num_prompt_tokens + sum(map(len, prompts.rows)),
+            )
+            self._reuse.add(reuse)
+        return output
+
+    def _namespace(self, identity: Identity) -> bytes:
+        """Return the digest of all that decides on the bits of KV, besides tokens."""
+        if identity != self._named:
+            assert self._cache is not None
+            # Nobody could find the blocks of weights that only this process knows.
+            is_known = identity.basis is not Basis.UNKNOWN
+            self._cache.call(lambda cache: cache.let_archive(is_known))
+            self._named = identity
+        return Namespace(
+            identity.digest,
+            _made_by(self.model),
+            str(self.model.dtype),
+            self._layers.fingerprint,
+            self.chunk_tokens,
+            salt=self._salt,
+        ).digest
+
+    # -- generated tokens --------------------------------------------------------------------------
+
+    def _begin_sequence(
+        self, prompts: PromptBatch, output: CausalLMOutputWithPast, identity: Identity | None
+    ) -> None:
+        """Note the tokens whose KV is in the output's cache, if what follows them is to be kept."""
+        cache = output.past_key_values
+        if not self._keep_generated or identity is None or type(cache) is not DynamicCache:
+            return
+        if len(prompts.rows) == 1 and len(prompts.rows[0]) == prompts.num_tokens:
+            [tokens] = prompts.rows
+            num_kept = len(tokens) // self.chunk_tokens * self.chunk_tokens
+            self._sequences[cache] = _Sequence(tokens, [], num_kept, identity)
+
+    def _follow(self, cache: transformers.Cache, ids: object) -> None:
+        """Note the tokens that a call has added to a cache, and keep each whole chunk."""
+        sequence = self._sequences.get(cache) if type(cache) is DynamicCache else None
+        if sequence is None:
+            return
+        assert isinstance(cache, DynamicCache)
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or len(ids) != 1:
+            del self._sequences[cache]  # no ids, or the sequence became several
+            return
+        num_before = cache.get_seq_length() - ids.shape[1]
+        if num_before > sequence.num_tokens or ids.shape[1] >= self.chunk_tokens:
+            del self._sequences[cache]
+            return
+        if num_before < sequence.num_tokens:
+            sequence.cut(num_before)
+        sequence.new.append(ids)
+        if sequence.num_tokens >= sequence.num_kept + self.chunk_tokens:
+            self._keep(sequence, ids.device)
+
+    def _keep(self, sequence: _Sequence, device: torch.device) -> None:
+        """Compute whole chunks of generated tokens on the grid, so that they have its bits."""
+        num_tokens = sequence.num_tokens // self.chunk_tokens * self.chunk_tokens
+        num_new, sequence.num_kept = num_tokens - sequence.num_kept, num_tokens
+        if not self._is_usable or odd_state(self.model):
+            return
+        if not self._weights.is_still(sequence.identity):
+            return
+        try:
+            self._grid.compute(
+                sequence.read()[:num_tokens],
+                self._layers.new_cache(),
+                self._namespace(sequence.identity),
+                TokenSources(),
+                num_logits=1,
+                device=device,
+            )
+        except (CacheError, RuntimeError) as error:  # torch: no memory, for instance
+            logger.warning("generated tokens are not kept: %s", error)
+            return
+        with self._lock:
+            kept = self._stats.num_kept_tokens + num_new
+            self._stats = replace(self._stats, num_kept_tokens=kept)
+
+
+def _made_by(model: PreTrainedModel) -> str:
+    """Return the versions, the device and the settings of torch, on which rounding may depend."""
+    device = model.device
+    kind = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        kind = torch.cuda.get_device_name(device)
+    return (
+        f"kvtier {kvtier.__version__} transformers {transformers.__version__} "
+        f"torch {torch.__version__} {torch.get_float32_matmul_precision()} {device.type} {kind}"
+    )
+
+
+def _close_later(cache: SharedCache) -> None:
+    """Close a cache on a thread of its own."""
+    threading.Thread(target=cache.close, name="kvtier-close").start()

@@ -1,0 +1,246 @@
+"""Prefill on a grid of chunks: what the cache has is restored, the rest is computed and kept."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from kvtier.cache import Cache, SharedCache
+from kvtier.config import CacheConfig
+from kvtier.connectors.transformers.layers import KVLayers
+from kvtier.connectors.transformers.prompts import PromptBatch
+from kvtier.devices import Memory, find_device
+from kvtier.errors import CacheError, ConfigError
+from kvtier.keys import token_labels
+from kvtier.layout import KVGroup, named_layout
+from kvtier.prompts.lease import Lease
+from kvtier.system.memory import available_bytes
+from kvtier.tiers import DeviceTier, pages
+from kvtier.types import DEVICE, HOST
+
+logger = logging.getLogger(__name__)
+
+RESERVE_BYTES = 1 << 30
+"""Memory that stays free beside the blocks."""
+
+
+class BlockMemory:
+    """Blocks in host memory, and the cache over them and over the storage below.
+
+    The blocks are the cache's first tier. A second copy between them and the model would only cost
+    memory: ``generate`` has the KV of its own prompts anyway.
+
+    Args:
+        group: shape of the blocks.
+        capacity_bytes: bytes of all blocks.
+        settings: settings of the storage below.
+
+    Raises:
+        ConfigError: that is not possible.
+    """
+
+    def __init__(self, group: KVGroup, capacity_bytes: int, settings: CacheConfig) -> None:
+        bytes_per_block = group.bytes_per_block
+        self.num_blocks = capacity_bytes // bytes_per_block
+        if self.num_blocks < 2:
+            raise ConfigError(
+                f"host_capacity: {capacity_bytes / 2**20:.1f} MiB is room for {self.num_blocks} "
+                f"blocks of {bytes_per_block} bytes; raise it or lower chunk_tokens"
+            )
+        left, limited_by = available_bytes()
+        if capacity_bytes + RESERVE_BYTES > left:
+            raise ConfigError(
+                f"host_capacity: {capacity_bytes / 2**30:.2f} GiB does not fit: "
+                f"{left / 2**30:.2f} GiB are left ({limited_by}) and "
+                f"{RESERVE_BYTES / 2**30:.0f} GiB stay reserved; lower it"
+            )
+        layout = named_layout("block_first", group, self.num_blocks)
+        self._map = pages.anonymous(layout.nbytes)
+        held = np.frombuffer(self._map, np.uint8)
+        memory = Memory(held.ctypes.data, layout.nbytes, "host", self._map)
+        self._blocks = torch.from_numpy(held).view(self.num_blocks, bytes_per_block)
+        self.cache = SharedCache(Cache(settings, find_device("cpu"), DeviceTier(memory, layout)))
+
+    def blocks(self, slots: Sequence[int]) -> list[torch.Tensor]:
+        """Return the blocks in ``slots``, each uint8 [bytes_per_block]."""
+        return [self._blocks[slot] for slot in slots]
+
+
+@dataclass(slots=True)
+class TokenSources:
+    """Tokens of prompts by their source.
+
+    Attributes:
+        tiers: tokens by the tier that they were restored from.
+        num_computed: tokens that were computed.
+        num_without_room: prompts that were computed without the cache: it had no room for them, or
+            a copy failed.
+    """
+
+    tiers: Counter[str] = field(default_factory=Counter)
+    num_computed: int = 0
+    num_without_room: int = 0
+
+    def add(self, other: TokenSources) -> None:
+        """Add the counts of another."""
+        self.tiers += other.tiers
+        self.num_computed += other.num_computed
+        self.num_without_room += other.num_without_room
+
+
+Forward = Callable[..., CausalLMOutputWithPast]
+
+
+class ChunkGrid:
+    """Computes prompts in chunks that end at multiples of ``chunk_tokens``.
+
+    The KV of a whole chunk depends only on the tokens up to its end: prompts are computed one at a
+    time, without padding, and always in the same chunks. So restored KV has the same bits.
+
+    Args:
+        forward: the model's own forward.
+        takes_positions: whether it has an argument ``position_ids``.
+        layers: its cache layers.
+        memory: blocks of its chunks.
+    """
+
+    def __init__(
+        self, forward: Forward, takes_positions: bool, layers: KVLayers, memory: BlockMemory
+    ) -> None:
+        self._forward = forward
+        self._takes_positions = takes_positions
+        self._layers = layers
+        self._memory = memory
+
+    def prefill(
+        self, prompts: PromptBatch, namespace: bytes | None, reuse: TokenSources
+    ) -> CausalLMOutputWithPast:
+        """Compute prompts into ``prompts.cache``, each of different ones once.
+
+        namespace: None to compute without the cache.
+        Returns the output of ``forward``, with the logits that were asked for.
+        """
+        if len(prompts.rows) == 1 and len(prompts.rows[0]) == prompts.num_tokens:
+            return self.compute(
+                prompts.rows[0], prompts.cache, namespace, reuse, prompts.num_logits, prompts.device
+            )
+        found: dict[tuple[int, ...], tuple[DynamicCache, torch.Tensor]] = {}
+        for row in prompts.rows:
+            if tuple(row) not in found:
+                cache = self._layers.new_cache()
+                output = self.compute(
+                    row, cache, namespace, reuse, prompts.num_logits, prompts.device
+                )
+                assert output.logits is not None
+                found[tuple(row)] = cache, output.logits
+        rows = [found[tuple(row)] for row in prompts.rows]
+        self._layers.join(prompts.cache, [cache for cache, _ in rows], prompts.num_tokens)
+        output.past_key_values = prompts.cache
+        output.logits = torch.cat([logits for _, logits in rows])
+        return output
+
+    def compute(
+        self,
+        tokens: list[int],
+        cache: DynamicCache,
+        namespace: bytes | None,
+        reuse: TokenSources,
+        num_logits: int,
+        device: torch.device,
+    ) -> CausalLMOutputWithPast:
+        """Compute one prompt into an empty cache."""
+        size = self._layers.chunk_tokens
+        lease = None if namespace is None else self._fetch(tokens, namespace, reuse)
+        num_reused = (
+            0 if lease is None else min(lease.num_shared, (len(tokens) - num_logits) // size)
+        )
+        num_done = 0
+        try:
+            if lease is not None and num_reused:
+                self._layers.restore(cache, self._memory.blocks(lease.slots[:num_reused]))
+                _count(reuse, lease, num_reused, size)
+            reuse.num_computed += len(tokens) - num_reused * size
+            ids = torch.tensor([tokens], device=device)
+            output = self._run(ids, num_reused * size, cache, lease, num_logits)
+            num_done = 0 if lease is None else len(lease.labels)
+        finally:
+            if lease is not None:
+                self._finish(lease, num_done)
+        return output
+
+    def _fetch(self, tokens: list[int], namespace: bytes, reuse: TokenSources) -> Lease | None:
+        """Return a lease of the prompt's blocks, of its first ones if they don't all fit."""
+        size = self._layers.chunk_tokens
+        labels = token_labels(tokens, size)[: self._memory.num_blocks - 1]
+        if not labels:
+            return None
+        num_tokens = min(len(tokens), (len(labels) + 1) * size)
+        num_blocks = -(-num_tokens // size)
+        lease = None
+        try:
+            lease = self._memory.cache.fetch(namespace, labels, num_tokens, num_blocks)
+        except CacheError as error:
+            logger.warning("a prompt is computed without the cache: %s", error)
+        reuse.num_without_room += lease is None
+        return lease
+
+    def _finish(self, lease: Lease, num_blocks: int) -> None:
+        try:
+            self._memory.cache.finish(lease, num_blocks)
+        except CacheError as error:
+            logger.warning("the KV of a prompt is not kept: %s", error)
+
+    def _run(
+        self,
+        ids: torch.Tensor,
+        first: int,
+        cache: DynamicCache,
+        lease: Lease | None,
+        num_logits: int,
+    ) -> CausalLMOutputWithPast:
+        """Compute the tokens from ``first`` on, and copy whole chunks to the lease's new blocks."""
+        size, num_tokens = self._layers.chunk_tokens, ids.shape[1]
+        logits = []
+        for start in range(first, num_tokens, size):
+            end = min(start + size, num_tokens)
+            num_wanted = end - max(start, num_tokens - num_logits)
+            began = time.perf_counter()
+            positions = {}
+            if self._takes_positions:
+                positions["position_ids"] = torch.arange(start, end, device=ids.device)[None]
+            output = self._forward(
+                input_ids=ids[:, start:end],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=max(1, num_wanted),
+                return_dict=True,
+                **positions,
+            )
+            if num_wanted > 0:
+                assert output.logits is not None
+                logits.append(output.logits)
+            block = start // size
+            if lease is not None and lease.num_shared <= block < len(lease.labels):
+                [target] = self._memory.blocks(lease.slots[block : block + 1])
+                self._layers.save(cache, start, target)
+                with suppress(CacheError):  # closed meanwhile
+                    self._memory.cache.observe_prefill(start, size, time.perf_counter() - began)
+        output.logits = logits[0] if len(logits) == 1 else torch.cat(logits, dim=1)
+        return output
+
+
+def _count(reuse: TokenSources, lease: Lease, num_blocks: int, size: int) -> None:
+    """Count restored tokens. The first tier is host memory."""
+    for tier, num in lease.record.hit_blocks.items():
+        num = min(num, num_blocks)
+        num_blocks -= num
+        reuse.tiers[HOST if tier == DEVICE else tier] += num * size

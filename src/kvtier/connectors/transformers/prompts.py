@@ -1,0 +1,176 @@
+"""Calls of a model's ``forward`` that begin a prompt, and the reasons why others do not."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvtier.connectors.transformers.layers import KVLayers, UnsupportedModelError
+
+HANDLED = {
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "return_dict",
+}
+"""Arguments of ``forward`` that are understood. Any other must be None or False."""
+
+STEADY_ROTARY = {"default", "linear", "yarn", "llama3", "proportional"}
+"""Rotary embeddings whose frequencies do not depend on the length of the context."""
+
+KNOWN_HOOKS = ("transformers.", "accelerate.")
+"""Packages whose forward hooks change nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBatch:
+    """The prompts of one call, which are to be computed into an empty cache.
+
+    Attributes:
+        rows: token ids of each, without its padding.
+        num_tokens: length of the rows in the call, with padding on the left.
+        cache: where their KV is wanted.
+        num_logits: last tokens whose logits are wanted.
+        device: of the ids.
+    """
+
+    rows: list[list[int]]
+    num_tokens: int
+    cache: DynamicCache
+    num_logits: int
+    device: torch.device
+
+
+class PromptReader:
+    """Recognises the calls that begin prompts.
+
+    Raises ``UnsupportedModelError`` if no call of the model's ``forward`` can be one.
+    """
+
+    def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
+        parameters = inspect.signature(forward).parameters
+        self._names = [
+            name
+            for name, each in parameters.items()
+            if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        ]
+        if model.config.is_encoder_decoder:
+            raise UnsupportedModelError("it is an encoder and a decoder")
+        if missing := {"input_ids", "past_key_values", "logits_to_keep"} - {*self._names}:
+            raise UnsupportedModelError(f"its forward takes no {', '.join(sorted(missing))}")
+        text = model.config.get_text_config(decoder=True)
+        for kind in _rotary_kinds(getattr(text, "rope_parameters", None)):
+            if kind not in STEADY_ROTARY:
+                raise UnsupportedModelError(
+                    f"its rotary embeddings ({kind}) may depend on the length of the context"
+                )
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether ``forward`` has an argument ``position_ids``."""
+        return "position_ids" in self._names
+
+    def named(self, positional: tuple[object, ...], named: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by their names."""
+        return dict(zip(self._names, positional, strict=False)) | named
+
+    def read(
+        self, model: PreTrainedModel, layers: KVLayers, call: Mapping[str, Any]
+    ) -> PromptBatch | str:
+        """Return the prompts that a call begins, or the reason why it is passed through."""
+        if reason := _odd_arguments(call) or odd_state(model):
+            return reason
+        cache = call.get("past_key_values")
+        if cache is None:
+            cache = layers.new_cache()
+        elif type(cache) is not DynamicCache:
+            return f"a {type(cache).__name__}"
+        ids, mask = call.get("input_ids"), call.get("attention_mask")
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+            return "no token ids"
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape == ids.shape:
+            rows, num_padding = _unpadded(ids, mask)
+        elif mask is None:
+            rows, num_padding = ids.tolist(), [0] * len(ids)
+        else:
+            return "a mask of its own"
+        if rows is None:
+            return "padding that is not on the left"
+        if not _has_own_positions(call.get("position_ids"), num_padding, ids):
+            return "positions of its own"
+        num_logits = call.get("logits_to_keep", 0)
+        if not isinstance(num_logits, int) or not 1 <= num_logits <= min(map(len, rows)):
+            return "logits of the whole prompt"
+        if not layers.fits(cache):
+            return "cache layers of another kind"
+        return PromptBatch(rows, ids.shape[1], cache, num_logits, ids.device)
+
+
+def _rotary_kinds(parameters: object) -> set[str]:
+    """Return the types of rotary embeddings in ``rope_parameters``, also where it is by layer."""
+    if not isinstance(parameters, Mapping):
+        return set()
+    if "rope_type" in parameters:
+        return {str(parameters["rope_type"])}
+    return {kind for each in parameters.values() for kind in _rotary_kinds(each)}
+
+
+def _odd_arguments(call: Mapping[str, Any]) -> str:
+    for name, value in call.items():
+        if name not in HANDLED and value is not None and value is not False:
+            return f"{name} was given"
+    if call.get("use_cache") is False:
+        return "use_cache is off"
+    return "tuples are wanted" if call.get("return_dict") is False else ""
+
+
+def odd_state(model: PreTrainedModel) -> str:
+    """Return why KV can neither be restored nor kept now; "" if it can."""
+    if torch.compiler.is_compiling():
+        return "the model is being compiled"
+    if model.training:
+        return "the model is in training mode"
+    if torch.is_grad_enabled():
+        return "gradients are recorded"
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast is on"
+    return "forward hooks" if any(map(_has_hooks, model.modules())) else ""
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    """Whether somebody looks at, or changes, what a module computes of every token."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not getattr(hook, "__module__", "").startswith(KNOWN_HOOKS) for hook in hooks)
+
+
+def _unpadded(ids: torch.Tensor, mask: torch.Tensor) -> tuple[list[list[int]] | None, list[int]]:
+    """Return the rows without padding on the left, and its lengths; None for other padding."""
+    is_token = mask != 0
+    num_tokens = is_token.sum(dim=1).tolist()
+    width = ids.shape[1]
+    firsts = [width - num for num in num_tokens]
+    starts = torch.tensor(firsts, device=ids.device)[:, None]
+    if not torch.equal(is_token, torch.arange(width, device=ids.device)[None] >= starts):
+        return None, []
+    return [row[first:] for row, first in zip(ids.tolist(), firsts, strict=True)], firsts
+
+
+def _has_own_positions(
+    positions: torch.Tensor | None, num_padding: list[int], ids: torch.Tensor
+) -> bool:
+    """Whether every token's position is its place in its own prompt."""
+    if positions is None:
+        return not any(num_padding)  # without them, transformers counts padding
+    starts = torch.tensor(num_padding, device=ids.device)[:, None]
+    own = torch.arange(ids.shape[1], device=ids.device)[None] - starts
+    if positions.ndim != 2 or positions.shape[1] != ids.shape[1]:
+        return False
+    return bool(((positions == own) | (own < 0)).all())

@@ -1,0 +1,1 @@
+"""Models of transformers that are attached: real ``generate`` and pipelines on small models."""
