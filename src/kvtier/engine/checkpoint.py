@@ -195,7 +195,7 @@ def _unmerged_named(directory: Path) -> Iterator[None]:
 
 def _unused(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:
     """Return the keys without layers that predict further tokens, which follow the model's own."""
-    first = config.num_hidden_layers
+    first = config.get_text_config(decoder=True).num_hidden_layers
     further = getattr(config, "num_nextn_predict_layers", None)
     further = further if isinstance(further, int) else 0
     known = tuple(f"model.layers.{at}." for at in range(first, first + further))

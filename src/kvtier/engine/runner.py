@@ -39,7 +39,6 @@ class ModelRunner:
     def block_size(self) -> int:
         return self._pool.group.block_size
 
-    @torch.inference_mode()
     def prefill(
         self, token_ids: Sequence[int], span: Span, gate: LayerGate | None = None
     ) -> torch.Tensor:
@@ -50,9 +49,16 @@ class ModelRunner:
         gate's ``DeviceError`` if they take too long.
         Returns the logits of the last token: float32 [vocab_size], CPU.
         """
+        return self.prefill_tail(token_ids, span, 1, gate)[-1]
+
+    @torch.inference_mode()
+    def prefill_tail(
+        self, token_ids: Sequence[int], span: Span, keep: int, gate: LayerGate | None = None
+    ) -> torch.Tensor:
+        """Do the same as ``prefill``, and return the logits of the last ``keep`` tokens."""
         positions = torch.arange(span.start, span.end)
         kv = PromptKV(self._pool, span, gate)
-        logits = self._forward(torch.tensor(token_ids), positions, kv, keep=1)[-1]
+        logits = self._forward(torch.tensor(token_ids), positions, kv, keep)[-keep:]
         if gate is not None:
             gate.wait()  # first: waiting for the device has no time limit
         return logits.float().cpu()
