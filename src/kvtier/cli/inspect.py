@@ -12,7 +12,6 @@ import typer
 
 from kvtier.errors import printable
 from kvtier.live.wording import seconds, size
-from kvtier.tiers.disk.sealing import ENCRYPTED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,6 +75,8 @@ def describe_layout(description: str) -> str:
 def _summary(report: SlabReport, now: float) -> Table:
     from rich.table import Table
     from rich.text import Text
+
+    from kvtier.tiers.disk.sealing import ENCRYPTED
 
     title = Text(f"slab {printable(report.path)}")
     table = Table(title=title, title_justify="left", show_header=False)

@@ -87,6 +87,16 @@ NODE = PanelRow(
             ),
         ),
         Panel(
+            "Left by the node before",
+            "After a crash of the node: blocks that are yet to be verified, and slots that engines "
+            "of the node before may still use.",
+            Unit.NUMBER,
+            (
+                Query(NOW.level("kvtier_node_unverified_blocks"), "blocks to verify"),
+                Query(NOW.level("kvtier_node_slots_aside"), "slots aside"),
+            ),
+        ),
+        Panel(
             "Host memory by tenant",
             "Memory of each tenant between its floor and its ceiling, what of it is pinned, and "
             "what is free.",
