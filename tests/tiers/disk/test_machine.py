@@ -36,7 +36,6 @@ class DiskMachine(RuleBasedStateMachine):
         self.on_disk: dict[Slot, int] = {}
         self.order: dict[Slot, int] = {}
         self.lost: set[Slot] = set()
-        self.doubtful: set[int] = set()  # blocks of which an older copy may come back
         self.now = 0
         options = DiskOptions(self.folder / "slab", NUM_SLOTS * SLOT_BYTES, bounce_bytes=SLOT_BYTES)
         self.world = World(options, SMALL)
@@ -80,9 +79,7 @@ class DiskMachine(RuleBasedStateMachine):
     def _dropped(self, slot: Slot) -> None:
         """It was noticed that the block in ``slot`` is lost."""
         self.lost.remove(slot)
-        number = self.on_disk.pop(slot)
-        if number in self.on_disk.values():
-            self.doubtful.add(number)
+        del self.on_disk[slot]
         if slot in self.in_use:
             self.in_use[slot] = None
 
@@ -148,13 +145,10 @@ class DiskMachine(RuleBasedStateMachine):
         self.world.open()
         self.world.tier.parts[0].slab.compact_floor = 6
         self.in_use.clear()
-        for number in self.doubtful:
-            if slots := self.world.claim([key(number)]):
-                self.world.tier.free(slots)
-            else:
-                self.on_disk = {at: each for at, each in self.on_disk.items() if each != number}
-        self.doubtful.clear()
-        assert self.world.tier.slots.num_unclaimed == len(self._newest())
+        newest = self._newest()
+        assert self.world.tier.slots.num_unclaimed == len(newest)
+        self.on_disk = {slot: number for number, slot in newest.items()}  # older copies are dropped
+        self.lost &= self.on_disk.keys()
 
     @rule()
     def restart_without_claims(self) -> None:
