@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvtier.config import CacheConfig, parse_size
-from kvtier.errors import ConfigError, UsageError
+from kvtier.errors import ConfigError, UsageError, install_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,7 +71,9 @@ def attach(
     except ModuleNotFoundError as missing:
         if missing.name not in ("torch", "transformers"):
             raise
-        raise UsageError(f"{missing.name} is not installed; install kvtier[engine]") from None
+        raise UsageError(
+            f"{missing.name} is not installed; install it: {install_command('engine')}"
+        ) from None
     base = getattr(model, "get_base_model", None)  # of an adapter's wrapper
     model = model if base is None else base()
     if isinstance(getattr(model, "kvtier", None), Attached):
