@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from random import Random
 
 EFFORT = float(os.environ.get("KVTIER_EFFORT", "1"))
-MOST_CASES = 2
+MOST_CASES = 1
 """Cases of one test with parameters that run with less effort than all."""
 SAMPLE = os.environ.get("KVTIER_SAMPLE", "")
 """Another one chooses other cases."""
