@@ -79,22 +79,11 @@ def test_bad_settings_get_one_clear_sentence(changes: dict[str, Any], sentence: 
         Engine(changed(**changes))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "sentence"),
-    [
-        ("gemma3_text", "sliding-window layers"),
-        ("gpt_oss", "sliding-window layers"),
-        ("qwen3_next", "recurrent or other layers"),
-        ("gpt2", "is of type 'gpt2'"),
-    ],
-)
-def test_models_with_other_attention_are_refused(
-    tmp_path: Path, model_type: str, sentence: str
-) -> None:
+def test_model_with_recurrent_layers_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=sentence):
+    AutoConfig.for_model("qwen3_next").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="has linear_attention layers"):
         load_model(str(tmp_path), torch.device("cpu"), "auto")
 
 
