@@ -10,6 +10,8 @@ from random import Random
 EFFORT = float(os.environ.get("KVTIER_EFFORT", "1"))
 MOST_CASES = 1
 """Cases of one test with parameters that run with less effort than all."""
+ALL_CASES = "tests/docs/"
+"""Tests of which all cases always run: a page each, in no time."""
 SAMPLE = os.environ.get("KVTIER_SAMPLE", "")
 """Another one chooses other cases."""
 
@@ -32,5 +34,9 @@ def chosen_cases(tests: Iterable[str]) -> set[str]:
     return {
         test
         for name, each in cases.items()
-        for test in Random(f"{SAMPLE} {name}").sample(each, min(MOST_CASES, len(each)))
+        for test in Random(f"{SAMPLE} {name}").sample(each, _num_chosen(name, len(each)))
     }
+
+
+def _num_chosen(name: str, num_cases: int) -> int:
+    return num_cases if name.startswith(ALL_CASES) else min(MOST_CASES, num_cases)

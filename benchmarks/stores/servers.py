@@ -21,7 +21,7 @@ import numpy as np
 import kvtier
 from benchmarks.peers import Contestant
 from kvtier.layout import opaque
-from kvtier.plugins import load_plugin
+from kvtier.system.plugins import load_plugin
 from kvtier.tiers import Outcome, Pieces, StorageSite, StorageTier
 from kvtier.tiers.remote.s3.packs import PACK_BYTES
 from kvtier.types import BlockKey, BlockName

@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "attach": "connectors.transformers",
     "Cache": "cache",
-    "SharedCache": "cache",
+    "SharedCache": "shared_cache",
     "CacheConfig": "config",
     "Namespace": "keys",
     "token_labels": "keys",

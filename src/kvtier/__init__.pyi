@@ -1,5 +1,4 @@
 from kvtier.cache import Cache as Cache
-from kvtier.cache import SharedCache as SharedCache
 from kvtier.config import CacheConfig as CacheConfig
 from kvtier.connectors.transformers import attach as attach
 from kvtier.devices import find_device as find_device
@@ -15,6 +14,7 @@ from kvtier.hints import Retain as Retain
 from kvtier.keys import Namespace as Namespace
 from kvtier.keys import token_labels as token_labels
 from kvtier.prompts.lease import Lease as Lease
+from kvtier.shared_cache import SharedCache as SharedCache
 from kvtier.tiers import DeviceTier as DeviceTier
 
 __version__: str

@@ -10,7 +10,7 @@ from kvtier.index import BlockIndex
 from kvtier.index.policies import EvictionPolicy, LruPolicy
 from kvtier.ladder import Ladder, LadderOptions
 from kvtier.layout import KVGroup
-from kvtier.plugins import load_plugin
+from kvtier.system.plugins import load_plugin
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Quota, Room, StorageTier
 from kvtier.tiers.row import write_limits

@@ -8,10 +8,10 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from kvtier import plugins
 from kvtier.devices import find_device
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError, DeviceError
+from kvtier.system import plugins
 
 
 @pytest.fixture

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.cache import Cache, SharedCache
+from kvtier.cache import Cache
 from kvtier.config import CacheConfig
 from kvtier.devices import Memory, find_device
 from kvtier.errors import Closed
 from kvtier.keys import token_labels
 from kvtier.layout import DType, full_attention, named_layout
+from kvtier.shared_cache import SharedCache
 from kvtier.tiers import DeviceTier
 
 BLOCK_SIZE = 2

@@ -52,7 +52,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing import StorageSuite
-from kvtier.plugins import load_plugin
+from kvtier.system.plugins import load_plugin
 from kvtier.tiers import StorageSite, StorageTier
 
 

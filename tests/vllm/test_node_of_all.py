@@ -23,7 +23,7 @@ SGLANG = REPOSITORY / ".peers/sglang-server/bin/python"
 OURS = REPOSITORY / ".venv/bin/python"
 NUM_TOKENS = 4 * BLOCK + 44
 PROMPTS = [prompt(seed, NUM_TOKENS) for seed in range(2)]
-SERVED = ("--model=random-gqa", "--load-policy=always", "--block-size=64", "--threads=1")
+SERVED = ("random-gqa", "--block-size=64")
 PATIENCE_S = 120.0
 
 Found = tuple[int, Any]
@@ -89,7 +89,9 @@ def test_each_engine_loads_what_one_of_its_kind_has_computed(tmp_path: Path) -> 
             program(*ours, python=str(OURS)) as (_, url),
         ):
             assert _of_vllm(llm) == warm[0]
-            assert _of_ours(url) == warm[1]
+            loaded, expected = _of_ours(url), warm[1]
+            assert all(cached > 0 for cached, _ in loaded), "the planner may compute the end"
+            assert [answer for _, answer in loaded] == [answer for _, answer in expected]
             found = [sglang.ask(each) for each in PROMPTS]
             assert [each.num_cached for each in found] == [NUM_TOKENS // PAGE * PAGE] * 2
             assert [each.logprobs for each in found] == [each.logprobs for each in warm[2]]

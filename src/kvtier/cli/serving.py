@@ -11,8 +11,8 @@ from kvtier import server
 from kvtier.cli.api_keys import KEY_VARIABLE
 from kvtier.engine import EngineConfig
 from kvtier.engine.model_names import find_model
-from kvtier.plugins import find_plugin
 from kvtier.server import ServerConfig
+from kvtier.system.plugins import find_plugin
 from kvtier.telemetry.publisher import is_local
 from kvtier.tiers.row import plugins_of, storage_names
 

@@ -6,7 +6,7 @@ import logging
 
 from kvtier.devices.base import Device, Finding
 from kvtier.errors import ConfigError, DeviceError
-from kvtier.plugins import known_plugins, load_plugin
+from kvtier.system.plugins import known_plugins, load_plugin
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from kvtier.devices import Device
 from kvtier.devices.base import Memory
 from kvtier.errors import ConfigError
 from kvtier.layout import KVGroup
-from kvtier.plugins import load_plugin
+from kvtier.system.plugins import load_plugin
 from kvtier.tiers.arena import ArenaOptions
 from kvtier.tiers.base import DeviceTier, MemoryTier
 from kvtier.tiers.codecs import CodingOptions

@@ -15,7 +15,7 @@ from kvtier.index import State
 from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.index.policies import EvictionPolicy
 from kvtier.index.policies.replayed import POLICIES, PolicyReplay
-from kvtier.plugins import load_plugin
+from kvtier.system.plugins import load_plugin
 from kvtier.types import HOST, Slot
 from tests.index.policies.live_tier import names
 from tests.index.policies.traffic import CAPACITY, TRAFFIC, Keys, prompt

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.plugins import load_plugin
+from kvtier.system.plugins import load_plugin
 from kvtier.testing import StorageSuite
 from kvtier.tiers import StorageSite, StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskTier

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvtier.layout import opaque
-from kvtier.plugins import load_plugin
+from kvtier.system.plugins import load_plugin
 from kvtier.testing.codec_suite import KINDS
 from kvtier.testing.storage_user import NAMESPACE, TIMEOUT_S, Scattered, cuts, stored_key
 from kvtier.tiers import Outcome, StorageSite, StorageTier

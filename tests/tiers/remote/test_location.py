@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.config import CacheConfig, without_password
 from kvtier.errors import ConfigError
-from kvtier.plugins import load_plugin
+from kvtier.system.plugins import load_plugin
 from kvtier.testing.storage_suite import GROUP
 from kvtier.tiers import StorageSite, StorageTier
 from kvtier.tiers.remote.location import read_location

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.plugins import load_plugin
+from kvtier.system.plugins import load_plugin
 from kvtier.testing import StorageSuite
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User, stored_key

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import pytest
 
 from kvtier.errors import ConfigError, TierError
-from kvtier.plugins import load_plugin
+from kvtier.system.plugins import load_plugin
 from kvtier.testing import StorageSuite
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User, stored_key

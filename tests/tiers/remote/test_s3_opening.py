@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.layout import KVGroup
-from kvtier.plugins import load_plugin
+from kvtier.system.plugins import load_plugin
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome, StorageSite, StorageTier

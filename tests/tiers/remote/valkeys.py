@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from kvtier.plugins import load_plugin
+from kvtier.system.plugins import load_plugin
 from kvtier.testing.storage_suite import GROUP
 from kvtier.tiers import StorageSite, StorageTier
 from kvtier.tiers.remote.valkey.resp import RespConnection, command

@@ -22,7 +22,6 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import kvtier
-from kvtier.cache import SharedCache
 from kvtier.config import CacheConfig
 from kvtier.connectors.transformers.grid import BlockMemory, ChunkGrid, Forward, TokenSources
 from kvtier.connectors.transformers.layers import KVLayers, UnsupportedModelError
@@ -31,6 +30,7 @@ from kvtier.connectors.transformers.weights_in_memory import WeightsInMemory
 from kvtier.errors import CacheError, UsageError
 from kvtier.identity import Basis, Identity
 from kvtier.keys import Namespace
+from kvtier.shared_cache import SharedCache
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvtier.cache import Cache, SharedCache
+from kvtier.cache import Cache
 from kvtier.config import CacheConfig
 from kvtier.connectors.transformers.layers import KVLayers
 from kvtier.connectors.transformers.prompts import PromptBatch
@@ -23,6 +23,7 @@ from kvtier.errors import CacheError, ConfigError
 from kvtier.keys import token_labels
 from kvtier.layout import KVGroup, named_layout
 from kvtier.prompts.lease import Lease
+from kvtier.shared_cache import SharedCache
 from kvtier.system.memory import available_bytes
 from kvtier.tiers import DeviceTier, pages
 from kvtier.types import DEVICE, HOST

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier.errors import ConfigError
-from kvtier.plugins import known_plugins, load_plugin
+from kvtier.system.plugins import known_plugins, load_plugin
 from kvtier.tiers.codecs.codec import FIRST_PLUGIN, LAST_NUMBER, Codec
 from kvtier.tiers.codecs.encryption import read_keyring
 from kvtier.tiers.codecs.frame import BlockCoder

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvtier.devices.base import CopyBatch, Direction, Memory
 from kvtier.errors import CacheError
-from kvtier.plugins import load_plugin
+from kvtier.system.plugins import load_plugin
 from kvtier.tiers.disk.io.base import IO_ALIGNMENT, Int64s, Uint64s
 from kvtier.tiers.disk.io.vendors import KINDS
 
