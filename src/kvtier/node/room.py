@@ -179,7 +179,6 @@ class NodeRoom(KeyedCache):
         self.pins = Pins(self, clock)
         self.looked_up = PlaceCounts()
         self.kept = KeptSlots(self, memory.memory.address, writer)
-        self._depths: Sequence[int] = ()  # of the blocks that are being committed
         self._are_recorded = False  # whether they have records already
         self._block_at = np.zeros(self.tier.num_slots, np.int64)  # by slot: block + 1, or 0
         self._last_use = np.full(memory.num_segments, -np.inf)  # by segment
@@ -264,18 +263,11 @@ class NodeRoom(KeyedCache):
         super()._fill(blocks, slots, tier)
         self._block_at[as_array(slots)] = as_array(blocks) + 1
 
-    def _commit(self, blocks: Sequence[BlockId], depths: Sequence[int], to_storage: bool) -> None:
-        self._depths = depths
-        super()._commit(blocks, depths, to_storage)
-        self._depths = ()
-
     def _note(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
         """Have records written for blocks that entered memory. Nobody reads other changes."""
         if is_removed or tier != HOST or self._are_recorded or not len(blocks):
             return
-        depths = self._depths
-        if len(depths) != len(blocks):
-            depths = [self._index.depth(block) for block in blocks]
+        depths = [self._index.depth(block) for block in blocks]
         slots = as_array(self._index.slots(blocks, HOST))
         self.kept.note(slots, self._index.keys(blocks), depths)
 
