@@ -156,7 +156,7 @@ def test_policy_knows_the_memory_that_a_room_has_by_now(tmp_path: Path) -> None:
         with world(tmp_path / str(is_reported)) as here:
             room = here.room(block_bytes=64)
             sizes = []
-            for first in range(0, 16_000, 100):
+            for first in range(0, 8_000, 100):
                 prompt = names(*range(first, first + 100))
                 if is_reported:
                     room.on_request(prompt)
