@@ -205,6 +205,22 @@ def test_answer_that_comes_too_late_is_undone(node: LocalNode) -> None:
     client.close()
 
 
+def test_late_answer_is_undone_though_the_client_asks_nothing_more(
+    node: LocalNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.node.client.LISTEN_S", 0.5)  # so that the slots are seen in use
+    client = NodeClient(node.config.socket)
+    channel, room = enter(client)
+    with busy(node):
+        with pytest.raises(NodeError, match="in time") as caught:
+            reserve(channel, room, SOME, time.monotonic() + 0.01)
+        client.put_back(channel, caught.value)
+    wait_until(lambda: node.num_used == 3)
+    wait_until(lambda: node.num_used == 0)
+    wait_until(lambda: not any(each.name == "kvtier-node-late" for each in threading.enumerate()))
+    client.close()
+
+
 def test_room_that_opens_too_late_is_there_next_time(node: LocalNode) -> None:
     client = NodeClient(node.config.socket)
     channel = client.take(soon())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,26 +34,14 @@ def alone() -> dict[str, list[Any]]:
     return {"cold": [first for first, _ in pairs], "warm": [second for _, second in pairs]}
 
 
-def _has_room(llm: Any) -> None:
-    """Let the engine attach: until then it computes."""
-    for seed in range(20):
-        one_by_one(llm, [prompt(1000 + seed, 3)])
-        time.sleep(0.1)
-
-
 @pytest.mark.parametrize("front", FRONTS)
 def test_second_engine_loads_what_the_first_has_computed(
     node: NodeProcess, alone: dict[str, list[Any]], front: str
 ) -> None:
     config = FRONTS[front](node=str(node.socket), **SETTINGS)
     with engine(config) as llm:
-        _has_room(llm)
-        one_by_one(llm, [prompt(99, BLOCK + 1)])
-        _has_room(llm)
         assert one_by_one(llm, PROMPTS) == alone["cold"]
     with engine(config) as llm:
-        one_by_one(llm, [prompt(99, BLOCK + 1)])
-        _has_room(llm)
         assert one_by_one(llm, PROMPTS) == alone["warm"]
         assert llm.reset_prefix_cache()
         node.kill()
@@ -73,13 +60,8 @@ def test_both_ranks_of_an_engine_load_what_those_of_another_have_computed(
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
     config = FRONTS[front](node=str(node.socket), **SETTINGS)
     with engine(config, tensor_parallel_size=2) as llm:
-        _has_room(llm)
-        one_by_one(llm, [prompt(99, BLOCK + 1)])
-        _has_room(llm)
         cold = one_by_one(llm, PROMPTS)
         assert [cached for cached, _ in cold] == [0] * len(PROMPTS)
         warm = one_by_one(llm, PROMPTS)
     with engine(config, tensor_parallel_size=2) as llm:
-        one_by_one(llm, [prompt(99, BLOCK + 1)])
-        _has_room(llm)
         assert one_by_one(llm, PROMPTS) == warm

@@ -45,10 +45,6 @@ def _until_stored(node: NodeProcess, num_rooms: int) -> None:
 
 
 def _of_vllm(llm: Any) -> list[Found]:
-    one_by_one(llm, [{"prompt_token_ids": prompt(99, BLOCK + 1)}])
-    for seed in range(20):  # until the engine has attached, and opened its room
-        one_by_one(llm, [{"prompt_token_ids": prompt(1000 + seed, 3)}])
-        time.sleep(0.1)
     return one_by_one(llm, [{"prompt_token_ids": each} for each in PROMPTS])
 
 

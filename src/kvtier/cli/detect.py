@@ -277,7 +277,7 @@ def node_here(path: Path) -> tuple[Finding, ...]:
     return (
         Finding("reachable", "yes", str(path)),
         Finding("version", version, note),
-        Finding("memory", f"{num_bytes / 2**30:.1f} GiB", "it can be mapped here"),
+        Finding("memory", f"{num_bytes >> 20} MiB", "it can be mapped here"),
         Finding("end of this process", "noticed", "the node watches it by a pidfd"),
         *_limits(num_bytes),
     )

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvtier.hints import Hint, Said, waits
 from kvtier.keyed.cache import BlockLocation, Change, Reserved, places_of
-from kvtier.keyed.waiters import Signal
+from kvtier.keyed.waiters import Awaited, Signal
 from kvtier.ladder import CostMetrics
 from kvtier.node import protocol
 from kvtier.node.client import Channel, NodeClient, NodeError, OpenedRoom
@@ -36,6 +36,8 @@ Answer = TypeVar("Answer")
 
 OPEN_S = 10.0
 """Longest wait for a room, off the engine's thread."""
+OPEN_WAIT_S = 0.25
+"""Longest wait of requests for a room that is being opened."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +54,21 @@ class NodeSignal:
     def is_over(self) -> bool:
         self.channel.hear()
         return self.channel.has_ended(self.watch)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoomOpening:
+    """Signal that ends when a room is open or can't be opened, and in any case at ``until_s``.
+
+    thread: opens the room. until_s: by ``time.monotonic``.
+    """
+
+    thread: Thread
+    until_s: float
+
+    @property
+    def is_over(self) -> bool:
+        return not self.thread.is_alive() or time.monotonic() >= self.until_s
 
 
 class NoDirectReads:
@@ -128,7 +145,7 @@ class NodeCache:
         self._deadline_s = deadline_s
         self._clock = clock
         self._room = _Room(RoomFacts(b"", block_bytes, 0), "", 0)
-        self._opener: Thread | None = None
+        self._opening: RoomOpening | None = None
         self._watches = count(1 << 32)
         self._places: dict[bytes, BlockLocation] = {}  # of the last look-ups
         self._sources: dict[bytes, str] = {}
@@ -154,10 +171,11 @@ class NodeCache:
 
     def begin_lookup(
         self, keys: Sequence[bytes], has_gaps: bool = False
-    ) -> tuple[list[BlockLocation], list[NodeSignal]]:
+    ) -> tuple[list[BlockLocation], Sequence[Awaited]]:
         """Look up a prompt's blocks, and lease those in memory until the next ``poll``.
 
-        See ``KeyedCache.begin_lookup``.
+        While the room is being opened, all blocks are ``UNKNOWN`` for a short time. See
+        ``KeyedCache.begin_lookup``.
         """
         told = b"".join(keys)
         found = self._ask(
@@ -166,7 +184,10 @@ class NodeCache:
             protocol.LookupAnswer,
         )
         if found is None:
-            return [BlockLocation.NOWHERE] * len(keys), []
+            opening = self._opening
+            if opening is None or opening.is_over:
+                return [BlockLocation.NOWHERE] * len(keys), []
+            return [BlockLocation.UNKNOWN] * len(keys), [opening]
         answer, channel = found
         places = places_of(answer.places)
         self._unread.append(_LookedUp(list(keys), places, answer))
@@ -436,8 +457,8 @@ class NodeCache:
 
     def close(self) -> None:
         """Say goodbye to the node. No copy may be in flight."""
-        if self._opener is not None:
-            self._opener.join()
+        if self._opening is not None:
+            self._opening.thread.join()
         self.end_copies()
         self.copies_have_ended()
         self._client.close()
@@ -500,12 +521,11 @@ class NodeCache:
 
         The thread uses no other connection, since waiting requests listen to those.
         """
-        is_opening = self._opener is not None and self._opener.is_alive()
+        is_opening = self._opening is not None and self._opening.thread.is_alive()
         if not is_opening and self._client.breaker.is_passable:
-            self._opener = Thread(
-                target=self._open_now, args=(facts,), name="kvtier-node", daemon=True
-            )
-            self._opener.start()
+            opener = Thread(target=self._open_now, args=(facts,), name="kvtier-node", daemon=True)
+            opener.start()
+            self._opening = RoomOpening(opener, time.monotonic() + OPEN_WAIT_S)
 
     def _open_now(self, facts: RoomFacts) -> None:
         until_s = time.monotonic() + OPEN_S

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import TypeVar
 from uuid import uuid4
 from weakref import WeakValueDictionary
@@ -40,6 +40,8 @@ Answer = TypeVar("Answer")
 FAILURES_UNTIL_OPEN = 3
 GOODBYE_S = 1.0
 """Longest time that ``close`` waits for the node."""
+LISTEN_S = 0.05
+"""Seconds between attempts to receive late answers, and to send what the node has not taken."""
 
 SlotNotice = (
     protocol.CommitNotice | protocol.AbortNotice | protocol.ReleaseNotice | protocol.DistrustNotice
@@ -202,6 +204,11 @@ class Channel:
             while True:
                 self._undo(self._receive(0.0))
         self._send_rest()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the node owes a late answer, or has not taken all messages yet."""
+        return self.is_open and bool(self._requests or self._unsent)
 
     def has_ended(self, watch: int) -> bool:
         """Whether an ``EndedNotice`` has come, or can't come any more."""
@@ -378,6 +385,7 @@ class NodeClient:
         self._mapped: MappedMemory | None = None  # the newest memory
         self._owed: list[tuple[str, SlotNotice]] = []  # by instance: notices that wait
         self._num_failures = self._num_pauses = 0  # not reported yet
+        self._listener: Thread | None = None
         self._process = OwnerProcess()
         self._is_attached = False
         self._is_closed = False
@@ -524,8 +532,29 @@ class NodeClient:
             is_kept = not self._is_closed
             if is_kept:
                 self._idle.append(channel)
+                if channel.is_behind and self._listener is None:
+                    self._listener = Thread(
+                        target=self._listen, name="kvtier-node-late", daemon=True
+                    )
+                    self._listener.start()
         if not is_kept:
             channel.say_goodbye(time.monotonic() + GOODBYE_S)
+
+    def _listen(self) -> None:
+        """Hear connections that are behind, on a thread of its own, until none is.
+
+        An engine without requests uses no connection, and the slots of a late answer would stay in
+        use.
+        """
+        while True:
+            time.sleep(LISTEN_S)
+            with self._lock:
+                behind = [each for each in self._idle if each.is_behind]
+                for each in behind:
+                    each.hear()
+                if not behind:
+                    self._listener = None
+                    return
 
     def note(self, error: NodeError | None) -> None:
         """Note the outcome of a request."""
