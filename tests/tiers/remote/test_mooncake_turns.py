@@ -13,6 +13,7 @@ import pytest
 
 from kvtier.testing.storage_suite import GROUP
 from kvtier.tiers import Outcome
+from kvtier.tiers.codecs.frame import MOST_OVERHEAD
 from kvtier.tiers.remote.bounce_workers import Arrived, BounceRows
 from kvtier.tiers.remote.envelope import HEADER_BYTES
 from kvtier.tiers.remote.location import read_location
@@ -22,7 +23,7 @@ from kvtier.types import BlockKey
 
 KEY = BlockKey(bytes(32))
 PATIENCE_S = 60.0
-VALUE_BYTES = HEADER_BYTES + GROUP.bytes_per_block
+VALUE_BYTES = HEADER_BYTES + GROUP.bytes_per_block + MOST_OVERHEAD
 
 
 class Store:

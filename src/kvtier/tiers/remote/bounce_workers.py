@@ -22,6 +22,7 @@ import numpy.typing as npt
 from kvtier.errors import Closed
 from kvtier.system.process import OwnerProcess
 from kvtier.tiers.codecs.codec import Uint8s
+from kvtier.tiers.codecs.frame import MOST_OVERHEAD
 from kvtier.tiers.disk.bounce import ALIGNMENT, Bounce
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import HEADER_BYTES, Headers
@@ -44,15 +45,15 @@ Arrived = int | Outcome
 class BounceRows(Bounce):
     """A page-aligned buffer for some blocks, each behind its header.
 
-    block_bytes: most bytes of a block as it is stored.
-    value_bytes: most bytes of a row that are in use.
+    value_bytes: most bytes of a row in use. There is always room for an encrypted block:
+        otherwise it would be taken for damaged.
     addresses: uint64 [num_slots], of the blocks.
     begins: uint64 [num_slots], of their headers.
     blocks: the blocks' memory, one piece each.
     """
 
     def __init__(self, num_rows: int, block_bytes: int) -> None:
-        self.value_bytes = HEADER_BYTES + block_bytes
+        self.value_bytes = HEADER_BYTES + block_bytes + MOST_OVERHEAD
         super().__init__(num_rows, -(-self.value_bytes // ALIGNMENT) * ALIGNMENT)
         self.begins = self.addresses
         self.addresses = self.begins + np.uint64(HEADER_BYTES)
@@ -64,7 +65,8 @@ class BounceRows(Bounce):
     @classmethod
     def for_blocks(cls, block_bytes: int, max_rows: int = MAX_ROWS) -> BounceRows:
         """Return a buffer with as many rows as ``ROWS_BYTES`` has room for."""
-        return cls(min(max_rows, ROWS_BYTES // (HEADER_BYTES + block_bytes)), block_bytes)
+        value_bytes = HEADER_BYTES + block_bytes + MOST_OVERHEAD
+        return cls(min(max_rows, ROWS_BYTES // value_bytes), block_bytes)
 
     def set_headers(self, headers: Sequence[bytes]) -> None:
         """Write the i-th header to row i."""

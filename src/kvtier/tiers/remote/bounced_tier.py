@@ -17,6 +17,7 @@ from kvtier.devices.base import Finding
 from kvtier.errors import Closed, ConfigError, TierError
 from kvtier.tiers.codecs import make_coder
 from kvtier.tiers.crc_join import copied_crcs
+from kvtier.tiers.disk.bounce import ALIGNMENT
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.bounce_workers import (
     MAX_ROWS,
@@ -29,7 +30,13 @@ from kvtier.tiers.remote.bounce_workers import (
     Result,
     Work,
 )
-from kvtier.tiers.remote.envelope import HEADER_BYTES, Envelope, are_coded, as_keys
+from kvtier.tiers.remote.envelope import (
+    HEADER_BYTES,
+    Envelope,
+    are_coded,
+    as_keys,
+    size_behind,
+)
 from kvtier.tiers.remote.errors import Unreachable, Unsound
 from kvtier.tiers.remote.location import Location, StoreOptions
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageSite, StorageTier
@@ -94,8 +101,9 @@ class DockedTier(StorageTier):
         self._last_error = ""
         self._retry_at = 0.0
         num_docks = DOCKS_PER_CALL * (options.readers + options.writers) + 1  # for look-ups
-        most_bytes = coder.most_bytes if coder.is_encrypting else self.bytes_per_block
-        self._docks = BounceWorkers(self.name, num_docks, most_bytes, self._connect, max_rows)
+        self._docks = BounceWorkers(
+            self.name, num_docks, self.bytes_per_block, self._connect, max_rows
+        )
         try:
             self._open()
         except BaseException:
@@ -174,9 +182,16 @@ class DockedTier(StorageTier):
             return []
         places = [*arrived]
         headers, envelope = rows.headers(places), self._envelope
-        are_plain = ~are_coded(headers)
-        are_plain &= np.array([*arrived.values()]) >= self.bytes_per_block
+        sizes = [
+            size_behind(header.tobytes(), key) for header, key in zip(headers, keys, strict=True)
+        ]
+        are_whole = [
+            size is not None and _ends_well(came, size)
+            for came, size in zip(arrived.values(), sizes, strict=True)
+        ]
+        are_plain = ~are_coded(headers) & are_whole
         are_plain &= not envelope.coder.is_encrypting
+        are_plain &= np.array([size == self.bytes_per_block for size in sizes])
         outcomes = [DAMAGED] * len(places)
         if plain := np.flatnonzero(are_plain).tolist():
             there = blocks.pick(plain)
@@ -186,7 +201,7 @@ class DockedTier(StorageTier):
             are_right = envelope.are_blocks(headers[plain], its_keys, there, crcs)
             for at, is_right in zip(plain, are_right.tolist(), strict=True):
                 outcomes[at] = THERE if is_right else DAMAGED
-        for at in np.flatnonzero(~are_plain).tolist():
+        for at in np.flatnonzero(~are_plain & are_whole).tolist():
             value = rows.stored(places[at])[: arrived[places[at]]]
             header = headers[at].tobytes()
             outcomes[at] = envelope.decode(header, keys[at], value, blocks.pick([at]))
@@ -253,7 +268,7 @@ class DockedTier(StorageTier):
         there = rows.blocks.pick(slice(0, len(keys)))
         crcs = copied_crcs(there.cut(blocks.sizes), blocks)
         rows.set_headers(self._envelope.headers(keys, there, crcs))
-        return [rows.value_bytes] * len(keys)
+        return [HEADER_BYTES + self.bytes_per_block] * len(keys)
 
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
         if not keys or not for_good:
@@ -386,3 +401,12 @@ class DockedTier(StorageTier):
 
     def close(self) -> None:
         self._docks.close(CLOSE_S)
+
+
+def _ends_well(num_bytes: int, size: int) -> bool:
+    """Return whether so many bytes behind a header can be a value of ``size``.
+
+    Files end at a page.
+    """
+    rest = num_bytes - size
+    return rest == 0 or (0 < rest < ALIGNMENT and (HEADER_BYTES + num_bytes) % ALIGNMENT == 0)

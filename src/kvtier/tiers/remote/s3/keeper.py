@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 from kvtier.errors import CacheError, ConfigError
 from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
-from kvtier.tiers.remote.keeper import Entry, StoreKeeper
+from kvtier.tiers.remote.keeper import Entry, EntryBlocks, StoreKeeper
 from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.s3.manifests import MAX_BYTES, Manifest
 from kvtier.tiers.remote.s3.objects import Listed, Missing, Objects, Taken
@@ -71,24 +71,21 @@ class S3Keeper(StoreKeeper):
             for each in listed
         ]
 
-    def ours(self, entries: Sequence[Entry]) -> list[Entry]:
-        are_ours = self._asked(_each(self._is_ours, entries))
-        return [each for each, is_ours in zip(entries, are_ours, strict=True) if is_ours]
+    def blocks(self, entries: Sequence[Entry]) -> list[EntryBlocks | None]:
+        return self._asked(_each(self._blocks, entries))
 
-    async def _is_ours(self, entry: Entry) -> bool:
+    async def _blocks(self, entry: Entry) -> EntryBlocks | None:
         path = entry.name.decode()
         if not entry.num_bytes:
-            return False
+            return None
         try:
             header = await self._objects.part(path, 0, min(HEADER_BYTES, entry.num_bytes))
         except Missing:
-            return False
+            return None
         found = contents_of(bytes(header))
-        return (
-            found is not None
-            and found.num_bytes == entry.num_bytes
-            and pack_path(found.name) == path
-        )
+        if found is None or found.num_bytes != entry.num_bytes or pack_path(found.name) != path:
+            return None
+        return EntryBlocks(found.block_bytes, found.keys)
 
     def remove(self, entries: Sequence[Entry]) -> None:
         self._asked(self._objects.delete([each.name.decode() for each in entries]))
