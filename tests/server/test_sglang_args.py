@@ -88,3 +88,12 @@ def test_json_alone_is_for_scripts() -> None:
     raw = CliRunner().invoke(app, ["sglang-args", *DISK, "--json"]).stdout
     assert raw == shlex.split(pasted)[-1] + "\n"
     assert json.loads(raw)["backend_name"] == "kvtier"
+
+
+def test_codec_and_key_are_settings_of_both_fronts() -> None:
+    options = ["--storage", "s3://bucket", "--codec", "lossless", "--encryption-key", "env:KEYS"]
+    ours = {"storage": "s3://bucket", "codec": "lossless", "encryption_key": "env:KEYS"}
+    back_end = CliRunner().invoke(app, ["sglang-args", "--json", *options])
+    assert ours.items() <= json.loads(back_end.stdout).items()
+    linker = CliRunner().invoke(app, ["sglang-args", "--json", "--host-capacity=1GiB", *options])
+    assert ours.items() <= json.loads(linker.stdout)["linker_extra_config"].items()

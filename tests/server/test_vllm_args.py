@@ -116,3 +116,12 @@ def test_policy_is_one_setting_more() -> None:
     done = CliRunner().invoke(app, ["vllm-args", "--policy", "fifo"])
     assert done.exit_code == 2
     assert "eviction_policy can't be 'fifo'" in " ".join(done.stderr.split())
+
+
+def test_codec_and_key_are_settings_of_the_connector() -> None:
+    options = ["--storage", "valkey://host", "--codec", "lossless", "--encryption-key", "env:KEYS"]
+    done = CliRunner().invoke(app, ["vllm-args", "--json", *options])
+    extra = json.loads(done.stdout)["kv_connector_extra_config"]
+    assert (extra["codec"], extra["encryption_key"]) == ("lossless", "env:KEYS")
+    (store,) = VllmSettings.read(extra).stores
+    assert store == "valkey://host?codec=lossless&encryption_key=env%3AKEYS"

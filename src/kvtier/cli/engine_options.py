@@ -11,6 +11,20 @@ StorageCapacity = Annotated[
     str,
     typer.Option(help="Most bytes of each store's blocks to keep track of; 1TiB by default."),
 ]
+Codec = Annotated[
+    str,
+    typer.Option(
+        help="Codec of new KV in stores: lossless (fewer bytes, the same bits), or auto (lossless "
+        "for a store that is slow enough to gain by it); none by default."
+    ),
+]
+EncryptionKey = Annotated[
+    str,
+    typer.Option(
+        help='Keys with which KV on disk and in stores is encrypted: "file:/path", "env:NAME" or '
+        '"command:program arguments". The first key encrypts, the others decrypt.'
+    ),
+]
 Record = Annotated[
     str,
     typer.Option(

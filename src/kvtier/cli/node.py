@@ -11,6 +11,7 @@ import typer
 
 from kvtier.cli.api_keys import CONTROL_KEY_VARIABLE, take_control_key
 from kvtier.cli.command import CommandLine
+from kvtier.cli.engine_options import Codec, EncryptionKey
 from kvtier.cli.failure import starting
 from kvtier.cli.serve import LogLevel
 from kvtier.errors import ConfigError, install_command, printable
@@ -112,6 +113,8 @@ def run(
     storage_capacity: Annotated[
         str, typer.Option(help="Most bytes that a model's blocks take in each store.")
     ] = "100GiB",
+    codec: Codec = "none",
+    encryption_key: EncryptionKey = "",
     eviction_policy: Annotated[
         str, typer.Option("--eviction-policy", help="Eviction policy of all tiers.")
     ] = "runs",
@@ -180,6 +183,8 @@ def run(
             disk_capacity=disk_capacity,
             storage=tuple(storage or ()),
             storage_capacity=storage_capacity,
+            codec=codec,
+            encryption_key=encryption_key,
             eviction_policy=eviction_policy,
             quotas=parse_quotas(quota or (), disk_quota or ()),
             disk_total=disk_total or "",

@@ -104,6 +104,76 @@ def prune(
             _show(found, keeper, dry_run)
 
 
+@app.command()
+def migrate(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FROM",
+            help="URL of the store to copy, with the key and the secret of its blocks: "
+            '"valkey://host?encryption_key=file:/etc/kvtier/keys"',
+        ),
+    ],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TO",
+            help="URL of the store to copy to, with the codec and the key to store with: "
+            '"s3://bucket/kv?codec=lossless"',
+        ),
+    ],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show how many blocks would be copied.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Copy the blocks of a store into another one, or under another prefix, codec or key.
+
+    Each block is verified when it is read, and read again after it was written. Replicas may run
+    meanwhile. When it was interrupted, start it again: blocks that are there are left out.
+
+    Exits with 1 if some blocks could not be copied, with 2 if a store can't be used or reached.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    from kvtier.tiers.remote.migration import migrate as migrate_store
+
+    told = Console(stderr=True)
+    with Progress(
+        "copying",
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=told,
+        transient=True,
+        disable=not told.is_terminal,
+    ) as bar:
+        task = bar.add_task("", total=None)
+        found = migrate_store(
+            source,
+            target,
+            lambda done, total: bar.update(task, completed=done, total=total),
+            is_real=not dry_run,
+        )
+    if as_json:
+        typer.echo(json.dumps({"dry_run": dry_run, **asdict(found)}, indent=2))
+    else:
+        verb = "would be copied" if dry_run else "copied"
+        _say(f"{verb}: {_count(found.num_copied, 'block')}, {size(found.num_bytes)}")
+        if found.num_there:
+            _say(f"there already: {_count(found.num_there, 'block')}")
+        if found.num_unreadable:
+            _say(
+                f"not copied: {_count(found.num_unreadable, 'block')} of another key, secret or "
+                "codec, or gone by now"
+            )
+        if found.num_damaged:
+            _say(f"not copied: {_count(found.num_damaged, 'damaged block')}")
+    if found.num_damaged or found.num_unreadable:
+        raise typer.Exit(1)
+
+
 @contextmanager
 def _keeper(url: str) -> Iterator[StoreKeeper]:
     from kvtier.tiers.remote.pruning import make_keeper

@@ -10,7 +10,9 @@ import typer
 
 from kvtier.cli.engine_options import (
     AsJson,
+    Codec,
     DiskCapacity,
+    EncryptionKey,
     Node,
     NodeTenant,
     Policy,
@@ -43,6 +45,8 @@ def sglang_args(
         ),
     ] = None,
     storage_capacity: StorageCapacity = "",
+    codec: Codec = "",
+    encryption_key: EncryptionKey = "",
     node: Node = "",
     node_tenant: NodeTenant = "",
     policy: Policy = "",
@@ -72,6 +76,8 @@ def sglang_args(
         disk_capacity=disk_capacity,
         storage=one_or_all(storage),
         storage_capacity=storage_capacity,
+        codec=codec,
+        encryption_key=encryption_key,
         node=node,
         node_tenant=node_tenant,
         eviction_policy=policy,

@@ -11,6 +11,7 @@ from pathlib import Path
 from kvtier.config import check_storage, parse_size
 from kvtier.errors import ConfigError
 from kvtier.index.policies.replayed import POLICIES, RUNS
+from kvtier.tiers.codecs import CodingOptions
 
 DEFAULT_SOCKET = Path("/run/kvtier/node.sock")
 SHARED_MEMORY = Path("/dev/shm")
@@ -144,6 +145,9 @@ class NodeConfig:
         disk_total: most bytes of all slabs; "" for no bound.
         storage: URLs of stores.
         storage_capacity: bytes in each store.
+        codec: codec of new blocks in stores: ``none``, ``lossless``, ``auto``, or a plug-in.
+        encryption_key: source of the keys of blocks on disk and in stores; "" for the value of
+            ``KVTIER_ENCRYPTION_KEY`` in the environment, if there is one.
         eviction_policy: policy of all tiers.
         lookup_deadline_s: longest wait for a store's answer to a look-up.
         quotas: of tenants at the start; they may be changed while the node runs.
@@ -163,11 +167,18 @@ class NodeConfig:
     disk_total: str = ""
     storage: Sequence[str] = field(default=(), repr=False)  # a password may be in it
     storage_capacity: str = "100GiB"
+    codec: str = "none"
+    encryption_key: str = field(default="", repr=False)  # a command may have a password in it
     eviction_policy: str = RUNS
     lookup_deadline_s: float = 0.05
     quotas: Mapping[str, TenantQuota] = field(default_factory=dict)
     control_port: int | None = None
     tenant_users: Mapping[str, Collection[int]] = field(default_factory=dict)
+
+    @property
+    def coding(self) -> CodingOptions:
+        """Codec and keys of what is stored."""
+        return CodingOptions(self.codec, self.encryption_key)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "socket", Path(self.socket))

@@ -37,8 +37,9 @@ from kvtier.node.pins import Pin
 from kvtier.node.room import NodeRoom, RoomKey, RoomOptions
 from kvtier.node.stores import room_location
 from kvtier.tiers import StorageTier
+from kvtier.tiers.codecs import check_coding
 from kvtier.tiers.disk import DiskOptions, DiskTier
-from kvtier.tiers.row import make_storage, storage_names
+from kvtier.tiers.row import coded_locations, make_storage, storage_names
 from kvtier.types import DISK, Direct
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class CacheNode:
         self.config = config
         self.instance = uuid4().hex
         self._clock = clock
+        check_coding(config.coding)
         self.storage_names = storage_names(config.storage, bool(config.disk_path))
         self.memory = NodeMemory(
             config.directory, config.host_bytes, config.segment_bytes, device, config.disk_path
@@ -231,7 +233,7 @@ class CacheNode:
                 undo.callback(disk.close)
                 made.append(disk)
             capacity = parse_size(config.storage_capacity, "storage_capacity")
-            for location in config.storage:
+            for location in coded_locations(config.storage, config.coding):
                 store = make_storage(room_location(location, key.name), group, capacity, None)
                 undo.callback(store.close)
                 made.append(store)
@@ -245,7 +247,8 @@ class CacheNode:
             if not size:
                 logger.warning("no disk space is left for room %s", key.name)
                 return None
-            options = DiskOptions(folder, size, direct=Direct.OFF)
+            key_source = self.config.encryption_key
+            options = DiskOptions(folder, size, direct=Direct.OFF, encryption_key=key_source)
             try:
                 return DiskTier(options, opaque(key.block_bytes), None, name=DISK)
             except TierError as error:

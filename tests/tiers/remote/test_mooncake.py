@@ -21,6 +21,7 @@ from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome, StorageSite, StorageTier
 from kvtier.types import BlockKey
 from tests.servers import MooncakeMaster, free_port, has_mooncake
+from tests.tiers.remote.coded_store import KEYS, CodedStoreTests
 from tests.tiers.remote.docked_store import DockedStoreTests, eventually
 
 pytestmark = pytest.mark.skipif(
@@ -133,6 +134,24 @@ class TestMooncake(DockedStoreTests):
         assert User(second).find(1) == [ABSENT]
         first.close()
         second.close()
+
+
+class TestCoded(CodedStoreTests):
+    scheme = "mooncake"
+    num_changes = 120
+
+    @pytest.fixture(autouse=True)
+    def _store(self, master: MooncakeMaster, store: Any) -> None:
+        self.master, self.values = master, Values(store)
+
+    def place(self, prefix: str) -> str:
+        return f"//{self.master.address}?prefix=coded-{prefix}:"
+
+    def stored(self, prefix: str, at: int) -> bytes:
+        return self.values.get(f"coded-{prefix}", KEYS[at])
+
+    def replace(self, prefix: str, at: int, value: bytes) -> None:
+        self.values.replace(f"coded-{prefix}", KEYS[at], value or b"\0")
 
 
 # -- a store that fails ----------------------------------------------------------------------------

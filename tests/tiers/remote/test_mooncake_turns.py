@@ -13,7 +13,9 @@ import pytest
 
 from kvtier.testing.storage_suite import GROUP
 from kvtier.tiers import Outcome
-from kvtier.tiers.remote.bounce_workers import BounceRows
+from kvtier.tiers.codecs.frame import MOST_OVERHEAD
+from kvtier.tiers.remote.bounce_workers import Arrived, BounceRows
+from kvtier.tiers.remote.envelope import HEADER_BYTES
 from kvtier.tiers.remote.location import read_location
 from kvtier.tiers.remote.mooncake import tier
 from kvtier.tiers.remote.mooncake.tier import MooncakeClient, MooncakeOptions, StoreProcess
@@ -21,6 +23,7 @@ from kvtier.types import BlockKey
 
 KEY = BlockKey(bytes(32))
 PATIENCE_S = 60.0
+VALUE_BYTES = HEADER_BYTES + GROUP.bytes_per_block + MOST_OVERHEAD
 
 
 class Store:
@@ -55,11 +58,11 @@ class Clients:
         self.process = StoreProcess(location, MooncakeOptions())
         self._store = store
 
-    def read(self) -> list[Outcome]:
+    def read(self) -> list[Arrived]:
         return self._make().read([KEY], self._rows().begins[:1])
 
     def write(self, is_wanted: bool) -> list[Outcome]:
-        return self._make().write([KEY], self._rows().begins[:1], lambda: is_wanted)
+        return self._make().write([KEY], self._rows().begins[:1], [VALUE_BYTES], lambda: is_wanted)
 
     def _make(self) -> MooncakeClient:
         return MooncakeClient(self.process, self._store, "", self._rows())
@@ -83,7 +86,7 @@ def test_half_the_cores_move_blocks_at_a_time_and_four_at_most(
     clients = Clients(monkeypatch, cores, together)
     with ThreadPoolExecutor(2 * at_a_time) as pool:
         reads = [pool.submit(clients.read) for _ in range(2 * at_a_time)]
-        assert [each.result() for each in reads] == [[Outcome.THERE]] * len(reads)
+        assert [each.result() for each in reads] == [[VALUE_BYTES]] * len(reads)
     one_more = Store(Barrier(at_a_time + 1, timeout=0.2))
     clients = Clients(monkeypatch, cores, one_more)
     with ThreadPoolExecutor(at_a_time + 1) as pool:
@@ -106,7 +109,7 @@ def test_a_call_that_hangs_does_not_hold_up_the_others(monkeypatch: pytest.Monke
     with ThreadPoolExecutor(1) as pool:
         hung = pool.submit(hang)
         assert has_begun.wait(PATIENCE_S)
-        assert clients.read() == [Outcome.THERE]
+        assert clients.read() == [VALUE_BYTES]
         assert not hung.done()
         may_end.set()
 

@@ -23,7 +23,9 @@ from kvtier.testing import StorageSuite
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome, StorageSite, StorageTier
+from kvtier.tiers.remote.envelope import HEADER_BYTES
 from kvtier.types import BlockKey
+from tests.tiers.remote.coded_store import KEYS, CodedStoreTests
 from tests.tiers.remote.docked_store import DockedStoreTests, eventually
 
 pytestmark = pytest.mark.skipif(
@@ -272,6 +274,30 @@ class TestFiles(DockedStoreTests):
 
 
 @pytest.mark.slow
+class TestCoded(CodedStoreTests):
+    scheme = "nixl"
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+
+    def place(self, prefix: str) -> str:
+        return f"//POSIX{self.folder}/{prefix}?direct=true"
+
+    def stored(self, prefix: str, at: int) -> bytes:
+        return file_of(self.folder / prefix, KEYS[at]).read_bytes()
+
+    def replace(self, prefix: str, at: int, value: bytes) -> None:
+        path = file_of(self.folder / prefix, KEYS[at])
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(value)
+
+    def is_meant(self, value: bytes, original: bytes) -> bool:
+        """Bytes behind the value, in whole pages, have no meaning."""
+        num_meant = HEADER_BYTES + int.from_bytes(original[16:24], "little")
+        return value[:num_meant] != original[:num_meant] or len(value) % 4096 != 0
+
+
 def test_writers_that_are_killed_leave_whole_blocks_only(tmp_path: Path) -> None:
     script = (
         "from tests.tiers.remote.test_nixl import *\n"

@@ -29,7 +29,7 @@ def test_parts_that_come_before_their_header_are_judged_by_it(
     memory = Scattered(len(KEYS), cuts(BLOCK_BYTES)["unequal pieces"])
     for number, key in enumerate(KEYS):
         memory.write(number, stored_bytes(key, BLOCK_BYTES))
-    content = bytearray(shape.build(KEYS, memory.pieces, envelope))
+    content = bytearray(shape.build(KEYS, memory.pieces, envelope)[0])
     content[100] ^= is_spoiled
     memory.clear()
     reader = PackReader(OnePack(bytes(content)), shape, envelope)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def test_damaged_block_is_told_of_by_itself_whatever_the_order_of_the_call() -> 
     memory = Scattered(len(KEYS), cuts(BLOCK_BYTES)["unequal pieces"])
     for number, key in enumerate(KEYS):
         memory.write(number, stored_bytes(key, BLOCK_BYTES))
-    content = bytearray(shape.build(KEYS, memory.pieces, envelope))
+    content = bytearray(shape.build(KEYS, memory.pieces, envelope)[0])
     for at in (2, 5):
         content[shape.offset(len(KEYS), at) + 7] ^= 1
     memory.clear()

@@ -14,7 +14,6 @@ from kvtier.tiers import StorageTier
 from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.s3.packs import pack_path
 from kvtier.tiers.remote.s3.tier import S3Tier
-from kvtier.tiers.wrappers import SealedTier
 from kvtier.types import BlockKey
 from tests.proxy import Proxy
 from tests.servers import port_of
@@ -48,7 +47,7 @@ class TestS3Tier(StorageSuite):
         (at,) = place.at.tolist()
         path = pack_path(place.pack)
         content = bytearray(self.bucket.read(path))
-        content[storage._shape.offset(place.num_blocks, at + 1) - 1] ^= 1
+        content[storage._shape.offsets(place.num_blocks, place.coding)[at + 1] - 1] ^= 1
         self.bucket.write(path, bytes(content))
         return True
 
@@ -83,21 +82,19 @@ class TestS3TierWithSmallPacks(TestS3Tier):
 
 
 class TestEncrypted(TestS3Tier):
-    """Frames of one size each, in packs."""
+    """Coded packs: frames of one size each."""
 
     @pytest.fixture(autouse=True)
     def _key(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("cryptography")
         monkeypatch.setenv("KVTIER_ENCRYPTION_KEY", "06" * 32)
 
-    def spoil(self, storage: StorageTier, key: BlockKey) -> bool:
-        assert isinstance(storage, SealedTier)
-        return super().spoil(storage.inner, key)
 
-    def abandon(self, storage: StorageTier) -> bool:
-        assert isinstance(storage, SealedTier)
-        return super().abandon(storage.inner)
+class TestLossless(TestS3Tier):
+    """Coded packs: blocks of several sizes, or none that shrinks."""
 
-    def check(self, storage: StorageTier) -> None:
-        assert isinstance(storage, SealedTier)
-        super().check(storage.inner)
+    options = {"codec": "lossless"}  # noqa: RUF012
+
+    @pytest.fixture(autouse=True)
+    def _library(self) -> None:
+        pytest.importorskip("zstandard")

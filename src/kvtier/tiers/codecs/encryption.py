@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE: Final = "KVTIER_ENCRYPTION_KEY"
 """Environment variable that is read where no setting names a key."""
+NO_KEY: Final = "none"
+"""Setting without a key, whatever the environment says."""
 KEY_BYTES: Final = 32
 NONCE_BYTES: Final = 24
 TAG_BYTES: Final = 16
@@ -128,7 +130,7 @@ class Keyring:
 
 def names_key(setting: str) -> bool:
     """Return whether ``encryption_key``, or else the environment, names a key."""
-    return bool(setting or os.environ.get(KEY_VARIABLE))
+    return setting != NO_KEY and bool(setting or os.environ.get(KEY_VARIABLE))
 
 
 def key_id(secret: bytes) -> int:
@@ -144,7 +146,7 @@ def read_keyring(setting: str) -> Keyring | None:
     decrypt what was written before. Empty lines, and lines that begin with #, are ignored.
 
     setting: "file:/path", "env:NAME" or "command:program arguments"; "" for the value of
-        ``KVTIER_ENCRYPTION_KEY`` in the environment, if it is set.
+        ``KVTIER_ENCRYPTION_KEY`` in the environment, if it is set; "none" for none in any case.
 
     Raises ``ConfigError``. No message contains a part of a key.
     """

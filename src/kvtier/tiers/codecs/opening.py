@@ -49,6 +49,13 @@ def make_codec(name: str) -> Codec:
     return made
 
 
+def check_coding(options: CodingOptions) -> None:
+    """Raise ``ConfigError`` for a codec or keys that can't be used here."""
+    if options.codec != NONE:
+        make_codec(LOSSLESS if options.codec == AUTO else options.codec)
+    read_keyring(options.encryption_key)
+
+
 def make_coder(options: CodingOptions, block_bytes: int, place: str = "") -> BlockCoder:
     """Return the coder of a tier.
 

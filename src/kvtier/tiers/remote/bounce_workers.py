@@ -21,6 +21,8 @@ import numpy.typing as npt
 
 from kvtier.errors import Closed
 from kvtier.system.process import OwnerProcess
+from kvtier.tiers.codecs.codec import Uint8s
+from kvtier.tiers.codecs.frame import MOST_OVERHEAD
 from kvtier.tiers.disk.bounce import ALIGNMENT, Bounce
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import HEADER_BYTES, Headers
@@ -36,34 +38,45 @@ MAX_ROWS: Final = 128
 Result = TypeVar("Result")
 IsWanted = Callable[[], bool]
 Addresses = npt.NDArray[np.uint64]
+Arrived = int | Outcome
+"""Bytes of a value that was read, or the outcome if none was."""
 
 
 class BounceRows(Bounce):
     """A page-aligned buffer for some blocks, each behind its header.
 
+    value_bytes: most bytes of a row in use. There is always room for an encrypted block:
+        otherwise it would be taken for damaged.
     addresses: uint64 [num_slots], of the blocks.
     begins: uint64 [num_slots], of their headers.
     blocks: the blocks' memory, one piece each.
     """
 
     def __init__(self, num_rows: int, block_bytes: int) -> None:
-        self.value_bytes = HEADER_BYTES + block_bytes
+        self.value_bytes = HEADER_BYTES + block_bytes + MOST_OVERHEAD
         super().__init__(num_rows, -(-self.value_bytes // ALIGNMENT) * ALIGNMENT)
         self.begins = self.addresses
         self.addresses = self.begins + np.uint64(HEADER_BYTES)
         self.blocks = Pieces.whole(self.addresses, block_bytes)
         content = np.frombuffer(self.memory.owner, np.uint8)  # type: ignore[call-overload]
-        self._headers = content.reshape(self.num_slots, -1)[:, :HEADER_BYTES]
+        self._rows = content.reshape(self.num_slots, -1)[:, : self.value_bytes]
+        self._headers = self._rows[:, :HEADER_BYTES]
 
     @classmethod
     def for_blocks(cls, block_bytes: int, max_rows: int = MAX_ROWS) -> BounceRows:
         """Return a buffer with as many rows as ``ROWS_BYTES`` has room for."""
-        return cls(min(max_rows, ROWS_BYTES // (HEADER_BYTES + block_bytes)), block_bytes)
+        value_bytes = HEADER_BYTES + block_bytes + MOST_OVERHEAD
+        return cls(min(max_rows, ROWS_BYTES // value_bytes), block_bytes)
 
     def set_headers(self, headers: Sequence[bytes]) -> None:
         """Write the i-th header to row i."""
         rows = np.frombuffer(b"".join(headers), np.uint8).reshape(-1, HEADER_BYTES)
         self._headers[: len(rows)] = rows
+
+    def stored(self, place: int) -> Uint8s:
+        """Return the memory of a row behind its header."""
+        found: Uint8s = self._rows[place, HEADER_BYTES:]
+        return found
 
     def headers(self, places: Sequence[int]) -> Headers:
         """Return copies of the headers of some rows."""
@@ -78,7 +91,7 @@ class BounceClient(ABC):
     The caller guarantees
         one thread at a time. Rows belong to the call while it runs. Keys are distinct.
     The implementer provides
-        an outcome per key. Values are the first ``value_bytes`` of a row. The caller verifies them,
+        an outcome per key. Values are ``value_bytes`` of a row at most. The caller verifies them,
             also against writes that arrive after a call has returned.
     Outcomes and errors
         ``DAMAGED``: the stored value cannot be a block. An exception counts as ``FAILED`` for all
@@ -97,16 +110,25 @@ class BounceClient(ABC):
         """Return ``THERE``, ``ABSENT`` or ``FAILED`` per key."""
 
     @abstractmethod
-    def read(self, keys: Sequence[BlockKey], begins: Addresses) -> list[Outcome]:
-        """Read the i-th key's value into the row that begins at the i-th of ``begins``."""
+    def read(self, keys: Sequence[BlockKey], begins: Addresses) -> list[Arrived]:
+        """Read the i-th key's value into the row that begins at the i-th of ``begins``.
+
+        Return per key how many bytes have arrived, or the outcome if there are none.
+        """
 
     @abstractmethod
     def write(
-        self, keys: Sequence[BlockKey], begins: Addresses, is_wanted: IsWanted
+        self,
+        keys: Sequence[BlockKey],
+        begins: Addresses,
+        sizes: Sequence[int],
+        is_wanted: IsWanted,
     ) -> list[Outcome]:
-        """Write the rows. Return ``THERE`` or ``FAILED`` per key.
+        """Write the first bytes of the rows. Return ``THERE`` or ``FAILED`` per key.
 
         If ``is_wanted`` is false by the time of the write, the blocks must not be found afterwards.
+
+        sizes: bytes of each row to write.
         """
 
     @abstractmethod

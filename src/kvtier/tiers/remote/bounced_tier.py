@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from threading import Event
 from typing import Final
 
+import numpy as np
+
 from kvtier.devices.base import Finding
 from kvtier.errors import Closed, ConfigError, TierError
+from kvtier.tiers.codecs import make_coder
 from kvtier.tiers.crc_join import copied_crcs
+from kvtier.tiers.disk.bounce import ALIGNMENT
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.bounce_workers import (
     MAX_ROWS,
+    Arrived,
     BounceClient,
     BounceRows,
     BounceWorker,
@@ -25,7 +30,13 @@ from kvtier.tiers.remote.bounce_workers import (
     Result,
     Work,
 )
-from kvtier.tiers.remote.envelope import Envelope, as_keys
+from kvtier.tiers.remote.envelope import (
+    HEADER_BYTES,
+    Envelope,
+    are_coded,
+    as_keys,
+    size_behind,
+)
 from kvtier.tiers.remote.errors import Unreachable, Unsound
 from kvtier.tiers.remote.location import Location, StoreOptions
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageSite, StorageTier
@@ -44,7 +55,8 @@ DOCKS_PER_CALL: Final = 2
 """One worker transfers while the other one's blocks are copied and verified."""
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
-Moved = tuple[list[int], BounceWorker, list[Outcome]]
+MAX_FOREIGN: Final = 1 << 16
+"""Keys of values that can't be read here of which a note is kept."""
 
 
 class DockedTier(StorageTier):
@@ -80,7 +92,9 @@ class DockedTier(StorageTier):
         )
         self._num_blocks = site.capacity_bytes // self.bytes_per_block
         self._location = location
-        self._envelope = Envelope(self.bytes_per_block, options.secret())
+        coder = make_coder(options.coding, self.bytes_per_block)
+        self._envelope = Envelope(self.bytes_per_block, options.secret(), coder)
+        self._foreign: OrderedDict[BlockKey, None] = OrderedDict()
         self._make_client = connect
         self._answer = ""  # of the first successful test
         self._reason = "not reached: no answer"  # why it is not in use
@@ -114,40 +128,92 @@ class DockedTier(StorageTier):
         if not keys:
             return failed
         try:
-            return self._ask(lambda client: client.find(keys), time.monotonic() + timeout_s)
+            found = self._ask(lambda client: client.find(keys), time.monotonic() + timeout_s)
         except Exception as error:
             self._note(error)
             return failed
+        return [
+            ABSENT if key in self._foreign and outcome is THERE else outcome
+            for key, outcome in zip(keys, found, strict=True)
+        ]
 
     def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         outcomes = [FAILED] * len(keys)
+        coder, num_read = self._envelope.coder, 0
+        began, decoded_s = time.monotonic(), coder.counts.decode_s
 
-        def begin(part: list[int], rows: BounceRows) -> Work[list[Outcome]]:
+        def begin(part: list[int], rows: BounceRows) -> Work[list[Arrived]]:
             some = [keys[at] for at in part]
             return lambda client: client.read(some, rows.begins[: len(some)])
 
         for part, dock, found in self._moved([*range(len(keys))], begin, timeout_s):
-            for at, outcome in zip(part, found, strict=True):
-                outcomes[at] = outcome
-            arrived = [place for place, outcome in enumerate(found) if outcome is THERE]
+            arrived = {}
+            for place, (at, came) in enumerate(zip(part, found, strict=True)):
+                if isinstance(came, Outcome):
+                    outcomes[at] = came
+                elif came < HEADER_BYTES:
+                    outcomes[at] = DAMAGED
+                else:
+                    arrived[place] = came - HEADER_BYTES
+                    num_read += came
             numbers = [part[place] for place in arrived]
             of_numbers = [keys[at] for at in numbers]
-            are_right = self._deliver(dock.rows, arrived, of_numbers, blocks.pick(numbers))
-            for at, is_right in zip(numbers, are_right, strict=True):
-                outcomes[at] = THERE if is_right else DAMAGED
+            delivered = self._deliver(dock.rows, arrived, of_numbers, blocks.pick(numbers))
+            for at, outcome in zip(numbers, delivered, strict=True):
+                outcomes[at] = outcome
+        took_s = time.monotonic() - began - (coder.counts.decode_s - decoded_s)
+        coder.choice.note_transfer(num_read, took_s)
         self._forget([key for key, each in zip(keys, outcomes, strict=True) if each is DAMAGED])
         return outcomes
 
     def _deliver(
-        self, rows: BounceRows, places: list[int], keys: Sequence[BlockKey], blocks: Pieces
-    ) -> list[bool]:
-        """Copy what arrived in some rows to its destination. Return which blocks are intact."""
-        if not places:
+        self,
+        rows: BounceRows,
+        arrived: Mapping[int, int],
+        keys: Sequence[BlockKey],
+        blocks: Pieces,
+    ) -> list[Outcome]:
+        """Copy what arrived in some rows to its destination. Return the outcomes.
+
+        arrived: bytes behind the header, by row.
+        keys, blocks: of these rows.
+        """
+        if not arrived:
             return []
-        crcs = copied_crcs(blocks, rows.blocks.pick(places).cut(blocks.sizes))
-        are_right = self._envelope.are_blocks(rows.headers(places), as_keys(keys), blocks, crcs)
-        told: list[bool] = are_right.tolist()
-        return told
+        places = [*arrived]
+        headers, envelope = rows.headers(places), self._envelope
+        sizes = [
+            size_behind(header.tobytes(), key) for header, key in zip(headers, keys, strict=True)
+        ]
+        are_whole = [
+            size is not None and _ends_well(came, size)
+            for came, size in zip(arrived.values(), sizes, strict=True)
+        ]
+        are_plain = ~are_coded(headers) & are_whole
+        are_plain &= not envelope.coder.is_encrypting
+        are_plain &= np.array([size == self.bytes_per_block for size in sizes])
+        outcomes = [DAMAGED] * len(places)
+        if plain := np.flatnonzero(are_plain).tolist():
+            there = blocks.pick(plain)
+            stored = rows.blocks.pick([places[at] for at in plain]).cut(there.sizes)
+            crcs = copied_crcs(there, stored)
+            its_keys = as_keys([keys[at] for at in plain])
+            are_right = envelope.are_blocks(headers[plain], its_keys, there, crcs)
+            for at, is_right in zip(plain, are_right.tolist(), strict=True):
+                outcomes[at] = THERE if is_right else DAMAGED
+        for at in np.flatnonzero(~are_plain & are_whole).tolist():
+            value = rows.stored(places[at])[: arrived[places[at]]]
+            header = headers[at].tobytes()
+            outcomes[at] = envelope.decode(header, keys[at], value, blocks.pick([at]))
+            if outcomes[at] is ABSENT:
+                self._note_foreign(keys[at])
+        return outcomes
+
+    def _note_foreign(self, key: BlockKey) -> None:
+        """Record that the value of a key can't be read here, so that it is written anew."""
+        self._foreign[key] = None
+        if len(self._foreign) > MAX_FOREIGN:
+            self._foreign.popitem(last=False)
 
     def _forget(self, damaged: Sequence[BlockKey]) -> None:
         """Remove damaged blocks from the store, so that intact ones can be written."""
@@ -171,17 +237,38 @@ class DockedTier(StorageTier):
             return not has_left.is_set()
 
         def begin(part: list[int], rows: BounceRows) -> Work[list[Outcome]]:
-            some, given = [keys[at] for at in part], blocks.pick(part)
-            there = rows.blocks.pick(slice(0, len(some)))
-            crcs = copied_crcs(there.cut(given.sizes), given)
-            rows.set_headers(self._envelope.headers(some, there, crcs))
-            return lambda client: client.write(some, rows.begins[: len(some)], is_wanted)
+            some = [keys[at] for at in part]
+            sizes = self._fill(rows, some, blocks.pick(part))
+            foreign = [key for key in some if key in self._foreign]
+
+            def write(client: BounceClient) -> list[Outcome]:
+                if foreign and is_wanted():
+                    client.remove(foreign)
+                return client.write(some, rows.begins[: len(some)], sizes, is_wanted)
+
+            return write
 
         for part, _, stored in self._moved(new, begin, ends_at - time.monotonic()):
             for at, outcome in zip(part, stored, strict=True):
                 outcomes[at] = outcome
+                if outcome is THERE:
+                    self._foreign.pop(keys[at], None)
         has_left.set()  # calls in flight are late
         return outcomes
+
+    def _fill(self, rows: BounceRows, keys: Sequence[BlockKey], blocks: Pieces) -> list[int]:
+        """Fill the first rows with the values of blocks. Return their sizes."""
+        if self._envelope.coder.changes_blocks:
+            made = [
+                self._envelope.encode(key, blocks.pick([at]), rows.stored(at))
+                for at, key in enumerate(keys)
+            ]
+            rows.set_headers([header for header, _, _ in made])
+            return [HEADER_BYTES + num_bytes for _, num_bytes, _ in made]
+        there = rows.blocks.pick(slice(0, len(keys)))
+        crcs = copied_crcs(there.cut(blocks.sizes), blocks)
+        rows.set_headers(self._envelope.headers(keys, there, crcs))
+        return [HEADER_BYTES + self.bytes_per_block] * len(keys)
 
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
         if not keys or not for_good:
@@ -213,9 +300,9 @@ class DockedTier(StorageTier):
     def _moved(
         self,
         numbers: list[int],
-        begin: Callable[[list[int], BounceRows], Work[list[Outcome]]],
+        begin: Callable[[list[int], BounceRows], Work[list[Result]]],
         timeout_s: float,
-    ) -> Iterator[Moved]:
+    ) -> Iterator[tuple[list[int], BounceWorker, list[Result]]]:
         """Move ``numbers`` part by part; yield each part, its worker and its outcomes.
 
         Parts that failed as a whole or were not done in time are omitted.
@@ -223,7 +310,7 @@ class DockedTier(StorageTier):
         begin: fills the rows and returns the call to make.
         """
         ends_at = time.monotonic() + timeout_s
-        under_way: deque[tuple[list[int], BounceWorker, Future[list[Outcome]]]] = deque()
+        under_way: deque[tuple[list[int], BounceWorker, Future[list[Result]]]] = deque()
         next_one = 0
         try:
             while next_one < len(numbers) or under_way:
@@ -262,8 +349,8 @@ class DockedTier(StorageTier):
             return None
 
     def _begin(
-        self, dock: BounceWorker, begin: Callable[[BounceRows], Work[list[Outcome]]]
-    ) -> Future[list[Outcome]]:
+        self, dock: BounceWorker, begin: Callable[[BounceRows], Work[list[Result]]]
+    ) -> Future[list[Result]]:
         try:
             work = begin(dock.rows)
         except BaseException:
@@ -314,3 +401,12 @@ class DockedTier(StorageTier):
 
     def close(self) -> None:
         self._docks.close(CLOSE_S)
+
+
+def _ends_well(num_bytes: int, size: int) -> bool:
+    """Return whether so many bytes behind a header can be a value of ``size``.
+
+    Files end at a page.
+    """
+    rest = num_bytes - size
+    return rest == 0 or (0 < rest < ALIGNMENT and (HEADER_BYTES + num_bytes) % ALIGNMENT == 0)

@@ -36,9 +36,9 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from kvtier._hot import crc32c, crc32c_rows
-from kvtier.tiers.codecs.codec import Uint8s
+from kvtier.tiers.codecs.codec import RAW, Uint8s
 from kvtier.tiers.codecs.frame import BlockCoder, FrameHead
-from kvtier.tiers.crc_join import Uint32s
+from kvtier.tiers.crc_join import Uint32s, copied_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import Keys, Outcome
 from kvtier.types import BlockKey
@@ -116,6 +116,23 @@ class Envelope:
         check = _check(above + CHECK.pack(0, head.key_id)[4:])
         return above + CHECK.pack(check, head.key_id)
 
+    def encode(
+        self, key: BlockKey, block: Pieces, into: Uint8s
+    ) -> tuple[bytes, int, FrameHead | None]:
+        """Write the stored form of a block, and return its header, its size, and its frame's.
+
+        It is a frame; a block that the coder does not change is copied, and has no frame.
+
+        block: one block in host memory.
+        into: uint8 [``coder.most_bytes``] at least.
+        """
+        head = self.coder.encode(key, block, into)
+        if head is not None:
+            return self.coded_header(key, head, into[: head.num_bytes]), head.num_bytes, head
+        whole = Pieces.whole([into.ctypes.data], self._block_bytes)
+        crcs = copied_crcs(whole.cut(block.sizes), block)
+        return self.headers([key], whole, crcs)[0], self._block_bytes, None
+
     def are_of(self, headers: Sequence[bytes | None], keys: Sequence[BlockKey]) -> list[bool]:
         """Return whether each is a valid header of its key.
 
@@ -145,6 +162,28 @@ class Envelope:
             header = headers[at].tobytes()
             are_ours[at] = self._is_tagged(header, blocks, at)
         return are_ours
+
+    def decode(self, header: bytes, key: BlockKey, stored: Uint8s, block: Pieces) -> Outcome:
+        """Verify what ``encode`` wrote by its header, and write the block to its memory.
+
+        Returns ``THERE``, ``DAMAGED``, or ``ABSENT`` for a codec or a key that is not known here.
+
+        stored: uint8 [n]; bytes behind the stored form are ignored.
+        block: one block in host memory.
+        """
+        headers = as_headers([header])
+        num_bytes = size_behind(header, key)
+        if num_bytes is None or num_bytes > len(stored):
+            return DAMAGED
+        if are_coded(headers)[0]:
+            return self.open(header, key, stored[:num_bytes], block)
+        if self.coder.is_encrypting:
+            return ABSENT
+        if num_bytes != self._block_bytes:
+            return DAMAGED
+        read = Pieces.whole([stored.ctypes.data], num_bytes)
+        crcs = copied_crcs(block, read.cut(block.sizes))
+        return THERE if self.are_blocks(headers, as_keys([key]), read, crcs)[0] else DAMAGED
 
     def open(self, header: bytes, key: BlockKey, frame: Uint8s, block: Pieces) -> Outcome:
         """Verify a frame by its header, and decode it into the memory of its block.
@@ -213,6 +252,12 @@ def size_behind(header: bytes, key: bytes) -> int | None:
     check, _ = CHECK.unpack_from(header, HEADER_BYTES - CHECK.size)
     is_sound = magic == MAGIC and its_key == key and check == _check(header[: -CHECK.size])
     return size if is_sound else None
+
+
+def codec_behind(header: bytes) -> tuple[int, int]:
+    """Return the numbers of the codec and of the key that a valid header names; 0 for none."""
+    (fields,) = _fields(as_headers([header]))
+    return _codec_of(fields) if fields["magic"] == np.void(CODED_MAGIC) else (RAW, 0)
 
 
 def frame_bytes(header: bytes, key: bytes) -> int | None:

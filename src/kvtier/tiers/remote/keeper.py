@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvtier.types import BlockKey
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -17,6 +19,14 @@ class Entry:
     name: bytes
     age_s: float
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EntryBlocks:
+    """Blocks of an entry, by its header. block_bytes: size of each, decoded."""
+
+    block_bytes: int
+    keys: list[BlockKey]
 
 
 class StoreKeeper(ABC):
@@ -45,8 +55,13 @@ class StoreKeeper(ABC):
         """Return the entries that seem to be kvtier's."""
 
     @abstractmethod
+    def blocks(self, entries: Sequence[Entry]) -> list[EntryBlocks | None]:
+        """Return the blocks of each entry, by its header; None if kvtier has not written it."""
+
     def ours(self, entries: Sequence[Entry]) -> list[Entry]:
         """Return the entries that kvtier has written, by their headers."""
+        found = self.blocks(entries)
+        return [entry for entry, each in zip(entries, found, strict=True) if each is not None]
 
     @abstractmethod
     def remove(self, entries: Sequence[Entry]) -> None:

@@ -18,12 +18,18 @@ import numpy as np
 from kvtier.errors import ConfigError, install_command
 from kvtier.system.child_process import Overdue, run_module
 from kvtier.system.process import give_way, num_cores
-from kvtier.tiers.remote.bounce_workers import Addresses, BounceClient, BounceRows, IsWanted
+from kvtier.tiers.remote.bounce_workers import (
+    Addresses,
+    Arrived,
+    BounceClient,
+    BounceRows,
+    IsWanted,
+)
 from kvtier.tiers.remote.bounced_tier import DockedTier
 from kvtier.tiers.remote.errors import Unreachable, Unsound
 from kvtier.tiers.remote.location import Location, StoreOptions, read_location, read_options
 from kvtier.tiers.storage import Outcome, StorageSite, StorageTier
-from kvtier.tiers.wrappers import ThrottledTier, make_sealed
+from kvtier.tiers.wrappers import ThrottledTier
 from kvtier.types import BlockKey
 
 PORT: Final = 50051
@@ -95,11 +101,7 @@ def make_mooncake(site: StorageSite) -> StorageTier:
             f"Mooncake's; install it: {install_command('mooncake')} ({error})"
         ) from error
     process = StoreProcess(location, options)
-    tier = make_sealed(
-        site,
-        options.coding,
-        lambda inner: DockedTier(inner, location, options, process.client, MAX_CALLED),
-    )
+    tier = DockedTier(site, location, options, process.client, MAX_CALLED)
     return ThrottledTier(tier, options.bytes_per_s) if options.bytes_per_s else tier
 
 
@@ -217,40 +219,43 @@ class MooncakeClient(BounceClient):
         codes = self._store.batch_is_exist(self._names(keys))
         return [THERE if code == 1 else ABSENT if code == 0 else FAILED for code in codes]
 
-    def read(self, keys: Sequence[BlockKey], begins: Addresses) -> list[Outcome]:
+    def read(self, keys: Sequence[BlockKey], begins: Addresses) -> list[Arrived]:
         names, size = self._names(keys), self._rows.value_bytes
         with self._process.turn():
             found = self._store.batch_get_into(names, begins.tolist(), [size] * len(names))
-        outcomes, is_answering = [], NO_ANSWER not in found
+        arrived, is_answering = [], NO_ANSWER not in found
         for name, code in zip(names, found, strict=True):
             there = code
             if is_answering and code < 0 and code not in GONE:  # perhaps the value is too long
                 there = self._store.get_size(name)
                 is_answering = there != NO_ANSWER
-            outcomes.append(self._outcome(code, there))
-        return outcomes
+            arrived.append(self._arrived(code, there))
+        return arrived
 
-    def _outcome(self, code: int, there: int) -> Outcome:
-        """Return the outcome of a read.
+    def _arrived(self, code: int, there: int) -> Arrived:
+        """Return what a read has brought.
 
         code: result of the read.
         there: size of the value, or an error code.
         """
-        size = self._rows.value_bytes
-        if code == size:
-            return THERE
+        if 0 <= code <= self._rows.value_bytes:
+            return code
         if code in GONE:
             return ABSENT
-        return DAMAGED if there >= 0 and there != size else FAILED
+        return DAMAGED if there > self._rows.value_bytes else FAILED
 
     def write(
-        self, keys: Sequence[BlockKey], begins: Addresses, is_wanted: IsWanted
+        self,
+        keys: Sequence[BlockKey],
+        begins: Addresses,
+        sizes: Sequence[int],
+        is_wanted: IsWanted,
     ) -> list[Outcome]:
-        names, size = self._names(keys), self._rows.value_bytes
+        names = self._names(keys)
         with self._process.turn():
             if not is_wanted():
                 return [FAILED] * len(names)
-            codes = self._store.batch_put_from(names, begins.tolist(), [size] * len(names))
+            codes = self._store.batch_put_from(names, begins.tolist(), [*sizes])
         if not is_wanted():
             self.remove(keys)
         return [THERE if code in (0, IS_THERE) else FAILED for code in codes]

@@ -15,8 +15,15 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.system.private_files import open_file
+from kvtier.tiers.disk.bounce import ALIGNMENT
 from kvtier.tiers.disk.format.folder import make_folder
-from kvtier.tiers.remote.bounce_workers import Addresses, BounceClient, BounceRows, IsWanted
+from kvtier.tiers.remote.bounce_workers import (
+    Addresses,
+    Arrived,
+    BounceClient,
+    BounceRows,
+    IsWanted,
+)
 from kvtier.tiers.remote.errors import Unreachable
 from kvtier.tiers.remote.nixl.agent import READ, WRITE, Agent, Part
 from kvtier.tiers.remote.nixl.contract import check_contract
@@ -58,7 +65,7 @@ def _unfinished(name: str) -> str:
 class FilesClient(BounceClient):
     """Files in 256 folders below a folder, named by their keys in hex.
 
-    File sizes are multiples of the page size; bytes after the block are ignored.
+    File sizes are multiples of the page size; bytes after a value are ignored.
     """
 
     def __init__(
@@ -67,7 +74,7 @@ class FilesClient(BounceClient):
         self._new_agent = partial(Agent, plugin, params)
         self._folder = folder
         self._rows = rows
-        self._file_bytes = rows.slot_bytes
+        self._most_bytes = rows.slot_bytes
         try:
             folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
             make_folder(folder, "nixl")  # and check its owner
@@ -116,7 +123,7 @@ class FilesClient(BounceClient):
         return [self._look(key) for key in keys]
 
     def _look(self, key: BlockKey) -> Outcome:
-        """Look up one key. A file of another length counts as absent: it will be replaced."""
+        """Look up one key. A file that can't be a value counts as absent: it will be replaced."""
         try:
             with self._folder_of(name := key.hex()) as folder:
                 found = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -129,16 +136,17 @@ class FilesClient(BounceClient):
     def _is_block(self, found: os.stat_result) -> bool:
         """Whether it may be a block's file.
 
-        It must be a regular file of the right length, owned by this user or root.
+        It must be a regular file of whole pages, owned by this user or root.
         """
         return (
             stat.S_ISREG(found.st_mode)
             and found.st_uid in (0, os.geteuid())
-            and found.st_size == self._file_bytes
+            and 0 < found.st_size <= self._most_bytes
+            and found.st_size % ALIGNMENT == 0
         )
 
-    def read(self, keys: Sequence[BlockKey], begins: Addresses) -> list[Outcome]:
-        outcomes: list[Outcome] = [FAILED] * len(keys)
+    def read(self, keys: Sequence[BlockKey], begins: Addresses) -> list[Arrived]:
+        outcomes: list[Arrived] = [FAILED] * len(keys)
         parts: dict[int, Part] = {}
         with _descriptors() as opened:
             for at, key in enumerate(keys):
@@ -146,8 +154,8 @@ class FilesClient(BounceClient):
                     with self._folder_of(name := key.hex()) as folder:
                         descriptor = open_file(name, os.O_RDONLY | self._flags, folder)
                     opened.append(descriptor)
-                    if self._is_block(os.fstat(descriptor)):
-                        parts[at] = (int(begins[at]), self._file_bytes, descriptor)
+                    if self._is_block(found := os.fstat(descriptor)):
+                        parts[at] = (int(begins[at]), found.st_size, descriptor)
                     else:
                         outcomes[at] = DAMAGED
                 except FileNotFoundError:
@@ -155,11 +163,15 @@ class FilesClient(BounceClient):
                 except OSError as error:
                     outcomes[at] = DAMAGED if error.errno in NO_FILE else FAILED
             for at, has_moved in zip(parts, self._move(READ, [*parts.values()]), strict=True):
-                outcomes[at] = THERE if has_moved else FAILED
+                outcomes[at] = parts[at][1] if has_moved else FAILED
         return outcomes
 
     def write(
-        self, keys: Sequence[BlockKey], begins: Addresses, is_wanted: IsWanted
+        self,
+        keys: Sequence[BlockKey],
+        begins: Addresses,
+        sizes: Sequence[int],
+        is_wanted: IsWanted,
     ) -> list[Outcome]:
         outcomes: list[Outcome] = [FAILED] * len(keys)
         parts: dict[int, Part] = {}
@@ -169,11 +181,12 @@ class FilesClient(BounceClient):
                 written[at] = _unfinished(key.hex())
                 with suppress(OSError):
                     opened.append(self._create(written[at]))
-                    parts[at] = (int(begins[at]), self._file_bytes, opened[-1])
+                    num_bytes = -(-sizes[at] // ALIGNMENT) * ALIGNMENT
+                    parts[at] = (int(begins[at]), num_bytes, opened[-1])
             for at, has_moved in zip(parts, self._move(WRITE, [*parts.values()]), strict=True):
-                descriptor = parts[at][2]
+                _, num_bytes, descriptor = parts[at]
                 with suppress(OSError):
-                    is_whole = has_moved and os.fstat(descriptor).st_size == self._file_bytes
+                    is_whole = has_moved and os.fstat(descriptor).st_size == num_bytes
                     if is_whole and is_wanted():
                         self._rename(written[at], keys[at].hex())
                         outcomes[at] = THERE

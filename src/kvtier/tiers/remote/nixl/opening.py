@@ -17,7 +17,7 @@ from kvtier.tiers.remote.bounce_workers import Connect
 from kvtier.tiers.remote.bounced_tier import DockedTier
 from kvtier.tiers.remote.location import Location, StoreOptions, read_location, read_options
 from kvtier.tiers.storage import StorageSite, StorageTier
-from kvtier.tiers.wrappers import ThrottledTier, make_sealed
+from kvtier.tiers.wrappers import ThrottledTier
 
 OLDEST: Final = (1, 5)
 """Earlier versions report failed reads as done."""
@@ -44,9 +44,7 @@ def make_nixl(site: StorageSite) -> StorageTier:
     params = _read_params(location, options.params)
     _check_version(location)
     connect = _connect(location, options, params)
-    tier = make_sealed(
-        site, options.coding, lambda inner: DockedTier(inner, location, options, connect)
-    )
+    tier = DockedTier(site, location, options, connect)
     return ThrottledTier(tier, options.bytes_per_s) if options.bytes_per_s else tier
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvtier._hot import KeyTable
 from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.s3.manifests import Grave, Pack
-from kvtier.tiers.remote.s3.packs import PackName, pack_name
+from kvtier.tiers.remote.s3.packs import PackCoding, PackName
 from kvtier.tiers.storage import Keys
 from kvtier.types import BlockKey
 
@@ -33,12 +33,14 @@ class PackLocation:
     num_blocks: blocks in the pack.
     numbers: int64 [n], their positions in the call.
     at: int64 [n], their positions in the pack, ascending.
+    coding: of the pack, if it is coded.
     """
 
     pack: PackName
     num_blocks: int
     numbers: Int64s
     at: Int64s
+    coding: PackCoding | None = None
 
 
 @dataclass(slots=True)
@@ -53,6 +55,7 @@ class _Row:
     stamp: int
     num_blocks: int
     num_known: int
+    coding: PackCoding | None
     num_buried: int = 0
 
 
@@ -106,7 +109,8 @@ class Catalogue:
             found = []
             for some in np.split(order, cuts) if len(order) else ():
                 pack = self._rows[int(rows[some[0]])]
-                found.append(PackLocation(pack.name, pack.num_blocks, there[some], at[some]))
+                place = there[some], at[some]
+                found.append(PackLocation(pack.name, pack.num_blocks, *place, pack.coding))
         return sorted(found, key=lambda place: int(place.numbers.min()))
 
     def have(self, keys: Sequence[BlockKey], since: int = 0) -> list[bool]:
@@ -182,7 +186,8 @@ class Catalogue:
 
     def _new_row(self, pack: Pack, num_known: int) -> int:
         row = self._free_rows.pop() if self._free_rows else len(self._rows)
-        self._rows[row] = _Row(pack_name(pack.keys), pack.stamp, len(pack.keys), num_known)
+        num_blocks = len(pack.keys)
+        self._rows[row] = _Row(pack.name, pack.stamp, num_blocks, num_known, pack.coding)
         return row
 
     def forget(self, keys: Sequence[BlockKey], pack: PackName | None = None) -> None:

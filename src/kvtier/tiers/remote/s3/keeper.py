@@ -8,17 +8,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 from kvtier.errors import CacheError, ConfigError
-from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
-from kvtier.tiers.remote.keeper import Entry, StoreKeeper
+from kvtier.tiers.remote.keeper import Entry, EntryBlocks, StoreKeeper
 from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.s3.manifests import MAX_BYTES, Manifest
 from kvtier.tiers.remote.s3.objects import Listed, Missing, Objects, Taken
 from kvtier.tiers.remote.s3.opening import S3Options, endpoint_of
-from kvtier.tiers.remote.s3.packs import MAX_BLOCKS, PackShape, keys_in, pack_name, pack_path
+from kvtier.tiers.remote.s3.packs import MAX_BLOCKS, PackShape, contents_of, pack_path
 from kvtier.tiers.remote.s3.self_test import self_test
 from kvtier.tiers.remote.s3.upkeep import refusal
-from kvtier.types import BlockKey
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -73,26 +71,21 @@ class S3Keeper(StoreKeeper):
             for each in listed
         ]
 
-    def ours(self, entries: Sequence[Entry]) -> list[Entry]:
-        are_ours = self._asked(_each(self._is_ours, entries))
-        return [each for each, is_ours in zip(entries, are_ours, strict=True) if is_ours]
+    def blocks(self, entries: Sequence[Entry]) -> list[EntryBlocks | None]:
+        return self._asked(_each(self._blocks, entries))
 
-    async def _is_ours(self, entry: Entry) -> bool:
+    async def _blocks(self, entry: Entry) -> EntryBlocks | None:
         path = entry.name.decode()
         if not entry.num_bytes:
-            return False
+            return None
         try:
             header = await self._objects.part(path, 0, min(HEADER_BYTES, entry.num_bytes))
         except Missing:
-            return False
-        if (found := keys_in(bytes(header))) is None:
-            return False
-        block_bytes, keys = found
-        num_bytes = PackShape(block_bytes, 0).offset(len(keys), len(keys))
-        return (
-            num_bytes == entry.num_bytes
-            and pack_path(pack_name(as_keys([BlockKey(key) for key in keys]))) == path
-        )
+            return None
+        found = contents_of(bytes(header))
+        if found is None or found.num_bytes != entry.num_bytes or pack_path(found.name) != path:
+            return None
+        return EntryBlocks(found.block_bytes, found.keys)
 
     def remove(self, entries: Sequence[Entry]) -> None:
         self._asked(self._objects.delete([each.name.decode() for each in entries]))
@@ -106,7 +99,7 @@ class S3Keeper(StoreKeeper):
             if manifest is not None
         ]
         stamps = {
-            path: [pack.stamp for pack in each.packs if pack_path(pack_name(pack.keys)) in left]
+            path: [pack.stamp for pack in each.packs if pack_path(pack.name) in left]
             for path, each in known
         }
         oldest = min((min(each) for each in stamps.values() if each), default=None)

@@ -11,10 +11,11 @@ from contextlib import suppress
 from threading import Lock
 from typing import Final
 
+from kvtier.tiers.codecs.codec import RAW
 from kvtier.tiers.remote.s3.catalogue import Catalogue
 from kvtier.tiers.remote.s3.manifests import MAX_BYTES, Grave, Manifest, Pack, manifest_path
 from kvtier.tiers.remote.s3.objects import Missing, Objects, Taken
-from kvtier.tiers.remote.s3.packs import PackName
+from kvtier.tiers.remote.s3.packs import PackCoding, PackName
 from kvtier.tiers.storage import Keys
 from kvtier.types import BlockKey
 
@@ -35,6 +36,8 @@ class ManifestSync:
 
     max_age_ns: age from which packs are not used; 0 for no limit.
     now_ns: the time of day.
+    can_read: whether packs of a codec and a key are of use here, see ``BlockCoder.can_read``. The
+        blocks of others are taken for absent, and so written again.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class ManifestSync:
         block_bytes: int,
         max_age_ns: int = 0,
         now_ns: Callable[[], int] = time.time_ns,
+        can_read: Callable[[int, int], bool] = lambda codec, key_id: not (codec or key_id),
     ) -> None:
         self.writer = os.urandom(8).hex()
         self._num_foreign = 0
@@ -54,6 +58,7 @@ class ManifestSync:
         self._block_bytes = block_bytes
         self._max_age_ns = max_age_ns
         self._now_ns = now_ns
+        self._can_read = can_read
         self._lock = Lock()
         self._packs: list[Pack] = []
         self._graves: dict[BlockKey, Grave] = {}
@@ -81,10 +86,10 @@ class ManifestSync:
         """Packs and graves that are not published yet."""
         return len(self._packs) + len(self._graves)
 
-    def add(self, keys: Keys) -> None:
+    def add(self, keys: Keys, coding: PackCoding | None = None) -> None:
         """Record a pack that was written."""
         with self._lock:
-            pack = Pack(self._catalogue.next_stamp(self._now_ns()), keys)
+            pack = Pack(self._catalogue.next_stamp(self._now_ns()), keys, coding)
             self._packs.append(pack)
         self._catalogue.add([pack], self.since)
 
@@ -103,13 +108,24 @@ class ManifestSync:
                 packs, graves = self._packs[:], list(self._graves.values())
             if not packs and not graves:
                 return
-            content = Manifest(self._block_bytes, packs, graves).to_bytes()
-            self._own[0].append(await self._write(content))
+            for content in self._contents(packs, graves):
+                self._own[0].append(await self._write(content))
             with self._lock:
                 del self._packs[: len(packs)]
                 for grave in graves:
                     if self._graves.get(grave.key) is grave:
                         del self._graves[grave.key]
+
+    def _contents(self, packs: Sequence[Pack], graves: Sequence[Grave]) -> list[bytes]:
+        """Return the manifests of packs and graves.
+
+        Coded packs have one of their own: versions of kvtier that can't read them read the rest.
+        """
+        plain = [pack for pack in packs if pack.coding is None]
+        coded = [pack for pack in packs if pack.coding is not None]
+        made = [Manifest(self._block_bytes, plain, graves)] if plain or graves else []
+        made += [Manifest(self._block_bytes, coded)] if coded else []
+        return [each.to_bytes() for each in made]
 
     async def _write(self, content: bytes) -> str:
         """Write a manifest and return its path.
@@ -149,10 +165,10 @@ class ManifestSync:
         since = self.since
         packs = [pack for each in read for pack in each.packs if pack.stamp >= since]
         graves = {grave.key: grave for each in read for grave in each.graves}
-        merged = Manifest(self._block_bytes, packs, list(graves.values()))
         if level + 1 == len(self._own):
             self._own.append([])
-        self._own[level + 1].append(await self._write(merged.to_bytes()))
+        for content in self._contents(packs, list(graves.values())):
+            self._own[level + 1].append(await self._write(content))
         del self._own[level][: len(paths)]
         await self._objects.delete(paths)
 
@@ -205,4 +221,10 @@ class ManifestSync:
             self._num_foreign += 1
             return
         since = self.since
-        self._catalogue.add([pack for pack in manifest.packs if pack.stamp >= since], since)
+        packs = [pack for pack in manifest.packs if pack.stamp >= since and self._is_known(pack)]
+        self._catalogue.add(packs, since)
+
+    def _is_known(self, pack: Pack) -> bool:
+        """Return whether the codec and the key of a pack are known here."""
+        coding = pack.coding
+        return self._can_read(coding.codec, coding.key_id) if coding else self._can_read(RAW, 0)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from kvtier.errors import ConfigError, install_command
+from kvtier.tiers.codecs import make_coder
 from kvtier.tiers.remote.envelope import Envelope
 from kvtier.tiers.remote.location import Location, StoreOptions, read_location, read_options
 from kvtier.tiers.remote.s3.packs import PACK_BYTES, PackShape
 from kvtier.tiers.storage import StorageSite, StorageTier
-from kvtier.tiers.wrappers import ThrottledTier, make_sealed
+from kvtier.tiers.wrappers import ThrottledTier
 
 ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 """Environment variables that name a server; the first one that is set counts."""
@@ -48,10 +48,6 @@ def make_s3(site: StorageSite) -> StorageTier:
     location = read_location("s3", site.location)
     options = read_options(S3Options, location)
     check_location(location, options)
-    return make_sealed(site, options.coding, partial(_make, location, options))
-
-
-def _make(location: Location, options: S3Options, site: StorageSite) -> StorageTier:
     block_bytes = site.group.bytes_per_block
     num_blocks = site.capacity_bytes // block_bytes
     if not num_blocks:
@@ -83,7 +79,8 @@ def _make(location: Location, options: S3Options, site: StorageSite) -> StorageT
         num_requests=options.requests,
     )
     shape = PackShape(block_bytes, options.pack_bytes)
-    envelope = Envelope(block_bytes, options.secret())
+    coder = make_coder(options.coding, block_bytes)
+    envelope = Envelope(block_bytes, options.secret(), coder)
     tier = S3Tier(site.name, settings, shape, num_blocks, envelope)
     return ThrottledTier(tier, options.bytes_per_s) if options.bytes_per_s else tier
 

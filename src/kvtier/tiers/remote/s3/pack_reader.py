@@ -16,7 +16,8 @@ from kvtier.tiers.remote.envelope import HEADER_BYTES, Bools, Envelope, Headers
 from kvtier.tiers.remote.s3.catalogue import PackLocation
 from kvtier.tiers.remote.s3.objects import Objects
 from kvtier.tiers.remote.s3.packs import Int64s, PackName, PackShape, pack_path
-from kvtier.tiers.storage import Keys
+from kvtier.tiers.storage import Keys, Outcome
+from kvtier.types import BlockKey
 
 MAX_HEADERS: Final = 4096
 """Pack headers kept in memory: at most 50 KiB each, mostly 1 KiB."""
@@ -46,16 +47,14 @@ class PackPart:
     wanted: slice
 
 
-def parts_of(
-    shape: PackShape, num_blocks: int, wanted: Int64s, with_header: bool
-) -> list[PackPart]:
-    """Return the parts of a pack of ``num_blocks`` to request, ascending.
+def parts_of(offsets: Int64s, wanted: Int64s, with_header: bool) -> list[PackPart]:
+    """Return the parts of a pack to request, ascending.
 
+    offsets: int64 [num_blocks + 1], see ``PackShape.offsets``.
     wanted: int64 [n], positions of blocks in the pack, ascending, at least one.
     with_header: include the header, as a part of its own or at the beginning of the first one.
     """
-    begins = shape.offsets(num_blocks, wanted)
-    ends = begins + shape.block_bytes
+    begins, ends = offsets[wanted], offsets[wanted + 1]
     gaps = np.append(np.flatnonzero(begins[1:] - ends[:-1] > GAP_BYTES) + 1, len(wanted))
     parts, first = [], 0
     while first < len(wanted):
@@ -64,7 +63,7 @@ def parts_of(
         parts.append(PackPart(int(begins[first]), int(ends[last - 1]), slice(first, last)))
         first = last
     if with_header:
-        header_bytes = shape.header_bytes(num_blocks)
+        header_bytes = int(offsets[0])
         if parts[0].start - header_bytes > GAP_BYTES:
             return [PackPart(0, header_bytes, slice(0)), *parts]
         parts[0] = replace(parts[0], start=0)
@@ -111,9 +110,8 @@ class PackReader:
         for place in places:
             asked = PackRequest(place, self._known(place.pack))
             is_new = asked.headers is None
-            parts += [
-                (asked, part) for part in parts_of(self._shape, place.num_blocks, place.at, is_new)
-            ]
+            offsets = self._shape.offsets(place.num_blocks, place.coding)
+            parts += [(asked, part) for part in parts_of(offsets, place.at, is_new)]
         return parts
 
     async def read(self, asked: PackRequest, part: PackPart) -> memoryview:
@@ -167,8 +165,17 @@ class PackReader:
         numbers, at = asked.place.numbers[part.wanted], asked.place.at[part.wanted]
         if not len(numbers) or len(content) != part.end - part.start:
             return numbers, np.zeros(len(numbers), bool)
-        first = np.frombuffer(content, np.uint8).ctypes.data - part.start
-        begins = first + self._shape.offsets(asked.place.num_blocks, at)
+        stored = np.frombuffer(content, np.uint8)
+        offsets = self._shape.offsets(asked.place.num_blocks, asked.place.coding) - part.start
+        if asked.place.coding is not None:
+            are_right = np.zeros(len(numbers), bool)
+            for place, (number, each) in enumerate(zip(numbers.tolist(), at.tolist(), strict=True)):
+                block = stored[offsets[each] : offsets[each + 1]]
+                key, into = BlockKey(keys[number].tobytes()), blocks.pick([number])
+                outcome = self._envelope.decode(headers[each].tobytes(), key, block, into)
+                are_right[place] = outcome is Outcome.THERE
+            return numbers, are_right
+        begins = stored.ctypes.data + offsets[at]
         # Tags are computed over the response, in which each block is one piece.
         read = Pieces.whole(begins, self._shape.block_bytes)
         crcs = copied_crcs(blocks.pick(numbers), read.cut(blocks.sizes))
@@ -183,7 +190,7 @@ class PackReader:
         match no block.
         """
         header = np.array(content[: self._shape.header_bytes(place.num_blocks)], np.uint8)
-        headers = self._shape.read_header(header, place.num_blocks)
+        headers = self._shape.read_header(header, place.num_blocks, place.coding)
         if headers is None:
             return np.zeros((place.num_blocks, HEADER_BYTES), np.uint8)
         with self._lock:

@@ -21,7 +21,13 @@ from kvtier.tiers.remote.s3.catalogue import Catalogue
 from kvtier.tiers.remote.s3.manifest_sync import ManifestSync
 from kvtier.tiers.remote.s3.objects import Missing, Objects
 from kvtier.tiers.remote.s3.pack_reader import PackReader
-from kvtier.tiers.remote.s3.packs import PackName, PackShape, pack_name, pack_path
+from kvtier.tiers.remote.s3.packs import (
+    PackCoding,
+    PackName,
+    PackShape,
+    pack_name,
+    pack_path,
+)
 from kvtier.tiers.remote.s3.upkeep import IN_USE, Upkeep
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageTier
 from kvtier.types import BlockKey, BlockName, keys_of
@@ -94,7 +100,13 @@ class S3Tier(StorageTier):
                 f"({type(error).__name__}); see the environment's AWS_ variables"
             ) from None
         max_age_ns = int(settings.max_age_s * 1e9)
-        self._exchange = ManifestSync(self._objects, self._catalogue, shape.block_bytes, max_age_ns)
+        self._exchange = ManifestSync(
+            self._objects,
+            self._catalogue,
+            shape.block_bytes,
+            max_age_ns,
+            can_read=envelope.coder.can_read,
+        )
         self._reader = PackReader(self._objects, shape, envelope)
         self._loop = RequestLoop(f"kvtier {name}", settings.num_requests)
         self._upkeep = Upkeep(
@@ -150,18 +162,28 @@ class S3Tier(StorageTier):
             if isinstance(result, BaseException):
                 self._note_failure(result)
                 continue
-            self._exchange.add(as_keys([keys[each] for each in cuts[at]]))
+            self._exchange.add(as_keys([keys[each] for each in cuts[at]]), result)
             for each in cuts[at]:
                 outcomes[each] = Outcome.THERE
         return outcomes
 
-    def _write(self, keys: Sequence[BlockKey], blocks: Pieces) -> Coroutine[Any, Any, str]:
+    def _write(
+        self, keys: Sequence[BlockKey], blocks: Pieces
+    ) -> Coroutine[Any, Any, PackCoding | None]:
         """Copy the blocks at once, on the caller's thread. Return the coroutine that writes."""
-        content = self._shape.build(keys, blocks, self._envelope)
-        return self._objects.put(pack_path(pack_name(as_keys(keys))), content)
+        content, coding = self._shape.build(keys, blocks, self._envelope)
+        path = pack_path(pack_name(as_keys(keys), coding))
+
+        async def write() -> PackCoding | None:
+            await self._objects.put(path, content)
+            return coding
+
+        return write()
 
     def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         end_s = time.monotonic() + timeout_s
+        coder, num_read = self._envelope.coder, 0
+        began, decoded_s = time.monotonic(), coder.counts.decode_s
         wanted = as_keys(keys)
         places = self._catalogue.places(wanted, self._exchange.since)
         outcomes = np.full(len(keys), Outcome.ABSENT, object)
@@ -180,11 +202,14 @@ class S3Tier(StorageTier):
             elif isinstance(result, BaseException):
                 self._note_failure(result)
             else:
+                num_read += len(result)
                 there, damaged = self._reader.take(asked, part, result, wanted, blocks)
                 outcomes[there] = Outcome.THERE
                 outcomes[damaged] = Outcome.DAMAGED
                 self._forget(asked.place.pack, [keys[number] for number in damaged.tolist()])
             del result  # so that the next response can use its memory
+        took_s = time.monotonic() - began - (coder.counts.decode_s - decoded_s)
+        coder.choice.note_transfer(num_read, took_s)
         told: list[Outcome] = outcomes.tolist()
         return told
 

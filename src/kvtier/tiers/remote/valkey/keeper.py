@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
+import numpy as np
+
 from kvtier.errors import CacheError, ConfigError
-from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, size_behind
-from kvtier.tiers.remote.keeper import Entry, StoreKeeper
+from kvtier.tiers.codecs.frame import HEAD_BYTES, FrameHead
+from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, frame_bytes, size_behind
+from kvtier.tiers.remote.keeper import Entry, EntryBlocks, StoreKeeper
 from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.valkey.connection_pool import (
     ANSWERS,
@@ -23,6 +26,7 @@ from kvtier.tiers.remote.valkey.resp import (
     command,
     is_of_the_key,
 )
+from kvtier.types import BlockKey
 
 Answer = TypeVar("Answer")
 
@@ -92,20 +96,15 @@ class ValkeyKeeper(StoreKeeper):
 
         return self._asked(ask) if names else []
 
-    def ours(self, entries: Sequence[Entry]) -> list[Entry]:
+    def blocks(self, entries: Sequence[Entry]) -> list[EntryBlocks | None]:
         def ask(line: RespConnection) -> list[bytes | None]:
-            last = b"%d" % (HEADER_BYTES - 1)
+            last = b"%d" % (HEADER_BYTES + HEAD_BYTES - 1)
             line.send([command(b"GETRANGE", each.name, b"0", last) for each in entries])
             return line.values(len(entries))
 
-        sizes = [
-            size_behind(header or b"", each.name[-KEY_BYTES:])
-            for each, header in zip(entries, self._asked(ask), strict=True)
-        ]
         return [
-            each
-            for each, size in zip(entries, sizes, strict=True)
-            if size is not None and HEADER_BYTES + size == each.num_bytes
+            _blocks_of(each, start or b"")
+            for each, start in zip(entries, self._asked(ask), strict=True)
         ]
 
     def remove(self, entries: Sequence[Entry]) -> None:
@@ -152,3 +151,16 @@ class ValkeyKeeper(StoreKeeper):
 
     def close(self) -> None:
         self._lines.close()
+
+
+def _blocks_of(entry: Entry, start: bytes) -> EntryBlocks | None:
+    """Return the block of an entry, by the first bytes of its value."""
+    key = BlockKey(entry.name[-KEY_BYTES:])
+    header = start[:HEADER_BYTES]
+    size = size_behind(header, key)
+    if size is None or HEADER_BYTES + size != entry.num_bytes:
+        return None
+    if frame_bytes(header, key) is None:
+        return EntryBlocks(size, [key])
+    head = FrameHead.read(np.frombuffer(start[HEADER_BYTES:], np.uint8))
+    return None if head is None else EntryBlocks(head.plain_bytes, [key])

@@ -159,8 +159,9 @@ class ValkeyTier(StorageTier):
             some, there = as_keys([keys[at] for at in arrived]), blocks.pick([*arrived])
             crcs = np.array([*arrived.values()], np.uint32)
             are_right = self._envelope.are_blocks(headers[[*arrived]], some, there, crcs)
+            wrong = ABSENT if coder.is_encrypting else DAMAGED  # it may be of use to others
             for at, is_right in zip(arrived, are_right.tolist(), strict=True):
-                outcomes[at] = THERE if is_right else DAMAGED
+                outcomes[at] = THERE if is_right else wrong
             arrived.clear()
 
         self._lines.use(read, timeout_s)

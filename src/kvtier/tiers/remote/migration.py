@@ -1,0 +1,280 @@
+"""Copy a store into another one: with another codec, key, secret or prefix, or of another kind.
+
+Blocks are read and written as by any process that uses the stores, so each is verified when it is
+read, and once more after it was written. Blocks that are there already are left out. So a migration
+that was interrupted goes on when it is started again, and replicas may use both stores meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, fields
+from typing import Final
+
+import numpy as np
+
+from kvtier.errors import CacheError, ConfigError
+from kvtier.layout import opaque
+from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.remote.keeper import StoreKeeper
+from kvtier.tiers.remote.location import read_location
+from kvtier.tiers.remote.pruning import SCHEMES, make_keeper
+from kvtier.tiers.row import CODED, make_storage
+from kvtier.tiers.storage import Outcome, StorageTier
+from kvtier.tiers.wrappers.wrapper import StorageWrapper
+from kvtier.types import BlockKey, BlockName
+
+BATCH_BYTES: Final = 16 << 20
+"""Bytes of blocks that are copied at a time, unless they are a pack."""
+NUM_AT_ONCE: Final = 2
+"""Batches in flight: one is read while another is written."""
+CALL_S: Final = 60.0
+NUM_TRIES: Final = 2
+LISTED_AT_ONCE: Final = 1000
+NAMESPACE: Final = b""
+"""Stores find blocks by their keys alone."""
+
+THERE, ABSENT, DAMAGED, FAILED = Outcome
+
+
+@dataclass(slots=True)
+class Migrated:
+    """Blocks of a migration.
+
+    num_bytes: of the copied blocks, decoded.
+    num_there: blocks that were in the target before.
+    num_damaged: damaged in the source, or changed on the way.
+    num_unreadable: of another key, secret or codec, or removed meanwhile.
+    """
+
+    num_copied: int = 0
+    num_bytes: int = 0
+    num_there: int = 0
+    num_damaged: int = 0
+    num_unreadable: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_copied + self.num_there + self.num_damaged + self.num_unreadable
+
+    def add(self, other: Migrated) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+Note = Callable[[int, int], None]
+"""Called with the blocks that are done, and all blocks."""
+
+
+def migrate(source: str, target: str, note: Note, is_real: bool = True) -> Migrated:
+    """Copy all blocks of the store ``source`` into the store ``target``, both as URLs.
+
+    is_real: False to find out which blocks are in the target already; the others count as copied.
+
+    Raises ``ConfigError`` for stores that can't be used, and ``CacheError`` if one stops answering.
+    """
+    check_places(source, target)
+    keeper = make_keeper(source)
+    try:
+        keeper.test()
+        batches = _batches(keeper)
+        where = keeper.where
+    finally:
+        keeper.close()
+    done, num_all = Migrated(), sum(len(keys) for some in batches.values() for keys in some)
+    note(0, num_all)
+    for block_bytes, some in sorted(batches.items()):
+        copier = Copier(source, target, block_bytes, sum(map(len, some)), is_real)
+        try:
+            for part in copier.run(some):
+                done.add(part)
+                note(done.num_blocks, num_all)
+        finally:
+            copier.close()
+    if done.num_unreadable and done.num_unreadable == done.num_blocks:
+        raise ConfigError(
+            f"{where}: none of its {num_all:,} blocks can be read; give it the key, the secret and "
+            "the codec that they were stored with"
+        )
+    return done
+
+
+def check_places(source: str, target: str) -> None:
+    """Raise ``ConfigError`` for a target that is no store, or is the source."""
+    scheme, _, rest = target.partition(":")
+    scheme = scheme.rpartition("=")[2]
+    if scheme not in CODED:
+        raise ConfigError(
+            "TO is no store; give a URL that begins with " + "://, ".join(sorted(CODED)) + "://"
+        )
+    if _place(source) == _place(target):
+        raise ConfigError(
+            f"{read_location(scheme, rest)}: FROM and TO are the same place; give TO another "
+            "prefix, and let the replicas use that"
+        )
+
+
+def _place(url: str) -> tuple[object, ...]:
+    scheme, _, rest = url.partition(":")
+    scheme = scheme.rpartition("=")[2]
+    location = read_location(SCHEMES.get(scheme, scheme), rest)
+    given = location.given
+    return (
+        location.scheme.removesuffix("s") if scheme in SCHEMES else scheme,
+        *(location.host, location.port, location.path),
+        *(given.get("prefix"), given.get("endpoint"), given.get("db")),
+    )
+
+
+def _batches(keeper: StoreKeeper) -> dict[int, list[list[BlockKey]]]:
+    """Return the keys of all blocks by the size of a block, in batches; each key once.
+
+    The blocks of a pack are a batch, so that they become one again.
+    """
+    found: dict[int, list[list[BlockKey]]] = defaultdict(list)
+    seen: set[BlockKey] = set()
+    entries = keeper.entries()
+    for start in range(0, len(entries), LISTED_AT_ONCE):
+        for stored in keeper.blocks(entries[start : start + LISTED_AT_ONCE]):
+            if stored is None:
+                continue
+            keys = [key for key in stored.keys if key not in seen]
+            seen.update(keys)
+            batches, most = found[stored.block_bytes], max(1, BATCH_BYTES // stored.block_bytes)
+            if len(stored.keys) == 1 and batches and len(batches[-1]) < most:
+                batches[-1] += keys
+            elif keys:
+                batches.append(keys)
+    return found
+
+
+class Copier:
+    """Copies blocks of one size."""
+
+    def __init__(
+        self, source: str, target: str, block_bytes: int, num_blocks: int, is_real: bool
+    ) -> None:
+        self._block_bytes = block_bytes
+        self._is_real = is_real
+        capacity = num_blocks * block_bytes
+        self._source = make_storage(
+            _as_location("from", source), opaque(block_bytes), capacity, None
+        )
+        try:
+            to = _as_location("to", target)
+            self._target = make_storage(to, opaque(block_bytes), 2 * capacity, None)
+        except BaseException:
+            self._source.close()
+            raise
+        for tier in (self._source, self._target):
+            _learn(tier)
+
+    def run(self, batches: Sequence[list[BlockKey]]) -> Iterator[Migrated]:
+        """Copy all batches, and yield what became of each."""
+        left = iter(batches)
+        with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+            running: set[Future[Migrated]] = set()
+            try:
+                while True:
+                    while len(running) < NUM_AT_ONCE and (keys := next(left, None)) is not None:
+                        running.add(threads.submit(self._copy, keys))
+                    if not running:
+                        return
+                    ended, running = wait(running, return_when=FIRST_COMPLETED)
+                    for each in ended:
+                        yield each.result()
+            finally:
+                for future in running:
+                    future.cancel()
+
+    def _copy(self, keys: Sequence[BlockKey]) -> Migrated:
+        found = _tried(self._target, keys, lambda some: self._target.find(some, CALL_S))
+        new = [key for key, outcome in zip(keys, found, strict=True) if outcome is not THERE]
+        done = Migrated(num_there=len(keys) - len(new))
+        if not new:
+            return done
+        if not self._is_real:
+            return Migrated(len(new), len(new) * self._block_bytes, done.num_there)
+        read, places = self._memory(len(new))
+        outcomes = _tried(
+            self._source, new, lambda some: self._source.get(some, _at(places, new, some), CALL_S)
+        )
+        there = [at for at, outcome in enumerate(outcomes) if outcome is THERE]
+        done.num_damaged = outcomes.count(DAMAGED)
+        done.num_unreadable = outcomes.count(ABSENT)
+        if not there:
+            return done
+        keys, content, places = [new[at] for at in there], read[there], places.pick(there)
+        _tried(self._target, keys, lambda some: self._put(some, _at(places, keys, some)))
+        again, places = self._memory(len(keys))
+        outcomes = _tried(
+            self._target, keys, lambda some: self._target.get(some, _at(places, keys, some), CALL_S)
+        )
+        for at, outcome in enumerate(outcomes):
+            is_right = outcome is THERE and bool((again[at] == content[at]).all())
+            done.num_copied += is_right
+            done.num_bytes += is_right * self._block_bytes
+            done.num_damaged += not is_right
+        return done
+
+    def _put(self, keys: Sequence[BlockKey], blocks: Pieces) -> list[Outcome]:
+        names = [BlockName(NAMESPACE, 0, key) for key in keys]
+        return self._target.put(names, blocks, CALL_S)
+
+    def _memory(
+        self, num_blocks: int
+    ) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.uint8]], Pieces]:
+        """Return memory for blocks: uint8 [num_blocks, block_bytes], and where they are."""
+        rows = np.empty((num_blocks, self._block_bytes), np.uint8)
+        begins = rows.ctypes.data + self._block_bytes * np.arange(num_blocks, dtype=np.uint64)
+        return rows, Pieces.whole(begins, self._block_bytes)
+
+    def close(self) -> None:
+        self._source.close()
+        self._target.close()
+
+
+def _at(places: Pieces, keys: Sequence[BlockKey], some: Sequence[BlockKey]) -> Pieces:
+    """Return the places of some of the keys."""
+    number = {key: at for at, key in enumerate(keys)}
+    return places.pick([number[key] for key in some])
+
+
+def _tried(
+    tier: StorageTier,
+    keys: Sequence[BlockKey],
+    call: Callable[[Sequence[BlockKey]], list[Outcome]],
+) -> list[Outcome]:
+    """Return the outcomes of a call; it is repeated for keys that failed.
+
+    Raises ``CacheError`` if some fail still.
+    """
+    outcomes = dict.fromkeys(keys, FAILED)
+    for _ in range(NUM_TRIES):
+        some = [key for key, outcome in outcomes.items() if outcome is FAILED]
+        if some:
+            outcomes.update(zip(some, call(some), strict=True))
+    if FAILED in outcomes.values():
+        reason = tier.last_error or "no answer, or it is full"
+        raise CacheError(
+            f"{tier.name}: the store failed ({reason}); what was copied stays: start it again to "
+            "copy the rest"
+        )
+    return [*outcomes.values()]
+
+
+def _as_location(name: str, url: str) -> str:
+    """Return a location as ``make_storage`` reads it, with a name for messages."""
+    scheme, _, rest = url.partition(":")
+    return f"{name}={scheme.rpartition('=')[2]}:{rest}"
+
+
+def _learn(tier: StorageTier) -> None:
+    """Have a tier that keeps a list of blocks read all of it."""
+    while isinstance(tier, StorageWrapper):
+        tier = tier.inner
+    exchange = getattr(tier, "exchange", None)
+    if exchange is not None:
+        exchange(CALL_S)
