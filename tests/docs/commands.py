@@ -39,6 +39,7 @@ OTHERS = frozenset(
             "for",
             "install",
             "helm",
+            "lm_eval",
             "kubectl",
             "openssl",
             "set",

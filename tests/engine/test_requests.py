@@ -33,7 +33,7 @@ Make = Callable[[EngineConfig], Engine]
         ([], SamplingParams(), "The prompt is empty"),
         ([10**6], SamplingParams(), "token ids outside"),
         ([-1], SamplingParams(), "token ids outside"),
-        ([5], SamplingParams(max_tokens=0), "max_tokens is 0"),
+        ([5], SamplingParams(max_tokens=-1), "max_tokens is -1"),
         ([5], SamplingParams(max_tokens=10**6), "together 1000001"),
         ([5], SamplingParams(temperature=-1.0), "temperature is -1.0"),
         ([5], SamplingParams(top_p=0.0), "top_p is 0.0"),

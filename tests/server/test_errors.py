@@ -57,6 +57,14 @@ def post(served: Running, path: str, **content: object) -> httpx.Response:
     return httpx.post(f"{served.url}/v1/{path}", timeout=60, **content)  # type: ignore[arg-type]
 
 
+def called(arguments: str) -> Any:
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def function(name: str, parameters: Any = None) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
 BAD_COMPLETIONS = [
     ({"prompt": None}, "prompt", "prompt is null, but must be a text"),
     ({"prompt": ""}, "prompt", "prompt is empty"),
@@ -66,7 +74,7 @@ BAD_COMPLETIONS = [
     ({"prompt": [True]}, "prompt", "prompt is [true]"),
     ({"prompt": [10**6]}, None, "token ids outside 0 .. 4095"),
     ({"prompt": [-1]}, None, "token ids outside 0 .. 4095"),
-    ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, but must be greater than or equal to 1"),
+    ({"max_tokens": -1}, "max_tokens", "max_tokens is -1, but must be greater than or equal to 0"),
     ({"max_tokens": 2.5}, "max_tokens", "max_tokens is 2.5, but must be a valid integer"),
     ({"max_tokens": "3"}, "max_tokens", 'max_tokens is "3", but must be a valid integer'),
     (
@@ -83,7 +91,6 @@ BAD_COMPLETIONS = [
     ({"stop": ["a"] * 5}, "stop", "stop has 5 texts; give at most 4"),
     ({"stop": [""]}, "stop", "stop has a text of 0 characters"),
     ({"logprobs": 21}, "logprobs", "logprobs is 21, but must be less than or equal to 20"),
-    ({"echo": True, "logprobs": 0}, "echo", "echo with logprobs is not supported"),
     ({"stream": "yes"}, "stream", 'stream is "yes", but must be a valid boolean'),
     ({"stream_options": {"include_usage": True}}, "stream_options", "given without stream"),
     (
@@ -126,8 +133,36 @@ BAD_COMPLETIONS = [
     ({"kvtier": {"back_in_s": 5, "ended": True}}, "kvtier", "say two things; give one of them"),
     ({"best_of": 2}, "best_of", "best_of=2 is not supported by this server; leave it out"),
     ({"suffix": "x"}, "suffix", 'suffix="x" is not supported'),
-    ({"logit_bias": {"50": 1}}, "logit_bias", 'logit_bias={"50": 1} is not supported'),
-    ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty=0.5 is not supported"),
+    ({"suffix": "x"}, "suffix", "or serve the model with vLLM or SGLang"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", 'logit_bias has the key "x", but keys must be token'),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "of token 5 is 101, but must be a number in -100"),
+    ({"logit_bias": {"5": True}}, "logit_bias", "of token 5 is true, but must be a number in"),
+    ({"logit_bias": {"4096": 1}}, None, "name the token id 4096, which is outside 0 .. 4095"),
+    ({"logit_bias": [1]}, "logit_bias", "logit_bias is [1], but must be an object of token ids"),
+    ({"presence_penalty": 2.5}, "presence_penalty", "presence_penalty is 2.5, but must be less"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "is 0, but must be greater than 0"),
+    ({"min_p": 2}, "min_p", "min_p is 2, but must be less than or equal to 1"),
+    ({"min_tokens": 3}, None, "min_tokens is 3; it must lie between 0 and max_tokens, which is 2."),
+    ({"stop_token_ids": ["x"]}, "stop_token_ids", "must be a list of at most 64 token ids"),
+    ({"stop_token_ids": [9999]}, None, "name the token id 9999, which is outside 0 .. 4095"),
+    ({"response_format": {"type": "xml"}}, "response_format", "for others use vLLM or SGLang"),
+    ({"response_format": "json"}, "response_format", 'is of type "json"; this server knows text'),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "has no schema; send"),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"type": "object", "unevaluatedProperties": False}},
+            }
+        },
+        "response_format",
+        "can't force answers into: failed to compile JSON schema: Unimplemented keys: [",
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "min_tokens": 1},
+        None,
+        "min_tokens is given with a grammar",
+    ),
     ({"temprature": 1}, "temprature", "did you mean temperature?"),
     ({"xyzzy": 1}, "xyzzy", '"xyzzy" is no parameter of this request; leave it out'),
 ]
@@ -142,14 +177,57 @@ BAD_CHATS = [
         "messages[0].content",
         'content has a part of type "image_url"',
     ),
+    ({"messages": [{"role": "tool"}]}, "messages[0].content", "is missing; this request needs it"),
     (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
         "messages[0].tool_calls",
-        "messages[0].tool_calls is not supported",
+        'tool_calls has {"id": "1"}; a call is {"id": ...',
     ),
-    ({"tools": [{"type": "function"}]}, "tools", "tools=["),
-    ({"tool_choice": "required"}, "tool_choice", 'tool_choice="required" is not supported'),
-    ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [called("[1]")]}]},
+        "messages[0].tool_calls",
+        'tool_calls has the arguments "[1]", but they must be a JSON object, as text',
+    ),
+    (
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [called("{}")]}]},
+        "messages[0].tool_calls",
+        "belongs to a message of the assistant, but this one is of the user.",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]},
+        "messages[0].tool_call_id",
+        "belongs to a message of the tool, but this one is of the user.",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "x", "weight": 1}]},
+        "messages[0].weight",
+        "messages[0].weight is not supported",
+    ),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, but must be greater than or equal to 1"),
+    ({"tools": {}}, "tools", "tools is {}, but must be a list of functions"),
+    ({"tools": [{"type": "function"}]}, "tools", 'tools has one of type "function"'),
+    ({"tools": [{"type": "custom"}]}, "tools", "only: for others use vLLM or SGLang."),
+    ({"tools": [function("")]}, "tools", 'with the name "", but it must be a text of 1 to 128'),
+    ({"tools": [function("f", 5)]}, "tools", "the parameters 5, but they must be a JSON schema"),
+    ({"tool_choice": "required"}, "tool_choice", "asks for a call, but there are no tools."),
+    ({"tool_choice": "any"}, "tool_choice", 'tool_choice is "any", but must be "none", "auto"'),
+    (
+        {"tools": [function("f")], "tool_choice": function("g")},
+        "tool_choice",
+        'tool_choice names "g", which is none of the tools.',
+    ),
+    (
+        {"tools": [function("f", {"type": "objec"})], "tool_choice": "required"},
+        "tool_choice",
+        "tool_choice has a schema that this server can't force answers into",
+    ),
+    ({"functions": [{"name": "f"}]}, "functions", "serve the model with vLLM or SGLang"),
+    ({"chat_template_kwargs": 5}, "chat_template_kwargs", "is 5, but must be an object"),
+    (
+        {"chat_template_kwargs": {"chat_template": "x"}},
+        "messages",
+        "chat_template is no variable of templates.",
+    ),
     ({"reasoning_effort": "high"}, "reasoning_effort", 'reasoning_effort="high" is not supported'),
     ({"top_logprobs": 2}, "top_logprobs", "given without logprobs"),
     ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "give one of them"),
@@ -233,6 +311,7 @@ def test_a_body_that_does_not_say_it_is_json_is_told_so(served: Running) -> None
     [
         {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "n": None, "stop": None},
         {"best_of": 1, "suffix": None, "logit_bias": {}, "presence_penalty": 0.0},
+        {"response_format": {"type": "text"}, "repetition_penalty": 1, "min_p": 0, "max_tokens": 0},
         {"temperature": None, "top_p": None, "seed": None, "stream": None, "max_tokens": None},
     ],
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvtier.engine.config import EngineConfig, EngineInfo
     from kvtier.engine.engine import Engine
+    from kvtier.engine.grammar import Grammar, GrammarError, NoGrammars
     from kvtier.engine.request import Completion, EngineBusy, RequestError, RequestHandle, Token
     from kvtier.engine.sampling import SamplingParams
     from kvtier.engine.tokenizer import Detokenizer, Tokenizer
@@ -22,6 +23,9 @@ else:
         "EngineBusy": "request",
         "EngineConfig": "config",
         "EngineInfo": "config",
+        "Grammar": "grammar",
+        "GrammarError": "grammar",
+        "NoGrammars": "grammar",
         "RequestError": "request",
         "RequestHandle": "request",
         "SamplingParams": "sampling",
@@ -42,6 +46,9 @@ __all__ = [
     "EngineBusy",
     "EngineConfig",
     "EngineInfo",
+    "Grammar",
+    "GrammarError",
+    "NoGrammars",
     "RequestError",
     "RequestHandle",
     "SamplingParams",

@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -119,6 +120,48 @@ def read_eos_token_ids(directory: Path, config: PreTrainedConfig) -> tuple[int, 
                 "token ids"
             )
     return tuple(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Sampling settings of requests that give none; fields as in ``SamplingParams``."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+BOUNDS = {
+    "temperature": (0.0, 100.0),
+    "top_p": (1e-6, 1.0),
+    "top_k": (-1, 2**31),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-3, 100.0),
+}
+"""Least and greatest value of each of ``SamplingDefaults``."""
+
+
+def read_sampling_defaults(directory: Path) -> SamplingDefaults:
+    """Return the sampling settings in ``generation_config.json``.
+
+    As in vLLM and SGLang, ``do_sample`` is not read: a request says whether it samples.
+    """
+    path = directory / "generation_config.json"
+    found = _read_object(path) if path.is_file() else {}
+    given = {name: found[name] for name in BOUNDS if found.get(name) is not None}
+    for name, value in given.items():
+        least, greatest = BOUNDS[name]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not least <= value <= greatest:  # type: ignore[operator]
+            raise ConfigError(
+                f"model: {name} in {path} is {value!r}; it has to be a number in "
+                f"{least:g} .. {greatest:g}, or left out"
+            )
+    if "top_k" in given:
+        given["top_k"] = max(0, int(given["top_k"]))  # type: ignore[call-overload]
+    return SamplingDefaults(**given)  # type: ignore[arg-type]
 
 
 @contextmanager

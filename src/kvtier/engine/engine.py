@@ -19,6 +19,7 @@ from kvtier.cache import Cache
 from kvtier.config import parse_size
 from kvtier.devices import Finding, find_device
 from kvtier.engine.config import EngineConfig, EngineInfo
+from kvtier.engine.grammar import Grammar, Grammars
 from kvtier.engine.inbox import Inbox
 from kvtier.engine.models import load_model
 from kvtier.engine.pool import KVPool
@@ -103,6 +104,9 @@ class Engine:
             group.fingerprint,
             config.block_size,
         )
+        self._eos = frozenset(model.eos_token_ids)
+        self._grammars = Grammars(model.tokenizer.own, self.info.vocab_size, model.eos_token_ids)
+        self.sampling_defaults = model.sampling_defaults
         self._identity = model.identity
         self._weights = model.weights
         pool = KVPool(group, num_blocks, device, model.module.dtype)
@@ -121,7 +125,6 @@ class Engine:
             self._cache,
             self._runner,
             self.info,
-            model.eos_token_ids,
             config.max_running,
             config.follow_loads,
         )
@@ -153,6 +156,7 @@ class Engine:
         explain: bool = False,
         on_stored: Callable[[PrefixStored], None] | None = None,
         hint: Hint | None = None,
+        on_prompt: Callable[[Sequence[Token]], None] | None = None,
     ) -> RequestHandle:
         """Queue a request.
 
@@ -161,6 +165,7 @@ class Engine:
         explain: include the source of the prompt's KV in the completion.
         hint: hints about its conversation; see ``kvtier.hints``.
         on_token, on_done: called on the engine thread; they must return fast.
+        on_prompt: the same, once, with the prompt's tokens if ``prompt_logprobs`` is set.
         on_stored: the same, for each copy that stored computed blocks, also after the end.
 
         Raises ``RequestError`` for an invalid request, ``EngineBusy`` if the queue is full,
@@ -170,8 +175,10 @@ class Engine:
         params = params or SamplingParams()
         self._refuse_bad(prompt, params)
         labels: Sequence[Label] = ()
-        if self.config.prefix_cache:
+        if self.config.prefix_cache and params.prompt_logprobs is None:
             labels = grid_labels(prompt, self.info.block_size, self.info.chunk_tokens)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        shaper = params.shaper(prompt, ends, self.info.vocab_size)
         request = Request(
             prompt=list(prompt),
             params=params,
@@ -179,7 +186,9 @@ class Engine:
             labels=labels,
             on_token=on_token,
             on_done=partial(self._note_done, on_done),
-            sampler=Sampler(params),
+            sampler=Sampler(params, shaper),
+            ends=ends,
+            on_prompt=on_prompt,
             wants_explanation=explain,
             on_stored=on_stored,
             hint=hint,
@@ -189,6 +198,10 @@ class Engine:
             labels.compute_keys(self.namespace_of(salt))
         self._inbox.put(request)
         return RequestHandle(request, self._abort)
+
+    def grammar(self, lark: str) -> Grammar:
+        """Compile a grammar for ``SamplingParams.grammar``; see ``Grammars.compile``."""
+        return self._grammars.compile(lark)
 
     def call(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the engine thread, between two steps, and return its result."""
@@ -379,6 +392,12 @@ class Engine:
                 f"together {wanted}, but there is room for {self.info.max_model_tokens}; "
                 f"shorten the prompt or lower max_tokens.{self.info.context_note}"
             )
+        for token_id in (*(token_id for token_id, _ in params.logit_bias), *params.stop_token_ids):
+            if not 0 <= token_id < self.info.vocab_size:
+                raise RequestError(
+                    f"logit_bias or stop_token_ids name the token id {token_id}, which is outside "
+                    f"0 .. {self.info.vocab_size - 1}, the vocabulary of {self.info.model_name}."
+                )
         if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
             raise RequestError(
                 f"The prompt has token ids outside 0 .. {self.info.vocab_size - 1}, the vocabulary "

@@ -13,7 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 import kvtier
-from kvtier.engine.checkpoint import read_config, read_eos_token_ids, read_weights
+from kvtier.engine.checkpoint import (
+    SamplingDefaults,
+    read_config,
+    read_eos_token_ids,
+    read_sampling_defaults,
+    read_weights,
+)
 from kvtier.engine.model_names import BUILTIN, RandomName, find_model
 from kvtier.engine.profile import KVProfile, measure, refuse_layers
 from kvtier.engine.random_models import random_config, random_module
@@ -49,6 +55,7 @@ class LoadedModel:
     module: PreTrainedModel
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
+    sampling_defaults: SamplingDefaults
     max_tokens: int
     profile: KVProfile
 
@@ -61,6 +68,7 @@ def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
     config = read_config(directory)
     refuse_unsupported(config, name)
     eos_token_ids = read_eos_token_ids(directory, config)
+    sampling_defaults = read_sampling_defaults(directory)
     dtype = choose_dtype(dtype_name, device, config)
     tokenizer = Tokenizer(directory)  # before the weights: reading these takes minutes
     with _identified(directory) as weights:
@@ -75,6 +83,7 @@ def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
         module=module,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
+        sampling_defaults=sampling_defaults,
         max_tokens=_max_tokens(config, name),
         profile=profile,
     )
@@ -147,6 +156,7 @@ def _random_model(name: str, device: torch.device, dtype_name: str) -> LoadedMod
         module=module,
         tokenizer=tokenizer,
         eos_token_ids=(),
+        sampling_defaults=SamplingDefaults(),
         max_tokens=_max_tokens(config, name),
         profile=measure(module, name),
     )

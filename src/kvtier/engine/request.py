@@ -11,8 +11,9 @@ from threading import Event
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from kvtier.engine.sampling import Sampler, SamplingParams
+from kvtier.engine.sampling import Sampler, SamplingParams, prompt_logprobs
 from kvtier.errors import CacheError
 from kvtier.hints import Hint
 from kvtier.ladder import Prefetch
@@ -56,6 +57,8 @@ class Completion:
     hit_tokens: the same by tier.
     ttft_s, e2e_s: time from submission to the first token, and to the end.
     logits: float32 [num_tokens, vocab_size] if ``keep_logits`` is set.
+    prompt_tokens: the prompt with log probabilities if ``prompt_logprobs`` is set; the first token
+    has none.
     explanation: on request, if the request was scheduled.
     marks: times of its events.
     """
@@ -70,6 +73,7 @@ class Completion:
     ttft_s: float
     e2e_s: float
     logits: npt.NDArray[np.float32] | None
+    prompt_tokens: tuple[Token, ...] = ()
     explanation: Explanation | None = None
     marks: Marks | None = None
 
@@ -121,6 +125,8 @@ class Request:
     wants_explanation: whether to explain the source of its prompt's KV.
     hint: the client's hints.
     is_waited_for: whether the cache was told that it waits.
+    ends: tokens that end the answer.
+    on_prompt: called with ``prompt_tokens`` when they are complete, before the first token.
     """
 
     prompt: Sequence[int]
@@ -130,6 +136,8 @@ class Request:
     on_token: Callable[[Token], None] | None
     on_done: Callable[[Completion], None] | None
     sampler: Sampler
+    ends: frozenset[int] = frozenset()
+    on_prompt: Callable[[Sequence[Token]], None] | None = None
     submitted: float = field(default_factory=time.perf_counter)
     namespace: bytes = b""
     turn: Turn = (0, 0)
@@ -150,6 +158,7 @@ class Request:
     num_cached: int = 0
     hit_tokens: dict[str, int] = field(default_factory=dict)
     tokens: list[Token] = field(default_factory=list)
+    prompt_tokens: list[Token] = field(default_factory=list)
     logits: list[npt.NDArray[np.float32]] = field(default_factory=list)
     first_token_s: float = 0.0
     finished: Event = field(default_factory=Event)
@@ -158,6 +167,21 @@ class Request:
     @property
     def last_token(self) -> int:
         return self.tokens[-1].token_id
+
+    def score(self, start: int, logits: torch.Tensor) -> None:
+        """Add the log probabilities of prompt tokens that follow from a chunk's logits.
+
+        start: first token of the chunk.
+        logits: float32 [num_tokens, vocab_size], CPU.
+        """
+        if start == 0:
+            self.prompt_tokens = [Token(self.prompt[0])]
+        assert self.params.prompt_logprobs is not None
+        next_ids = self.prompt[start + 1 : start + 1 + len(logits)]
+        found = prompt_logprobs(logits[: len(next_ids)], next_ids, self.params.prompt_logprobs)
+        self.prompt_tokens += map(Token, next_ids, *zip(*found, strict=True)) if found else ()
+        if len(self.prompt_tokens) == len(self.prompt) and self.on_prompt is not None:
+            self.on_prompt(tuple(self.prompt_tokens))
 
     def add(self, token: Token, logits: npt.NDArray[np.float32] | None) -> None:
         """Add the next token."""
@@ -207,6 +231,7 @@ class Request:
             ttft_s=self.first_token_s,
             e2e_s=self.marks.ended - self.submitted,
             logits=np.stack(self.logits) if self.logits else None,
+            prompt_tokens=tuple(self.prompt_tokens),
             explanation=self.explanation,
             marks=self.marks,
         )

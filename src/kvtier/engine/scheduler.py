@@ -65,7 +65,6 @@ class Scheduler:
         cache: Cache,
         runner: ModelRunner,
         info: EngineInfo,
-        eos_token_ids: tuple[int, ...],
         max_running: int,
         follow_loads: bool = True,
     ) -> None:
@@ -73,7 +72,6 @@ class Scheduler:
         self._hints = Hints(cache)
         self._runner = runner
         self._info = info
-        self._eos = frozenset(eos_token_ids)
         self._max_running = max_running
         self.follow_loads = follow_loads
         self._waiting = WaitingRequests(cache)
@@ -236,7 +234,8 @@ class Scheduler:
         began = time.perf_counter()
         span = Span(lease.slots, start, end)
         try:
-            logits = self._runner.prefill(request.prompt[start:end], span, gate)
+            keep = 1 if request.params.prompt_logprobs is None else end - start
+            rows = self._runner.prefill_tail(request.prompt[start:end], span, keep, gate)
         except DeviceError as error:
             if gate is None:
                 raise
@@ -258,9 +257,14 @@ class Scheduler:
         request.num_computed = end
         if end == len(request.prompt) or end % (COMMIT_CHUNKS * grid) == 0:
             self._commit(request)
+        if request.params.prompt_logprobs is not None:
+            request.score(start, rows)
         if end == len(request.prompt):
             request.stage = Stage.DECODE
-            self._add(request, choose(logits[None], [request.sampler])[0], logits)
+            if request.params.max_tokens:
+                self._add(request, choose(rows[-1:], [request.sampler])[0], rows[-1])
+            else:
+                self._end(request, "length")
         return end - start
 
     def _commit(self, request: Request) -> None:
@@ -308,12 +312,17 @@ class Scheduler:
         """Add a token chosen from ``logits`` (float32 [vocab_size]); it may be the last one."""
         if token_id == NO_TOKEN:
             raise ValueError("the model's logits are no numbers")
-        params = request.params
+        params, shaper = request.params, request.sampler.shaper
+        if shaper is not None:
+            if not shaper.error:
+                shaper.accept(token_id)
+            if shaper.error:
+                raise ValueError(shaper.error)
         token = Token(token_id)
         if params.num_logprobs is not None:
             token = Token(token_id, *logprobs(logits.cpu(), token_id, params.num_logprobs))
         request.add(token, logits.cpu().numpy().copy() if params.keep_logits else None)
-        if token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos):
+        if token_id in request.ends or (shaper is not None and shaper.is_complete):
             self._end(request, "stop")
         elif len(request.tokens) >= params.max_tokens:
             self._end(request, "length")

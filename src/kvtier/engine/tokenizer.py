@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from kvtier.engine.checkpoint import reading
 from kvtier.errors import ConfigError
+
+KEPT_VARIABLES = frozenset(
+    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+) | {"messages", "raise_exception", "strftime_now"}
+"""Variables that requests may not set: arguments of transformers, and what it sets itself."""
 
 _UNFINISHED = "\ufffd"
 
@@ -32,11 +39,18 @@ class Tokenizer:
             own = self._tokenizer.get_vocab().keys() - self._tokenizer.get_added_vocab().keys()
         if not own:  # some tokenizers load without their files, with an empty vocabulary
             raise _missing(directory)
+        self._texts: dict[int, str] = {}
         self._tokenizer.model_max_length = sys.maxsize  # the engine refuses what is too long
 
     @property
     def vocab_size(self) -> int:
         return len(self._tokenizer)
+
+    @property
+    def own(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of transformers."""
+        found: PreTrainedTokenizerBase = self._tokenizer
+        return found
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """Return the token ids of ``text``.
@@ -53,16 +67,41 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, including special ones."""
-        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+        text = self._texts.get(token_id)
+        if text is None:
+            text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+            self._texts[token_id] = text
+        return text
 
     @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text of a conversation, ready for the assistant's next turn."""
-        text = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
+        variables: Mapping[str, object] | None = None,
+        *,
+        for_answer: bool = True,
+    ) -> str:
+        """Return the text of a conversation, by the model's chat template.
+
+        tools: functions that the model may call, as in the OpenAI API.
+        variables: further variables of the template. Raises ``ValueError`` for one that
+        transformers keeps for itself.
+        for_answer: whether the assistant's next turn follows.
+        """
+        variables = variables or {}
+        if kept := sorted(KEPT_VARIABLES & variables.keys()):
+            raise ValueError(f"{kept[0]} is no variable of templates")
+        render = cast("Callable[..., str]", self._tokenizer.apply_chat_template)
+        text = render(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            add_generation_prompt=for_answer,
+            tokenize=False,
+            **variables,
         )
         return str(text)
 

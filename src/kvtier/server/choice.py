@@ -87,11 +87,19 @@ class AnswerChoice:
     """Collects the tokens of one engine request.
 
     prefix: text to emit before the first token's.
+    min_tokens: stop strings do not count in the text of this number of tokens.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], prefix: str = "") -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        prefix: str = "",
+        min_tokens: int = 0,
+    ) -> None:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
+        self._min_tokens = min_tokens
         self._prefix = prefix
         self._held: deque[tuple[TextToken, int]] = deque()
         self._num_pushed = 0
@@ -114,7 +122,18 @@ class AnswerChoice:
         text = self._detokenizer.push(token.token_id)
         start, self._num_pushed = self._num_pushed, self._num_pushed + len(text)
         self._held.append((TextToken(token, start), self._num_pushed))
-        return self._give(self._matcher.push(text))
+        is_early = self.num_tokens <= self._min_tokens
+        return self._give(text if is_early else self._matcher.push(text))
+
+    def push_prompt(self, tokens: Sequence[Token], offsets: Sequence[int]) -> TextPiece:
+        """Return the prefix with the prompt's tokens; before any generated one.
+
+        offsets: of their texts in the prefix. Those of generated tokens go on after it.
+        """
+        prefix, self._prefix = self._prefix, ""
+        self._num_pushed = self._num_given = len(prefix)
+        texts = map(TextToken, tokens, offsets)
+        return TextPiece(prefix, tuple(texts))
 
     def finish(self, reason: str) -> TextPiece:
         """Return the last piece. reason: why the engine ended; a stop string overrides it."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from kvtier.engine import Tokenizer
+from kvtier.engine import Grammar, Tokenizer
 from kvtier.server.answer import Answerer, AnswerForm, Whole
 from kvtier.server.choice import TextPiece, TextToken
-from kvtier.server.errors import bad_request
 from kvtier.server.fields import Prompt
 from kvtier.server.generation import ChoiceOrder
+from kvtier.server.grammars import compiled, grammar_of_answer
 from kvtier.server.logprobs import completion_logprobs
 from kvtier.server.responses import CompletionChoice, CompletionLogprobs
 from kvtier.server.schemas import CompletionRequest, takes
@@ -20,6 +21,18 @@ from kvtier.server.service import Encode, Service
 
 DEFAULT_MAX_TOKENS = 16
 """Default of ``max_tokens`` in the OpenAI API."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionPrompts:
+    """Prompts as token ids, and what every answer has to be.
+
+    echoes: text to begin each prompt's answers with; offsets of the prompt's tokens in it.
+    """
+
+    prompts: list[list[int]]
+    echoes: list[tuple[str, list[int]]]
+    grammar: Grammar | None
 
 
 class CompletionForm(AnswerForm):
@@ -70,35 +83,50 @@ def completions_router(service: Service) -> APIRouter:
     @router.post("/v1/completions", openapi_extra=takes(CompletionRequest))
     async def create_completion(request: Request) -> Response:
         """Continue one or more prompts."""
-        body, prompts = await service.prepare(request, CompletionRequest, prepare)
+        body, prepared = await service.prepare(request, CompletionRequest, prepare)
         orders: list[ChoiceOrder] = []
-        for token_ids, prompt in zip(prompts, body.prompt, strict=True):
+        for token_ids, (echo, offsets) in zip(prepared.prompts, prepared.echoes, strict=True):
             orders += service.orders(
                 body,
                 token_ids,
                 max_tokens=body.max_tokens,
                 default_max_tokens=DEFAULT_MAX_TOKENS,
                 num_logprobs=body.logprobs,
-                echo=text_of(prompt) if body.echo else "",
+                echo=echo,
+                offsets=offsets,
+                grammar=prepared.grammar,
             )
         generation = service.start(request, body, orders)
         form = CompletionForm(tokenizer, body.logprobs)
         return await Answerer(service, request, body, form).answer(generation)
 
-    def prepare(body: CompletionRequest, encode: Encode) -> list[list[int]]:
+    def prepare(body: CompletionRequest, encode: Encode) -> CompletionPrompts:
         service.check(body, len(body.prompt))
-        if body.echo and body.logprobs is not None:
-            raise bad_request(
-                "echo with logprobs is not supported by this server; leave one of them out.",
-                "echo",
-                "unsupported_parameter",
-            )
-        return [
+        prompts = [
             encode(each, special_tokens=True) if isinstance(each, str) else each
             for each in body.prompt
         ]
-
-    def text_of(prompt: Prompt) -> str:
-        return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+        scores = body.echo and body.logprobs is not None
+        echoes = [
+            _echo(tokenizer, prompt, token_ids, scores) if body.echo else ("", [])
+            for prompt, token_ids in zip(body.prompt, prompts, strict=True)
+        ]
+        rules = grammar_of_answer(body.response_format)
+        return CompletionPrompts(
+            prompts, echoes, compiled(service.engine, rules, "response_format")
+        )
 
     return router
+
+
+def _echo(
+    tokenizer: Tokenizer, prompt: Prompt, token_ids: Sequence[int], scores: bool
+) -> tuple[str, list[int]]:
+    """Return the prompt's text; with ``scores`` also where the text of each token begins in it."""
+    if not scores:
+        return (prompt if isinstance(prompt, str) else tokenizer.decode(token_ids)), []
+    detokenizer, text, offsets = tokenizer.detokenizer(), "", []
+    for token_id in token_ids:
+        offsets.append(len(text))
+        text += detokenizer.push(token_id)
+    return text + detokenizer.flush(), offsets

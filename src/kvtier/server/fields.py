@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import (
@@ -28,6 +30,43 @@ from kvtier.server.errors import show
 
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1024
+
+MAX_BIAS = 100
+MAX_STOP_IDS = 64
+MAX_TOOL_NAME = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call.
+
+    parameters: JSON schema of its arguments.
+    given: as the client sent it; chat templates render that.
+    """
+
+    name: str
+    parameters: dict[str, object]
+    given: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Calls that are wanted.
+
+    mode: none, auto or required.
+    name: of the only one that is.
+    """
+
+    mode: str
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFormat:
+    """JSON schema of the answer."""
+
+    schema: dict[str, object]
+
 
 Prompt = str | list[int]
 """One prompt: text, or token ids."""
@@ -91,8 +130,10 @@ def parse_stops(value: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def parse_content(value: object) -> str:
-    """Return the text of a message: a string, or a list of text parts."""
+def parse_content(value: object) -> str | None:
+    """Return the text of a message: a string, a list of text parts, or null."""
+    if value is None:
+        return None
     parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
     if not isinstance(parts, list):
         raise ValueError(f"content is {show(value)}, but must be a text or a list of text parts")
@@ -108,6 +149,160 @@ def parse_content(value: object) -> str:
         _check_text("content", text)
         texts.append(text)
     return "".join(texts)
+
+
+def parse_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    """Return (token id, number) pairs of an object with token ids as keys."""
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise ValueError(f"logit_bias is {show(value)}, but must be an object of token ids")
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise ValueError(f"logit_bias has the key {show(key)}, but keys must be token ids")
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(
+                f"logit_bias of token {key} is {show(bias)}, but must be a number in "
+                f"{-MAX_BIAS} .. {MAX_BIAS}"
+            )
+    return tuple((int(key), float(bias)) for key, bias in value.items())
+
+
+def parse_token_ids(value: object) -> tuple[int, ...]:
+    """Return token ids; null for none."""
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not _is_token_ids(value) or len(value) > MAX_STOP_IDS:
+        raise ValueError(
+            f"stop_token_ids is {show(value)}, but must be a list of at most {MAX_STOP_IDS} token "
+            "ids"
+        )
+    return tuple(value)
+
+
+def parse_tools(value: object) -> tuple[Tool, ...]:
+    """Return the functions that the model may call; null for none."""
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise ValueError(f"tools is {show(value)}, but must be a list of functions")
+    return tuple(_parse_tool(each) for each in value)
+
+
+def _parse_tool(value: object) -> Tool:
+    kind = value.get("type") if isinstance(value, dict) else None
+    function = value.get("function") if isinstance(value, dict) else None
+    if kind != "function" or not isinstance(value, dict) or not isinstance(function, dict):
+        raise ValueError(
+            f"tools has one of type {show(kind)}; this server knows "
+            '{"type": "function", "function": {...}} only: for others use vLLM or SGLang'
+        )
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_TOOL_NAME:
+        raise ValueError(
+            f"tools has a function with the name {show(name)}, but it must be a text of 1 to "
+            f"{MAX_TOOL_NAME} characters"
+        )
+    if parameters is not None and not isinstance(parameters, dict):
+        raise ValueError(
+            f"tools has the function {show(name)} with the parameters {show(parameters)}, but they "
+            "must be a JSON schema"
+        )
+    _check_texts("tools", value)
+    return Tool(name, parameters or {"type": "object"}, value)
+
+
+def _check_texts(name: str, value: object) -> None:
+    """Check all texts in a JSON value."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} has half of a surrogate pair; send whole characters") from error
+
+
+def parse_tool_choice(value: object) -> ToolChoice:
+    """Return which calls are wanted; null for the default."""
+    if value is None or value in ("none", "auto", "required"):
+        return ToolChoice(str(value or "auto"))
+    function = value.get("function") if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(value, dict) or value.get("type") != "function" or not isinstance(name, str):
+        raise ValueError(
+            f'tool_choice is {show(value)}, but must be "none", "auto", "required" or '
+            '{"type": "function", "function": {"name": ...}}: for others use vLLM or SGLang'
+        )
+    return ToolChoice("required", name)
+
+
+def parse_tool_calls(value: object) -> list[dict[str, object]]:
+    """Return the calls of an earlier answer as chat templates take them: arguments as objects."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise ValueError(f"tool_calls is {show(value)}, but must be a list of calls")
+    calls: list[dict[str, object]] = []
+    for each in value:
+        function = each.get("function") if isinstance(each, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str):
+            raise ValueError(
+                f'tool_calls has {show(each)}; a call is {{"id": ..., "type": "function", '
+                '"function": {"name": ..., "arguments": ...}}'
+            )
+        arguments = _parse_arguments(function.get("arguments"))
+        _check_texts("tool_calls", [each, arguments])
+        call_id = {"id": each["id"]} if isinstance(each.get("id"), str) else {}
+        made = {"name": name, "arguments": arguments}
+        calls.append({**call_id, "type": "function", "function": made})
+    return calls
+
+
+def _parse_arguments(value: object) -> dict[str, object]:
+    found: object = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value) if value.strip() else {}
+        except (ValueError, RecursionError):
+            found = None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"tool_calls has the arguments {show(value)}, but they must be a JSON object, as text"
+        )
+    return found
+
+
+def parse_response_format(value: object) -> ResponseFormat | None:
+    """Return the JSON that an answer has to be; None for any text."""
+    kind = value.get("type") if isinstance(value, dict) else value
+    if kind is None and value is None:
+        return None
+    if isinstance(value, dict) and kind == "text":
+        return None
+    if isinstance(value, dict) and kind == "json_object":
+        return ResponseFormat({"type": "object"})
+    if not isinstance(value, dict) or kind != "json_schema":
+        raise ValueError(
+            f"response_format is of type {show(kind)}; this server knows text, json_object and "
+            "json_schema: for others use vLLM or SGLang"
+        )
+    given = value.get("json_schema")
+    schema = given.get("schema") if isinstance(given, dict) else None
+    if not isinstance(schema, dict):
+        raise ValueError(
+            'response_format has no schema; send {"type": "json_schema", "json_schema": {"name": '
+            '..., "schema": {...}}}'
+        )
+    return ResponseFormat(schema)
+
+
+def parse_variables(value: object) -> dict[str, object]:
+    """Return variables for the chat template; null for none."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"chat_template_kwargs is {show(value)}, but must be an object")
+    _check_texts("chat_template_kwargs", value)
+    return value
 
 
 def parse_hinted(value: object) -> Hint | None:
@@ -141,10 +336,38 @@ Stops = Annotated[
     PlainValidator(parse_stops),
     WithJsonSchema({"anyOf": [{"type": "string"}, {**_TEXTS, "maxItems": MAX_STOPS}]}),
 ]
+_OBJECTS: dict[str, object] = {"type": "array", "items": {"type": "object"}}
 Content = Annotated[
-    str,
+    str | None,
     PlainValidator(parse_content),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
+    WithJsonSchema({"anyOf": [{"type": "string"}, _OBJECTS, {"type": "null"}]}),
+]
+LogitBias = Annotated[
+    tuple[tuple[int, float], ...],
+    PlainValidator(parse_logit_bias),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
+]
+TokenIds = Annotated[
+    tuple[int, ...],
+    PlainValidator(parse_token_ids),
+    WithJsonSchema({**_TOKEN_IDS, "maxItems": MAX_STOP_IDS}),
+]
+Tools = Annotated[tuple[Tool, ...], PlainValidator(parse_tools), WithJsonSchema(_OBJECTS)]
+Choice = Annotated[
+    ToolChoice,
+    PlainValidator(parse_tool_choice),
+    WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}),
+]
+Calls = Annotated[
+    list[dict[str, object]], PlainValidator(parse_tool_calls), WithJsonSchema(_OBJECTS)
+]
+Format = Annotated[
+    ResponseFormat | None,
+    PlainValidator(parse_response_format),
+    WithJsonSchema({"type": "object", "required": ["type"]}),
+]
+Variables = Annotated[
+    dict[str, object], PlainValidator(parse_variables), WithJsonSchema({"type": "object"})
 ]
 _RANGE: dict[str, object] = {
     "type": "object",

@@ -27,14 +27,23 @@ from kvtier.server.responses import Usage
 from kvtier.server.tracing import tell_stored
 from kvtier.telemetry.traces import RequestSpan
 
+Event = Token | Sequence[Token] | Completion
+"""A token, the prompt's tokens, or the end of a choice."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChoiceOrder:
-    """One choice to generate. is_first: whether it is the first one of its prompt."""
+    """One choice to generate.
+
+    echo: text to begin with.
+    offsets: of the prompt's tokens in it, if their log probabilities are wanted.
+    is_first: whether it is the first one of its prompt.
+    """
 
     prompt: Sequence[int]
     params: SamplingParams
     echo: str = ""
+    offsets: Sequence[int] = ()
     is_first: bool = True
 
 
@@ -68,9 +77,9 @@ class Generation:
         self._explains = explains
         self.span = span if span is not None and span.is_recording else None
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, Token | Completion]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._choices = [
-            AnswerChoice(engine.tokenizer.detokenizer(), stops, order.echo)
+            AnswerChoice(engine.tokenizer.detokenizer(), stops, order.echo, order.params.min_tokens)
             for order in self._orders
         ]
         self._completions: dict[int, Completion] = {}
@@ -95,6 +104,7 @@ class Generation:
                 explain=(self._explains and order.is_first) or self.span is not None,
                 on_stored=None if self.span is None else partial(self._put_stored, self.span),
                 hint=self._hint,
+                on_prompt=put,
             )
         except RequestError as error:
             raise bad_request(str(error)) from error
@@ -103,7 +113,7 @@ class Generation:
         except Closed as error:
             raise shutting_down() from error
 
-    def _put(self, at: int, event: Token | Completion) -> None:
+    def _put(self, at: int, event: Event) -> None:
         """Queue an event. Called on the engine's thread; the loop may be closed at shutdown."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, (at, event))
@@ -125,6 +135,9 @@ class Generation:
                 self._completions[at] = event
                 self._check(event, choice)
                 yield at, choice.finish(event.finish_reason)
+                continue
+            if not isinstance(event, Token):
+                yield at, choice.push_prompt(event, self._orders[at].offsets)
                 continue
             was_stopped = choice.stopped
             piece = choice.push(event)

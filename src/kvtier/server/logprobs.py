@@ -17,11 +17,15 @@ def completion_logprobs(
 ) -> CompletionLogprobs:
     """Return four lists with one entry per token.
 
-    num_top: alternatives per token; the chosen one is added if it is not among them.
+    num_top: alternatives per token; the chosen one is added if it is not among them. The first
+    token of a prompt has neither.
     """
     texts = [tokenizer.token_text(each.token.token_id) for each in tokens]
-    tops: list[dict[str, float]] = []
+    tops: list[dict[str, float] | None] = []
     for text, each in zip(texts, tokens, strict=True):
+        if each.token.logprob is None:  # the first token of a prompt
+            tops.append(None)
+            continue
         top: dict[str, float] = {}
         for token_id, logprob in each.token.top_logprobs[:num_top]:
             top.setdefault(tokenizer.token_text(token_id), _finite(logprob))
@@ -29,7 +33,9 @@ def completion_logprobs(
         tops.append(top)
     return {
         "tokens": texts,
-        "token_logprobs": [_finite(each.token.logprob) for each in tokens],
+        "token_logprobs": [
+            None if each.token.logprob is None else _finite(each.token.logprob) for each in tokens
+        ],
         "top_logprobs": tops if num_top else None,
         "text_offset": [each.offset for each in tokens],
     }

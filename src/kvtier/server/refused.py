@@ -21,29 +21,24 @@ LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "servic
 HARMLESS: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
-    "min_p": (0,),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "prompt_cache_options": (),
     "prompt_cache_retention": ("in_memory", "in-memory"),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
 """Refused parameters, with the neutral values that are accepted."""
+
+
+_OWN = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
+"""Fields of messages of one role."""
 
 
 def refuse_unsupported(request: GenerationRequest) -> None:
@@ -73,7 +68,9 @@ def _refuse_parameter(name: str, value: object, known: list[str]) -> None:
         return
     if name in HARMLESS:
         raise _unsupported(
-            f"{name}={show(value)} is not supported by this server; leave it out.", name
+            f"{name}={show(value)} is not supported by this server; leave it out, or serve the "
+            "model with vLLM or SGLang, to which kvtier connects.",
+            name,
         )
     raise _unknown(name, known)
 
@@ -86,6 +83,17 @@ def _unknown(name: str, known: list[str]) -> ApiError:
 
 def _refuse_message(at: int, message: ChatMessage) -> None:
     """Refuse fields of messages. Empty fields from earlier answers are accepted."""
+    if message.content is None and message.role != "assistant":
+        where = f"messages[{at}].content"
+        raise bad_request(f"{where} is missing; this request needs it.", where, "missing")
+    for name, role in _OWN.items():
+        if getattr(message, name) and message.role != role:
+            where = f"messages[{at}].{name}"
+            raise bad_request(
+                f"{where} belongs to a message of the {role}, but this one is of the "
+                f"{message.role}.",
+                where,
+            )
     for name, value in (message.model_extra or {}).items():
         if value not in (None, [], {}):
             where = f"messages[{at}].{name}"

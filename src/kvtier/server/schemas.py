@@ -8,7 +8,23 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
 from pydantic.json_schema import models_json_schema
 
 from kvtier.hints import Hint, KvHints
-from kvtier.server.fields import Content, Hinted, Orchestrated, Prompts, Stops, Text, none_is
+from kvtier.server.fields import (
+    Calls,
+    Choice,
+    Content,
+    Format,
+    Hinted,
+    LogitBias,
+    Orchestrated,
+    Prompts,
+    Stops,
+    Text,
+    TokenIds,
+    ToolChoice,
+    Tools,
+    Variables,
+    none_is,
+)
 
 Flag = Annotated[bool, Field(strict=True), none_is(False)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -39,16 +55,28 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions | None = None
     n: Annotated[Count, Field(ge=1, le=16), none_is(1)] = 1
     max_tokens: Annotated[Count, Field(ge=1)] | None = None
-    temperature: Annotated[Number, Field(ge=0, le=2), none_is(1.0)] = 1.0
-    top_p: Annotated[Number, Field(gt=0, le=1), none_is(1.0)] = 1.0
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2), none_is(0.0)] = 0.0
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2), none_is(0.0)] = 0.0
+    logit_bias: LogitBias = ()
+    response_format: Format = None
     seed: Annotated[Count, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stops = ()
     user: Text | None = None
     """Ignored."""
 
     # -- extensions -------------------------------------------------------------------------------
-    top_k: Annotated[Count, Field(ge=-1), AfterValidator(lambda k: max(k, 0)), none_is(0)] = 0
+    top_k: Annotated[Count, Field(ge=-1), AfterValidator(lambda k: max(k, 0))] | None = None
     """Choose among the k likeliest tokens; 0 or -1 for all."""
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    """Leave out tokens less likely than this share of the likeliest one."""
+    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
+    """Divide positive logits of tokens in prompt and answer by it, multiply negative ones."""
+    stop_token_ids: TokenIds = ()
+    """Tokens that end the answer, beside the model's own."""
+    min_tokens: Annotated[Count, Field(ge=0), none_is(0)] = 0
+    """Number of tokens before any that ends the answer."""
     ignore_eos: Flag = False
     """Continue to max_tokens."""
     cache_salt: Annotated[Text, Field(max_length=1024), none_is("")] = ""
@@ -68,6 +96,7 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Prompts
+    max_tokens: Annotated[Count, Field(ge=0)] | None = None
     echo: Flag = False
     logprobs: Annotated[Count, Field(ge=0, le=20)] | None = None
 
@@ -77,9 +106,12 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = None
     name: Text | None = None
+    tool_calls: Calls = []
+    tool_call_id: Text | None = None
+    reasoning_content: Text | None = None
 
 
 class ChatRequest(GenerationRequest):
@@ -89,6 +121,13 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
     logprobs: Flag = False
     top_logprobs: Annotated[Count, Field(ge=0, le=20)] | None = None
+    tools: Tools = ()
+    tool_choice: Choice = ToolChoice("auto")
+    parallel_tool_calls: Annotated[bool, Field(strict=True), none_is(True)] = True
+
+    # -- extensions -------------------------------------------------------------------------------
+    chat_template_kwargs: Variables = {}
+    """Further variables of the model's chat template."""
 
 
 _COMPONENTS = "#/components/schemas/"

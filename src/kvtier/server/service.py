@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from kvtier import __version__
-from kvtier.engine import Engine, SamplingParams
+from kvtier.engine import Engine, Grammar, SamplingParams
 from kvtier.recording import Chains, Recorder, salt_from_environment
 from kvtier.server.asking import wants_explanation
 from kvtier.server.bodies import Bodies, Body
@@ -42,6 +42,11 @@ from kvtier.telemetry.traces import open_traces
 B = TypeVar("B", bound=BaseModel)
 R = TypeVar("R", bound=GenerationRequest)
 T = TypeVar("T")
+
+
+def given(value: T | None, default: T) -> T:
+    """Return the value of a request, else the default."""
+    return default if value is None else value
 
 
 def parse(content: bytes, content_type: str, schema: type[B]) -> B:
@@ -262,12 +267,16 @@ class Service:
         default_max_tokens: int,
         num_logprobs: int | None,
         echo: str = "",
+        offsets: Sequence[int] = (),
+        grammar: Grammar | None = None,
     ) -> list[ChoiceOrder]:
         """Return the ``n`` choices of one prompt.
 
         max_tokens: None for the default, limited by the available room; a value above the available
         room is an error.
+        offsets: of the prompt's tokens in ``echo``, if they get log probabilities.
         """
+        defaults = self.engine.sampling_defaults
         room = self._room(prompt)
         if max_tokens is not None and max_tokens > room:
             raise self._too_long(
@@ -279,15 +288,27 @@ class Service:
             ChoiceOrder(
                 prompt,
                 SamplingParams(
-                    max_tokens=max_tokens or min(default_max_tokens, room),
-                    temperature=request.temperature,
-                    top_p=request.top_p,
-                    top_k=request.top_k,
+                    max_tokens=min(default_max_tokens, room) if max_tokens is None else max_tokens,
+                    temperature=given(request.temperature, defaults.temperature),
+                    top_p=given(request.top_p, defaults.top_p),
+                    top_k=given(request.top_k, defaults.top_k),
+                    min_p=given(request.min_p, defaults.min_p),
+                    presence_penalty=request.presence_penalty,
+                    frequency_penalty=request.frequency_penalty,
+                    repetition_penalty=given(
+                        request.repetition_penalty, defaults.repetition_penalty
+                    ),
+                    logit_bias=request.logit_bias,
+                    min_tokens=request.min_tokens,
+                    grammar=grammar,
                     seed=None if request.seed is None else request.seed + at,
+                    stop_token_ids=request.stop_token_ids,
                     ignore_eos=request.ignore_eos,
                     num_logprobs=num_logprobs,
+                    prompt_logprobs=num_logprobs if offsets else None,
                 ),
                 echo,
+                offsets,
                 is_first=at == 0,
             )
             for at in range(request.n)

@@ -1,0 +1,135 @@
+"""Grammars that an answer has to follow, by llguidance (the extra ``grammar``).
+
+A grammar is compiled once per request, on any thread. The engine's thread then asks for the tokens
+that may follow, one token at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import CacheError, install_command
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+
+class GrammarError(CacheError, ValueError):
+    """The grammar cannot be used; the message says why."""
+
+
+class NoGrammars(GrammarError):  # noqa: N818 - a state, not a failure
+    """There are no grammars here: the library is missing, or the tokenizer is unfit."""
+
+
+class Matcher:
+    """Place of one answer in its grammar. Used by one thread at a time."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def allowed(self, vocab_size: int) -> npt.NDArray[np.bool_]:
+        """Return which tokens may follow: bool [vocab_size]; none of them after an error."""
+        found = np.zeros(vocab_size, np.bool_)
+        try:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        except ValueError:  # too complex to go on; ``error`` says so
+            return found
+        known = np.unpackbits(bits, bitorder="little")[:vocab_size]
+        found[: len(known)] = known
+        return found
+
+    def accept(self, token_id: int) -> None:
+        """Go on by a token; an error if it is not allowed."""
+        self._matcher.consume_token(token_id)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow."""
+        return self._matcher.is_stopped()
+
+    @property
+    def error(self) -> str:
+        """Why the answer cannot go on; "" if it can."""
+        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+
+class Grammar:
+    """A compiled grammar."""
+
+    def __init__(self, start: LLMatcher) -> None:
+        self._start = start
+
+    def matcher(self) -> Matcher:
+        """Return a matcher at the grammar's start."""
+        return Matcher(self._start.deep_copy())
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer. Thread-safe.
+
+    vocab_size: number of the model's logits.
+    eos_token_ids: allowed where a grammar may end.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = max(vocab_size, len(tokenizer))
+        self._eos = list(eos_token_ids)
+        self._made: LLTokenizer | None = None
+        self._lock = Lock()
+
+    def compile(self, lark: str) -> Grammar:
+        """Return a grammar.
+
+        lark: in llguidance's dialect of Lark, with JSON schemas inside.
+
+        Raises ``NoGrammars`` if there are none here, ``GrammarError`` if this one is wrong.
+        """
+        tokenizer = self._ready()
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(tokenizer, lark, log_level=0)
+        if matcher.is_error():
+            raise GrammarError(_first_line(matcher.get_error()))
+        return Grammar(matcher)
+
+    def _ready(self) -> LLTokenizer:
+        """Return the tokenizer for llguidance; the first time takes up to seconds."""
+        with self._lock:
+            if self._made is None:
+                try:
+                    from llguidance.hf import from_tokenizer
+                except ImportError as error:
+                    raise NoGrammars(
+                        "this server has no grammar library; its operator can add it: "
+                        f"{install_command('grammar')}"
+                    ) from error
+                try:
+                    self._made = from_tokenizer(
+                        self._tokenizer,  # type: ignore[arg-type]  # refused if it is not fast
+                        n_vocab=self._vocab_size,
+                        eos_token=self._eos or None,
+                    )
+                except Exception as error:  # whatever the library dislikes about a tokenizer
+                    why = " ".join(str(error).split()).rstrip(".")[:200]
+                    raise NoGrammars(
+                        f"the model's tokenizer is unfit for grammars ({why}); vLLM and SGLang may "
+                        "have another grammar library for it"
+                    ) from error
+            return self._made
+
+
+def _first_line(error: str) -> str:
+    """Return llguidance's reason without the place in the grammar, which the server wrote."""
+    line = error.strip().partition("\n")[0]
+    return re.sub(r"^at \d+\(\d+\): ", "", line).rstrip(".")[:200]
