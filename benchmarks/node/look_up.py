@@ -198,14 +198,14 @@ def _steps(num_calls: int) -> list[JsonRow]:
         frame = protocol.frame(protocol.LookupRequest(1, 0, told))
         split = protocol.split_keys(told, len(keys[0]))
         ready = held.room.look_up(split, has_gaps=False).ready
-        slots = held.lease(ready)
+        slots = protocol.unpack(held.lease(ready)[0])
         held.release(slots)
         codes = bytes([protocol.MEMORY]) * len(keys)
         packed = protocol.pack(slots)
         answer = protocol.LookupAnswer(1, codes, packed, packed, codes)
 
         def lease() -> None:
-            held.release(held.lease(ready))
+            held.release(protocol.unpack(held.lease(ready)[0]))
 
         steps: dict[str, Callable[[], object]] = {
             "join the keys": lambda: b"".join(keys),

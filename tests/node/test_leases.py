@@ -12,11 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier.devices.cpu import CpuDevice
+from kvtier.index.slot_leases import PythonSlotLeases
 from kvtier.keyed.cache import BlockLocation
 from kvtier.node.cache import NodeCache
 from kvtier.node.client import NodeClient
 from kvtier.node.engines import Holdings
 from kvtier.node.node import CacheNode
+from kvtier.node.protocol import unpack
 from kvtier.node.room import RoomKey
 from kvtier.node.users import SlotUser
 from kvtier.types import HOST
@@ -25,8 +27,10 @@ from tests.node.world import BLOCK, PATIENCE_S, SCOPE, LocalNode, config_of, loc
 KEYS = [bytes([number]) * 8 for number in range(6)]
 
 
-@pytest.fixture(scope="module")
-def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Holdings]:
+@pytest.fixture(scope="module", params=["of the index", "in Python"])
+def held(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Holdings]:
     """The leases of one engine in a room with six blocks."""
     node = CacheNode(config_of(tmp_path_factory.mktemp("node")), CpuDevice())
     wait_until(lambda: node.memory.num_free == node.memory.num_segments)
@@ -34,7 +38,13 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Holdings]:
     reserved = room.reserve(KEYS)
     assert reserved is not None
     room.commit(reserved.keys, range(6))
-    yield Holdings(room, SlotUser(1, 0, "engine"))
+    user = SlotUser(1, 5, "engine")
+    held = Holdings(room, user)
+    if request.param == "in Python":
+        held._leases = PythonSlotLeases(
+            room._index, HOST, room._rows, held.num_leases, user.mask, user.keeps
+        )
+    yield held
     node.check_invariants()
     node.close()
 
@@ -52,9 +62,16 @@ def test_each_lease_is_released_once_whatever_is_named(
     held.end()  # of an example that has failed
     for asked, named in steps:
         found = room.look_up([KEYS[at] for at in asked], has_gaps=False)
-        model.update(held.lease(found.ready).tolist())
+        room._last_use[:] = 0
+        slots, generations = map(unpack, held.lease(found.ready))
+        assert slots.tolist() == list(room._index.slots(found.ready, HOST))
+        assert generations.tolist() == room.generations(slots).tolist()
+        used = room.tier.segments_of(slots).tolist()
+        assert set(np.flatnonzero(room._last_use).tolist()) == set(used)
+        model.update(slots.tolist())
         held.release(np.array(named, np.int64))
         model -= Counter(named) & model
+        assert np.flatnonzero(room.tier.users == 1 << 5).tolist() == sorted(model)
         assert {at: num for at, num in enumerate(held.num_leases.tolist()) if num} == dict(model)
         blocks = room.ready_blocks(KEYS)
         assert model.keys() <= set(room._index.slots(blocks, HOST))

@@ -11,11 +11,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.hints import Said
 from kvtier.index.block_index import BlockIndex
 from kvtier.index.policies.replayed import LRU, POLICIES, RUNS
 from kvtier.index.residency import State
 from kvtier.index.selection import as_array, select
+from kvtier.index.slot_leases import PythonSlotLeases, SlotLeases, SlotRows
 from kvtier.keys import next_key
 from kvtier.types import NO_BLOCK, AnyColumn, BlockId, BlockName, Slot
 
@@ -215,6 +219,19 @@ class KeyIndex(BlockIndex):
         keys = self.keys(blocks)
         admitted = set(self.admit_keys(keys, column, num_free, least_chance))
         return [block for block, key in zip(blocks, keys, strict=True) if key in admitted]
+
+    # -- use --------------------------------------------------------------------------------------
+
+    def slot_leases(
+        self,
+        column: AnyColumn,
+        rows: SlotRows,
+        num_leases: npt.NDArray[np.uint32],
+        bit: int,
+        keeps: int,
+    ) -> SlotLeases:
+        """Return the leases of one user on slots of ``column``; see ``PythonSlotLeases``."""
+        return PythonSlotLeases(self, column, rows, num_leases, bit, keeps)
 
     # -- for tests --------------------------------------------------------------------------------
 

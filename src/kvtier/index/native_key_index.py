@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import cast
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier._hot import KeyIndex as Core
 from kvtier.hints import Said
 from kvtier.index.block_index import check_time
@@ -12,6 +15,7 @@ from kvtier.index.key_index import KeyedBlock, KeyIndex, KeyMatches, MissingKeys
 from kvtier.index.native_blocks import NativeBlocks
 from kvtier.index.policies.replayed import RUNS
 from kvtier.index.residency import State
+from kvtier.index.slot_leases import SlotLeases, SlotRows
 from kvtier.keys import PackedKeys, select_keys
 from kvtier.types import AnyColumn, BlockId, Slot
 
@@ -96,6 +100,17 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
     def touch(self, blocks: Iterable[BlockId], now: float) -> None:
         check_time(now)
         self._core.touch(blocks)
+
+    def slot_leases(
+        self,
+        column: AnyColumn,
+        rows: SlotRows,
+        num_leases: npt.NDArray[np.uint32],
+        bit: int,
+        keeps: int,
+    ) -> SlotLeases:
+        made = self._core.slot_leases(column, rows, num_leases, bit, keeps)
+        return cast("SlotLeases", made)
 
     # -- for tests and diagnosis ------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from kvtier.errors import CacheError
-from kvtier.index.selection import Int64s, as_array
+from kvtier.index.selection import as_array
 from kvtier.keyed.cache import BlockLocation
 from kvtier.keyed.waiters import Awaited
 from kvtier.keys import PackedKeys, select_keys
@@ -90,7 +90,7 @@ class Connection:
     ) -> None:
         """Send a message, with file descriptors.
 
-        undo: called if the process never reads the whole message.
+        undo: called if the process never reads the whole message, so is never told of its slots.
         """
         self._frames.send(protocol.frame(message), fds, undo)
         if self._frames.num_unsent > MOST_UNSENT_BYTES:
@@ -134,6 +134,8 @@ class Connection:
         if self._frames.is_hung_up and not isinstance(message, SLOT_NOTICES):
             return
         match message:
+            case protocol.RoomRequest() | protocol.RoomNotice() if self._engine is not None:
+                self._serve(message, self._engine)
             case protocol.AttachRequest():
                 self._hello(message)
             case _ if self._engine is None:
@@ -145,8 +147,6 @@ class Connection:
             case protocol.ReportNotice():
                 self._engine.num_failures += max(0, message.failures)
                 self._engine.num_pauses += max(0, message.pauses)
-            case protocol.RoomRequest() | protocol.RoomNotice():
-                self._serve(message, self._engine)
 
     def _hello(self, hello: protocol.AttachRequest) -> None:
         if self._engine is not None:
@@ -205,14 +205,22 @@ class Connection:
         match message:
             case protocol.LookupRequest():
                 found, pending = _look_up(message, held)
-                self._send_slots(found, held.release, unpack(found.slots))
+                self.send(found, undo=lambda: held.release(unpack(found.slots)))
                 if message.counts:
                     self._registry.lookups.add(time.monotonic() - self._frames.received_s)
                 if pending:
                     self._begin(self._watch(message.id, pending), engine)
+            case protocol.ReleaseNotice():
+                held.release(unpack(message.slots))
             case protocol.ReserveRequest():
                 reserved = _reserve(message, held)
-                self._send_slots(reserved, held.abort, unpack(reserved.slots))
+                self.send(reserved, undo=lambda: held.abort(unpack(reserved.slots)))
+            case protocol.CommitNotice():
+                slots, depths = unpack(message.slots), unpack(message.depths)
+                if len(slots) != len(depths) or ((depths < 0) | (depths >= 1 << 32)).any():
+                    raise ProtocolError("slots and their depths don't agree")
+                held.commit(slots, depths, message.to_storage)
+                self._registry.note_writes()
             case protocol.PromoteRequest():
                 keys = _keys(message.keys, room)
                 num = room.promote(keys, _keys(message.beside, room))
@@ -228,17 +236,9 @@ class Connection:
             case protocol.WatchNotice():
                 awaited = [room.wait_for_reads(_keys(message.keys, room))]
                 self._begin(self._watch(message.watch, awaited), engine)
-            case protocol.CommitNotice():
-                slots, depths = unpack(message.slots), unpack(message.depths)
-                if len(slots) != len(depths) or ((depths < 0) | (depths >= 1 << 32)).any():
-                    raise ProtocolError("slots and their depths don't agree")
-                held.commit(slots, depths, message.to_storage)
-                self._registry.note_writes()
             case protocol.AbortNotice():
                 held.abort(unpack(message.slots))
                 self._registry.note_writes()
-            case protocol.ReleaseNotice():
-                held.release(unpack(message.slots))
             case protocol.DistrustNotice():
                 held.distrust(unpack(message.slots))
             case protocol.UseNotice():
@@ -249,15 +249,6 @@ class Connection:
                 room.continues(_keys(message.keys, room), message.before)
             case protocol.HintNotice():
                 room.apply(_keys(message.keys, room), message.said)
-
-    def _send_slots(
-        self,
-        answer: protocol.LookupAnswer | protocol.FetchAnswer | protocol.ReserveAnswer,
-        give_back: Callable[[Int64s], object],
-        slots: Int64s,
-    ) -> None:
-        """Send an answer with slots, which are given back if the process is never told of them."""
-        self.send(answer, undo=lambda: give_back(slots))
 
     # -- requests that wait ------------------------------------------------------------------------
 
@@ -312,13 +303,13 @@ class Connection:
         there = np.array([place is BlockLocation.MEMORY for place in places], bool)
         ready = select_keys(keys, np.flatnonzero(there))
         slots, generations = np.full(len(keys), -1), np.zeros(len(keys), np.int64)
-        leased = held.lease(room.ready_blocks(ready))
-        slots[there], generations[there] = leased, room.generations(leased)
+        leased, its_generations = map(unpack, held.lease(room.ready_blocks(ready)))
+        slots[there], generations[there] = leased, its_generations
         failed = bytes(place in COMING for place in places)
         answer = protocol.FetchAnswer(
             request, protocol.pack(slots), protocol.pack(generations), failed
         )
-        self._send_slots(answer, held.release, leased)
+        self.send(answer, undo=lambda: held.release(leased))
 
 
 def _until(timeout_s: float) -> float:
@@ -363,14 +354,9 @@ def _look_up(
     found = room.look_up(_keys(message.keys, room), message.has_gaps)
     if message.counts:
         room.looked_up.add(found.codes)
-    slots = held.lease(found.ready)
+    slots, generations = held.lease(found.ready)
     answer = protocol.LookupAnswer(
-        message.id,
-        found.codes,
-        protocol.pack(slots),
-        protocol.pack(room.generations(slots)),
-        found.sources,
-        len(found.pending),
+        message.id, found.codes, slots, generations, found.sources, len(found.pending)
     )
     return answer, found.pending
 

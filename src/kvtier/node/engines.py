@@ -27,8 +27,6 @@ from kvtier.types import BlockId
 SO_PEERPIDFD = 77
 """Socket option for the process descriptor of the peer (Linux 6.5)."""
 CREDENTIALS = struct.Struct("3i")
-ONE, BELOW_ZERO = np.uint32(1), np.uint32(1 << 31)
-"""A lease; and what a count is at least that was lowered below zero."""
 
 
 class AttachError(CacheError):
@@ -107,30 +105,20 @@ class Holdings:
         self._users = room.tier.users
         self._mask, self._keeps = np.uint64(user.mask), np.uint64(user.keeps)
         self.num_leases = np.zeros(room.tier.num_slots, np.uint32)
+        self._leases = room.slot_leases(user, self.num_leases)
         self.is_reserved = np.zeros(room.tier.num_slots, bool)
         self.num_reserved = 0
 
-    def lease(self, blocks: Sequence[BlockId]) -> Int64s:
-        """Lease blocks that are in memory, once more. Return their slots."""
-        slots = self.room.lease(blocks)
-        self._users[slots] |= self._mask
-        np.add.at(self.num_leases, slots, ONE)
-        return slots
+    def lease(self, blocks: Sequence[BlockId]) -> tuple[bytes, bytes]:
+        """Lease blocks that are in memory, once more.
+
+        Returns their slots and generations, as ``protocol.pack`` has them.
+        """
+        return self._leases.lease(blocks, self.room.now_s)
 
     def release(self, slots: Int64s) -> None:
         """Release one lease of each slot. Slots that the engine has not leased are ignored."""
-        slots = self._existing(slots)
-        np.subtract.at(self.num_leases, slots, ONE)
-        if np.count_nonzero(self.num_leases[slots] >= BELOW_ZERO):  # named more often than leased
-            np.add.at(self.num_leases, slots, ONE)
-            at, num = np.unique(slots, return_counts=True)
-            ours = np.minimum(num.astype(np.uint32), self.num_leases[at])
-            self.num_leases[at] -= ours
-            slots = np.repeat(at, ours)
-        if len(slots):
-            over = slots[self.num_leases[slots] == 0]
-            self._users[over] &= self._keeps
-            self.room.end_leases(slots)
+        self.room.note_released(self._leases.release(slots))
 
     def reserve(self, keys: Sequence[bytes]) -> Reserved | None:
         """Reserve slots for new blocks; see ``KeyedCache.reserve``."""

@@ -111,9 +111,6 @@ class FrameSocket:
         self._turn = None
         end_s = time.monotonic() + TURN_S
         while self._is_open:
-            if self._frames.has_next and time.monotonic() >= end_s:
-                self._turn = self._loop.call_soon(self._take_turn)
-                break
             try:
                 content = self._frames.next()
             except ProtocolError as error:
@@ -122,6 +119,9 @@ class FrameSocket:
             if content is None:
                 break
             self._take(content)
+            if time.monotonic() >= end_s and self._is_open and self._frames.has_next:
+                self._turn = self._loop.call_soon(self._take_turn)
+                break
         self._choose_reading()
 
     def finish_if_closed(self) -> None:
@@ -148,6 +148,14 @@ class FrameSocket:
             if undo is not None:
                 undo()
             return
+        if not (self._unsent or self._is_broken or fds):  # as it usually is
+            try:
+                num = self._socket.send(frame)
+            except OSError:  # it is handled below
+                num = 0
+            if num == len(frame):
+                return
+            frame = frame[num:]
         self._unsent.append(_Unsent(memoryview(frame), fds, undo))
         self.num_unsent += len(frame)
         if len(self._unsent) == 1 and not self._is_broken:

@@ -1,0 +1,101 @@
+"""Leases of one user on the slots of a tier whose rows lie in memory that others read, too.
+
+The native core implements ``SlotLeases`` as well; tests compare both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.index.block_index import BlockIndex
+from kvtier.index.selection import Int64s, as_array
+from kvtier.types import AnyColumn, BlockId
+
+
+class SlotRows(NamedTuple):
+    """Arrays with an entry per slot, shared by all users of a column.
+
+    Attributes:
+        blocks: int64 [num_slots], the block in each slot plus 1; 0 for none.
+        sources: int8 [num_slots], where each block came from, until its first use.
+        generations: int64 [num_slots].
+        users: uint64 [num_slots], a bit per user.
+        last_use: float64 [num_segments], time of the last use of each segment.
+        block_bytes, segment_bytes: slot ``s`` begins in segment ``s * block_bytes //
+            segment_bytes``.
+    """
+
+    blocks: Int64s
+    sources: npt.NDArray[np.int8]
+    generations: Int64s
+    users: npt.NDArray[np.uint64]
+    last_use: npt.NDArray[np.float64]
+    block_bytes: int
+    segment_bytes: int
+
+
+class SlotLeases(Protocol):
+    """Leases of one user."""
+
+    def lease(self, blocks: Sequence[BlockId], now: float) -> tuple[bytes, bytes]:
+        """Lease blocks that are in the column, once more, and set the user's bit.
+
+        Returns their slots and generations, as int64 bytes.
+        """
+
+    def release(self, slots: Int64s) -> Sequence[BlockId]:
+        """End one lease of the block in each slot; with the last one the user's bit is cleared.
+
+        Slots that the user has not leased are ignored. Returns the block of each lease that ended.
+        """
+
+
+class PythonSlotLeases:
+    """``SlotLeases`` in Python.
+
+    Args:
+        index: the blocks.
+        column: the column.
+        rows: its slots.
+        num_leases: uint32 [num_slots], leases of this user; changed here.
+        bit: this user's bit in ``rows.users``.
+        keeps: the bits that stay when the user has released a slot.
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        column: AnyColumn,
+        rows: SlotRows,
+        num_leases: npt.NDArray[np.uint32],
+        bit: int,
+        keeps: int,
+    ) -> None:
+        self._index, self._column, self._rows = index, column, rows
+        self._num_leases, self._bit, self._keeps = num_leases, np.uint64(bit), np.uint64(keeps)
+
+    def lease(self, blocks: Sequence[BlockId], now: float) -> tuple[bytes, bytes]:
+        rows = self._rows
+        self._index.lease(blocks, self._column)
+        slots = as_array(self._index.slots(blocks, self._column))
+        np.add.at(self._num_leases, slots, np.uint32(1))
+        rows.users[slots] |= self._bit
+        rows.last_use[slots * rows.block_bytes // rows.segment_bytes] = now
+        return slots.tobytes(), rows.generations[slots].tobytes()
+
+    def release(self, slots: Int64s) -> Sequence[BlockId]:
+        rows, ended = self._rows, list[BlockId]()
+        for slot in slots.tolist():
+            if not 0 <= slot < len(self._num_leases) or not self._num_leases[slot]:
+                continue
+            self._num_leases[slot] -= 1
+            if not self._num_leases[slot]:
+                rows.users[slot] &= self._keeps
+            rows.sources[slot] = 0
+            ended.append(BlockId(int(rows.blocks[slot]) - 1))
+        self._index.release(ended, self._column)
+        return ended
