@@ -274,9 +274,9 @@ class KeyIndex {
     return numbers_of(blocks_);
   }
 
-  bound::SlotLeases* slot_leases(nb::handle column, const nb::tuple& rows, nb::handle num_leases,
+  bound::SlotLeases* slot_leases(nb::handle column, const nb::tuple& arrays, nb::handle num_leases,
                                  std::uint64_t bit, std::uint64_t keeps) {
-    return new bound::SlotLeases(index_, columns_.position(column), rows, num_leases, bit, keeps);
+    return new bound::SlotLeases(index_, columns_.position(column), arrays, num_leases, bit, keeps);
   }
 
   // [(block, key, num_uses, depth, [(state, slot, leases) per column])] of every block.
@@ -373,7 +373,9 @@ void bind_key_index(nb::module_& module) {
   nb::class_<bound::SlotLeases>(module, "SlotLeases",
                                 "Leases of one user: see kvtier.index.slot_leases.")
       .def("lease", &bound::SlotLeases::lease, nb::arg("blocks"), nb::arg("now"), nb::lock_self())
-      .def("release", &bound::SlotLeases::release, nb::arg("slots"), nb::lock_self());
+      .def("release", &bound::SlotLeases::release, nb::arg("slots"), nb::lock_self())
+      .def("serve", &bound::SlotLeases::serve, nb::arg("content"), nb::arg("room"),
+           nb::arg("key_bytes"), nb::arg("is_alone"), nb::arg("now"), nb::lock_self());
   nb::class_<KeyIndex>(module, "KeyIndex", "Blocks by key, and where they are: see kvtier.index.")
       .def(nb::init<nb::tuple, nb::tuple, nb::tuple, const std::string&, std::size_t>(),
            nb::arg("tiers"), nb::arg("states"), nb::arg("learning"), nb::arg("policy") = "runs",
@@ -417,7 +419,7 @@ void bind_key_index(nb::module_& module) {
       .def("forget", &KeyIndex::forget, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
       .def("keep", &KeyIndex::keep, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
       .def("lose", &KeyIndex::lose, nb::arg("block"), nb::arg("column"), nb::lock_self())
-      .def("slot_leases", &KeyIndex::slot_leases, nb::arg("column"), nb::arg("rows"),
+      .def("slot_leases", &KeyIndex::slot_leases, nb::arg("column"), nb::arg("arrays"),
            nb::arg("num_leases"), nb::arg("bit"), nb::arg("keeps"), nb::lock_self(),
            nb::rv_policy::take_ownership, nb::keep_alive<0, 1>())
       .def("dump", &KeyIndex::dump, nb::lock_self())

@@ -4,11 +4,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <span>
 #include <vector>
 
 #include "bind.hpp"
 #include "bound_values.hpp"
-#include "keys/key_index.hpp"
+#include "keys/slot_leases.hpp"
+#include "node/messages.hpp"
 #include "packed.hpp"
 
 namespace kvtier::bound {
@@ -27,102 +29,135 @@ class Column {
   Column(const Column&) = delete;
   Column& operator=(const Column&) = delete;
 
-  std::size_t size() const { return static_cast<std::size_t>(view_.shape[0]); }
-  Item& operator[](std::size_t at) const { return static_cast<Item*>(view_.buf)[at]; }
+  std::span<Item> items() const {
+    return {static_cast<Item*>(view_.buf), static_cast<std::size_t>(view_.shape[0])};
+  }
 
  private:
   Py_buffer view_{};
 };
 
-// Bytes that are filled one integer of eight bytes after the other.
-class Int64Bytes {
- public:
-  explicit Int64Bytes(std::size_t num)
-      : bytes_(owned(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(8 * num)))) {}
-  void set(std::size_t at, std::int64_t value) {
-    std::memcpy(PyBytes_AS_STRING(bytes_.ptr()) + 8 * at, &value, 8);
-  }
-  const nb::object& bytes() const { return bytes_; }
-
- private:
-  nb::object bytes_;
-};
-
 class SlotLeases {
  public:
-  // index: outlives this. rows: kvtier.index.slot_leases.SlotRows.
-  SlotLeases(keys::KeyIndex& index, std::size_t column, const nb::tuple& rows, nb::handle num_leases,
-             std::uint64_t bit, std::uint64_t keeps)
-      : index_(index),
-        column_(column),
-        blocks_("blocks", rows[0]),
-        sources_("sources", rows[1]),
-        generations_("generations", rows[2]),
-        users_("users", rows[3]),
-        last_use_("last_use", rows[4]),
-        block_bytes_(to_number(nb::object(rows[5]).ptr(), "block_bytes")),
-        segment_bytes_(to_number(nb::object(rows[6]).ptr(), "segment_bytes")),
+  // index: outlives this. arrays: kvtier.index.slot_leases.SlotArrays.
+  SlotLeases(keys::KeyIndex& index, std::size_t column, const nb::tuple& arrays,
+             nb::handle num_leases, std::uint64_t bit, std::uint64_t keeps)
+      : blocks_("blocks", arrays[0]),
+        sources_("sources", arrays[1]),
+        generations_("generations", arrays[2]),
+        users_("users", arrays[3]),
+        last_use_("last_use", arrays[4]),
         num_leases_("num_leases", num_leases),
-        bit_(bit),
-        keeps_(keeps) {
-    const std::size_t num = blocks_.size();
-    if (sources_.size() != num || generations_.size() != num || users_.size() != num ||
-        num_leases_.size() != num || segment_bytes_ == 0)
-      fail(PyExc_ValueError, "rows must have equal lengths, and segments some bytes");
+        leases_(index, column,
+                {blocks_.items(), sources_.items(), generations_.items(), users_.items(),
+                 last_use_.items(), size_of(arrays[5]), size_of(arrays[6])},
+                num_leases_.items(), bit, keeps) {
+    const std::size_t num = blocks_.items().size();
+    if (sources_.items().size() != num || generations_.items().size() != num ||
+        users_.items().size() != num || num_leases_.items().size() != num)
+      fail(PyExc_ValueError, "the arrays must have equal lengths");
   }
 
   // (slots, generations), as int64 bytes.
   nb::object lease(nb::handle blocks, double now) {
     to_time(now);
-    Given(blocks, "blocks must be iterable").blocks(these_);
-    Int64Bytes slots(these_.size()), generations(these_.size());
-    checked([&] {
-      for (std::size_t i = 0; i < these_.size(); ++i) {
-        index_.lease(these_[i], column_);
-        const std::size_t slot = index_.slot(these_[i], column_);
-        trie::promise(slot < num_leases_.size(), "a slot that the room can't have");
-        ++num_leases_[slot];
-        users_[slot] |= bit_;
-        const std::size_t segment = slot * block_bytes_ / segment_bytes_;
-        if (segment < last_use_.size()) last_use_[segment] = now;
-        slots.set(i, static_cast<std::int64_t>(slot));
-        generations.set(i, generations_[slot]);
-      }
-    });
-    return nb::make_tuple(slots.bytes(), generations.bytes());
+    Given(blocks, "blocks must be iterable").blocks(blocks_given_);
+    checked([&] { leases_.lease(blocks_given_, now, slots_); });
+    nb::object slots = bytes_of(8 * slots_.size()), generations = bytes_of(8 * slots_.size());
+    write_slots(data_of(slots), data_of(generations));
+    return nb::make_tuple(slots, generations);
   }
 
   // The blocks, for each lease that has ended.
   nb::object release(nb::handle slots) {
-    if (!read_array(slots, slots_)) fail(PyExc_TypeError, "slots must be an array of int64");
-    these_.clear();
-    checked([&] {
-      for (const std::uint64_t slot : slots_) {  // one below zero is large
-        if (slot >= num_leases_.size() || num_leases_[slot] == 0) continue;
-        if (--num_leases_[slot] == 0) users_[slot] &= keeps_;
-        const auto block = static_cast<keys::BlockId>(blocks_[slot] - 1);
-        index_.release(block, column_);
-        sources_[slot] = 0;
-        these_.push_back(block);
-      }
-    });
-    return numbers_of(these_);
+    if (!read_array(slots, named_)) fail(PyExc_TypeError, "slots must be an array of int64");
+    checked([&] { leases_.release(named_, ended_); });
+    return numbers_of(ended_);
+  }
+
+  // Serves a message, if it is a look-up or a release: (the frame of the answer, the places of blocks
+  // that count as looked up, the blocks of leases that have ended). None for any other message, and,
+  // unless this is the only column, for a look-up of blocks that are not all there; nothing has
+  // changed then.
+  nb::object serve(nb::handle content, std::uint64_t room, std::size_t key_bytes, bool is_alone,
+                   double now) {
+    to_time(now);
+    const Buffer buffer(content);
+    if (!buffer.held()) fail(PyExc_TypeError, "content must be bytes");
+    const node::Bytes message{static_cast<const std::byte*>(buffer.view().buf),
+                              static_cast<std::size_t>(buffer.view().len)};
+    if (const auto lookup = node::read_lookup(message))
+      return lookup->room == room ? look_up(*lookup, key_bytes, is_alone, now) : nb::none();
+    const auto notice = node::read_release(message);
+    if (!notice || notice->room != room || notice->slots.size() % 8 != 0) return nb::none();
+    named_.resize(notice->slots.size() / 8);
+    if (!named_.empty()) std::memcpy(named_.data(), notice->slots.data(), notice->slots.size());
+    checked([&] { leases_.release(named_, ended_); });
+    return nb::make_tuple(nb::bytes("", 0), nb::bytes("", 0), numbers_of(ended_));
   }
 
  private:
-  keys::KeyIndex& index_;
-  std::size_t column_;
+  static constexpr std::size_t kMostKeys = std::size_t{1} << 16;  // MOST_KEYS
+
+  static std::uint64_t size_of(nb::handle value) {
+    const std::uint64_t size = to_number(value.ptr(), "a size");
+    if (size == 0 || size > std::uint64_t{1} << 60) fail(PyExc_ValueError, "sizes must be positive");
+    return size;
+  }
+  static nb::object bytes_of(std::size_t num) {
+    return owned(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(num)));
+  }
+  static std::byte* data_of(const nb::object& bytes) {
+    return reinterpret_cast<std::byte*>(PyBytes_AS_STRING(bytes.ptr()));
+  }
+
+  nb::object look_up(const node::LookupRequest& asked, std::size_t key_bytes, bool is_alone,
+                     double now) {
+    const std::size_t num = key_bytes == 0 ? 0 : asked.keys.size() / key_bytes;
+    if (num == 0 || num > kMostKeys || asked.keys.size() != num * key_bytes) return nb::none();
+    keys_.resize(num);
+    for (std::size_t i = 0; i < num; ++i) keys_[i] = {asked.keys.data() + i * key_bytes, key_bytes};
+    checked([&] { leases_.lease_ready(keys_, now, !is_alone, states_, slots_); });
+    if (!is_alone && slots_.size() < num) return nb::none();
+    const node::LookupAnswer answer(asked.id, num, slots_.size());
+    nb::object frame = bytes_of(answer.num_bytes());
+    const auto [places, slots, generations] = answer.write(data_of(frame));
+    for (std::size_t i = 0; i < num; ++i) places[i] = place_of(states_[i]);
+    write_slots(slots, generations);
+    return nb::make_tuple(frame, nb::bytes(places, asked.counts ? num : 0), Numbers(0).given());
+  }
+
+  // Codes of kvtier.keyed.cache.PLACES, where nothing is in storage.
+  static std::byte place_of(trie::State state) {
+    switch (state) {
+      case trie::State::ready: return std::byte{2};
+      case trie::State::writing:
+      case trie::State::evicting: return std::byte{1};
+      default: return std::byte{0};
+    }
+  }
+
+  void write_slots(std::byte* slots, std::byte* generations) const {
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      const std::int64_t slot = slots_[i], generation = leases_.generation(slots_[i]);
+      std::memcpy(slots + 8 * i, &slot, 8);
+      std::memcpy(generations + 8 * i, &generation, 8);
+    }
+  }
+
   Column<std::int64_t> blocks_;
   Column<std::int8_t> sources_;
   Column<std::int64_t> generations_;
   Column<std::uint64_t> users_;
   Column<double> last_use_;
-  std::uint64_t block_bytes_, segment_bytes_;
   Column<std::uint32_t> num_leases_;
-  std::uint64_t bit_, keeps_;
+  keys::SlotLeases leases_;
   // Kept from call to call, to spare allocations.
-  std::vector<keys::BlockId> these_;
-  std::vector<std::uint64_t> slots_;
+  std::vector<keys::BlockId> blocks_given_, ended_;
+  std::vector<std::uint64_t> named_;
+  std::vector<trie::Label> keys_;
+  std::vector<trie::State> states_;
+  std::vector<trie::Slot> slots_;
 };
 
 }  // namespace kvtier::bound

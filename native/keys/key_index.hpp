@@ -91,6 +91,11 @@ class KeyIndex {
   void touch(std::span<const BlockId> blocks);
   void lease(BlockId block, std::size_t column);
   void release(BlockId block, std::size_t column);
+  void release(std::span<const BlockId> blocks, std::size_t column);
+  // Leases the blocks that are ready in a column. states[i]: of keys[i] there, absent where it is not
+  // known; slots: of those that are leased, in order. Where not all are, and `all_or_none`, none is.
+  void lease_ready(std::span<const Key> keys, std::size_t column, bool all_or_none,
+                   std::vector<State>& states, std::vector<Slot>& slots);
 
   // -- eviction
 

@@ -172,7 +172,7 @@ class KeyIndex:
     def slot_leases(
         self,
         column: AnyColumn,
-        rows: tuple[object, ...],
+        arrays: tuple[object, ...],
         num_leases: NDArray[np.uint32],
         bit: int,
         keeps: int,
@@ -184,6 +184,9 @@ class KeyIndex:
 class SlotLeases:
     def lease(self, blocks: Iterable[int], now: float) -> tuple[bytes, bytes]: ...
     def release(self, slots: NDArray[np.int64]) -> Numbers[int]: ...
+    def serve(
+        self, content: bytes | memoryview, room: int, key_bytes: int, is_alone: bool, now: float
+    ) -> tuple[bytes, bytes, Numbers[int]] | None: ...
 
 class SlotTable:
     def __init__(self, keys: NDArray[np.void], slots: NDArray[np.int64]) -> None: ...

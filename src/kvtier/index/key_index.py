@@ -19,7 +19,7 @@ from kvtier.index.block_index import BlockIndex
 from kvtier.index.policies.replayed import LRU, POLICIES, RUNS
 from kvtier.index.residency import State
 from kvtier.index.selection import as_array, select
-from kvtier.index.slot_leases import PythonSlotLeases, SlotLeases, SlotRows
+from kvtier.index.slot_leases import PythonSlotLeases, SlotArrays, SlotLeases
 from kvtier.keys import next_key
 from kvtier.types import NO_BLOCK, AnyColumn, BlockId, BlockName, Slot
 
@@ -225,13 +225,13 @@ class KeyIndex(BlockIndex):
     def slot_leases(
         self,
         column: AnyColumn,
-        rows: SlotRows,
+        arrays: SlotArrays,
         num_leases: npt.NDArray[np.uint32],
         bit: int,
         keeps: int,
     ) -> SlotLeases:
         """Return the leases of one user on slots of ``column``; see ``PythonSlotLeases``."""
-        return PythonSlotLeases(self, column, rows, num_leases, bit, keeps)
+        return PythonSlotLeases(self, column, arrays, num_leases, bit, keeps)
 
     # -- for tests --------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from kvtier.index.key_index import KeyedBlock, KeyIndex, KeyMatches, MissingKeys
 from kvtier.index.native_blocks import NativeBlocks
 from kvtier.index.policies.replayed import RUNS
 from kvtier.index.residency import State
-from kvtier.index.slot_leases import SlotLeases, SlotRows
+from kvtier.index.slot_leases import SlotArrays, SlotLeases
 from kvtier.keys import PackedKeys, select_keys
 from kvtier.types import AnyColumn, BlockId, Slot
 
@@ -104,12 +104,12 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
     def slot_leases(
         self,
         column: AnyColumn,
-        rows: SlotRows,
+        arrays: SlotArrays,
         num_leases: npt.NDArray[np.uint32],
         bit: int,
         keeps: int,
     ) -> SlotLeases:
-        made = self._core.slot_leases(column, rows, num_leases, bit, keeps)
+        made = self._core.slot_leases(column, arrays, num_leases, bit, keeps)
         return cast("SlotLeases", made)
 
     # -- for tests and diagnosis ------------------------------------------------------------------

@@ -16,7 +16,7 @@ from kvtier.index.selection import Int64s, as_array
 from kvtier.types import AnyColumn, BlockId
 
 
-class SlotRows(NamedTuple):
+class SlotArrays(NamedTuple):
     """Arrays with an entry per slot, shared by all users of a column.
 
     Attributes:
@@ -53,6 +53,27 @@ class SlotLeases(Protocol):
         Slots that the user has not leased are ignored. Returns the block of each lease that ended.
         """
 
+    def serve(
+        self, content: memoryview, room: int, key_bytes: int, is_alone: bool, now: float
+    ) -> tuple[bytes, bytes, Sequence[BlockId]] | None:
+        """Serve a message of ``kvtier.node.protocol`` in one call, if it is one of two kinds.
+
+        These are a ``ReleaseNotice``, and a ``LookupRequest`` for blocks that are all ready in the
+        column. If there is no other column, any blocks can be looked up.
+
+        Args:
+            content: the message.
+            room: the only number of a room that is served.
+            key_bytes: length of the room's keys.
+            is_alone: whether there is no other column.
+            now: the time.
+
+        Returns:
+            The frame of the answer, b"" for none; the places of the blocks that count as looked up,
+            as in the answer; the block of each lease that ended. None for any other message:
+            nothing has changed.
+        """
+
 
 class PythonSlotLeases:
     """``SlotLeases`` in Python.
@@ -60,9 +81,9 @@ class PythonSlotLeases:
     Args:
         index: the blocks.
         column: the column.
-        rows: its slots.
+        arrays: its slots.
         num_leases: uint32 [num_slots], leases of this user; changed here.
-        bit: this user's bit in ``rows.users``.
+        bit: this user's bit in ``arrays.users``.
         keeps: the bits that stay when the user has released a slot.
     """
 
@@ -70,32 +91,38 @@ class PythonSlotLeases:
         self,
         index: BlockIndex,
         column: AnyColumn,
-        rows: SlotRows,
+        arrays: SlotArrays,
         num_leases: npt.NDArray[np.uint32],
         bit: int,
         keeps: int,
     ) -> None:
-        self._index, self._column, self._rows = index, column, rows
+        self._index, self._column, self._arrays = index, column, arrays
         self._num_leases, self._bit, self._keeps = num_leases, np.uint64(bit), np.uint64(keeps)
 
     def lease(self, blocks: Sequence[BlockId], now: float) -> tuple[bytes, bytes]:
-        rows = self._rows
+        its = self._arrays
         self._index.lease(blocks, self._column)
         slots = as_array(self._index.slots(blocks, self._column))
         np.add.at(self._num_leases, slots, np.uint32(1))
-        rows.users[slots] |= self._bit
-        rows.last_use[slots * rows.block_bytes // rows.segment_bytes] = now
-        return slots.tobytes(), rows.generations[slots].tobytes()
+        its.users[slots] |= self._bit
+        its.last_use[slots * its.block_bytes // its.segment_bytes] = now
+        return slots.tobytes(), its.generations[slots].tobytes()
 
     def release(self, slots: Int64s) -> Sequence[BlockId]:
-        rows, ended = self._rows, list[BlockId]()
+        its, ended = self._arrays, list[BlockId]()
         for slot in slots.tolist():
             if not 0 <= slot < len(self._num_leases) or not self._num_leases[slot]:
                 continue
             self._num_leases[slot] -= 1
             if not self._num_leases[slot]:
-                rows.users[slot] &= self._keeps
-            rows.sources[slot] = 0
-            ended.append(BlockId(int(rows.blocks[slot]) - 1))
+                its.users[slot] &= self._keeps
+            its.sources[slot] = 0
+            ended.append(BlockId(int(its.blocks[slot]) - 1))
         self._index.release(ended, self._column)
         return ended
+
+    def serve(
+        self, content: memoryview, room: int, key_bytes: int, is_alone: bool, now: float
+    ) -> tuple[bytes, bytes, Sequence[BlockId]] | None:
+        """Return None: the caller knows how to serve every message."""
+        return None

@@ -213,7 +213,7 @@ class KeyedCache:
         """
         blocks, states = self._index.find_all(keys)
         in_memory = states[:: len(self._tiers)]
-        is_doubtful = bool(self._lost or self._copies.doubted)
+        is_doubtful = self.is_doubtful
         if in_memory.count(READY_BYTE) == len(in_memory) and not is_doubtful:
             return LocatedBlocks(bytes([MEMORY_CODE]) * len(in_memory), blocks, states)
         codes = in_memory.translate(IN_MEMORY[self._lookup.is_complete])
@@ -302,9 +302,14 @@ class KeyedCache:
         """
         return self._lookup.adopt(keys, stops_at_gap)
 
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether there are copies that must not be used."""
+        return bool(self._lost or self._copies.doubted)
+
     def _is_doubted(self, block: BlockId) -> bool:
         """Whether the copy of a block in memory, or in flight to it, must not be used."""
-        if not self._lost and not self._copies.doubted:
+        if not self.is_doubtful:
             return False
         return block in self._copies.doubted or (block, self.memory) in self._lost
 

@@ -106,6 +106,7 @@ class Holdings:
         self._mask, self._keeps = np.uint64(user.mask), np.uint64(user.keeps)
         self.num_leases = np.zeros(room.tier.num_slots, np.uint32)
         self._leases = room.slot_leases(user, self.num_leases)
+        self._served = room.key.key_bytes, not room.ladder.storages  # see ``SlotLeases.serve``
         self.is_reserved = np.zeros(room.tier.num_slots, bool)
         self.num_reserved = 0
 
@@ -115,6 +116,25 @@ class Holdings:
         Returns their slots and generations, as ``protocol.pack`` has them.
         """
         return self._leases.lease(blocks, self.room.now_s)
+
+    def serve(self, content: memoryview, number: int) -> tuple[bytes, bool] | None:
+        """Serve a simple message on this room in one call; see ``SlotLeases.serve``.
+
+        number: of this room. Returns the frame of the answer, b"" for none, and whether it counts
+        as a look-up. None if the message is to be served otherwise.
+        """
+        its = self.room
+        if its.is_doubtful:
+            return None
+        served = self._leases.serve(content, number, *self._served, its.now_s)
+        if served is None:
+            return None
+        answer, looked_up, ended = served
+        if looked_up:
+            its.looked_up.add(looked_up)
+        if ended:
+            its.note_released(ended)
+        return answer, bool(looked_up)
 
     def release(self, slots: Int64s) -> None:
         """Release one lease of each slot. Slots that the engine has not leased are ignored."""

@@ -138,7 +138,10 @@ class FrameSocket:
     # -- sending -----------------------------------------------------------------------------------
 
     def send(
-        self, frame: bytearray, fds: Sequence[int] = (), undo: Callable[[], object] | None = None
+        self,
+        frame: bytes | bytearray,
+        fds: Sequence[int] = (),
+        undo: Callable[[], object] | None = None,
     ) -> None:
         """Send a frame, with file descriptors.
 

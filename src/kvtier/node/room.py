@@ -23,7 +23,7 @@ from kvtier.hints import Said
 from kvtier.index import State, make_key_index
 from kvtier.index.policies.replayed import RUNS
 from kvtier.index.selection import Int64s, as_array, as_numbers, select
-from kvtier.index.slot_leases import SlotLeases, SlotRows
+from kvtier.index.slot_leases import SlotArrays, SlotLeases
 from kvtier.keyed.cache import MEMORY_CODE, KeyedCache, Reserved
 from kvtier.ladder import LadderOptions, PendingLookup
 from kvtier.node.checksums import RecordWriter, Verifier
@@ -185,7 +185,7 @@ class NodeRoom(KeyedCache):
         self._are_recorded = False  # whether they have records already
         self._block_at = np.zeros(self.tier.num_slots, np.int64)  # by slot: block + 1, or 0
         self._last_use = np.full(memory.num_segments, -np.inf)  # by segment
-        self._rows = SlotRows(
+        self._arrays = SlotArrays(
             self._block_at,
             self._came_from,
             self.tier.generations,
@@ -243,7 +243,7 @@ class NodeRoom(KeyedCache):
 
     def slot_leases(self, user: SlotUser, num_leases: npt.NDArray[np.uint32]) -> SlotLeases:
         """Return the leases of an engine. num_leases: uint32 [num_slots], which they count in."""
-        return self._index.slot_leases(HOST, self._rows, num_leases, user.mask, user.keeps)
+        return self._index.slot_leases(HOST, self._arrays, num_leases, user.mask, user.keeps)
 
     def note_released(self, blocks: Sequence[BlockId]) -> None:
         """Note that leases of blocks have ended."""
