@@ -41,20 +41,22 @@ class SlotLeases {
  public:
   // index: outlives this. arrays: kvtier.index.slot_leases.SlotArrays.
   SlotLeases(keys::KeyIndex& index, std::size_t column, const nb::tuple& arrays,
-             nb::handle num_leases, std::uint64_t bit, std::uint64_t keeps)
-      : blocks_("blocks", arrays[0]),
+             nb::handle num_leases, nb::handle is_reserved, std::uint64_t bit, std::uint64_t keeps)
+      : blocks_("blocks", checked_size(arrays)[0]),
         sources_("sources", arrays[1]),
         generations_("generations", arrays[2]),
         users_("users", arrays[3]),
         last_use_("last_use", arrays[4]),
         num_leases_("num_leases", num_leases),
+        is_reserved_("is_reserved", is_reserved),
         leases_(index, column,
                 {blocks_.items(), sources_.items(), generations_.items(), users_.items(),
                  last_use_.items(), size_of(arrays[5]), size_of(arrays[6])},
-                num_leases_.items(), bit, keeps) {
+                num_leases_.items(), is_reserved_.items(), bit, keeps) {
     const std::size_t num = blocks_.items().size();
     if (sources_.items().size() != num || generations_.items().size() != num ||
-        users_.items().size() != num || num_leases_.items().size() != num)
+        users_.items().size() != num || num_leases_.items().size() != num ||
+        is_reserved_.items().size() != num)
       fail(PyExc_ValueError, "the arrays must have equal lengths");
   }
 
@@ -73,6 +75,25 @@ class SlotLeases {
     if (!read_array(slots, named_)) fail(PyExc_TypeError, "slots must be an array of int64");
     checked([&] { leases_.release(named_, ended_); });
     return numbers_of(ended_);
+  }
+
+  // The generations, as int64 bytes.
+  nb::object reserve(nb::handle slots) {
+    Given(slots, "slots must be iterable").slots(slots_);
+    checked([&] { leases_.reserve(slots_); });
+    nb::object generations = bytes_of(8 * slots_.size());
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      const std::int64_t generation = leases_.generation(slots_[i]);
+      std::memcpy(data_of(generations) + 8 * i, &generation, 8);
+    }
+    return generations;
+  }
+
+  // (positions of slots that it was to fill, each once; the blocks in them).
+  nb::object end_reserved(nb::handle slots) {
+    if (!read_array(slots, named_)) fail(PyExc_TypeError, "slots must be an array of int64");
+    leases_.end_reserved(named_, which_, ended_);
+    return nb::make_tuple(numbers_of(which_), numbers_of(ended_));
   }
 
   // Serves a message, if it is a look-up or a release: (the frame of the answer, the places of blocks
@@ -99,6 +120,10 @@ class SlotLeases {
  private:
   static constexpr std::size_t kMostKeys = std::size_t{1} << 16;  // MOST_KEYS
 
+  static const nb::tuple& checked_size(const nb::tuple& arrays) {
+    if (arrays.size() != 7) fail(PyExc_ValueError, "7 arrays and sizes, not %zu", arrays.size());
+    return arrays;
+  }
   static std::uint64_t size_of(nb::handle value) {
     const std::uint64_t size = to_number(value.ptr(), "a size");
     if (size == 0 || size > std::uint64_t{1} << 60) fail(PyExc_ValueError, "sizes must be positive");
@@ -151,10 +176,11 @@ class SlotLeases {
   Column<std::uint64_t> users_;
   Column<double> last_use_;
   Column<std::uint32_t> num_leases_;
+  Column<std::uint8_t> is_reserved_;
   keys::SlotLeases leases_;
   // Kept from call to call, to spare allocations.
   std::vector<keys::BlockId> blocks_given_, ended_;
-  std::vector<std::uint64_t> named_;
+  std::vector<std::uint64_t> named_, which_;
   std::vector<trie::Label> keys_;
   std::vector<trie::State> states_;
   std::vector<trie::Slot> slots_;

@@ -258,6 +258,13 @@ void KeyIndex::begin_write(BlockId block, std::size_t column, Slot slot) {
   link_last(at, column);
 }
 
+void KeyIndex::write_new(std::span<const Key> keys, std::size_t column,
+                         std::span<const Slot> slots, std::vector<BlockId>& blocks) {
+  make(keys, blocks);
+  for (std::size_t i = 0; i < keys.size(); ++i) begin_write(blocks[i], column, slots[i]);
+  touch(blocks);
+}
+
 void KeyIndex::commit(BlockId block, std::size_t column) {
   const Index at = row(block);
   move(at, column, State::ready);

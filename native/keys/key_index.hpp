@@ -43,6 +43,7 @@ class KeyIndex {
   void leave_each_once(std::vector<Key>& keys) const;
   // A number that is probably no other key's. Secret: nobody can name keys that are alike.
   std::uint64_t hash(BlockId block) const { return known_.hash(key(block)); }
+  std::uint64_t hash(Key key) const { return known_.hash(key); }
   State state_at(Index row, std::size_t column) const { return rows_.at(row, column).state; }
   BlockId id(Index row) const { return rows_.id(row); }
 
@@ -67,6 +68,9 @@ class KeyIndex {
   // blocks[i]: of keys[i], new where it was not known.
   void make(std::span<const Key> keys, std::vector<BlockId>& blocks) { known_.make(keys, blocks); }
   void begin_write(BlockId block, std::size_t column, Slot slot);
+  // Appends the block of each key, new where it was not known: it is being written, and was used.
+  void write_new(std::span<const Key> keys, std::size_t column, std::span<const Slot> slots,
+                 std::vector<BlockId>& blocks);
   void commit(BlockId block, std::size_t column);
   Slot abort(BlockId block, std::size_t column) { return leave(row(block), column); }
 

@@ -32,6 +32,28 @@ void SlotLeases::note(std::span<const Slot> slots, double now) {
   }
 }
 
+void SlotLeases::reserve(std::span<const Slot> slots) {
+  for (const Slot slot : slots) {
+    trie::promise(slot < is_reserved_.size(), "a slot that the column can't have");
+    arrays_.users[slot] |= bit_;
+    is_reserved_[slot] = 1;
+  }
+}
+
+void SlotLeases::end_reserved(std::span<const std::uint64_t> slots,
+                              std::vector<std::uint64_t>& which, std::vector<BlockId>& blocks) {
+  which.clear();
+  blocks.clear();
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const std::uint64_t slot = slots[i];
+    if (slot >= is_reserved_.size() || !is_reserved_[slot]) continue;
+    is_reserved_[slot] = 0;
+    arrays_.users[slot] &= keeps_;
+    which.push_back(i);
+    blocks.push_back(static_cast<BlockId>(arrays_.blocks[slot] - 1));
+  }
+}
+
 void SlotLeases::release(std::span<const std::uint64_t> slots, std::vector<BlockId>& ended) {
   ended.clear();
   for (const std::uint64_t slot : slots) {  // one below zero is large

@@ -24,13 +24,15 @@ struct SlotArrays {
 
 class SlotLeases {
  public:
-  // num_leases: per slot. bit: of this user. keeps: the bits that stay when it has released a slot.
+  // num_leases, is_reserved: per slot. bit: of this user. keeps: the bits that stay when it has released a slot.
   SlotLeases(KeyIndex& index, std::size_t column, const SlotArrays& arrays,
-             std::span<std::uint32_t> num_leases, std::uint64_t bit, std::uint64_t keeps)
+             std::span<std::uint32_t> num_leases, std::span<std::uint8_t> is_reserved,
+             std::uint64_t bit, std::uint64_t keeps)
       : index_(index),
         column_(column),
         arrays_(arrays),
         num_leases_(num_leases),
+        is_reserved_(is_reserved),
         bit_(bit),
         keeps_(keeps) {}
 
@@ -42,6 +44,13 @@ class SlotLeases {
   // Slots that it has not leased are left alone. ended: the block of each lease that has ended.
   void release(std::span<const std::uint64_t> slots, std::vector<BlockId>& ended);
 
+  // It is to fill slots.
+  void reserve(std::span<const Slot> slots);
+  // It has filled slots, or has given them up. Those that it was not to fill are left alone. which:
+  // the positions of the others, each once; blocks: of these.
+  void end_reserved(std::span<const std::uint64_t> slots, std::vector<std::uint64_t>& which,
+                    std::vector<BlockId>& blocks);
+
   std::int64_t generation(Slot slot) const { return arrays_.generations[slot]; }
 
  private:
@@ -51,6 +60,7 @@ class SlotLeases {
   std::size_t column_;
   SlotArrays arrays_;
   std::span<std::uint32_t> num_leases_;
+  std::span<std::uint8_t> is_reserved_;
   std::uint64_t bit_, keeps_;
 };
 

@@ -54,7 +54,13 @@ def held(
     held = Holdings(room, user)
     if request.param == "in Python":
         held._leases = PythonSlotLeases(
-            room._index, HOST, room._arrays, held.num_leases, user.mask, user.keeps
+            room._index,
+            HOST,
+            room._arrays,
+            held.num_leases,
+            held.is_reserved,
+            user.mask,
+            user.keeps,
         )
     yield held
     node.check_invariants()
@@ -92,6 +98,36 @@ def test_each_lease_is_released_once_whatever_is_named(
     held.end()
     assert held.num_slots == 0
     assert room._index.num_evictable(HOST) == len(KEYS)
+
+
+@given(steps=st.lists(SLOTS, max_size=4))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_each_reserved_slot_ends_once_whatever_is_named(
+    held: Holdings, steps: list[list[int]]
+) -> None:
+    room = held.room
+    held.end()
+    found = held.reserve([bytes([200 + number]) * 8 for number in range(3)])
+    assert found is not None
+    reserved, generations = found
+    model = list(reserved.slots)
+    assert unpack(generations).tolist() == room.generations(reserved.slots).tolist()
+    for named in steps:
+        assert np.flatnonzero(room.tier.users == 1 << 5).tolist() == sorted(model)
+        assert np.flatnonzero(held.is_reserved).tolist() == sorted(model)
+        assert held.num_slots == len(model)
+        slots = np.array(named, np.int64)
+        before = [slot for slot in dict.fromkeys(named) if slot in model]
+        blocks = room._blocks_in(np.array(before, np.int64))
+        which, ended = held._leases.end_reserved(slots)
+        assert list(which) == [named.index(slot) for slot in before]
+        assert list(ended) == list(blocks)
+        held.num_reserved -= len(which)
+        model = [slot for slot in model if slot not in before]
+        room.abort_blocks(ended)
+    held.end()
+    room.check_invariants()
+    assert not room.tier.users.any()
 
 
 @given(

@@ -177,9 +177,9 @@ def test_retired_segment_waits_for_its_last_user(tmp_path: Path, use: str) -> No
             fill(old, *range(64))
             slots = unpack(held.lease(old.look_up(names(*range(64)), False).ready)[0]).tolist()
         else:
-            reserved = held.reserve(names(*range(64)))
-            assert reserved is not None
-            slots = list(reserved.slots)
+            found = held.reserve(names(*range(64)))
+            assert found is not None
+            slots = list(found[0].slots)
         generations = old.generations(slots)
         here.clock.now_s += 10
         for _ in range(10):

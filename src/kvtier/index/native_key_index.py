@@ -61,6 +61,9 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
     def keys(self, blocks: Iterable[BlockId]) -> list[bytes]:
         return self._core.keys(blocks)
 
+    def facts(self, blocks: Sequence[BlockId]) -> tuple[bytes, Sequence[int]]:
+        return self._core.facts(blocks)
+
     def depth(self, block: BlockId) -> int:
         return self._core.depth(block)
 
@@ -71,6 +74,19 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
 
     def make(self, keys: Sequence[bytes]) -> Sequence[BlockId]:
         return cast("Sequence[BlockId]", self._core.make(_core_keys(keys)))
+
+    def write_new(
+        self, keys: Sequence[bytes], column: AnyColumn, slots: Sequence[Slot], now: float
+    ) -> tuple[Sequence[BlockId], Sequence[int]]:
+        check_time(now)
+        blocks, hashes = self._core.write_new(_core_keys(keys), column, slots)
+        return cast("Sequence[BlockId]", blocks), hashes
+
+    def commit_prompt(
+        self, blocks: Sequence[BlockId], depths: Sequence[int], column: AnyColumn, now: float
+    ) -> None:
+        check_time(now)
+        self._core.commit_prompt(blocks, depths, column)
 
     def set_depths(self, blocks: Sequence[BlockId], depths: Sequence[int]) -> None:
         self._core.set_depths(blocks, depths)
@@ -106,10 +122,11 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
         column: AnyColumn,
         arrays: SlotArrays,
         num_leases: npt.NDArray[np.uint32],
+        is_reserved: npt.NDArray[np.bool_],
         bit: int,
         keeps: int,
     ) -> SlotLeases:
-        made = self._core.slot_leases(column, arrays, num_leases, bit, keeps)
+        made = self._core.slot_leases(column, arrays, num_leases, is_reserved, bit, keeps)
         return cast("SlotLeases", made)
 
     # -- for tests and diagnosis ------------------------------------------------------------------

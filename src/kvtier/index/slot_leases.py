@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvtier.index.block_index import BlockIndex
 from kvtier.index.selection import Int64s, as_array
-from kvtier.types import AnyColumn, BlockId
+from kvtier.types import AnyColumn, BlockId, Slot
 
 
 class SlotArrays(NamedTuple):
@@ -53,6 +53,18 @@ class SlotLeases(Protocol):
         Slots that the user has not leased are ignored. Returns the block of each lease that ended.
         """
 
+    def reserve(self, slots: Sequence[Slot]) -> bytes:
+        """Note that the user is to fill slots, and set its bit.
+
+        Returns their generations, as int64 bytes.
+        """
+
+    def end_reserved(self, slots: Int64s) -> tuple[Sequence[int], Sequence[BlockId]]:
+        """Note that the user fills slots no longer, and clear its bit.
+
+        Returns the positions of those that it was to fill, each once, and the blocks in them.
+        """
+
     def serve(
         self, content: memoryview, room: int, key_bytes: int, is_alone: bool, now: float
     ) -> tuple[bytes, bytes, Sequence[BlockId]] | None:
@@ -83,6 +95,7 @@ class PythonSlotLeases:
         column: the column.
         arrays: its slots.
         num_leases: uint32 [num_slots], leases of this user; changed here.
+        is_reserved: bool [num_slots], whether this user is to fill each slot; changed here.
         bit: this user's bit in ``arrays.users``.
         keeps: the bits that stay when the user has released a slot.
     """
@@ -93,11 +106,13 @@ class PythonSlotLeases:
         column: AnyColumn,
         arrays: SlotArrays,
         num_leases: npt.NDArray[np.uint32],
+        is_reserved: npt.NDArray[np.bool_],
         bit: int,
         keeps: int,
     ) -> None:
         self._index, self._column, self._arrays = index, column, arrays
-        self._num_leases, self._bit, self._keeps = num_leases, np.uint64(bit), np.uint64(keeps)
+        self._num_leases, self._is_reserved = num_leases, is_reserved
+        self._bit, self._keeps = np.uint64(bit), np.uint64(keeps)
 
     def lease(self, blocks: Sequence[BlockId], now: float) -> tuple[bytes, bytes]:
         its = self._arrays
@@ -120,6 +135,22 @@ class PythonSlotLeases:
             ended.append(BlockId(int(its.blocks[slot]) - 1))
         self._index.release(ended, self._column)
         return ended
+
+    def reserve(self, slots: Sequence[Slot]) -> bytes:
+        reserved = as_array(slots)
+        self._arrays.users[reserved] |= self._bit
+        self._is_reserved[reserved] = True
+        return self._arrays.generations[reserved].tobytes()
+
+    def end_reserved(self, slots: Int64s) -> tuple[Sequence[int], Sequence[BlockId]]:
+        which, blocks = list[int](), list[BlockId]()
+        for at, slot in enumerate(slots.tolist()):
+            if 0 <= slot < len(self._is_reserved) and self._is_reserved[slot]:
+                self._is_reserved[slot] = False
+                self._arrays.users[slot] &= self._keeps
+                which.append(at)
+                blocks.append(BlockId(int(self._arrays.blocks[slot]) - 1))
+        return which, blocks
 
     def serve(
         self, content: memoryview, room: int, key_bytes: int, is_alone: bool, now: float

@@ -419,16 +419,14 @@ class KeyedCache:
         slots = self.ladder.eviction.reserve(len(new), ready, admit)
         if slots is None:
             return None
-        blocks = self._index.make(new)
-        self._copies.reserve(blocks, slots)
+        blocks, hashes = self._copies.reserve(new, slots, self._clock())
         transient: list[BlockId] = []
         if passing:
             named = zip(new, blocks, strict=True)
             transient = [block for key, block in named if key in passing]
         self.ladder.transient_blocks.note(blocks, transient)
-        self._use(blocks)
         self._fill(blocks, slots, 0)
-        self.ladder.reuse_sampler.on_admit(self._index.hashes(blocks), blocks)
+        self.ladder.reuse_sampler.on_admit(hashes, blocks)
         left = [key for each in self._changes[num_changes:] for key in each.keys]
         return Reserved(new, slots, left)
 

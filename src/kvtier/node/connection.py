@@ -14,8 +14,7 @@ from functools import partial
 import numpy as np
 
 from kvtier.errors import CacheError
-from kvtier.index.selection import as_array
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.cache import BlockLocation, Reserved
 from kvtier.keyed.waiters import Awaited
 from kvtier.keys import PackedKeys, select_keys
 from kvtier.ladder import PendingLookup
@@ -247,7 +246,7 @@ class Connection:
                 self.send(reserved, undo=lambda: held.abort(unpack(reserved.slots)))
             case protocol.CommitNotice():
                 slots, depths = unpack(message.slots), unpack(message.depths)
-                if len(slots) != len(depths) or ((depths < 0) | (depths >= 1 << 32)).any():
+                if len(slots) != len(depths) or depths.view(np.uint64).max(initial=0) >= 1 << 32:
                     raise ProtocolError("slots and their depths don't agree")
                 held.commit(slots, depths, message.to_storage)
                 self._registry.note_writes()
@@ -401,20 +400,15 @@ def _undo_lookup(held: Holdings, frame: bytes) -> None:
 def _reserve(message: protocol.ReserveRequest, held: Holdings) -> protocol.ReserveAnswer:
     room = held.room
     keys = _keys(message.keys, room)
-    reserved = held.reserve(keys)
-    slots = as_array(() if reserved is None else reserved.slots)
+    reserved, generations = held.reserve(keys) or (Reserved((), (), []), b"")
     is_new, is_known = bytes([True]) * len(keys), bytes(len(keys))
-    if len(slots) < len(keys):
+    if len(reserved.slots) < len(keys):
         # A key that is named twice is new once.
-        new = dict.fromkeys(() if reserved is None else reserved.keys, True)
+        new = dict.fromkeys(reserved.keys, True)
         is_new = bytes(new.pop(key, False) for key in keys)
         here = (protocol.MEMORY, protocol.ARRIVING)
         pairs = zip(room.codes(keys), is_new, strict=True)
         is_known = bytes(code in here and not was_new for code, was_new in pairs)
     return protocol.ReserveAnswer(
-        message.id,
-        is_new,
-        is_known,
-        protocol.pack(slots),
-        protocol.pack(room.generations(slots)),
+        message.id, is_new, is_known, protocol.pack(reserved.slots), generations
     )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvtier.errors import CacheError
-from kvtier.index.selection import Bools, Int64s, are_distinct, as_array, as_numbers
+from kvtier.index.selection import Int64s, as_array, as_numbers
 from kvtier.keyed.cache import Reserved
 from kvtier.node.room import NodeRoom
 from kvtier.node.users import SlotUser
@@ -102,12 +102,10 @@ class Holdings:
 
     def __init__(self, room: NodeRoom, user: SlotUser) -> None:
         self.room = room
-        self._users = room.tier.users
-        self._mask, self._keeps = np.uint64(user.mask), np.uint64(user.keeps)
         self.num_leases = np.zeros(room.tier.num_slots, np.uint32)
-        self._leases = room.slot_leases(user, self.num_leases)
-        self._served = room.key.key_bytes, not room.ladder.storages  # see ``SlotLeases.serve``
         self.is_reserved = np.zeros(room.tier.num_slots, bool)
+        self._leases = room.slot_leases(user, self.num_leases, self.is_reserved)
+        self._served = room.key.key_bytes, not room.ladder.storages  # see ``SlotLeases.serve``
         self.num_reserved = 0
 
     def lease(self, blocks: Sequence[BlockId]) -> tuple[bytes, bytes]:
@@ -140,57 +138,42 @@ class Holdings:
         """Release one lease of each slot. Slots that the engine has not leased are ignored."""
         self.room.note_released(self._leases.release(slots))
 
-    def reserve(self, keys: Sequence[bytes]) -> Reserved | None:
-        """Reserve slots for new blocks; see ``KeyedCache.reserve``."""
+    def reserve(self, keys: Sequence[bytes]) -> tuple[Reserved, bytes] | None:
+        """Reserve slots for new blocks; see ``KeyedCache.reserve``.
+
+        Returns also the slots' generations, as ``protocol.pack`` has them.
+        """
         reserved = self.room.reserve(keys)
-        if reserved is not None:
-            slots = as_array(reserved.slots)
-            self._users[slots] |= self._mask
-            self.is_reserved[slots] = True
-            self.num_reserved += len(slots)
-        return reserved
+        if reserved is None:
+            return None
+        self.num_reserved += len(reserved.slots)
+        return reserved, self._leases.reserve(reserved.slots)
 
     def commit(self, slots: Int64s, depths: Int64s, to_storage: bool) -> None:
         """Note that reserved slots have been written. Others are ignored.
 
         depths: int64 [num_slots], position of each block in its prompt.
         """
-        mine = self._end_reserved(slots)
-        if len(mine):
-            self.room.commit_slots(slots[mine], as_numbers(depths[mine]), to_storage)
+        which, blocks = self._end_reserved(slots)
+        if blocks:
+            its = depths if len(which) == len(depths) else depths[as_array(which)]
+            self.room.commit_blocks(blocks, as_numbers(its), to_storage)
 
     def abort(self, slots: Int64s) -> None:
         """Give up reserved slots. Others are ignored."""
-        mine = self._end_reserved(slots)
-        if len(mine):
-            self.room.abort_slots(slots[mine])
+        _, blocks = self._end_reserved(slots)
+        if blocks:
+            self.room.abort_blocks(blocks)
 
-    def _end_reserved(self, slots: Int64s) -> Int64s:
-        """Note that slots are reserved no longer. Return the positions of those that were, once."""
-        known = np.flatnonzero(self._do_exist(slots))
-        mine = known[self.is_reserved[slots[known]]]
-        ended = slots[mine]
-        self.is_reserved[ended] = False
-        self._users[ended] &= self._keeps
-        if not are_distinct(ended):
-            _, first = np.unique(ended, return_index=True)
-            mine = mine[np.sort(first)]
-        self.num_reserved -= len(mine)
-        return mine
+    def _end_reserved(self, slots: Int64s) -> tuple[Sequence[int], Sequence[BlockId]]:
+        which, blocks = self._leases.end_reserved(slots)
+        self.num_reserved -= len(blocks)
+        return which, blocks
 
     def distrust(self, slots: Int64s) -> None:
         """Give up the blocks in slots that this engine uses. Others are ignored."""
-        slots = self._existing(slots)
+        slots = slots[(slots >= 0) & (slots < len(self.num_leases))]
         self.room.distrust_slots(slots[self.is_reserved[slots] | (self.num_leases[slots] > 0)])
-
-    def _do_exist(self, slots: Int64s) -> Bools:
-        """Return whether the room can have each slot."""
-        return slots.view(np.uint64) < len(self.num_leases)  # negative ones are large then
-
-    def _existing(self, slots: Int64s) -> Int64s:
-        """Return the slots without those that the room can't have."""
-        exist = self._do_exist(slots)
-        return slots if np.count_nonzero(exist) == len(slots) else slots[exist]
 
     def end(self) -> None:
         """Release and give up everything."""

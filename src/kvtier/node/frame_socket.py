@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from kvtier.node.protocol import MAX_FIRST_BYTES, Frames, ProtocolError
+from kvtier.node.protocol import MAX_FIRST_BYTES, SOCKET_BYTES, Frames, ProtocolError
 
 TURN_S = 1e-3
 """A connection handles frames for so long, then the others have a turn."""
@@ -64,6 +64,7 @@ class FrameSocket:
         self._is_open = True
         self._fd = connection.fileno()
         connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         self._choose_reading()
 
     def accept_up_to(self, most_bytes: int) -> None:

@@ -35,6 +35,9 @@ MOST_KEY_BYTES: Final = 120
 RECEIVED_AT_ONCE: Final = 64 << 10
 MOST_KEPT_BYTES: Final = 1 << 20
 """Memory for longer frames is given back."""
+SOCKET_BYTES: Final = 1 << 20
+"""Memory of a socket for what its peer has not read, as far as the system grants it. A long prompt
+fits, so that sending it waits for nobody."""
 FRAME_HEADER: Final = struct.Struct("<I")
 MOST_FDS: Final = 2
 FD_BYTES: Final = 4

@@ -22,7 +22,7 @@ from kvtier.errors import ConfigError
 from kvtier.hints import Said
 from kvtier.index import State, make_key_index
 from kvtier.index.policies.replayed import RUNS
-from kvtier.index.selection import Int64s, as_array, as_numbers, select
+from kvtier.index.selection import Int64s, are_neighbours, as_array, as_numbers, select
 from kvtier.index.slot_leases import SlotArrays, SlotLeases
 from kvtier.keyed.cache import MEMORY_CODE, KeyedCache, Reserved
 from kvtier.ladder import LadderOptions, PendingLookup
@@ -241,9 +241,16 @@ class NodeRoom(KeyedCache):
         self._came_from[slots] = 0
         self.note_released(blocks)
 
-    def slot_leases(self, user: SlotUser, num_leases: npt.NDArray[np.uint32]) -> SlotLeases:
-        """Return the leases of an engine. num_leases: uint32 [num_slots], which they count in."""
-        return self._index.slot_leases(HOST, self._arrays, num_leases, user.mask, user.keeps)
+    def slot_leases(
+        self,
+        user: SlotUser,
+        num_leases: npt.NDArray[np.uint32],
+        is_reserved: npt.NDArray[np.bool_],
+    ) -> SlotLeases:
+        """Return the leases of an engine; see ``PythonSlotLeases`` for the arrays."""
+        return self._index.slot_leases(
+            HOST, self._arrays, num_leases, is_reserved, user.mask, user.keeps
+        )
 
     def note_released(self, blocks: Sequence[BlockId]) -> None:
         """Note that leases of blocks have ended."""
@@ -251,13 +258,15 @@ class NodeRoom(KeyedCache):
         if self._lost:
             self.ladder.transfers.drop_lost()
 
-    def commit_slots(self, slots: Int64s, depths: Sequence[int], to_storage: bool) -> None:
-        """Note that reserved slots have been written; see ``commit``. slots: int64 [n]."""
-        self._commit(self._blocks_in(slots), depths, to_storage)
+    def commit_blocks(
+        self, blocks: Sequence[BlockId], depths: Sequence[int], to_storage: bool
+    ) -> None:
+        """Note that blocks have been written into reserved slots; see ``commit``."""
+        self._commit(blocks, depths, to_storage)
 
-    def abort_slots(self, slots: Int64s) -> None:
-        """Give up reserved slots that were not written. slots: int64 [n]."""
-        self._copies.abort(self._blocks_in(slots))
+    def abort_blocks(self, blocks: Sequence[BlockId]) -> None:
+        """Give up blocks that were not written into reserved slots."""
+        self._copies.abort(blocks)
 
     def distrust_slots(self, slots: Int64s) -> None:
         """Give up the blocks in slots that are leased or reserved. slots: int64 [n]."""
@@ -289,13 +298,14 @@ class NodeRoom(KeyedCache):
         """Have records written for blocks that entered memory. Nobody reads other changes."""
         if is_removed or tier != HOST or self._are_recorded or not len(blocks):
             return
-        depths = [self._index.depth(block) for block in blocks]
-        slots = as_array(self._index.slots(blocks, HOST))
-        self.kept.note(slots, self._index.keys(blocks), depths)
+        self.kept.note(as_array(self._index.slots(blocks, HOST)), *self._index.facts(blocks))
 
     def _note_use(self, slots: Sequence[Slot] | Int64s) -> None:
         used = as_array(slots)
-        if len(used):
+        if are_neighbours(used):  # as they usually are
+            first, last = (self.tier.segments_of(used[at]) for at in (0, -1))
+            self._last_use[first : last + 1] = self._clock()
+        elif len(used):
             self._last_use[self.tier.segments_of(used)] = self._clock()
 
     @property
@@ -396,9 +406,7 @@ class NodeRoom(KeyedCache):
         self, keys: Sequence[bytes], slots: Sequence[Slot], depths: Sequence[int]
     ) -> Sequence[BlockId]:
         """Take over blocks that lie in slots, and that are not in memory yet. Return them."""
-        blocks = self._index.make(keys)
-        self._copies.reserve(blocks, slots)
-        self._use(blocks)
+        blocks, _ = self._copies.reserve(keys, slots, self._clock())
         self._fill(blocks, slots, 0)
         self._are_recorded = True
         self.commit(keys, depths)
