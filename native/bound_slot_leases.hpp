@@ -20,7 +20,10 @@ template <typename Item>
 class Column {
  public:
   Column(const char* name, nb::handle array) {
-    if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_CONTIG) != 0) throw nb::python_error();
+    if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_CONTIG) != 0) {
+      PyErr_Clear();
+      fail(PyExc_TypeError, "%s must be an array that can be written to, C-contiguous", name);
+    }
     if (view_.ndim == 1 && view_.itemsize == sizeof(Item)) return;
     PyBuffer_Release(&view_);
     fail(PyExc_ValueError, "%s must have one dimension, and items of %zu bytes", name, sizeof(Item));
