@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -12,6 +13,7 @@
 
 #include "bind.hpp"
 #include "bound_columns.hpp"
+#include "bound_slot_leases.hpp"
 #include "bound_values.hpp"
 #include "packed.hpp"
 #include "keys/key_index.hpp"
@@ -152,6 +154,25 @@ class KeyIndex {
     return numbers_of(blocks_);
   }
 
+  // (blocks, hashes): blocks of these keys, which are being written to slots, and count as used.
+  nb::object write_new(nb::handle keys, nb::handle column, nb::handle slots) {
+    const std::size_t at = columns_.position(column);
+    const bound::Given given_slots(slots, "slots must be iterable");
+    const GivenKeys given(keys);
+    given.read(keys_);
+    given_slots.slots(slots_);
+    if (keys_.size() != slots_.size())
+      fail(PyExc_ValueError, "one slot for each key: %zu keys, %zu slots", keys_.size(),
+           slots_.size());
+    blocks_.clear();
+    checked([&] { index_.write_new(keys_, at, slots_, blocks_); });
+    nb::object hashes = checked([&] {
+      return numbers_of(keys_,
+                        [&](trie::Label key) { return index_.hash(key) & bound::kMostNumber; });
+    });
+    return nb::make_tuple(numbers_of(blocks_), hashes);
+  }
+
   void asked(nb::handle keys, double now) {
     bound::to_time(now);
     const GivenKeys given(keys);
@@ -210,6 +231,22 @@ class KeyIndex {
       return nb::bytes(key.data, key.size);
     });
   }
+  // (the keys, one after the other; the depths).
+  nb::object facts(nb::handle blocks) {
+    read_blocks(blocks);
+    const std::size_t size = index_.rows().key_bytes();
+    nb::object keys = owned(
+        PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(blocks_.size() * size)));
+    char* to = PyBytes_AS_STRING(keys.ptr());
+    checked([&] {
+      for (const BlockId block : blocks_) {
+        std::memcpy(to, index_.key(block).data, size);
+        to += size;
+      }
+    });
+    return nb::make_tuple(
+        keys, numbers_of(blocks_, [&](BlockId block) { return index_.depth(block); }));
+  }
   std::uint32_t num_uses(nb::handle block) {
     return of(block, [&](BlockId id) { return index_.num_uses(id); });
   }
@@ -234,6 +271,14 @@ class KeyIndex {
   }
   void commit(nb::handle blocks, nb::handle column) {
     each(blocks, column, [&](BlockId block, std::size_t at) { index_.commit(block, at); });
+  }
+  // Blocks of one prompt, in its order: the first ones leave last.
+  void commit_prompt(nb::handle blocks, nb::handle depths, nb::handle column) {
+    const std::size_t at = columns_.position(column);
+    pairs(blocks, depths, [&](BlockId block, Slot depth) { index_.set_depth(block, depth); });
+    checked([&] {
+      for (std::size_t i = blocks_.size(); i-- > 0;) index_.commit(blocks_[i], at);
+    });
   }
   void lease(nb::handle blocks, nb::handle column) {
     each(blocks, column, [&](BlockId block, std::size_t at) { index_.lease(block, at); });
@@ -271,6 +316,12 @@ class KeyIndex {
     blocks_.clear();
     checked([&] { index_.evict(at, bound::to_limit(num_blocks), blocks_); });
     return numbers_of(blocks_);
+  }
+
+  bound::SlotLeases* slot_leases(nb::handle column, const nb::tuple& arrays, nb::handle num_leases,
+                                 nb::handle is_reserved, std::uint64_t bit, std::uint64_t keeps) {
+    return new bound::SlotLeases(index_, columns_.position(column), arrays, num_leases, is_reserved,
+                                 bit, keeps);
   }
 
   // [(block, key, num_uses, depth, [(state, slot, leases) per column])] of every block.
@@ -364,6 +415,14 @@ class KeyIndex {
 }  // namespace
 
 void bind_key_index(nb::module_& module) {
+  nb::class_<bound::SlotLeases>(module, "SlotLeases",
+                                "Leases of one user: see kvtier.index.slot_leases.")
+      .def("lease", &bound::SlotLeases::lease, nb::arg("blocks"), nb::arg("now"), nb::lock_self())
+      .def("release", &bound::SlotLeases::release, nb::arg("slots"), nb::lock_self())
+      .def("reserve", &bound::SlotLeases::reserve, nb::arg("slots"), nb::lock_self())
+      .def("end_reserved", &bound::SlotLeases::end_reserved, nb::arg("slots"), nb::lock_self())
+      .def("serve", &bound::SlotLeases::serve, nb::arg("content"), nb::arg("room"),
+           nb::arg("key_bytes"), nb::arg("is_alone"), nb::arg("now"), nb::lock_self());
   nb::class_<KeyIndex>(module, "KeyIndex", "Blocks by key, and where they are: see kvtier.index.")
       .def(nb::init<nb::tuple, nb::tuple, nb::tuple, const std::string&, std::size_t>(),
            nb::arg("tiers"), nb::arg("states"), nb::arg("learning"), nb::arg("policy") = "runs",
@@ -376,6 +435,8 @@ void bind_key_index(nb::module_& module) {
       .def("in_slots", &KeyIndex::in_slots, nb::arg("slots"), nb::arg("column"), nb::lock_self())
       .def("expect", &KeyIndex::expect, nb::arg("num_blocks"), nb::lock_self())
       .def("make", &KeyIndex::make, nb::arg("keys"), nb::lock_self())
+      .def("write_new", &KeyIndex::write_new, nb::arg("keys"), nb::arg("column"), nb::arg("slots"),
+           nb::lock_self())
       .def("asked", &KeyIndex::asked, nb::arg("keys"), nb::arg("now"), nb::lock_self())
       .def("retain", &KeyIndex::retain, nb::arg("keys"), nb::arg("said"), nb::arg("now"),
            nb::lock_self())
@@ -388,6 +449,7 @@ void bind_key_index(nb::module_& module) {
       .def("states_of", &KeyIndex::states_of, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
       .def("slots", &KeyIndex::slots, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
       .def("keys", &KeyIndex::keys, nb::arg("blocks"), nb::lock_self())
+      .def("facts", &KeyIndex::facts, nb::arg("blocks"), nb::lock_self())
       .def("num_uses", &KeyIndex::num_uses, nb::arg("block"), nb::lock_self())
       .def("num_leases", &KeyIndex::num_leases, nb::arg("block"), nb::arg("column"),
            nb::lock_self())
@@ -399,6 +461,8 @@ void bind_key_index(nb::module_& module) {
       .def("begin_write", &KeyIndex::begin_write, nb::arg("blocks"), nb::arg("column"),
            nb::arg("slots"), nb::lock_self())
       .def("commit", &KeyIndex::commit, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
+      .def("commit_prompt", &KeyIndex::commit_prompt, nb::arg("blocks"), nb::arg("depths"),
+           nb::arg("column"), nb::lock_self())
       .def("abort", &KeyIndex::abort, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
       .def("touch", &KeyIndex::touch, nb::arg("blocks"), nb::lock_self())
       .def("lease", &KeyIndex::lease, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
@@ -407,6 +471,9 @@ void bind_key_index(nb::module_& module) {
       .def("forget", &KeyIndex::forget, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
       .def("keep", &KeyIndex::keep, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
       .def("lose", &KeyIndex::lose, nb::arg("block"), nb::arg("column"), nb::lock_self())
+      .def("slot_leases", &KeyIndex::slot_leases, nb::arg("column"), nb::arg("arrays"),
+           nb::arg("num_leases"), nb::arg("is_reserved"), nb::arg("bit"), nb::arg("keeps"), nb::lock_self(),
+           nb::rv_policy::take_ownership, nb::keep_alive<0, 1>())
       .def("dump", &KeyIndex::dump, nb::lock_self())
       .def("order", &KeyIndex::order, nb::arg("column"), nb::lock_self())
       .def("check_invariants", &KeyIndex::check_invariants, nb::lock_self());

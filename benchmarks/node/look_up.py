@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks.node.part import JsonRow, Part
 from benchmarks.node.processes import SPAWN, attached, check_all_there, running_node, store
+from benchmarks.node.work import REQUEST_BLOCKS
 from benchmarks.report.targets import judged
 from benchmarks.scale.keyed import PROMPT_BLOCKS, new_keys
 from kvtier._hot import NATIVE
@@ -136,7 +137,10 @@ def measure(quick: bool) -> Part:
                 pipe.send(None)
                 process.join()
     rows = [_row(way, of_way) for way, of_way in rounds.items()]
-    return Part([*rows, *_steps(20 if quick else 200)], targets(rounds[NODE], rounds[IN_PROCESS]))
+    num_calls = 20 if quick else 200
+    for num_blocks in (REQUEST_BLOCKS, PROMPT_BLOCKS):
+        rows += _steps(num_blocks, num_calls)
+    return Part(rows, targets(rounds[NODE], rounds[IN_PROCESS]))
 
 
 def _round(found: Sequence[Requests], node_cpu_s: float) -> Round:
@@ -181,11 +185,11 @@ def room_in_process(node: CacheNode, keys: Sequence[bytes], block_bytes: int) ->
     return room
 
 
-def _steps(num_calls: int) -> list[JsonRow]:
+def _steps(num_blocks: int, num_calls: int) -> list[JsonRow]:
     """Time the steps of a look-up one by one, in CPU microseconds of one thread."""
     from tempfile import TemporaryDirectory
 
-    keys = new_keys(PROMPT_BLOCKS)
+    keys = new_keys(num_blocks)
     with TemporaryDirectory(prefix="kvtier-node-") as folder:
         config = NodeConfig(
             Path(folder) / "node.sock",
@@ -198,14 +202,21 @@ def _steps(num_calls: int) -> list[JsonRow]:
         frame = protocol.frame(protocol.LookupRequest(1, 0, told))
         split = protocol.split_keys(told, len(keys[0]))
         ready = held.room.look_up(split, has_gaps=False).ready
-        slots = held.lease(ready)
+        slots = protocol.unpack(held.lease(ready)[0])
         held.release(slots)
         codes = bytes([protocol.MEMORY]) * len(keys)
         packed = protocol.pack(slots)
         answer = protocol.LookupAnswer(1, codes, packed, packed, codes)
 
         def lease() -> None:
-            held.release(held.lease(ready))
+            held.release(protocol.unpack(held.lease(ready)[0]))
+
+        lookup = memoryview(frame)[protocol.FRAME_HEADER.size :]
+        notice = protocol.frame(protocol.ReleaseNotice(0, packed))[protocol.FRAME_HEADER.size :]
+
+        def serve() -> None:
+            held.serve(lookup, 0)
+            held.serve(memoryview(notice), 0)
 
         steps: dict[str, Callable[[], object]] = {
             "join the keys": lambda: b"".join(keys),
@@ -214,9 +225,12 @@ def _steps(num_calls: int) -> list[JsonRow]:
             "split the keys": lambda: protocol.split_keys(told, len(keys[0])),
             "find in the index": lambda: held.room.look_up(split, has_gaps=False),
             "lease and release": lease,
+            "serve both in one call each": serve,
             "make and take the answer": lambda: protocol.decode_node(protocol.frame(answer)[4:]),
         }
-        rows = [_step(name, step, num_calls) for name, step in steps.items()]
+        rows = [
+            _step(f"{name}, {num_blocks:,} blocks", step, num_calls) for name, step in steps.items()
+        ]
         node.close()
     return rows
 

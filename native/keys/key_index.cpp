@@ -258,6 +258,13 @@ void KeyIndex::begin_write(BlockId block, std::size_t column, Slot slot) {
   link_last(at, column);
 }
 
+void KeyIndex::write_new(std::span<const Key> keys, std::size_t column,
+                         std::span<const Slot> slots, std::vector<BlockId>& blocks) {
+  make(keys, blocks);
+  for (std::size_t i = 0; i < keys.size(); ++i) begin_write(blocks[i], column, slots[i]);
+  touch(blocks);
+}
+
 void KeyIndex::commit(BlockId block, std::size_t column) {
   const Index at = row(block);
   move(at, column, State::ready);
@@ -323,6 +330,36 @@ void KeyIndex::release(BlockId block, std::size_t column) {
   if (--it.num_leases > 0) return;
   orders_[column].num_idle += it.state == State::ready;
   come_back(at, column);
+}
+
+void KeyIndex::release(std::span<const BlockId> blocks, std::size_t column) {
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    if (i + kAhead < blocks.size() && rows_.has(blocks[i + kAhead]))
+      rows_.prefetch(static_cast<Index>(blocks[i + kAhead]));
+    release(blocks[i], column);
+  }
+}
+
+void KeyIndex::lease_ready(std::span<const Key> keys, std::size_t column, bool all_or_none,
+                           std::vector<State>& states, std::vector<Slot>& slots) {
+  Order& order = orders_[column];
+  states.resize(keys.size());
+  slots.clear();
+  found_.clear();
+  known_.find(keys, [&](std::size_t i, Index row, std::uint64_t) {
+    states[i] = State::absent;
+    if (row == kNone) return;
+    Standing& it = rows_.at(row, column);
+    states[i] = it.state;
+    if (it.state != State::ready || (all_or_none && found_.size() < i)) return;
+    promise(it.num_leases < kMaxLeases, "a block is leased 65,535 times");
+    order.num_idle -= it.num_leases++ == 0;
+    slots.push_back(it.slot);
+    found_.push_back(row);
+  });
+  if (!all_or_none || slots.size() == keys.size()) return;
+  for (const Index row : found_) order.num_idle += --rows_.at(row, column).num_leases == 0;
+  slots.clear();
 }
 
 // -- eviction

@@ -43,6 +43,7 @@ class KeyIndex {
   void leave_each_once(std::vector<Key>& keys) const;
   // A number that is probably no other key's. Secret: nobody can name keys that are alike.
   std::uint64_t hash(BlockId block) const { return known_.hash(key(block)); }
+  std::uint64_t hash(Key key) const { return known_.hash(key); }
   State state_at(Index row, std::size_t column) const { return rows_.at(row, column).state; }
   BlockId id(Index row) const { return rows_.id(row); }
 
@@ -67,6 +68,9 @@ class KeyIndex {
   // blocks[i]: of keys[i], new where it was not known.
   void make(std::span<const Key> keys, std::vector<BlockId>& blocks) { known_.make(keys, blocks); }
   void begin_write(BlockId block, std::size_t column, Slot slot);
+  // Appends the block of each key, new where it was not known: it is being written, and was used.
+  void write_new(std::span<const Key> keys, std::size_t column, std::span<const Slot> slots,
+                 std::vector<BlockId>& blocks);
   void commit(BlockId block, std::size_t column);
   Slot abort(BlockId block, std::size_t column) { return leave(row(block), column); }
 
@@ -91,6 +95,11 @@ class KeyIndex {
   void touch(std::span<const BlockId> blocks);
   void lease(BlockId block, std::size_t column);
   void release(BlockId block, std::size_t column);
+  void release(std::span<const BlockId> blocks, std::size_t column);
+  // Leases the blocks that are ready in a column. states[i]: of keys[i] there, absent where it is not
+  // known; slots: of those that are leased, in order. Where not all are, and `all_or_none`, none is.
+  void lease_ready(std::span<const Key> keys, std::size_t column, bool all_or_none,
+                   std::vector<State>& states, std::vector<Slot>& slots);
 
   // -- eviction
 

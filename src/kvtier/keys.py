@@ -15,7 +15,7 @@ import operator
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TypeAlias, cast, overload
 
 import numpy as np
@@ -63,6 +63,12 @@ class Namespace:
         return hasher.digest()
 
 
+@cache
+def _key_type(key_bytes: int) -> np.dtype[np.void]:
+    """Return the type of a key in an array."""
+    return np.dtype((np.void, key_bytes))
+
+
 class PackedKeys(Sequence[bytes]):
     """Keys of one length, one after the other in one buffer. Immutable.
 
@@ -79,7 +85,7 @@ class PackedKeys(Sequence[bytes]):
     __slots__ = ("array",)
 
     def __init__(self, content: bytes | npt.NDArray[np.generic], key_bytes: int) -> None:
-        self.array: npt.NDArray[np.void] = np.frombuffer(content, np.dtype((np.void, key_bytes)))
+        self.array: npt.NDArray[np.void] = np.frombuffer(content, _key_type(key_bytes))
 
     def __len__(self) -> int:
         return len(self.array)

@@ -229,6 +229,13 @@ class Both:
             assert list(self._twin.evict(tier, num_blocks)) == list(chosen)
         return chosen
 
+    def write_new(self, keys: Sequence[bytes], tier: str, slots: Sequence[Slot]) -> None:
+        """The hashes of each have a seed of their own."""
+        blocks, hashes = self._first.write_new(keys, tier, slots, 0.0)
+        assert list(hashes) == list(self._first.hashes(blocks))
+        if NATIVE:
+            assert list(self._twin.write_new(keys, tier, slots, 0.0)[0]) == list(blocks)
+
     def order(self, tier: str) -> Sequence[BlockId]:
         first = self._first.order(tier)
         assert tier in self._learning or list(self._twin.order(tier)) == list(first)
@@ -285,8 +292,8 @@ class KeyIndexMachine(RuleBasedStateMachine):
         found = self.blocks(*states)
         return data.draw(st.sampled_from(found)) if found else None
 
-    @rule(keys=some_keys, tier=tiers)
-    def begin(self, keys: list[bytes], tier: str) -> None:
+    @rule(keys=some_keys, tier=tiers, is_used=st.booleans())
+    def begin(self, keys: list[bytes], tier: str, is_used: bool) -> None:
         found = [self.index.find(key) for key in keys]
         absent = [
             key
@@ -295,7 +302,15 @@ class KeyIndexMachine(RuleBasedStateMachine):
         ]
         slots = range(self.num_slots, self.num_slots + len(absent))
         self.num_slots += len(absent)
-        self.index.begin_write_all(self.index.make(absent), tier, list(slots))
+        if is_used:
+            self.index.write_new(absent, tier, [Slot(slot) for slot in slots])
+        else:
+            self.index.begin_write_all(self.index.make(absent), tier, list(slots))
+
+    @rule(tier=tiers, depth=st.integers(0, 1 << 31))
+    def end_all(self, tier: str, depth: int) -> None:
+        blocks = [block for block, at in self.blocks(State.WRITING) if at == tier]
+        self.index.commit_prompt(blocks, range(depth, depth + len(blocks)), tier, 0.0)
 
     @rule(data=st.data(), is_good=st.booleans())
     def end(self, data: st.DataObject, is_good: bool) -> None:
@@ -355,6 +370,7 @@ class KeyIndexMachine(RuleBasedStateMachine):
         self.index.check_invariants()
         self.index.known()
         self.index.find_all(KEYS)
+        self.index.facts([each.block for each in self.index.known()])
         for tier in TIERS:
             self.index.order(tier)
             self.index.missing([*KEYS, *KEYS[:3]], tier)

@@ -25,6 +25,7 @@ if core := os.environ.get("KVTIER_SANITIZED_CORE"):  # as the tests themselves h
 from kvtier import _native
 from kvtier.index import State
 from kvtier.keys import Labels
+from kvtier.node.protocol import LookupRequest, ReleaseNotice, frame, pack
 from kvtier.types import Match
 
 REFUSALS = (
@@ -40,6 +41,12 @@ TIERS = ("device", "host")
 EDGES = (2**8, 2**16, 2**31, 2**32, 2**52, 2**62, 2**63, 2**64, 2**65)
 TIMES = (0.0, 1.0, -1.0, 1e300, float("nan"), float("inf"), float("-inf"), 2**63, -0.0, "1", None)
 
+MESSAGES = (
+    frame(LookupRequest(1, 7, b"aba"))[4:],
+    frame(LookupRequest(2**63, 0, bytes(300), True, False))[4:],
+    frame(ReleaseNotice(7, pack([0, 1, 1, -1, 2**50])))[4:],
+    frame(ReleaseNotice(0, b""))[4:],
+)
 Call = Callable[[], object]
 
 
@@ -55,6 +62,7 @@ class Hostile:
         self.arena = np.zeros(1 << 16, np.uint8)
         self.trie = self._new_trie()
         self.keyed = _native.KeyIndex(TIERS, tuple(State), TIERS[1:])
+        self.leases = self._sound_leases()
         self.keys = np.zeros(8, "V32")
         self.slot_table = _native.SlotTable(self.keys, np.arange(8))
         self.key_table = _native.KeyTable(self.keys, np.arange(8))
@@ -256,10 +264,60 @@ class Hostile:
             "keep": (blocks, tier),
             "lose": (self.number(), tier),
             "order": (tier,),
+            "write_new": (keys, tier, slots),
+            "commit_prompt": (blocks, slots, tier),
+            "facts": (blocks,),
             "check_invariants": (),
         }
         name = pick(list(calls))
         return self.named(name, lambda: getattr(index, name)(*calls[name]), calls[name])
+
+    def of_leases(self) -> Call:
+        """Some method of the leases of an engine, and arguments for it."""
+        pick, index = self.random.choice, self.keyed
+        known = [each[0] for each in index.dump()]
+        slots = pick((np.arange(9), np.array([-1, 2**40, 3, 3]), np.zeros(0, np.int64), [1], None))
+        message = pick(MESSAGES)[: pick((None, None, self.random.randrange(40)))]
+        if self.random.random() < 0.3:
+            at = self.random.randrange(len(message) + 1)
+            message = message[:at] + bytes([self.random.randrange(256)]) + message[at + 1 :]
+        calls: dict[str, tuple[Any, ...]] = {
+            "lease": (pick((known, self.numbers())), pick(TIMES)),
+            "release": (slots,),
+            "reserve": (pick((self.numbers(), [0, 7], slots)),),
+            "end_reserved": (slots,),
+            "serve": (message, pick((0, 7)), pick((1, 1, 3, 0, 2**63)), pick((True, False)), 0.0),
+        }
+        name = pick(list(calls))
+
+        def call() -> None:
+            if self.random.random() < 0.1:
+                self.leases = self._new_leases()
+            getattr(self.leases, name)(*calls[name])
+
+        return self.named(name, call, calls[name])
+
+    def _sound_leases(self) -> _native.SlotLeases:
+        """Leases on eight slots."""
+        dtypes = (np.int64, np.int8, np.int64, np.uint64, np.float64)
+        arrays = [np.ones(8, dtype) for dtype in dtypes]
+        counts, is_reserved = np.zeros(8, np.uint32), np.zeros(8, bool)
+        return self.keyed.slot_leases(TIERS[0], (*arrays, 512, 4096), counts, is_reserved, 1, 6)
+
+    def _new_leases(self) -> _native.SlotLeases:
+        """Leases on eight slots, or arrays that don't fit."""
+        pick = self.random.choice
+        sizes = [pick((8,) * 30 + (7, 0)) for _ in range(5)]
+        dtypes = (np.int64, np.int8, np.int64, np.uint64, np.float64)
+        arrays: list[Any] = [np.zeros(*each) for each in zip(sizes, dtypes, strict=True)]
+        arrays[0] += 1
+        arrays += [pick((512, 512, 2**60, 0, -1)), pick((4096, 4096, 1, 0))]
+        if self.random.random() < 0.05:
+            arrays[pick(range(7))] = pick((None, 5, np.zeros((2, 2)), bytes(64)))
+        counts = np.zeros(pick((8,) * 9 + (3,)), pick((np.uint32,) * 9 + (np.uint8,)))
+        return self.keyed.slot_leases(
+            pick(TIERS), tuple(arrays), counts, np.zeros(8, bool), 1, 2**64 - 2
+        )
 
     def of_tables(self) -> Call:
         """A call of a table of keys, or of one of slots whose keys change while they are listed."""
@@ -425,7 +483,7 @@ class Hostile:
     def calls(self, num: int) -> Iterator[Call]:
         kinds = (
             (self.of_trie,) * 6
-            + (self.of_keys, self.of_memory) * 3
+            + (self.of_keys, self.of_leases, self.of_memory) * 3
             + (self.of_ring, self.of_tables, self.of_packed, self.of_policies) * 2
         )
         for _ in range(num):

@@ -78,6 +78,7 @@ def test_every_method_of_the_stub_agrees_with_the_native_core() -> None:
         native.Numbers,
         native.LivePolicy,
         native.PolicyReplay,
+        native.SlotLeases,
         native.SlotTable,
         native.UringRing,
     ):

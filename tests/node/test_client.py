@@ -17,7 +17,7 @@ import pytest
 
 from kvtier.node import protocol
 from kvtier.node.client import Channel, NodeClient, NodeError, OpenedRoom
-from kvtier.node.connection import Connection
+from kvtier.node.frame_socket import FrameSocket
 from kvtier.node.guard import RoomFacts
 from kvtier.node.tier import NodeTier
 from kvtier.testing.storage_suite import GROUP
@@ -294,15 +294,16 @@ def test_slot_that_was_given_to_another_block_is_not_used(
     tier = tier_of(node.config.socket)
     user = User(tier)
     assert user.put(0, 1) == [THERE] * 2
-    send = Connection.send
+    send = FrameSocket.send
 
-    def reassign(connection: Connection, message: object, *args: object, **kw: object) -> None:
+    def reassign(frames: FrameSocket, frame: bytes, *args: object, **kw: object) -> None:
+        message = protocol.decode_node(frame[protocol.FRAME_HEADER.size :])
         if isinstance(message, protocol.LookupAnswer) and message.slots:
             (room,) = node.node.rooms
             room.tier.generations[protocol.unpack(message.slots)[:1]] += 1
-        send(connection, message, *args, **kw)  # type: ignore[arg-type]
+        send(frames, frame, *args, **kw)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Connection, "send", reassign)
+    monkeypatch.setattr(FrameSocket, "send", reassign)
     assert user.get(0, 1) == [DAMAGED, THERE]
     tier.close()
 

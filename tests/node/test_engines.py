@@ -256,7 +256,7 @@ def test_notices_after_a_message_that_failed_count(
     with bare(node.config.socket) as engine:
         room = engine.enter("engine", client="c")
         told = engine.ask(protocol.ReserveRequest(3, room, SOME))
-        monkeypatch.setattr("kvtier.node.connection._look_up", fail)
+        monkeypatch.setattr("kvtier.node.engines.Holdings.serve", fail)
         lookup = protocol.LookupRequest(4, room, SOME)
         engine.send(lookup, protocol.AbortNotice(room, told.slots), lookup)
         assert engine.is_closed()

@@ -12,11 +12,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier.devices.cpu import CpuDevice
+from kvtier.index.slot_leases import PythonSlotLeases
 from kvtier.keyed.cache import BlockLocation
 from kvtier.node.cache import NodeCache
 from kvtier.node.client import NodeClient
+from kvtier.node.connection import _look_up
 from kvtier.node.engines import Holdings
 from kvtier.node.node import CacheNode
+from kvtier.node.protocol import (
+    CommitNotice,
+    FromEngine,
+    LookupAnswer,
+    LookupRequest,
+    ReleaseNotice,
+    decode_engine,
+    decode_node,
+    pack,
+    unpack,
+)
+from kvtier.node.protocol import frame as frame_of
 from kvtier.node.room import RoomKey
 from kvtier.node.users import SlotUser
 from kvtier.types import HOST
@@ -25,8 +39,10 @@ from tests.node.world import BLOCK, PATIENCE_S, SCOPE, LocalNode, config_of, loc
 KEYS = [bytes([number]) * 8 for number in range(6)]
 
 
-@pytest.fixture(scope="module")
-def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Holdings]:
+@pytest.fixture(scope="module", params=["of the index", "in Python"])
+def held(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Holdings]:
     """The leases of one engine in a room with six blocks."""
     node = CacheNode(config_of(tmp_path_factory.mktemp("node")), CpuDevice())
     wait_until(lambda: node.memory.num_free == node.memory.num_segments)
@@ -34,7 +50,19 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Holdings]:
     reserved = room.reserve(KEYS)
     assert reserved is not None
     room.commit(reserved.keys, range(6))
-    yield Holdings(room, SlotUser(1, 0, "engine"))
+    user = SlotUser(1, 5, "engine")
+    held = Holdings(room, user)
+    if request.param == "in Python":
+        held._leases = PythonSlotLeases(
+            room._index,
+            HOST,
+            room._arrays,
+            held.num_leases,
+            held.is_reserved,
+            user.mask,
+            user.keeps,
+        )
+    yield held
     node.check_invariants()
     node.close()
 
@@ -52,9 +80,16 @@ def test_each_lease_is_released_once_whatever_is_named(
     held.end()  # of an example that has failed
     for asked, named in steps:
         found = room.look_up([KEYS[at] for at in asked], has_gaps=False)
-        model.update(held.lease(found.ready).tolist())
+        room._last_use[:] = 0
+        slots, generations = map(unpack, held.lease(found.ready))
+        assert slots.tolist() == list(room._index.slots(found.ready, HOST))
+        assert generations.tolist() == room.generations(slots).tolist()
+        used = room.tier.segments_of(slots).tolist()
+        assert set(np.flatnonzero(room._last_use).tolist()) == set(used)
+        model.update(slots.tolist())
         held.release(np.array(named, np.int64))
         model -= Counter(named) & model
+        assert np.flatnonzero(room.tier.users == 1 << 5).tolist() == sorted(model)
         assert {at: num for at, num in enumerate(held.num_leases.tolist()) if num} == dict(model)
         blocks = room.ready_blocks(KEYS)
         assert model.keys() <= set(room._index.slots(blocks, HOST))
@@ -63,6 +98,110 @@ def test_each_lease_is_released_once_whatever_is_named(
     held.end()
     assert held.num_slots == 0
     assert room._index.num_evictable(HOST) == len(KEYS)
+
+
+@given(steps=st.lists(SLOTS, max_size=4))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_each_reserved_slot_ends_once_whatever_is_named(
+    held: Holdings, steps: list[list[int]]
+) -> None:
+    room = held.room
+    held.end()
+    found = held.reserve([bytes([200 + number]) * 8 for number in range(3)])
+    assert found is not None
+    reserved, generations = found
+    model = list(reserved.slots)
+    assert unpack(generations).tolist() == room.generations(reserved.slots).tolist()
+    for named in steps:
+        assert np.flatnonzero(room.tier.users == 1 << 5).tolist() == sorted(model)
+        assert np.flatnonzero(held.is_reserved).tolist() == sorted(model)
+        assert held.num_slots == len(model)
+        slots = np.array(named, np.int64)
+        before = [slot for slot in dict.fromkeys(named) if slot in model]
+        blocks = room._blocks_in(np.array(before, np.int64))
+        which, ended = held._leases.end_reserved(slots)
+        assert list(which) == [named.index(slot) for slot in before]
+        assert list(ended) == list(blocks)
+        held.num_reserved -= len(which)
+        model = [slot for slot in model if slot not in before]
+        room.abort_blocks(ended)
+    held.end()
+    room.check_invariants()
+    assert not room.tier.users.any()
+
+
+@given(
+    asked=st.lists(st.sampled_from([*KEYS, b"unknown!"]), max_size=9),
+    numbers=st.tuples(st.integers(0, 1 << 63), st.sampled_from([0, 1, 255, 1 << 40])),
+    flags=st.tuples(st.booleans(), st.booleans()),
+    is_alone=st.booleans(),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_simple_messages_are_answered_as_all_are(
+    held: Holdings,
+    asked: list[bytes],
+    numbers: tuple[int, int],
+    flags: tuple[bool, bool],
+    is_alone: bool,
+) -> None:
+    if isinstance(held._leases, PythonSlotLeases):
+        assert held._leases.serve(memoryview(b""), 0, 8, True, 0.0) is None
+        return
+    room, key_bytes = held.room, held.room.key.key_bytes
+    held.end()
+    number, at = numbers
+    request = LookupRequest(number, at, b"".join(asked), *flags)
+    served = held._leases.serve(content_of(request), at, key_bytes, is_alone, 0.0)
+    if not asked or (b"unknown!" in asked and not is_alone):
+        assert served is None
+        assert held.num_slots == 0
+        assert room._index.num_evictable(HOST) == len(KEYS)
+        return
+    assert served is not None
+    frame, looked_up, ended = served
+    assert list(ended) == []
+    num_leases = held.num_leases.copy()
+    expected, _ = _look_up(request, held)
+    answer = decode_node(frame[4:])
+    assert isinstance(answer, LookupAnswer)
+    assert answer == expected
+    assert int.from_bytes(frame[:4], "little") == len(frame) - 4
+    assert looked_up == (expected.places if request.counts else b"")
+    assert held.num_leases.tolist() == (2 * num_leases).tolist()
+    again = content_of(ReleaseNotice(at, 2 * expected.slots + pack([-1, 1 << 40])))
+    released = held._leases.serve(again, at, key_bytes, is_alone, 0.0)
+    assert released is not None
+    assert released[:2] == (b"", b"")
+    assert list(released[2]) == 2 * list(room.ready_blocks([key for key in asked if key in KEYS]))
+    assert held.num_slots == 0
+    assert room._index.num_evictable(HOST) == len(KEYS)
+
+
+@given(content=st.binary(max_size=40), cut=st.integers(0, 60), at=st.integers(0, 60))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_damaged_messages_are_not_served_simply(
+    held: Holdings, content: bytes, cut: int, at: int
+) -> None:
+    """They are decoded, and refused then."""
+    held.end()
+    for message in (
+        LookupRequest(300, 7, KEYS[0] + KEYS[1]),
+        ReleaseNotice(7, pack([1, 2])),
+        CommitNotice(7, b"", b""),
+    ):
+        whole = bytes(content_of(message))
+        other = whole[:at] + content + whole[at + len(content) :]
+        for damaged in (whole[: cut % len(whole)], whole + b"x", other, content):
+            served = held._leases.serve(memoryview(damaged), 7, 8, True, 0.0)
+            if served is not None:
+                assert type(decode_engine(damaged)) in (LookupRequest, ReleaseNotice)
+        assert held._leases.serve(memoryview(whole), 8, 8, True, 0.0) is None
+    held.end()
+
+
+def content_of(message: FromEngine) -> memoryview:
+    """Return a message as a connection receives it."""
+    return memoryview(frame_of(message))[4:]
 
 
 # -- the client ------------------------------------------------------------------------------------

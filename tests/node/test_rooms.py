@@ -17,6 +17,7 @@ from kvtier.node import node as node_module
 from kvtier.node.config import TenantQuota
 from kvtier.node.engines import Holdings
 from kvtier.node.node import LINGER_S, MOST_ROOMS_OF_TENANT, SWEEP_S, CacheNode
+from kvtier.node.protocol import unpack
 from kvtier.node.room import NodeRoom, RoomKey
 from kvtier.node.users import SlotUser
 from tests.node.world import BLOCK, SEGMENT, config_of
@@ -175,11 +176,11 @@ def test_retired_segment_waits_for_its_last_user(tmp_path: Path, use: str) -> No
         held = Holdings(old, USER)
         if use == "leased":
             fill(old, *range(64))
-            slots = list(held.lease(old.look_up(names(*range(64)), False).ready))
+            slots = unpack(held.lease(old.look_up(names(*range(64)), False).ready)[0]).tolist()
         else:
-            reserved = held.reserve(names(*range(64)))
-            assert reserved is not None
-            slots = list(reserved.slots)
+            found = held.reserve(names(*range(64)))
+            assert found is not None
+            slots = list(found[0].slots)
         generations = old.generations(slots)
         here.clock.now_s += 10
         for _ in range(10):

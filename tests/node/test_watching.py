@@ -31,6 +31,18 @@ def node(tmp_path: Path) -> Iterator[NodeProcess]:
         yield own
 
 
+def test_disk_of_a_tenant_is_shown_between_its_floor_and_its_ceiling(tmp_path: Path) -> None:
+    options = "--control-port=0", f"--disk-path={tmp_path / 'disk'}", "--disk-capacity=4MiB"
+    quotas = "--disk-total=16MiB", "--disk-quota=team-a=2MiB:8MiB"
+    with running(tmp_path, *options, *quotas) as node, BareEngine(node, "team-a", "one") as one:
+        one.store(1)
+        (first,) = picture(node)["node"]["tenants"]
+        assert (first["disk_floor_bytes"], first["disk_ceiling_bytes"]) == (2 << 20, 8 << 20)
+        assert 0 < first["slab_bytes"] <= 4 << 20
+        done = CliRunner().invoke(app, ["top", "--node", str(node.socket), "--once"])
+        assert "slab" in done.output, done.output
+
+
 def url_of(node: NodeProcess) -> str:
     return "http://" + node.said.split("http://")[1].split("/metrics")[0]
 

@@ -11,11 +11,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.hints import Said
 from kvtier.index.block_index import BlockIndex
 from kvtier.index.policies.replayed import LRU, POLICIES, RUNS
 from kvtier.index.residency import State
 from kvtier.index.selection import as_array, select
+from kvtier.index.slot_leases import PythonSlotLeases, SlotArrays, SlotLeases
 from kvtier.keys import next_key
 from kvtier.types import NO_BLOCK, AnyColumn, BlockId, BlockName, Slot
 
@@ -153,6 +157,10 @@ class KeyIndex(BlockIndex):
     def depth(self, block: BlockId) -> int:
         """Return the position of the block in its prompt, set by ``set_depths``; 0 before."""
 
+    def facts(self, blocks: Sequence[BlockId]) -> tuple[bytes, Sequence[int]]:
+        """Return the keys of blocks, one after the other, and their depths."""
+        return b"".join(self.keys(blocks)), [self.depth(block) for block in blocks]
+
     # -- writing ----------------------------------------------------------------------------------
 
     def expect(self, num_blocks: int) -> None:
@@ -168,6 +176,29 @@ class KeyIndex(BlockIndex):
 
         The caller begins a write of each new block before it calls anything else.
         """
+
+    def write_new(
+        self, keys: Sequence[bytes], column: AnyColumn, slots: Sequence[Slot], now: float
+    ) -> tuple[Sequence[BlockId], Sequence[int]]:
+        """Note that the blocks of keys are written to slots, and used; make unknown ones.
+
+        keys: blocks of one prompt that ``column`` has not, in its order. Returns the blocks, and
+        their ``hashes``.
+        """
+        blocks = self.make(keys)
+        self.begin_write_all(blocks, column, slots)
+        self.touch(blocks, now)
+        return blocks, self.hashes(blocks)
+
+    def commit_prompt(
+        self, blocks: Sequence[BlockId], depths: Sequence[int], column: AnyColumn, now: float
+    ) -> None:
+        """Note that blocks of one prompt, in its order, are in their slots.
+
+        The first ones are evicted last. depths: see ``set_depths``.
+        """
+        self.set_depths(blocks, depths)
+        self.commit_all(blocks[::-1], column, now)
 
     @abstractmethod
     def set_depths(self, blocks: Sequence[BlockId], depths: Sequence[int]) -> None:
@@ -215,6 +246,20 @@ class KeyIndex(BlockIndex):
         keys = self.keys(blocks)
         admitted = set(self.admit_keys(keys, column, num_free, least_chance))
         return [block for block, key in zip(blocks, keys, strict=True) if key in admitted]
+
+    # -- use --------------------------------------------------------------------------------------
+
+    def slot_leases(
+        self,
+        column: AnyColumn,
+        arrays: SlotArrays,
+        num_leases: npt.NDArray[np.uint32],
+        is_reserved: npt.NDArray[np.bool_],
+        bit: int,
+        keeps: int,
+    ) -> SlotLeases:
+        """Return the leases of one user on slots of ``column``; see ``PythonSlotLeases``."""
+        return PythonSlotLeases(self, column, arrays, num_leases, is_reserved, bit, keeps)
 
     # -- for tests --------------------------------------------------------------------------------
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import cast
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier._hot import KeyIndex as Core
 from kvtier.hints import Said
 from kvtier.index.block_index import check_time
@@ -12,6 +15,7 @@ from kvtier.index.key_index import KeyedBlock, KeyIndex, KeyMatches, MissingKeys
 from kvtier.index.native_blocks import NativeBlocks
 from kvtier.index.policies.replayed import RUNS
 from kvtier.index.residency import State
+from kvtier.index.slot_leases import SlotArrays, SlotLeases
 from kvtier.keys import PackedKeys, select_keys
 from kvtier.types import AnyColumn, BlockId, Slot
 
@@ -57,6 +61,9 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
     def keys(self, blocks: Iterable[BlockId]) -> list[bytes]:
         return self._core.keys(blocks)
 
+    def facts(self, blocks: Sequence[BlockId]) -> tuple[bytes, Sequence[int]]:
+        return self._core.facts(blocks)
+
     def depth(self, block: BlockId) -> int:
         return self._core.depth(block)
 
@@ -67,6 +74,19 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
 
     def make(self, keys: Sequence[bytes]) -> Sequence[BlockId]:
         return cast("Sequence[BlockId]", self._core.make(_core_keys(keys)))
+
+    def write_new(
+        self, keys: Sequence[bytes], column: AnyColumn, slots: Sequence[Slot], now: float
+    ) -> tuple[Sequence[BlockId], Sequence[int]]:
+        check_time(now)
+        blocks, hashes = self._core.write_new(_core_keys(keys), column, slots)
+        return cast("Sequence[BlockId]", blocks), hashes
+
+    def commit_prompt(
+        self, blocks: Sequence[BlockId], depths: Sequence[int], column: AnyColumn, now: float
+    ) -> None:
+        check_time(now)
+        self._core.commit_prompt(blocks, depths, column)
 
     def set_depths(self, blocks: Sequence[BlockId], depths: Sequence[int]) -> None:
         self._core.set_depths(blocks, depths)
@@ -96,6 +116,18 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
     def touch(self, blocks: Iterable[BlockId], now: float) -> None:
         check_time(now)
         self._core.touch(blocks)
+
+    def slot_leases(
+        self,
+        column: AnyColumn,
+        arrays: SlotArrays,
+        num_leases: npt.NDArray[np.uint32],
+        is_reserved: npt.NDArray[np.bool_],
+        bit: int,
+        keeps: int,
+    ) -> SlotLeases:
+        made = self._core.slot_leases(column, arrays, num_leases, is_reserved, bit, keeps)
+        return cast("SlotLeases", made)
 
     # -- for tests and diagnosis ------------------------------------------------------------------
 

@@ -30,6 +30,14 @@ def select(numbers: Sequence[Number], which: Bools | Int64s) -> Sequence[Number]
     return as_numbers(as_array(numbers)[which])
 
 
+def are_neighbours(numbers: Int64s) -> bool:
+    """Whether numbers follow each other without a gap."""
+    num_steps = len(numbers) - 1
+    if num_steps < 0 or int(numbers[-1]) - int(numbers[0]) != num_steps:
+        return False
+    return bool(np.count_nonzero(numbers[1:] > numbers[:-1]) == num_steps)
+
+
 def are_distinct(numbers: Int64s) -> bool:
     """Whether no number is there twice. Fastest for ascending ones."""
     num_steps = max(0, len(numbers) - 1)

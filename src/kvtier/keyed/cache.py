@@ -111,13 +111,22 @@ class LocatedBlocks(NamedTuple):
     """Blocks of a prompt, as the index knows them.
 
     codes: per key, its position in ``PLACES``. They are bytes, since searching these is faster than
-    making an array. blocks: ``NO_BLOCK`` for an unknown one. by_tier: uint8 [num_keys, num_tiers],
-    states.
+    making an array. blocks: ``NO_BLOCK`` for an unknown one. states: per key one byte per tier.
     """
 
     codes: bytes
     blocks: Sequence[BlockId]
-    by_tier: Codes
+    states: bytes
+
+    @property
+    def are_all_in_memory(self) -> bool:
+        """Whether every block is ready in memory."""
+        return self.codes.count(MEMORY_CODE) == len(self.codes)
+
+    @property
+    def by_tier(self) -> Codes:
+        """States: uint8 [num_keys, num_tiers]."""
+        return np.frombuffer(self.states, np.uint8).reshape(len(self.codes), -1)
 
     @property
     def places(self) -> list[BlockLocation]:
@@ -202,14 +211,19 @@ class KeyedCache:
 
         Cost: one look-up in the index per key.
         """
-        blocks, by_tier = self._find_all(keys)
-        codes = by_tier[:, 0].tobytes().translate(IN_MEMORY[self._lookup.is_complete])
+        blocks, states = self._index.find_all(keys)
+        in_memory = states[:: len(self._tiers)]
+        is_doubtful = self.is_doubtful
+        if in_memory.count(READY_BYTE) == len(in_memory) and not is_doubtful:
+            return LocatedBlocks(bytes([MEMORY_CODE]) * len(in_memory), blocks, states)
+        codes = in_memory.translate(IN_MEMORY[self._lookup.is_complete])
+        by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
         if len(self._tiers) > 1 and NOWHERE_CODE in codes:
             of_keys = np.frombuffer(codes, np.uint8).copy()
             is_stored = (by_tier[:, 1:] == READY_BYTE).any(axis=1)
             of_keys[(of_keys == NOWHERE_CODE) & is_stored] = STORAGE_CODE
             codes = of_keys.tobytes()
-        if self._lost or self._copies.doubted:
+        if is_doubtful:
             doubtful = {*self._copies.doubted, *(block for block, _ in self._lost)}
             changed = bytearray(codes)
             for at, block in enumerate(blocks):
@@ -217,7 +231,7 @@ class KeyedCache:
                     place = self._place(block, tuple(map(State, by_tier[at].tolist())))
                     changed[at] = PLACES.index(place)
             codes = bytes(changed)
-        return LocatedBlocks(codes, blocks, by_tier)
+        return LocatedBlocks(codes, blocks, states)
 
     def _find_all(self, keys: Collection[bytes]) -> tuple[Sequence[BlockId], Codes]:
         """Return the block of each key, ``NO_BLOCK`` if unknown, and its states.
@@ -261,6 +275,8 @@ class KeyedCache:
         self, keys: Sequence[bytes], has_gaps: bool
     ) -> tuple[LocatedBlocks, list[PendingLookup]]:
         found = self._locate(keys)
+        if found.are_all_in_memory:
+            return found, []
         if self.has_unfound_at_once:
             unknown = np.flatnonzero(found.by_tier[:, 0] == UNKNOWN)
             if len(unknown) and (adopted := self.adopt_recovered(select_keys(keys, unknown))):
@@ -286,9 +302,14 @@ class KeyedCache:
         """
         return self._lookup.adopt(keys, stops_at_gap)
 
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether there are copies that must not be used."""
+        return bool(self._lost or self._copies.doubted)
+
     def _is_doubted(self, block: BlockId) -> bool:
         """Whether the copy of a block in memory, or in flight to it, must not be used."""
-        if not self._lost and not self._copies.doubted:
+        if not self.is_doubtful:
             return False
         return block in self._copies.doubted or (block, self.memory) in self._lost
 
@@ -398,16 +419,14 @@ class KeyedCache:
         slots = self.ladder.eviction.reserve(len(new), ready, admit)
         if slots is None:
             return None
-        blocks = self._index.make(new)
-        self._copies.reserve(blocks, slots)
+        blocks, hashes = self._copies.reserve(new, slots, self._clock())
         transient: list[BlockId] = []
         if passing:
             named = zip(new, blocks, strict=True)
             transient = [block for key, block in named if key in passing]
         self.ladder.transient_blocks.note(blocks, transient)
-        self._use(blocks)
         self._fill(blocks, slots, 0)
-        self.ladder.reuse_sampler.on_admit(self._index.hashes(blocks), blocks)
+        self.ladder.reuse_sampler.on_admit(hashes, blocks)
         left = [key for each in self._changes[num_changes:] for key in each.keys]
         return Reserved(new, slots, left)
 

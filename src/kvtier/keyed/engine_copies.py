@@ -46,10 +46,16 @@ class EngineCopies:
 
     # -- to memory ---------------------------------------------------------------------------------
 
-    def reserve(self, blocks: Sequence[BlockId], slots: Sequence[Slot]) -> None:
-        """Note that the engine is about to copy new blocks into ``slots``."""
-        self._index.begin_write_all(blocks, self._memory, slots)
+    def reserve(
+        self, keys: Sequence[bytes], slots: Sequence[Slot], now: float
+    ) -> tuple[Sequence[BlockId], Sequence[int]]:
+        """Note that the engine is about to copy new blocks into ``slots``; they count as used.
+
+        Returns the blocks, and their hashes.
+        """
+        blocks, hashes = self._index.write_new(keys, self._memory, slots, now)
         self._is_reserved[as_array(slots)] = True
+        return blocks, hashes
 
     def commit(
         self, blocks: Sequence[BlockId], depths: Sequence[int], now: float
@@ -71,8 +77,7 @@ class EngineCopies:
             mine, slots = mine[~are_doubted], slots[~are_doubted]
         if len(mine) < len(blocks):
             blocks, depths = select(blocks, mine), [depths[at] for at in mine.tolist()]
-        self._index.set_depths(blocks, depths)
-        self._index.commit_all(blocks[::-1], self._memory, now)
+        self._index.commit_prompt(blocks, depths, self._memory, now)
         self._end(blocks, slots)
         return blocks
 

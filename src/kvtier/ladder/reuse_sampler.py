@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from kvtier.index import BlockIndex, State
+from kvtier.index.selection import as_array
 from kvtier.telemetry import Metrics
 from kvtier.types import BlockId
 
@@ -45,12 +48,14 @@ class ReuseSampler:
 
         hashes: of their names; equal names have equal ones.
         """
-        mask = self._mask
-        chosen = [(at, mark) for at, mark in enumerate(hashes) if not mark & mask]
-        for at, mark in chosen:
-            self._marks[blocks[at]] = mark
+        its = np.asarray(hashes if isinstance(hashes, Sequence) else list(hashes), np.int64)
+        chosen = np.flatnonzero((its & self._mask) == 0)
+        if not len(chosen):
+            return
+        marks = its[chosen].tolist()
+        self._marks.update(zip(as_array(blocks)[chosen].tolist(), marks, strict=True))
         if self._gone:
-            self._note_returns([mark for _, mark in chosen])
+            self._note_returns(marks)
         while len(self._marks) > MOST_MARKED:
             self._halve()
 

@@ -91,6 +91,9 @@ def _tenants(first: Reading, now: Reading) -> Iterable[NodeTenant]:
             told("floor_bytes"),
             told("ceiling_bytes"),
             _by_tier(now, tenant=name),
+            told("slab_bytes"),
+            told("disk_floor_bytes"),
+            now.total("kvtier_node_disk_ceiling_bytes", tenant=name),
             ratio(sum(found), grown(first, now, PLACES, tenant=name), LEAST_BLOCKS),
         )
 

@@ -183,6 +183,8 @@ class NodeTenant:
         memory_bytes, pinned_bytes: host memory in its segments, and in those with pinned blocks.
         floor_bytes, ceiling_bytes: its quota.
         used_bytes: bytes of its blocks by tier.
+        slab_bytes: disk of its slabs, used or not.
+        disk_floor_bytes, disk_ceiling_bytes: its quota on disk; None for no ceiling.
         found: share of the blocks that its engines looked up and that were there, in the last
             minute.
     """
@@ -194,6 +196,9 @@ class NodeTenant:
     floor_bytes: float
     ceiling_bytes: float
     used_bytes: Mapping[str, float]
+    slab_bytes: float
+    disk_floor_bytes: float
+    disk_ceiling_bytes: float | None
     found: float | None
 
 

@@ -21,6 +21,7 @@ STATES = {
     3: Text("slab cut short", "red"),
 }
 COLOURS = {"good": "green", "plain": "default", "bad": "red"}
+ON_DISK = ("slab", "disk_floor", "disk_ceiling")
 NOTHING = Text("–", "dim")
 
 
@@ -140,16 +141,19 @@ def _of_node(node: Mapping[str, Any]) -> Iterator[Table]:
     yield table
     uses = [each["used_bytes"] for each in (*node["tenants"], *node["rooms"])]
     tiers = list(dict.fromkeys(tier for use in uses for tier in use))
-    table = _table(
-        ("tenant",), ("engines", "found", "memory", "pinned", "floor", "ceiling", *tiers)
-    )
+    quotas = ["memory", "pinned", "floor", "ceiling"]
+    if any(each[f"{quota}_bytes"] for each in node["tenants"] for quota in ON_DISK):
+        quotas += ON_DISK
+    heads = (quota.replace("_", " ") for quota in quotas)
+    table = _table(("tenant",), ("engines", "found", *heads, *tiers))
     for each in node["tenants"]:
-        told = (each[f"{key}_bytes"] for key in ("memory", "pinned", "floor", "ceiling"))
+        told = (each[f"{quota}_bytes"] for quota in quotas)
         table.add_row(
             Text(each["name"]),
             count(each["engines"]),
             share(each["found"]),
-            *map(size, (*told, *(each["used_bytes"].get(tier, 0.0) for tier in tiers))),
+            *("none" if num_bytes is None else size(num_bytes) for num_bytes in told),
+            *(size(each["used_bytes"].get(tier, 0.0)) for tier in tiers),
         )
     yield table
     table = _table(("room", "tenant"), ("block size", "segments", *tiers))

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvtier._hot import crc32c_many
 from kvtier.index.selection import Int64s
-from kvtier.node.records import Bools, Records, RoomRows, joined
+from kvtier.node.records import Bools, Records, RoomRows
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +53,15 @@ class BlockRows:
 
 @dataclass(frozen=True, slots=True)
 class WrittenBlocks:
-    """Blocks that were stored. generations: int64 [n], of their slots at that time."""
+    """Blocks that were stored.
+
+    generations: int64 [n], of their slots at that time. keys: concatenated.
+    """
 
     room: BlockRows
     slots: Int64s
     generations: Int64s
-    keys: Sequence[bytes]
+    keys: bytes
     depths: Sequence[int]
 
 
@@ -105,8 +108,8 @@ class RecordWriter:
 
     def _write(self, blocks: WrittenBlocks) -> None:
         rows = blocks.room.rows
-        keys = joined(blocks.keys, rows.records.dtype["key"].itemsize)
-        depths = np.fromiter(blocks.depths, np.int64, len(keys))
+        keys = np.frombuffer(blocks.keys, rows.records.dtype["key"])
+        depths = np.asarray(blocks.depths, np.int64)
         for at in range(0, len(keys), blocks.room.piece):
             piece = slice(at, at + blocks.room.piece)
             slots, generations = blocks.slots[piece], blocks.generations[piece]

@@ -116,6 +116,7 @@ class Channel:
         self.undelivered: list[SlotNotice] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, protocol.SOCKET_BYTES)
             self._set_deadline(until_s)
             self._socket.connect(str(path))
             welcome = self.request(hello, protocol.AttachAnswer, until_s)

@@ -14,8 +14,7 @@ from functools import partial
 import numpy as np
 
 from kvtier.errors import CacheError
-from kvtier.index.selection import Int64s, as_array
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.cache import BlockLocation, Reserved
 from kvtier.keyed.waiters import Awaited
 from kvtier.keys import PackedKeys, select_keys
 from kvtier.ladder import PendingLookup
@@ -67,6 +66,7 @@ class Connection:
         self._client = ""
         self._engine: AttachedEngine | None = None
         self._memory_fd = -1
+        self._recent: tuple[int, Holdings] | None = None  # room of the last message
         self._tasks: set[asyncio.Task[None]] = set()
         self._expiry = self._loop.call_later(HELLO_S, self._expire)
         self._frames = FrameSocket(connection, self._take, self._break_off, self.close)
@@ -74,7 +74,8 @@ class Connection:
     def _take(self, content: memoryview) -> None:
         """Handle one message."""
         try:
-            self._handle(protocol.decode_engine(content))
+            if not self._serve_simply(content):
+                self._handle(protocol.decode_engine(content))
         except ProtocolError as error:
             self._break_off(error)
         except Exception:  # one process's message must not end the cache of the others
@@ -90,9 +91,17 @@ class Connection:
     ) -> None:
         """Send a message, with file descriptors.
 
-        undo: called if the process never reads the whole message.
+        undo: called if the process never reads the whole message, so is never told of its slots.
         """
-        self._frames.send(protocol.frame(message), fds, undo)
+        self._send_frame(protocol.frame(message), fds, undo)
+
+    def _send_frame(
+        self,
+        frame: bytes | bytearray,
+        fds: Sequence[int],
+        undo: Callable[[], object] | None,
+    ) -> None:
+        self._frames.send(frame, fds, undo)
         if self._frames.num_unsent > MOST_UNSENT_BYTES:
             logger.warning("disconnected pid=%d reason=it reads no answers", self._peer.pid)
             self.hang_up()
@@ -134,6 +143,8 @@ class Connection:
         if self._frames.is_hung_up and not isinstance(message, SLOT_NOTICES):
             return
         match message:
+            case protocol.RoomRequest() | protocol.RoomNotice() if self._engine is not None:
+                self._serve(message, self._engine)
             case protocol.AttachRequest():
                 self._hello(message)
             case _ if self._engine is None:
@@ -145,8 +156,6 @@ class Connection:
             case protocol.ReportNotice():
                 self._engine.num_failures += max(0, message.failures)
                 self._engine.num_pauses += max(0, message.pauses)
-            case protocol.RoomRequest() | protocol.RoomNotice():
-                self._serve(message, self._engine)
 
     def _hello(self, hello: protocol.AttachRequest) -> None:
         if self._engine is not None:
@@ -195,6 +204,25 @@ class Connection:
             return
         self.send(protocol.OpenAnswer(message.id, number, room.tier.num_slots), [room.tier.fd])
 
+    def _serve_simply(self, content: memoryview) -> bool:
+        """Serve a message on the room of the message before, if one native call can.
+
+        Returns False if it is to be decoded, and nothing has changed.
+        """
+        if self._recent is None or self._frames.is_hung_up:
+            return False
+        number, held = self._recent
+        served = held.serve(content, number)
+        if served is None:
+            return False
+        answer, counts = served
+        self._node.note_use(number)
+        if answer:
+            self._send_frame(answer, (), partial(_undo_lookup, held, answer))
+        if counts:
+            self._registry.lookups.add(time.monotonic() - self._frames.received_s)
+        return True
+
     def _serve(
         self, message: protocol.RoomRequest | protocol.RoomNotice, engine: AttachedEngine
     ) -> None:
@@ -202,17 +230,26 @@ class Connection:
         if room is None:
             raise ProtocolError("a message names a room that the tenant has not opened")
         held = engine.holdings(message.room, room)
+        self._recent = message.room, held
         match message:
             case protocol.LookupRequest():
                 found, pending = _look_up(message, held)
-                self._send_slots(found, held.release, unpack(found.slots))
+                self.send(found, undo=lambda: held.release(unpack(found.slots)))
                 if message.counts:
                     self._registry.lookups.add(time.monotonic() - self._frames.received_s)
                 if pending:
                     self._begin(self._watch(message.id, pending), engine)
+            case protocol.ReleaseNotice():
+                held.release(unpack(message.slots))
             case protocol.ReserveRequest():
                 reserved = _reserve(message, held)
-                self._send_slots(reserved, held.abort, unpack(reserved.slots))
+                self.send(reserved, undo=lambda: held.abort(unpack(reserved.slots)))
+            case protocol.CommitNotice():
+                slots, depths = unpack(message.slots), unpack(message.depths)
+                if len(slots) != len(depths) or depths.view(np.uint64).max(initial=0) >= 1 << 32:
+                    raise ProtocolError("slots and their depths don't agree")
+                held.commit(slots, depths, message.to_storage)
+                self._registry.note_writes()
             case protocol.PromoteRequest():
                 keys = _keys(message.keys, room)
                 num = room.promote(keys, _keys(message.beside, room))
@@ -228,17 +265,9 @@ class Connection:
             case protocol.WatchNotice():
                 awaited = [room.wait_for_reads(_keys(message.keys, room))]
                 self._begin(self._watch(message.watch, awaited), engine)
-            case protocol.CommitNotice():
-                slots, depths = unpack(message.slots), unpack(message.depths)
-                if len(slots) != len(depths) or ((depths < 0) | (depths >= 1 << 32)).any():
-                    raise ProtocolError("slots and their depths don't agree")
-                held.commit(slots, depths, message.to_storage)
-                self._registry.note_writes()
             case protocol.AbortNotice():
                 held.abort(unpack(message.slots))
                 self._registry.note_writes()
-            case protocol.ReleaseNotice():
-                held.release(unpack(message.slots))
             case protocol.DistrustNotice():
                 held.distrust(unpack(message.slots))
             case protocol.UseNotice():
@@ -249,15 +278,6 @@ class Connection:
                 room.continues(_keys(message.keys, room), message.before)
             case protocol.HintNotice():
                 room.apply(_keys(message.keys, room), message.said)
-
-    def _send_slots(
-        self,
-        answer: protocol.LookupAnswer | protocol.FetchAnswer | protocol.ReserveAnswer,
-        give_back: Callable[[Int64s], object],
-        slots: Int64s,
-    ) -> None:
-        """Send an answer with slots, which are given back if the process is never told of them."""
-        self.send(answer, undo=lambda: give_back(slots))
 
     # -- requests that wait ------------------------------------------------------------------------
 
@@ -312,13 +332,13 @@ class Connection:
         there = np.array([place is BlockLocation.MEMORY for place in places], bool)
         ready = select_keys(keys, np.flatnonzero(there))
         slots, generations = np.full(len(keys), -1), np.zeros(len(keys), np.int64)
-        leased = held.lease(room.ready_blocks(ready))
-        slots[there], generations[there] = leased, room.generations(leased)
+        leased, its_generations = map(unpack, held.lease(room.ready_blocks(ready)))
+        slots[there], generations[there] = leased, its_generations
         failed = bytes(place in COMING for place in places)
         answer = protocol.FetchAnswer(
             request, protocol.pack(slots), protocol.pack(generations), failed
         )
-        self._send_slots(answer, held.release, leased)
+        self.send(answer, undo=lambda: held.release(leased))
 
 
 def _until(timeout_s: float) -> float:
@@ -363,35 +383,32 @@ def _look_up(
     found = room.look_up(_keys(message.keys, room), message.has_gaps)
     if message.counts:
         room.looked_up.add(found.codes)
-    slots = held.lease(found.ready)
+    slots, generations = held.lease(found.ready)
     answer = protocol.LookupAnswer(
-        message.id,
-        found.codes,
-        protocol.pack(slots),
-        protocol.pack(room.generations(slots)),
-        found.sources,
-        len(found.pending),
+        message.id, found.codes, slots, generations, found.sources, len(found.pending)
     )
     return answer, found.pending
+
+
+def _undo_lookup(held: Holdings, frame: bytes) -> None:
+    """Release what a process was never told of. frame: the ``LookupAnswer``."""
+    answer = protocol.decode_node(memoryview(frame)[protocol.FRAME_HEADER.size :])
+    assert isinstance(answer, protocol.LookupAnswer), "only a look-up is answered simply"
+    held.release(unpack(answer.slots))
 
 
 def _reserve(message: protocol.ReserveRequest, held: Holdings) -> protocol.ReserveAnswer:
     room = held.room
     keys = _keys(message.keys, room)
-    reserved = held.reserve(keys)
-    slots = as_array(() if reserved is None else reserved.slots)
+    reserved, generations = held.reserve(keys) or (Reserved((), (), []), b"")
     is_new, is_known = bytes([True]) * len(keys), bytes(len(keys))
-    if len(slots) < len(keys):
+    if len(reserved.slots) < len(keys):
         # A key that is named twice is new once.
-        new = dict.fromkeys(() if reserved is None else reserved.keys, True)
+        new = dict.fromkeys(reserved.keys, True)
         is_new = bytes(new.pop(key, False) for key in keys)
         here = (protocol.MEMORY, protocol.ARRIVING)
         pairs = zip(room.codes(keys), is_new, strict=True)
         is_known = bytes(code in here and not was_new for code, was_new in pairs)
     return protocol.ReserveAnswer(
-        message.id,
-        is_new,
-        is_known,
-        protocol.pack(slots),
-        protocol.pack(room.generations(slots)),
+        message.id, is_new, is_known, protocol.pack(reserved.slots), generations
     )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvtier.errors import CacheError
-from kvtier.index.selection import Bools, Int64s, are_distinct, as_array, as_numbers
+from kvtier.index.selection import Int64s, as_array, as_numbers
 from kvtier.keyed.cache import Reserved
 from kvtier.node.room import NodeRoom
 from kvtier.node.users import SlotUser
@@ -27,8 +27,6 @@ from kvtier.types import BlockId
 SO_PEERPIDFD = 77
 """Socket option for the process descriptor of the peer (Linux 6.5)."""
 CREDENTIALS = struct.Struct("3i")
-ONE, BELOW_ZERO = np.uint32(1), np.uint32(1 << 31)
-"""A lease; and what a count is at least that was lowered below zero."""
 
 
 class AttachError(CacheError):
@@ -104,85 +102,78 @@ class Holdings:
 
     def __init__(self, room: NodeRoom, user: SlotUser) -> None:
         self.room = room
-        self._users = room.tier.users
-        self._mask, self._keeps = np.uint64(user.mask), np.uint64(user.keeps)
         self.num_leases = np.zeros(room.tier.num_slots, np.uint32)
         self.is_reserved = np.zeros(room.tier.num_slots, bool)
+        self._leases = room.slot_leases(user, self.num_leases, self.is_reserved)
+        self._served = room.key.key_bytes, not room.ladder.storages  # see ``SlotLeases.serve``
         self.num_reserved = 0
 
-    def lease(self, blocks: Sequence[BlockId]) -> Int64s:
-        """Lease blocks that are in memory, once more. Return their slots."""
-        slots = self.room.lease(blocks)
-        self._users[slots] |= self._mask
-        np.add.at(self.num_leases, slots, ONE)
-        return slots
+    def lease(self, blocks: Sequence[BlockId]) -> tuple[bytes, bytes]:
+        """Lease blocks that are in memory, once more.
+
+        Returns their slots and generations, as ``protocol.pack`` has them.
+        """
+        return self._leases.lease(blocks, self.room.now_s)
+
+    def serve(self, content: memoryview, number: int) -> tuple[bytes, bool] | None:
+        """Serve a simple message on this room in one call; see ``SlotLeases.serve``.
+
+        number: of this room. Returns the frame of the answer, b"" for none, and whether it counts
+        as a look-up. None if the message is to be served otherwise.
+        """
+        its = self.room
+        if its.is_doubtful:
+            return None
+        served = self._leases.serve(content, number, *self._served, its.now_s)
+        if served is None:
+            return None
+        answer, looked_up, ended = served
+        if looked_up:
+            its.looked_up.add(looked_up)
+        if ended:
+            its.note_released(ended)
+        return answer, bool(looked_up)
 
     def release(self, slots: Int64s) -> None:
         """Release one lease of each slot. Slots that the engine has not leased are ignored."""
-        slots = self._existing(slots)
-        np.subtract.at(self.num_leases, slots, ONE)
-        if np.count_nonzero(self.num_leases[slots] >= BELOW_ZERO):  # named more often than leased
-            np.add.at(self.num_leases, slots, ONE)
-            at, num = np.unique(slots, return_counts=True)
-            ours = np.minimum(num.astype(np.uint32), self.num_leases[at])
-            self.num_leases[at] -= ours
-            slots = np.repeat(at, ours)
-        if len(slots):
-            over = slots[self.num_leases[slots] == 0]
-            self._users[over] &= self._keeps
-            self.room.end_leases(slots)
+        self.room.note_released(self._leases.release(slots))
 
-    def reserve(self, keys: Sequence[bytes]) -> Reserved | None:
-        """Reserve slots for new blocks; see ``KeyedCache.reserve``."""
+    def reserve(self, keys: Sequence[bytes]) -> tuple[Reserved, bytes] | None:
+        """Reserve slots for new blocks; see ``KeyedCache.reserve``.
+
+        Returns also the slots' generations, as ``protocol.pack`` has them.
+        """
         reserved = self.room.reserve(keys)
-        if reserved is not None:
-            slots = as_array(reserved.slots)
-            self._users[slots] |= self._mask
-            self.is_reserved[slots] = True
-            self.num_reserved += len(slots)
-        return reserved
+        if reserved is None:
+            return None
+        self.num_reserved += len(reserved.slots)
+        return reserved, self._leases.reserve(reserved.slots)
 
     def commit(self, slots: Int64s, depths: Int64s, to_storage: bool) -> None:
         """Note that reserved slots have been written. Others are ignored.
 
         depths: int64 [num_slots], position of each block in its prompt.
         """
-        mine = self._end_reserved(slots)
-        if len(mine):
-            self.room.commit_slots(slots[mine], as_numbers(depths[mine]), to_storage)
+        which, blocks = self._end_reserved(slots)
+        if blocks:
+            its = depths if len(which) == len(depths) else depths[as_array(which)]
+            self.room.commit_blocks(blocks, as_numbers(its), to_storage)
 
     def abort(self, slots: Int64s) -> None:
         """Give up reserved slots. Others are ignored."""
-        mine = self._end_reserved(slots)
-        if len(mine):
-            self.room.abort_slots(slots[mine])
+        _, blocks = self._end_reserved(slots)
+        if blocks:
+            self.room.abort_blocks(blocks)
 
-    def _end_reserved(self, slots: Int64s) -> Int64s:
-        """Note that slots are reserved no longer. Return the positions of those that were, once."""
-        known = np.flatnonzero(self._do_exist(slots))
-        mine = known[self.is_reserved[slots[known]]]
-        ended = slots[mine]
-        self.is_reserved[ended] = False
-        self._users[ended] &= self._keeps
-        if not are_distinct(ended):
-            _, first = np.unique(ended, return_index=True)
-            mine = mine[np.sort(first)]
-        self.num_reserved -= len(mine)
-        return mine
+    def _end_reserved(self, slots: Int64s) -> tuple[Sequence[int], Sequence[BlockId]]:
+        which, blocks = self._leases.end_reserved(slots)
+        self.num_reserved -= len(blocks)
+        return which, blocks
 
     def distrust(self, slots: Int64s) -> None:
         """Give up the blocks in slots that this engine uses. Others are ignored."""
-        slots = self._existing(slots)
+        slots = slots[(slots >= 0) & (slots < len(self.num_leases))]
         self.room.distrust_slots(slots[self.is_reserved[slots] | (self.num_leases[slots] > 0)])
-
-    def _do_exist(self, slots: Int64s) -> Bools:
-        """Return whether the room can have each slot."""
-        return slots.view(np.uint64) < len(self.num_leases)  # negative ones are large then
-
-    def _existing(self, slots: Int64s) -> Int64s:
-        """Return the slots without those that the room can't have."""
-        exist = self._do_exist(slots)
-        return slots if np.count_nonzero(exist) == len(slots) else slots[exist]
 
     def end(self) -> None:
         """Release and give up everything."""

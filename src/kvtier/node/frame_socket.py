@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from kvtier.node.protocol import MAX_FIRST_BYTES, Frames, ProtocolError
+from kvtier.node.protocol import MAX_FIRST_BYTES, SOCKET_BYTES, Frames, ProtocolError
 
 TURN_S = 1e-3
 """A connection handles frames for so long, then the others have a turn."""
@@ -64,6 +64,7 @@ class FrameSocket:
         self._is_open = True
         self._fd = connection.fileno()
         connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         self._choose_reading()
 
     def accept_up_to(self, most_bytes: int) -> None:
@@ -111,9 +112,6 @@ class FrameSocket:
         self._turn = None
         end_s = time.monotonic() + TURN_S
         while self._is_open:
-            if self._frames.has_next and time.monotonic() >= end_s:
-                self._turn = self._loop.call_soon(self._take_turn)
-                break
             try:
                 content = self._frames.next()
             except ProtocolError as error:
@@ -122,6 +120,9 @@ class FrameSocket:
             if content is None:
                 break
             self._take(content)
+            if time.monotonic() >= end_s and self._is_open and self._frames.has_next:
+                self._turn = self._loop.call_soon(self._take_turn)
+                break
         self._choose_reading()
 
     def finish_if_closed(self) -> None:
@@ -138,7 +139,10 @@ class FrameSocket:
     # -- sending -----------------------------------------------------------------------------------
 
     def send(
-        self, frame: bytearray, fds: Sequence[int] = (), undo: Callable[[], object] | None = None
+        self,
+        frame: bytes | bytearray,
+        fds: Sequence[int] = (),
+        undo: Callable[[], object] | None = None,
     ) -> None:
         """Send a frame, with file descriptors.
 
@@ -148,6 +152,14 @@ class FrameSocket:
             if undo is not None:
                 undo()
             return
+        if not (self._unsent or self._is_broken or fds):  # as it usually is
+            try:
+                num = self._socket.send(frame)
+            except OSError:  # it is handled below
+                num = 0
+            if num == len(frame):
+                return
+            frame = frame[num:]
         self._unsent.append(_Unsent(memoryview(frame), fds, undo))
         self.num_unsent += len(frame)
         if len(self._unsent) == 1 and not self._is_broken:

@@ -44,8 +44,8 @@ class KeptSlots:
 
     # -- blocks that are stored --------------------------------------------------------------------
 
-    def note(self, slots: Int64s, keys: Sequence[bytes], depths: Sequence[int]) -> None:
-        """Have records written for blocks that are in memory now."""
+    def note(self, slots: Int64s, keys: bytes, depths: Sequence[int]) -> None:
+        """Have records written for blocks that are in memory now. keys: concatenated."""
         generations = self._rows.generations[slots]
         self._writer.add(WrittenBlocks(self._slots, slots, generations, keys, depths))
 

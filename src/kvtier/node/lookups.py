@@ -24,7 +24,10 @@ class PlaceCounts:
 
     def add(self, codes: bytes) -> None:
         """Count blocks by the codes of their places, one byte each."""
-        self.numbers += np.bincount(np.frombuffer(codes, np.uint8), minlength=len(PLACES))
+        if codes and codes.count(codes[0]) == len(codes):  # as they usually are
+            self.numbers[codes[0]] += len(codes)
+        else:
+            self.numbers += np.bincount(np.frombuffer(codes, np.uint8), minlength=len(PLACES))
 
     def add_places(self, places: Sequence[BlockLocation]) -> None:
         """Count blocks by their places."""

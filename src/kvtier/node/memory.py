@@ -329,7 +329,8 @@ class SegmentTier(MemoryTier):
         check_count(num_slots)
         if num_slots > self._num_free:
             return None
-        slots = np.concatenate([*self._take(num_slots)] or [np.zeros(0, np.int64)])
+        parts = [*self._take(num_slots)] or [np.zeros(0, np.int64)]
+        slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
         self.generations[slots] += 1
         self._num_free -= num_slots
         self._num_used += num_slots

@@ -148,4 +148,11 @@ def _of_tenants(state: NodeState) -> dict[str, Values]:
         "kvtier_node_pinned_bytes": {
             (name,): each.pinned_segments * size for name, each in tenants
         },
+        "kvtier_node_slab_bytes": {(name,): each.slab_bytes for name, each in tenants},
+        "kvtier_node_disk_floor_bytes": {(name,): each.disk_floor_bytes for name, each in tenants},
+        "kvtier_node_disk_ceiling_bytes": {
+            (name,): each.disk_ceiling_bytes
+            for name, each in tenants
+            if each.disk_ceiling_bytes is not None
+        },
     }

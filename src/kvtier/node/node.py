@@ -213,8 +213,12 @@ class CacheNode:
         """Return a room by its number, and poll it for a while; None if it is not the tenant's."""
         if not 0 <= number < len(self.rooms) or self.rooms[number].key.tenant != tenant:
             return None
-        self._active[number] = self._clock() + LINGER_S
+        self.note_use(number)
         return self.rooms[number]
+
+    def note_use(self, number: int) -> None:
+        """Poll a room for a while."""
+        self._active[number] = self._clock() + LINGER_S
 
     def _tell_of_ends(self) -> None:
         """Pass on that a transfer has ended. Called on any thread."""

@@ -35,6 +35,9 @@ MOST_KEY_BYTES: Final = 120
 RECEIVED_AT_ONCE: Final = 64 << 10
 MOST_KEPT_BYTES: Final = 1 << 20
 """Memory for longer frames is given back."""
+SOCKET_BYTES: Final = 1 << 20
+"""Memory of a socket for what its peer has not read, as far as the system grants it. A long prompt
+fits, so that sending it waits for nobody."""
 FRAME_HEADER: Final = struct.Struct("<I")
 MOST_FDS: Final = 2
 FD_BYTES: Final = 4
@@ -404,6 +407,9 @@ class Frames:
     def memory(self) -> memoryview:
         """Return memory to receive into. Frames that were taken are not valid any more."""
         before, num = self._memory, self._end - self._first
+        if not num and len(before) <= MOST_KEPT_BYTES:  # as it usually is
+            self._first = self._end = 0
+            return before
         size = max(RECEIVED_AT_ONCE, self._next_bytes())
         if not size <= len(before) <= max(size, MOST_KEPT_BYTES):
             self._memory = memoryview(bytearray(size))
@@ -426,12 +432,14 @@ class Frames:
 
         Raises ``ProtocolError`` for a frame above ``most_bytes``.
         """
-        size = self._next_bytes() - FRAME_HEADER.size
+        first = self._first + FRAME_HEADER.size
+        if first > self._end:
+            return None
+        size: int = FRAME_HEADER.unpack_from(self._memory, self._first)[0]
         if size > self.most_bytes:
             raise ProtocolError(f"a frame of {size} bytes is above the most of {self.most_bytes}")
-        if not self.has_next:
+        if first + size > self._end:
             return None
-        first = self._first + FRAME_HEADER.size
         self._first = first + size
         return self._memory[first : self._first]
 

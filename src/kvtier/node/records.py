@@ -23,7 +23,6 @@ import mmap
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -339,8 +338,3 @@ def _is_unused(data: Path) -> bool:
     finally:
         os.close(fd)
     return True
-
-
-def joined(keys: Sequence[bytes], key_bytes: int) -> npt.NDArray[np.void]:
-    """Return keys as one array: V [n]."""
-    return np.frombuffer(b"".join(keys), f"V{key_bytes}")

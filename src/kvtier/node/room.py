@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from blake3 import blake3
 
 from kvtier.assembly import build_ladder
@@ -21,7 +22,8 @@ from kvtier.errors import ConfigError
 from kvtier.hints import Said
 from kvtier.index import State, make_key_index
 from kvtier.index.policies.replayed import RUNS
-from kvtier.index.selection import Int64s, as_array, as_numbers, select
+from kvtier.index.selection import Int64s, are_neighbours, as_array, as_numbers, select
+from kvtier.index.slot_leases import SlotArrays, SlotLeases
 from kvtier.keyed.cache import MEMORY_CODE, KeyedCache, Reserved
 from kvtier.ladder import LadderOptions, PendingLookup
 from kvtier.node.checksums import RecordWriter, Verifier
@@ -31,6 +33,7 @@ from kvtier.node.lookups import PlaceCounts
 from kvtier.node.memory import NodeMemory, SegmentTier
 from kvtier.node.pins import Pins
 from kvtier.node.protocol import MOST_KEY_BYTES
+from kvtier.node.users import SlotUser
 from kvtier.telemetry import Metrics
 from kvtier.tiers import MemoryTier, StorageTier
 from kvtier.transfer import LocalMover
@@ -182,6 +185,15 @@ class NodeRoom(KeyedCache):
         self._are_recorded = False  # whether they have records already
         self._block_at = np.zeros(self.tier.num_slots, np.int64)  # by slot: block + 1, or 0
         self._last_use = np.full(memory.num_segments, -np.inf)  # by segment
+        self._arrays = SlotArrays(
+            self._block_at,
+            self._came_from,
+            self.tier.generations,
+            self.tier.users,
+            self._last_use,
+            key.block_bytes,
+            memory.segment_bytes,
+        )
         self._retiring: dict[int, tuple[int, float]] = {}  # segment: next slot to examine, and when
 
     # -- slots -------------------------------------------------------------------------------------
@@ -200,11 +212,12 @@ class NodeRoom(KeyedCache):
     def look_up(self, keys: Sequence[bytes], has_gaps: bool) -> FoundInRoom:
         """Look up a prompt's blocks; see ``begin_lookup``. Cost: one look-up in the index."""
         found, asked = self._begin_lookup(keys, has_gaps)
-        codes, ready, sources = found.codes, found.blocks, bytes(len(keys))
-        if codes.count(MEMORY_CODE) < len(codes):
-            ready = select(ready, found.positions(MEMORY_CODE))
-            sources = self._source_tiers(found.by_tier).tobytes()
-        return FoundInRoom(codes, ready, sources, [each for each in asked if not each.is_over])
+        if found.are_all_in_memory:
+            return FoundInRoom(found.codes, found.blocks, bytes(len(keys)), [])
+        ready = select(found.blocks, found.positions(MEMORY_CODE))
+        sources = self._source_tiers(found.by_tier).tobytes()
+        pending = [each for each in asked if not each.is_over]
+        return FoundInRoom(found.codes, ready, sources, pending)
 
     def codes(self, keys: Sequence[bytes]) -> bytes:
         """Return the code of each block's location. Changes nothing."""
@@ -226,16 +239,34 @@ class NodeRoom(KeyedCache):
         blocks = self._blocks_in(slots)
         self._index.release(blocks, HOST)
         self._came_from[slots] = 0
+        self.note_released(blocks)
+
+    def slot_leases(
+        self,
+        user: SlotUser,
+        num_leases: npt.NDArray[np.uint32],
+        is_reserved: npt.NDArray[np.bool_],
+    ) -> SlotLeases:
+        """Return the leases of an engine; see ``PythonSlotLeases`` for the arrays."""
+        return self._index.slot_leases(
+            HOST, self._arrays, num_leases, is_reserved, user.mask, user.keeps
+        )
+
+    def note_released(self, blocks: Sequence[BlockId]) -> None:
+        """Note that leases of blocks have ended."""
         self.ladder.transient_blocks.passed(blocks)
-        self.ladder.transfers.drop_lost()
+        if self._lost:
+            self.ladder.transfers.drop_lost()
 
-    def commit_slots(self, slots: Int64s, depths: Sequence[int], to_storage: bool) -> None:
-        """Note that reserved slots have been written; see ``commit``. slots: int64 [n]."""
-        self._commit(self._blocks_in(slots), depths, to_storage)
+    def commit_blocks(
+        self, blocks: Sequence[BlockId], depths: Sequence[int], to_storage: bool
+    ) -> None:
+        """Note that blocks have been written into reserved slots; see ``commit``."""
+        self._commit(blocks, depths, to_storage)
 
-    def abort_slots(self, slots: Int64s) -> None:
-        """Give up reserved slots that were not written. slots: int64 [n]."""
-        self._copies.abort(self._blocks_in(slots))
+    def abort_blocks(self, blocks: Sequence[BlockId]) -> None:
+        """Give up blocks that were not written into reserved slots."""
+        self._copies.abort(blocks)
 
     def distrust_slots(self, slots: Int64s) -> None:
         """Give up the blocks in slots that are leased or reserved. slots: int64 [n]."""
@@ -267,14 +298,20 @@ class NodeRoom(KeyedCache):
         """Have records written for blocks that entered memory. Nobody reads other changes."""
         if is_removed or tier != HOST or self._are_recorded or not len(blocks):
             return
-        depths = [self._index.depth(block) for block in blocks]
-        slots = as_array(self._index.slots(blocks, HOST))
-        self.kept.note(slots, self._index.keys(blocks), depths)
+        self.kept.note(as_array(self._index.slots(blocks, HOST)), *self._index.facts(blocks))
 
     def _note_use(self, slots: Sequence[Slot] | Int64s) -> None:
         used = as_array(slots)
-        if len(used):
+        if are_neighbours(used):  # as they usually are
+            first, last = (self.tier.segments_of(used[at]) for at in (0, -1))
+            self._last_use[first : last + 1] = self._clock()
+        elif len(used):
             self._last_use[self.tier.segments_of(used)] = self._clock()
+
+    @property
+    def now_s(self) -> float:
+        """The time, by the room's clock."""
+        return self._clock()
 
     def generations(self, slots: Sequence[Slot] | Int64s) -> Int64s:
         """Return the generation of each slot: int64 [n]."""
@@ -369,9 +406,7 @@ class NodeRoom(KeyedCache):
         self, keys: Sequence[bytes], slots: Sequence[Slot], depths: Sequence[int]
     ) -> Sequence[BlockId]:
         """Take over blocks that lie in slots, and that are not in memory yet. Return them."""
-        blocks = self._index.make(keys)
-        self._copies.reserve(blocks, slots)
-        self._use(blocks)
+        blocks, _ = self._copies.reserve(keys, slots, self._clock())
         self._fill(blocks, slots, 0)
         self._are_recorded = True
         self.commit(keys, depths)

@@ -100,5 +100,17 @@ NODE_METRICS = (
         "Host memory of a tenant in segments with pinned blocks.",
         ("tenant",),
     ),
+    MetricSpec(
+        "kvtier_node_slab_bytes", "gauge", "Disk of a tenant's slabs, used or not.", ("tenant",)
+    ),
+    MetricSpec(
+        "kvtier_node_disk_floor_bytes", "gauge", "Floor of a tenant's disk quota.", ("tenant",)
+    ),
+    MetricSpec(
+        "kvtier_node_disk_ceiling_bytes",
+        "gauge",
+        "Ceiling of a tenant's disk quota. A tenant without one has no series.",
+        ("tenant",),
+    ),
 )
 """The rooms' own metrics have the names of ``METRICS``, with the labels tenant and room."""

@@ -29,9 +29,11 @@ export function showNode(node) {
   ]), "No engine is attached.");
   const tiers = [...new Set([...node.tenants, ...node.rooms].flatMap((each) => Object.keys(each.used_bytes)))];
   const used = (each) => tiers.map((tier) => size(each.used_bytes[tier] ?? 0));
-  fill("tenants", ["tenant", "engines", "found", "memory", "pinned", "floor", "ceiling", ...tiers.map((tier) => `blocks in ${tier}`)], node.tenants.map((each) => [
+  const hasDisk = node.tenants.some((each) => each.slab_bytes || each.disk_floor_bytes || each.disk_ceiling_bytes);
+  const onDisk = (each) => [each.slab_bytes, each.disk_floor_bytes, each.disk_ceiling_bytes].map((bytes) => (bytes === null ? "none" : size(bytes)));
+  fill("tenants", ["tenant", "engines", "found", "memory", "pinned", "floor", "ceiling", ...(hasDisk ? ["slabs", "disk floor", "disk ceiling"] : []), ...tiers.map((tier) => `blocks in ${tier}`)], node.tenants.map((each) => [
     each.name, count(each.engines), each.found === null ? TOO_FEW : share(each.found),
-    ...[each.memory_bytes, each.pinned_bytes, each.floor_bytes, each.ceiling_bytes].map(size), ...used(each),
+    ...[each.memory_bytes, each.pinned_bytes, each.floor_bytes, each.ceiling_bytes].map(size), ...(hasDisk ? onDisk(each) : []), ...used(each),
   ]), "No tenant has used the node yet.");
   fill("rooms", ["room", "tenant", "block size", "segments", ...tiers.map((tier) => `blocks in ${tier}`)], node.rooms.map((each) => [
     each.name, each.tenant, size(each.block_bytes), count(each.segments), ...used(each),

@@ -111,6 +111,16 @@ NODE = PanelRow(
             ),
         ),
         Panel(
+            "Disk by tenant",
+            "Slabs of each tenant on disk, used or not, between its floor and its ceiling.",
+            Unit.BYTES,
+            (
+                Query(NOW.level("kvtier_node_slab_bytes", "tenant"), "{{tenant}}"),
+                Query(NOW.level("kvtier_node_disk_floor_bytes", "tenant"), "{{tenant}} floor"),
+                Query(NOW.level("kvtier_node_disk_ceiling_bytes", "tenant"), "{{tenant}} ceiling"),
+            ),
+        ),
+        Panel(
             "Bytes by tenant and tier",
             "Bytes of each tenant's blocks in each tier, and what each tier has in all.",
             Unit.BYTES,

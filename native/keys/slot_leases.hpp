@@ -1,0 +1,67 @@
+// The slots that one engine of a node leases.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "keys/key_index.hpp"
+
+namespace kvtier::keys {
+
+// Arrays with an entry per slot, which all users of a column share, and some of which lie in memory
+// that other processes map: see kvtier.index.slot_leases.SlotArrays.
+struct SlotArrays {
+  std::span<const std::int64_t> blocks;
+  std::span<std::int8_t> sources;
+  std::span<const std::int64_t> generations;
+  std::span<std::uint64_t> users;
+  std::span<double> last_use;  // per segment
+  std::uint64_t block_bytes;
+  std::uint64_t segment_bytes;
+};
+
+class SlotLeases {
+ public:
+  // num_leases, is_reserved: per slot. bit: of this user. keeps: the bits that stay when it has released a slot.
+  SlotLeases(KeyIndex& index, std::size_t column, const SlotArrays& arrays,
+             std::span<std::uint32_t> num_leases, std::span<std::uint8_t> is_reserved,
+             std::uint64_t bit, std::uint64_t keeps)
+      : index_(index),
+        column_(column),
+        arrays_(arrays),
+        num_leases_(num_leases),
+        is_reserved_(is_reserved),
+        bit_(bit),
+        keeps_(keeps) {}
+
+  // Blocks that are in the column. slots: of them.
+  void lease(std::span<const BlockId> blocks, double now, std::vector<Slot>& slots);
+  // See KeyIndex::lease_ready.
+  void lease_ready(std::span<const KeyIndex::Key> keys, double now, bool all_or_none,
+                   std::vector<State>& states, std::vector<Slot>& slots);
+  // Slots that it has not leased are left alone. ended: the block of each lease that has ended.
+  void release(std::span<const std::uint64_t> slots, std::vector<BlockId>& ended);
+
+  // It is to fill slots.
+  void reserve(std::span<const Slot> slots);
+  // It has filled slots, or has given them up. Those that it was not to fill are left alone. which:
+  // the positions of the others, each once; blocks: of these.
+  void end_reserved(std::span<const std::uint64_t> slots, std::vector<std::uint64_t>& which,
+                    std::vector<BlockId>& blocks);
+
+  std::int64_t generation(Slot slot) const { return arrays_.generations[slot]; }
+
+ private:
+  void note(std::span<const Slot> slots, double now);
+
+  KeyIndex& index_;
+  std::size_t column_;
+  SlotArrays arrays_;
+  std::span<std::uint32_t> num_leases_;
+  std::span<std::uint8_t> is_reserved_;
+  std::uint64_t bit_, keeps_;
+};
+
+}  // namespace kvtier::keys

@@ -1,0 +1,159 @@
+"""Leases of one user on the slots of a tier whose rows lie in memory that others read, too.
+
+The native core implements ``SlotLeases`` as well; tests compare both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.index.block_index import BlockIndex
+from kvtier.index.selection import Int64s, as_array
+from kvtier.types import AnyColumn, BlockId, Slot
+
+
+class SlotArrays(NamedTuple):
+    """Arrays with an entry per slot, shared by all users of a column.
+
+    Attributes:
+        blocks: int64 [num_slots], the block in each slot plus 1; 0 for none.
+        sources: int8 [num_slots], where each block came from, until its first use.
+        generations: int64 [num_slots].
+        users: uint64 [num_slots], a bit per user.
+        last_use: float64 [num_segments], time of the last use of each segment.
+        block_bytes, segment_bytes: slot ``s`` begins in segment ``s * block_bytes //
+            segment_bytes``.
+    """
+
+    blocks: Int64s
+    sources: npt.NDArray[np.int8]
+    generations: Int64s
+    users: npt.NDArray[np.uint64]
+    last_use: npt.NDArray[np.float64]
+    block_bytes: int
+    segment_bytes: int
+
+
+class SlotLeases(Protocol):
+    """Leases of one user."""
+
+    def lease(self, blocks: Sequence[BlockId], now: float) -> tuple[bytes, bytes]:
+        """Lease blocks that are in the column, once more, and set the user's bit.
+
+        Returns their slots and generations, as int64 bytes.
+        """
+
+    def release(self, slots: Int64s) -> Sequence[BlockId]:
+        """End one lease of the block in each slot; with the last one the user's bit is cleared.
+
+        Slots that the user has not leased are ignored. Returns the block of each lease that ended.
+        """
+
+    def reserve(self, slots: Sequence[Slot]) -> bytes:
+        """Note that the user is to fill slots, and set its bit.
+
+        Returns their generations, as int64 bytes.
+        """
+
+    def end_reserved(self, slots: Int64s) -> tuple[Sequence[int], Sequence[BlockId]]:
+        """Note that the user fills slots no longer, and clear its bit.
+
+        Returns the positions of those that it was to fill, each once, and the blocks in them.
+        """
+
+    def serve(
+        self, content: memoryview, room: int, key_bytes: int, is_alone: bool, now: float
+    ) -> tuple[bytes, bytes, Sequence[BlockId]] | None:
+        """Serve a message of ``kvtier.node.protocol`` in one call, if it is one of two kinds.
+
+        These are a ``ReleaseNotice``, and a ``LookupRequest`` for blocks that are all ready in the
+        column. If there is no other column, any blocks can be looked up.
+
+        Args:
+            content: the message.
+            room: the only number of a room that is served.
+            key_bytes: length of the room's keys.
+            is_alone: whether there is no other column.
+            now: the time.
+
+        Returns:
+            The frame of the answer, b"" for none; the places of the blocks that count as looked up,
+            as in the answer; the block of each lease that ended. None for any other message:
+            nothing has changed.
+        """
+
+
+class PythonSlotLeases:
+    """``SlotLeases`` in Python.
+
+    Args:
+        index: the blocks.
+        column: the column.
+        arrays: its slots.
+        num_leases: uint32 [num_slots], leases of this user; changed here.
+        is_reserved: bool [num_slots], whether this user is to fill each slot; changed here.
+        bit: this user's bit in ``arrays.users``.
+        keeps: the bits that stay when the user has released a slot.
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        column: AnyColumn,
+        arrays: SlotArrays,
+        num_leases: npt.NDArray[np.uint32],
+        is_reserved: npt.NDArray[np.bool_],
+        bit: int,
+        keeps: int,
+    ) -> None:
+        self._index, self._column, self._arrays = index, column, arrays
+        self._num_leases, self._is_reserved = num_leases, is_reserved
+        self._bit, self._keeps = np.uint64(bit), np.uint64(keeps)
+
+    def lease(self, blocks: Sequence[BlockId], now: float) -> tuple[bytes, bytes]:
+        its = self._arrays
+        self._index.lease(blocks, self._column)
+        slots = as_array(self._index.slots(blocks, self._column))
+        np.add.at(self._num_leases, slots, np.uint32(1))
+        its.users[slots] |= self._bit
+        its.last_use[slots * its.block_bytes // its.segment_bytes] = now
+        return slots.tobytes(), its.generations[slots].tobytes()
+
+    def release(self, slots: Int64s) -> Sequence[BlockId]:
+        its, ended = self._arrays, list[BlockId]()
+        for slot in slots.tolist():
+            if not 0 <= slot < len(self._num_leases) or not self._num_leases[slot]:
+                continue
+            self._num_leases[slot] -= 1
+            if not self._num_leases[slot]:
+                its.users[slot] &= self._keeps
+            its.sources[slot] = 0
+            ended.append(BlockId(int(its.blocks[slot]) - 1))
+        self._index.release(ended, self._column)
+        return ended
+
+    def reserve(self, slots: Sequence[Slot]) -> bytes:
+        reserved = as_array(slots)
+        self._arrays.users[reserved] |= self._bit
+        self._is_reserved[reserved] = True
+        return self._arrays.generations[reserved].tobytes()
+
+    def end_reserved(self, slots: Int64s) -> tuple[Sequence[int], Sequence[BlockId]]:
+        which, blocks = list[int](), list[BlockId]()
+        for at, slot in enumerate(slots.tolist()):
+            if 0 <= slot < len(self._is_reserved) and self._is_reserved[slot]:
+                self._is_reserved[slot] = False
+                self._arrays.users[slot] &= self._keeps
+                which.append(at)
+                blocks.append(BlockId(int(self._arrays.blocks[slot]) - 1))
+        return which, blocks
+
+    def serve(
+        self, content: memoryview, room: int, key_bytes: int, is_alone: bool, now: float
+    ) -> tuple[bytes, bytes, Sequence[BlockId]] | None:
+        """Return None: the caller knows how to serve every message."""
+        return None
