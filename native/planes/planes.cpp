@@ -6,6 +6,10 @@
 #include <cmath>
 #include <cstring>
 
+#if defined(__x86_64__)
+#define KVTIER_AVX2 1
+#endif
+
 namespace kvtier::planes {
 namespace {
 
@@ -56,10 +60,12 @@ int window(const Counts& counts, std::size_t num) {
   return most >= kPairedShare * static_cast<double>(num) ? best : kWhole;
 }
 
-// The loops below are over arrays of fixed kinds, without branches: compilers vectorise them.
+// The loops below are over arrays of fixed kinds, without branches: compilers vectorise them. They
+// are inlined into one function per instruction set.
 
 template <typename Word>
-void take_apart(Source src, std::size_t num, Bytes exponents, Bytes low) {
+[[gnu::always_inline]] inline void take_apart(Source src, std::size_t num, Bytes exponents,
+                                               Bytes low) {
   for (std::size_t k = 0; k < num; ++k) {
     const Word word = std::rotl(load<Word>(src + k * sizeof(Word)), 1);
     exponents[k] = static_cast<std::uint8_t>(word >> (8 * sizeof(Word) - 8));
@@ -69,7 +75,8 @@ void take_apart(Source src, std::size_t num, Bytes exponents, Bytes low) {
 }
 
 template <typename Word>
-void put_together(Bytes dst, std::size_t num, Source exponents, Source low) {
+[[gnu::always_inline]] inline void put_together(Bytes dst, std::size_t num, Source exponents,
+                                                 Source low) {
   for (std::size_t k = 0; k < num; ++k) {
     Word word = static_cast<Word>(static_cast<Word>(exponents[k]) << (8 * sizeof(Word) - 8));
     for (std::size_t plane = 0; plane + 1 < sizeof(Word); ++plane)
@@ -80,7 +87,8 @@ void put_together(Bytes dst, std::size_t num, Source exponents, Source low) {
   }
 }
 
-void split_nibbles(Source src, std::size_t num, Bytes high, Bytes low) {
+[[gnu::always_inline]] inline void split_nibbles(Source src, std::size_t num, Bytes high,
+                                                  Bytes low) {
   const std::size_t half = num / 2;
   for (std::size_t k = 0; k < half; ++k) {
     const std::uint8_t a = std::rotl(src[k], 1), b = std::rotl(src[k + half], 1);
@@ -89,7 +97,8 @@ void split_nibbles(Source src, std::size_t num, Bytes high, Bytes low) {
   }
 }
 
-void join_nibbles(Bytes dst, std::size_t num, Source high, Source low) {
+[[gnu::always_inline]] inline void join_nibbles(Bytes dst, std::size_t num, Source high,
+                                                 Source low) {
   const std::size_t half = num / 2;
   for (std::size_t k = 0; k < half; ++k) {
     const auto a = static_cast<std::uint8_t>((high[k] << 4) | (low[k] & 0x0F));
@@ -100,7 +109,8 @@ void join_nibbles(Bytes dst, std::size_t num, Source high, Source low) {
 }
 
 // Exponents as numbers in the window, in place; returns the largest.
-std::uint8_t into_window(Bytes exponents, std::size_t num, std::uint8_t base) {
+[[gnu::always_inline]] inline std::uint8_t into_window(Bytes exponents, std::size_t num,
+                                                        std::uint8_t base) {
   std::uint8_t most = 0;
   for (std::size_t k = 0; k < num; ++k) {
     const auto shifted = static_cast<std::uint8_t>(exponents[k] - base);
@@ -112,15 +122,19 @@ std::uint8_t into_window(Bytes exponents, std::size_t num, std::uint8_t base) {
 
 // Calls found(k) for every escape, in order. numbers: four bits each.
 template <typename Found>
-void each_escape(Source numbers, std::size_t num, const Found& found) {
-  for (std::size_t first = 0; first < num; first += kGroup) {
-    const std::size_t end = std::min(num, first + kGroup);
-    std::uint8_t most = 0;
-    for (std::size_t k = first; k < end; ++k) most = std::max(most, numbers[k]);
-    if (most < kEscape) continue;
-    for (std::size_t k = first; k < end; ++k)
+[[gnu::always_inline]] inline void each_escape(Source numbers, std::size_t num,
+                                                const Found& found) {
+  std::size_t first = 0;
+  for (; first + kGroup <= num; first += kGroup) {
+    std::uint64_t words = 0;  // a byte of 15 and one more has its fifth bit set
+    for (std::size_t k = first; k < first + kGroup; k += sizeof(words))
+      words |= load<std::uint64_t>(numbers + k) + 0x0101010101010101;
+    if ((words & 0x1010101010101010) == 0) continue;
+    for (std::size_t k = first; k < first + kGroup; ++k)
       if (numbers[k] == kEscape) found(k);
   }
+  for (; first < num; ++first)
+    if (numbers[first] == kEscape) found(first);
 }
 
 class Escapes {
@@ -140,8 +154,8 @@ class Escapes {
 };
 
 template <typename Word>
-std::ptrdiff_t split_words(Source src, const Split& split, Bytes high, Bytes low,
-                           Escapes escapes) {
+[[gnu::always_inline]] inline std::ptrdiff_t split_words(Source src, const Split& split, Bytes high,
+                                                          Bytes low, Escapes escapes) {
   std::array<std::uint8_t, kTileElements> numbers;
   const std::size_t num = split.num_bytes / sizeof(Word);
   for (std::size_t first = 0; first < num && escapes.num() >= 0; first += kTileElements) {
@@ -166,8 +180,9 @@ std::ptrdiff_t split_words(Source src, const Split& split, Bytes high, Bytes low
 }
 
 template <typename Word>
-bool join_words(Bytes dst, const Split& split, Source high, Source low, Source escapes,
-                std::size_t num_escapes) {
+[[gnu::always_inline]] inline bool join_words(Bytes dst, const Split& split, Source high,
+                                               Source low, Source escapes,
+                                               std::size_t num_escapes) {
   std::array<std::uint8_t, kTileElements> exponents;
   const std::size_t num = split.num_bytes / sizeof(Word);
   const auto base = static_cast<std::uint8_t>(split.base);
@@ -185,24 +200,78 @@ bool join_words(Bytes dst, const Split& split, Source high, Source low, Source e
         exponents[k + half] = b;
         most = std::max(most, std::max(a, b));
       }
-      std::size_t next = used;
-      if (most == kEscape) each_escape(exponents.data(), some, [&](std::size_t) { ++next; });
-      if (next > num_escapes) return false;
       std::array<std::uint16_t, kTileElements> places;
       std::size_t num_places = 0;
-      if (next > used)
+      if (most == kEscape)
         each_escape(exponents.data(), some, [&](std::size_t k) {
           places[num_places++] = static_cast<std::uint16_t>(k);
         });
+      if (num_places > num_escapes - used) return false;
       for (std::size_t k = 0; k < some; ++k)
         exponents[k] = static_cast<std::uint8_t>(exponents[k] + base);
-      for (std::size_t at = 0; at < num_places; ++at) exponents[places[at]] = escapes[used + at];
-      used = next;
+      for (std::size_t at = 0; at < num_places; ++at) exponents[places[at]] = escapes[used++];
       from = exponents.data();
     }
     put_together<Word>(dst + first * sizeof(Word), some, from, low + first * (sizeof(Word) - 1));
   }
   return used == num_escapes;
+}
+
+[[gnu::always_inline]] inline std::ptrdiff_t split_any(Source src, const Split& split, Bytes high,
+                                                       Bytes low, const Escapes& found) {
+  if (split.width == 2) return split_words<std::uint16_t>(src, split, high, low, found);
+  if (split.width == 4) return split_words<std::uint32_t>(src, split, high, low, found);
+  for (std::size_t first = 0; first < split.num_bytes; first += kTileElements)
+    split_nibbles(src + first, std::min(split.num_bytes - first, kTileElements), high + first / 2,
+                  low + first / 2);
+  return 0;
+}
+
+[[gnu::always_inline]] inline bool join_any(Bytes dst, const Split& split, Source high, Source low,
+                                            Source escapes, std::size_t num_escapes) {
+  if (split.width == 2)
+    return join_words<std::uint16_t>(dst, split, high, low, escapes, num_escapes);
+  if (split.width == 4)
+    return join_words<std::uint32_t>(dst, split, high, low, escapes, num_escapes);
+  for (std::size_t first = 0; first < split.num_bytes; first += kTileElements)
+    join_nibbles(dst + first, std::min(split.num_bytes - first, kTileElements), high + first / 2,
+                 low + first / 2);
+  return num_escapes == 0;
+}
+
+std::ptrdiff_t split_plain(Source src, const Split& split, Bytes high, Bytes low,
+                              const Escapes& found) {
+  return split_any(src, split, high, low, found);
+}
+bool join_plain(Bytes dst, const Split& split, Source high, Source low, Source escapes,
+                   std::size_t num_escapes) {
+  return join_any(dst, split, high, low, escapes, num_escapes);
+}
+
+#if KVTIER_AVX2
+[[gnu::target("avx2")]] std::ptrdiff_t split_avx2(Source src, const Split& split, Bytes high,
+                                                  Bytes low, const Escapes& found) {
+  return split_any(src, split, high, low, found);
+}
+[[gnu::target("avx2")]] bool join_avx2(Bytes dst, const Split& split, Source high, Source low,
+                                       Source escapes, std::size_t num_escapes) {
+  return join_any(dst, split, high, low, escapes, num_escapes);
+}
+
+#endif
+
+auto* best_split() {
+#if KVTIER_AVX2
+  if (__builtin_cpu_supports("avx2")) return split_avx2;
+#endif
+  return split_plain;
+}
+
+auto* best_join() {
+#if KVTIER_AVX2
+  if (__builtin_cpu_supports("avx2")) return join_avx2;
+#endif
+  return join_plain;
 }
 
 Source bytes_of(const std::byte* at) { return reinterpret_cast<Source>(at); }
@@ -239,29 +308,15 @@ Plan choose(const std::byte* src, std::size_t num_bytes) {
 
 std::ptrdiff_t split(const std::byte* src, const Split& split, std::byte* high, std::byte* low,
                      std::byte* escapes, std::size_t max_escapes) {
-  const Escapes found(bytes_of(escapes), max_escapes);
-  if (split.width == 2)
-    return split_words<std::uint16_t>(bytes_of(src), split, bytes_of(high), bytes_of(low), found);
-  if (split.width == 4)
-    return split_words<std::uint32_t>(bytes_of(src), split, bytes_of(high), bytes_of(low), found);
-  for (std::size_t first = 0; first < split.num_bytes; first += kTileElements)
-    split_nibbles(bytes_of(src) + first, std::min(split.num_bytes - first, kTileElements),
-                  bytes_of(high) + first / 2, bytes_of(low) + first / 2);
-  return 0;
+  static auto* const best = best_split();
+  return best(bytes_of(src), split, bytes_of(high), bytes_of(low),
+             Escapes(bytes_of(escapes), max_escapes));
 }
 
 bool join(std::byte* dst, const Split& split, const std::byte* high, const std::byte* low,
           const std::byte* escapes, std::size_t num_escapes) {
-  if (split.width == 2)
-    return join_words<std::uint16_t>(bytes_of(dst), split, bytes_of(high), bytes_of(low),
-                                     bytes_of(escapes), num_escapes);
-  if (split.width == 4)
-    return join_words<std::uint32_t>(bytes_of(dst), split, bytes_of(high), bytes_of(low),
-                                     bytes_of(escapes), num_escapes);
-  for (std::size_t first = 0; first < split.num_bytes; first += kTileElements)
-    join_nibbles(bytes_of(dst) + first, std::min(split.num_bytes - first, kTileElements),
-                 bytes_of(high) + first / 2, bytes_of(low) + first / 2);
-  return num_escapes == 0;
+  static auto* const best = best_join();
+  return best(bytes_of(dst), split, bytes_of(high), bytes_of(low), bytes_of(escapes), num_escapes);
 }
 
 }  // namespace kvtier::planes

@@ -9,6 +9,7 @@ from kvtier.layout import opaque
 from kvtier.testing.storage_user import TIMEOUT_S
 from kvtier.tiers import StorageTier
 from kvtier.tiers.remote.envelope import as_keys
+from kvtier.tiers.remote.pruning import make_keeper, prune
 from kvtier.tiers.remote.s3.packs import contents_of, pack_path
 from kvtier.tiers.remote.s3.tier import S3Tier
 from tests.servers import ValkeyServer, has_valkey
@@ -50,7 +51,7 @@ class TestS3(CodedStoreTests):
     """A block per pack, so that a pack is a value; see below for packs of several."""
 
     scheme = "s3"
-    num_changes = 48
+    num_changes = 24
 
     @pytest.fixture(autouse=True)
     def _bucket(self, bucket: Bucket) -> None:
@@ -133,6 +134,17 @@ def test_drop_for_good_is_announced_where_earlier_versions_read_it(bucket: Bucke
     reader = coded(bucket)
     assert [str(each) for each in reader.find(KEYS, TIMEOUT_S)].count(str(THERE)) == NUM - 1
     reader.close()
+
+
+def test_coded_packs_are_pruned_with_their_manifests(bucket: Bucket) -> None:
+    pytest.importorskip("zstandard")
+    writer, memory = coded(bucket), filled()
+    writer.put(NAMES, memory.pieces, TIMEOUT_S)
+    writer.close()
+    keeper = make_keeper(f"s3:{bucket.location()}")
+    found = prune(keeper, max_bytes=0)
+    assert (found.num_entries, found.num_strange, found.num_notes) == (1, 0, 1)
+    assert not bucket.paths("packs") + bucket.paths("manifests")
 
 
 def test_codec_that_is_not_there_is_named(bucket: Bucket) -> None:
