@@ -13,6 +13,9 @@ import pytest
 from kvtier.engine import Engine
 from kvtier.engine.grammar import Grammars
 from kvtier.errors import install_command
+from kvtier.server.fields import ToolChoice, parse_tools
+from kvtier.server.grammars import grammar_of_answer
+from kvtier.server.tool_calls import CallForm, CallReader
 
 from .conftest import MODEL, Running
 
@@ -101,11 +104,16 @@ def test_tools_and_their_results_are_rendered_as_by_transformers(
     assert prompt_tokens(client, messages=turns, tools=None) == rendered(engine, plain)
 
 
-def test_variables_reach_the_template(client: openai.OpenAI) -> None:
-    # The built-in template reads one that clients may set, and passes others by.
-    plain = prompt_tokens(client, tools=None)
-    set_one: Any = {"chat_template_kwargs": {"enable_thinking": False}}
-    assert prompt_tokens(client, tools=None, extra_body=set_one) == plain
+def test_variables_reach_the_template(
+    client: openai.OpenAI, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% if mood is defined %}{{ mood }}{% else %}{{ messages[0].content }}{% endif %}"
+    monkeypatch.setattr(engine.tokenizer.own, "chat_template", template)
+    for mood in ("glad", "very, very glad"):
+        given: Any = {"chat_template_kwargs": {"mood": mood}}
+        expected = len(engine.tokenizer.encode(mood))
+        assert prompt_tokens(client, tools=None, extra_body=given) == expected
+    assert prompt_tokens(client, tools=None) == len(engine.tokenizer.encode("How is the weather?"))
 
 
 @pytest.mark.parametrize("tool_choice", ["auto", "none", None])
@@ -286,3 +294,56 @@ def test_without_the_library_one_sentence_says_what_to_install(
         f"{param} needs a grammar, but this server has no grammar library; its operator can add "
         f"it: {install_command('grammar')}."
     )
+
+
+CALLED = '{"city": "Rome", "days": 2}'
+
+
+@pytest.mark.parametrize(
+    ("form", "texts", "others"),
+    [
+        (
+            CallForm.TAGGED,
+            [
+                f'<tool_call>\n{{"name": "get_weather", "arguments": {CALLED}}}\n</tool_call>',
+                (
+                    '<tool_call>\n{"name": "odd \\"näme\\"\\n", '
+                    '"arguments": {"on": true}}\n</tool_call>'
+                ),
+            ],
+            [
+                f'<tool_call>\n{{"name": "other", "arguments": {CALLED}}}\n</tool_call>',
+                '<tool_call>\n{"name": "get_weather", "arguments": {"on": true}}\n</tool_call>',
+                f'{{"name": "get_weather", "parameters": {CALLED}}}',
+            ],
+        ),
+        (
+            CallForm.BARE,
+            [
+                f'{{"name": "get_weather", "parameters": {CALLED}}}',
+                '{"name": "odd \\"näme\\"\\n", "parameters": {"on": false}}',
+            ],
+            [
+                f'{{"name": "get_weather", "arguments": {CALLED}}}',
+                f'<tool_call>\n{{"name": "get_weather", "arguments": {CALLED}}}\n</tool_call>',
+            ],
+        ),
+    ],
+)
+def test_the_grammar_of_calls_is_what_the_reader_reads(
+    engine: Engine, form: CallForm, texts: list[str], others: list[str]
+) -> None:
+    tools = parse_tools([WEATHER, ODD])
+    grammar = engine.grammar(grammar_of_answer(None, form, tools, ToolChoice("required"), True))
+    for text in texts:
+        matcher, reader = grammar.matcher(), CallReader(form)
+        for token_id in engine.tokenizer.encode(text):
+            assert matcher.allowed(engine.info.vocab_size)[token_id], text
+            matcher.accept(token_id)
+        assert matcher.is_complete
+        assert reader.push(text)[1] + reader.finish()[1], text
+    for text in others:
+        matcher = grammar.matcher()
+        for token_id in engine.tokenizer.encode(text):
+            matcher.accept(token_id)
+        assert matcher.error, text

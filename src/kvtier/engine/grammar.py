@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+MAX_CHARACTERS = 128 << 10
+"""Length of a grammar. llguidance limits the work on one, but that grows with its length."""
+
+
 class GrammarError(CacheError, ValueError):
     """The grammar cannot be used; the message says why."""
 
@@ -36,11 +40,13 @@ class Matcher:
         self._matcher = matcher
 
     def allowed(self, vocab_size: int) -> npt.NDArray[np.bool_]:
-        """Return which tokens may follow: bool [vocab_size]; none of them after an error."""
+        """Return which tokens may follow: bool [vocab_size]; none of them after an error.
+
+        Text that has only one continuation is allowed in the tokenizer's own tokens only.
+        """
         found = np.zeros(vocab_size, np.bool_)
-        try:
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        except ValueError:  # too complex to go on; ``error`` says so
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():  # too complex to go on; the bits allow an end then
             return found
         known = np.unpackbits(bits, bitorder="little")[:vocab_size]
         found[: len(known)] = known
@@ -98,7 +104,14 @@ class Grammars:
         tokenizer = self._ready()
         from llguidance import LLMatcher
 
+        if len(lark) > MAX_CHARACTERS:
+            raise GrammarError(
+                f"it has {len(lark)} characters, of {MAX_CHARACTERS} that are compiled at most"
+            )
         matcher = LLMatcher(tokenizer, lark, log_level=0)
+        # The first tokens take the longest to find: do it here, not on the engine's thread.
+        if not matcher.is_error():
+            Matcher(matcher).allowed(self._vocab_size)
         if matcher.is_error():
             raise GrammarError(_first_line(matcher.get_error()))
         return Grammar(matcher)
