@@ -24,6 +24,7 @@ from kvtier.node.engines import AttachedEngine, AttachError, EngineProcess, Hold
 from kvtier.node.frame_socket import FrameSocket
 from kvtier.node.protocol import FromEngine, FromNode, ProtocolError, split_keys, unpack
 from kvtier.node.registry import Registry
+from kvtier.node.reservations import OVERDUE_S
 from kvtier.node.room import NodeRoom, RoomKey
 
 logger = logging.getLogger(__name__)
@@ -263,8 +264,9 @@ class Connection:
             case protocol.DeleteRequest():
                 self._begin(self._delete(message.id, _keys(message.keys, room), room), engine)
             case protocol.WatchNotice():
-                awaited = [room.wait_for_reads(_keys(message.keys, room))]
-                self._begin(self._watch(message.watch, awaited), engine)
+                reads = room.wait_for_reads(_keys(message.keys, room))
+                patience_s = OVERDUE_S if reads.waits_for_store else LONGEST_WAIT_S
+                self._begin(self._watch(message.watch, [reads], patience_s), engine)
             case protocol.AbortNotice():
                 held.abort(unpack(message.slots))
                 self._registry.note_writes()
@@ -311,8 +313,10 @@ class Connection:
         found = bytes(told.get(place, protocol.THERE) for place in places)
         self.send(protocol.OutcomesAnswer(request, found))
 
-    async def _watch(self, watch: int, awaited: Sequence[Awaited]) -> None:
-        await self._registry.all_over(awaited, time.monotonic() + LONGEST_WAIT_S)
+    async def _watch(
+        self, watch: int, awaited: Sequence[Awaited], patience_s: float = LONGEST_WAIT_S
+    ) -> None:
+        await self._registry.all_over(awaited, time.monotonic() + patience_s)
         self.send(protocol.EndedNotice(watch))
 
     async def _delete(self, request: int, keys: Sequence[bytes], room: NodeRoom) -> None:
@@ -365,7 +369,10 @@ async def bring(
         ]
         if stored:
             promoted.update(stored[: room.promote(stored)])
-        awaited: list[Awaited] = [*pending, room.wait_for_reads(keys)]
+        reads = room.wait_for_reads(keys)
+        awaited: list[Awaited] = [*pending, reads]
+        if reads.waits_for_store:
+            until_s = min(until_s, time.monotonic() + OVERDUE_S)
         if all(each.is_over for each in awaited):
             return room.locate_all(keys)
         if not await registry.all_over(awaited, until_s):

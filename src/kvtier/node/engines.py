@@ -105,7 +105,7 @@ class Holdings:
         self.num_leases = np.zeros(room.tier.num_slots, np.uint32)
         self.is_reserved = np.zeros(room.tier.num_slots, bool)
         self._leases = room.slot_leases(user, self.num_leases, self.is_reserved)
-        self._served = room.key.key_bytes, not room.ladder.storages  # see ``SlotLeases.serve``
+        self._key_bytes, self._is_alone = room.key.key_bytes, not room.ladder.storages
         self.num_reserved = 0
 
     def lease(self, blocks: Sequence[BlockId]) -> tuple[bytes, bytes]:
@@ -124,7 +124,8 @@ class Holdings:
         its = self.room
         if its.is_doubtful:
             return None
-        served = self._leases.serve(content, number, *self._served, its.now_s)
+        is_alone = self._is_alone and not its.reservations.has_overdue()
+        served = self._leases.serve(content, number, self._key_bytes, is_alone, its.now_s)
         if served is None:
             return None
         answer, looked_up, ended = served
@@ -147,7 +148,9 @@ class Holdings:
         if reserved is None:
             return None
         self.num_reserved += len(reserved.slots)
-        return reserved, self._leases.reserve(reserved.slots)
+        generations = self._leases.reserve(reserved.slots)
+        self.room.reservations.add(self.is_reserved, reserved.slots, generations)
+        return reserved, generations
 
     def commit(self, slots: Int64s, depths: Int64s, to_storage: bool) -> None:
         """Note that reserved slots have been written. Others are ignored.
@@ -168,6 +171,7 @@ class Holdings:
     def _end_reserved(self, slots: Int64s) -> tuple[Sequence[int], Sequence[BlockId]]:
         which, blocks = self._leases.end_reserved(slots)
         self.num_reserved -= len(blocks)
+        self.room.reservations.end(slots[as_array(which)])
         return which, blocks
 
     def distrust(self, slots: Int64s) -> None:

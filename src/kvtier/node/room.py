@@ -24,7 +24,14 @@ from kvtier.index import State, make_key_index
 from kvtier.index.policies.replayed import RUNS
 from kvtier.index.selection import Int64s, are_neighbours, as_array, as_numbers, select
 from kvtier.index.slot_leases import SlotArrays, SlotLeases
-from kvtier.keyed.cache import MEMORY_CODE, KeyedCache, Reserved
+from kvtier.keyed.cache import (
+    ARRIVING_CODE,
+    MEMORY_CODE,
+    NOWHERE_CODE,
+    KeyedCache,
+    LocatedBlocks,
+    Reserved,
+)
 from kvtier.ladder import LadderOptions, PendingLookup
 from kvtier.node.checksums import RecordWriter, Verifier
 from kvtier.node.config import DEFAULT_TENANT, check_tenant
@@ -33,6 +40,7 @@ from kvtier.node.lookups import PlaceCounts
 from kvtier.node.memory import NodeMemory, SegmentTier
 from kvtier.node.pins import Pins
 from kvtier.node.protocol import MOST_KEY_BYTES
+from kvtier.node.reservations import Reservations
 from kvtier.node.users import SlotUser
 from kvtier.telemetry import Metrics
 from kvtier.tiers import MemoryTier, StorageTier
@@ -181,6 +189,7 @@ class NodeRoom(KeyedCache):
         super().__init__(index, ladder, lambda: namespace, clock)
         self.pins = Pins(self, clock)
         self.looked_up = PlaceCounts()
+        self.reservations = Reservations(self.tier.generations, clock)
         self.kept = KeptSlots(self, memory.memory.address, writer)
         self._are_recorded = False  # whether they have records already
         self._block_at = np.zeros(self.tier.num_slots, np.int64)  # by slot: block + 1, or 0
@@ -203,6 +212,17 @@ class NodeRoom(KeyedCache):
         if room is not None:
             self._note_use(room.slots)
         return room
+
+    def _locate(self, keys: Sequence[bytes]) -> LocatedBlocks:
+        """Locate blocks. Those that an engine is late to store are nowhere."""
+        found = super()._locate(keys)
+        if ARRIVING_CODE not in found.codes or not self.reservations.has_overdue():
+            return found
+        at = found.positions(ARRIVING_CODE)
+        slots = as_array(self._index.slots(select(found.blocks, at), self.memory))
+        codes = np.frombuffer(found.codes, np.uint8).copy()
+        codes[at[self.reservations.are_overdue(slots)]] = NOWHERE_CODE
+        return found._replace(codes=codes.tobytes())
 
     def hold(self, keys: Sequence[bytes]) -> Sequence[Slot]:
         slots = super().hold(keys)
