@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping
 from random import Random
 
 EFFORT = float(os.environ.get("KVTIER_EFFORT", "1"))
 MOST_CASES = 1
 """Cases of one test with parameters that run with less effort than all."""
+SLOW_SHARE = 0.5
+"""Share of the tests marked as slow that run with less effort than all."""
 ALL_CASES = "tests/docs/"
 """Tests of which all cases always run: a page each, in no time."""
 SAMPLE = os.environ.get("KVTIER_SAMPLE", "")
@@ -21,21 +23,26 @@ def effort(num: int, step: int = 1) -> int:
     return max(step, int(num * EFFORT) // step * step)
 
 
-def chosen_cases(tests: Iterable[str]) -> set[str]:
+def chosen_cases(tests: Mapping[str, bool]) -> set[str]:
     """Choose tests by their ids.
 
-    With less effort some cases of each, at random, the same in each process.
+    With less effort some cases of each, and some of the slow tests, at random, the same in each
+    process.
+
+    tests: whether each is marked as slow.
     """
+    if EFFORT == 1:
+        return set(tests)
     cases: dict[str, list[str]] = defaultdict(list)
     for test in tests:
         cases[test.partition("[")[0]].append(test)
-    if EFFORT == 1:
-        return {test for each in cases.values() for test in each}
-    return {
-        test
-        for name, each in cases.items()
-        for test in Random(f"{SAMPLE} {name}").sample(each, _num_chosen(name, len(each)))
-    }
+    chosen: set[str] = set()
+    for name, each in cases.items():
+        rng = Random(f"{SAMPLE} {name}")
+        some = rng.sample(each, _num_chosen(name, len(each)))
+        runs_slow = rng.random() < SLOW_SHARE
+        chosen.update(test for test in some if runs_slow or not tests[test])
+    return chosen
 
 
 def _num_chosen(name: str, num_cases: int) -> int:

@@ -140,6 +140,7 @@ def test_what_host_memory_does_not_want_comes_to_the_disk() -> None:
     assert ours.hit_ratio > 0.15, "prompts that come back are a fifth"
 
 
+@pytest.mark.slow
 def test_the_disk_is_written_for_what_will_be_used() -> None:
     ours, lru = both_policies(some(tenants, 3000))
     assert ours.hit_ratio > lru.hit_ratio

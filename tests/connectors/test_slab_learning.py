@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 import numpy as np
+import pytest
 
 from kvtier.index.policies.replayed import LRU, RUNS
 from tests.connectors.slab_world import memory
@@ -24,6 +25,7 @@ def _serve(caller: Caller, path: list[int], tells: bool) -> int:
     return found
 
 
+@pytest.mark.slow
 def test_prompts_that_come_back_outlast_a_flood_of_others() -> None:
     found = {}
     for policy in (LRU, RUNS):

@@ -15,6 +15,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_engine_serves_from_disk_after_children_have_exited(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.forking", str(tmp_path / "slab")],

@@ -81,6 +81,7 @@ def test_many_requests_leak_nothing_and_answer_as_without_cache(
     assert used[DEVICE] == 0
 
 
+@pytest.mark.slow
 def test_aborted_requests_give_everything_back(make: Make, text: str) -> None:
     engine = make(changed(max_running=4))
     prompts = requests(engine.tokenizer.encode(text), 40, seed=3)

@@ -30,6 +30,7 @@ def lose_the_device(engine: Engine) -> None:
     raise AssertionError("stores to host memory hang")
 
 
+@pytest.mark.slow
 def test_burst_over_a_slow_disk_leaves_host_memory_to_others_and_nobody_waits(
     tmp_path: Path, text: str
 ) -> None:

@@ -99,6 +99,7 @@ def test_a_file_that_is_cut_short_is_no_block(tmp_path: Path) -> None:
 """
 
 
+@pytest.mark.slow
 def test_it_passes_the_suite_of_storage_tiers(site: Path, tmp_path: Path) -> None:
     (tmp_path / "test_suite.py").write_text(SUITE, encoding="utf-8")
     done = run(

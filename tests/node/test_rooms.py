@@ -148,6 +148,7 @@ def test_segments_move_within_a_tenant_at_its_ceiling(tmp_path: Path) -> None:
         assert here.num_held("b") == 8
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not NATIVE, reason="only native policies learn")
 def test_policy_knows_the_memory_that_a_room_has_by_now(tmp_path: Path) -> None:
     """A policy that thinks of one slot forgets each request before its blocks are stored."""

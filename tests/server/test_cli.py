@@ -152,6 +152,7 @@ def test_a_port_that_is_taken_is_told() -> None:
     assert f"port: can't listen on 127.0.0.1:{port}" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_port_that_is_taken_while_the_model_loads_is_told() -> None:
     with socket.socket() as other:
@@ -169,6 +170,7 @@ def test_a_port_that_is_taken_while_the_model_loads_is_told() -> None:
     assert "Traceback" not in rest
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("level", ["info", "debug"])
 def test_an_unforeseen_error_of_a_start_is_one_sentence(level: str) -> None:

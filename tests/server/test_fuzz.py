@@ -147,6 +147,7 @@ def check(answer: RawAnswer | None, sent: bytes) -> None:
             assert event.get("error", {}).get("type") != "server_error", event
 
 
+@pytest.mark.slow
 def test_no_request_breaks_the_server(fuzzed: Running) -> None:
     print(f"KVTIER_FUZZ_SEED={SEED} KVTIER_NUM_MUTATIONS={NUM_MUTATIONS}")
     rng = random.Random(SEED)

@@ -81,6 +81,7 @@ def test_a_chat_says_it_as_well(small: Running, monkeypatch: pytest.MonkeyPatch)
     assert heard == [Hint((Retain(90, 0, 100),), ended=True)]
 
 
+@pytest.mark.slow
 def test_an_orchestrators_envelope_counts_unless_the_client_said_more(small: Running) -> None:
     def envelope(kind: str) -> dict[str, object]:
         action = {"action_id": "1", "action_version": "1.0", "action_type": kind}

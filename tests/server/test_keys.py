@@ -87,6 +87,7 @@ def test_keys_that_cant_be_sent_are_refused_and_not_told(
     assert "schl" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["options", "environment"])
 def test_the_program_shows_its_keys_nowhere(how: str) -> None:
     options = ["--log-level", "debug", "--api-key", FIRST, f"--api-key={SECOND}"]

@@ -53,6 +53,7 @@ def _ask_everything(client: httpx.Client) -> set[int]:
     return codes
 
 
+@pytest.mark.slow
 def test_nothing_that_was_asked_is_logged() -> None:
     options = ["--log-level", "debug", "--host-capacity", "64MiB"]
     options += ["--events", "tcp://127.0.0.1:*"]

@@ -108,6 +108,7 @@ def test_requests_in_flight_are_finished_and_no_new_ones_taken() -> None:
         assert "shutting down" in end(process)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grace", "signals"), [("0.2", [signal.SIGTERM]), ("1000", [signal.SIGINT, signal.SIGINT])]
 )
@@ -147,6 +148,7 @@ def test_after_the_grace_or_a_second_signal_answers_are_cut_short_properly(
         assert "secret" not in end(process)
 
 
+@pytest.mark.slow
 def test_without_a_free_descriptor_the_log_stays_short_and_the_server_comes_back() -> None:
     with program() as (process, url):
         num_open = len(os.listdir(f"/proc/{process.pid}/fd"))

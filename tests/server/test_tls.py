@@ -198,6 +198,7 @@ def test_who_is_gone_before_the_handshake_ends_leaves_nothing(
         assert 'reason="room"' not in answer.text
 
 
+@pytest.mark.slow
 def test_kept_connections_do_not_hold_up_the_end(authority: Authority) -> None:
     """A client that keeps one for later does not say good-bye."""
     files = authority.write()

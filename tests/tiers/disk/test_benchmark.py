@@ -31,6 +31,7 @@ def test_recovery_benchmark_notices_a_lost_block(monkeypatch: pytest.MonkeyPatch
         recovery.main(["--records", "100", "--rounds", "1"])
 
 
+@pytest.mark.slow
 def test_restarts_are_measured_with_every_rank_and_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -42,6 +42,7 @@ def found(url: str, *options: str) -> dict[str, Any]:
 # -- a real server --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_real_server_says_what_it_had_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     with program(KVTIER_API_KEY=KEY) as (_, url):
