@@ -10,6 +10,10 @@ compared before it is timed.
 The data are numbers like the KV of a trained model: normally distributed, with a scale per channel
 whose logarithm is normally distributed with a deviation of 0.6, in the types that KV has. With
 ``--model`` there is the KV of a built-in model, whose weights are random, too.
+
+With ``--links`` there is also the time to the first token of a prompt that comes from a store
+behind a link of 1 and of 10 Gb/s, see ``benchmarks.codec_links``; ``--rounds 0`` measures nothing
+else.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
+from benchmarks.codec_links import interval, measure_links
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 from kvtier.tiers.codecs import BlockCoder
@@ -203,9 +208,13 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the result there; - for stdout")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--model", action="append", default=[], help="a built-in model")
+    parser.add_argument("--links", action="store_true", help="time to the first token, too")
+    parser.add_argument("--link-rounds", type=int, default=10, help="prompts per link")
     given = parser.parse_args()
     blocks = data() | {f"{model}, bfloat16": model_kv(model) for model in given.model}
-    rows = [row for name, block in blocks.items() for row in measure(name, block, given.rounds)]
+    some = blocks.items() if given.rounds else ()
+    rows = [row for name, block in some for row in measure(name, block, given.rounds)]
+    links = measure_links(given.link_rounds) if given.links else []
     table = Table("data", "contestant", "ratio", "encode GB/s", "decode GB/s")
     for row in rows:
         table.add_row(
@@ -215,13 +224,22 @@ def main() -> None:
             f"{row.encode_gb_per_s:.2f} ({row.encode_spread[0]:.2f} to {row.encode_spread[1]:.2f})",
             f"{row.decode_gb_per_s:.2f} ({row.decode_spread[0]:.2f} to {row.decode_spread[1]:.2f})",
         )
+    for link in links:
+        table.add_row(
+            f"link of {link.gigabits_per_s} Gb/s",
+            "seconds to the first token: as it is, lossless",
+            interval(link.sooner),
+            f"{link.plain_s:.3f}",
+            f"{link.lossless_s:.3f}",
+        )
     result = {
         "benchmark": "codecs",
         "machine": machine_facts(),
         "block_bytes": BLOCK_BYTES,
         "rounds": given.rounds,
         "rows": [asdict(row) for row in rows],
-        "targets": [],
+        "links": [link.as_json() for link in links],
+        "targets": [target for link in links if (target := link.target()) is not None],
     }
     report(result, given.json, table)
 

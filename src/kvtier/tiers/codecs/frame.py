@@ -297,11 +297,12 @@ class BlockCoder:
         if body is None:
             return DAMAGED
         crc, zeros = BODY.unpack_from(body.data)
-        plain = self._decoded(head.codec, body[BODY.size :])
-        if plain is None or zeros:
+        if zeros:
             return DAMAGED
-        whole = Pieces.whole([plain.ctypes.data], self.block_bytes)
-        is_right = int(copied_crcs(block, whole.cut(block.sizes))[0]) == crc
+        found = self._decoded(head.codec, body[BODY.size :], block)
+        if found is None:
+            return DAMAGED
+        is_right = found == crc
         self.counts.num_decoded += 1
         self.counts.decoded_bytes += self.block_bytes
         self.counts.decode_s += time.thread_time() - began
@@ -319,12 +320,27 @@ class BlockCoder:
         is_ours = self._keyring.open(head.key_id, head.nonce, known, sealed.data, body.data)
         return body if is_ours else None
 
-    def _decoded(self, codec: int, body: Uint8s) -> Uint8s | None:
-        """Return the block's bytes; None if the codec can't decode the body."""
-        if codec == RAW:
-            return body if len(body) == self.block_bytes else None
-        plain = self._scratch("plain", self.block_bytes)
-        return plain if self._codecs[codec].decode(body, plain) else None
+    def _decoded(self, codec: int, body: Uint8s, block: Pieces) -> int | None:
+        """Write the block's bytes to its memory, and return their checksum.
+
+        None if the codec can't decode the body. A block in one piece is decoded where it belongs.
+        """
+        if codec == RAW and len(body) != self.block_bytes:
+            return None
+        plain = body
+        if codec != RAW:
+            is_whole = len(block.sizes) == 1
+            plain = (
+                np.frombuffer(block.views(0)[0], np.uint8)
+                if is_whole
+                else self._scratch("plain", self.block_bytes)
+            )
+            if not self._codecs[codec].decode(body, plain):
+                return None
+            if is_whole:
+                return crc32c(plain.ctypes.data, len(plain))
+        whole = Pieces.whole([plain.ctypes.data], self.block_bytes)
+        return int(copied_crcs(block, whole.cut(block.sizes))[0])
 
     # -- memory ------------------------------------------------------------------------------------
 
