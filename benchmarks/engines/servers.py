@@ -248,6 +248,13 @@ class Server:
             self._process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_S)
+        self._kill(family)
+
+    def kill(self) -> None:
+        """Kill it and its children, as a crash does."""
+        self._kill(self._family())
+
+    def _kill(self, family: Sequence[Process]) -> None:
         still = {(each.pid, each.started) for each in running_processes()}
         for each in family:
             if (each.pid, each.started) in still:

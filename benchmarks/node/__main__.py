@@ -18,7 +18,7 @@ from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 
 PARTS = ("look_up", "work", "copies", "killed", "outage", "tokens")
-REAL = ("replicas",)
+REAL = ("replicas", "engines")
 """Parts with real engines: only if named, in vLLM's environment of ``make peers-vllm``."""
 TRACE = "mooncake/conversation_trace.jsonl.zst"
 
