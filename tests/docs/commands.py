@@ -207,6 +207,9 @@ def _check_module(module: str, words: Sequence[str]) -> None:
     if module == "pytest":
         _check_pytest(words)
         return
+    if module == "vllm.entrypoints.openai.api_server" and words[0] == "--model":
+        check_vllm(words[2:])
+        return
     spec = find_spec(module)
     if spec is None or spec.origin is None:
         raise CommandError(f"there is no module {module}")

@@ -156,7 +156,8 @@ class CodedStoreTests(ABC):
         tier.put(NAMES, memory.pieces, TIMEOUT_S)
         values = [self.stored(prefix, at) for at in range(NUM)]
         num_right = 0
-        for turn in range(effort(self.num_changes)):
+        num_turns = effort(self.num_changes, step=8)
+        for turn in range(num_turns):
             at = turn % NUM
             value = changed(values, at, turn, rng)
             self.replace(prefix, at, value)
@@ -171,7 +172,7 @@ class CodedStoreTests(ABC):
             memory.check_around()
             self.replace(prefix, at, values[at])
             self.learn(tier)
-        assert num_right < effort(self.num_changes) // 2
+        assert num_right < num_turns * 3 // 4
         memory.clear()
         assert tier.get(KEYS, memory.pieces, TIMEOUT_S) == [THERE] * NUM
         tier.close()
