@@ -18,7 +18,7 @@ from kvtier._hot import Numbers
 from kvtier.assembly import build_ladder, ladder_options, policy_maker
 from kvtier.config import CacheConfig
 from kvtier.devices import Device, Finding
-from kvtier.errors import Closed, UsageError
+from kvtier.errors import Closed, ConfigError, UsageError
 from kvtier.hints import Hint, waits
 from kvtier.index import State, make_index
 from kvtier.ladder import Prefetch
@@ -30,7 +30,7 @@ from kvtier.system.process import OwnerProcess
 from kvtier.telemetry import Metrics
 from kvtier.telemetry.block_events import BlockEvents, BlockLog
 from kvtier.tiers import ArenaOptions, DeviceTier, StorageTier
-from kvtier.tiers.row import make_tiers
+from kvtier.tiers.row import lossy_codecs, make_tiers
 from kvtier.transfer import CopyJob, LayerGate, LocalMover
 from kvtier.types import (
     DEVICE,
@@ -60,6 +60,11 @@ class Cache:
             them.
         arena: how the host tier allocates its memory.
         events: records the blocks that enter and leave tiers.
+        names_codec: whether all namespaces have ``lossy_codecs(config)`` in them (see
+            ``Namespace.codec``). Without that a lossy codec is refused.
+
+    Raises:
+        ConfigError: the configuration is not possible.
     """
 
     def __init__(
@@ -71,7 +76,13 @@ class Cache:
         storage: Sequence[StorageTier] = (),
         arena: ArenaOptions | None = None,
         events: BlockLog | None = None,
+        names_codec: bool = False,
     ) -> None:
+        if not names_codec and (lossy := lossy_codecs(config)):
+            raise ConfigError(
+                f"codec: {lossy} changes KV, and only the embedded engine (kvtier serve) names "
+                "such KV differently; use codec=lossless"
+            )
         self.config = config
         self.group = pool.layout.group
         self._device = device

@@ -142,8 +142,9 @@ class CacheConfig:
     an entry point of ``kvtier.tiers``. "name=plug-in:location" names the tier."""
     codec: str = "none"
     """Codec of new blocks in ``storage``: ``none``, ``lossless`` (fewer bytes, the same bits),
-    ``auto`` (``lossless`` for a store that is slow enough to gain by it), or a plug-in of
-    ``kvtier.codecs``. A store's option ``codec`` goes before it."""
+    ``auto`` (``lossless`` for a store that is slow enough to gain by it), ``fp8`` or ``int8`` (a
+    byte per element: lossy, under names of its own, and for the embedded engine only), or a plug-in
+    of ``kvtier.codecs``. A store's option ``codec`` goes before it."""
     encryption_key: str = field(default="", repr=False)  # a command may have a password in it
     """Source of the keys with which blocks on disk and in ``storage`` are encrypted: "file:/path",
     "env:NAME" or "command:program arguments"; "" for the value of ``KVTIER_ENCRYPTION_KEY`` in the

@@ -42,6 +42,8 @@ class Namespace:
         block_size: tokens per block.
         adapter: LoRA or other adapter that changes the KV; "" for none.
         salt: separates tenants. Requests with different salts never share a block.
+        codec: lossy codecs of the engine's stores; "" for none. KV that may have passed through
+            them, or was computed after such KV, is not exact.
     """
 
     model: str
@@ -51,12 +53,18 @@ class Namespace:
     block_size: int
     adapter: str = ""
     salt: str = ""
+    codec: str = ""
 
     @cached_property
     def digest(self) -> bytes:
-        """Digest of this namespace, 32 bytes. Each field is hashed with its length."""
+        """Digest of this namespace, 32 bytes. Each field is hashed with its length.
+
+        ``codec`` is left out if it is empty, so that exact KV keeps the names it always had.
+        """
         hasher = blake3()
         for field in fields(self):
+            if field.name == "codec" and not self.codec:
+                continue
             value = str(getattr(self, field.name)).encode()
             hasher.update(len(value).to_bytes(8, "little"))
             hasher.update(value)

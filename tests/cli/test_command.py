@@ -70,6 +70,7 @@ def impossible(folder: Path) -> dict[str, list[str]]:
         "remote migrate": [f"valkey://{dead}", "s3://bucket"],
         "bench serve": ["--experiments", "none", "--no-report"],
         "bench copy": ["--size", "much"],
+        "bench codec": ["--prompts", nothing],
         "bench url": [dead],
     }
 

@@ -188,6 +188,64 @@ def copy(
 
 
 @app.command()
+def codec(
+    model: Annotated[
+        str, typer.Argument(help="A built-in model, or a local directory in Hugging Face format.")
+    ] = "kvtier-tiny",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with your prompts: one per line, or .jsonl with a field prompt.",
+            show_default="4 of the interpreter's own library",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help='"auto", "cpu", "cuda", "npu", ...')] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Type of weights and KV: float32, bfloat16, float16; auto is float32 on CPU and "
+            "the model's own elsewhere."
+        ),
+    ] = "auto",
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = BLOCK_SIZE,
+    answer_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of each greedy answer that is compared.")
+    ] = 32,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help='Write the result as JSON; "-" for stdout.'),
+    ] = None,
+) -> None:
+    """Measure codecs of stored KV on a model: ratio, speed, and how lossy ones change its answers.
+
+    Three quarters of each prompt are loaded by way of each codec, and the rest is computed after
+    them. The next token's distribution is compared with that of exact KV.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=json_file == STDOUT)
+    check_packages(["torch", "transformers"], "engine", needs_report=False)
+
+    from kvtier.cli.detect import devices_found
+    from kvtier.tools.bench_serve.codecs import (
+        CodecOptions,
+        measure_codecs,
+        prepare_codecs,
+        show_codecs,
+    )
+    from kvtier.tools.report.bar import ProgressBar
+
+    name = devices_found()[1] if device == "auto" else device
+    options = CodecOptions(model, name, dtype, block_size, answer_tokens, prompts)
+    prepared = prepare_codecs(options)
+    with ProgressBar(Console(stderr=True)) as progress:
+        result = measure_codecs(options, prepared, progress)
+    show_codecs(console, result)
+    if json_file is not None:
+        write_json(json.dumps(result.as_json(), indent=2), json_file)
+
+
+@app.command()
 def url(
     url: Annotated[str, typer.Argument(help="Address of a server: http://127.0.0.1:8000")],
     model: Annotated[

@@ -290,8 +290,9 @@ def serve(
     codec: Annotated[
         str,
         typer.Option(
-            help="Codec of new KV in --storage: none, lossless (fewer bytes, the same bits), or "
-            "auto (lossless for a store that is slow enough to gain by it).",
+            help="Codec of new KV in --storage: none, lossless (fewer bytes, the same bits), "
+            "auto (lossless for a store that is slow enough to gain by it), or, lossy and under "
+            "names of its own, fp8 or int8 (see kvtier bench codec).",
             rich_help_panel=_CACHE,
         ),
     ] = "none",

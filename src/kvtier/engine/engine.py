@@ -42,6 +42,7 @@ from kvtier.prompts.lease import PrefixStored
 from kvtier.system.process import OwnerProcess
 from kvtier.telemetry.block_events import BlockLog
 from kvtier.telemetry.publisher import Publisher
+from kvtier.tiers.row import lossy_codecs
 from kvtier.types import Label
 
 logger = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class Engine:
             group.dtype.value,
             group.fingerprint,
             config.block_size,
+            codec=lossy_codecs(config.cache),
         )
         self._eos = frozenset(model.eos_token_ids)
         self._grammars = Grammars(model.tokenizer.own, self.info.vocab_size, model.eos_token_ids)
@@ -120,7 +122,9 @@ class Engine:
         )
         self._copier = copier
         self._events = BlockLog() if config.events else None
-        self._cache = Cache(config.cache, copier, pool.tier(), events=self._events)
+        self._cache = Cache(
+            config.cache, copier, pool.tier(), events=self._events, names_codec=True
+        )
         self._scheduler = Scheduler(
             self._cache,
             self._runner,

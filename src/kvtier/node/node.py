@@ -39,7 +39,7 @@ from kvtier.node.stores import room_location
 from kvtier.tiers import StorageTier
 from kvtier.tiers.codecs import check_coding
 from kvtier.tiers.disk import DiskOptions, DiskTier
-from kvtier.tiers.row import coded_locations, make_storage, storage_names
+from kvtier.tiers.row import coded_locations, make_storage, refuse_lossy, storage_names
 from kvtier.types import DISK, Direct
 
 logger = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class CacheNode:
         self.instance = uuid4().hex
         self._clock = clock
         check_coding(config.coding)
+        refuse_lossy(coded_locations(config.storage, config.coding))
         self.storage_names = storage_names(config.storage, bool(config.disk_path))
         self.memory = NodeMemory(
             config.directory, config.host_bytes, config.segment_bytes, device, config.disk_path

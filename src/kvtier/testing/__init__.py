@@ -15,6 +15,7 @@ from kvtier.testing.codec_suite import CodecSuite
 from kvtier.testing.device_suite import DeviceSuite
 from kvtier.testing.faulty import FaultyDevice
 from kvtier.testing.faulty_storage import FaultyStorage
+from kvtier.testing.lossy_codec_suite import LossyCodecSuite
 from kvtier.testing.memory import BlockBytes, host_memory, memory_bytes
 from kvtier.testing.policy_suite import PolicySuite
 from kvtier.testing.storage import MemoryStorage, StoredBlocks
@@ -27,6 +28,7 @@ __all__ = [
     "DeviceSuite",
     "FaultyDevice",
     "FaultyStorage",
+    "LossyCodecSuite",
     "MemoryStorage",
     "MemoryTierSuite",
     "PolicySuite",

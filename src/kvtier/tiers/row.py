@@ -18,7 +18,7 @@ from kvtier.tiers.arena import ArenaOptions
 from kvtier.tiers.base import DeviceTier, MemoryTier
 from kvtier.tiers.codecs import CodingOptions
 from kvtier.tiers.codecs.encryption import names_key
-from kvtier.tiers.codecs.opening import NONE
+from kvtier.tiers.codecs.opening import NONE, is_lossy
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.host import HostTier
@@ -154,6 +154,34 @@ def coded_locations(locations: Sequence[str], coding: CodingOptions) -> list[str
             )
         made.append(location)
     return made
+
+
+def lossy_codecs(config: CacheConfig) -> str:
+    """Return the lossy codecs of the configured stores, for ``Namespace.codec``; "" for none."""
+    coding = CodingOptions(config.codec, config.encryption_key)
+    return ",".join(_lossy(coded_locations(config.storage, coding)))
+
+
+def refuse_lossy(locations: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for a store with a lossy codec: the shape of the KV is not known here.
+
+    locations: result of ``coded_locations``.
+    """
+    if found := _lossy(locations):
+        raise ConfigError(
+            f"codec: {found[0]} needs to know the layers and heads of the KV, as the embedded "
+            "engine does (kvtier serve); here KV is pages of bytes: use codec=lossless"
+        )
+
+
+def _lossy(locations: Sequence[str]) -> list[str]:
+    """Return the lossy codecs of some stores, sorted, without repetitions."""
+    found = set()
+    for location in locations:
+        if _read(location)[1] in CODED:
+            options = dict(parse_qsl(location.partition("?")[2]))
+            found.add(options.get("codec", NONE))
+    return sorted(name for name in found if is_lossy(name))
 
 
 def _read(location: str) -> tuple[str, str, str]:

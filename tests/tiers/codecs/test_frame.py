@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier.layout import opaque
 from kvtier.testing.codec_suite import KINDS
 from kvtier.testing.storage_user import Scattered, cuts, stored_key
 from kvtier.tiers import Outcome
@@ -70,7 +71,7 @@ def frame_of(coder: BlockCoder, memory: Scattered, at: int = 0) -> Uint8s:
 @pytest.mark.parametrize("kind", ["bfloat16", "float16", "float32", "float8", "zeros"])
 @pytest.mark.parametrize("cut", list(cuts(BLOCK_BYTES)))
 def test_block_comes_back_whatever_lies_in_pieces(name: str, kind: str, cut: str) -> None:
-    coder = make_coder(CODERS[name], BLOCK_BYTES)
+    coder = make_coder(CODERS[name], opaque(BLOCK_BYTES))
     memory = memory_of(kind, 1, cut)
     frame = frame_of(coder, memory)
     memory.clear()
@@ -81,10 +82,10 @@ def test_block_comes_back_whatever_lies_in_pieces(name: str, kind: str, cut: str
 
 def test_block_that_does_not_shrink_is_stored_as_it_is() -> None:
     memory, into = memory_of("random"), np.zeros(BLOCK_BYTES + MOST_OVERHEAD, np.uint8)
-    plain = make_coder(CODERS["lossless"], BLOCK_BYTES)
+    plain = make_coder(CODERS["lossless"], opaque(BLOCK_BYTES))
     assert plain.encode(KEYS[0], memory.pieces, into) is None
     assert plain.counts.num_kept == 1
-    head = make_coder(CODERS["both"], BLOCK_BYTES).encode(KEYS[0], memory.pieces, into)
+    head = make_coder(CODERS["both"], opaque(BLOCK_BYTES)).encode(KEYS[0], memory.pieces, into)
     assert head is not None
     assert (head.codec, head.num_bytes) == (0, BLOCK_BYTES + MOST_OVERHEAD)
 
@@ -93,7 +94,7 @@ def test_block_that_does_not_shrink_is_stored_as_it_is() -> None:
 @each_coder
 def test_nothing_changed_becomes_a_wrong_byte(name: str) -> None:
     """Flipped, truncated, swapped and mixed frames."""
-    coder, rng = make_coder(CODERS[name], BLOCK_BYTES), random.Random(3)
+    coder, rng = make_coder(CODERS[name], opaque(BLOCK_BYTES)), random.Random(3)
     num = len(KEYS)
     memory = memory_of("bfloat16", num)
     frames = [frame_of(coder, memory, at) for at in range(num)]
@@ -125,7 +126,7 @@ def test_nothing_changed_becomes_a_wrong_byte(name: str) -> None:
 
 def test_frame_of_another_key_or_codec_is_a_miss_and_changes_no_memory() -> None:
     memory = memory_of("bfloat16")
-    both, plain = (make_coder(CODERS[name], BLOCK_BYTES) for name in ("both", "lossless"))
+    both, plain = (make_coder(CODERS[name], opaque(BLOCK_BYTES)) for name in ("both", "lossless"))
     other = BlockCoder(BLOCK_BYTES, keyring=Keyring([SECOND]))
     no_codec = BlockCoder(BLOCK_BYTES)
     sealed, packed = frame_of(both, memory), frame_of(plain, memory)
@@ -158,7 +159,7 @@ def test_rotated_key_reads_what_was_written_before() -> None:
 
 def test_nonces_and_bytes_never_repeat() -> None:
     memory = memory_of("bfloat16")
-    coder = make_coder(CODERS["both"], BLOCK_BYTES)
+    coder = make_coder(CODERS["both"], opaque(BLOCK_BYTES))
     frames = [frame_of(coder, memory) for _ in range(100)]
     heads = [FrameHead.read(frame) for frame in frames]
     assert len({head.nonce for head in heads if head}) == 100
@@ -265,7 +266,7 @@ def test_auto_uses_the_codec_while_loads_gain_by_it() -> None:
 
 
 def test_auto_stores_as_it_is_what_never_shrinks() -> None:
-    coder = make_coder(CodingOptions("auto"), BLOCK_BYTES)
+    coder = make_coder(CodingOptions("auto"), opaque(BLOCK_BYTES))
     memory, into = memory_of("random"), np.zeros(BLOCK_BYTES + MOST_OVERHEAD, np.uint8)
     coder.choice.note_transfer(1, 1.0)
     for _ in range(200):

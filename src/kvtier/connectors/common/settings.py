@@ -16,7 +16,7 @@ from kvtier.index.policies.replayed import POLICIES, RUNS
 from kvtier.recording import LEAST_BYTES
 from kvtier.tiers.codecs import CodingOptions
 from kvtier.tiers.disk import DiskOptions
-from kvtier.tiers.row import coded_locations, storage_names
+from kvtier.tiers.row import coded_locations, refuse_lossy, storage_names
 from kvtier.types import Durability, LoadPolicy, Verify
 
 CHOICES: Mapping[str, type[StrEnum]] = {
@@ -226,6 +226,7 @@ class StoreSettings(ConnectorSettings):
         try:
             check_storage(self.stores)
             storage_names(self.stores, bool(self.disk_path))
+            refuse_lossy(self.stores)
         except ConfigError as error:
             raise self.wrong(str(error)) from None
         if self.stores and not self.store_bytes:

@@ -8,6 +8,8 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.layout import KVGroup
+
 Uint8s = npt.NDArray[np.uint8]
 
 RAW: Final = 0
@@ -23,12 +25,15 @@ class Codec(ABC):
     A plug-in of ``kvtier.codecs`` is a class without arguments.
 
     number: 1 to 255, stored with every block, so it never changes. Numbers below 64 are kvtier's.
+    is_lossy: whether blocks come back changed. Such blocks have other keys than exact ones, and are
+        used only by an engine that asked for this codec.
 
     The caller guarantees
         arrays are C-contiguous, and nobody else writes to them during a call. ``decode`` gets as
         much memory as the block has that was encoded.
     The implementer provides
-        ``decode`` of what ``encode`` wrote gives the same bytes, in every process and version.
+        ``decode`` of what ``encode`` wrote gives the same bytes, in every process and version. A
+        lossy codec gives other bytes than it got, but always the same ones.
         Memory that a call needs is bounded by the size of the block, whatever ``stored`` says.
     Outcomes and errors
         no method raises for its data: ``encode`` returns None, and ``decode`` returns False. The
@@ -36,6 +41,17 @@ class Codec(ABC):
     """
 
     number: ClassVar[int]
+    is_lossy: ClassVar[bool] = False
+
+    def fit(self, group: KVGroup) -> Codec:
+        """Return the codec of blocks of this shape; itself if the shape does not matter.
+
+        Raises ``ConfigError`` for a shape that it can't encode.
+
+        group: shape of the blocks, whose bytes are in the ``block_first`` layout.
+        """
+        del group
+        return self
 
     @abstractmethod
     def encode(self, block: Uint8s, into: Uint8s) -> int | None:

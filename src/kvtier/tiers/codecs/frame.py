@@ -10,7 +10,8 @@
     check        4   crc32c of the header, with zeros here
     nonce       24   zeros if it is not encrypted
     zeros        8
-    body             crc32c of the block (4), zeros (4), what the codec made of it
+    body             crc32c of the block (4), zeros (4), what the codec made of it; with a lossy
+                     codec the crc32c of the block as it is decoded
     tag         16   only if it is encrypted: the body is the ciphertext then
 
 Numbers are little-endian. What is authenticated, besides the body: the header, the block's key, in
@@ -231,6 +232,10 @@ class BlockCoder:
         if self._codec is not None and has_codec:
             room = BODY.size + self.block_bytes - self.block_bytes // LEAST_GAIN
             codec, num = self._codec.number, self._codec.encode(plain, body[BODY.size : room])
+            if num is not None and self._codec.is_lossy:
+                is_decoded = self._codec.decode(body[BODY.size : BODY.size + num], plain)
+                assert is_decoded, "a codec decodes what it has encoded"
+                crc = crc32c(plain.ctypes.data, len(plain))
         if num is None:
             self.counts.num_kept += has_codec
             if self._keyring is None:

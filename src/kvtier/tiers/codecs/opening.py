@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier.errors import ConfigError
+from kvtier.layout import KVGroup
 from kvtier.system.plugins import known_plugins, load_plugin
 from kvtier.tiers.codecs.codec import FIRST_PLUGIN, LAST_NUMBER, Codec
 from kvtier.tiers.codecs.encryption import read_keyring
@@ -56,28 +57,39 @@ def check_coding(options: CodingOptions) -> None:
     read_keyring(options.encryption_key)
 
 
-def make_coder(options: CodingOptions, block_bytes: int, place: str = "") -> BlockCoder:
+def is_lossy(name: str) -> bool:
+    """Return whether blocks of the codec that is called ``name`` come back changed."""
+    is_known = name in known_plugins("codecs")
+    return is_known and bool(getattr(load_plugin("codecs", name), "is_lossy", False))
+
+
+def make_coder(options: CodingOptions, group: KVGroup, place: str = "") -> BlockCoder:
     """Return the coder of a tier.
 
-    It reads blocks of every codec that is installed, whichever codec it writes with.
+    It reads blocks of every codec that is installed and keeps all bits, whichever codec it writes
+    with. It reads blocks of a lossy codec only if it writes with that one.
 
+    group: shape of the blocks.
     place: see ``BlockCoder``.
 
     Raises ``ConfigError``.
     """
     is_auto = options.codec == AUTO
-    codec = None if options.codec == NONE else make_codec(LOSSLESS if is_auto else options.codec)
+    codec = None
+    if options.codec != NONE:
+        codec = make_codec(LOSSLESS if is_auto else options.codec).fit(group)
     keyring = read_keyring(options.encryption_key)
-    return BlockCoder(block_bytes, codec, _readers(codec), keyring, place, is_auto)
+    return BlockCoder(group.bytes_per_block, codec, _readers(codec), keyring, place, is_auto)
 
 
 def _readers(codec: Codec | None) -> tuple[Codec, ...]:
-    """Return all codecs whose packages are installed, one per number."""
+    """Return all exact codecs whose packages are installed, and ``codec``, one per number."""
     found = {} if codec is None else {codec.number: codec}
     for name in sorted(known_plugins("codecs")):
         try:
             made = make_codec(name)
         except Exception:
             continue
-        found.setdefault(made.number, made)
+        if not made.is_lossy:
+            found.setdefault(made.number, made)
     return tuple(found.values())

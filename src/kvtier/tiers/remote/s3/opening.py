@@ -79,7 +79,7 @@ def make_s3(site: StorageSite) -> StorageTier:
         num_requests=options.requests,
     )
     shape = PackShape(block_bytes, options.pack_bytes)
-    coder = make_coder(options.coding, block_bytes)
+    coder = make_coder(options.coding, site.group)
     envelope = Envelope(block_bytes, options.secret(), coder)
     tier = S3Tier(site.name, settings, shape, num_blocks, envelope)
     return ThrottledTier(tier, options.bytes_per_s) if options.bytes_per_s else tier

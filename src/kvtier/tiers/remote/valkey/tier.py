@@ -82,7 +82,7 @@ class ValkeyTier(StorageTier):
         self._location = location
         self._prefix = options.prefix.encode()
         self._age = [b"PX", b"%d" % (1000 * options.max_age_s)] if options.max_age_s else []
-        coder = make_coder(options.coding, self.bytes_per_block)
+        coder = make_coder(options.coding, site.group)
         self._envelope = Envelope(self.bytes_per_block, options.secret(), coder)
         self._state = self._lines.test(self._prefix)
 
