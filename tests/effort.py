@@ -9,8 +9,8 @@ from random import Random
 
 EFFORT = float(os.environ.get("KVTIER_EFFORT", "1"))
 MOST_CASES = 1
-"""Cases of one test with parameters that run with less effort than all."""
-SLOW_SHARE = 0.5
+"""Cases of one test that run with less effort than all: its parameters, and classes of its file."""
+SLOW_SHARE = 1 / 3
 """Share of the tests marked as slow that run with less effort than all."""
 ALL_CASES = "tests/docs/"
 """Tests of which all cases always run: a page each, in no time."""
@@ -35,7 +35,8 @@ def chosen_cases(tests: Mapping[str, bool]) -> set[str]:
         return set(tests)
     cases: dict[str, list[str]] = defaultdict(list)
     for test in tests:
-        cases[test.partition("[")[0]].append(test)
+        file, *_, function = test.partition("[")[0].split("::")
+        cases[f"{file}::{function}"].append(test)
     chosen: set[str] = set()
     for name, each in cases.items():
         rng = Random(f"{SAMPLE} {name}")

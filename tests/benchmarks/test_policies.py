@@ -132,6 +132,7 @@ def both_policies(trace: Trace) -> tuple[PairRow, PairRow]:
     return ours, lru
 
 
+@pytest.mark.slow
 def test_what_host_memory_does_not_want_comes_to_the_disk() -> None:
     """Host memory has room for five of twenty prompts that come back."""
     trace = some(scan_flood, 3000)

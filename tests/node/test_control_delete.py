@@ -88,6 +88,7 @@ def test_blocks_that_only_storage_knows_are_deleted(tmp_path: Path, valkey: Valk
             assert engine.fetch(3) == [3]
 
 
+@pytest.mark.slow
 def test_a_room_is_deleted_with_what_only_its_slab_and_its_store_know(
     tmp_path: Path, valkey: ValkeyServer
 ) -> None:

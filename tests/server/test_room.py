@@ -119,6 +119,7 @@ def test_when_all_connections_ask_the_next_is_refused_and_health_is_not(engine: 
     wait_until(lambda: engine.num_running == 0, "they are gone")
 
 
+@pytest.mark.slow
 def test_short_requests_and_metrics_pass_long_ones(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

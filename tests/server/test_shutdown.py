@@ -56,6 +56,7 @@ def body(max_tokens: int, stream: bool) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_requests_in_flight_are_finished_and_no_new_ones_taken() -> None:
     with program("--served-model-name", "mine") as (process, url):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)

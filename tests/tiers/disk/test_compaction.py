@@ -50,6 +50,7 @@ def generation(here: World) -> int:
     return here.tier.parts[0].slab.superblock.generation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("durability", ["process", "power"])
 def test_crash_at_every_step_of_a_compaction_that_others_append_to(
     tmp_path: Path, durability: str, small_slices: None

@@ -282,6 +282,7 @@ def held() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count(), maps.count("io_uring")
 
 
+@pytest.mark.slow
 def test_ten_thousand_operations_leave_nothing_behind(tmp_path: Path) -> None:
     """Through good and bad ends: errors, short reads, damage, and no time left."""
     small = full_attention(2, 1, 64, DType.FLOAT16, 64)

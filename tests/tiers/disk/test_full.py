@@ -74,6 +74,7 @@ def test_a_capacity_that_does_not_fit_is_a_clear_error(mount: Path) -> None:
         here.put(1)
 
 
+@pytest.mark.slow
 def test_a_slab_has_all_the_room_that_it_ever_needs(mount: Path) -> None:
     """Blocks, journal, two compactions, and a clean close, after all other room was taken."""
     with world(mount, NUM_SLOTS, verify="off") as here, full(mount):
@@ -130,6 +131,7 @@ def note_of(here: World) -> str:
     return next(line.note for line in here.tier.findings() if line.topic == "disk tier")
 
 
+@pytest.mark.slow
 def test_a_journal_without_room_stops_writes_until_there_is_some(mount: Path) -> None:
     """Nothing can be compacted for so long that what was reserved is used up."""
     with world(mount, NUM_SLOTS, errors_until_off=3) as here:
@@ -152,6 +154,7 @@ def test_a_journal_without_room_stops_writes_until_there_is_some(mount: Path) ->
         assert here.get(*there) == [OK] * len(there)
 
 
+@pytest.mark.slow
 def test_blocks_are_read_while_nothing_can_be_written(mount: Path) -> None:
     with world(mount, NUM_SLOTS, errors_until_off=2) as here:
         slots = here.put(*range(8))

@@ -39,6 +39,7 @@ TINY = ServeOptions(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "target"), [("random-gqa", "C1"), ("random-mla", "C2")])
 def test_a_small_run_keeps_its_promises(model: str, target: str) -> None:
     result = run_serve(replace(TINY, model=model))
@@ -111,6 +112,7 @@ def test_a_store_is_measured_when_it_is_asked_for_and_left_as_it_was(tmp_path: P
     server.close()
 
 
+@pytest.mark.slow
 def test_command_prints_one_json_object_and_writes_the_report(tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     options = {
