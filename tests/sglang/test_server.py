@@ -67,6 +67,7 @@ def test_pages_come_from_disk_after_a_flush_and_after_a_kill(
             _check_stored(answer, device)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["mha", "mla"])
