@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvtier.node import protocol
+from kvtier.node.cache import NodeSignal
 from kvtier.node.client import Channel, NodeClient, NodeError, OpenedRoom
 from kvtier.node.frame_socket import FrameSocket
 from kvtier.node.guard import RoomFacts
@@ -218,6 +219,36 @@ def test_late_answer_is_undone_though_the_client_asks_nothing_more(
     wait_until(lambda: node.num_used == 3)
     wait_until(lambda: node.num_used == 0)
     wait_until(lambda: not any(each.name == "kvtier-node-late" for each in threading.enumerate()))
+    client.close()
+
+
+def test_no_two_threads_hear_a_connection_at_a_time(
+    node: LocalNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One waits for late answers, and the engine's asks whether a wait is over."""
+    hearing: list[str] = []
+    overlaps: list[str] = []
+    hear = Channel.hear
+
+    def slow_hear(channel: Channel) -> None:
+        overlaps.extend(hearing)
+        hearing.append(threading.current_thread().name)
+        time.sleep(0.002)
+        hear(channel)
+        hearing.pop()
+
+    monkeypatch.setattr("kvtier.node.client.LISTEN_S", 0.0)
+    client = NodeClient(node.config.socket)
+    channel, room = enter(client)
+    monkeypatch.setattr(Channel, "hear", slow_hear)
+    with busy(node):
+        with pytest.raises(NodeError, match="in time") as caught:
+            reserve(channel, room, SOME, time.monotonic() + 0.01)
+        client.put_back(channel, caught.value)
+        signal = NodeSignal(client, channel, 1)
+        for _ in range(50):
+            assert signal.is_over
+    assert not overlaps
     client.close()
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvtier.engine.config import EngineConfig, EngineInfo
     from kvtier.engine.engine import Engine
-    from kvtier.engine.grammar import Grammar, GrammarError, NoGrammars
+    from kvtier.engine.grammar import Grammar, GrammarError, NoGrammarsError
     from kvtier.engine.request import Completion, EngineBusy, RequestError, RequestHandle, Token
     from kvtier.engine.sampling import SamplingParams
     from kvtier.engine.tokenizer import Detokenizer, Tokenizer
@@ -25,7 +25,7 @@ else:
         "EngineInfo": "config",
         "Grammar": "grammar",
         "GrammarError": "grammar",
-        "NoGrammars": "grammar",
+        "NoGrammarsError": "grammar",
         "RequestError": "request",
         "RequestHandle": "request",
         "SamplingParams": "sampling",
@@ -48,7 +48,7 @@ __all__ = [
     "EngineInfo",
     "Grammar",
     "GrammarError",
-    "NoGrammars",
+    "NoGrammarsError",
     "RequestError",
     "RequestHandle",
     "SamplingParams",

@@ -150,18 +150,21 @@ def read_sampling_defaults(directory: Path) -> SamplingDefaults:
     """
     path = directory / "generation_config.json"
     found = _read_object(path) if path.is_file() else {}
-    given = {name: found[name] for name in BOUNDS if found.get(name) is not None}
-    for name, value in given.items():
-        least, greatest = BOUNDS[name]
+    given: dict[str, Any] = {}
+    for name, (least, greatest) in BOUNDS.items():
+        value: Any = found.get(name)
+        if value is None:
+            continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not least <= value <= greatest:  # type: ignore[operator]
+        if not is_number or not least <= value <= greatest:
             raise ConfigError(
                 f"model: {name} in {path} is {value!r}; it has to be a number in "
                 f"{least:g} .. {greatest:g}, or left out"
             )
+        given[name] = value
     if "top_k" in given:
-        given["top_k"] = max(0, int(given["top_k"]))  # type: ignore[call-overload]
-    return SamplingDefaults(**given)  # type: ignore[arg-type]
+        given["top_k"] = max(0, int(given["top_k"]))
+    return SamplingDefaults(**given)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ class GrammarError(CacheError, ValueError):
     """The grammar cannot be used; the message says why."""
 
 
-class NoGrammars(GrammarError):  # noqa: N818 - a state, not a failure
+class NoGrammarsError(GrammarError):
     """There are no grammars here: the library is missing, or the tokenizer is unfit."""
 
 
@@ -99,7 +99,7 @@ class Grammars:
 
         lark: in llguidance's dialect of Lark, with JSON schemas inside.
 
-        Raises ``NoGrammars`` if there are none here, ``GrammarError`` if this one is wrong.
+        Raises ``NoGrammarsError`` if there are none here, ``GrammarError`` if this one is wrong.
         """
         tokenizer = self._ready()
         from llguidance import LLMatcher
@@ -123,7 +123,7 @@ class Grammars:
                 try:
                     from llguidance.hf import from_tokenizer
                 except ImportError as error:
-                    raise NoGrammars(
+                    raise NoGrammarsError(
                         "this server has no grammar library; its operator can add it: "
                         f"{install_command('grammar')}"
                     ) from error
@@ -135,7 +135,7 @@ class Grammars:
                     )
                 except Exception as error:  # whatever the library dislikes about a tokenizer
                     why = " ".join(str(error).split()).rstrip(".")[:200]
-                    raise NoGrammars(
+                    raise NoGrammarsError(
                         f"the model's tokenizer is unfit for grammars ({why}); vLLM and SGLang may "
                         "have another grammar library for it"
                     ) from error

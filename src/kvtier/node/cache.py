@@ -44,15 +44,16 @@ OPEN_WAIT_S = 0.25
 class NodeSignal:
     """Signal that ends once the node has sent an ``EndedNotice``, or the connection is lost.
 
-    channel: the connection. watch: number of the notice.
+    client, channel: the connection. watch: number of the notice.
     """
 
+    client: NodeClient
     channel: Channel
     watch: int
 
     @property
     def is_over(self) -> bool:
-        self.channel.hear()
+        self.client.hear(self.channel)
         return self.channel.has_ended(self.watch)
 
 
@@ -191,7 +192,7 @@ class NodeCache:
         answer, channel = found
         places = places_of(answer.places)
         self._unread.append(_LookedUp(list(keys), places, answer))
-        return places, [NodeSignal(channel, answer.id)] if answer.pending else []
+        return places, [NodeSignal(self._client, channel, answer.id)] if answer.pending else []
 
     def _read_answers(self) -> None:
         """Note by key what the last look-ups have found.
@@ -350,7 +351,7 @@ class NodeCache:
         channel = self._tell(lambda room: protocol.WatchNotice(room, watch, told))
         if channel is None:
             return Signal(is_over=True)
-        signal, now_s = NodeSignal(channel, watch), self._clock()
+        signal, now_s = NodeSignal(self._client, channel, watch), self._clock()
         for tier, num in Counter(self.sources(keys)).items():
             if tier != HOST:
                 self._reads.append(_Read(signal, tier, num * self._block_bytes, now_s))

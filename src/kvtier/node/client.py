@@ -557,6 +557,12 @@ class NodeClient:
                     self._listener = None
                     return
 
+    def hear(self, channel: Channel) -> None:
+        """Receive what has come over a connection, unless it is in use. Never waits."""
+        with self._lock:
+            if channel in self._idle:
+                channel.hear()
+
     def note(self, error: NodeError | None) -> None:
         """Note the outcome of a request."""
         is_changed = self.breaker.note(error is None)

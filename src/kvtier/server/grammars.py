@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from kvtier.engine import Engine, Grammar, GrammarError, NoGrammars
+from kvtier.engine import Engine, Grammar, GrammarError, NoGrammarsError
 from kvtier.server.errors import ApiError, bad_request
 from kvtier.server.fields import ResponseFormat, Tool, ToolChoice
 from kvtier.server.tool_calls import CallForm, grammar_of_calls
@@ -56,7 +56,7 @@ def compiled(engine: Engine, rules: str, param: str) -> Grammar | None:
         return None
     try:
         return engine.grammar(rules)
-    except NoGrammars as error:
+    except NoGrammarsError as error:
         raise ApiError(
             400,
             f"{param} needs a grammar, but {error}.",
