@@ -134,28 +134,11 @@ def migrate(
 
     Exits with 1 if some blocks could not be copied, with 2 if a store can't be used or reached.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
     from kvtier.tiers.remote.migration import migrate as migrate_store
+    from kvtier.tools.report.bar import counting_bar
 
-    told = Console(stderr=True)
-    with Progress(
-        "copying",
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=told,
-        transient=True,
-        disable=not told.is_terminal,
-    ) as bar:
-        task = bar.add_task("", total=None)
-        found = migrate_store(
-            source,
-            target,
-            lambda done, total: bar.update(task, completed=done, total=total),
-            is_real=not dry_run,
-        )
+    with counting_bar("copying") as note:
+        found = migrate_store(source, target, note, is_real=not dry_run)
     if as_json:
         typer.echo(json.dumps({"dry_run": dry_run, **asdict(found)}, indent=2))
     else:

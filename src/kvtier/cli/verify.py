@@ -37,24 +37,12 @@ def verify(
     Exits with 1 if something is wrong and was not repaired, with 2 if the slab can't be read.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     from kvtier.tiers.disk.inspect.check import check_slab
+    from kvtier.tools.report.bar import counting_bar
 
-    told = Console(stderr=True)
-    with Progress(
-        "verifying",
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=told,
-        transient=True,
-        disable=not told.is_terminal,
-    ) as bar:
-        task = bar.add_task("", total=None)
-        report = check_slab(
-            path, repair, lambda done, total: bar.update(task, completed=done, total=total)
-        )
+    with counting_bar("verifying") as note:
+        report = check_slab(path, repair, note)
     if as_json:
         typer.echo(json.dumps({**asdict(report), "is_right": report.is_right}, indent=2))
     else:

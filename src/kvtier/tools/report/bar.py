@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -52,3 +54,23 @@ class ProgressBar(Progress):
         trace: TracebackType | None,
     ) -> None:
         self._bars.stop()
+
+
+@contextmanager
+def counting_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on stderr for work that reports how much is done, and of how much.
+
+    Shows nothing if stderr is no terminal.
+    """
+    console = Console(stderr=True)
+    with RichProgress(
+        title,
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
