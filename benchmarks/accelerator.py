@@ -19,6 +19,7 @@ from pathlib import Path
 from benchmarks.report.machine import machine_facts
 
 KVTIER = (sys.executable, "-m", "kvtier.cli")
+MARK = "mark.gpu"
 SERVE = (*KVTIER, "bench", "serve", "--no-report", "--experiments")
 
 
@@ -43,10 +44,11 @@ class Outcome:
 
 def parts(device: str) -> list[Part]:
     """Return the parts to run, the shortest first."""
-    test = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "tests")
+    marked = [str(file) for file in Path("tests").rglob("test_*.py") if MARK in file.read_text()]
+    test = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rs", *sorted(marked))
     accuracy = ("accuracy,ttft", "--ttft-prompts", "40", "--accuracy-prompts", "8")
     return [
-        Part("doctor", (*KVTIER, "doctor"), 40),
+        Part("doctor", (*KVTIER, "doctor", "--disk-path", "."), 60),
         Part("tests", test, 120),
         Part("copy", (*KVTIER, "bench", "copy", "--device", device, "--json"), 90),
         Part(
@@ -90,10 +92,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="PART", help="these parts")
     options = parser.parse_args(arguments)
 
-    machine = machine_facts()
     outcomes: list[Outcome] = []
     results: dict[str, object] = {}
     targets: list[object] = []
+    summary = {
+        "benchmark": "accelerator",
+        "machine": machine_facts(),
+        "rows": [],
+        "targets": targets,
+        "results": results,
+    }
     with tempfile.TemporaryDirectory() as folder:
         for part in parts(options.device):
             if options.only and part.name not in options.only:
@@ -104,19 +112,14 @@ def main(arguments: list[str] | None = None) -> int:
                 results[part.name] = result
                 found = result.get("targets")
                 targets += found if isinstance(found, list) else []
-    summary = {
-        "benchmark": "accelerator",
-        "machine": machine,
-        "rows": [asdict(outcome) for outcome in outcomes],
-        "targets": targets,
-        "results": results,
-    }
+            summary["rows"] = [asdict(outcome) for outcome in outcomes]
+            if options.json not in (None, "-"):  # after each part, in case the next one never ends
+                text = json.dumps(summary, indent=1) + "\n"
+                Path(options.json).write_text(text, encoding="utf-8")
     for outcome in outcomes:
         print(f"{outcome.part}: {outcome.returncode}, {outcome.wall_s:.0f} s", file=sys.stderr)
     if options.json == "-":
         print(json.dumps(summary, indent=1))
-    elif options.json:
-        Path(options.json).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return max((1 if outcome.returncode != 0 else 0 for outcome in outcomes), default=0)
 
 
