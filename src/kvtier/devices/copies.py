@@ -34,6 +34,11 @@ class Copies:
         """Return ``src`` for a load, ``dst`` for a store."""
         return self.src if direction is Direction.LOAD else self.dst
 
+    @property
+    def mean_size(self) -> float:
+        """Mean size, in bytes."""
+        return float(self.size.mean())
+
     def pieces(self, max_copies: int) -> list[Copies]:
         """Return the copies in pieces of at most ``max_copies``."""
         if len(self) <= max_copies:
