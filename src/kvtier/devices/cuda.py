@@ -84,6 +84,8 @@ EVENT_BLOCKING_SYNC, EVENT_DISABLE_TIMING = 1, 2
 REGISTER_PORTABLE, REGISTER_MAPPED = 1, 2
 USE_HOST_POINTER = 91
 """CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM."""
+MULTIPROCESSOR_COUNT = 16
+"""CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT."""
 NOT_READY, NOT_SUPPORTED = 600, 801
 MEMORY_HOST, MEMORY_DEVICE = 1, 2
 ORDER_STREAM, ORDER_ANY = 1, 3
@@ -185,7 +187,14 @@ class CudaDriver(Driver):
     @property
     def sees_host_addresses(self) -> bool:
         """Whether kernels access page-locked memory at the host's address."""
-        return bool(self._cuda.number("cuDeviceGetAttribute", USE_HOST_POINTER, self._device))
+        return bool(self._attribute(USE_HOST_POINTER))
+
+    @property
+    def num_multiprocessors(self) -> int:
+        return self._attribute(MULTIPROCESSOR_COUNT)
+
+    def _attribute(self, name: int) -> int:
+        return self._cuda.number("cuDeviceGetAttribute", name, self._device)
 
     # -- streams and events -----------------------------------------------------------------------
 
@@ -320,7 +329,7 @@ def _kernel(driver: CudaDriver) -> CopyKernel | None:
         return None
     driver.use()
     try:
-        return CopyKernel(driver)
+        return CopyKernel(driver, driver.num_multiprocessors)
     except DriverError as error:
         logger.info("%s copies without a kernel: %s", driver.name, error)
         return None

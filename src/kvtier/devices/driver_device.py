@@ -19,9 +19,10 @@ from kvtier.devices.calibration import calibrate
 from kvtier.devices.compute import ComputeStream, Handle
 from kvtier.devices.copies import Copies
 from kvtier.devices.driver import Driver
+from kvtier.devices.kernel import CopyKernel
 from kvtier.devices.library import DriverError
 from kvtier.devices.path_table import PathTable, load_table, save_table, table_path
-from kvtier.devices.paths import CopyPath, CopyPaths, Kernel
+from kvtier.devices.paths import CopyPath, CopyPaths
 from kvtier.devices.synchronous import Passed
 from kvtier.errors import DeviceError
 from kvtier.system.process import OwnerProcess
@@ -84,7 +85,7 @@ class DriverDevice(Device):
     """
 
     def __init__(
-        self, driver: Driver, compute_stream: ComputeStream, kernel: Kernel | None = None
+        self, driver: Driver, compute_stream: ComputeStream, kernel: CopyKernel | None = None
     ) -> None:
         self.name = driver.name
         self.process = OwnerProcess()
@@ -315,6 +316,7 @@ class StreamQueue(CopyQueue):
         """Destroy the stream."""
         self.drain()
         try:
+            self._device.paths.release(self._stream)
             self._device.driver.free_stream(self._stream)
         except DriverError as error:
             logger.info("%s stream not given back error=%s", self._device.name, error)

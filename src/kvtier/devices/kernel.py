@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "copy_fragments"
 NUM_BLOCKS = 4
-"""Maximum number of multiprocessors used: each runs one block of threads."""
+"""Multiprocessors that keep the bus busy: each runs one block of threads."""
 THREADS, WARP = 1024, 32
 """Threads of a block, and of a warp, which does one copy at a time."""
 ALIGNMENT = 16
@@ -90,11 +90,11 @@ class _Lent:
 class CopyKernel:
     """Copies on one GPU. Raises ``DriverError`` if the driver does not load the kernel."""
 
-    def __init__(self, driver: KernelDriver, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(self, driver: KernelDriver, num_multiprocessors: int) -> None:
+        self.num_multiprocessors = num_multiprocessors
         image = files("kvtier.devices").joinpath(f"{NAME}.ptx").read_bytes()
         self._driver = driver
         self._kernel = driver.load_kernel(image, NAME)
-        self._num_blocks = num_blocks
         self._tables: list[CopyTable] = []
         self._free: list[CopyTable] = []
 
@@ -103,15 +103,18 @@ class CopyKernel:
         bits = np.bitwise_or.reduce(copies.dst | copies.src | copies.size)
         return not int(bits) % ALIGNMENT
 
-    def copy(self, copies: Copies, stream: Handle) -> list[object]:
-        """Queue the copies on ``stream``. Return objects that must stay alive until done."""
+    def copy(self, copies: Copies, stream: Handle, num_blocks: int = NUM_BLOCKS) -> list[object]:
+        """Queue the copies on ``stream``. Return objects that must stay alive until done.
+
+        num_blocks: maximum number of multiprocessors to use.
+        """
         alive: list[object] = []
         for piece in copies.pieces(TABLE_COPIES):
             table = self._free.pop() if self._free else self._new_table()
             alive.append(_Lent(table, self._free))
             table.fill(piece)
-            num_blocks = min(self._num_blocks, -(-len(piece) * WARP // THREADS))
-            self._driver.launch(self._kernel, num_blocks, THREADS, stream, table.arguments)
+            blocks = min(num_blocks, -(-len(piece) * WARP // THREADS))
+            self._driver.launch(self._kernel, blocks, THREADS, stream, table.arguments)
         return alive
 
     def _new_table(self) -> CopyTable:
