@@ -16,8 +16,7 @@ from kvtier.devices.driver_device import DriverDevice
 from kvtier.devices.kernel import ALIGNMENT, NAME, TABLE_COPIES
 from kvtier.devices.path_table import Measured, PathTable
 from kvtier.devices.paths import CopyPath
-from kvtier.devices.rig import NUM_LAYERS, open_rig
-from kvtier.errors import DeviceError
+from kvtier.devices.rig import open_rig
 from scripts.ptx import DEVICES, digest
 from tests.devices.drivers import make_device
 from tests.fakes.fake import Fake
@@ -91,32 +90,6 @@ def device(fake: Fake) -> Iterator[DriverDevice]:
     device = make_device(fake)
     yield device
     device.close()
-
-
-@pytest.mark.parametrize("half_bytes", [16 << 10, 16 << 20])
-@pytest.mark.parametrize("direction", Direction)
-def test_staged_copies_bring_the_right_bytes(
-    device: DriverDevice, direction: Direction, half_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtier.devices.staged.HALF_BYTES", half_bytes)
-    copy = device.ways()[CopyPath.STAGED.value]
-    with open_rig(device, 4 << 20) as rig:
-        for count in (64, 320, 64):
-            assert rig.brings_the_right_bytes(copy, device.copy, direction, 512, count)
-
-
-@pytest.mark.parametrize("direction", Direction)
-def test_staged_copies_cross_the_bus_by_the_block(
-    fake: Fake, device: DriverDevice, direction: Direction
-) -> None:
-    with open_rig(device, 4 << 20) as rig:
-        batch = rig.scattered(direction, 512, 10 * NUM_LAYERS)
-        device.copy_by(CopyPath.STAGED, batch, direction)
-        assert fake.count("cuMemcpyBatchAsync") == 1
-        assert fake.count("cuLaunchKernel") == 1
-        assert fake.count("copies") <= 10 + 10 * NUM_LAYERS
-        with pytest.raises(DeviceError, match="no way to do 1 copies by staged"):
-            device.copy_by(CopyPath.STAGED, rig.contiguous(direction, 4096), direction)
 
 
 @pytest.mark.parametrize("direction", Direction)

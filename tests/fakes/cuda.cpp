@@ -162,8 +162,7 @@ int launch_copies(void **arguments, void *handle) {
         const Copy copy{dsts[at], srcs[at], sizes[at]};
         bool is_pageable = false;
         const bool to_device = machine().place(copy.dst, copy.size, current()) == Place::device;
-        const bool from_device = machine().place(copy.src, copy.size, current()) == Place::device;
-        if (!(to_device && from_device) && (judge(copy, to_device, is_pageable) || is_pageable)) {
+        if (judge(copy, to_device, is_pageable) || is_pageable) {
             machine().note_violation("a kernel touches memory that is not page-locked");
             return illegal_address;
         }

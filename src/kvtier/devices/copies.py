@@ -34,34 +34,6 @@ class Copies:
         """Return ``src`` for a load, ``dst`` for a store."""
         return self.src if direction is Direction.LOAD else self.dst
 
-    def sorted_by(self, direction: Direction) -> Copies:
-        """Return the copies in the order of their addresses in host memory."""
-        order = np.argsort(self.host_side(direction))
-        return Copies(self.dst[order], self.src[order], self.size[order])
-
-    def num_runs(self, direction: Direction) -> int:
-        """Return the number of runs of copies that are adjacent in host memory, in this order."""
-        return int(self._begins_run(direction).sum())
-
-    def _begins_run(self, direction: Direction) -> npt.NDArray[np.bool_]:
-        host = self.host_side(direction)
-        begins = np.ones(len(self), bool)
-        np.not_equal(host[:-1] + self.size[:-1], host[1:], out=begins[1:])
-        return begins
-
-    def through(self, buffer: int, direction: Direction) -> tuple[Copies, Copies]:
-        """Return these copies as two sets, through a buffer that begins at an address.
-
-        Between host memory and buffer: one copy for each run. Between buffer and accelerator: as
-        many as here.
-        """
-        first = np.flatnonzero(self._begins_run(direction))
-        staged = np.cumsum(self.size) - self.size + np.uint64(buffer)
-        host, run_size = self.host_side(direction)[first], np.add.reduceat(self.size, first)
-        if direction is Direction.LOAD:
-            return Copies(staged[first], host, run_size), Copies(self.dst, staged, self.size)
-        return Copies(host, staged[first], run_size), Copies(staged, self.src, self.size)
-
     @property
     def mean_size(self) -> float:
         """Mean size, in bytes."""

@@ -1,4 +1,4 @@
-// Copies fragments within accelerator memory, or between it and page-locked host memory.
+// Copies fragments between accelerator memory and page-locked host memory.
 //
 // The accelerator reads and writes host memory over the bus. A warp copies one fragment at a time,
 // 512 bytes with each instruction, and has 4 KiB under way. A few multiprocessors keep the bus busy

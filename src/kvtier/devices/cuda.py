@@ -84,8 +84,6 @@ EVENT_BLOCKING_SYNC, EVENT_DISABLE_TIMING = 1, 2
 REGISTER_PORTABLE, REGISTER_MAPPED = 1, 2
 USE_HOST_POINTER = 91
 """CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM."""
-MULTIPROCESSOR_COUNT = 16
-"""CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT."""
 NOT_READY, NOT_SUPPORTED = 600, 801
 MEMORY_HOST, MEMORY_DEVICE = 1, 2
 ORDER_STREAM, ORDER_ANY = 1, 3
@@ -135,6 +133,10 @@ class Copy2D(Structure):
 
 class CudaDriver(Driver):
     """The GPU ``index`` among those in ``CUDA_VISIBLE_DEVICES``."""
+
+    max_copies = 64
+    """A batch starts when all its copies are submitted, about 1 us each: with few, the copy engine
+    works while the next ones are submitted, and other threads' calls wait less for the driver."""
 
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"
@@ -187,14 +189,7 @@ class CudaDriver(Driver):
     @property
     def sees_host_addresses(self) -> bool:
         """Whether kernels access page-locked memory at the host's address."""
-        return bool(self._attribute(USE_HOST_POINTER))
-
-    @property
-    def num_multiprocessors(self) -> int:
-        return self._attribute(MULTIPROCESSOR_COUNT)
-
-    def _attribute(self, name: int) -> int:
-        return self._cuda.number("cuDeviceGetAttribute", name, self._device)
+        return bool(self._cuda.number("cuDeviceGetAttribute", USE_HOST_POINTER, self._device))
 
     # -- streams and events -----------------------------------------------------------------------
 
@@ -329,7 +324,7 @@ def _kernel(driver: CudaDriver) -> CopyKernel | None:
         return None
     driver.use()
     try:
-        return CopyKernel(driver, driver.num_multiprocessors)
+        return CopyKernel(driver)
     except DriverError as error:
         logger.info("%s copies without a kernel: %s", driver.name, error)
         return None

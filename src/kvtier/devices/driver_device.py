@@ -316,7 +316,6 @@ class StreamQueue(CopyQueue):
         """Destroy the stream."""
         self.drain()
         try:
-            self._device.paths.release(self._stream)
             self._device.driver.free_stream(self._stream)
         except DriverError as error:
             logger.info("%s stream not given back error=%s", self._device.name, error)

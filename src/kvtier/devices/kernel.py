@@ -90,8 +90,7 @@ class _Lent:
 class CopyKernel:
     """Copies on one GPU. Raises ``DriverError`` if the driver does not load the kernel."""
 
-    def __init__(self, driver: KernelDriver, num_multiprocessors: int) -> None:
-        self.num_multiprocessors = num_multiprocessors
+    def __init__(self, driver: KernelDriver) -> None:
         image = files("kvtier.devices").joinpath(f"{NAME}.ptx").read_bytes()
         self._driver = driver
         self._kernel = driver.load_kernel(image, NAME)
@@ -103,18 +102,15 @@ class CopyKernel:
         bits = np.bitwise_or.reduce(copies.dst | copies.src | copies.size)
         return not int(bits) % ALIGNMENT
 
-    def copy(self, copies: Copies, stream: Handle, num_blocks: int = NUM_BLOCKS) -> list[object]:
-        """Queue the copies on ``stream``. Return objects that must stay alive until done.
-
-        num_blocks: maximum number of multiprocessors to use.
-        """
+    def copy(self, copies: Copies, stream: Handle) -> list[object]:
+        """Queue the copies on ``stream``. Return objects that must stay alive until done."""
         alive: list[object] = []
         for piece in copies.pieces(TABLE_COPIES):
             table = self._free.pop() if self._free else self._new_table()
             alive.append(_Lent(table, self._free))
             table.fill(piece)
-            blocks = min(num_blocks, -(-len(piece) * WARP // THREADS))
-            self._driver.launch(self._kernel, blocks, THREADS, stream, table.arguments)
+            num_blocks = min(NUM_BLOCKS, -(-len(piece) * WARP // THREADS))
+            self._driver.launch(self._kernel, num_blocks, THREADS, stream, table.arguments)
         return alive
 
     def _new_table(self) -> CopyTable:

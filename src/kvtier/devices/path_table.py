@@ -21,9 +21,6 @@ from kvtier.system.user_cache import cache_folder
 
 logger = logging.getLogger(__name__)
 
-KERNEL_MARGIN = 1.3
-"""Matrix products use all multiprocessors of a GPU: one that waits for four of them takes twice as
-long."""
 VERSION = 2
 """Format version of the file. If it differs, the paths are measured again."""
 
@@ -55,11 +52,7 @@ class PathTable:
     def best_first(
         self, direction: Direction, num_copies: int, copy_bytes: float
     ) -> Sequence[CopyPath]:
-        """Return the paths by the rate of the nearest measurement, fastest first.
-
-        A kernel that copies over the bus keeps compute waiting, so it has to be faster by
-        ``KERNEL_MARGIN``.
-        """
+        """Return the paths by the rate of the nearest measurement, fastest first."""
 
         def distance(row: Measured) -> float:
             return abs(log2(row.copy_bytes / copy_bytes)) + abs(log2(row.num_copies / num_copies))
@@ -70,12 +63,7 @@ class PathTable:
                 known = nearest.get(row.path)
                 if known is None or distance(row) < distance(known):
                     nearest[row.path] = row
-
-        def rate(path: CopyPath) -> float:
-            margin = KERNEL_MARGIN if path is CopyPath.KERNEL else 1.0
-            return nearest[path].bytes_per_s / margin
-
-        return sorted(nearest, key=rate, reverse=True)
+        return sorted(nearest, key=lambda path: -nearest[path].bytes_per_s)
 
     def findings(self) -> list[Finding]:
         """Return for ``kvtier doctor`` the fastest path by size and its rate, per direction."""

@@ -17,7 +17,6 @@ from kvtier.devices.driver import Driver
 from kvtier.devices.kernel import CopyKernel
 from kvtier.devices.library import DriverError
 from kvtier.devices.rectangles import rectangles
-from kvtier.devices.staged import Staging
 from kvtier.errors import ConfigError, DeviceError
 
 logger = logging.getLogger(__name__)
@@ -32,8 +31,6 @@ class CopyPath(StrEnum):
     """One driver call for all copies."""
     KERNEL = "kernel"
     """A kernel on the accelerator that reads and writes host memory itself."""
-    STAGED = "staged"
-    """One driver call for what is adjacent in host memory, and a kernel on the accelerator."""
     ROWS = "rows"
     """One 2-D copy per rectangle, if the copies form any."""
     EACH = "each"
@@ -42,10 +39,6 @@ class CopyPath(StrEnum):
 
 UNMEASURED = (CopyPath.BATCH, CopyPath.ROWS, CopyPath.EACH)
 """Copy paths in order of preference if nothing was measured."""
-
-
-BY_KERNEL = frozenset({CopyPath.KERNEL, CopyPath.STAGED})
-"""Copy paths that need the kernel, and page-locked memory."""
 
 
 class Ranking(Protocol):
@@ -68,8 +61,6 @@ class CopyPaths:
     def __init__(self, driver: Driver, kernel: CopyKernel | None = None) -> None:
         self._driver = driver
         self._kernel = kernel
-        self._staging: dict[Handle, Staging] = {}
-        """By the stream of the queue."""
         self._batch_has_worked = False
         self._ranking: Ranking | None = None
         self._orders: dict[tuple[Direction, int, int], list[CopyPath]] = {}
@@ -94,12 +85,8 @@ class CopyPaths:
     @property
     def usable(self) -> list[CopyPath]:
         """The paths that can be tried."""
-        missing = set(self.why_not)
-        if self._kernel is None or CopyPath.KERNEL in missing:
-            missing |= BY_KERNEL
-        if CopyPath.BATCH in missing:
-            missing.add(CopyPath.STAGED)
-        return [path for path in CopyPath if path not in missing]
+        known = [path for path in CopyPath if path not in self.why_not]
+        return [path for path in known if path is not CopyPath.KERNEL or self._kernel is not None]
 
     def submit(
         self,
@@ -119,7 +106,7 @@ class CopyPaths:
         if not len(copies):
             return []
         for path in self._order(copies, direction) if only is None else (only,):
-            if path in BY_KERNEL and not is_reachable:
+            if path is CopyPath.KERNEL and not is_reachable:
                 continue
             try:
                 alive = self._try(path, copies, direction, stream)
@@ -160,14 +147,10 @@ class CopyPaths:
                 self._driver.copy_batch(piece, direction, stream)
             self._batch_has_worked = True
             return list(pieces)
-        if path in BY_KERNEL:
+        if path is CopyPath.KERNEL:
             if self._kernel is None or not self._kernel.takes(copies):
                 return None
-            if path is CopyPath.KERNEL:
-                return self._kernel.copy(copies, stream)
-            if stream not in self._staging:
-                self._staging[stream] = Staging(self._driver, self._kernel)
-            return self._staging[stream].copy(copies, direction, stream)
+            return self._kernel.copy(copies, stream)
         if path is CopyPath.ROWS:
             rows = rectangles(copies)
             if rows is None:
@@ -187,7 +170,7 @@ class CopyPaths:
             is_refusal = isinstance(error, DriverError) and self._driver.is_refusal(error.code)
             if self._needs_batch or (self._batch_has_worked and not is_refusal):
                 return False
-        elif path not in BY_KERNEL:
+        elif path is not CopyPath.KERNEL:
             return False
         self._drop(path, str(error))
         return True
@@ -196,11 +179,6 @@ class CopyPaths:
         self.why_not[path] = reason
         self._orders.clear()
         logger.info("%s copies without path=%s: %s", self._driver.name, path.value, reason)
-
-    def release(self, stream: Handle) -> None:
-        """Release what the copies on ``stream`` used; nothing may be in flight."""
-        if (staging := self._staging.pop(stream, None)) is not None:
-            staging.close()
 
     def close(self) -> None:
         """Release the kernel's memory; nothing may be in flight."""
