@@ -18,6 +18,9 @@ constexpr std::size_t kRunBytes = 128;
 constexpr double kLeastGain = 0.98;    // of the bits, to split at all
 constexpr double kPairedShare = 0.97;  // of the exponents in the window, to write four bits each
 constexpr std::size_t kGroup = 64;     // bytes that are looked through for an escape at a time
+constexpr std::uint64_t kOnes = 0x0101010101010101;
+constexpr std::uint64_t kGather = 0x0102040810204080;  // bit 0 of byte k goes to bit 56 + k
+constexpr std::size_t kKnownCounts = kSampleRuns * kRunBytes + 1;
 
 using Counts = std::array<std::uint32_t, 256>;
 using Bytes = std::uint8_t*;
@@ -30,10 +33,19 @@ Word load(Source at) {
   return word;
 }
 
+double count_log(std::size_t count) {
+  return count == 0 ? 0 : static_cast<double>(count) * std::log2(static_cast<double>(count));
+}
+
 double bits_of(const Counts& counts, std::size_t num) {
-  double bits = 0;
+  static const auto known = [] {
+    std::array<double, kKnownCounts> made{};
+    for (std::size_t count = 0; count < kKnownCounts; ++count) made[count] = count_log(count);
+    return made;
+  }();
+  double bits = count_log(num);
   for (const std::uint32_t count : counts)
-    if (count != 0) bits += count * std::log2(static_cast<double>(num) / count);
+    bits -= count < kKnownCounts ? known[count] : count_log(count);
   return bits / static_cast<double>(num);
 }
 
@@ -75,10 +87,16 @@ template <typename Word>
 }
 
 template <typename Word>
-[[gnu::always_inline]] inline void put_together(Bytes dst, std::size_t num, Source exponents,
-                                                 Source low) {
+[[gnu::always_inline]] inline void put_together(Bytes dst, std::size_t num, Source numbers,
+                                                 std::uint8_t base, Source low) {
   for (std::size_t k = 0; k < num; ++k) {
-    Word word = static_cast<Word>(static_cast<Word>(exponents[k]) << (8 * sizeof(Word) - 8));
+    const auto exponent = static_cast<std::uint8_t>(numbers[k] + base);
+    if constexpr (sizeof(Word) == 2) {  // by bytes: compilers make less of it than of words
+      dst[2 * k] = static_cast<std::uint8_t>((low[k] >> 1) | (exponent << 7));
+      dst[2 * k + 1] = static_cast<std::uint8_t>((exponent >> 1) | (low[k] << 7));
+      continue;
+    }
+    Word word = static_cast<Word>(static_cast<Word>(exponent) << (8 * sizeof(Word) - 8));
     for (std::size_t plane = 0; plane + 1 < sizeof(Word); ++plane)
       word = static_cast<Word>(word | static_cast<Word>(static_cast<Word>(low[plane * num + k])
                                                         << (8 * plane)));
@@ -128,10 +146,15 @@ template <typename Found>
   for (; first + kGroup <= num; first += kGroup) {
     std::uint64_t words = 0;  // a byte of 15 and one more has its fifth bit set
     for (std::size_t k = first; k < first + kGroup; k += sizeof(words))
-      words |= load<std::uint64_t>(numbers + k) + 0x0101010101010101;
-    if ((words & 0x1010101010101010) == 0) continue;
-    for (std::size_t k = first; k < first + kGroup; ++k)
-      if (numbers[k] == kEscape) found(k);
+      words |= load<std::uint64_t>(numbers + k) + kOnes;
+    if ((words & (kOnes << 4)) == 0) continue;
+    std::uint64_t mask = 0;  // a bit for each byte
+    for (std::size_t k = 0; k < kGroup; k += sizeof(words)) {
+      const std::uint64_t some = (load<std::uint64_t>(numbers + first + k) + kOnes) >> 4 & kOnes;
+      mask |= (some * kGather >> 56) << k;
+    }
+    for (; mask != 0; mask &= mask - 1)
+      found(first + static_cast<std::size_t>(std::countr_zero(mask)));
   }
   for (; first < num; ++first)
     if (numbers[first] == kEscape) found(first);
@@ -183,9 +206,9 @@ template <typename Word>
 [[gnu::always_inline]] inline bool join_words(Bytes dst, const Split& split, Source high,
                                                Source low, Source escapes,
                                                std::size_t num_escapes) {
-  std::array<std::uint8_t, kTileElements> exponents;
+  std::array<std::uint8_t, kTileElements> numbers;
   const std::size_t num = split.num_bytes / sizeof(Word);
-  const auto base = static_cast<std::uint8_t>(split.base);
+  const auto base = static_cast<std::uint8_t>(split.base == kWhole ? 0 : split.base);
   std::size_t used = 0;
   for (std::size_t first = 0; first < num; first += kTileElements) {
     const std::size_t some = std::min(num - first, kTileElements), half = some / 2;
@@ -196,23 +219,19 @@ template <typename Word>
       for (std::size_t k = 0; k < half; ++k) {
         const auto a = static_cast<std::uint8_t>(pairs[k] & 0x0F);
         const auto b = static_cast<std::uint8_t>(pairs[k] >> 4);
-        exponents[k] = a;
-        exponents[k + half] = b;
+        numbers[k] = a;
+        numbers[k + half] = b;
         most = std::max(most, std::max(a, b));
       }
-      std::array<std::uint16_t, kTileElements> places;
-      std::size_t num_places = 0;
       if (most == kEscape)
-        each_escape(exponents.data(), some, [&](std::size_t k) {
-          places[num_places++] = static_cast<std::uint16_t>(k);
+        each_escape(numbers.data(), some, [&](std::size_t k) {
+          if (used < num_escapes) numbers[k] = static_cast<std::uint8_t>(escapes[used] - base);
+          ++used;
         });
-      if (num_places > num_escapes - used) return false;
-      for (std::size_t k = 0; k < some; ++k)
-        exponents[k] = static_cast<std::uint8_t>(exponents[k] + base);
-      for (std::size_t at = 0; at < num_places; ++at) exponents[places[at]] = escapes[used++];
-      from = exponents.data();
+      from = numbers.data();
     }
-    put_together<Word>(dst + first * sizeof(Word), some, from, low + first * (sizeof(Word) - 1));
+    put_together<Word>(dst + first * sizeof(Word), some, from, base,
+                       low + first * (sizeof(Word) - 1));
   }
   return used == num_escapes;
 }

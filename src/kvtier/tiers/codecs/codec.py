@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar, Final
 
 import numpy as np
@@ -71,3 +72,56 @@ class Codec(ABC):
         stored: uint8 [num_stored].
         into: uint8 [num_bytes], the block.
         """
+
+
+class ChunkedCodec(Codec):
+    """Codec that encodes each chunk of a block by itself, one behind the other.
+
+    A caller that also copies the block, or computes its checksum, does so chunk by chunk, while the
+    bytes are in the processor's cache.
+
+    chunk_bytes: bytes of a chunk; the last one may be shorter.
+    """
+
+    chunk_bytes: ClassVar[int]
+
+    @abstractmethod
+    def encode_chunk(self, chunk: Uint8s, into: Uint8s) -> int | None:
+        """Encode a chunk. Return the number of bytes written; None if ``into`` has no room."""
+
+    @abstractmethod
+    def decode_chunk(self, stored: Uint8s, into: Uint8s) -> int | None:
+        """Decode the chunk at the beginning of ``stored``.
+
+        Return the bytes that it takes there; None if there is no chunk of this size.
+        """
+
+    def encode(self, block: Uint8s, into: Uint8s) -> int | None:
+        return self.encode_chunks(block, into, lambda chunk: chunk)
+
+    def encode_chunks(
+        self, block: Uint8s, into: Uint8s, visit: Callable[[Uint8s], Uint8s]
+    ) -> int | None:
+        """Encode a block, of which ``visit`` returns the bytes of each chunk to encode."""
+        used = 0
+        for first in range(0, len(block), self.chunk_bytes):
+            num = self.encode_chunk(visit(block[first : first + self.chunk_bytes]), into[used:])
+            if num is None:
+                return None
+            used += num
+        return used
+
+    def decode(self, stored: Uint8s, into: Uint8s) -> bool:
+        return self.decode_chunks(stored, into, lambda chunk: None)
+
+    def decode_chunks(self, stored: Uint8s, into: Uint8s, visit: Callable[[Uint8s], None]) -> bool:
+        """Decode what ``encode`` wrote, and call ``visit`` with each chunk of ``into``."""
+        used = 0
+        for first in range(0, len(into), self.chunk_bytes):
+            chunk = into[first : first + self.chunk_bytes]
+            num = self.decode_chunk(stored[used:], chunk)
+            if num is None:
+                return False
+            visit(chunk)
+            used += num
+        return used == len(stored)

@@ -30,7 +30,7 @@ from typing import Final
 import numpy as np
 
 from kvtier._hot import crc32c
-from kvtier.tiers.codecs.codec import RAW, Codec, Uint8s
+from kvtier.tiers.codecs.codec import RAW, ChunkedCodec, Codec, Uint8s
 from kvtier.tiers.codecs.encryption import NONCE_BYTES, TAG_BYTES, Keyring
 from kvtier.tiers.crc_join import copied_crcs
 from kvtier.tiers.pieces import Pieces
@@ -222,28 +222,17 @@ class BlockCoder:
         """
         began = time.thread_time()
         body = self._scratch("body", self.most_bytes) if self._keyring else into[HEAD_BYTES:]
-        codec, num = RAW, None
-        has_codec = self._codec is not None and (not self._is_auto or self.choice.encodes_next())
-        if has_codec:
-            plain = self._scratch("plain", self.block_bytes)
-        else:
-            plain = body[BODY.size : BODY.size + self.block_bytes]
-        crc = self._gather(block, plain)
-        if self._codec is not None and has_codec:
+        codec, num, crc = RAW, None, 0
+        if self._codec is not None and (not self._is_auto or self.choice.encodes_next()):
             room = BODY.size + self.block_bytes - self.block_bytes // LEAST_GAIN
-            codec, num = self._codec.number, self._codec.encode(plain, body[BODY.size : room])
-            if num is not None and self._codec.is_lossy:
-                is_decoded = self._codec.decode(body[BODY.size : BODY.size + num], plain)
-                assert is_decoded, "a codec decodes what it has encoded"
-                crc = crc32c(plain.ctypes.data, len(plain))
+            codec, (num, crc) = self._codec.number, self._encoded(block, body[BODY.size : room])
+            self.counts.num_kept += num is None
         if num is None:
-            self.counts.num_kept += has_codec
             if self._keyring is None:
                 self.counts.encode_s += time.thread_time() - began
                 return None
             codec, num = RAW, self.block_bytes
-            if has_codec:
-                body[BODY.size : BODY.size + num] = plain
+            crc = self._gather(block, body[BODY.size : BODY.size + num])
         BODY.pack_into(body.data, 0, crc, 0)
         head = self._sealed(key, codec, body[: BODY.size + num], into)
         self.counts.num_encoded += 1
@@ -251,6 +240,31 @@ class BlockCoder:
         self.counts.stored_bytes += head.num_bytes
         self.counts.encode_s += time.thread_time() - began
         return head
+
+    def _encoded(self, block: Pieces, into: Uint8s) -> tuple[int | None, int]:
+        """Encode a block. Return the bytes written, or None, and the checksum of its bytes."""
+        codec = self._codec
+        assert codec is not None
+        if isinstance(codec, ChunkedCodec) and len(block.sizes) == 1:
+            copy, crc = self._scratch("chunk", codec.chunk_bytes), 0
+
+            def copied(chunk: Uint8s) -> Uint8s:
+                nonlocal crc
+                there = copy[: len(chunk)]
+                there[:] = chunk
+                crc = crc32c(there.ctypes.data, len(there), crc)
+                return there
+
+            num = codec.encode_chunks(np.frombuffer(block.views(0)[0], np.uint8), into, copied)
+            return num, crc
+        plain = self._scratch("plain", self.block_bytes)
+        crc = self._gather(block, plain)
+        num = codec.encode(plain, into)
+        if num is not None and codec.is_lossy:
+            is_decoded = codec.decode(into[:num], plain)
+            assert is_decoded, "a codec decodes what it has encoded"
+            crc = crc32c(plain.ctypes.data, len(plain))
+        return num, crc
 
     def _gather(self, block: Pieces, plain: Uint8s) -> int:
         """Copy the block's bytes to ``plain``, and return their checksum.
@@ -340,7 +354,10 @@ class BlockCoder:
                 if is_whole
                 else self._scratch("plain", self.block_bytes)
             )
-            if not self._codecs[codec].decode(body, plain):
+            decoder = self._codecs[codec]
+            if is_whole and isinstance(decoder, ChunkedCodec):
+                return _decoded_chunks(decoder, body, plain)
+            if not decoder.decode(body, plain):
                 return None
             if is_whole:
                 return crc32c(plain.ctypes.data, len(plain))
@@ -360,6 +377,17 @@ class BlockCoder:
     def buffer(self) -> Uint8s:
         """Return memory of this thread for one frame, until its next call."""
         return self._scratch("frame", self.most_bytes)
+
+
+def _decoded_chunks(codec: ChunkedCodec, body: Uint8s, into: Uint8s) -> int | None:
+    """Decode a block, and return its checksum; None if the codec can't."""
+    crc = 0
+
+    def check(chunk: Uint8s) -> None:
+        nonlocal crc
+        crc = crc32c(chunk.ctypes.data, len(chunk), crc)
+
+    return crc if codec.decode_chunks(body, into, check) else None
 
 
 def _crc(content: bytes) -> int:

@@ -28,7 +28,7 @@ import numpy as np
 
 from kvtier._hot import choose_planes, join_planes, split_planes
 from kvtier.errors import ConfigError, install_command
-from kvtier.tiers.codecs.codec import Codec, Uint8s
+from kvtier.tiers.codecs.codec import ChunkedCodec, Uint8s
 
 if TYPE_CHECKING:
     from zstandard import ZstdCompressor, ZstdDecompressor
@@ -46,13 +46,14 @@ WINDOW_LOG: Final = 18
 ZSTD_FAST: Final = 1
 
 
-class Lossless(Codec):
+class Lossless(ChunkedCodec):
     """Byte planes, with exponents by the Huffman coder of zstd.
 
     The element type is found per chunk, by a sample of its bytes.
     """
 
     number = 1
+    chunk_bytes = CHUNK_BYTES
 
     def __init__(self) -> None:
         try:
@@ -77,16 +78,7 @@ class Lossless(Codec):
         self._new_decompressor = zstandard.ZstdDecompressor
         self._own = threading.local()
 
-    def encode(self, block: Uint8s, into: Uint8s) -> int | None:
-        used = 0
-        for start in range(0, len(block), CHUNK_BYTES):
-            num = self._encode_chunk(block[start : start + CHUNK_BYTES], into[used:])
-            if num is None:
-                return None
-            used += num
-        return used
-
-    def _encode_chunk(self, chunk: Uint8s, into: Uint8s) -> int | None:
+    def encode_chunk(self, chunk: Uint8s, into: Uint8s) -> int | None:
         num_bytes, begin = len(chunk), HEADER.size
         width, base = choose_planes(chunk.ctypes.data, num_bytes)
         if width and num_bytes % (2 * width) == 0:
@@ -135,20 +127,7 @@ class Lossless(Codec):
         HEADER.pack_into(into.data, 0, width, base, 0, num_escapes, len(packed))
         return end
 
-    def decode(self, stored: Uint8s, into: Uint8s) -> bool:
-        used = 0
-        for start in range(0, len(into), CHUNK_BYTES):
-            num = self._decode_chunk(stored[used:], into[start : start + CHUNK_BYTES])
-            if num is None:
-                return False
-            used += num
-        return used == len(stored)
-
-    def _decode_chunk(self, stored: Uint8s, into: Uint8s) -> int | None:
-        """Decode a chunk at the beginning of ``stored``.
-
-        Return the bytes that it takes there; None if there is no chunk of this size.
-        """
+    def decode_chunk(self, stored: Uint8s, into: Uint8s) -> int | None:
         num_bytes, begin = len(into), HEADER.size
         if len(stored) < begin:
             return None
