@@ -77,8 +77,8 @@ class Codec(ABC):
 class ChunkedCodec(Codec):
     """Codec that encodes each chunk of a block by itself, one behind the other.
 
-    A caller that also copies the block, or computes its checksum, does so chunk by chunk, while the
-    bytes are in the processor's cache.
+    A caller that copies the block and computes its checksum does so chunk by chunk: the bytes are
+    in the processor's cache when they are encoded.
 
     chunk_bytes: bytes of a chunk; the last one may be shorter.
     """
@@ -112,16 +112,10 @@ class ChunkedCodec(Codec):
         return used
 
     def decode(self, stored: Uint8s, into: Uint8s) -> bool:
-        return self.decode_chunks(stored, into, lambda chunk: None)
-
-    def decode_chunks(self, stored: Uint8s, into: Uint8s, visit: Callable[[Uint8s], None]) -> bool:
-        """Decode what ``encode`` wrote, and call ``visit`` with each chunk of ``into``."""
         used = 0
         for first in range(0, len(into), self.chunk_bytes):
-            chunk = into[first : first + self.chunk_bytes]
-            num = self.decode_chunk(stored[used:], chunk)
+            num = self.decode_chunk(stored[used:], into[first : first + self.chunk_bytes])
             if num is None:
                 return False
-            visit(chunk)
             used += num
         return used == len(stored)

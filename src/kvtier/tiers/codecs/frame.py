@@ -354,10 +354,7 @@ class BlockCoder:
                 if is_whole
                 else self._scratch("plain", self.block_bytes)
             )
-            decoder = self._codecs[codec]
-            if is_whole and isinstance(decoder, ChunkedCodec):
-                return _decoded_chunks(decoder, body, plain)
-            if not decoder.decode(body, plain):
+            if not self._codecs[codec].decode(body, plain):
                 return None
             if is_whole:
                 return crc32c(plain.ctypes.data, len(plain))
@@ -377,17 +374,6 @@ class BlockCoder:
     def buffer(self) -> Uint8s:
         """Return memory of this thread for one frame, until its next call."""
         return self._scratch("frame", self.most_bytes)
-
-
-def _decoded_chunks(codec: ChunkedCodec, body: Uint8s, into: Uint8s) -> int | None:
-    """Decode a block, and return its checksum; None if the codec can't."""
-    crc = 0
-
-    def check(chunk: Uint8s) -> None:
-        nonlocal crc
-        crc = crc32c(chunk.ctypes.data, len(chunk), crc)
-
-    return crc if codec.decode_chunks(body, into, check) else None
 
 
 def _crc(content: bytes) -> int:
