@@ -10,12 +10,16 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from kvtier.tiers.crc_join import copied_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import KeptKeys, Outcome, StorageTier
 from kvtier.tiers.wrappers.wrapper import StorageWrapper
 from kvtier.types import BlockKey, BlockName, keys_of
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
+SMALL_PIECE = 4096
+"""Pieces below these bytes are copied together before they are written: a store's client would take
+longer to send them one by one."""
 WORST_FIRST = (DAMAGED, ABSENT, FAILED, THERE)
 """The outcome of a block is the first of these that one of its shards has."""
 
@@ -90,7 +94,8 @@ class ShardTier(StorageWrapper):
             for keys in self._keys(keys_of(names))
             for name, key in zip(names, keys, strict=True)
         ]
-        return self._by_block(super().put(ours, self._cut(blocks), timeout_s), len(names))
+        shards, _memory = _in_one_piece(self._cut(blocks))
+        return self._by_block(super().put(ours, shards, timeout_s), len(names))
 
     def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         ours = [*chain.from_iterable(self._keys(keys))]
@@ -122,3 +127,14 @@ class ShardTier(StorageWrapper):
 
 def _worst(outcomes: Sequence[Outcome]) -> Outcome:
     return min(outcomes, key=WORST_FIRST.index)
+
+
+def _in_one_piece(shards: Pieces) -> tuple[Pieces, npt.NDArray[np.uint8] | None]:
+    """Return shards, copied if their pieces are small, and the memory of the copy."""
+    num_bytes = shards.block_bytes
+    if num_bytes >= SMALL_PIECE * len(shards.sizes):
+        return shards, None
+    memory = np.empty((len(shards), num_bytes), np.uint8)
+    copy = Pieces.whole(memory.ctypes.data + num_bytes * np.arange(len(shards)), num_bytes)
+    copied_crcs(copy.cut(shards.sizes), shards)
+    return copy, memory
