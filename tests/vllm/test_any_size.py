@@ -8,14 +8,12 @@ compared up to rounding.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -28,7 +26,6 @@ from kvtier.tiers.remote.valkey.resp import RespConnection, command
 from tests.servers import BUCKET, ValkeyServer, find_binary, has_valkey, make_bucket, seaweed
 from tests.vllm.engines import (
     BLOCK,
-    Answer,
     Prompt,
     are_close,
     connector,
@@ -38,16 +35,19 @@ from tests.vllm.engines import (
     own_connector,
     prompt,
 )
+from tests.vllm.test_attention import KINDS, OPTIONS, save_random
+from tests.vllm.test_pipeline import stages
 
 NUM_HEADS, NUM_LAYERS = 2, 5
 """KV heads and layers of the built-in model."""
-BLOCK_BYTES = NUM_LAYERS * 2 * NUM_HEADS * BLOCK * 64 * 4
 PROMPTS = [prompt(seed, 3 * BLOCK + 50) for seed in range(7000, 7002)]
 OTHERS = [prompt(seed, 3 * BLOCK + 50) for seed in range(7100, 7102)]
 NUM_BLOCKS = 3 * len(PROMPTS)
 
-Pages = list[dict[int, Counter[str]]]
-"""Digests of the bytes that pages have, of each layer by KV head."""
+Opens = Callable[[dict[str, Any]], AbstractContextManager[Any]]
+"""Starts an engine of some size."""
+Pages = dict[str, Counter[str]]
+"""Digests of the bytes that pages have, by layer and KV head."""
 
 
 @pytest.fixture
@@ -68,117 +68,115 @@ def num_values(server: ValkeyServer) -> int:
     return num
 
 
-def until_stored(llm: Any, store: str, num_bytes: float) -> None:
-    """vLLM looks after stores in its steps: it gets something to do until all is written."""
-    for seed in range(100, 160):
-        if stored(store) >= num_bytes:
-            return
-        one_by_one(llm, [prompt(seed, 20)])
-    pytest.fail(f"{stored(store)} of {num_bytes} bytes per rank are in the store")
+def of_size(num_ranks: int, **options: Any) -> Opens:
+    """Return what starts an engine with so many tensor parallel ranks."""
+    cores = sorted(os.sched_getaffinity(0))[:num_ranks]
+    if len(cores) < num_ranks:
+        pytest.skip(f"{num_ranks} ranks need as many cores")
+
+    @contextmanager
+    def opens(config: dict[str, Any]) -> Iterator[Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function goes to the ranks
+            # vLLM wants a NUMA node for each rank, unless it is told which cores to take.
+            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+            with engine(config, tensor_parallel_size=num_ranks, **options) as llm:
+                yield llm
+
+    return opens
 
 
-def stored(store: str) -> float:
-    """Return the bytes that each rank has written."""
-    return count("vllm:kvtier_moved_bytes_total", src="host", dst=store)
+def kv_of(worker: Any) -> dict[str, list[str]]:
+    """Return the KV in a rank's pages: digests of each page's bytes, by layer and KV head."""
+    model, parallel = worker.model_runner.model_config, worker.parallel_config
+    first_layer, _ = model.get_layers_start_end_indices(parallel)
+    found = {}
+    for layer, cache in enumerate(worker.model_runner.kv_caches, first_layer):
+        if model.use_mla:  # latents, of no head
+            cache = cache.unsqueeze(1) if cache.ndim == 3 else cache
+        own = cache.size(1)
+        first = 0 if model.use_mla else worker.rank % parallel.tensor_parallel_size * own
+        for head in range(own):
+            found[f"layer {layer} head {first + head}"] = [
+                sha256(page.contiguous().numpy().tobytes()).hexdigest()
+                for page in cache[:, head]
+                if page.any(dim=1).all()  # each of its tokens was computed, or loaded
+            ]
+    return found
 
 
-@contextmanager
-def of_size(tp: int, config: dict[str, Any]) -> Iterator[Any]:
-    cores = sorted(os.sched_getaffinity(0))
-    with pytest.MonkeyPatch.context() as patch:
-        # vLLM wants a NUMA node for each rank, unless it is told which cores to take.
-        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function goes to the ranks
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores[:tp])))
-        with engine(config, tensor_parallel_size=tp) as llm:
-            yield llm
-
-
-def loaded(store: str) -> float:
-    return count("vllm:kvtier_loaded_chunks_total", tier=store)
-
-
-def kv_of(worker: Any) -> str:
-    """Return the KV in a rank's pages, as JSON: vLLM's own messages take no maps by number."""
-    caches = worker.model_runner.kv_caches
-    own = caches[0].size(1)
-    return json.dumps(
-        [
-            {
-                worker.rank * own + head: [
-                    sha256(page.contiguous().numpy().tobytes()).hexdigest()
-                    for page in cache[:, head]
-                    if page.any(dim=1).all()  # each of its tokens was computed, or loaded
-                ]
-                for head in range(own)
-            }
-            for cache in caches
-        ]
-    )
-
-
-def kv_in(llm: Any) -> Pages:
-    """Return the KV in all pages of an engine."""
-    ranks = [json.loads(each) for each in llm.collective_rpc(kv_of)]
+def kv_in(llm: Any) -> list[Pages]:
+    """Return the KV in all pages of an engine, rank by rank."""
     return [
-        {int(head): Counter(pages) for head, pages in chain(*(each.items() for each in layer))}
-        for layer in zip(*ranks, strict=True)
+        {name: Counter(pages) for name, pages in rank.items()} for rank in llm.collective_rpc(kv_of)
     ]
 
 
-def num_equal(ours: Pages, theirs: Pages) -> set[int]:
-    """Return how many pages have equal bytes, over layers and heads."""
-    return {
-        (pages & other[head]).total()
-        for layer, other in zip(ours, theirs, strict=True)
-        for head, pages in layer.items()
-    }
+def assert_loaded(ours: list[Pages], theirs: list[Pages], num_pages: int) -> None:
+    """Assert that so many pages of each rank have the bytes of the other engine's."""
+    computed = {name: pages for rank in theirs for name, pages in rank.items()}
+    assert {name for rank in ours for name in rank} == computed.keys()
+    for rank in ours:
+        for name, pages in rank.items():
+            assert (pages & computed[name]).total() == num_pages, name
 
 
-def both_ways(connects: Callable[..., dict[str, Any]], url: str) -> None:
-    """An engine of one rank and one of two load what the other has computed."""
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("two ranks need two cores")
-    store = url.partition(":")[0]
-    config = connects(host_capacity="256MiB", storage=url, storage_shards=8, lookup_deadline_s=5)
+def hand_over(
+    config: dict[str, Any],
+    first: Opens,
+    second: Opens,
+    prompts: list[Prompt],
+    is_stored: Callable[[], bool],
+) -> None:
+    """An engine computes prompts, and another one loads them.
 
-    def assert_loaded(llm: Any, prompts: list[Prompt], computed: list[tuple[int, Answer]]) -> None:
-        before = loaded(store)
+    Compared are the bytes of vLLM's pages, and answers up to rounding.
+    """
+    store = config["kv_connector_extra_config"]["storage"].partition(":")[0]
+    with first(config) as llm:
+        computed = one_by_one(llm, prompts)
+        for seed in range(100, 160):  # vLLM looks after stores in its steps
+            if is_stored():
+                break
+            one_by_one(llm, [prompt(seed, 10)])
+        assert is_stored(), "not all of it is ever in the store"
+        kv = kv_in(llm)
+    with second(config) as llm:
+        before = count("vllm:kvtier_loaded_chunks_total", tier=store)
         found = one_by_one(llm, prompts)
-        assert [cached for cached, _ in found] == [3 * BLOCK] * len(prompts)
-        assert loaded(store) - before == NUM_BLOCKS
-        for (_, ours), (_, theirs) in zip(found, computed, strict=True):
-            assert are_close(ours, theirs)
+        num_loaded = count("vllm:kvtier_loaded_chunks_total", tier=store) - before
+        num_tokens = sum(cached for cached, _ in found)
+        assert num_tokens >= len(prompts) * 3 * BLOCK
+        assert num_loaded * BLOCK >= num_tokens
+        assert_loaded(kv_in(llm), kv, int(num_loaded))
+    for (_, ours), (_, answer) in zip(found, computed, strict=True):
+        assert are_close(ours, answer)
 
-    before = stored(store)
-    with of_size(1, config) as one:
-        by_one = one_by_one(one, PROMPTS)
-        until_stored(one, store, before + NUM_BLOCKS * BLOCK_BYTES)
-        kv_of_one = kv_in(one)
-        assert {*kv_of_one[0]} == {*range(NUM_HEADS)}
-        assert len(kv_of_one) == NUM_LAYERS
-    with of_size(2, config) as two:
-        assert_loaded(two, PROMPTS, by_one)
-        assert num_equal(kv_in(two), kv_of_one) == {NUM_BLOCKS}
-        before = stored(store)
-        by_two = one_by_one(two, OTHERS)
-        until_stored(two, store, before + NUM_BLOCKS * BLOCK_BYTES // 2)
-        kv_of_two = kv_in(two)
-    with of_size(1, config) as one:
-        assert_loaded(one, OTHERS, by_two)
-        assert num_equal(kv_in(one), kv_of_two) == {NUM_BLOCKS}
+
+def settings(url: str, **more: object) -> dict[str, Any]:
+    return {
+        "host_capacity": "256MiB",
+        "storage": url,
+        "storage_shards": 8,
+        "lookup_deadline_s": 5,
+        **more,
+    }
 
 
 @pytest.mark.timeout(880)
 @pytest.mark.parametrize("connects", [own_connector, connector])
-def test_sizes_share_a_server_that_has_each_head_of_a_block_once(
+def test_ranks_share_a_server_that_has_each_head_of_a_block_once(
     connects: Callable[..., dict[str, Any]], server: ValkeyServer
 ) -> None:
-    both_ways(connects, f"valkey://127.0.0.1:{server.port}")
-    assert num_values(server) == 2 * NUM_BLOCKS * NUM_HEADS
+    config = connects(**settings(f"valkey://127.0.0.1:{server.port}"))
+    one, two, num = of_size(1), of_size(2), NUM_BLOCKS * NUM_HEADS
+    hand_over(config, one, two, PROMPTS, lambda: num_values(server) >= num)
+    hand_over(config, two, one, OTHERS, lambda: num_values(server) >= 2 * num)
+    assert num_values(server) == 2 * num
 
 
 @pytest.mark.timeout(880)
-def test_sizes_share_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore", reason="no client of S3: pip install obstore")
     binary = find_binary("weed")
     if binary is None:
@@ -191,6 +189,46 @@ def test_sizes_share_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     try:
         make_bucket(bucket.url)
         often = "poll_s=0.1&publish_s=0.1"
-        both_ways(own_connector, f"s3://{BUCKET}/prefix?endpoint={quote(bucket.url)}&{often}")
+        url = f"s3://{BUCKET}/prefix?endpoint={quote(bucket.url)}&{often}"
+        config, one, two = own_connector(**settings(url)), of_size(1), of_size(2)
+        num_bytes = NUM_BLOCKS * NUM_LAYERS * NUM_HEADS * 2 * BLOCK * 64 * 4
+
+        def stored() -> float:
+            """Return the bytes that the first rank has written."""
+            return count("vllm:kvtier_moved_bytes_total", src="host", dst="s3")
+
+        hand_over(config, one, two, PROMPTS, lambda: stored() >= num_bytes)
+        before = stored()
+        hand_over(config, two, one, OTHERS, lambda: stored() - before >= num_bytes // 2)
     finally:
         bucket.kill()
+
+
+@pytest.mark.timeout(880)
+def test_ranks_share_latents_which_are_stored_once(server: ValkeyServer, tmp_path: Path) -> None:
+    save_random(KINDS["latent"], tmp_path / "model")
+    options = {"model": tmp_path / "model", "block_size": 16, **OPTIONS}
+    config = own_connector(**settings(f"valkey://127.0.0.1:{server.port}"))
+    one, two = of_size(1, **options), of_size(2, **options)
+    num = sum(len(each["prompt_token_ids"]) // 16 for each in PROMPTS)
+    hand_over(config, one, two, PROMPTS, lambda: num_values(server) >= num)
+    hand_over(config, two, one, OTHERS, lambda: num_values(server) >= 2 * num)
+    assert num_values(server) == 2 * num
+
+
+@pytest.mark.timeout(880)
+def test_stages_of_a_pipeline_share_with_an_engine_without(server: ValkeyServer) -> None:
+    url = f"valkey://127.0.0.1:{server.port}"
+    config = own_connector(**settings(url, storage_stages=NUM_LAYERS))
+    num = NUM_BLOCKS * NUM_HEADS * NUM_LAYERS
+    hand_over(config, of_size(1), staged, PROMPTS, lambda: num_values(server) >= num)
+    hand_over(config, staged, of_size(1), OTHERS, lambda: num_values(server) >= 2 * num)
+    assert num_values(server) == 2 * num
+
+
+@contextmanager
+def staged(config: dict[str, Any]) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+        with stages(config) as llm:
+            yield llm
