@@ -90,8 +90,18 @@ KINDS: dict[str, Callable[[int], tuple[Cache, torch.Tensor]]] = {
     "keys first, heads inside": _keys_first_heads_inside,
     "small rows": _small_rows,
     "two tensors": _two_tensors,
+    "layers in pages": _packed((0, 1, 2, 3)),  # of all layers together, see _made
 }
 LATENTS = {"latents": _latents}
+
+
+def _made(kind: str, heads: int, num_layers: int) -> list[tuple[Cache, torch.Tensor]]:
+    """Return the KV of some layers."""
+    if kind != "layers in pages":
+        return [(KINDS | LATENTS)[kind](heads) for _ in range(num_layers)]
+    sizes = (NUM_PAGES, num_layers, heads, TOKENS, 2 * DIM)
+    caches = torch.zeros(sizes, dtype=torch.uint8).unbind(1)
+    return [(each, each.unflatten(3, (2, DIM)).permute(0, 3, 1, 2, 4)) for each in caches]
 
 
 class Rank:
@@ -106,7 +116,7 @@ class Rank:
         shelf: StoredBlocks,
     ) -> None:
         self.division, self.layers, self.per_block = division, layers, pages_per_block
-        made = [(KINDS | LATENTS)[kind](division.num_own) for _ in layers]
+        made = _made(kind, division.num_own, len(layers))
         self.views = [view for _, view in made]
         names = [f"model.layers.{each}.attn" for each in layers]
         self.caches = dict(zip(names, (cache for cache, _ in made), strict=True))
@@ -314,6 +324,15 @@ def test_rank_of_one_shard_has_it_in_one_piece() -> None:
     for kind in ("heads in pages", "tokens in pages", "keys first"):
         (rank, *_) = _engine(kind, StoredBlocks(), 8, 8, 1, 8, 1, 2)
         assert rank.shards.offsets.tolist() == [[0]], kind
+
+
+def test_layers_that_share_their_kv_are_stored_once() -> None:
+    cache, _ = _blocks_first(2)
+    layers = [LayerSize(f"model.layers.{at}.attn", [4 * TOKENS * DIM]) for at in range(2)]
+    caches = {each.name: cache for each in layers}
+    pages = tell_pages(caches, [layers], NUM_PAGES)
+    shards = shards_of(pages, layers, caches, Division(2, 0, 1, 1), 1, 4096)
+    assert shards.bytes_per_shard == 2 * TOKENS * DIM
 
 
 def test_layout_says_nothing_of_the_ranks() -> None:

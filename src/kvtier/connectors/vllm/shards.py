@@ -128,9 +128,14 @@ def _index_of(layer: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _LayerKV:
-    """KV of one layer in memory. rows: of the axis of pages, which make a page.
+    """KV of one layer in memory.
 
-    head_axes: of each tensor; None for one without heads.
+    Args:
+        name: of the layer.
+        parts: its tensors.
+        page_axis: axis of pages, of all tensors.
+        num_rows: entries along this axis that make a page.
+        head_axes: axis of heads, of each tensor; None for one without heads.
     """
 
     name: str
@@ -180,7 +185,7 @@ def _head_axis(layer: str, part: torch.Tensor, page_axis: int, num_heads: int) -
 
 
 def _order(view: torch.Tensor, page_axis: int) -> object:
-    """Return type, axes from the outermost to the innermost, and sizes; the last of pages is 0."""
+    """Return the type, and each axis with its size, the outermost first; that of pages has 0."""
     axes = [at for at in range(view.ndim) if view.size(at) > 1 or at == page_axis]
     axes.sort(key=view.stride, reverse=True)
     return str(view.dtype), [(at, 0 if at == page_axis else view.size(at)) for at in axes]
@@ -231,7 +236,8 @@ def shards_of(
             _LayerKV.of(layer, kv_caches[layer.name], pages.num_pages, division.num_own)
             for layer in stage
         ]
-        own = [*{each.parts[0].data_ptr(): each for each in reversed(own)}.values()][::-1]
+        # Layers that share their KV have it once, under the name of the last one.
+        own = [*{each.parts[0].data_ptr(): each for each in own}.values()]
         told = [[each.name, each.describe(division.shard_heads)] for each in own]
         for first in range(0, division.num_own, division.shard_heads):
             heads = [division.first_own + first, division.shard_heads, division.num_heads]
@@ -275,7 +281,8 @@ class _Slots:
                 place = (address[:, None] + np.outer(stride, page)).ravel()
                 share = np.searchsorted(self.address, address, "right") - 1
                 within = address - self.address[share]
-                assert (within + nbytes <= self.nbytes[share]).all(), f"{layer.name}: in no page"
+                is_inside = (within >= 0) & (within + nbytes <= self.nbytes[share])
+                assert is_inside.all(), f"{layer.name}: bytes that belong to no page"
                 base = self.before[share] * self.pages_per_block + within
                 at = (base[:, None] + np.outer(self.nbytes[share], page)).ravel()
                 order = np.argsort(place, kind="stable")
