@@ -29,7 +29,7 @@ BOTH = Shards(
     np.full(len(STARTS), PIECE),
     2 * SHARD,
 )
-"""Of a rank that has two shards, piece by piece in turn."""
+"""Two shards of one rank, piece by piece in turn."""
 
 
 def _only(name: bytes) -> Shards:
