@@ -140,6 +140,20 @@ def test_memory_that_is_not_page_locked_is_not_given_to_the_kernel(
         assert device.page_lock(rig.host)
 
 
+def test_long_copies_are_left_to_copy_engines(fake: Fake, device: DriverDevice) -> None:
+    rows = (
+        Measured(Direction.LOAD, CopyPath.KERNEL, 65536, 16, 9e9),
+        Measured(Direction.LOAD, CopyPath.BATCH, 65536, 16, 8e9),
+    )
+    device.paths.rank(PathTable(rows, frozenset(CopyPath)))
+    with open_rig(device, 8 << 20) as rig:
+        device.copy(rig.scattered(Direction.LOAD, 64 << 10, 16), Direction.LOAD)
+        assert fake.count("cuLaunchKernel") == 1
+        device.copy(rig.scattered(Direction.LOAD, 256 << 10, 16), Direction.LOAD)
+        assert fake.count("cuLaunchKernel") == 1
+        assert fake.count("cuMemcpyBatchAsync") == 1
+
+
 def test_gpu_that_refuses_the_kernel_copies_without_it(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,11 @@ UNMEASURED = (CopyPath.BATCH, CopyPath.ROWS, CopyPath.EACH)
 """Copy paths in order of preference if nothing was measured."""
 
 
+LONG_BYTES = 128 << 10
+"""Copies of this size are left to copy engines. A kernel is as fast, but slows down compute beside
+it; for smaller copies the driver does so too, since it takes 1 us to submit each."""
+
+
 class Ranking(Protocol):
     """Measured ranking of the paths."""
 
@@ -133,7 +138,9 @@ class CopyPaths:
             ranked: Sequence[CopyPath] = ()
             if self._ranking is not None:
                 ranked = self._ranking.best_first(direction, 1 << count, 1 << size)
-            order = dict.fromkeys([*ranked, *UNMEASURED])
+            order = list(dict.fromkeys([*ranked, *UNMEASURED]))
+            if 1 << size >= LONG_BYTES:
+                order.sort(key=lambda path: path is CopyPath.KERNEL)
             self._orders[direction, count, size] = [path for path in order if path in self.usable]
         return self._orders[direction, count, size]
 
