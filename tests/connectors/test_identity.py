@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.connectors.common.names import block_key
 from kvtier.connectors.vllm.engine_facts import EngineFacts, GroupFacts
-from kvtier.connectors.vllm.identity import namespace
+from kvtier.connectors.vllm.identity import namespace, rank_layout
 
 FACTS = EngineFacts(
     groups=(GroupFacts(0, 16, ("l.0", "l.1")), GroupFacts(1, 32, ("l.2",))),
@@ -55,6 +55,40 @@ def _digest(
 def test_whatever_changes_the_bytes_of_a_block_changes_its_key(name: str, value: Any) -> None:
     assert getattr(FACTS, name) != value
     assert _digest(replace(FACTS, **{name: value})) != _digest()
+
+
+def test_keys_of_one_parallel_size_are_those_of_ever() -> None:
+    """Slabs and stores of before are found."""
+    told = "3b49c58ec765677c84558e36dd35c53c753c34568fd40494e87297bda7b7a81b"
+    assert _digest().hex() == told
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bytes_per_page", 8192),
+        ("num_ranks", 4),
+        ("tp_size", 1),
+        ("pp_size", 2),
+        ("is_replicated", True),
+        ("rank", 1),
+    ],
+)
+def test_keys_of_any_size_say_nothing_of_ranks_and_folders_do(name: str, value: Any) -> None:
+    any_size = replace(FACTS, any_size=True)
+    other = replace(any_size, **{name: value})
+    assert _digest(other) == _digest(any_size) != _digest()
+    if name != "rank":
+        assert rank_layout(other, 16384) != rank_layout(any_size, 16384)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("pages_per_block", 4), ("kv_cache_layout", "NHD"), ("dtype", "fp8"), ("groups", ())],
+)
+def test_keys_of_any_size_say_the_model_and_the_page(name: str, value: Any) -> None:
+    any_size = replace(FACTS, any_size=True)
+    assert _digest(replace(any_size, **{name: value})) != _digest(any_size)
 
 
 def test_rows_engines_weights_traits_and_salts_are_separate_too() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.testing import MemoryStorage, StoredBlocks, host_memory, memory_bytes
 from kvtier.tiers import Outcome, Pieces, StorageFacts
-from kvtier.tiers.wrappers import ShardTier
+from kvtier.tiers.wrappers import Shards, ShardTier
 from kvtier.transfer.ranks import Done, RankOrder, Verb
 from kvtier.types import DISK, BlockKey
 from tests.transfer.test_ranks import GROUP, KEYS, SIZE, Rank, named, storage_of
@@ -72,7 +72,9 @@ def test_store_that_says_nothing_has_failed_and_has_nothing_less(rank: Rank) -> 
 def test_ranks_have_blocks_of_their_own_under_one_key() -> None:
     shelf = StoredBlocks()
     store = MemoryStorage(GROUP, 8, shelf, facts=ASKED)
-    shards = [ShardTier(store, f"{number}/2") for number in range(2)]
+    shards = [
+        ShardTier(store, Shards.whole(f"{number}/2", store.bytes_per_block)) for number in range(2)
+    ]
     memory = host_memory(SIZE)
     block = Pieces.whole([memory.address], SIZE)
     for number, shard in enumerate(shards):

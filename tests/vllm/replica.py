@@ -12,11 +12,12 @@ import os
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from hashlib import shake_128
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
@@ -39,7 +40,9 @@ from vllm.v1.kv_offload.config import (
 import kvtier
 from kvtier.connectors.vllm.names import vllm_source
 from kvtier.connectors.vllm.offloading.spec import KvtierSpec
+from kvtier.connectors.vllm.pages import EnginePages
 from kvtier.connectors.vllm.request_state import Advice
+from kvtier.tiers.wrappers import Shards
 from kvtier.transfer.ranks import Report
 
 MODEL = Path(kvtier.__file__).parent / "engine/builtin/kvtier-tiny"
@@ -59,6 +62,7 @@ class Replica:
     """storage: URLs.
 
     replicated: all ranks have the same KV. page_bytes: of a page on each rank, where they differ.
+    num_cut: shards of a block in stores, whatever the number of ranks; 0 for one per rank.
     settings: beside those.
     """
 
@@ -78,10 +82,12 @@ class Replica:
         num_ranks: int = 2,
         replicated: bool = False,
         page_bytes: Sequence[int] = (),
+        num_cut: int = 0,
         **settings: object,
     ) -> None:
         self.num_ranks, self.replicated = num_ranks, replicated
         self.num_shards = 1 if replicated else num_ranks
+        self.num_own = num_cut // num_ranks
         self.page_bytes = page_bytes or [PAGE_BYTES] * num_ranks
         extra: dict[str, object] = {
             "spec_name": "kvtier",
@@ -90,10 +96,14 @@ class Replica:
             "storage_capacity": "64MiB",
             "load_policy": "always",
             "lookup_deadline_s": 0.5,
+            "storage_shards": num_cut,
             **settings,
         }
         engine_id = f"kvtier-test-{os.getpid()}-{next(NUMBERS)}"
         specs = [KvtierSpec(self._config(rank, extra, engine_id)) for rank in range(num_ranks)]
+        if num_cut:
+            for rank, spec in enumerate(specs):
+                spec.cut = partial(self._cut, rank)
         specs[0].sizes.names.settle([vllm_source(str(MODEL))])
         self.manager: Any = specs[0].get_manager()
         self.tensors = [self.make_tensor(each) for each in self.page_bytes]
@@ -123,6 +133,17 @@ class Replica:
             replicated_layout=self.replicated,
         )
 
+    def _cut(self, rank: int, pages: EnginePages) -> Shards:
+        """Return a rank's shards, each of them a run of bytes of a page."""
+        num_bytes = self.page_bytes[rank] // self.num_own
+        own = range(rank * self.num_own, (rank + 1) * self.num_own)
+        return Shards(
+            tuple(b"%d" % shard for shard in own),
+            num_bytes * np.arange(self.num_own).reshape(-1, 1),
+            np.array([num_bytes]),
+            self.page_bytes[rank],
+        )
+
     # -- steps -------------------------------------------------------------------------------------
 
     def step(self, without: Collection[int] = ()) -> None:
@@ -148,8 +169,12 @@ class Replica:
     # -- KV ----------------------------------------------------------------------------------------
 
     def _content(self, number: int, rank: int) -> torch.Tensor:
-        shard = 0 if self.replicated else rank
-        made = shake_128(b"%d of %d" % (number, shard)).digest(self.page_bytes[rank])
+        num = self.num_own or 1
+        first = 0 if self.replicated else rank * num
+        made = b"".join(
+            shake_128(b"%d of %d" % (number, shard)).digest(self.page_bytes[rank] // num)
+            for shard in range(first, first + num)
+        )
         return torch.frombuffer(bytearray(made), dtype=torch.int8)
 
     def _context(self, numbers: Sequence[int]) -> ReqContext:

@@ -89,8 +89,11 @@ BLOCK_BY_BLOCK = {"max_num_batched_tokens": BLOCK, "max_num_seqs": 16}
 """vLLM's kernels for the CPU can't give a state from the middle of a step."""
 
 
-def _save(config: PreTrainedConfig, folder: Path) -> None:
-    """Random weights; large enough that a wrong block shows in every log-probability."""
+def save_random(config: PreTrainedConfig, folder: Path) -> None:
+    """Save a model with random weights.
+
+    They are large enough that a wrong block shows in every log-probability.
+    """
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -104,7 +107,7 @@ def _save(config: PreTrainedConfig, folder: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kv_comes_from_host_and_after_a_restart_from_disk(kind: str, tmp_path: Path) -> None:
-    _save(KINDS[kind], tmp_path / "model")
+    save_random(KINDS[kind], tmp_path / "model")
     prompts = [prompt(seed, 7 * BLOCK + 50) for seed in range(3)]
     config = with_disk(tmp_path / "slab", host_capacity="64MiB", disk_capacity="64MiB")
     options = {**OPTIONS, **(BLOCK_BY_BLOCK if kind == "state space" else {})}
@@ -125,7 +128,7 @@ def test_kv_of_several_groups_comes_directly_from_disk(
 ) -> None:
     """Full attention and windows: what each has of a block is in pieces of the same sizes."""
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # vLLM's memory begins at a page
-    _save(KINDS["sliding window"], tmp_path / "model")
+    save_random(KINDS["sliding window"], tmp_path / "model")
     prompts = [prompt(seed, 7 * BLOCK + 50) for seed in range(3)]
     sizes = {"host_capacity": "64MiB", "disk_capacity": "64MiB", "disk_direct": "on"}
     config = with_disk(tmp_path / "slab", **sizes)
@@ -150,7 +153,7 @@ def test_latents_of_two_ranks_are_stored_once(
     if len(cores) < 2:
         pytest.skip("two ranks need two cores")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
-    _save(KINDS["latent"], tmp_path / "model")
+    save_random(KINDS["latent"], tmp_path / "model")
     prompts = [prompt(seed, 7 * BLOCK + 50) for seed in range(3)]
     slab = str(tmp_path / "slab")
     config = connects(host_capacity="64MiB", disk_path=slab, disk_capacity="64MiB")

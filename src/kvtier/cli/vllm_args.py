@@ -41,6 +41,17 @@ def vllm_args(
         ),
     ] = None,
     storage_capacity: StorageCapacity = "",
+    storage_shards: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Largest tensor parallel size of the servers that share the stores, whatever "
+            "their own; 0 if all have the same.",
+        ),
+    ] = 0,
+    storage_stages: Annotated[
+        int, typer.Option(min=0, help="The same for pipeline parallelism.")
+    ] = 0,
     codec: Codec = "",
     encryption_key: EncryptionKey = "",
     node: Node = "",
@@ -76,6 +87,8 @@ def vllm_args(
         disk_capacity=disk_capacity,
         storage=one_or_all(storage),
         storage_capacity=storage_capacity,
+        storage_shards=storage_shards,
+        storage_stages=storage_stages,
         codec=codec,
         encryption_key=encryption_key,
         node=node,

@@ -51,6 +51,16 @@ class Pieces:
         shifts = (np.cumsum(sizes) - sizes).astype(np.uint64)
         return Pieces(self.addresses + shifts, sizes, self.kind)
 
+    def gather(self, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Pieces:
+        """Return parts of the same blocks, of one piece each: all first parts, then all second.
+
+        offsets: int64 [num_parts, num_pieces], where the pieces of each part begin in a block.
+        sizes: int64 [num_pieces].
+        """
+        assert len(self.sizes) == 1, "they lie in one piece each"
+        begins = self.addresses[None] + offsets.astype(np.uint64)[:, None]
+        return Pieces(begins.reshape(-1, len(sizes)), sizes, self.kind)
+
     def behind(self, headers: npt.NDArray[np.uint8]) -> Pieces:
         """Return the same blocks with one more piece in front of each, its header.
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvtier.connectors.common.contract import Takes
+
 READ: Mapping[str, tuple[str, ...]] = {
     "EngineCore": ("add_lora", "remove_lora"),
     "KVConnectorOutput": ("kv_connector_worker_meta",),
@@ -34,11 +36,22 @@ READ: Mapping[str, tuple[str, ...]] = {
     "MultiModalFeatureSpec": ("mm_position",),
     "PlaceholderRange": ("offset",),
     "ModelConfig": (
-        "model", "revision", "hf_config", "max_model_len", "multimodal_config",
+        "model", "revision", "hf_config", "max_model_len", "multimodal_config", "use_mla",
+    ),
+    "ParallelConfig": (
+        "rank", "tensor_parallel_size", "decode_context_parallel_size",
     ),
     "LoadConfig": ("load_format", "download_dir", "model_loader_extra_config"),
 }  # fmt: skip
 """Fields, attributes and members that modules of both connectors read."""
+
+CALLED: Mapping[str, Mapping[str, Takes]] = {
+    "ModelConfig": {
+        "get_total_num_kv_heads": Takes(),
+        "get_total_num_hidden_layers": Takes(),
+    },
+}
+"""Functions that modules of both connectors call."""
 
 FILES = (
     "config/cache.py",

@@ -31,6 +31,7 @@ class EngineFacts:
         kv_cache_layout: vLLM's name of the order of a page's axes.
         is_replicated: all ranks have the same KV.
         is_canonical: blocks have the layout that vLLM calls canonical.
+        any_size: stores have blocks in shards that do not depend on the ranks.
         publishes_events: vLLM wants to hear which blocks are cached.
     """
 
@@ -50,6 +51,7 @@ class EngineFacts:
     kv_cache_layout: str | None = None
     is_replicated: bool = False
     is_canonical: bool = False
+    any_size: bool = False
     publishes_events: bool = False
 
     @property

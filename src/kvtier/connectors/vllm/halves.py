@@ -12,6 +12,7 @@ import vllm
 
 from kvtier.connectors.vllm.cores import off_compute_cores
 from kvtier.connectors.vllm.engine_facts import EngineFacts
+from kvtier.connectors.vllm.identity import rank_layout
 from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.names import VllmNames
 from kvtier.connectors.vllm.prompt import Shape
@@ -26,6 +27,7 @@ from kvtier.telemetry.logs import log_in_engine
 from kvtier.tiers import StorageFacts
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.row import storage_names
+from kvtier.tiers.wrappers import Shards
 from kvtier.transfer.ranks import RankMover
 from kvtier.types import DEVICE, DISK, HOST, ClientHints, Direct, LoadPolicy
 
@@ -34,6 +36,8 @@ Worker = TypeVar("Worker", bound=TierWorker)
 
 SLOT_ALIGNMENT = 4096
 """Slots begin on sectors, so that each can be read from a disk in place."""
+LAYOUT_DIGITS = 16
+"""Digits of a digest in a folder's name."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -45,8 +49,8 @@ class Sizes:
 
     def __init__(self, facts: EngineFacts, extra: Mapping[str, object]) -> None:
         log_in_engine(logging.getLogger("vllm"))
-        self.facts = facts
         self.settings = VllmSettings.read(extra)
+        self.facts = facts = replace(facts, any_size=self.settings.storage_shards > 0)
         num_bytes = facts.bytes_per_page * facts.pages_per_block
         self.slot_bytes = -(-num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         self.names = VllmNames(
@@ -154,9 +158,25 @@ class Sizes:
 
     # -- in a rank ---------------------------------------------------------------------------------
 
-    def make_worker(self, kind: Callable[..., Worker], pages: object, device: str) -> Worker:
-        """Return a rank's half. kind: called as ``TierWorker``. pages: as it takes them."""
+    def make_worker(
+        self,
+        kind: Callable[..., Worker],
+        pages: object,
+        device: str,
+        shards: Shards | None = None,
+    ) -> Worker:
+        """Return a rank's half.
+
+        Args:
+            kind: called as ``TierWorker``.
+            pages: as it takes them.
+            device: name of the device.
+            shards: of blocks in stores, if these do not depend on the ranks.
+        """
         facts, settings = self.facts, self.settings
+        assert facts.any_size == (shards is not None), "shards are needed to store blocks in them"
+        if shards is None and facts.num_shards > 1:
+            shards = Shards.whole(f"{facts.rank}/{facts.num_shards}", self.slot_bytes)
         room = RankRoom(
             self.slot_bytes,
             self.num_slots,
@@ -167,6 +187,7 @@ class Sizes:
             self.num_store_slots * self.slot_bytes,
             facts.num_shards,
             self._node(),
+            shards,
         )
         with off_compute_cores():
             return kind(pages, find_device(device), room, facts.pages_per_block, facts.rank)
@@ -187,8 +208,13 @@ class Sizes:
 
         It does not depend on the number of replicas, which vLLM gives as 1 for dense models.
         """
-        replica, rank = self.facts.replica, self.facts.rank
-        return f"replica{replica}-rank{rank}" if replica else f"rank{rank}"
+        facts = self.facts
+        folder = (
+            f"replica{facts.replica}-rank{facts.rank}" if facts.replica else f"rank{facts.rank}"
+        )
+        if facts.any_size:  # the keys of its blocks do not say which part of them it has
+            folder += f"-{rank_layout(facts, self.slot_bytes)[:LAYOUT_DIGITS]}"
+        return folder
 
     def _shared_file(self) -> Path | None:
         """Host memory that the ranks share, where one of them stores for all."""

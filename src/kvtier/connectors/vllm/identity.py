@@ -8,6 +8,7 @@ Of the weights that is all their bytes; weights.py says where these are.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from blake3 import blake3
 
@@ -41,7 +42,25 @@ def namespace(
 
 
 def _layout(facts: EngineFacts, bytes_per_block: int) -> str:
-    """Names how a block's bytes are arranged, over ranks, groups and layers.
+    """Return a digest of how a block's bytes are arranged, as far as the namespace says it.
+
+    If stores do not depend on the ranks, nor does it: shards and folders have names of their own.
+    """
+    if not facts.any_size:
+        return rank_layout(facts, bytes_per_block)
+    return _digest(
+        {
+            "blocks_per_chunk": facts.pages_per_block,
+            "kv_cache_layout": facts.kv_cache_layout,
+            "canonical": facts.is_canonical,
+            "groups": [group.tokens_per_page for group in facts.groups],
+            "ranks": "any",
+        }
+    )
+
+
+def rank_layout(facts: EngineFacts, bytes_per_block: int) -> str:
+    """Return a digest of how a block's bytes are arranged over ranks, groups and layers.
 
     Slabs are found by what the facts are called here, vLLM's words or not.
     """
@@ -58,4 +77,8 @@ def _layout(facts: EngineFacts, bytes_per_block: int) -> str:
             for group in facts.groups
         ],
     }
+    return _digest(named)
+
+
+def _digest(named: Mapping[str, object]) -> str:
     return blake3(json.dumps(named, sort_keys=True).encode()).hexdigest()

@@ -115,7 +115,7 @@ def tell_pages(
         # Layers that share their KV have it once.
         of_group: dict[PoolShare, None] = {}
         for layer in group:
-            parts = _tensors(kv_caches[layer.name])
+            parts = tensors_of(kv_caches[layer.name])
             tensors += parts
             axis, of_layer = _shares(layer, parts, num_pages)
             of_group.update(dict.fromkeys(of_layer))
@@ -132,7 +132,8 @@ def _describe(part: torch.Tensor, axis: int) -> object:
     return str(part.dtype), [(at, part.size(at)) for at in by_stride]
 
 
-def _tensors(cache: Cache) -> list[torch.Tensor]:
+def tensors_of(cache: Cache) -> list[torch.Tensor]:
+    """Return the tensors of one layer."""
     return [cache] if isinstance(cache, torch.Tensor) else list(cache)
 
 
@@ -141,15 +142,26 @@ def _shares(
 ) -> tuple[int, list[PoolShare]]:
     """Return the axis of pages, and the shares of one layer.
 
-    Neighbours are merged, and views of another part's bytes left out. Tensors for K and V apart
-    have pages as their first axis.
+    Neighbours are merged, and views of another part's bytes left out.
+    """
+    axis, num_rows = page_rows(layer, parts, num_pages)
+    runs = _merged([run for part in parts for run in _rows(part, axis)])
+    return axis, _merged(_of_pages(runs, num_rows))
+
+
+def page_rows(layer: LayerSize, parts: Sequence[torch.Tensor], num_pages: int) -> tuple[int, int]:
+    """Return the axis of pages of a layer's tensors, and how many of its rows make a page.
+
+    Tensors for K and V apart have pages as their first axis.
+
+    Raises ``LayoutError`` where pages can't be told.
     """
     axes = (0, 1) if len(parts) == 1 else (0,)
     for page_bytes in layer.page_bytes:
         told = [
-            (axis, found)
+            (axis, num_rows)
             for axis in axes
-            if (found := _along(axis, parts, num_pages, page_bytes)) is not None
+            if (num_rows := _num_rows(axis, parts, num_pages, page_bytes))
         ]
         if len(told) > 1:
             raise LayoutError(f"{layer.name}: {num_pages} pages are too few to tell K from V")
@@ -162,26 +174,29 @@ def _shares(
     )
 
 
-def _along(
-    axis: int, parts: Sequence[torch.Tensor], num_pages: int, page_bytes: int
-) -> list[PoolShare] | None:
-    """Return the shares if pages are along ``axis`` of every part, and None else."""
+def _num_rows(axis: int, parts: Sequence[torch.Tensor], num_pages: int, page_bytes: int) -> int:
+    """Return how many rows make a page if pages are along ``axis`` of every part; 0 if not."""
     if any(part.ndim <= axis or part.size(axis) < num_pages for part in parts):
-        return None
-    row_shares: list[PoolShare] = []
-    for part in parts:
-        row_shares += _rows(part, axis)
-    row_shares = _merged(row_shares)
-    num_rows, rest = divmod(page_bytes, sum(each.nbytes for each in row_shares))
-    if rest or not num_rows or any(part.size(axis) < num_pages * num_rows for part in parts):
-        return None
-    return _merged(
-        [
-            PoolShare(each.address + row * each.stride, each.stride * num_rows, each.nbytes)
-            for each in row_shares
-            for row in range(num_rows)
-        ]
-    )
+        return 0
+    runs = _merged([run for part in parts for run in _rows(part, axis)])
+    num_rows, rest = divmod(page_bytes, sum(each.nbytes for each in runs))
+    if rest or any(part.size(axis) < num_pages * num_rows for part in parts):
+        return 0
+    return num_rows
+
+
+def row_runs(part: torch.Tensor, axis: int, num_rows: int) -> list[PoolShare]:
+    """Return the runs of bytes of a page along ``axis``, in no order."""
+    return _of_pages(_rows(part, axis), num_rows)
+
+
+def _of_pages(runs: Sequence[PoolShare], num_rows: int) -> list[PoolShare]:
+    """Return the runs of rows as those of pages of so many rows."""
+    return [
+        PoolShare(each.address + row * each.stride, each.stride * num_rows, each.nbytes)
+        for each in runs
+        for row in range(num_rows)
+    ]
 
 
 def _rows(part: torch.Tensor, axis: int) -> list[PoolShare]:

@@ -40,6 +40,15 @@ class VllmSettings(HostSettings):
     host memory has no room; ``on`` reads directly; ``off`` reads through host memory. A direct
     read cannot be cancelled: if the disk hangs, its request waits."""
 
+    storage_shards: int = 0
+    """Shards that a block in stores is cut into by KV heads, so that engines of all tensor parallel
+    sizes that divide this number share them; 0 for one per rank, which only engines of the same
+    size share."""
+
+    storage_stages: int = 0
+    """With ``storage_shards``: runs of layers that shards are cut into as well, so that engines of
+    all pipeline parallel sizes that divide this number share them; 0 to not cut layers."""
+
     node_deadline_s: float = 0.005
     """Longest wait for an answer of the node, on the scheduler's thread. Without one the prompt is
     computed. The ranks copy from and to the node's memory themselves, so ``host_capacity`` does not
@@ -54,6 +63,14 @@ class VllmSettings(HostSettings):
             raise self.wrong(
                 f"client_hints can't be {self.client_hints!r}; use one of {', '.join(ClientHints)}"
             )
+        if min(self.storage_shards, self.storage_stages) < 0:
+            raise self.wrong("storage_shards and storage_stages are not below 0")
+        if self.storage_shards and not self.rank_stores:
+            raise self.wrong(
+                "storage_shards is for blocks in a store, and there is no storage here"
+            )
+        if self.storage_stages and not self.storage_shards:
+            raise self.wrong("storage_stages needs storage_shards; write 1 to cut layers only")
         if self.node_deadline_s <= 0:
             raise self.wrong(f"node_deadline_s: {self.node_deadline_s!r} is not above 0")
         if self.disk_direct not in list(Direct):

@@ -35,7 +35,7 @@ from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.row import make_storage
 from kvtier.tiers.slots import check_slots
-from kvtier.tiers.wrappers import ShardTier, ThrottledTier
+from kvtier.tiers.wrappers import Shards, ShardTier, ThrottledTier
 from kvtier.transfer import Job, LocalMover, TransferEngine, behind
 from kvtier.transfer.ranks import Hello, RankExecutor, RankOrder, Report
 from kvtier.types import DISK, HOST, Direct, Slot
@@ -63,6 +63,7 @@ class RankRoom:
 
     stores: URLs, in each of which ``store_bytes`` are this rank's. num_shards: into how many a
     block is cut, each of which is another rank's. node: has the memory, if it is not this rank's.
+    shards: that this rank has of a block in stores; None if it has the whole block.
     """
 
     slot_bytes: int
@@ -74,6 +75,7 @@ class RankRoom:
     store_bytes: int = 0
     num_shards: int = 1
     node: NodeClient | None = None
+    shards: Shards | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class TierWorker:
     def _open_storages(self, host: HostTier, room: RankRoom) -> None:
         """Open this rank's storage, and begin to carry out orders for it."""
         try:
-            self._storages = _storages(room, host, self._pool, self._device, self._rank)
+            self._storages = _storages(room, host, self._pool, self._device)
         except BaseException:
             host.close()  # shared memory would stay when the process has gone
             raise
@@ -326,9 +328,7 @@ def _memory(host: HostTier | NodeHost, guard: SlotGuard | None) -> SlotMemory | 
     return SlotMemory(host.memory, host.seams, host.num_slots)
 
 
-def _storages(
-    room: RankRoom, host: HostTier, pool: PagedPool, device: Device, rank: int
-) -> list[StorageTier]:
+def _storages(room: RankRoom, host: HostTier, pool: PagedPool, device: Device) -> list[StorageTier]:
     """Open the storage tiers of this rank, fastest first. A failure leaves nothing open.
 
     pool: of ``device``; blocks may be read into it directly from the disk.
@@ -342,10 +342,11 @@ def _storages(
             undo.callback(disk.close)
             made.append(ThrottledTier(disk, room.bytes_per_s) if room.bytes_per_s else disk)
         for location in room.stores:
-            store = make_storage(location, group, room.store_bytes, memory)
+            shards = room.shards
+            of_store = group if shards is None else opaque(shards.bytes_per_shard)
+            store = make_storage(location, of_store, room.store_bytes, memory)
             undo.callback(store.close)
-            several = room.num_shards > 1
-            made.append(ShardTier(store, f"{rank}/{room.num_shards}") if several else store)
+            made.append(store if shards is None else ShardTier(store, shards))
         undo.pop_all()
     return made
 

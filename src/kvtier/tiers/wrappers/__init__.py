@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.tiers.wrappers.shard import ShardTier
+from kvtier.tiers.wrappers.shard import Shards, ShardTier
 from kvtier.tiers.wrappers.throttled import ThrottledTier
 
-__all__ = ["ShardTier", "ThrottledTier"]
+__all__ = ["ShardTier", "Shards", "ThrottledTier"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
@@ -33,6 +33,7 @@ from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.pages import layer_sizes, tell_pages
 from kvtier.connectors.vllm.prompt import GROUP_BYTES
 from kvtier.connectors.vllm.recording import RequestRecording
+from kvtier.connectors.vllm.shards import Division, layout_of, shards_of
 from kvtier.connectors.vllm.worker import TierWorker
 
 if TYPE_CHECKING:
@@ -84,9 +85,9 @@ class KvtierConnector(KVConnectorBase_V1):
         # A copy that failed is recomputed; vLLM's own default is to fail the request.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         super().__init__(vllm_config, role, kv_cache_config)
-        self._facts = facts_of(vllm_config, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._sizes = Sizes(self._facts, extra)
+        self._sizes = Sizes(facts_of(vllm_config, kv_cache_config), extra)
+        self._facts = self._sizes.facts
         self._layers = layer_sizes(kv_cache_config.kv_cache_groups)
         self._num_pages = int(kv_cache_config.num_blocks)
         self._rank: RankHalf | None = None
@@ -239,8 +240,21 @@ class KvtierConnector(KVConnectorBase_V1):
     # -- in a rank ---------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        pages = tell_pages(kv_caches, self._layers, self._num_pages)
-        worker = self._sizes.make_worker(TierWorker, pages, pages.device)
+        pages, shards = tell_pages(kv_caches, self._layers, self._num_pages), None
+        if self._facts.any_size:
+            division = Division.of(self._vllm_config, self._sizes.settings)
+            (layers,) = self._layers
+            layout = layout_of(layers, kv_caches, self._num_pages, division)
+            pages = replace(pages, layout=layout)
+            shards = shards_of(
+                pages,
+                layers,
+                kv_caches,
+                division,
+                self._facts.pages_per_block,
+                self._sizes.slot_bytes,
+            )
+        worker = self._sizes.make_worker(TierWorker, pages, pages.device, shards)
         self._rank = RankHalf(worker, pages, self._facts.rank < self._facts.num_shards)
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvtier.connectors.common.contract import Contract, Takes
+from kvtier.connectors.vllm.contract import CALLED as SHARED_CALLED
 from kvtier.connectors.vllm.contract import FILES as SHARED_FILES
 from kvtier.connectors.vllm.contract import with_shared
 
@@ -60,6 +61,7 @@ OVERRIDDEN: Mapping[str, Mapping[str, Takes]] = {
 """vLLM calls these, and kvtier has its own: what vLLM may pass must be known."""
 
 CALLED: Mapping[str, Mapping[str, Takes]] = {
+    **SHARED_CALLED,
     "KVConnectorBase_V1": {"_get_connector_metadata": Takes()},
     "KVCacheBlocks": {"get_block_ids": Takes()},
 }
@@ -91,12 +93,11 @@ READ = with_shared({
     "VllmConfig": ("kv_events_config",),
     "CacheConfig": ("block_size", "cache_dtype", "prefix_caching_hash_algo",),
     "ParallelConfig": (
-        "rank", "world_size", "tensor_parallel_size", "pipeline_parallel_size",
-        "decode_context_parallel_size", "data_parallel_rank",
+        "world_size", "pipeline_parallel_size", "data_parallel_rank",
         "distributed_executor_backend", "nnodes_within_dp",
     ),
     "Request": ("kv_transfer_params", "num_tokens", "skip_reading_prefix_cache",),
-    "ModelConfig": ("dtype", "use_mla"),
+    "ModelConfig": ("dtype",),
 })  # fmt: skip
 """kvtier reads these fields, attributes and members."""
 

@@ -11,7 +11,7 @@ Everything else is vLLM's: which blocks, which groups, when to store, when a req
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,11 +43,14 @@ from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
 from kvtier.connectors.vllm.offloading.recording import Finished, RecordedConnector, recorded
 from kvtier.connectors.vllm.offloading.spec import KvtierSpec
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages
+from kvtier.connectors.vllm.pages import EnginePages, layer_sizes
 from kvtier.connectors.vllm.queued_requests import QueuedRequests
 from kvtier.connectors.vllm.recording import record_settings
 from kvtier.connectors.vllm.registry import CONNECTOR_NAME
+from kvtier.connectors.vllm.shards import Division, shards_of
 from kvtier.connectors.vllm.standalone.unsupported import engine_of
 from kvtier.connectors.vllm.step import prefill_pieces
+from kvtier.tiers.wrappers import Shards
 from kvtier.transfer.ranks import RankOrder, Report
 
 if TYPE_CHECKING:
@@ -266,13 +269,26 @@ class KvtierOffloadingConnector(RecordedConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """As vLLM's, or the platform's; where neither knows of K and V apart, ours."""
         worker = self.connector_worker
+        spec, groups = self._spec, [each.group_id for each in self._spec.config.groups]
+        if spec.sizes.facts.any_size:
+            spec.cut = self._cut(kv_caches, groups)
         if type(worker) is OffloadingConnectorWorker:
-            groups = [each.group_id for each in self._spec.config.groups]
             split = split_caches(kv_caches, worker.kv_cache_config, groups)
             if split is not None:
                 worker._init_worker(split)
                 return
         super().register_kv_caches(kv_caches)
+
+    def _cut(
+        self, kv_caches: dict[str, torch.Tensor], groups: Sequence[int]
+    ) -> Callable[[EnginePages], Shards]:
+        """Return the function that cuts this rank's blocks into shards."""
+        assert self.connector_worker is not None, "the scheduler's side has no ranks"
+        config, sizes = self.connector_worker.kv_cache_config, self._spec.sizes
+        layers = layer_sizes([config.kv_cache_groups[each] for each in groups])[0]
+        division = Division.of(self._vllm_config, sizes.settings)
+        num_pages, slot_bytes = sizes.facts.pages_per_block, sizes.slot_bytes
+        return lambda pages: shards_of(pages, layers, kv_caches, division, num_pages, slot_bytes)
 
     @property
     def _spec(self) -> KvtierSpec:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvtier.connectors.common.contract import Contract, Takes
+from kvtier.connectors.vllm.contract import CALLED as SHARED_CALLED
 from kvtier.connectors.vllm.contract import FILES as SHARED_FILES
 from kvtier.connectors.vllm.contract import with_shared
 
@@ -94,6 +95,7 @@ OVERRIDDEN: Mapping[str, Mapping[str, Takes]] = {
 """vLLM calls these, and kvtier has its own: what vLLM may pass must be known."""
 
 CALLED: Mapping[str, Mapping[str, Takes]] = {
+    **SHARED_CALLED,
     "OffloadingSpecFactory": {
         "register_spec": Takes("name, module_path, class_name"),
         "get_spec_cls": Takes("extra_config"),

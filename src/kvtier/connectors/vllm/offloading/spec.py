@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.base import (
@@ -17,7 +18,9 @@ from kvtier.connectors.vllm.halves import Sizes
 from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
 from kvtier.connectors.vllm.offloading.stats import definitions
 from kvtier.connectors.vllm.offloading.translation import facts_of
-from kvtier.connectors.vllm.offloading.worker import OffloadedPages
+from kvtier.connectors.vllm.offloading.worker import OffloadedPages, pages_of
+from kvtier.connectors.vllm.pages import EnginePages
+from kvtier.tiers.wrappers import Shards
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
@@ -37,6 +40,7 @@ class KvtierSpec(OffloadingSpec):
         self.sizes = Sizes(facts_of(config), config.extra_config)
         # Every rank would keep the same bytes: the first one stores them, for all.
         self.replicated_layout = config.replicated_layout
+        self.cut: Callable[[EnginePages], Shards] | None = None
         self._manager: OffloadedTiers | None = None
         self._worker: OffloadedPages | None = None
 
@@ -49,5 +53,6 @@ class KvtierSpec(OffloadingSpec):
         if self._worker is None:
             first = kv_caches.tensors[0].tensor.device
             name = first.type if first.index is None else f"{first.type}:{first.index}"
-            self._worker = self.sizes.make_worker(OffloadedPages, kv_caches, name)
+            shards = None if self.cut is None else self.cut(pages_of(kv_caches))
+            self._worker = self.sizes.make_worker(OffloadedPages, kv_caches, name, shards)
         return self._worker
