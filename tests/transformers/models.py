@@ -36,7 +36,7 @@ def other_model(kind: str, **changes: Any) -> Any:
     for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     return model.eval()
 

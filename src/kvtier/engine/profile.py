@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvtier.engine.attention import Form
 from kvtier.engine.paged import ATTENTION, ForwardKV
+from kvtier.engine.pool import KVPool
+from kvtier.engine.runner import ModelRunner, Runner
 from kvtier.errors import ConfigError, printable
 from kvtier.layout import Attention, DType, KVGroup, Part, latent_attention
 
@@ -24,9 +28,45 @@ MAX_REASON = 200
 """Characters of a library's own message."""
 
 
-@dataclass(frozen=True, slots=True)
-class KVProfile:
-    """KV and attention of a model, as it was seen to use them.
+class MeasuredModel(ABC):
+    """KV of a model, as it was seen to use it, and the runner that serves it.
+
+    Attributes:
+        num_layers: layers with KV.
+        windows: those of its layers, ascending; without the layers that have none.
+        bytes_per_token: KV of a token.
+        bytes_per_snapshot: a state of all recurrent layers; 0 without any.
+        runner_name: "paged" or "layers".
+    """
+
+    runner_name: ClassVar[str]
+    num_layers: int
+    windows: tuple[int, ...]
+    bytes_per_token: int
+    bytes_per_snapshot: int = 0
+
+    @abstractmethod
+    def group(self, block_size: int) -> KVGroup:
+        """Return the layout of a block, with the KV of every token of it."""
+
+    @abstractmethod
+    def blocks_per_snapshot(self, block_size: int) -> int:
+        """Return how many blocks a snapshot of the recurrent layers takes."""
+
+    @abstractmethod
+    def features(self) -> str:
+        """Return the kinds of layers, for people."""
+
+    @abstractmethod
+    def make_runner(
+        self, module: PreTrainedModel, block_size: int, num_blocks: int, chunk_tokens: int
+    ) -> Runner:
+        """Return a runner of the model over ``num_blocks`` blocks."""
+
+
+@dataclass(frozen=True)
+class KVProfile(MeasuredModel):
+    """KV and attention of a model that the paged runner serves.
 
     shapes: (heads, dim) of K and of V in every layer.
     is_latent: the model expands what it caches.
@@ -43,6 +83,21 @@ class KVProfile:
     has_sinks: bool
     num_shared: int
 
+    runner_name: ClassVar[str] = "paged"
+
+    @property
+    def bytes_per_token(self) -> int:  # type: ignore[override]
+        return self.group(1).bytes_per_block
+
+    def blocks_per_snapshot(self, block_size: int) -> int:
+        return 0
+
+    def make_runner(
+        self, module: PreTrainedModel, block_size: int, num_blocks: int, chunk_tokens: int
+    ) -> Runner:
+        pool = KVPool(self.group(block_size), num_blocks, module.device, module.dtype)
+        return ModelRunner(module, pool, chunk_tokens)
+
     def group(self, block_size: int) -> KVGroup:
         """Return the layout of the KV of every token, those that a window has passed included."""
         dtype = DType(str(self.dtype).removeprefix("torch."))
@@ -53,7 +108,6 @@ class KVProfile:
         return KVGroup(Attention.FULL, self.num_layers, parts, dtype, block_size)
 
     def features(self) -> str:
-        """Return the kinds of attention, for people."""
         found = ["latent (MLA)" if self.is_latent else "full"]
         if self.windows:
             found.append(f"windows of {', '.join(map(str, self.windows))} tokens")

@@ -309,6 +309,7 @@ class SnapshotCache(Cache):
         if isinstance(lease, SnapshotLease):
             for state in lease.made:  # below the request's own blocks, which come first
                 self._end(state)
+            lease.start, lease.made = None, []  # they refer to the lease
 
     def _end(self, state: StateLease | None) -> None:
         if state is not None:
