@@ -73,7 +73,7 @@ def test_it_is_served_as_transformers_computes_it(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("deepseek_v32", "layer 0 keeps its KV in a DynamicIndexedLayer"),
+        ("deepseek_v32", "has indexed_attention layers"),
         ("mamba", "it uses no DynamicCache"),
     ],
 )

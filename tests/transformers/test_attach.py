@@ -375,7 +375,7 @@ def test_a_static_cache_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("window", [9, 16, 17, 40])
-def test_a_model_with_windows_equals_the_grid(window: int, tmp_path: Path) -> None:
+def test_a_model_with_windows_equals_the_grid(window: int) -> None:
     model = other_model("mistral", sliding_window=window)
     prompts = [prompt(seed, 90 + seed, shared=50) for seed in range(2)]
     expected = [on_grid(model, ids) for ids in prompts]
@@ -414,6 +414,16 @@ def test_a_model_with_recurrent_layers_is_restored_at_snapshots(kind: str, tmp_p
         for ids in (longer, fork):
             assert are_equal(answer(model, ids), expected[ids])
         assert cache.stats().reused_tokens == {"disk": 128 + 96 - 48, "host": 48}
+
+
+@pytest.mark.parametrize("kind", ["bert", "jamba"])
+def test_a_model_that_does_not_continue_its_own_cache_is_refused(kind: str) -> None:
+    model = other_model(kind)
+    alone = answer(model, prompt(0, 40))
+    with attached(model) as cache:
+        assert "in two parts" in cache.stats().refused
+        assert "forward" not in vars(model)
+        assert are_equal(answer(model, prompt(0, 40)), alone)
 
 
 def test_rotary_embeddings_that_depend_on_the_length_are_refused() -> None:

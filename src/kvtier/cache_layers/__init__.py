@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvtier.cache_layers.layers import CacheLayers, UnsupportedModelError
+from kvtier.cache_layers.layers import KNOWN_LAYERS, CacheLayers, UnsupportedModelError
 
-__all__ = ["CacheLayers", "UnsupportedModelError"]
+__all__ = ["KNOWN_LAYERS", "CacheLayers", "UnsupportedModelError"]

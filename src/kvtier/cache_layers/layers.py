@@ -7,6 +7,7 @@ state of recurrent layers has no token axis: a snapshot of it fills whole blocks
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -30,6 +31,10 @@ ALIGN_BYTES = 64
 PAGE_BYTES = 4096
 """Blocks end at multiples of this, so that disks can read them directly."""
 PROBE_TOKENS = 2
+CHECK_TOKENS = 12
+MOST_DIFFERENCE, MOST_MEDIAN = 1e-2, 1e-1
+"""Largest difference of a token's logits from those in one shot, relative to its largest logit: of
+the worst token in float32, else of the median one: rounding sends tokens to other experts."""
 
 SLIDING = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 RECURRENT = (
@@ -37,7 +42,7 @@ RECURRENT = (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
-KNOWN = (DynamicLayer, DummyLayer, *SLIDING, *RECURRENT)
+KNOWN_LAYERS = (DynamicLayer, DummyLayer, *SLIDING, *RECURRENT)
 """Classes whose content is known here; a subclass may keep more."""
 
 
@@ -106,7 +111,7 @@ class CacheLayers:
         probe = self._probe(model)
         self._classes = [type(layer) for layer in probe.layers]
         for at, layer in enumerate(probe.layers):
-            if type(layer) not in KNOWN:
+            if type(layer) not in KNOWN_LAYERS:
                 raise UnsupportedModelError(f"layer {at} keeps its KV in a {type(layer).__name__}")
             device = model.device
             if isinstance(layer, LinearAttentionLayer):
@@ -164,6 +169,40 @@ class CacheLayers:
             # Its own cache then has no length, by which a model knows the positions of tokens.
             raise UnsupportedModelError("no layer of it has attention")
         return cache
+
+    def refuse_broken(self, model: PreTrainedModel) -> None:
+        """Raise ``UnsupportedModelError`` if the model does not continue its own cache.
+
+        A dozen tokens are computed at once, and in two parts. Encoders look ahead, and Jamba drops
+        its state where several tokens follow it.
+        """
+        ids = torch.arange(1, CHECK_TOKENS + 1, device=model.device)[None]
+        cache = self.new_cache()
+
+        def compute(first: int, end: int, cache: DynamicCache) -> torch.Tensor:
+            options = {}
+            if "position_ids" in inspect.signature(model.forward).parameters:
+                options["position_ids"] = torch.arange(first, end, device=model.device)[None]
+            output = model(
+                input_ids=ids[:, first:end], past_key_values=cache, use_cache=True, **options
+            )
+            logits: torch.Tensor = output.logits[0].float()
+            return logits
+
+        with torch.no_grad():
+            first = CHECK_TOKENS // 2
+            whole = compute(0, CHECK_TOKENS, self.new_cache())[first:]
+            compute(0, first, cache)
+            parts = compute(first, CHECK_TOKENS, cache)
+        scale = whole.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny)
+        off = (whole - parts).abs().amax(-1) / scale
+        is_exact = model.dtype is torch.float32
+        difference = float(off.max() if is_exact else off.median())
+        if difference > (MOST_DIFFERENCE if is_exact else MOST_MEDIAN):
+            raise UnsupportedModelError(
+                f"its logits differ by {difference:.0e} of their scale where a prompt is computed "
+                "in two parts"
+            )
 
     @property
     def bytes_per_snapshot(self) -> int:

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 import kvtier
+from kvtier.cache_layers import KNOWN_LAYERS
 from kvtier.engine.checkpoint import (
     SamplingDefaults,
     read_config,
@@ -91,7 +92,8 @@ def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
 
 
 def refuse_unsupported(config: PreTrainedConfig, name: str) -> None:
-    """Raise ``ConfigError`` for what a configuration says and no forward would show."""
+    """Raise ``ConfigError`` for what a configuration says, before weights are read."""
+    refuse_layers(config, name, [known.__name__ for known in KNOWN_LAYERS])
     for rotary in rotary_types(config):
         if rotary not in STEADY_ROTARY:
             raise ConfigError(

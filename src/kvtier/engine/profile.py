@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,7 +22,7 @@ NUM_TOKENS = 3
 """Tokens of the forward: their number differs from one, for shapes that depend on it."""
 
 SERVED_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
-"""Classes of cache layers with K and V of every token, or without any."""
+"""Classes of cache layers that the paged runner serves: K and V of tokens, or nothing."""
 
 MAX_REASON = 200
 """Characters of a library's own message."""
@@ -127,8 +127,13 @@ def attention_of(module: PreTrainedModel, name: str) -> Iterator[None]:
         module.set_attn_implementation(before)
 
 
-def refuse_layers(config: PreTrainedConfig, name: str) -> None:
-    """Raise ``ConfigError`` if the configuration has layers whose cache is not K and V."""
+def refuse_layers(
+    config: PreTrainedConfig, name: str, served: Collection[str] = SERVED_LAYERS
+) -> None:
+    """Raise ``ConfigError`` if the configuration has other layers than those served.
+
+    served: names of classes of transformers' cache layers.
+    """
     try:
         layers = DynamicCache(config=config).layers
     except Exception as error:  # any type: it depends on the model's own classes
@@ -136,15 +141,14 @@ def refuse_layers(config: PreTrainedConfig, name: str) -> None:
             f"model: {name!r} has layers that transformers' own cache does not know "
             f"({reason(error)}), so that the embedded engine can't restore a prefix of it"
         ) from error
-    odd = {type(layer).__name__ for layer in layers} - set(SERVED_LAYERS)
+    odd = {type(layer).__name__ for layer in layers} - set(served)
     if odd:
         text = config.get_text_config(decoder=True)
         known = {"full_attention", "sliding_attention", "moe", "mlp"}
         kinds = sorted(set(map(str, getattr(text, "layer_types", None) or odd)) - known)
         raise ConfigError(
-            f"model: {name!r} has {', '.join(kinds or sorted(odd))} layers, which keep more than K "
-            "and V of each token; the embedded engine serves full, sliding-window and latent (MLA) "
-            "attention"
+            f"model: {name!r} has {', '.join(kinds or sorted(odd))} layers, whose cache is of a "
+            "kind that the embedded engine can't restore"
         )
 
 

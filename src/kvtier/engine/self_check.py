@@ -88,7 +88,14 @@ def check_model(
     decoded = [short, *range(num_tokens, max(0, num_tokens - NUM_DECODED), -1)]
     positions = [at for few, end in zip(keep, ends, strict=True) for at in range(end - few, end)]
     expected = _one_shot(name, module, prompt, positions + [end - 1 for end in decoded])
-    found = runner.rehearse(prompt, keep, decoded)
+    try:
+        found = runner.rehearse(prompt, keep, decoded)
+    except ConfigError:
+        raise
+    except Exception as error:  # any type: models differ in what they expect of a cache
+        raise ConfigError(
+            f"model: {name!r} is not served: it can't continue a prompt ({reason(error)})"
+        ) from error
     off = _relative(found, expected)
     if module.dtype is torch.float32:
         difference = float(off.max())

@@ -154,6 +154,7 @@ class Attached:
         try:
             self._reader = PromptReader(model, self._inner)
             self._layers = CacheLayers(model, chunk_tokens)
+            self._layers.refuse_broken(model)
         except UnsupportedModelError as reason:
             logger.warning("KV of this model is not reused, because %s", reason)
             self._stats = replace(self._stats, refused=str(reason))
