@@ -88,7 +88,8 @@ class LayerProfile(MeasuredModel):
         found = ["full"] if self.num_layers else []
         if self.windows:
             found.append(f"windows of {', '.join(map(str, self.windows))} tokens")
-        found += [f"{self.num_recurrent} recurrent layers"] * bool(self.num_recurrent)
+        if self.num_recurrent:
+            found.append(f"{self.num_recurrent} recurrent layer{'s' * (self.num_recurrent > 1)}")
         return ", ".join(found)
 
     def make_runner(
