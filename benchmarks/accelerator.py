@@ -21,6 +21,7 @@ from benchmarks.report.machine import machine_facts
 KVTIER = (sys.executable, "-m", "kvtier.cli")
 MARK = "mark.gpu"
 SERVE = (*KVTIER, "bench", "serve", "--no-report", "--experiments")
+ATTACHED = (sys.executable, "-m", "benchmarks.server.attached")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,14 @@ def parts(device: str) -> list[Part]:
     accuracy = ("accuracy,ttft", "--ttft-prompts", "40", "--accuracy-prompts", "8")
     return [
         Part("doctor", (*KVTIER, "doctor", "--disk-path", "."), 60),
-        Part("tests", test, 120),
-        Part("copy", (*KVTIER, "bench", "copy", "--device", device, "--json"), 90),
+        Part("tests", test, 90),
+        Part("copy", (*KVTIER, "bench", "copy", "--device", device, "--json"), 120),
         Part(
             "overlap",
             (*SERVE, "overlap", "--device", device, "--model", "random-8b", "--json"),
             180,
         ),
+        Part("attached", (*ATTACHED, "--device", device, "--quick", "--json"), 90),
         Part("serve", (*SERVE, *accuracy, "--device", device, "--json"), 150),
     ]
 

@@ -10,7 +10,7 @@ from random import Random
 EFFORT = float(os.environ.get("KVTIER_EFFORT", "1"))
 MOST_CASES = 1
 """Cases of one test that run with less effort than all: its parameters, and classes of its file."""
-SLOW_SHARE = 1 / 3
+SLOW_SHARE = 1 / 4
 """Share of the tests marked as slow that run with less effort than all."""
 ALL_CASES = "tests/docs/"
 """Tests of which all cases always run: a page each, in no time."""

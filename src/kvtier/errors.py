@@ -49,12 +49,13 @@ class LayoutError(CacheError):
 
 
 class TierError(CacheError):
-    """A tier failed an operation: ``tier`` and ``operation`` say where."""
+    """A tier failed an operation: ``tier`` and ``operation`` say where, ``reason`` says why."""
 
     def __init__(self, tier: str, operation: str, reason: str) -> None:
         super().__init__(f"{tier} tier: {operation} failed: {reason}")
         self.tier = tier
         self.operation = operation
+        self.reason = reason
 
 
 class DeviceError(CacheError):

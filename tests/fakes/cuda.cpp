@@ -23,6 +23,7 @@ enum : int {
     invalid_device = 101,
     invalid_context = 201,
     invalid_handle = 400,
+    invalid_ptx = 218,
     not_found = 500,
     not_ready = 600,
     illegal_address = 700,
@@ -136,6 +137,44 @@ int copy_async(const std::vector<Copy> &copies, bool to_device, void *handle) {
     }
     if (code && failed) *failed = end;
     return code;
+}
+
+// A loaded program, and its kernel. Only the kernel that copies is known.
+constexpr char kernel_name[] = "copy_fragments";
+char program, kernel;
+
+// What the kernel does: copies, read from a table in page-locked memory when it runs.
+int launch_copies(void **arguments, void *handle) {
+    Stream *stream = stream_of(handle);
+    if (!stream) return invalid_handle;
+    const auto *dsts = *static_cast<const std::uint64_t **>(arguments[0]);
+    const auto *srcs = *static_cast<const std::uint64_t **>(arguments[1]);
+    const auto *sizes = *static_cast<const std::uint64_t **>(arguments[2]);
+    const unsigned count = *static_cast<unsigned *>(arguments[3]);
+    for (const auto *column : {dsts, srcs, sizes})
+        if (machine().place(reinterpret_cast<Address>(column), count * sizeof *column, current()) !=
+            Place::pinned) {
+            machine().note_violation("a kernel reads a table that is not page-locked");
+            return illegal_address;
+        }
+    std::vector<Copy> copies;
+    for (unsigned at = 0; at < count; ++at) {
+        const Copy copy{dsts[at], srcs[at], sizes[at]};
+        bool is_pageable = false;
+        const bool to_device = machine().place(copy.dst, copy.size, current()) == Place::device;
+        if (judge(copy, to_device, is_pageable) || is_pageable) {
+            machine().note_violation("a kernel touches memory that is not page-locked");
+            return illegal_address;
+        }
+        if ((copy.dst | copy.src | copy.size) % 16)
+            machine().note_violation("a kernel is given addresses that are not aligned");
+        copies.push_back(copy);
+    }
+    if (machine().late_reads())
+        machine().submit_late(stream, copies, dsts, srcs, sizes);
+    else
+        machine().submit(stream, copies);
+    return ok;
 }
 
 }  // namespace
@@ -309,6 +348,32 @@ FAKE int cuMemHostUnregister(void *at) {
     ENTER("cuMemHostUnregister");
     NEED_CONTEXT;
     return machine().unlock(reinterpret_cast<Address>(at)) ? ok : not_registered;
+}
+FAKE int cuModuleLoadData(void **module, const char *image) {
+    ENTER("cuModuleLoadData");
+    NEED_CONTEXT;
+    if (!std::strstr(image, kernel_name)) return invalid_ptx;
+    *module = &program;
+    return ok;
+}
+FAKE int cuModuleGetFunction(void **function, void *module, const char *name) {
+    ENTER("cuModuleGetFunction");
+    NEED_CONTEXT;
+    if (module != &program) return invalid_handle;
+    if (std::strcmp(name, kernel_name)) return not_found;
+    *function = &kernel;
+    return ok;
+}
+FAKE int cuLaunchKernel(void *function, unsigned blocks_x, unsigned blocks_y, unsigned blocks_z,
+                        unsigned threads_x, unsigned threads_y, unsigned threads_z, unsigned shared,
+                        void *stream, void **arguments, void **extra) {
+    ENTER("cuLaunchKernel");
+    NEED_CONTEXT;
+    if (function != &kernel) return invalid_handle;
+    if (blocks_x == 0 || blocks_y != 1 || blocks_z != 1) return invalid_value;
+    if (threads_x % 32 || threads_x == 0 || threads_x > 1024) return invalid_value;
+    if (threads_y != 1 || threads_z != 1 || shared || !arguments || extra) return invalid_value;
+    return launch_copies(arguments, stream);
 }
 FAKE int cuGetErrorName(int code, const char **name) {
     static const std::map<int, const char *> names = {

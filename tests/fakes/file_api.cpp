@@ -20,18 +20,23 @@ using fake::storage;
 #define FILE_VERSION (VERSION % 10000)
 
 #define CAT(prefix, call) prefix##call
+// Variables that forbid the way through host memory: cuFile asks when its driver opens, up to 1.15
+// (1.20 has a call for it alone); hipFile when a file is registered.
 #if FILE_API == 1
 #define NAME(call) CAT(cuFile, call)
 #define PREFIX "cuFile"
-constexpr const char *compat = "CUFILE_ALLOW_COMPAT_MODE";
+constexpr const char *driver_compat = FILE_VERSION < 1200 ? "CUFILE_ALLOW_COMPAT_MODE" : nullptr;
+constexpr const char *file_compat = nullptr;
 #elif FILE_API == 2
 #define NAME(call) CAT(hipFile, call)
 #define PREFIX "hipFile"
-constexpr const char *compat = "HIPFILE_ALLOW_COMPAT_MODE";
+constexpr const char *driver_compat = nullptr;
+constexpr const char *file_compat = "HIPFILE_ALLOW_COMPAT_MODE";
 #else
 #define NAME(call) CAT(NdsFile, call)
 #define PREFIX "NdsFile"
-constexpr const char *compat = nullptr;
+constexpr const char *driver_compat = nullptr;
+constexpr const char *file_compat = nullptr;
 #endif
 
 // The accelerator of the calling thread, asked of its own driver; -1 where it has none.
@@ -107,7 +112,7 @@ ssize_t move(void *file, void *base, std::size_t size, off_t offset, off_t base_
 
 FAKE Status NAME(DriverOpen)() {
     STATUS_ENTER(DriverOpen);
-    return status(storage().open());
+    return status(storage().open(driver_compat));
 }
 FAKE Status NAME(DriverClose)() {
     STATUS_ENTER(DriverClose);
@@ -120,7 +125,7 @@ FAKE Status NAME(HandleRegister)(void **handle, Descriptor *descriptor) {
     STATUS_ENTER(HandleRegister);
     if (!handle || !descriptor) return status(fake::wrong_value);
     File *made = nullptr;
-    const int code = storage().add_file(fd_of(descriptor), compat, &made);
+    const int code = storage().add_file(fd_of(descriptor), file_compat, &made);
     *handle = made;
     return status(code);
 }
@@ -211,6 +216,13 @@ FAKE Status cuFileGetVersion(int *version) {
     *version = FILE_VERSION;
     return status(fake::file_ok);
 }
+#if FILE_VERSION >= 1140
+FAKE Status cuFileSetParameterBool(int parameter, bool value) {
+    STATUS_ENTER(SetParameterBool);
+    if (parameter != 1 && parameter != 2) return status(fake::wrong_value);
+    return status(parameter == 1 ? storage().allow_bounce(value) : fake::file_ok);
+}
+#endif
 #if FILE_VERSION >= 1150
 FAKE Status cuFileSetParameterPosixPoolSlabArray(const std::size_t *kib, const std::size_t *counts,
                                                  int num) {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -15,6 +16,15 @@ namespace {
 bool is_variable(const char *name, const char *value) {
     const char *found = std::getenv(name);
     return found && std::strcmp(found, value) == 0;
+}
+
+// As cuFile writes it, for those who named a file.
+void log_error(const char *words) {
+    const char *path = std::getenv("CUFILE_LOGFILE_PATH");
+    std::FILE *log = path ? std::fopen(path, "a") : nullptr;
+    if (!log) return;
+    std::fprintf(log, " 26-11-2026 16:00:00:1 [pid=1 tid=1] ERROR  cufio-fake:1 %s\n", words);
+    std::fclose(log);
 }
 
 // Whole pages, of which it tells `size` bytes.
@@ -71,6 +81,7 @@ void Storage::reset(unsigned seed, int max_delay_us, int percent_short, bool is_
     batches_.clear();
     is_open_ = false;
     is_bounced_ = is_bounced;
+    may_bounce_ = true;
     max_delay_us_ = max_delay_us;
     percent_short_ = percent_short;
     cancels_ = Cancel::works;
@@ -132,15 +143,27 @@ std::vector<std::string> Storage::leaks() {
 
 // -- the driver ------------------------------------------------------------------------------------
 
-int Storage::open() {
+int Storage::open(const char *compat) {
     if (is_variable("KVTIER_FAKE_DRIVER", "spin"))
         for (;;) usleep(1000);
     if (is_variable("KVTIER_FAKE_DRIVER", "abort")) std::abort();
     if (is_variable("KVTIER_FAKE_DRIVER", "absent")) return driver_absent;
     std::lock_guard lock(mutex_);
     if (is_open_) return driver_open;
+    is_bounced_ = is_bounced_ || is_variable("KVTIER_FAKE_DRIVER", "bounced") ||
+                  is_variable("KVTIER_FAKE_DRIVER", "no udev");
+    if (is_bounced_ && (!may_bounce_ || (compat && is_variable(compat, "false")))) {
+        log_error("the kernel module is not loaded");
+        return driver_closed;
+    }
     is_open_ = true;
-    is_bounced_ = is_bounced_ || is_variable("KVTIER_FAKE_DRIVER", "bounced");
+    return file_ok;
+}
+
+int Storage::allow_bounce(bool on) {
+    std::lock_guard lock(mutex_);
+    if (is_open_) return driver_open;
+    may_bounce_ = on;
     return file_ok;
 }
 
@@ -192,6 +215,10 @@ int Storage::add_file(int fd, const char *compat, File **made) {
     for (auto &file : files_)
         if (file->fd == fd) return file_known;
     if (is_bounced_ && compat && is_variable(compat, "false")) return not_on_this_file;
+    if (is_variable("KVTIER_FAKE_DRIVER", "no udev")) {
+        log_error("udev property not found: ID_FS_USAGE vda");
+        return file_unknown;
+    }
     files_.push_back(std::make_unique<File>(File{fd}));
     *made = files_.back().get();
     return file_ok;

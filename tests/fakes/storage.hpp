@@ -105,8 +105,9 @@ public:
     long num_transfers();
     std::vector<std::string> leaks();
 
-    // The driver.
-    int open();
+    // The driver. compat: the variable that allows the way through host memory.
+    int open(const char *compat);
+    int allow_bounce(bool on);
     int close();
     int set_pool(const std::size_t *kib, const std::size_t *counts, int num);
     bool is_bounced() const { return is_bounced_; }
@@ -150,7 +151,7 @@ private:
     std::condition_variable changed_;
     std::thread worker_;
     std::mt19937_64 random_{0};
-    bool held_ = false, is_open_ = false, is_bounced_ = false;
+    bool held_ = false, is_open_ = false, is_bounced_ = false, may_bounce_ = true;
     int max_delay_us_ = 0, percent_short_ = 0;
     Cancel cancels_ = Cancel::works;
     std::vector<std::unique_ptr<File>> files_;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from statistics import median
 from time import perf_counter
@@ -18,8 +19,9 @@ logger = logging.getLogger(__name__)
 
 COPY_BYTES = (2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10, 1 << 20)
 NUM_COPIES = (16, 128, 1024, 4096)
-MAX_TOTAL_BYTES = 64 << 20
-"""Size of one measurement, and of the memory allocated on each side."""
+RIG_BYTES = (256 << 20, 64 << 20)
+"""Memory to allocate on each side: the second if there is less than the first. A measurement copies
+half of it at most; with few bytes it would not show the rate of many."""
 REPEATS = 3
 NUM_CHECKED = 16
 """Copies that are compared byte by byte, per size."""
@@ -33,12 +35,12 @@ def calibrate(
 ) -> PathTable:
     """Measure each of the device's copy paths, in both directions.
 
-    Paths that fail or copy wrong bytes are omitted. Takes a second or two, and 64 MiB on both
-    sides. Raises ``DeviceError`` if that memory is not available.
+    Paths that fail or copy wrong bytes are omitted. Takes a few seconds, and 256 MiB on both sides,
+    or 64. Raises ``DeviceError`` if that memory is not available.
     """
     rows: list[Measured] = []
     ways = {CopyPath(name): copy for name, copy in device.ways().items()}
-    with open_rig(device, MAX_TOTAL_BYTES) as rig:
+    with _largest_rig(device) as rig:
         for direction in Direction:
             right = {
                 path: copy
@@ -49,10 +51,24 @@ def calibrate(
                 )
             }
             for size, count in product(copy_bytes, num_copies):
-                if size * count <= MAX_TOTAL_BYTES // 2:
+                if size * count <= rig.nbytes // 2:
                     batch = rig.scattered(direction, size, count)
                     rows += _measure(right, direction, batch, repeats)
     return PathTable(tuple(rows), frozenset(ways))
+
+
+@contextmanager
+def _largest_rig(device: Device) -> Iterator[Rig]:
+    """Yield a rig of the first of ``RIG_BYTES`` for which there is memory."""
+    with ExitStack() as stack:
+        for nbytes in RIG_BYTES:
+            try:
+                rig = stack.enter_context(open_rig(device, nbytes))
+                break
+            except DeviceError:
+                if nbytes == RIG_BYTES[-1]:
+                    raise
+        yield rig
 
 
 def _measure(

@@ -34,13 +34,17 @@ class Copies:
         """Return ``src`` for a load, ``dst`` for a store."""
         return self.src if direction is Direction.LOAD else self.dst
 
+    @property
+    def mean_size(self) -> float:
+        """Mean size, in bytes."""
+        return float(self.size.mean())
+
     def pieces(self, max_copies: int) -> list[Copies]:
         """Return the copies in pieces of at most ``max_copies``."""
         if len(self) <= max_copies:
             return [self]
         starts = range(0, len(self), max_copies)
-        parts = (slice(start, start + max_copies) for start in starts)
-        return [Copies(self.dst[part], self.src[part], self.size[part]) for part in parts]
+        return [self[start : start + max_copies] for start in starts]
 
     def cut(self, side: UInt64s, edges: UInt64s) -> Copies:
         """Return the copies, split so that none crosses an edge.
@@ -61,6 +65,9 @@ class Copies:
                 pieces.append((dst + at - begin, src + at - begin, end - at))
         table = np.array(pieces, np.uint64).T
         return Copies(*(np.ascontiguousarray(column) for column in table))
+
+    def __getitem__(self, part: slice) -> Copies:
+        return Copies(self.dst[part], self.src[part], self.size[part])
 
     def __len__(self) -> int:
         return len(self.size)

@@ -17,9 +17,9 @@ from kvtier.devices.compute import ComputeStream, Handle, torch_compute
 from kvtier.devices.copies import Copies
 from kvtier.devices.driver import CopyRows, Driver
 from kvtier.devices.driver_device import DriverDevice
-from kvtier.devices.library import Call, Library, error_name
+from kvtier.devices.kernel import CopyKernel
+from kvtier.devices.library import Call, DriverError, Library, error_name
 from kvtier.devices.numa import pci_numa_node
-from kvtier.devices.paths import Kernel
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,13 @@ CALLS = (
     Call("cuMemFree_v2", (c_uint64,)),
     Call("cuMemHostRegister_v2", (c_void_p, c_size_t, c_uint)),
     Call("cuMemHostUnregister", (c_void_p,)),
+    Call("cuModuleLoadData", (_ANSWER, c_char_p)),
+    Call("cuModuleGetFunction", (_ANSWER, _POINTER, c_char_p)),
+    # kernel, blocks in x, y, z, threads in x, y, z, shared memory, stream, arguments, extra
+    Call(
+        "cuLaunchKernel",
+        (_POINTER, *(c_uint,) * 7, _POINTER, _POINTER, _POINTER),
+    ),
     Call(
         "cuGetProcAddress_v2",
         (c_char_p, _ANSWER, c_int, c_uint64, c_void_p),
@@ -126,6 +133,10 @@ class Copy2D(Structure):
 
 class CudaDriver(Driver):
     """The GPU ``index`` among those in ``CUDA_VISIBLE_DEVICES``."""
+
+    max_copies = 64
+    """A batch starts when all its copies are submitted, about 1 us each: with few, the copy engine
+    works while the next ones are submitted, and other threads' calls wait less for the driver."""
 
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"
@@ -258,6 +269,20 @@ class CudaDriver(Driver):
             if code := copy(byref(area), stream):
                 self._cuda.check("cuMemcpy2DAsync_v2", code)
 
+    def load_kernel(self, image: bytes, name: str) -> Handle:
+        """Load a program in PTX. Return its kernel ``name``."""
+        module = self._cuda.handle("cuModuleLoadData", image)
+        return self._cuda.handle("cuModuleGetFunction", module, name.encode())
+
+    def launch(
+        self, kernel: Handle, num_blocks: int, num_threads: int, stream: Handle, arguments: object
+    ) -> None:
+        """Queue a kernel on ``stream``. arguments: array of pointers to the kernel's arguments."""
+        self._cuda.call(
+            *("cuLaunchKernel", kernel, num_blocks, 1, 1, num_threads, 1, 1, 0),
+            *(stream, arguments, None),
+        )
+
     # -- memory -----------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> int:
@@ -288,22 +313,21 @@ class CudaDevice(DriverDevice):
 
     def __init__(self, name: str = "cuda", compute_stream: ComputeStream | None = None) -> None:
         driver = CudaDriver(int(name.partition(":")[2] or 0))
-        if compute_stream is not None:
-            super().__init__(driver, compute_stream)
-            return
-        compute_stream = torch_compute(driver.name, "cuda_stream")
-        kernel = _kernel(driver.name) if driver.sees_host_addresses else None
-        super().__init__(driver, compute_stream, kernel)
+        if compute_stream is None:
+            compute_stream = torch_compute(driver.name, "cuda_stream")
+        super().__init__(driver, compute_stream, _kernel(driver))
 
 
-def _kernel(name: str) -> Kernel | None:
-    """Return the kernel for small copies on torch's GPU ``name``; None without Triton."""
-    try:
-        from kvtier.devices.kernel import TritonKernel
-    except ImportError as error:
-        logger.info("%s copies without a kernel: %s", name, error)
+def _kernel(driver: CudaDriver) -> CopyKernel | None:
+    """Return the kernel for small copies; None if this GPU cannot run it."""
+    if not driver.sees_host_addresses:
         return None
-    return TritonKernel(name)
+    driver.use()
+    try:
+        return CopyKernel(driver)
+    except DriverError as error:
+        logger.info("%s copies without a kernel: %s", driver.name, error)
+        return None
 
 
 def _meaning(cuda: Library, code: int) -> str:

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -18,9 +19,10 @@ from kvtier.devices.calibration import calibrate
 from kvtier.devices.compute import ComputeStream, Handle
 from kvtier.devices.copies import Copies
 from kvtier.devices.driver import Driver
+from kvtier.devices.kernel import CopyKernel
 from kvtier.devices.library import DriverError
 from kvtier.devices.path_table import PathTable, load_table, save_table, table_path
-from kvtier.devices.paths import CopyPath, CopyPaths, Kernel
+from kvtier.devices.paths import CopyPath, CopyPaths
 from kvtier.devices.synchronous import Passed
 from kvtier.errors import DeviceError
 from kvtier.system.process import OwnerProcess
@@ -42,8 +44,7 @@ class LockedRanges:
         self._ranges = sorted(ranges)
         table = np.array(self._ranges, np.uint64).reshape(-1, 2)
         self._begins, self._ends = table[:, 0].copy(), table[:, 1].copy()
-        self.edges = np.unique(table)
-        """Addresses at which copies must be split: uint64, sorted."""
+        self._edges = np.unique(table)
 
     def plus(self, ranges: Iterable[Range]) -> LockedRanges:
         """Return these ranges and the ones given."""
@@ -54,12 +55,26 @@ class LockedRanges:
         gone = set(ranges)
         return LockedRanges([each for each in self._ranges if each not in gone])
 
-    def contain(self, begin: UInt64s, size: UInt64s) -> bool:
+    def fit(self, copies: Copies, direction: Direction) -> tuple[Copies, bool]:
+        """Return the copies, none of which crosses an edge of a range on the host's side.
+
+        The second value is whether that side of each copy lies in a range.
+        """
+        if self._contain(copies.host_side(direction), copies.size):
+            return copies, True  # the usual case
+        copies = copies.cut(copies.host_side(direction), self._edges)
+        return copies, self._contain(copies.host_side(direction), copies.size)
+
+    def _contain(self, begin: UInt64s, size: UInt64s) -> bool:
         """Whether each of these pieces lies in one range. Both uint64 [num_pieces]."""
-        at = np.searchsorted(self._begins, begin, "right") - 1
-        if not len(self._begins) or (at < 0).any():
+        if not len(begin) or not len(self._begins):
             return not len(begin)
-        return bool((begin + size <= self._ends[at]).all())
+        end = begin + size
+        first, last = begin.min(), end.max()
+        if len(self._begins) == 1:
+            return bool(self._begins[0] <= first and last <= self._ends[0])
+        at = np.searchsorted(self._begins, begin, "right") - 1
+        return bool(self._begins[0] <= first and (end <= self._ends[at]).all())
 
 
 class DriverDevice(Device):
@@ -70,7 +85,7 @@ class DriverDevice(Device):
     """
 
     def __init__(
-        self, driver: Driver, compute_stream: ComputeStream, kernel: Kernel | None = None
+        self, driver: Driver, compute_stream: ComputeStream, kernel: CopyKernel | None = None
     ) -> None:
         self.name = driver.name
         self.process = OwnerProcess()
@@ -123,7 +138,8 @@ class DriverDevice(Device):
                 logger.warning("%s: copies could not be measured: %s", self.name, error)
                 return
             save_table(table, path, self.driver.identity)
-        self._table = self.paths.ranking = table
+        self._table = table
+        self.paths.rank(table)
 
     def ways(self) -> Mapping[str, Callable[[CopyBatch, Direction], None]]:
         return {path.value: partial(self.copy_by, path) for path in self.paths.usable}
@@ -194,6 +210,9 @@ class DriverDevice(Device):
             for queue in self._queues.values():
                 queue.close()
             self._queues.clear()
+        with suppress(DriverError):
+            self.driver.use()
+        self.paths.close()
 
     # -- for doctor -------------------------------------------------------------------------------
 
@@ -272,9 +291,7 @@ class StreamQueue(CopyQueue):
         self._device.driver.use()
         while self._fenced and self._fenced[0][0].passed:
             self._fenced.popleft()
-        copies, locked = Copies.of(batch), self._device.locked
-        copies = copies.cut(copies.host_side(self._direction), locked.edges)
-        is_reachable = locked.contain(copies.host_side(self._direction), copies.size)
+        copies, is_reachable = self._device.locked.fit(Copies.of(batch), self._direction)
         self._unfenced += self._device.paths.submit(
             copies, self._direction, self._stream, is_reachable, only
         )

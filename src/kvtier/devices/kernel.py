@@ -1,77 +1,130 @@
 """Small copies by a kernel: the GPU itself reads and writes page-locked host memory.
 
-Below some 32 KiB the fixed cost of a copy exceeds that of its bytes on a GPU's copy engine.
-Instead, a few programs, each on its own multiprocessor, do one copy after another; they are few, so
-that the other multiprocessors can compute. Needs Triton, and host memory that the GPU sees at the
-host's address.
+Below some 64 KiB the fixed cost of a copy exceeds that of its bytes on a GPU's copy engine. The
+kernel (``copy_fragments.cu``) runs on a few multiprocessors, so that the others can compute. Needs
+host memory that the GPU sees at the host's address.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-import triton
-import triton.language as tl
+import logging
+import mmap
+from ctypes import addressof, c_uint, c_uint64, c_void_p
+from importlib.resources import files
+from typing import Protocol
 
-from kvtier.devices.base import Direction
+import numpy as np
+
 from kvtier.devices.compute import Handle
 from kvtier.devices.copies import Copies
+from kvtier.devices.library import DriverError
 
-MAX_PROGRAMS = 16
-"""Maximum number of multiprocessors used."""
-WORDS = 1024
-"""Words of 8 bytes that a program moves at a time."""
-NUM_WARPS = 4
+logger = logging.getLogger(__name__)
+
+NAME = "copy_fragments"
+NUM_BLOCKS = 4
+"""Multiprocessors that keep the bus busy: each runs one block of threads."""
+THREADS, WARP = 1024, 32
+"""Threads of a block, and of a warp, which does one copy at a time."""
 ALIGNMENT = 16
-"""Alignment of addresses and sizes, so that each thread moves 16 bytes at once."""
+"""Alignment of addresses and sizes, in bytes: what a thread moves at once."""
+TABLE_COPIES = 4096
+"""Maximum number of copies of a launch."""
 
 
-@triton.jit
-def copy_words(dst_of, src_of, num_words_of, num_copies, words: tl.constexpr):
-    """Copy ``num_words_of[i]`` words of 8 bytes from address ``src_of[i]`` to ``dst_of[i]``.
+class KernelDriver(Protocol):
+    """The part of a driver that runs the kernel."""
 
-    Program p of P does copies p, p + P, p + 2 P, and so on.
+    def load_kernel(self, image: bytes, name: str) -> Handle:
+        """Load a program in PTX. Return its kernel ``name``."""
+
+    def launch(
+        self, kernel: Handle, num_blocks: int, num_threads: int, stream: Handle, arguments: object
+    ) -> None:
+        """Queue a kernel on ``stream``.
+
+        arguments: array of pointers to the kernel's arguments, read before this returns.
+        """
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory and map it for the accelerator."""
+
+    def unlock(self, address: int) -> None:
+        """Undo ``lock``."""
+
+
+class CopyTable:
+    """Page-locked memory with the addresses and sizes of one launch's copies.
+
+    It must not change before the launch is done.
     """
-    for at in range(tl.program_id(0), num_copies, tl.num_programs(0)):
-        dst = tl.multiple_of(tl.load(dst_of + at), 16).to(tl.pointer_type(tl.int64))
-        src = tl.multiple_of(tl.load(src_of + at), 16).to(tl.pointer_type(tl.int64))
-        num_words = tl.load(num_words_of + at)
-        for first in range(0, num_words, words):
-            word = first + tl.arange(0, words)
-            inside = word < num_words
-            tl.store(dst + word, tl.load(src + word, mask=inside), mask=inside)
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 3 * TABLE_COPIES * 8)
+        self._rows = np.frombuffer(self._memory, np.uint64).reshape(3, TABLE_COPIES)
+        self.address = self._rows.ctypes.data
+        self.nbytes = len(self._memory)
+        self._values = [c_uint64(row.ctypes.data) for row in self._rows]
+        self._count = c_uint()
+        pointers = [addressof(each) for each in (*self._values, self._count)]
+        self.arguments = (c_void_p * len(pointers))(*pointers)
+        """Pointers to the kernel's arguments."""
+
+    def fill(self, copies: Copies) -> None:
+        """Write at most ``TABLE_COPIES`` copies."""
+        for row, column in zip(self._rows, (copies.dst, copies.src, copies.size), strict=True):
+            row[: len(copies)] = column
+        self._count.value = len(copies)
 
 
-def launch(table: torch.Tensor) -> None:
-    """Launch the copies of a table on the current stream.
+class _Lent:
+    """A table in use; deleting this returns it to ``free``."""
 
-    table: int64 [3, num_copies] = dst, src, words; in device memory.
-    """
-    num_copies = table.shape[1]
-    grid = (min(MAX_PROGRAMS, num_copies),)
-    copy_words[grid](*table.unbind(), num_copies, words=WORDS, num_warps=NUM_WARPS)
+    def __init__(self, table: CopyTable, free: list[CopyTable]) -> None:
+        self._table, self._free = table, free
+
+    def __del__(self) -> None:
+        self._free.append(self._table)
 
 
-class TritonKernel:
-    """Copies on one GPU of torch."""
+class CopyKernel:
+    """Copies on one GPU. Raises ``DriverError`` if the driver does not load the kernel."""
 
-    def __init__(self, name: str) -> None:
-        self._device = torch.device(name)
+    def __init__(self, driver: KernelDriver) -> None:
+        image = files("kvtier.devices").joinpath(f"{NAME}.ptx").read_bytes()
+        self._driver = driver
+        self._kernel = driver.load_kernel(image, NAME)
+        self._tables: list[CopyTable] = []
+        self._free: list[CopyTable] = []
 
     def takes(self, copies: Copies) -> bool:
         """Whether all addresses and sizes are aligned."""
         bits = np.bitwise_or.reduce(copies.dst | copies.src | copies.size)
         return not int(bits) % ALIGNMENT
 
-    def copy(self, copies: Copies, direction: Direction, stream: Handle) -> object:
-        """Queue the copies on ``stream``. Both directions use the same kernel."""
-        del direction
-        words = np.stack([copies.dst, copies.src, copies.size >> np.uint64(3)]).view(np.int64)
-        with (
-            torch.cuda.device(self._device),
-            torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self._device)),
-        ):
-            host = torch.from_numpy(words).pin_memory()
-            table = host.to(self._device, non_blocking=True)
-            launch(table)
-        return host, table
+    def copy(self, copies: Copies, stream: Handle) -> list[object]:
+        """Queue the copies on ``stream``. Return objects that must stay alive until done."""
+        alive: list[object] = []
+        for piece in copies.pieces(TABLE_COPIES):
+            table = self._free.pop() if self._free else self._new_table()
+            alive.append(_Lent(table, self._free))
+            table.fill(piece)
+            num_blocks = min(NUM_BLOCKS, -(-len(piece) * WARP // THREADS))
+            self._driver.launch(self._kernel, num_blocks, THREADS, stream, table.arguments)
+        return alive
+
+    def _new_table(self) -> CopyTable:
+        table = CopyTable()
+        self._driver.lock(table.address, table.nbytes)
+        self._tables.append(table)
+        return table
+
+    def close(self) -> None:
+        """Release the tables; nothing may be in flight."""
+        for table in self._tables:
+            try:
+                self._driver.unlock(table.address)
+            except DriverError as error:  # a lost device must not prevent shutdown
+                logger.info("table not unlocked error=%s", error)
+        self._tables.clear()
+        self._free.clear()

@@ -21,7 +21,7 @@ from kvtier.system.user_cache import cache_folder
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Format version of the file. If it differs, the paths are measured again."""
 
 

@@ -7,12 +7,14 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
+from math import log2
 from typing import Protocol
 
 from kvtier.devices.base import Direction, Finding
 from kvtier.devices.compute import Handle
 from kvtier.devices.copies import Copies
 from kvtier.devices.driver import Driver
+from kvtier.devices.kernel import CopyKernel
 from kvtier.devices.library import DriverError
 from kvtier.devices.rectangles import rectangles
 from kvtier.errors import ConfigError, DeviceError
@@ -39,6 +41,11 @@ UNMEASURED = (CopyPath.BATCH, CopyPath.ROWS, CopyPath.EACH)
 """Copy paths in order of preference if nothing was measured."""
 
 
+LONG_BYTES = 128 << 10
+"""Copies of this size are left to copy engines. A kernel is as fast, but slows down compute beside
+it; for smaller copies the driver does so too, since it takes 1 us to submit each."""
+
+
 class Ranking(Protocol):
     """Measured ranking of the paths."""
 
@@ -46,16 +53,6 @@ class Ranking(Protocol):
         self, direction: Direction, num_copies: int, copy_bytes: float
     ) -> Sequence[CopyPath]:
         """Return the paths that do such copies correctly, fastest first."""
-
-
-class Kernel(Protocol):
-    """Copies by a kernel on the accelerator."""
-
-    def takes(self, copies: Copies) -> bool:
-        """Whether it can do these copies."""
-
-    def copy(self, copies: Copies, direction: Direction, stream: Handle) -> object:
-        """Queue the copies. Return objects that must stay alive until they are done."""
 
 
 class CopyPaths:
@@ -66,11 +63,13 @@ class CopyPaths:
     requires it, "auto" tries it.
     """
 
-    def __init__(self, driver: Driver, kernel: Kernel | None = None) -> None:
+    def __init__(self, driver: Driver, kernel: CopyKernel | None = None) -> None:
         self._driver = driver
         self._kernel = kernel
         self._batch_has_worked = False
-        self.ranking: Ranking | None = None
+        self._ranking: Ranking | None = None
+        self._orders: dict[tuple[Direction, int, int], list[CopyPath]] = {}
+        """Usable paths, best first, by direction and the exponents of number and size."""
         self.why_not: dict[CopyPath, str] = {}
         wanted = os.environ.get(BATCH_VARIABLE, "auto")
         if wanted not in ("auto", "on", "off"):
@@ -127,15 +126,23 @@ class CopyPaths:
                 return alive
         raise DeviceError(f"{self._driver.name}: no way to do {len(copies)} copies by {only}")
 
+    def rank(self, ranking: Ranking) -> None:
+        """Choose by these measurements from now on."""
+        self._ranking = ranking
+        self._orders.clear()
+
     def _order(self, copies: Copies, direction: Direction) -> list[CopyPath]:
-        usable = self.usable
-        if self.ranking is None:
-            return [path for path in UNMEASURED if path in usable]
-        size = float(copies.size.mean())
-        ranked = [
-            path for path in self.ranking.best_first(direction, len(copies), size) if path in usable
-        ]
-        return [*ranked, *(path for path in UNMEASURED if path in usable and path not in ranked)]
+        """Return the usable paths, the best one first."""
+        count, size = (round(log2(each)) for each in (len(copies), copies.mean_size))
+        if (direction, count, size) not in self._orders:
+            ranked: Sequence[CopyPath] = ()
+            if self._ranking is not None:
+                ranked = self._ranking.best_first(direction, 1 << count, 1 << size)
+            order = list(dict.fromkeys([*ranked, *UNMEASURED]))
+            if 1 << size >= LONG_BYTES:
+                order.sort(key=lambda path: path is CopyPath.KERNEL)
+            self._orders[direction, count, size] = [path for path in order if path in self.usable]
+        return self._orders[direction, count, size]
 
     def _try(
         self, path: CopyPath, copies: Copies, direction: Direction, stream: Handle
@@ -150,7 +157,7 @@ class CopyPaths:
         if path is CopyPath.KERNEL:
             if self._kernel is None or not self._kernel.takes(copies):
                 return None
-            return [self._kernel.copy(copies, direction, stream)]
+            return self._kernel.copy(copies, stream)
         if path is CopyPath.ROWS:
             rows = rectangles(copies)
             if rows is None:
@@ -177,7 +184,13 @@ class CopyPaths:
 
     def _drop(self, path: CopyPath, reason: str) -> None:
         self.why_not[path] = reason
+        self._orders.clear()
         logger.info("%s copies without path=%s: %s", self._driver.name, path.value, reason)
+
+    def close(self) -> None:
+        """Release the kernel's memory; nothing may be in flight."""
+        if self._kernel is not None:
+            self._kernel.close()
 
     def finding(self) -> Finding:
         """Return the copy path in use, for ``kvtier doctor``."""

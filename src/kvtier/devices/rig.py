@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvtier.devices.base import CopyBatch, Device, Direction, Memory
+from kvtier.errors import DeviceError
 
 NUM_LAYERS = 32
 """Copies per block: contiguous in host memory, one per layer on the device."""
@@ -86,8 +87,11 @@ class Rig:
 
 @contextmanager
 def open_rig(device: Device, nbytes: int) -> Iterator[Rig]:
-    """Yield a rig with ``nbytes`` on either side. Raises ``DeviceError`` if the device has less."""
-    arena = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Yield a rig with ``nbytes`` on either side. Raises ``DeviceError`` if there is less."""
+    try:
+        arena = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise DeviceError(f"no {nbytes} bytes of host memory: {error}") from error
     view = np.frombuffer(arena, np.uint8)
     view[:: mmap.PAGESIZE] = 0
     host = Memory(view.ctypes.data, nbytes, "host", arena)

@@ -322,8 +322,8 @@ def test_where_the_machine_is_direct_compatibility_mode_is_forbidden(
         world.open().close()
         world.fake.reset_storage(is_bounced=True)
         tier = world.open()
-        assert "not on this file system" in line_of(tier, "disk to device").note
-        with pytest.raises(ConfigError, match="not on this file system"):
+        assert "kernel driver is not loaded" in line_of(tier, "disk to device").note
+        with pytest.raises(ConfigError, match="kernel driver is not loaded"):
             world.open(direct=Direct.ON, path=tmp_path / "two")
         assert "CUFILE_ALLOW_COMPAT_MODE" not in os.environ
 

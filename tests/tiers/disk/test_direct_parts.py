@@ -81,6 +81,7 @@ def test_a_piece_is_registered_where_one_area_holds_all_of_it(
     [
         (PAGE, 0, PAGE), (0, 5, 0), (PAGE + 1, 0, -errno.EIO),
         (-1, errno.ENOSPC, -errno.ENOSPC), (-1, 0, -errno.EIO),
+        (-1, 5027, -errno.EBADF), (-1, 5030, -errno.EIO),
         (-errno.EFAULT, 0, -errno.EFAULT), (-5012, 0, -errno.EFAULT), (-5030, 0, -errno.EIO),
         (-(1 << 40), 0, -errno.EIO),
     ],

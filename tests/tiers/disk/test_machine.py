@@ -186,7 +186,10 @@ class TwoPartMachine(DiskMachine):
 
 TestDiskMachine = DiskMachine.TestCase
 TestAlignedDiskMachine = AlignedDiskMachine.TestCase
-TestDiskMachine.settings = settings(stateful_step_count=30)
-TestAlignedDiskMachine.settings = settings(stateful_step_count=20, max_examples=15)
+FEW = settings(stateful_step_count=20, max_examples=min(15, settings.default.max_examples))
+TestDiskMachine.settings = settings(
+    stateful_step_count=30, max_examples=max(3, settings.default.max_examples // 2)
+)
+TestAlignedDiskMachine.settings = FEW
 TestTwoPartMachine = TwoPartMachine.TestCase
-TestTwoPartMachine.settings = settings(stateful_step_count=20, max_examples=15)
+TestTwoPartMachine.settings = FEW

@@ -62,17 +62,53 @@ def test_a_machine_that_can_is_found_to(fake: StorageFake, tmp_path: Path) -> No
     assert fake.num_transfers == 0, "not in this process"
 
 
-@pytest.mark.parametrize("name", ["cufile113", "cufile120", "hipfile03"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("cufile113", "cuFileDriverOpen answered 5001 (its kernel driver is not loaded, or"),
+        ("cufile115", "cuFileDriverOpen answered 5001 (its kernel driver is not loaded, or"),
+        ("cufile120", "cuFileDriverOpen answered 5001 (its kernel driver is not loaded, or"),
+        ("hipfile03", "not on this file system"),
+    ],
+)
 def test_compatibility_mode_is_called_what_it_is(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVTIER_FAKE_DRIVER", "bounced")
     found = probed(use(name, monkeypatch), tmp_path)
     assert found.reach is Reach.BOUNCED
-    assert "not on this file system" in found.why_not
+    assert reason in found.why_not
     line = found.finding()
     assert line.found.startswith("compatibility mode: ")
     assert "every byte goes through host memory" in line.note
+
+
+@pytest.mark.parametrize("name", ["cufile113", "cufile120"])
+def test_a_disk_that_udev_does_not_know_is_told_of(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container without /run/udev, on a machine without nvidia-fs."""
+    fake = use(name, monkeypatch)
+    monkeypatch.delenv("CUFILE_LOGFILE_PATH", raising=False)
+    monkeypatch.setenv("KVTIER_HIPFILE_LIBRARY", "/no/hipfile.so")
+    monkeypatch.setenv("KVTIER_FAKE_DRIVER", "no udev")
+    found = probed(fake, tmp_path)
+    assert found.reach is Reach.NONE
+    assert found.finding().note == (
+        "not directly: cuFileDriverOpen answered 5001 (its kernel driver is not loaded, or not "
+        "open); nor in compatibility mode: cuFileHandleRegister answered 5027 (the file is not "
+        "registered; does udev's database in /run/udev have its disk?)"
+    )
+    assert [step.log for step in found.steps] == [
+        ("the kernel module is not loaded",),
+        ("udev property not found: ID_FS_USAGE vda",),
+    ]
+    monkeypatch.setattr("sys.argv", ["probe", str(tmp_path)])
+    main()
+    told = capsys.readouterr().out
+    assert "tried GPU-direct: cuFileDriverOpen answered 5001" in told
+    assert "tried compatibility mode: cuFileHandleRegister answered 5027" in told
+    assert f"{found.library} says: udev property not found: ID_FS_USAGE vda" in told
 
 
 @pytest.mark.parametrize(

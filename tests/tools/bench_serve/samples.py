@@ -30,7 +30,7 @@ def accuracy(
             equal=not (tier == HOST and prompt < unequal),
             max_difference=0.0,
             noticed={
-                damage: not (tier == DEVICE and damage is Damage.VALUE and prompt < unnoticed)
+                damage: not (tier == DEVICE and damage is Damage.TOKEN and prompt < unnoticed)
                 for damage in Damage
             },
         )

@@ -42,7 +42,7 @@ def test_every_way_is_measured_against_a_copy_in_a_piece(device: DriverDevice) -
     found = _measure(device)
     assert found.is_page_locked
     assert found.left_out == ()
-    ways = {CONTIGUOUS, USUAL, "batch", "rows", "each"}
+    ways = {CONTIGUOUS, USUAL, "batch", "kernel", "rows", "each"}
     for direction in ("load", "store"):
         for size in (512, 4096):
             for count in (16, 64):

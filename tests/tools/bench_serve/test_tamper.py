@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.config import CacheConfig
 from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.layout import part_view
 from kvtier.tools.bench_serve.engines import clear_tiers, run_one, settle
 from kvtier.tools.bench_serve.options import BenchError
 from kvtier.tools.bench_serve.tamper import Damage, _Blocks, damaged
@@ -22,10 +23,16 @@ PROMPT = tuple(range(100, 100 + 4 * CHUNK + 5))
 OTHER = tuple(range(1000, 1000 + 3 * CHUNK))
 
 
-@pytest.fixture(scope="module", params=["random-gqa", "random-mla"])
+@pytest.fixture(
+    scope="module",
+    params=[("random-gqa", "float32"), ("random-gqa", "bfloat16"), ("random-mla", "float32")],
+    ids="-".join,
+)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    model, dtype = request.param
     config = EngineConfig(
-        model=request.param,
+        model=model,
+        dtype=dtype,
         block_size=16,
         chunk_tokens=CHUNK,
         device_capacity="4MiB",
@@ -74,7 +81,7 @@ def test_damage_is_noticed_and_undone(engine: Engine, tier: str, damage: Damage)
         assert np.any(logits(engine) != cold)
         settle(engine)
     changed = sum(one != another for one, another in zip(before, spoilt, strict=True))
-    assert changed == (2 if damage is Damage.SWAPPED else 1)
+    assert changed == 1
     assert contents(engine, tier) == before
     expose(engine, tier)
     assert logits(engine).tobytes() == cold.tobytes()
@@ -88,32 +95,45 @@ def test_bytes_come_back_when_the_run_fails(engine: Engine) -> None:
     before = contents(engine, DEVICE)
     with (
         pytest.raises(RuntimeError, match="stop here"),
-        damaged(engine, DEVICE, Damage.VALUE, PROMPT, OTHER, seed=1),
+        damaged(engine, DEVICE, Damage.TOKEN, PROMPT, OTHER, seed=1),
     ):
         raise RuntimeError("stop here")
     assert contents(engine, DEVICE) == before
 
 
-def test_a_changed_value_is_one_value(engine: Engine) -> None:
+def test_a_wrong_token_is_one_token_of_one_block(engine: Engine) -> None:
     clear_tiers(engine, DEVICE, HOST)
     logits(engine)
     settle(engine)
     blocks = _Blocks(engine, DEVICE)
+    group = blocks.layout.group
 
-    def values() -> npt.NDArray[np.float32]:
-        return np.stack([blocks.read(slot).view(np.float32) for slot in blocks.places(PROMPT)])
+    def tokens() -> list[npt.NDArray[np.uint8]]:
+        """Bytes of each part of all blocks: [block, layer, token, head, byte]."""
+        content = [blocks.read(slot) for slot in blocks.places(PROMPT)]
+        return [
+            np.stack([part_view(each, blocks.layout, part)[0].view(np.uint8) for each in content])
+            for part in range(len(group.parts))
+        ]
 
-    before = engine.call(values)
-    with damaged(engine, DEVICE, Damage.VALUE, PROMPT, OTHER, seed=3):
-        spoilt = engine.call(values)
-    ((block, at),) = np.argwhere(before != spoilt)
-    assert spoilt[block, at] == -before[block, at] != 0
+    before = engine.call(tokens)
+    with damaged(engine, DEVICE, Damage.TOKEN, PROMPT, OTHER, seed=3):
+        spoilt = engine.call(tokens)
+    signs = np.zeros(group.dtype.itemsize, np.uint8)
+    signs[-1] = 0x80
+    places = set()
+    for one, another in zip(before, spoilt, strict=True):
+        changed = (one ^ another).reshape(*one.shape[:4], -1, len(signs))
+        for block, token in np.argwhere(changed.any(axis=(1, 3, 4, 5))).tolist():
+            places.add((block, token))
+            assert (changed[block, :, token] == signs).all()
+    assert len(places) == 1
 
 
 def test_an_empty_tier_has_nothing_to_damage(engine: Engine) -> None:
     clear_tiers(engine, DEVICE, HOST)
     with (
         pytest.raises(BenchError, match="nothing to damage"),
-        damaged(engine, HOST, Damage.SWAPPED, PROMPT, OTHER, seed=0),
+        damaged(engine, HOST, Damage.REPEATED, PROMPT, OTHER, seed=0),
     ):
         pass

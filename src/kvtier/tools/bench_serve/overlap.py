@@ -17,7 +17,7 @@ from statistics import median
 
 import numpy as np
 
-from kvtier.config import CHUNK_TOKENS
+from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS
 from kvtier.engine import Engine, EngineInfo, SamplingParams
 from kvtier.tools.bench_serve.engines import Setting, clear_tiers, open_engine, run_one, settle
 from kvtier.tools.bench_serve.options import BenchError
@@ -32,6 +32,8 @@ FULL_PARAMETERS = 6_500_000_000
 ACCELERATOR_CHUNK_TOKENS = 1024
 """Prefill chunk on an accelerator. Chunks of 128 tokens would leave most of it idle. Larger chunks
 cost more than they gain, since one whole chunk of a cached prompt is computed again."""
+ACCELERATOR_BLOCK_SIZE = 256
+"""Tokens of a block there: the driver takes 1 us per copy, and submits no compute meanwhile."""
 CPU_TOKENS = 3500
 MAX_TOKENS = 2
 
@@ -174,10 +176,11 @@ def measure_overlap(setting: Setting, progress: Progress) -> OverlapResult:
     """Run the rounds on one engine, one request at a time."""
     info, options = setting.info, setting.options
     is_cpu = info.device == "cpu"
+    if not is_cpu and (options.block_size, options.chunk_tokens) == (BLOCK_SIZE, CHUNK_TOKENS):
+        size, chunk = ACCELERATOR_BLOCK_SIZE, ACCELERATOR_CHUNK_TOKENS
+        options = replace(options, block_size=size, chunk_tokens=chunk)
+        info = replace(info, bytes_per_block=info.bytes_per_block * size // info.block_size)
     chunk = options.chunk_tokens
-    if not is_cpu and chunk == CHUNK_TOKENS:
-        chunk = max(chunk, ACCELERATOR_CHUNK_TOKENS // options.block_size * options.block_size)
-    options = replace(options, chunk_tokens=chunk)
     length = options.overlap_tokens or (CPU_TOKENS if is_cpu else FULL_TOKENS)
     reused = options.reused_tokens(length)
     if reused < chunk:

@@ -27,8 +27,8 @@ from kvtier.tools.report.svg import SvgPicture, picture
 from kvtier.tools.report.target import target_bound, target_figure, target_interval
 
 DAMAGES = {
-    Damage.SWAPPED: "two blocks swapped",
-    Damage.VALUE: "one value changed",
+    Damage.REPEATED: "a block twice",
+    Damage.TOKEN: "one token's signs changed",
     Damage.OTHER: "another prompt's block",
 }
 

@@ -34,10 +34,19 @@ TIMEOUT_S = 60.0
 class Damage(StrEnum):
     """Damage to one cached block."""
 
-    SWAPPED = "swapped"
-    """It is swapped with another block of the same prompt."""
-    VALUE = "value"
-    """One number in it has the wrong sign."""
+    REPEATED = "repeated"
+    """Another block of the same prompt is in its place.
+
+    Two blocks that change places would not do: keys carry their positions, and attention adds up
+    the tokens of a prefix in any order, so that rounding alone would tell.
+    """
+    TOKEN = "token"
+    """All keys and values of one token in it have the wrong sign.
+
+    It is the smallest damage that shows in every dtype. A prompt of thousands of tokens gives each
+    of them little weight, so that less is rounded away in bfloat16: of single numbers, 16 of 18
+    changed a logit, of all numbers of a token in a head and a layer, 17 of 18.
+    """
     OTHER = "other"
     """It is replaced by another prompt's block."""
 
@@ -93,10 +102,10 @@ def _choose(
     """Return wrong content by the location at which to write it."""
     random = np.random.default_rng(seed)
     mine = blocks.places(prompt)
-    if damage is Damage.SWAPPED:
+    if damage is Damage.REPEATED:
         first, second = (mine[at] for at in random.choice(len(mine), 2, replace=False))
-        return {first: blocks.read(second), second: blocks.read(first)}
-    if damage is Damage.VALUE:
+        return {first: blocks.read(second)}
+    if damage is Damage.TOKEN:
         place = mine[int(random.integers(len(mine)))]
         return {place: _with_wrong_sign(blocks, blocks.read(place), random)}
     theirs = blocks.places(other)
@@ -105,20 +114,19 @@ def _choose(
 
 
 def _with_wrong_sign(blocks: _Blocks, content: Bytes, random: np.random.Generator) -> Bytes:
-    """Return ``content`` with the sign flipped of one token's largest number in a head and layer.
+    """Return ``content`` with the signs flipped of one token's numbers, in all parts and layers.
 
-    It works on bits, of which the highest is the sign and the others order numbers by size, so that
-    it fits every floating-point type.
+    The sign is the highest bit of every floating-point type.
     """
     wrong = content.copy()
     group = blocks.layout.group
-    part = int(random.integers(len(group.parts)))
-    view = part_view(wrong, blocks.layout, part)
-    place = tuple(int(random.integers(size)) for size in view.shape[1:4])
     kind = np.dtype(f"uint{8 * group.dtype.itemsize}")
-    numbers = view[(0, *place)].view(kind)
-    sign = kind.type(1 << (8 * kind.itemsize - 1))
-    numbers[int(np.argmax(numbers & ~sign))] ^= sign
+    token = int(random.integers(group.block_size))
+    for part in range(len(group.parts)):
+        view = part_view(wrong, blocks.layout, part)
+        for layer, head in np.ndindex(view.shape[1], view.shape[3]):
+            numbers = view[0, layer, token, head].view(kind)
+            numbers ^= kind.type(1 << (8 * kind.itemsize - 1))
     return wrong
 
 

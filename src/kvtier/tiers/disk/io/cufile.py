@@ -6,7 +6,7 @@ memory: its *compatibility mode*. ``probe`` finds out which mode is in use.
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, byref, c_int, c_size_t, c_ssize_t, c_uint, c_void_p
+from ctypes import POINTER, Structure, byref, c_bool, c_int, c_size_t, c_ssize_t, c_uint, c_void_p
 from typing import Final
 
 from kvtier.devices.library import Call
@@ -70,6 +70,13 @@ CALLS = (
         _SLABS,
         since="1.15",
         without="smaller batches",
+        returns=FileStatus,
+    ),
+    Call(
+        "cuFileSetParameterBool",
+        (c_int, c_bool),
+        since="1.14",
+        without="environment variables",
         returns=FileStatus,
     ),
     *batch_calls("cuFile", "one call per piece"),

@@ -11,9 +11,10 @@ of each vendor, and the replacements of missing ones:
     Readv, Writev                     from 1.20   no        no: a batch, or one call per piece
     BatchIO*                          yes         not used  no: one call per piece
     SetParameterPosixPoolSlabArray    from 1.15   no        no: smaller batches
+    SetParameterBool                  from 1.14   no        no: environment variables
 
-Loading a library is harmless. Opening its driver may not be: cuFile 1.20 spins forever if there is
-no driver. So ``probe`` tries that in a separate process first.
+Loading a library is harmless. Opening its driver may not be: cuFile 1.15 and 1.20 spin forever on a
+kernel without ``/proc/modules``. So ``probe`` tries that in a separate process first.
 """
 
 from __future__ import annotations
@@ -33,8 +34,12 @@ from kvtier.devices.library import Call, Library
 
 ALREADY_OPEN: Final = 5026
 
+ALLOW_COMPAT: Final = 1
+FORCE_COMPAT: Final = 2
+"""Parameters of ``SetParameterBool``, in the order of ``Vendor.compat``."""
+
 MEANINGS: Final = {
-    5001: "the driver is not initialised",
+    5001: "its kernel driver is not loaded, or not open",
     5004: "library and kernel module are of different versions",
     5007: "not on this platform",
     5008: "not on this file system",
@@ -53,13 +58,15 @@ MEANINGS: Final = {
     5024: "the memory is not registered",
     5025: "not permitted",
     5026: "the driver is open already",
-    5027: "the file is not registered",
+    5027: "the file is not registered; does udev's database in /run/udev have its disk?",
     5028: "the file is registered already",
     5029: "no accelerator",
+    5030: "an error inside the library",
     5033: "the driver can't be set up; is the accelerator's driver installed?",
     5034: "switched off by its configuration",
     5036: "the memory can't be pinned; is there room in the accelerator's BAR?",
     5037: "the batch is full",
+    5043: "the library has no memory left",
 }
 """Meanings of the error codes, shared by all three libraries, that an operator can act on."""
 
@@ -152,15 +159,16 @@ class Vendor:
     compat: tuple[str, str] | None = None
     log: str = ""
 
-    def variables(self, may_bounce: bool) -> dict[str, str]:
+    def variables(self, may_bounce: bool, log: str = os.devnull) -> dict[str, str]:
         """Return the environment variables to set when the driver opens.
 
         may_bounce: allow its path through host memory. False forbids it, so that transfers are
         really direct.
+        log: its log file, unless the environment names one.
         """
         made = {}
         if self.log and self.log not in os.environ:
-            made[self.log] = os.devnull
+            made[self.log] = log
         if self.compat is not None:
             allow, force = self.compat
             made |= {allow: "true"} if may_bounce else {allow: "false", force: "false"}
@@ -269,6 +277,7 @@ class FileLibrary:
             opened = _opened.get(self._key)
             if opened is None:
                 has_pool = self._set_bounce_pool(bounce_pool)
+                self._set_compat()
                 code = self.code("DriverOpen")
                 if code != ALREADY_OPEN:
                     self._library.check(f"{self.vendor.prefix}DriverOpen", code)
@@ -297,6 +306,23 @@ class FileLibrary:
             return False
         sizes, counts = ((c_size_t * len(pool))(*column) for column in zip(*pool, strict=True))
         return not self.code("SetParameterPosixPoolSlabArray", sizes, counts, len(pool))
+
+    def _set_compat(self) -> None:
+        """Set what ``Vendor.variables`` says of the path through host memory by call.
+
+        cuFile 1.20 no longer reads CUFILE_ALLOW_COMPAT_MODE. A driver that somebody else has opened
+        stays as it is.
+        """
+        if self.vendor.compat is None or not self.has("SetParameterBool"):
+            return
+        for variable, parameter in zip(
+            self.vendor.compat, (ALLOW_COMPAT, FORCE_COMPAT), strict=True
+        ):
+            value = os.environ.get(variable, "")
+            if value in ("true", "false"):
+                code = self.code("SetParameterBool", parameter, value == "true")
+                if code != ALREADY_OPEN:
+                    self._library.check(f"{self.vendor.prefix}SetParameterBool", code)
 
     # -- files and memory -------------------------------------------------------------------------
 
@@ -402,12 +428,14 @@ def asked_limits(properties: type[Structure]) -> Callable[[FileLibrary], Limits]
 def outcome(done: int, size: int, left_errno: int = 0) -> int:
     """Convert the return value of a transfer of ``size`` bytes to bytes or -errno.
 
-    More bytes than requested are an error, because it is unknown what was moved.
+    More bytes than requested are an error, because it is unknown what was moved. cuFile returns its
+    own codes, or -1 and leaves them in errno.
     """
     if done >= 0:
         return done if done <= size else -errno.EIO
-    if done == -1:
+    if done == -1 and left_errno <= _LAST_ERRNO:
         return -(left_errno or errno.EIO)
+    done = -left_errno if done == -1 else done
     return -ERRNOS.get(-done, -done if -done <= _LAST_ERRNO else errno.EIO)
 
 

@@ -1,7 +1,7 @@
 """Probe of the path between a disk and an accelerator, run in a child process.
 
-Without a driver, a library may hang (cuFile 1.20), end the process, or leave threads behind. So the
-child process has a time limit, after which it is killed.
+Without a driver, a library may hang, end the process, or leave threads behind. So the child process
+has a time limit, after which it is killed.
 
     python -m kvtier.tiers.disk.io.probe /nvme0 --device cuda
 """
@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import tempfile
 import threading
 import time
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Final
 
 from kvtier.devices.base import Finding
@@ -28,6 +30,8 @@ from kvtier.tiers.disk.io.vendors import KINDS
 LIMIT_S: Final = 30.0
 """Time limit of a whole probe. Opening cuFile's driver and its first transfer take seconds."""
 TRIAL: Final = "kvtier.tiers.disk.io.trial"
+MOST_LINES: Final = 12
+"""Lines of a library's log that a step keeps."""
 OF_DEVICE: Final = {"cuda": ("cufile", "hipfile"), "npu": ("nds",)}
 """File libraries by torch's name of the accelerator."""
 
@@ -41,6 +45,20 @@ class Reach(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """One trial of a probe.
+
+    reach: path that was asked for. For ``BOUNCED``, the library may choose.
+    tried: result of the trial.
+    log: errors that the library wrote to its log.
+    """
+
+    reach: Reach
+    tried: TrialResult
+    log: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """Result of a probe.
 
@@ -49,6 +67,7 @@ class Probe:
     reach: path of bytes that works.
     tried: result of the trial.
     why_not: why no better path works; "" for the best one.
+    steps: the trials.
     """
 
     kind: str
@@ -56,6 +75,7 @@ class Probe:
     reach: Reach
     tried: TrialResult
     why_not: str
+    steps: tuple[Step, ...] = ()
 
     @property
     def works(self) -> bool:
@@ -122,9 +142,13 @@ def findings(folder: str, device: str, limit_s: float = LIMIT_S) -> list[Finding
         device: "cuda" or "npu", with or without a number.
         limit_s: time limit of each probe in seconds.
     """
+    return [each.finding() for each in _probes(folder, device, limit_s)]
+
+
+def _probes(folder: str, device: str, limit_s: float) -> list[Probe]:
     kind, _, number = device.partition(":")
     named = f"{kind}:{number or 0}"
-    return [probe(each, folder, named, limit_s).finding() for each in OF_DEVICE.get(kind, ())]
+    return [probe(each, folder, named, limit_s) for each in OF_DEVICE.get(kind, ())]
 
 
 def _tried(
@@ -138,17 +162,35 @@ def _tried(
     except OSError as error:
         return Probe(kind, library, Reach.NONE, TrialResult(), str(error))
     try:
-        strictly = _run([kind, device, path], vendor.variables(False), ends_at, limit_s)
+        first = _step(Reach.DIRECT, vendor, [kind, device, path], ends_at, limit_s)
+        strictly = first.tried
         if not strictly.why_not:
-            return Probe(kind, library, Reach.DIRECT, strictly, "")
+            return Probe(kind, library, Reach.DIRECT, strictly, "", (first,))
         if vendor.compat is None or time.monotonic() >= ends_at:
-            return Probe(kind, library, Reach.NONE, strictly, strictly.why_not)
-        freely = _run([kind, device, path], vendor.variables(True), ends_at, limit_s)
-        if freely.why_not:
-            return Probe(kind, library, Reach.NONE, freely, freely.why_not)
-        return Probe(kind, library, Reach.BOUNCED, freely, strictly.why_not)
+            return Probe(kind, library, Reach.NONE, strictly, strictly.why_not, (first,))
+        second = _step(Reach.BOUNCED, vendor, [kind, device, path], ends_at, limit_s)
+        steps, freely = (first, second), second.tried
+        if not freely.why_not:
+            return Probe(kind, library, Reach.BOUNCED, freely, strictly.why_not, steps)
+        why_not = freely.why_not
+        if strictly.why_not != why_not:
+            why_not = f"not directly: {strictly.why_not}; nor in compatibility mode: {why_not}"
+        return Probe(kind, library, Reach.NONE, freely, why_not, steps)
     finally:
         os.unlink(path)
+
+
+def _step(
+    reach: Reach, vendor: Vendor, arguments: list[str], ends_at: float, limit_s: float
+) -> Step:
+    """Run a trial, and keep the errors in the library's log."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-probe-") as folder:
+        log = Path(folder, "log")
+        variables = vendor.variables(reach is Reach.BOUNCED, str(log))
+        tried = _run(arguments, variables, ends_at, limit_s)
+        lines = log.read_text(errors="replace") if log.exists() else ""
+    found = (line.strip() for line in re.findall(r"\bERROR +\S+ (.*)", lines))
+    return Step(reach, tried, tuple(dict.fromkeys(found))[:MOST_LINES])
 
 
 def _run(
@@ -174,8 +216,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help='"cuda" or "npu", or one with a number')
     parser.add_argument("--limit-s", type=float, default=LIMIT_S)
     arguments = parser.parse_args()
-    for each in findings(arguments.folder, arguments.device, arguments.limit_s):
-        print(f"{each.topic}: {each.found}\n    {each.note}")
+    for each in _probes(arguments.folder, arguments.device, arguments.limit_s):
+        line = each.finding()
+        print(f"{line.topic}: {line.found}\n    {line.note}")
+        for step in each.steps:
+            print(f"    tried {step.reach.value}: {step.tried.why_not or 'it worked'}")
+            for error in step.log:
+                print(f"        {each.library} says: {error}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Final, Protocol, cast
 import numpy as np
 
 from kvtier.devices.base import CopyBatch, Direction, Memory
-from kvtier.errors import CacheError
+from kvtier.errors import CacheError, TierError
 from kvtier.system.plugins import load_plugin
 from kvtier.tiers.disk.io.base import IO_ALIGNMENT, Int64s, Uint64s
 from kvtier.tiers.disk.io.vendors import KINDS
@@ -159,6 +159,8 @@ def _move(move: Callable[[Int64s, Uint64s, Int64s], Int64s], address: int, place
 def main(kind: str, device_name: str, path: str) -> None:
     try:
         tried = run(kind, device_name, path)
+    except TierError as error:
+        tried = TrialResult(why_not=error.reason)
     except (CacheError, OSError) as error:
         tried = TrialResult(why_not=str(error))
     print(json.dumps(asdict(tried)), flush=True)
