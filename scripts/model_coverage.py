@@ -335,7 +335,7 @@ def attempt(name: str, folder: Path, disk: Path) -> Outcome:
     with engine:
         random = torch.Generator().manual_seed(1)
         prompt = torch.randint(3, engine.info.vocab_size, (NUM_TOKENS,), generator=random).tolist()
-        attention = engine.profile.features()
+        attention, runner = engine.profile.features(), engine.profile.runner_name
         cold = ask(engine)
         warm = [ask(engine, "device")]
         engine.drain()
@@ -353,7 +353,7 @@ def attempt(name: str, folder: Path, disk: Path) -> Outcome:
     scale = np.abs(own).max(-1)
     off = np.abs(np.asarray(cold.logits) - own).max(-1) / scale
     return Outcome(
-        served="paged",
+        served=runner,
         attention=attention,
         difference=float(off[0]),
         decoded=float(off[1:].max()),
@@ -385,7 +385,7 @@ def run(names: list[str]) -> bool:
             try:
                 outcome = attempt(name, model, disk)
             except Exception as error:
-                outcome = Outcome(served="paged", reason=_reason(error))
+                outcome = Outcome(served="?", reason=_reason(error))
         found[name] = {"type": known[name], **asdict(outcome)}
         what = "WRONG " if outcome.is_wrong else outcome.served or "refused"
         told = outcome.reason or f"{outcome.difference:.1e} {outcome.decoded:.1e} {outcome.exact}"

@@ -139,9 +139,13 @@ class Cache:
         patience_s = self.config.load_deadline_s
         if self.config.prefetch_policy is PrefetchPolicy.TIMEOUT:
             patience_s = self.config.prefetch_timeout_s
-        self._ladder.storage_lookup.begin(self._index, namespace, labels)
-        match = self.match(namespace, labels)
+        self.begin_lookup(namespace, labels)
+        match = self._wanted(namespace, labels)
         return self._ladder.loads.prefetch(match, self._clock() + patience_s)
+
+    def _wanted(self, namespace: bytes, labels: Sequence[Label]) -> Match:
+        """Return the blocks that a request for a prompt would load."""
+        return self.match(namespace, labels)
 
     def is_worth_waiting(self, prefetch: Prefetch) -> bool:
         """Whether the prefetch policy lets the request wait for its prefetch any longer."""
@@ -185,15 +189,15 @@ class Cache:
         """
         self._must_be_open()
         self._check_request(labels, num_tokens, num_blocks, grain_blocks)
-        self._ladder.storage_lookup.begin(self._index, namespace, labels)
+        self.begin_lookup(namespace, labels)
         match = self.match(namespace, labels)
         lease = self.lease(namespace, labels, match)
         decision = self.decide(match, num_tokens, grain_blocks, load)
         plan = decision.plan
+        lease.decision = decision
         if not self.transfer(lease, plan, num_blocks):
             self.release(lease)
             return None
-        lease.decision = decision
         self._observer.found(lease, match)
         if load:
             self._ladder.loads.fetch_ahead(match, plan.num_reused_blocks)

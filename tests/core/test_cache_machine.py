@@ -63,6 +63,7 @@ class CacheMachine(RuleBasedStateMachine):
     make_world = World
     policy = WritePolicy.WRITE_THROUGH
     disk_blocks = 0
+    has_lost = False
 
     @initialize(
         layout=st.sampled_from(sorted(ORDERS)),
@@ -89,7 +90,6 @@ class CacheMachine(RuleBasedStateMachine):
             opens_in_steps=opens_in_steps,
         )
         self.cache, self.device = self.world.cache, self.world.device
-        self.has_lost = False
         self.committed: set[tuple[bytes, ...]] = set()
         self.is_held = False
         if prefill_s is not None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -98,6 +99,16 @@ class World:
         """Make the listener of block events; none, unless a test wants one."""
         return None
 
+    @staticmethod
+    def make_cache(*given: Any, **named: Any) -> Cache:
+        """Make the cache."""
+        return Cache(*given, **named)
+
+    @staticmethod
+    def num_slots(lease: Lease, num_blocks: int) -> int:
+        """Return how many slots a lease has."""
+        return num_blocks
+
     def __init__(
         self,
         write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
@@ -140,7 +151,7 @@ class World:
             else None
         )
         self.events = self.make_events()
-        self.cache = Cache(
+        self.cache = self.make_cache(
             config,
             self.device,
             self.pool,
@@ -172,7 +183,7 @@ class World:
         )
         if lease is None:
             return None
-        assert len(lease.slots) == len(set(lease.slots)) == num_blocks
+        assert len(lease.slots) == len(set(lease.slots)) == self.num_slots(lease, num_blocks)
         request = Request(namespace, labels, len(tokens), lease)
         self.requests.append(request)
         return request

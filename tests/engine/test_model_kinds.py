@@ -39,7 +39,12 @@ SERVED = {
     "gpt_oss": "full, windows of 48 tokens, sinks",
     "gemma3n_text": "full, windows of 48 tokens, 4 layers with shared KV",
     "gpt2": "full",
+    "falcon": "full",
+    "lfm2": "full, 3 recurrent layers",
+    "qwen3_next": "full, 3 recurrent layers",
 }
+LAYERS = ("falcon", "lfm2", "qwen3_next")
+"""Those that are served by transformers' own attention and cache layers."""
 
 
 @pytest.fixture(autouse=True)
@@ -60,20 +65,19 @@ def made(name: str, folder: Path) -> str:
 def test_it_is_served_as_transformers_computes_it(tmp_path: Path, name: str) -> None:
     made(name, tmp_path)
     outcome = attempt(name, tmp_path / "model", tmp_path / "disk")
-    assert outcome.attention == SERVED[name]
+    assert outcome.attention == SERVED[name], outcome
+    assert outcome.served == ("layers" if name in LAYERS else "paged")
     assert not outcome.is_wrong, outcome
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("qwen3_next", "has linear_attention layers"),
-        ("bloom", "does not go through transformers' attention interface"),
-        ("llama4_text", "keeps 64 tokens in transformers' cache"),
-        ("mimo_v2_flash", "kinds of layers, whose K and V differ"),
+        ("deepseek_v32", "has indexed_attention layers"),
+        ("mamba", "it uses no DynamicCache"),
     ],
 )
-def test_what_the_pool_cannot_hold_is_refused_by_name(tmp_path: Path, name: str, why: str) -> None:
+def test_what_cannot_be_restored_is_refused_by_name(tmp_path: Path, name: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         load_model(made(name, tmp_path), CPU, "auto")
 
@@ -119,6 +123,12 @@ def test_a_model_whose_attention_is_computed_otherwise_is_refused(
     with_form(kv, monkeypatch, change)
     with pytest.raises(ConfigError, match=r"differ from transformers' own by \d\.\de[+-]\d\d of"):
         Engine(config)
+
+
+def test_a_model_that_does_not_continue_its_own_state_is_refused(tmp_path: Path) -> None:
+    """transformers drops Jamba's state where several tokens follow it."""
+    with pytest.raises(ConfigError, match=r"differ from transformers' own by \d\.\de[+-]\d\d of"):
+        Engine(changed(model=made("jamba", tmp_path), threads=1, max_model_tokens=300))
 
 
 def test_doctor_tells_what_a_model_would_get(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from scripts.model_coverage import small_config
 
 CHUNK = 16
 
@@ -26,6 +28,17 @@ def small_model(seed: int = 0, **changes: Any) -> Any:
     }
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(Qwen3Config(**sizes | changes)).eval()
+
+
+def other_model(kind: str, **changes: Any) -> Any:
+    """Return a small model of another type."""
+    config = small_config(kind, kind, 300)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    return model.eval()
 
 
 def prompt(seed: int, num_tokens: int = 100, shared: int = 0) -> torch.Tensor:

@@ -18,9 +18,19 @@ import pytest
 import torch
 
 import kvtier
+from kvtier.config import CacheConfig
 from kvtier.connectors.transformers.attached import Attached
 from kvtier.errors import ConfigError, UsageError
-from tests.transformers.models import CHUNK, answer, are_equal, on_grid, prompt, small_model
+from kvtier.types import LoadPolicy
+from tests.transformers.models import (
+    CHUNK,
+    answer,
+    are_equal,
+    on_grid,
+    other_model,
+    prompt,
+    small_model,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -364,23 +374,54 @@ def test_a_static_cache_is_left_alone() -> None:
         assert dict(cache.stats().passed) == {"a StaticCache": 1}
 
 
-def test_a_model_with_windows_is_refused_and_still_answers() -> None:
-    from transformers import MistralConfig, MistralForCausalLM
+@pytest.mark.parametrize("window", [9, 16, 17, 40])
+def test_a_model_with_windows_equals_the_grid(window: int) -> None:
+    model = other_model("mistral", sliding_window=window)
+    prompts = [prompt(seed, 90 + seed, shared=50) for seed in range(2)]
+    expected = [on_grid(model, ids) for ids in prompts]
+    with attached(model) as cache:
+        for ids, right in zip([*prompts, *prompts], [*expected, *expected], strict=True):
+            assert are_equal(answer(model, ids), right)
+        assert cache.stats().num_reused_tokens == 48 + 80 + 80
+        ids, mask = padded(prompts)
+        found = answer(model, ids, attention_mask=mask)
+        for at, (tokens, logits) in enumerate(expected):
+            assert torch.equal(found[0][at, -4:], tokens[0, -4:])
+            torch.testing.assert_close(found[1][:, at], logits[:, 0], rtol=1e-3, atol=1e-4)
 
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=16,
-    )
-    model = MistralForCausalLM(config).eval()
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])
+def test_a_model_with_recurrent_layers_is_restored_at_snapshots(kind: str, tmp_path: Path) -> None:
+    model = other_model(kind)
+    first, fork = prompt(0, 100), prompt(1, 100, shared=50)
+    first[:, :50] = fork[:, :50]
+    longer = torch.cat([first, prompt(5, 40)], dim=1)
+    expected = {ids: on_grid(model, ids) for ids in (first, fork, longer)}
+    disk = {"disk_path": str(tmp_path), "disk_capacity": "8MiB", "host_capacity": "2MiB"}
+    always = CacheConfig(load_policy=LoadPolicy.ALWAYS)
+    reused = [(first, 0), (first, 96), (fork, 0), (fork, 96), (longer, 96), (longer, 128)]
+    with attached(model, **disk, settings=always) as cache:
+        assert cache.stats().bytes_per_snapshot > 0
+        for ids, num in reused:
+            before = cache.stats().num_reused_tokens
+            assert are_equal(answer(model, ids), expected[ids])
+            assert cache.stats().num_reused_tokens - before == num
+        ids, mask = padded([first, longer])
+        found = answer(model, ids, attention_mask=mask)
+        for at, each in enumerate((first, longer)):
+            assert torch.equal(found[1][0, at], expected[each][1][0, 0])
+    with attached(model, **disk, settings=always) as cache:
+        for ids in (longer, fork):
+            assert are_equal(answer(model, ids), expected[ids])
+        assert cache.stats().reused_tokens == {"disk": 128 + 96 - 48, "host": 48}
+
+
+@pytest.mark.parametrize("kind", ["bert", "jamba"])
+def test_a_model_that_does_not_continue_its_own_cache_is_refused(kind: str) -> None:
+    model = other_model(kind)
     alone = answer(model, prompt(0, 40))
     with attached(model) as cache:
-        assert "DynamicSlidingWindowLayer" in cache.stats().refused
+        assert "in two parts" in cache.stats().refused
         assert "forward" not in vars(model)
         assert are_equal(answer(model, prompt(0, 40)), alone)
 

@@ -22,7 +22,6 @@ from kvtier.engine.config import EngineConfig, EngineInfo
 from kvtier.engine.grammar import Grammar, Grammars
 from kvtier.engine.inbox import Inbox
 from kvtier.engine.models import load_model
-from kvtier.engine.pool import KVPool
 from kvtier.engine.request import (
     Completion,
     Request,
@@ -30,7 +29,6 @@ from kvtier.engine.request import (
     RequestHandle,
     Token,
 )
-from kvtier.engine.runner import ModelRunner, warm_up
 from kvtier.engine.sampling import Sampler, SamplingParams
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.self_check import check_model, num_check_tokens
@@ -71,13 +69,17 @@ class Engine:
         group = model.profile.group(config.block_size)
         capacity = parse_size(config.device_capacity, "device_capacity")
         num_blocks = capacity // group.bytes_per_block
-        if num_blocks * config.block_size <= config.chunk_tokens:
+        # Beside its KV a request has the snapshot that it begins from, and one that it makes.
+        num_others = 2 * model.profile.blocks_per_snapshot(config.block_size)
+        room = (num_blocks - num_others) * config.block_size
+        if room <= config.chunk_tokens:
+            with_states = f" and {num_others} blocks of state" if num_others else ""
             raise ConfigError(
                 f"device_capacity: {capacity / 2**20:.1f} MiB is room for {num_blocks} blocks of "
                 f"{group.bytes_per_block} bytes, less than one chunk of "
-                f"{config.chunk_tokens} tokens; raise it"
+                f"{config.chunk_tokens} tokens{with_states}; raise it"
             )
-        limits = {"the model": model.max_tokens, "device_capacity": num_blocks * config.block_size}
+        limits = {"the model": model.max_tokens, "device_capacity": room}
         if config.max_model_tokens:
             limits["max_model_tokens"] = config.max_model_tokens
         limit = min(limits.values())
@@ -87,7 +89,7 @@ class Engine:
         self.info = EngineInfo(
             model_name=model.name,
             device=device_name,
-            dtype=group.dtype.value,
+            dtype=str(model.module.dtype).removeprefix("torch."),
             attention=group.attention.value,
             vocab_size=int(model.module.config.get_text_config(decoder=True).vocab_size),
             num_parameters=sum(weight.numel() for weight in model.module.parameters()),
@@ -98,11 +100,14 @@ class Engine:
             bytes_per_block=group.bytes_per_block,
             context_note=_context_note(limits),
         )
+        self._runner = model.profile.make_runner(
+            model.module, config.block_size, num_blocks, config.chunk_tokens
+        )
         self._namespace = Namespace(
             model.identity.digest,  # not the name: renaming a folder does not change the model
             model.made_by,
             group.dtype.value,
-            group.fingerprint,
+            self._runner.fingerprint,
             config.block_size,
             codec=lossy_codecs(config.cache),
         )
@@ -111,8 +116,6 @@ class Engine:
         self.sampling_defaults = model.sampling_defaults
         self._identity = model.identity
         self._weights = model.weights
-        pool = KVPool(group, num_blocks, device, model.module.dtype)
-        self._runner = ModelRunner(model.module, pool)
         self.check = check_model(
             config.model,
             model,
@@ -122,9 +125,7 @@ class Engine:
         )
         self._copier = copier
         self._events = BlockLog() if config.events else None
-        self._cache = Cache(
-            config.cache, copier, pool.tier(), events=self._events, names_codec=True
-        )
+        self._cache = self._runner.open_cache(config.cache, copier, self._events)
         self._scheduler = Scheduler(
             self._cache,
             self._runner,
@@ -136,7 +137,7 @@ class Engine:
         self._process = OwnerProcess()
         self._thread: Thread | None = None
         self._stop = False
-        warm_up(self._runner, self.info, self._cache.observe_prefill)
+        self._runner.warm_up(self.info, self._cache.observe_prefill)
         if self._events is not None:
             self._publisher = Publisher(
                 self._events, config.events, config.events_replay, config.events_topic

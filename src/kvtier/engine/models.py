@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 import kvtier
+from kvtier.cache_layers import KNOWN_LAYERS
 from kvtier.engine.checkpoint import (
     SamplingDefaults,
     read_config,
@@ -20,8 +21,9 @@ from kvtier.engine.checkpoint import (
     read_sampling_defaults,
     read_weights,
 )
+from kvtier.engine.layer_runner import LayerProfile
 from kvtier.engine.model_names import BUILTIN, RandomName, find_model
-from kvtier.engine.profile import KVProfile, measure, refuse_layers
+from kvtier.engine.profile import MeasuredModel, measure, refuse_layers
 from kvtier.engine.random_models import random_config, random_module
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ConfigError
@@ -45,7 +47,7 @@ class LoadedModel:
     identity: of its weights, configuration and code.
     weights: determined the identity and can verify it; None for generated weights.
     made_by: everything else that determines the bits of KV.
-    module: with the paged attention.
+    module: with the attention that its runner uses.
     """
 
     name: str
@@ -57,7 +59,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     sampling_defaults: SamplingDefaults
     max_tokens: int
-    profile: KVProfile
+    profile: MeasuredModel
 
 
 def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
@@ -73,7 +75,7 @@ def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
     tokenizer = Tokenizer(directory)  # before the weights: reading these takes minutes
     with _identified(directory) as weights:
         module = _place(read_weights(directory, config, dtype), device)
-        profile = measure(module, name)
+        profile = measure_model(module, name)
         identity = weights.settle()
     return LoadedModel(
         name=directory.name,
@@ -90,8 +92,8 @@ def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
 
 
 def refuse_unsupported(config: PreTrainedConfig, name: str) -> None:
-    """Raise ``ConfigError`` for what a configuration says and no forward would show."""
-    refuse_layers(config, name)
+    """Raise ``ConfigError`` for what a configuration says, before weights are read."""
+    refuse_layers(config, name, [known.__name__ for known in KNOWN_LAYERS])
     for rotary in rotary_types(config):
         if rotary not in STEADY_ROTARY:
             raise ConfigError(
@@ -109,6 +111,21 @@ def refuse_unsupported(config: PreTrainedConfig, name: str) -> None:
             "embedded engine serves float32, bfloat16 and float16: choose the checkpoint that is "
             "not quantised, or serve this one with vLLM or SGLang"
         )
+
+
+def measure_model(module: PreTrainedModel, name: str) -> MeasuredModel:
+    """Return what a loaded model keeps, for the paged runner if that can serve it.
+
+    Raises ``ConfigError`` if no runner can.
+    """
+    try:
+        refuse_layers(module.config, name)
+        return measure(module, name)
+    except ConfigError as error:
+        try:
+            return LayerProfile(module, name)
+        except ConfigError as another:
+            raise another from error
 
 
 def rotary_types(config: PreTrainedConfig) -> list[object]:
@@ -158,7 +175,7 @@ def _random_model(name: str, device: torch.device, dtype_name: str) -> LoadedMod
         eos_token_ids=(),
         sampling_defaults=SamplingDefaults(),
         max_tokens=_max_tokens(config, name),
-        profile=measure(module, name),
+        profile=measure_model(module, name),
     )
 
 

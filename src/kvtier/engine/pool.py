@@ -35,7 +35,7 @@ class KVPool:
         self.dtype = dtype
         self.layout = named_layout("layer_first", group, num_blocks)
         self._device = device
-        flat = _zeros_from_a_page(self.layout.nbytes // dtype.itemsize, dtype, device)
+        flat = zeros_from_a_page(self.layout.nbytes // dtype.itemsize, dtype, device)
         self.memory = Memory(flat.data_ptr(), self.layout.nbytes, device.type, flat)
         self._views: list[list[torch.Tensor]] = []
         self._gathered = [flat.new_empty(0) for _ in group.parts]
@@ -128,7 +128,7 @@ class KVPool:
         return torch.index_select(view, 0, where, out=gathered)
 
 
-def _zeros_from_a_page(num: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros_from_a_page(num: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a page-aligned tensor [num] of zeros, so that a disk can be read directly into it.
 
     Zeroing makes all pages resident before the first request is timed. CPU memory uses huge pages

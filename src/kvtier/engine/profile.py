@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvtier.engine.attention import Form
 from kvtier.engine.paged import ATTENTION, ForwardKV
+from kvtier.engine.pool import KVPool
+from kvtier.engine.runner import ModelRunner, Runner
 from kvtier.errors import ConfigError, printable
 from kvtier.layout import Attention, DType, KVGroup, Part, latent_attention
 
@@ -18,15 +22,51 @@ NUM_TOKENS = 3
 """Tokens of the forward: their number differs from one, for shapes that depend on it."""
 
 SERVED_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
-"""Classes of cache layers with K and V of every token, or without any."""
+"""Classes of cache layers that the paged runner serves: K and V of tokens, or nothing."""
 
 MAX_REASON = 200
 """Characters of a library's own message."""
 
 
-@dataclass(frozen=True, slots=True)
-class KVProfile:
-    """KV and attention of a model, as it was seen to use them.
+class MeasuredModel(ABC):
+    """KV of a model, as it was seen to use it, and the runner that serves it.
+
+    Attributes:
+        num_layers: layers with KV.
+        windows: those of its layers, ascending; without the layers that have none.
+        bytes_per_token: KV of a token.
+        bytes_per_snapshot: a state of all recurrent layers; 0 without any.
+        runner_name: "paged" or "layers".
+    """
+
+    runner_name: ClassVar[str]
+    num_layers: int
+    windows: tuple[int, ...]
+    bytes_per_token: int
+    bytes_per_snapshot: int = 0
+
+    @abstractmethod
+    def group(self, block_size: int) -> KVGroup:
+        """Return the layout of a block, with the KV of every token of it."""
+
+    @abstractmethod
+    def blocks_per_snapshot(self, block_size: int) -> int:
+        """Return how many blocks a snapshot of the recurrent layers takes."""
+
+    @abstractmethod
+    def features(self) -> str:
+        """Return the kinds of layers, for people."""
+
+    @abstractmethod
+    def make_runner(
+        self, module: PreTrainedModel, block_size: int, num_blocks: int, chunk_tokens: int
+    ) -> Runner:
+        """Return a runner of the model over ``num_blocks`` blocks."""
+
+
+@dataclass(frozen=True)
+class KVProfile(MeasuredModel):
+    """KV and attention of a model that the paged runner serves.
 
     shapes: (heads, dim) of K and of V in every layer.
     is_latent: the model expands what it caches.
@@ -43,6 +83,21 @@ class KVProfile:
     has_sinks: bool
     num_shared: int
 
+    runner_name: ClassVar[str] = "paged"
+
+    @property
+    def bytes_per_token(self) -> int:  # type: ignore[override]
+        return self.group(1).bytes_per_block
+
+    def blocks_per_snapshot(self, block_size: int) -> int:
+        return 0
+
+    def make_runner(
+        self, module: PreTrainedModel, block_size: int, num_blocks: int, chunk_tokens: int
+    ) -> Runner:
+        pool = KVPool(self.group(block_size), num_blocks, module.device, module.dtype)
+        return ModelRunner(module, pool, chunk_tokens)
+
     def group(self, block_size: int) -> KVGroup:
         """Return the layout of the KV of every token, those that a window has passed included."""
         dtype = DType(str(self.dtype).removeprefix("torch."))
@@ -53,7 +108,6 @@ class KVProfile:
         return KVGroup(Attention.FULL, self.num_layers, parts, dtype, block_size)
 
     def features(self) -> str:
-        """Return the kinds of attention, for people."""
         found = ["latent (MLA)" if self.is_latent else "full"]
         if self.windows:
             found.append(f"windows of {', '.join(map(str, self.windows))} tokens")
@@ -73,8 +127,13 @@ def attention_of(module: PreTrainedModel, name: str) -> Iterator[None]:
         module.set_attn_implementation(before)
 
 
-def refuse_layers(config: PreTrainedConfig, name: str) -> None:
-    """Raise ``ConfigError`` if the configuration has layers whose cache is not K and V."""
+def refuse_layers(
+    config: PreTrainedConfig, name: str, served: Collection[str] = SERVED_LAYERS
+) -> None:
+    """Raise ``ConfigError`` if the configuration has other layers than those served.
+
+    served: names of classes of transformers' cache layers.
+    """
     try:
         layers = DynamicCache(config=config).layers
     except Exception as error:  # any type: it depends on the model's own classes
@@ -82,15 +141,14 @@ def refuse_layers(config: PreTrainedConfig, name: str) -> None:
             f"model: {name!r} has layers that transformers' own cache does not know "
             f"({reason(error)}), so that the embedded engine can't restore a prefix of it"
         ) from error
-    odd = {type(layer).__name__ for layer in layers} - set(SERVED_LAYERS)
+    odd = {type(layer).__name__ for layer in layers} - set(served)
     if odd:
         text = config.get_text_config(decoder=True)
         known = {"full_attention", "sliding_attention", "moe", "mlp"}
         kinds = sorted(set(map(str, getattr(text, "layer_types", None) or odd)) - known)
         raise ConfigError(
-            f"model: {name!r} has {', '.join(kinds or sorted(odd))} layers, which keep more than K "
-            "and V of each token; the embedded engine serves full, sliding-window and latent (MLA) "
-            "attention"
+            f"model: {name!r} has {', '.join(kinds or sorted(odd))} layers, whose cache is of a "
+            "kind that the embedded engine can't restore"
         )
 
 

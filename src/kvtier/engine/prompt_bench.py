@@ -41,7 +41,7 @@ class PromptBench:
         num_blocks = math.ceil(num_tokens / group.block_size)
         self._slots = [Slot(slot) for slot in range(num_blocks)]
         self._pool = KVPool(group, num_blocks, model.module.device, model.module.dtype)
-        self._runner = ModelRunner(model.module, self._pool)
+        self._runner = ModelRunner(model.module, self._pool, CHUNK_TOKENS)
 
     def compute(self, prompt: Sequence[int], start: int, end: int) -> Float32s:
         """Compute tokens ``start .. end``, and return their logits: float32 [end - start, vocab].

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import inspect
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
+from kvtier.cache import Cache
+from kvtier.config import CHUNK_TOKENS, CacheConfig
+from kvtier.devices import Device
 from kvtier.engine.batch import BatchKV
 from kvtier.engine.config import EngineInfo
 from kvtier.engine.paged import PagedKV, PromptKV, Span
 from kvtier.engine.pool import KVPool
+from kvtier.prompts.lease import Lease
+from kvtier.telemetry.block_events import BlockLog
 from kvtier.transfer import LayerGate
 from kvtier.types import Slot
 
@@ -21,17 +27,87 @@ WARM_UP_TOKENS = 4096
 """Longest context of the warm-up."""
 
 
-class ModelRunner:
-    """Forwards over the paged pool.
+class Runner(ABC):
+    """Forwards of one model over the blocks of the device tier, which it allocates.
 
     A prefill chunk always runs alone, so its KV depends only on its prompt and its place on the
-    grid, never on other requests. Decoding batches requests; the batch size changes the rounding of
-    logits.
+    grid, never on other requests.
     """
 
-    def __init__(self, model: PreTrainedModel, pool: KVPool) -> None:
+    @property
+    @abstractmethod
+    def block_size(self) -> int:
+        """Tokens per block."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """The content of a block: equal if blocks can be exchanged."""
+
+    @abstractmethod
+    def open_cache(self, config: CacheConfig, device: Device, events: BlockLog | None) -> Cache:
+        """Return the cache of the blocks; see ``Cache`` for the arguments."""
+
+    @abstractmethod
+    def span(self, lease: Lease, start: int, end: int) -> Span:
+        """Return tokens ``start .. end`` of a request. The lease is ready, or followed."""
+
+    @abstractmethod
+    def prefill_tail(
+        self, token_ids: Sequence[int], span: Span, keep: int, gate: LayerGate | None = None
+    ) -> torch.Tensor:
+        """Compute the KV of a prompt's tokens ``span.start .. span.end``.
+
+        token_ids: those tokens.
+        keep: tokens whose logits are returned, the last ones.
+        gate: of the loads of earlier tokens. The call returns when these have ended, and raises the
+        gate's ``DeviceError`` if they take too long.
+        Returns logits: float32 [keep, vocab_size], CPU.
+        """
+
+    @abstractmethod
+    def decode(self, token_ids: Sequence[int], spans: Sequence[Span]) -> torch.Tensor:
+        """Compute one more token for each sequence.
+
+        Returns logits: float32 [num_sequences, vocab_size], on the model's device.
+        """
+
+    @abstractmethod
+    def rehearse(
+        self, prompt: Sequence[int], keep: Sequence[int], decoded: Sequence[int]
+    ) -> torch.Tensor:
+        """Compute a prompt on the grid, and decode steps. The pool's blocks may be overwritten.
+
+        keep: of each chunk, last tokens whose logits are returned.
+        decoded: lengths of sequences whose last token is decoded after the others.
+        Returns logits of the chunks, and of the decode steps: float32 [num_tokens, vocab_size].
+        """
+
+    @abstractmethod
+    def warm_up(self, info: EngineInfo, observe: Callable[[int, int, float], None]) -> None:
+        """Run the model, and pass measured prefill times to ``observe``.
+
+        It measures a whole chunk, a short one, and one after a long context. The pool is empty, so
+        it may overwrite any blocks.
+
+        observe: takes the tokens before, those computed, and seconds.
+        """
+
+
+class ModelRunner(Runner):
+    """Forwards over the paged pool. Attention reads the blocks of the device tier.
+
+    Decoding batches requests; the batch size changes the rounding of logits.
+
+    chunk_tokens: the prefill grid.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, pool: KVPool, chunk_tokens: int = CHUNK_TOKENS
+    ) -> None:
         self._model = model
         self._pool = pool
+        self._chunk_tokens = chunk_tokens
         self._device = model.device
         self._keeps_all = "logits_to_keep" not in inspect.signature(model.forward).parameters
 
@@ -39,23 +115,26 @@ class ModelRunner:
     def block_size(self) -> int:
         return self._pool.group.block_size
 
+    @property
+    def fingerprint(self) -> str:
+        return self._pool.group.fingerprint
+
+    def open_cache(self, config: CacheConfig, device: Device, events: BlockLog | None) -> Cache:
+        return Cache(config, device, self._pool.tier(), events=events, names_codec=True)
+
+    def span(self, lease: Lease, start: int, end: int) -> Span:
+        return Span(lease.slots, start, end)
+
     def prefill(
         self, token_ids: Sequence[int], span: Span, gate: LayerGate | None = None
     ) -> torch.Tensor:
-        """Compute the KV of a prompt's tokens ``span.start .. span.end``.
-
-        token_ids: those tokens.
-        gate: of the loads of earlier tokens. The call returns when these have ended, and raises the
-        gate's ``DeviceError`` if they take too long.
-        Returns the logits of the last token: float32 [vocab_size], CPU.
-        """
+        """Do the same as ``prefill_tail``, and return the logits of the last token."""
         return self.prefill_tail(token_ids, span, 1, gate)[-1]
 
     @torch.inference_mode()
     def prefill_tail(
         self, token_ids: Sequence[int], span: Span, keep: int, gate: LayerGate | None = None
     ) -> torch.Tensor:
-        """Do the same as ``prefill``, and return the logits of the last ``keep`` tokens."""
         positions = torch.arange(span.start, span.end)
         kv = PromptKV(self._pool, span, gate)
         logits = self._forward(torch.tensor(token_ids), positions, kv, keep)[-keep:]
@@ -65,10 +144,6 @@ class ModelRunner:
 
     @torch.inference_mode()
     def decode(self, token_ids: Sequence[int], spans: Sequence[Span]) -> torch.Tensor:
-        """Compute one more token for each sequence.
-
-        Returns logits: float32 [num_sequences, vocab_size], on the model's device.
-        """
         order = sorted(range(len(spans)), key=lambda at: spans[at].end)
         is_sorted = order == list(range(len(spans)))
         ordered = [spans[at] for at in order]
@@ -98,35 +173,45 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0]
         return logits
 
+    # -- at load -----------------------------------------------------------------------------------
 
-def warm_up(
-    runner: ModelRunner, info: EngineInfo, observe: Callable[[int, int, float], None]
-) -> None:
-    """Run the model, and pass measured prefill times to ``observe``.
+    def rehearse(
+        self, prompt: Sequence[int], keep: Sequence[int], decoded: Sequence[int]
+    ) -> torch.Tensor:
+        slots = self._first_slots(len(prompt))
+        found = []
+        for few, start in zip(keep, range(0, len(prompt), self._chunk_tokens), strict=True):
+            end = min(start + self._chunk_tokens, len(prompt))
+            found.append(self.prefill_tail(prompt[start:end], Span(slots, start, end), few))
+        steps = [Span(slots, end - 1, end) for end in decoded]
+        found.append(self.decode([prompt[end - 1] for end in decoded], steps).cpu())
+        return torch.cat(found)
 
-    It measures a whole chunk, a short one, and one after a long context. The pool is empty, so it
-    may overwrite any blocks.
+    def warm_up(self, info: EngineInfo, observe: Callable[[int, int, float], None]) -> None:
+        chunk = min(info.chunk_tokens, info.max_model_tokens - 1)
+        far = min(WARM_UP_TOKENS, info.max_model_tokens - 1) - chunk
+        slots = self._first_slots(far + chunk + 1)
+        self.prefill([0] * chunk, Span(slots, 0, chunk))  # pays the one-time costs
+        for first, num_tokens in ((0, chunk), (0, max(1, chunk // 4)), (far, chunk)):
+            span = Span(slots, first, first + num_tokens)
+            observe(first, num_tokens, least_seconds(partial(self._timed_prefill, span)))
+        self.decode([0], [Span(slots, chunk, chunk + 1)])
 
-    observe: takes the tokens before, those computed, and seconds.
-    """
-    chunk = min(info.chunk_tokens, info.max_model_tokens - 1)
-    far = min(WARM_UP_TOKENS, info.max_model_tokens - 1) - chunk
-    slots = [Slot(slot) for slot in range((far + chunk) // info.block_size + 1)]
-    runner.prefill([0] * chunk, Span(slots, 0, chunk))  # pays the one-time costs
-    for first, num_tokens in ((0, chunk), (0, max(1, chunk // 4)), (far, chunk)):
-        span = Span(slots, first, first + num_tokens)
-        observe(first, num_tokens, _least_seconds(partial(runner.prefill, [0] * num_tokens, span)))
-    runner.decode([0], [Span(slots, chunk, chunk + 1)])
+    def _timed_prefill(self, span: Span) -> float:
+        began = time.perf_counter()
+        self.prefill([0] * (span.end - span.start), span)
+        return time.perf_counter() - began
+
+    def _first_slots(self, num_tokens: int) -> list[Slot]:
+        return [Slot(slot) for slot in range(-(-num_tokens // self.block_size))]
 
 
-def _least_seconds(work: Callable[[], object]) -> float:
-    """Return the least time of a few runs of ``work``.
+def least_seconds(work: Callable[[], float]) -> float:
+    """Return the least time of a few runs of ``work``, which returns its seconds.
 
     The first run counts only if it takes so long that another would take too long.
     """
     times: list[float] = []
     while len(times) < 5 and (len(times) < 2 or sum(times) < 0.3) and sum(times) < 3:
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
+        times.append(work())
     return min(times)

@@ -27,9 +27,8 @@ import torch
 from kvtier.cache import Cache
 from kvtier.engine.config import EngineInfo
 from kvtier.engine.hints import Hints
-from kvtier.engine.paged import Span
 from kvtier.engine.request import Marks, Request, Stage, Token
-from kvtier.engine.runner import ModelRunner
+from kvtier.engine.runner import Runner
 from kvtier.engine.sampling import NO_TOKEN, choose, logprobs
 from kvtier.engine.waiting import WaitingRequests
 from kvtier.errors import DeviceError
@@ -63,7 +62,7 @@ class Scheduler:
     def __init__(
         self,
         cache: Cache,
-        runner: ModelRunner,
+        runner: Runner,
         info: EngineInfo,
         max_running: int,
         follow_loads: bool = True,
@@ -232,7 +231,7 @@ class Scheduler:
         start, grid = request.num_computed, self._info.chunk_tokens
         end = min((start // grid + 1) * grid, len(request.prompt))
         began = time.perf_counter()
-        span = Span(lease.slots, start, end)
+        span = self._runner.span(lease, start, end)
         try:
             keep = 1 if request.params.prompt_logprobs is None else end - start
             rows = self._runner.prefill_tail(request.prompt[start:end], span, keep, gate)
@@ -294,7 +293,9 @@ class Scheduler:
     def _decode(self, requests: list[Request]) -> None:
         """Compute one more token for each of ``requests``."""
         spans = [
-            Span(r.lease.slots, r.num_computed, r.num_computed + 1) for r in requests if r.lease
+            self._runner.span(r.lease, r.num_computed, r.num_computed + 1)
+            for r in requests
+            if r.lease
         ]
         try:
             rows = self._runner.decode([r.last_token for r in requests], spans)

@@ -1,4 +1,4 @@
-"""Check at load: the paged runner computes what transformers computes, else nothing is served."""
+"""Check at load: the runner computes what transformers computes, else nothing is served."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from transformers import PreTrainedModel
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS
 from kvtier.devices import Finding
 from kvtier.engine.models import LoadedModel, load_model
-from kvtier.engine.paged import Span
-from kvtier.engine.pool import KVPool
 from kvtier.engine.profile import attention_of, reason
-from kvtier.engine.runner import ModelRunner
+from kvtier.engine.runner import Runner
 from kvtier.errors import ConfigError
-from kvtier.types import Slot
+from kvtier.snapshots import SNAPSHOT_TOKENS
 
 REFERENCE = "eager"
 """transformers' plain attention: the others leave out soft caps or sinks of some models."""
@@ -70,12 +68,12 @@ def num_check_tokens(model: LoadedModel, chunk_tokens: int, limit: int) -> int:
 
 @torch.inference_mode()
 def check_model(
-    name: str, model: LoadedModel, runner: ModelRunner, chunk_tokens: int, num_tokens: int
+    name: str, model: LoadedModel, runner: Runner, chunk_tokens: int, num_tokens: int
 ) -> SelfCheck:
     """Compare logits of one prompt: in one shot by transformers, and on the grid by ``runner``.
 
-    They are compared at the end of each chunk, and for a decode step of several sequences. The
-    pool's first blocks are overwritten.
+    They are compared at the end of each chunk, and for decode steps. The pool's first blocks are
+    overwritten.
 
     Raises ``ConfigError`` with the difference if it is too large.
     """
@@ -90,17 +88,15 @@ def check_model(
     decoded = [short, *range(num_tokens, max(0, num_tokens - NUM_DECODED), -1)]
     positions = [at for few, end in zip(keep, ends, strict=True) for at in range(end - few, end)]
     expected = _one_shot(name, module, prompt, positions + [end - 1 for end in decoded])
-    slots = [Slot(slot) for slot in range(-(-num_tokens // runner.block_size))]
-    found = [
-        runner.prefill_tail(prompt[start:end], Span(slots, start, end), few)
-        for few, start, end in zip(keep, starts, ends, strict=True)
-    ]
-    found.append(
-        runner.decode(
-            [prompt[end - 1] for end in decoded], [Span(slots, end - 1, end) for end in decoded]
-        ).cpu()
-    )
-    off = _relative(torch.cat(found), expected)
+    try:
+        found = runner.rehearse(prompt, keep, decoded)
+    except ConfigError:
+        raise
+    except Exception as error:  # any type: models differ in what they expect of a cache
+        raise ConfigError(
+            f"model: {name!r} is not served: it can't continue a prompt ({reason(error)})"
+        ) from error
+    off = _relative(found, expected)
     if module.dtype is torch.float32:
         difference = float(off.max())
     else:
@@ -111,7 +107,7 @@ def check_model(
         raise ConfigError(
             f"model: {name!r} is not served: its logits for a prompt of {num_tokens} tokens differ "
             f"from transformers' own by {difference:.1e} of their scale, above {tolerance:.0e}; "
-            "the embedded engine does not compute this model's attention"
+            "the embedded engine does not compute this model as it is meant"
         )
     return SelfCheck(num_tokens, difference, tolerance, time.process_time() - began)
 
@@ -163,9 +159,10 @@ def examine(name: str, device_name: str, dtype_name: str = "auto") -> tuple[Find
     if model.weights is not None:
         model.weights.stop()
     try:
-        checked = _check(name, model, device)
+        checked = _check(name, model)
     except ConfigError as error:
         return (*_facts(model), Finding("served", "no", str(error).removeprefix("model: ")))
+    runner = model.profile.runner_name
     told = (
         f"a prompt of {checked.num_tokens} tokens in one shot by transformers and in chunks of "
         f"{CHUNK_TOKENS} by the engine; allowed: {checked.tolerance:.0e}; "
@@ -174,28 +171,33 @@ def examine(name: str, device_name: str, dtype_name: str = "auto") -> tuple[Find
     return (
         *_facts(model),
         Finding("self-check", f"{checked.difference:.1e} of the logits' scale", told),
-        Finding("served", "yes", "by the paged runner: kvtier serve --model"),
+        Finding("served", "yes", f"by the {runner} runner: kvtier serve --model"),
     )
 
 
-def _check(name: str, model: LoadedModel, device: torch.device) -> SelfCheck:
-    group = model.profile.group(BLOCK_SIZE)
+def _check(name: str, model: LoadedModel) -> SelfCheck:
     num_tokens = num_check_tokens(model, CHUNK_TOKENS, model.max_tokens)
-    pool = KVPool(group, -(-num_tokens // BLOCK_SIZE), device, model.module.dtype)
-    return check_model(name, model, ModelRunner(model.module, pool), CHUNK_TOKENS, num_tokens)
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    runner = model.profile.make_runner(model.module, BLOCK_SIZE, num_blocks, CHUNK_TOKENS)
+    return check_model(name, model, runner, CHUNK_TOKENS, num_tokens)
 
 
 def _facts(model: LoadedModel) -> tuple[Finding, ...]:
     profile = model.profile
-    group = profile.group(1)
     num_parameters = sum(weight.numel() for weight in model.module.parameters())
+    snapshots = []
+    if profile.bytes_per_snapshot:
+        size = f"{profile.bytes_per_snapshot / 1024:.1f} KiB"
+        note = f"at a prompt's end, where prompts part, and about every {SNAPSHOT_TOKENS} tokens"
+        snapshots.append(Finding("snapshot of the state", size, note))
     return (
         Finding("type", model.module.config.model_type, f"{num_parameters / 1e6:,.1f} M weights"),
         Finding("attention", profile.features(), f"{profile.num_layers} layers with KV"),
         Finding(
             "KV of a token",
-            f"{group.bytes_per_block / 1024:.1f} KiB",
-            f"{group.dtype.value}, every token of every layer",
+            f"{profile.bytes_per_token / 1024:.1f} KiB",
+            f"{str(model.module.dtype).removeprefix('torch.')}, every token of every layer",
         ),
+        *snapshots,
         Finding("longest context", f"{model.max_tokens} tokens"),
     )

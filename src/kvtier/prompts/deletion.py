@@ -26,7 +26,14 @@ class Deletion:
 
 
 class PromptDeletion:
-    """Deletes blocks from every tier, from storage for good. Owned by the cache's thread."""
+    """Deletes blocks from every tier, from storage for good. Owned by the cache's thread.
+
+    branch, grain: labels of blocks that may be below every ``grain`` blocks of a prompt, and
+    belong to it.
+    """
+
+    branch: Sequence[Label] = ()
+    grain = 1
 
     def __init__(
         self,
@@ -47,8 +54,21 @@ class PromptDeletion:
         )
         known = self._index.extend(namespace, labels[:num_known])
         names = list(next_keys(namespace, labels))
-        self._ladder.delete(names, [*known, *[NO_BLOCK] * (len(names) - len(known))], ())
-        return Deletion(frozenset(known), names)
+        blocks = [*known, *[NO_BLOCK] * (len(names) - len(known))]
+        for at in range(self.grain, len(labels) + 1, self.grain) if self.branch else ():
+            below = self._known_below(namespace, blocks[at - 1])
+            blocks += [*below, *[NO_BLOCK] * (len(self.branch) - len(below))]
+            names += next_keys(names[at - 1], self.branch)
+        self._ladder.delete(names, blocks, ())
+        return Deletion(frozenset(blocks) - {NO_BLOCK}, names)
+
+    def _known_below(self, namespace: bytes, block: BlockId) -> Sequence[BlockId]:
+        """Return the known blocks of a branch below ``block``."""
+        if block == NO_BLOCK:
+            return []
+        [tier, *_] = self._ladder.topology.rooms
+        num_known = len(self._index.states(namespace, self.branch, tier, block))
+        return self._index.extend(namespace, self.branch[:num_known], block)
 
     def delete_all(self, is_meant: Callable[[bytes], bool]) -> Deletion:
         """Delete all blocks of the namespaces for which ``is_meant`` is true.

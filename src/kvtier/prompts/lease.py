@@ -112,6 +112,15 @@ class Lease(Waiter):
         return found
 
     @property
+    def start_slots(self) -> Sequence[Slot]:
+        """Slots of the state to begin from, until the first commit; empty for one without."""
+        return ()
+
+    def snapshot_slots(self, num_blocks: int) -> Sequence[Slot]:
+        """Return where to write the state after ``num_blocks`` blocks; empty for nowhere."""
+        return ()
+
+    @property
     def room(self) -> Sequence[Slot]:
         """Slots that only this request uses."""
         return self.slots[len(self.blocks) :]

@@ -4,9 +4,9 @@
     model.generate(**inputs)  # and pipelines, chats, streamers: unchanged
 
 ``attached.py`` has the wrapper around a model's ``forward``. ``prompts.py`` says which calls
-begin prompts, and why others are passed through. ``grid.py`` computes prompts in chunks,
-``layers.py`` copies KV between transformers' cache layers and blocks, and
-``weights_in_memory.py`` identifies a loaded model.
+begin prompts, and why others are passed through. ``grid.py`` computes prompts in chunks, and
+``weights_in_memory.py`` identifies a loaded model. ``kvtier.cache_layers`` copies KV between
+transformers' cache layers and blocks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def attach(
         chunk_tokens: tokens per chunk.
         keep_generated: also keep the KV of generated tokens, for the next turn of a chat. Each
             chunk of them is computed once more, on the grid, when it is complete. Batches keep
-            prompts only.
+            prompts only. Models with recurrent layers do it every 4,096 tokens, since it takes a
+            snapshot of their state.
         salt: prompts share KV only under equal salts.
         settings: all other settings; those above are set in it.
 

@@ -22,15 +22,16 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import kvtier
+from kvtier.cache_layers import CacheLayers, UnsupportedModelError
 from kvtier.config import CacheConfig
 from kvtier.connectors.transformers.grid import BlockMemory, ChunkGrid, Forward, TokenSources
-from kvtier.connectors.transformers.layers import KVLayers, UnsupportedModelError
 from kvtier.connectors.transformers.prompts import PromptBatch, PromptReader, odd_state
 from kvtier.connectors.transformers.weights_in_memory import WeightsInMemory
 from kvtier.errors import CacheError, UsageError
 from kvtier.identity import Basis, Identity
 from kvtier.keys import Namespace
 from kvtier.shared_cache import SharedCache
+from kvtier.snapshots import SNAPSHOT_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class AttachedStats:
         passed: calls into an empty cache that were passed through, by reason.
         weights: "read", "unknown" (only this process finds its KV), or "being read".
         bytes_per_token: bytes of KV per token.
+        bytes_per_snapshot: bytes of a snapshot of the model's recurrent state; 0 without any.
     """
 
     refused: str = ""
@@ -60,6 +62,7 @@ class AttachedStats:
     passed: Mapping[str, int] = field(default_factory=dict)
     weights: str = ""
     bytes_per_token: int = 0
+    bytes_per_snapshot: int = 0
 
     @property
     def num_reused_tokens(self) -> int:
@@ -150,7 +153,8 @@ class Attached:
         model.kvtier = self  # type: ignore[assignment]
         try:
             self._reader = PromptReader(model, self._inner)
-            self._layers = KVLayers(model, chunk_tokens)
+            self._layers = CacheLayers(model, chunk_tokens)
+            self._layers.refuse_broken(model)
         except UnsupportedModelError as reason:
             logger.warning("KV of this model is not reused, because %s", reason)
             self._stats = replace(self._stats, refused=str(reason))
@@ -159,11 +163,14 @@ class Attached:
             del model.kvtier
             raise
         try:
-            memory = BlockMemory(self._layers.group, capacity_bytes, config)
+            memory = BlockMemory(self._layers, capacity_bytes, config)
         except BaseException:
             del model.kvtier
             raise
         self._cache = memory.cache
+        self._keep_tokens = chunk_tokens  # each time, a snapshot is made, too
+        if self._layers.states:
+            self._keep_tokens *= max(1, SNAPSHOT_TOKENS // chunk_tokens)
         self._grid = ChunkGrid(self._inner, self._reader.takes_positions, self._layers, memory)
         self._weights = WeightsInMemory(model)
         model.forward = _Forward(self, self._inner)
@@ -186,6 +193,7 @@ class Attached:
                 passed=dict(self._passed),
                 weights="being read" if identity is None else identity.basis.value,
                 bytes_per_token=self._layers.group.bytes_per_block // self.chunk_tokens,
+                bytes_per_snapshot=self._layers.bytes_per_snapshot,
             )
 
     def flush(self, timeout_s: float = 60.0) -> bool:
@@ -316,7 +324,7 @@ class Attached:
         if num_before < sequence.num_tokens:
             sequence.cut(num_before)
         sequence.new.append(ids)
-        if sequence.num_tokens >= sequence.num_kept + self.chunk_tokens:
+        if sequence.num_tokens >= sequence.num_kept + self._keep_tokens:
             self._keep(sequence, ids.device)
 
     def _keep(self, sequence: _Sequence, device: torch.device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -15,15 +15,16 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvtier.cache import Cache
+from kvtier.cache_layers import CacheLayers
 from kvtier.config import CacheConfig
-from kvtier.connectors.transformers.layers import KVLayers
 from kvtier.connectors.transformers.prompts import PromptBatch
 from kvtier.devices import Memory, find_device
 from kvtier.errors import CacheError, ConfigError
 from kvtier.keys import token_labels
-from kvtier.layout import KVGroup, named_layout
+from kvtier.layout import named_layout
 from kvtier.prompts.lease import Lease
 from kvtier.shared_cache import SharedCache
+from kvtier.snapshots import SnapshotCache
 from kvtier.system.memory import available_bytes
 from kvtier.tiers import DeviceTier, pages
 from kvtier.types import DEVICE, HOST
@@ -41,7 +42,7 @@ class BlockMemory:
     memory: ``generate`` has the KV of its own prompts anyway.
 
     Args:
-        group: shape of the blocks.
+        layers: the cache layers that they hold.
         capacity_bytes: bytes of all blocks.
         settings: settings of the storage below.
 
@@ -49,13 +50,15 @@ class BlockMemory:
         ConfigError: that is not possible.
     """
 
-    def __init__(self, group: KVGroup, capacity_bytes: int, settings: CacheConfig) -> None:
+    def __init__(self, layers: CacheLayers, capacity_bytes: int, settings: CacheConfig) -> None:
+        group = layers.group
         bytes_per_block = group.bytes_per_block
         self.num_blocks = capacity_bytes // bytes_per_block
-        if self.num_blocks < 2:
+        if self.num_blocks < 2 + 2 * layers.blocks_per_snapshot:
             raise ConfigError(
                 f"host_capacity: {capacity_bytes / 2**20:.1f} MiB is room for {self.num_blocks} "
-                f"blocks of {bytes_per_block} bytes; raise it or lower chunk_tokens"
+                f"blocks of {bytes_per_block} bytes, and "
+                f"{2 + 2 * layers.blocks_per_snapshot} are needed; raise it or lower chunk_tokens"
             )
         left, limited_by = available_bytes()
         if capacity_bytes + RESERVE_BYTES > left:
@@ -68,12 +71,14 @@ class BlockMemory:
         self._map = pages.anonymous(layout.nbytes)
         held = np.frombuffer(self._map, np.uint8)
         memory = Memory(held.ctypes.data, layout.nbytes, "host", self._map)
-        self._blocks = torch.from_numpy(held).view(self.num_blocks, bytes_per_block)
-        self.cache = SharedCache(Cache(settings, find_device("cpu"), DeviceTier(memory, layout)))
-
-    def blocks(self, slots: Sequence[int]) -> list[torch.Tensor]:
-        """Return the blocks in ``slots``, each uint8 [bytes_per_block]."""
-        return [self._blocks[slot] for slot in slots]
+        self.blocks = torch.from_numpy(held).view(self.num_blocks, bytes_per_block)
+        tier, device = DeviceTier(memory, layout), find_device("cpu")
+        size = layers.blocks_per_snapshot
+        self.cache = SharedCache(
+            SnapshotCache(settings, device, tier, blocks_per_snapshot=size)
+            if size
+            else Cache(settings, device, tier)
+        )
 
 
 @dataclass(slots=True)
@@ -111,11 +116,11 @@ class ChunkGrid:
         forward: the model's own forward.
         takes_positions: whether it has an argument ``position_ids``.
         layers: its cache layers.
-        memory: blocks of its chunks.
+        memory: blocks of its chunks, and of snapshots of its state.
     """
 
     def __init__(
-        self, forward: Forward, takes_positions: bool, layers: KVLayers, memory: BlockMemory
+        self, forward: Forward, takes_positions: bool, layers: CacheLayers, memory: BlockMemory
     ) -> None:
         self._forward = forward
         self._takes_positions = takes_positions
@@ -159,15 +164,19 @@ class ChunkGrid:
         device: torch.device,
     ) -> CausalLMOutputWithPast:
         """Compute one prompt into an empty cache."""
-        size = self._layers.chunk_tokens
+        size = self._layers.block_tokens
         lease = None if namespace is None else self._fetch(tokens, namespace, reuse)
-        num_reused = (
-            0 if lease is None else min(lease.num_shared, (len(tokens) - num_logits) // size)
-        )
+        num_reused = 0
+        if lease is not None:
+            num_reused = min(lease.num_shared, (len(tokens) - num_logits) // size)
+            if self._layers.states and num_reused < lease.num_shared:
+                num_reused = 0  # the state is that of the whole prefix
         num_done = 0
         try:
             if lease is not None and num_reused:
-                self._layers.restore(cache, self._memory.blocks(lease.slots[:num_reused]))
+                blocks = self._memory.blocks
+                self._layers.restore(cache, blocks, lease.slots[:num_reused])
+                self._layers.restore_states(cache, blocks, lease.start_slots)
                 _count(reuse, lease, num_reused, size)
             reuse.num_computed += len(tokens) - num_reused * size
             ids = torch.tensor([tokens], device=device)
@@ -180,8 +189,9 @@ class ChunkGrid:
 
     def _fetch(self, tokens: list[int], namespace: bytes, reuse: TokenSources) -> Lease | None:
         """Return a lease of the prompt's blocks, of its first ones if they don't all fit."""
-        size = self._layers.chunk_tokens
-        labels = token_labels(tokens, size)[: self._memory.num_blocks - 1]
+        size = self._layers.block_tokens
+        num_snapshot = 2 * self._layers.blocks_per_snapshot  # one to begin from, and a new one
+        labels = token_labels(tokens, size)[: self._memory.num_blocks - 1 - num_snapshot]
         if not labels:
             return None
         num_tokens = min(len(tokens), (len(labels) + 1) * size)
@@ -209,7 +219,7 @@ class ChunkGrid:
         num_logits: int,
     ) -> CausalLMOutputWithPast:
         """Compute the tokens from ``first`` on, and copy whole chunks to the lease's new blocks."""
-        size, num_tokens = self._layers.chunk_tokens, ids.shape[1]
+        size, num_tokens = self._layers.block_tokens, ids.shape[1]
         logits = []
         for start in range(first, num_tokens, size):
             end = min(start + size, num_tokens)
@@ -231,8 +241,9 @@ class ChunkGrid:
                 logits.append(output.logits)
             block = start // size
             if lease is not None and lease.num_shared <= block < len(lease.labels):
-                [target] = self._memory.blocks(lease.slots[block : block + 1])
-                self._layers.save(cache, start, target)
+                blocks = self._memory.blocks
+                self._layers.save(cache, end, blocks, lease.slots[block : block + 1])
+                self._layers.save_states(cache, blocks, lease.snapshot_slots(block + 1))
                 with suppress(CacheError):  # closed meanwhile
                     self._memory.cache.observe_prefill(start, size, time.perf_counter() - began)
         output.logits = logits[0] if len(logits) == 1 else torch.cat(logits, dim=1)

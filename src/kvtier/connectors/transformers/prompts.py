@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvtier.connectors.transformers.layers import KVLayers, UnsupportedModelError
+from kvtier.cache_layers import CacheLayers, UnsupportedModelError
 
 HANDLED = {
     "input_ids",
@@ -83,7 +83,7 @@ class PromptReader:
         return dict(zip(self._names, positional, strict=False)) | named
 
     def read(
-        self, model: PreTrainedModel, layers: KVLayers, call: Mapping[str, Any]
+        self, model: PreTrainedModel, layers: CacheLayers, call: Mapping[str, Any]
     ) -> PromptBatch | str:
         """Return the prompts that a call begins, or the reason why it is passed through."""
         if reason := _odd_arguments(call) or odd_state(model):
