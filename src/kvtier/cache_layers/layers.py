@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -42,7 +41,9 @@ RECURRENT = (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
-KNOWN_LAYERS = (DynamicLayer, DummyLayer, *SLIDING, *RECURRENT)
+WITHOUT_KV = [vars(cache_utils)[name] for name in ("DummyLayer",) if name in vars(cache_utils)]
+"""Classes of layers that keep nothing; transformers 5.20 has none."""
+KNOWN_LAYERS = (DynamicLayer, *SLIDING, *RECURRENT, *WITHOUT_KV)
 """Classes whose content is known here; a subclass may keep more."""
 
 
