@@ -37,6 +37,11 @@ TABLE = PathTable(
 )
 
 
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.devices.calibration.RIG_BYTES", (16 << 20, 4 << 20))
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

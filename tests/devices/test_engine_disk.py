@@ -60,7 +60,7 @@ class Machine:
             lambda device: calibrate(device, (1024, 32768), (64,), repeats=1),
         )
         monkeypatch.setattr("kvtier.engine.engine.find_device", lambda name: make_device(fake))
-        monkeypatch.setattr("kvtier.engine.engine.KVPool", self._make_pool)
+        monkeypatch.setattr("kvtier.engine.profile.KVPool", self._make_pool)
 
     def _make_pool(
         self, group: KVGroup, num_blocks: int, device: torch.device, dtype: torch.dtype

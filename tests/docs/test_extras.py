@@ -45,7 +45,10 @@ def run(extra: str, code: str) -> str:
     return ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("extra", USES)
+@pytest.mark.parametrize(
+    "extra",
+    [pytest.param(each, marks=pytest.mark.slow) if each == "engine" else each for each in USES],
+)
 def test_an_extra_is_enough_for_its_part_and_asked_for_without(extra: str) -> None:
     needed = " ".join(run("", USES[extra]).split())
     assert install_command(extra) in needed
