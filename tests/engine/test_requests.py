@@ -168,3 +168,14 @@ def test_default_settings_serve_more_than_run_at_once(make: Make) -> None:
     engine = make(EngineConfig(max_running=1, threads=1, device_capacity="32MiB"))
     handles = [engine.submit([5 + at] * 200, SamplingParams(max_tokens=2)) for at in range(4)]
     assert {each.result(60).finish_reason for each in handles} <= {"length", "stop"}
+
+
+def test_auto_is_the_cpu_where_torch_knows_an_accelerator_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_a_build_for_cuda(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", of_a_build_for_cuda)
+    with Engine(replace(changed(), device="auto")) as engine:
+        assert engine.info.device == "cpu"

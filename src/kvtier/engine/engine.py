@@ -418,7 +418,7 @@ def _device_name(wanted: str) -> str:
         except RuntimeError as error:
             raise DeviceError(f"device: {wanted!r} is unknown to torch: {error}") from error
         return wanted
-    found = torch.accelerator.current_accelerator()
+    found = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if found is None else found.type
 
 
