@@ -39,7 +39,7 @@ TABLE = PathTable(
 
 @pytest.fixture(autouse=True)
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.devices.calibration.RIG_BYTES", (16 << 20, 4 << 20))
+    monkeypatch.setattr("kvtier.devices.calibration.RIG_BYTES", (64 << 20, 32 << 20))
 
 
 @pytest.fixture

@@ -164,3 +164,20 @@ def test_gpu_that_refuses_the_kernel_copies_without_it(
     with open_rig(device, 1 << 20) as rig:
         assert rig.brings_the_right_bytes(device.copy, device.copy, Direction.LOAD, 256, 64)
     device.close()
+
+
+def test_table_that_the_other_direction_took_is_replaced(
+    fake: Fake, device: DriverDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class JustEmptied(list[object]):
+        """A list from which another thread took the last item after this one had looked."""
+
+        def __bool__(self) -> bool:
+            return True
+
+    kernel = device.paths._kernel
+    assert kernel is not None
+    monkeypatch.setattr(kernel, "_free", JustEmptied())
+    with open_rig(device, 1 << 20) as rig:
+        copy = device.ways()[CopyPath.KERNEL.value]
+        assert rig.brings_the_right_bytes(copy, device.copy, Direction.LOAD, 256, 64)

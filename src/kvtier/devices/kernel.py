@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+from contextlib import suppress
 from ctypes import addressof, c_uint, c_uint64, c_void_p
 from importlib.resources import files
 from typing import Protocol
@@ -106,14 +107,16 @@ class CopyKernel:
         """Queue the copies on ``stream``. Return objects that must stay alive until done."""
         alive: list[object] = []
         for piece in copies.pieces(TABLE_COPIES):
-            table = self._free.pop() if self._free else self._new_table()
+            table = self._take_table()
             alive.append(_Lent(table, self._free))
             table.fill(piece)
             num_blocks = min(NUM_BLOCKS, -(-len(piece) * WARP // THREADS))
             self._driver.launch(self._kernel, num_blocks, THREADS, stream, table.arguments)
         return alive
 
-    def _new_table(self) -> CopyTable:
+    def _take_table(self) -> CopyTable:
+        with suppress(IndexError):  # the threads of both directions take tables
+            return self._free.pop()
         table = CopyTable()
         self._driver.lock(table.address, table.nbytes)
         self._tables.append(table)

@@ -43,9 +43,8 @@ class Damage(StrEnum):
     TOKEN = "token"
     """All keys and values of one token in it have the wrong sign.
 
-    It is the smallest damage that shows in every dtype. A prompt of thousands of tokens gives each
-    of them little weight, so that less is rounded away in bfloat16: of single numbers, 16 of 18
-    changed a logit, of all numbers of a token in a head and a layer, 17 of 18.
+    Less does not always show. A prompt of thousands of tokens gives each of them little weight, so
+    that the change of one number, or of one head and layer, may be rounded away in bfloat16.
     """
     OTHER = "other"
     """It is replaced by another prompt's block."""
