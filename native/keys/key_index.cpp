@@ -93,8 +93,8 @@ State KeyIndex::state(BlockId block, std::size_t column) const {
 // -- where a policy knows requests
 // ---------------------------------------------------------------------------------------------
 
-// Where nobody has asked for it, it lies behind what it lies behind elsewhere.
-void KeyIndex::enter(Index row, std::size_t column) {
+// Where nobody has asked for it, it lies behind what it lies behind elsewhere, else behind `before`.
+void KeyIndex::enter(Index row, std::size_t column, Index before) {
   LearnedColumn& here = *orders_[column].learned;
   Index behind = kNone;
   for (std::size_t other = 0; other < orders_.size() && behind == kNone; ++other) {
@@ -102,6 +102,7 @@ void KeyIndex::enter(Index row, std::size_t column) {
     const Index above = orders_[other].learned->in_front_of(row);
     if (above != kNone) behind = here.place(above);
   }
+  if (behind == kNone && before != kNone) behind = here.place(before);
   here.enter(row, behind);
 }
 
@@ -248,20 +249,24 @@ void KeyIndex::move(Index row, std::size_t column, State to) {
   it.state = to;
 }
 
-void KeyIndex::begin_write(BlockId block, std::size_t column, Slot slot) {
+void KeyIndex::begin_write(BlockId block, std::size_t column, Slot slot, Index before) {
   const Index at = row(block);
   move(at, column, State::writing);
   rows_.at(at, column).slot = slot;
   rows_.at(at, column).was_used = false;
   ++orders_[column].num_held;
-  if (orders_[column].learned) enter(at, column);
+  if (orders_[column].learned) enter(at, column, before);
   link_last(at, column);
 }
 
 void KeyIndex::write_new(std::span<const Key> keys, std::size_t column,
                          std::span<const Slot> slots, std::vector<BlockId>& blocks) {
   make(keys, blocks);
-  for (std::size_t i = 0; i < keys.size(); ++i) begin_write(blocks[i], column, slots[i]);
+  Index before = kNone;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    begin_write(blocks[i], column, slots[i], before);
+    before = row(blocks[i]);
+  }
   touch(blocks);
 }
 

@@ -67,8 +67,10 @@ class KeyIndex {
   void expect(std::size_t num_blocks);
   // blocks[i]: of keys[i], new where it was not known.
   void make(std::span<const Key> keys, std::vector<BlockId>& blocks) { known_.make(keys, blocks); }
-  void begin_write(BlockId block, std::size_t column, Slot slot);
+  // before: the block in front of it in its prompt, if that is known.
+  void begin_write(BlockId block, std::size_t column, Slot slot, Index before = kNone);
   // Appends the block of each key, new where it was not known: it is being written, and was used.
+  // keys: of one prompt, in its order.
   void write_new(std::span<const Key> keys, std::size_t column, std::span<const Slot> slots,
                  std::vector<BlockId>& blocks);
   void commit(BlockId block, std::size_t column);
@@ -136,7 +138,7 @@ class KeyIndex {
 
   Index row(BlockId block) const { return known_.row(block); }
   void move(Index row, std::size_t column, State to);
-  void enter(Index row, std::size_t column);
+  void enter(Index row, std::size_t column, Index before = kNone);
   template <typename Tell>
   void tell_of_prompt(std::span<const Key> keys, Tell&& tell);
   void read_names(std::span<const Key> keys);

@@ -137,6 +137,17 @@ def test_an_answer_leaves_before_its_question(any_index: KeyIndex) -> None:
     any_index.check_invariants()
 
 
+def test_blocks_written_together_leave_from_the_end_although_nobody_reported_them(
+    index: KeyIndex,
+) -> None:
+    for keys in KEYS[:4], KEYS[4:8]:
+        slots = [Slot(KEYS.index(key)) for key in keys]
+        blocks, _ = index.write_new(keys, HOST, slots, 0.0)
+        index.commit_prompt(blocks, range(4), HOST, 0.0)
+    assert left(index, 3) == KEYS[3:0:-1]
+    index.check_invariants()
+
+
 def test_in_storage_a_block_lies_behind_what_it_lies_behind_in_memory(any_index: KeyIndex) -> None:
     """Nobody has asked for it since storage has it."""
     for key in KEYS[:3]:
