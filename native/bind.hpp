@@ -13,6 +13,7 @@ void bind_net(nanobind::module_& module);
 void bind_packed(nanobind::module_& module);
 void bind_planes(nanobind::module_& module);
 void bind_policy(nanobind::module_& module);
+void bind_quantize(nanobind::module_& module);
 void bind_slots(nanobind::module_& module);
 void bind_tokens(nanobind::module_& module);
 void bind_trie(nanobind::module_& module);

@@ -18,6 +18,7 @@ NB_MODULE(_native, module) {
   kvtier::bind_packed(module);
   kvtier::bind_planes(module);
   kvtier::bind_policy(module);
+  kvtier::bind_quantize(module);
   kvtier::bind_slots(module);
   kvtier::bind_tokens(module);
   kvtier::bind_trie(module);

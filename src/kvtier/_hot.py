@@ -36,7 +36,9 @@ else:
             crc32c_rows,
             join_planes,
             pack_tokens,
+            quantize_channels,
             receive_values,
+            restore_channels,
             split_planes,
         )
     except ImportError as error:
@@ -53,6 +55,7 @@ if _reason:
     from kvtier._reference.key_table import KeyTable  # type: ignore[assignment]
     from kvtier._reference.packed import Keys, Numbers  # type: ignore[assignment]
     from kvtier._reference.planes import choose_planes, join_planes, split_planes
+    from kvtier._reference.quantize import quantize_channels, restore_channels
     from kvtier._reference.receive import receive_values
     from kvtier._reference.slot_table import SlotTable  # type: ignore[assignment]
     from kvtier._reference.tokens import pack_tokens
@@ -94,6 +97,8 @@ __all__ = [
     "crc32c_rows",
     "join_planes",
     "pack_tokens",
+    "quantize_channels",
     "receive_values",
+    "restore_channels",
     "split_planes",
 ]

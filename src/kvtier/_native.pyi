@@ -94,6 +94,12 @@ def join_planes(
     escapes: int,
     num_escapes: int,
 ) -> bool: ...
+def quantize_channels(
+    address: int, num_tokens: int, num_channels: int, type: str, code: str, scales: int, codes: int
+) -> bool: ...
+def restore_channels(
+    address: int, num_tokens: int, num_channels: int, type: str, code: str, scales: int, codes: int
+) -> bool: ...
 
 class UringRing:
     def __init__(

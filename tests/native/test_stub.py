@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier import _hot
-from kvtier._reference import crc, planes
+from kvtier._reference import crc, planes, quantize
 from kvtier._reference.copy import copy_batch as reference_copy_batch
 from kvtier._reference.copy import copy_checked as reference_copy_checked
 from kvtier._reference.free_slots import FreeSlots
@@ -30,7 +30,9 @@ TWINS = {
     "choose_planes": planes.choose_planes,
     "join_planes": planes.join_planes,
     "pack_tokens": reference_pack_tokens,
+    "quantize_channels": quantize.quantize_channels,
     "receive_values": reference_receive_values,
+    "restore_channels": quantize.restore_channels,
     "split_planes": planes.split_planes,
 }
 
