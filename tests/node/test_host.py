@@ -102,3 +102,20 @@ def test_memory_of_a_node_that_is_gone_is_none_and_its_connection_is_not_left(
     assert host.memory_of(guard) is None
     assert host.memory_of(None) is None
     host.close()
+
+
+def test_a_rank_whose_part_of_a_block_has_another_size_uses_no_memory_of_the_node(
+    node: NodeProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its part would lie in other blocks."""
+    cache, _, guard = _stored(node)
+    larger = NodeHost(NodeClient(node.socket), CpuDevice(), BLOCK_BYTES, 1, 2)
+    assert larger.memory_of(guard) is None
+    assert larger.memory_of(guard) is None
+    (told,) = caplog.messages
+    assert f"has {BLOCK_BYTES} bytes, and that of the first rank {BLOCK_BYTES // 2}" in told
+    equal = NodeHost(NodeClient(node.socket), CpuDevice(), BLOCK_BYTES // 2, 1, 2)
+    assert equal.memory_of(guard) is not None
+    equal.close()
+    larger.close()
+    cache.close()

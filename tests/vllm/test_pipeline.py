@@ -39,8 +39,10 @@ PROMPTS = [prompt(9000 + number, NUM_BLOCKS * BLOCK + 30) for number in range(8)
 
 
 @contextmanager
-def stages(config: dict[str, Any]) -> Iterator[Any]:
-    """A vLLM of two stages on the CPU. config: of its connector.
+def stages(
+    config: dict[str, Any], layers: tuple[int, ...] = LAYERS, **changes: Any
+) -> Iterator[Any]:
+    """A vLLM of two stages on the CPU. config: of its connector. layers: of each stage.
 
     The second stage gets a place for what the first one sends when vLLM warms up. On a CPU it does
     so only where it compiles, and where it is not told how much memory the KV takes.
@@ -50,14 +52,14 @@ def stages(config: dict[str, Any]) -> Iterator[Any]:
         patch.delitem(ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE")
         patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
-        patch.setenv("VLLM_PP_LAYER_PARTITION", ",".join(map(str, LAYERS)))
+        patch.setenv("VLLM_PP_LAYER_PARTITION", ",".join(map(str, layers)))
         options: Any = {
-            "pipeline_parallel_size": len(LAYERS),
+            "pipeline_parallel_size": len(layers),
             "gpu_memory_utilization": 0.2,
             "enforce_eager": False,
             "compilation_config": {"mode": 2, "backend": "eager"},
         }
-        with engine(config, **options) as llm:
+        with engine(config, **options, **changes) as llm:
             yield llm
 
 

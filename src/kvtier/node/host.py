@@ -43,7 +43,8 @@ class NodeHost:
     used, on a thread of its own. A node that was started anew is attached to again.
 
     A block of the node has a part of each shard, one after the other. So a rank's part of slot
-    ``s`` is the slot ``s * num_shards + shard`` of its own numbering.
+    ``s`` is the slot ``s * num_shards + shard`` of its own numbering. All parts have the same size;
+    a rank whose part has another size (unequal pipeline stages) does not use the node's memory.
 
     Args:
         client: connections to the node.
@@ -60,6 +61,7 @@ class NodeHost:
         self._block_bytes = slot_bytes * num_shards
         self._shard = shard
         self._num_shards = num_shards
+        self._is_refused = False
         self._channel: Channel | None = None
         self._registered: set[tuple[str, int]] = set()
         self._queue: SimpleQueue[tuple[MappedMemory, int] | str | None] = SimpleQueue()
@@ -70,7 +72,7 @@ class NodeHost:
 
     def memory_of(self, guard: SlotGuard | None) -> SlotMemory | None:
         """Return where guarded slots lie; None if that memory can't be had."""
-        if guard is None:
+        if guard is None or not self._fits(guard):
             return None
         until_s = time.monotonic() + ATTACH_S
         try:
@@ -88,6 +90,20 @@ class NodeHost:
         step = mapped.segment_bytes
         seams = np.arange(step, mapped.memory.nbytes, step, dtype=np.int64)
         return SlotMemory(mapped.memory, seams, len(room.generations), room.generations)
+
+    def _fits(self, guard: SlotGuard) -> bool:
+        """Return whether the blocks of a room are as many parts of this rank's size."""
+        if guard.room.block_bytes == self._block_bytes:
+            return True
+        if not self._is_refused:
+            self._is_refused = True
+            logger.warning(
+                "the node is not used: this rank's part of a block has %d bytes, and that of the "
+                "first rank %d; give all pipeline stages the same layers",
+                self._block_bytes // self._num_shards,
+                guard.room.block_bytes // self._num_shards,
+            )
+        return False
 
     def _attached(self, instance: str, until_s: float) -> Channel:
         """Return a connection to the node with this memory, or to the one that is there now."""
