@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Thread
 
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
@@ -40,7 +41,7 @@ def run_node(config: NodeConfig, on_ready: Callable[[int | None], object]) -> No
     """
     node = CacheNode(config, CpuDevice())
     try:
-        asyncio.run(_serve(node, on_ready))
+        uvloop.run(_serve(node, on_ready))
     finally:
         node.close()
         logger.info("stopped")
