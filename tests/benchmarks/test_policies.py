@@ -168,6 +168,7 @@ def with_budgets(trace: Trace, bucket: float) -> list[BudgetRow]:
     return [free, *(measure_budget(trace, None, each, shares, limit) for each in BUDGETED)]
 
 
+@pytest.mark.slow
 def test_where_less_may_be_written_it_is_what_will_be_used() -> None:
     free, ours, first_come = rows = with_budgets(some(tenants, 1500), 1 / 24)
     most = 0.5 * (1 + 1 / 24) * free.num_written
@@ -180,6 +181,7 @@ def test_where_less_may_be_written_it_is_what_will_be_used() -> None:
     assert table.row_count == 3
 
 
+@pytest.mark.slow
 def test_what_may_be_written_is() -> None:
     """A budget may be saved up for as long as the trace lasts."""
     _, ours, first_come = with_budgets(some(tenants, 1500), 1.0)

@@ -141,6 +141,7 @@ def store(disk: DiskTier, seed: int) -> Memory:
     return host
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIBRARIES)
 @settings(max_examples=max(10, settings().max_examples // 3))
 @given(

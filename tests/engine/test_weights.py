@@ -67,6 +67,7 @@ def prompt(text: str) -> list[int]:
         return engine.tokenizer.encode(text)[:TOKENS]
 
 
+@pytest.mark.slow
 def test_other_weights_in_a_folder_of_the_same_name_reuse_nothing(
     tmp_path: Path, prompt: list[int]
 ) -> None:
@@ -225,6 +226,7 @@ def mistaken(
     return second, right
 
 
+@pytest.mark.slow
 def test_weights_that_were_remembered_wrongly_are_found_out(
     tmp_path: Path,
     prompt: list[int],
@@ -254,6 +256,7 @@ def test_weights_that_were_remembered_wrongly_are_found_out(
         assert same(again, right)
 
 
+@pytest.mark.slow
 def test_nothing_is_written_under_a_name_that_is_wrong(
     tmp_path: Path, prompt: list[int], gate: Gate, mistaken: tuple[Path, Completion]
 ) -> None:
@@ -289,6 +292,7 @@ def test_requests_under_way_begin_anew_or_end_with_an_error(
     assert same(anew, right)
 
 
+@pytest.mark.slow
 def test_request_that_computed_all_of_its_kv_goes_on(
     tmp_path: Path, prompt: list[int], gate: Gate, mistaken: tuple[Path, Completion]
 ) -> None:

@@ -72,6 +72,7 @@ def test_copy_benchmark_notices_a_wrong_byte(damaged: str) -> None:
         copy.check(src, dst, "wrong")
 
 
+@pytest.mark.slow
 def test_index_benchmark_reports_rows_and_targets(tmp_path: Path) -> None:
     report = tmp_path / "index.json"
     sizes = ["--prompts", "10", "--length", "4096", "--contestants", "native", "python"]

@@ -46,6 +46,7 @@ def chat(model: Any, tokenizer: Any, text: str, **options: Any) -> tuple[Any, to
     return messages, torch.cat(recorder.steps)
 
 
+@pytest.mark.slow
 def test_a_chat_of_three_turns_equals_the_grid() -> None:
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)

@@ -323,6 +323,7 @@ def test_description_that_is_no_layout_is_shown_and_obeyed_by_nobody(
         assert here.get(0) == [OK]
 
 
+@pytest.mark.slow
 def test_owner_can_not_command_the_terminal(tmp_path: Path) -> None:
     with world(tmp_path, 8) as here:
         path = here.options.path
@@ -333,6 +334,7 @@ def test_owner_can_not_command_the_terminal(tmp_path: Path) -> None:
             assert all(line.isprintable() for line in (said.stdout + said.stderr).split("\n"))
 
 
+@pytest.mark.slow
 def test_name_of_a_directory_can_not_command_the_terminal(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"\x1b[2J[red]\xff")
     for command in ("inspect", "verify"):

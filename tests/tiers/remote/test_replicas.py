@@ -55,6 +55,7 @@ def test_first_request_of_a_replica_waits_to_hear_of_its_prompt(server: ValkeySe
     assert same(cold, again)
 
 
+@pytest.mark.slow
 def test_compressed_and_encrypted_blocks_give_the_same_bits(
     server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,7 @@ def _stored_bytes(server: ValkeyServer, prefix: bytes) -> int:
     return sum(each for each in lengths if isinstance(each, int))
 
 
+@pytest.mark.slow
 def test_disk_comes_before_the_store(server: ValkeyServer, tmp_path: Path) -> None:
     location = f"valkey://127.0.0.1:{server.port}?prefix=row:"
     disk = {"disk_path": str(tmp_path / "slab"), "disk_capacity": "16MiB"}

@@ -35,6 +35,7 @@ def proxy(bucket: Bucket) -> Iterator[Proxy]:
     made.close()
 
 
+@pytest.mark.slow
 def test_flipped_bits_never_become_wrong_bytes(bucket: Bucket) -> None:
     """Anywhere in a pack: header, entries, zeros, blocks. A fresh look each time."""
     writer = bucket.tier()

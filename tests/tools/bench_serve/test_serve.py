@@ -72,6 +72,7 @@ def test_a_disk_slower_than_computing_is_measured_when_it_is_asked_for() -> None
     assert 0.2 < automatic.load_s / (2 * usual_s) < 5, "about twice what computing takes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["random-gqa", "random-mla"])
 def test_loading_while_computing_is_measured_when_it_is_asked_for(model: str) -> None:
     options = replace(
