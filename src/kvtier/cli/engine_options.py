@@ -11,6 +11,14 @@ StorageCapacity = Annotated[
     str,
     typer.Option(help="Most bytes of each store's blocks to keep track of; 1TiB by default."),
 ]
+StorageShards = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Largest tensor parallel size of the servers that share the stores, whatever "
+        "their own; 0 if all have the same.",
+    ),
+]
 Codec = Annotated[
     str,
     typer.Option(

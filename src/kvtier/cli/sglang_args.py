@@ -19,6 +19,7 @@ from kvtier.cli.engine_options import (
     Record,
     RecordMaxBytes,
     StorageCapacity,
+    StorageShards,
     given,
     one_or_all,
 )
@@ -45,6 +46,7 @@ def sglang_args(
         ),
     ] = None,
     storage_capacity: StorageCapacity = "",
+    storage_shards: StorageShards = 0,
     codec: Codec = "",
     encryption_key: EncryptionKey = "",
     node: Node = "",
@@ -76,6 +78,7 @@ def sglang_args(
         disk_capacity=disk_capacity,
         storage=one_or_all(storage),
         storage_capacity=storage_capacity,
+        storage_shards=storage_shards,
         codec=codec,
         encryption_key=encryption_key,
         node=node,

@@ -19,6 +19,7 @@ from kvtier.cli.engine_options import (
     Record,
     RecordMaxBytes,
     StorageCapacity,
+    StorageShards,
     given,
     one_or_all,
 )
@@ -41,14 +42,7 @@ def vllm_args(
         ),
     ] = None,
     storage_capacity: StorageCapacity = "",
-    storage_shards: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Largest tensor parallel size of the servers that share the stores, whatever "
-            "their own; 0 if all have the same.",
-        ),
-    ] = 0,
+    storage_shards: StorageShards = 0,
     storage_stages: Annotated[
         int, typer.Option(min=0, help="The same for pipeline parallelism.")
     ] = 0,

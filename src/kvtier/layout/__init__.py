@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvtier.layout.division import Division
 from kvtier.layout.group import (
     Attention,
     DType,
@@ -24,6 +25,7 @@ __all__ = [
     "Attention",
     "Axis",
     "DType",
+    "Division",
     "Fragments",
     "KVGroup",
     "Layout",

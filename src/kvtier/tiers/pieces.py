@@ -52,13 +52,17 @@ class Pieces:
         return Pieces(self.addresses + shifts, sizes, self.kind)
 
     def gather(self, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Pieces:
-        """Return parts of the same blocks, of one piece each: all first parts, then all second.
+        """Return parts of the same blocks: all first parts, then all second ones, and so on.
 
-        offsets: int64 [num_parts, num_pieces], where the pieces of each part begin in a block.
+        offsets: int64 [num_parts, num_pieces], where the pieces of each part begin in a block. None
+        of them lies in two pieces of the block.
         sizes: int64 [num_pieces].
         """
-        assert len(self.sizes) == 1, "they lie in one piece each"
-        begins = self.addresses[None] + offsets.astype(np.uint64)[:, None]
+        ends = np.cumsum(self.sizes)
+        inside = np.searchsorted(ends, offsets, "right")
+        assert (offsets + sizes <= ends[inside]).all(), "a part lies in two pieces of its block"
+        within = (offsets - (ends - self.sizes)[inside]).astype(np.uint64)
+        begins = self.addresses[:, inside].swapaxes(0, 1) + within[:, None]
         return Pieces(begins.reshape(-1, len(sizes)), sizes, self.kind)
 
     def behind(self, headers: npt.NDArray[np.uint8]) -> Pieces:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from kvtier.devices.base import Finding, Memory
 from kvtier.errors import TierError
-from kvtier.layout import KVGroup
+from kvtier.layout import KVGroup, opaque
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.row import make_storage
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageTier
+from kvtier.tiers.wrappers import Shards, ShardTier
 from kvtier.types import DISK, BlockKey, BlockName
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,11 @@ def open_disk(
 
 
 def open_store(
-    location: str, group: KVGroup, capacity_bytes: int, memory: Memory | None = None
+    location: str,
+    group: KVGroup,
+    capacity_bytes: int,
+    memory: Memory | None = None,
+    shards: Shards | None = None,
 ) -> StorageTier:
     """Open a store by its URL.
 
@@ -81,11 +86,13 @@ def open_store(
         group: layout of a block.
         capacity_bytes: capacity for blocks in the store.
         memory: see ``open_disk``.
+        shards: that this rank has of a block; None if the store has blocks as they are.
 
     Raises:
         ConfigError: the URL can't be used.
     """
-    tier = make_storage(location, group, capacity_bytes, memory)
+    of_store = group if shards is None else opaque(shards.bytes_per_shard)
+    tier = make_storage(location, of_store, capacity_bytes, memory)
     for finding in tier.findings():
         logger.info("kvtier %s: %s %s", finding.topic, finding.found, finding.note)
-    return tier
+    return tier if shards is None else ShardTier(tier, shards)

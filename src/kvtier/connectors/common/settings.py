@@ -201,6 +201,10 @@ class StoreSettings(ConnectorSettings):
     ``kvtier.codecs``."""
     storage_capacity: str | int = "1TiB"
     """Capacity of the index of each store: bytes of blocks known at a time."""
+    storage_shards: int = 0
+    """Shards that a block in stores is cut into by KV heads, so that engines of all tensor parallel
+    sizes that divide this number share them; 0 for one per rank, which only engines of the same
+    size share."""
     node: str = ""
     """Socket of a node (``kvtier node run``), whose memory, disk and stores the engines of this
     machine share; "" for none. Then there is neither ``disk_path`` nor ``storage`` here."""
@@ -233,6 +237,12 @@ class StoreSettings(ConnectorSettings):
             raise self.wrong(
                 f'storage_capacity: {self.storage_capacity!r} is no room at all; write "1TiB"'
             )
+        if self.storage_shards < 0:
+            raise self.wrong(f"storage_shards: {self.storage_shards} is below 0")
+        if self.storage_shards and not self.rank_stores:
+            raise self.wrong(
+                "storage_shards is for blocks in a store, and there is no storage here"
+            )
 
     @property
     def stores(self) -> list[str]:
@@ -242,6 +252,11 @@ class StoreSettings(ConnectorSettings):
         stores = [self.storage] if isinstance(self.storage, str) else self.storage
         coding = CodingOptions(self.codec, self.encryption_key)
         return coded_locations([each for each in stores if each], coding)
+
+    @property
+    def rank_stores(self) -> list[str]:
+        """URLs of the stores that the ranks use themselves: none beside a node."""
+        return [] if self.node else self.stores
 
     @property
     def store_bytes(self) -> int:

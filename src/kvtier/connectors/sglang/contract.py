@@ -52,12 +52,15 @@ READ: Mapping[str, tuple[str, ...]] = {
         "is_mla_model", "model_name", "extra_config", "tp_lcm_size", "should_split_heads",
     ),
     "HiCacheStorageExtraInfo": ("prefix_keys",),
-    "ModelConfig": ("from_server_args", "is_audio_model", "is_multimodal"),
+    "ModelConfig": (
+        "from_server_args", "get_total_num_kv_heads", "is_audio_model", "is_multimodal",
+    ),
     "PoolTransfer": ("name", "host_indices", "keys", "hit_policy"),
     "PoolHitPolicy": ("ALL_PAGES", "TRAILING_PAGES"),
     "HostKVCache": ("page_size", "page_num", "layout", "dtype", "get_dummy_flat_data_page"),
     "MHATokenToKVPoolHost": (
         "get_page_buffer_meta", "backup_from_device_all_layer", "load_to_device_per_layer",
+        "_buffer_infos", "head_num", "layer_num",
     ),
     "MLATokenToKVPoolHost": (
         "get_page_buffer_meta", "backup_from_device_all_layer", "load_to_device_per_layer",
@@ -108,7 +111,7 @@ STORAGE = Contract(
     called=CALLED,
     built=BUILT,
     read=READ,
-    optional=frozenset({"RuntimeContext.server_args"}),
+    optional=frozenset({"RuntimeContext.server_args", "MHATokenToKVPoolHost._buffer_infos"}),
     options=OPTIONS,
 )
 """Contract of the storage back end."""
@@ -177,7 +180,9 @@ LINKER = Contract(
             "name", "page_size",
         ),
         "DevicePoolGroup": ("entries", "num_layers"),
-        "MHATokenToKVPool": ("k_buffer", "v_buffer", "k_scale_buffer", "use_hnd"),
+        "MHATokenToKVPool": (
+            "head_num", "k_buffer", "k_scale_buffer", "kv_cache_layout", "use_hnd", "v_buffer",
+        ),
         "MLATokenToKVPool": ("kv_buffer",),
         "BufferBackupSnapshot": ("parent_last_hash",),
         "MatchResult": ("device_prefix_len", "last_device_node"),

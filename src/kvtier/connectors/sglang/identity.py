@@ -80,6 +80,9 @@ RANK_FACTS = (
     "tp_size",
 )
 
+TENSOR_FACTS = ("head_num", "should_split_heads", "tp_lcm_size", "tp_size")
+"""Those of both that differ between tensor parallel sizes."""
+
 KEY_BYTES = 32
 SHARDED_STATE = "mamba"
 """Name of the pool that is split over ranks even if KV is not."""
@@ -127,7 +130,13 @@ def engine_digest(weights: str, version: str, options: object, salt: str) -> byt
     ).digest
 
 
-def pool_facts(config: StorageConfig, name: str, pool: object, sizes: Sequence[object]) -> bytes:
+def pool_facts(
+    config: StorageConfig,
+    name: str,
+    pool: object,
+    sizes: Sequence[object],
+    any_size: bool = False,
+) -> bytes:
     """Return what decides on the bytes of one pool's pages on one rank, besides the engine.
 
     Args:
@@ -135,12 +144,19 @@ def pool_facts(config: StorageConfig, name: str, pool: object, sizes: Sequence[o
         name: name of the pool.
         pool: SGLang's pool.
         sizes: sizes of a page's pieces in order, with their kinds if these differ.
+        any_size: whether pages are shared with engines of other tensor parallel sizes. The names of
+            their shards tell heads and sizes then.
     """
-    rank = 0 if is_replicated(config, name) else config.tp_rank
+    left_out = TENSOR_FACTS if any_size else ()
+    ranks = {each: getattr(config, each, None) for each in RANK_FACTS if each not in left_out}
+    if not any_size:
+        ranks["tp_rank"] = 0 if is_replicated(config, name) else config.tp_rank
     facts = {
-        "pool": [name, type(pool).__name__, list(sizes)],
-        "bytes": {each: str(getattr(pool, each, None)) for each in POOL_FACTS},
-        "ranks": {each: getattr(config, each, None) for each in RANK_FACTS} | {"tp_rank": rank},
+        "pool": [name, type(pool).__name__, [] if any_size else list(sizes)],
+        "bytes": {
+            each: str(getattr(pool, each, None)) for each in POOL_FACTS if each not in left_out
+        },
+        "ranks": ranks,
     }
     return json.dumps(facts, sort_keys=True).encode()
 

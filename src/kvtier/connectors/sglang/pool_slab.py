@@ -16,6 +16,7 @@ from kvtier.layout import opaque
 from kvtier.telemetry import Metrics
 from kvtier.tiers import StorageTier
 from kvtier.tiers.disk import DiskReader, goes_direct
+from kvtier.tiers.wrappers import Shards
 
 
 class PoolSlab(NamedTuple):
@@ -34,6 +35,7 @@ def open_slab(
     digest: Callable[[], bytes],
     replica: int = 0,
     policy: str = LRU,
+    shards: Shards | None = None,
 ) -> PoolSlab:
     """Open the slab of a rank's pool, or a reader of the slab of the rank that writes for all.
 
@@ -48,6 +50,7 @@ def open_slab(
         digest: return the namespace of the pool's pages; b"" while it is unknown.
         replica: number of this engine among its replicas.
         policy: eviction policy.
+        shards: that this rank has of a page in a store; None for the whole page.
 
     Raises:
         ConfigError: settings can't be used, or another process has opened the slab.
@@ -55,7 +58,7 @@ def open_slab(
     group, metrics = opaque(pages.num_bytes), pool_metrics(config, name)
     if settings.stores:
         (location,) = settings.stores
-        store = open_store(location, group, capacity_bytes, pages.memory)
+        store = open_store(location, group, capacity_bytes, pages.memory, shards)
         return PoolSlab(pages, _calls(settings, store, pages, digest, metrics, policy))
     options = settings.disk_options(folder_of(config, name, replica), capacity_bytes)
     if is_replicated(config, name) and config.tp_rank > 0:

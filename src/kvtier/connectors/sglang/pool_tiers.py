@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from blake3 import blake3
+
 from kvtier.connectors.common.names import BlockNames
 from kvtier.connectors.common.opening import open_disk, open_store
 from kvtier.connectors.common.pool_cache import PoolCache
@@ -14,6 +16,7 @@ from kvtier.connectors.sglang.identity import folder_of, pool_facts
 from kvtier.connectors.sglang.rank_metrics import pool_metrics
 from kvtier.connectors.sglang.ranks import RankConfig, replica_of
 from kvtier.connectors.sglang.settings import LinkerSettings
+from kvtier.connectors.sglang.shards import device_shards, num_kv_heads, refuse_several
 from kvtier.devices import Device
 from kvtier.layout import opaque
 from kvtier.tiers import HostTier, StorageTier
@@ -54,9 +57,12 @@ def link(
         policy: eviction policy.
 
     Raises:
-        ConfigError: a capacity can't be allocated.
+        ConfigError: a capacity can't be allocated, or pages can't be cut into shards.
     """
     page_bytes = {pool.name: pool.page_bytes for pool in pools}
+    num_shards = settings.storage_shards
+    if num_shards:
+        refuse_several(list(page_bytes))
     in_host = room("host_capacity", settings.host_bytes, config, options, page_bytes)
     on_disk = {}
     if settings.disk_path:
@@ -67,22 +73,28 @@ def link(
     linked = {}
     for pool in pools:
         group = opaque(slot_bytes(pool.page_bytes))
+        shards = None
+        if num_shards:
+            num_heads = num_kv_heads(options, pool.has_latents)
+            shards = device_shards(num_shards, num_heads, config, pool, group.bytes_per_block)
         host = HostTier(group, in_host[pool.name], device)
         storages: list[StorageTier] = []
         if on_disk:
             folder = f"{folder_of(config, pool.name, replica_of())}-linked"
+            if num_shards:  # the keys of its pages do not say which heads it has
+                folder += f"-{blake3(_facts(config, pool)).hexdigest()[:16]}"
             slab = settings.disk_options(folder, on_disk[pool.name])
             storages.append(open_disk(slab, group, host.ready_memory))
         for location in settings.stores:
-            store = open_store(location, group, in_stores[pool.name], host.ready_memory)
-            storages.append(store)
+            capacity = in_stores[pool.name]
+            storages.append(open_store(location, group, capacity, host.ready_memory, shards))
         cache = PoolCache(
             pool.paged(group.bytes_per_block),
             pool.ends,
             host,
             storages,
             engine,
-            names.digest_of_part(_facts(config, pool)),
+            names.digest_of_part(_facts(config, pool, num_shards > 0)),
             settings.bytes_per_day,
             settings.lookup_deadline_s,
             policy,
@@ -92,10 +104,12 @@ def link(
     return linked
 
 
-def _facts(config: RankConfig, pool: DevicePool) -> bytes:
+def _facts(config: RankConfig, pool: DevicePool, any_size: bool = False) -> bytes:
     """Return the facts that identify a pool's pages.
 
     KV that is equal on all ranks has the same names on all, so a store keeps it once.
+
+    any_size: see ``pool_facts``.
     """
     as_named = replace(config, is_mla_model=pool.has_latents)
-    return pool_facts(as_named, pool.name, pool.source, pool.shapes)
+    return pool_facts(as_named, pool.name, pool.source, pool.shapes, any_size)

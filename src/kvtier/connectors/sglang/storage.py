@@ -38,6 +38,7 @@ from kvtier.connectors.sglang.prompt_reporting import policy_of
 from kvtier.connectors.sglang.ranks import replica_of
 from kvtier.connectors.sglang.recording import Recording, open_recording
 from kvtier.connectors.sglang.settings import StorageSettings
+from kvtier.connectors.sglang.shards import host_shards, num_kv_heads, refuse_several
 from kvtier.connectors.sglang.unsupported import refuse
 
 try:
@@ -117,6 +118,8 @@ class KvtierStorage(HiCacheStorage):
     def _open_all(self) -> None:
         self._names.settle(sources(self._options, self._config))
         pages = {name: Pages(pool) for name, pool in self._pools.items()}
+        if self._settings.storage_shards:
+            refuse_several(list(pages))
         page_bytes = {name: each.num_bytes for name, each in pages.items()}
         name = "storage_capacity" if self._settings.stores else "disk_capacity"
         num_bytes = self._settings.size(name)
@@ -141,7 +144,12 @@ class KvtierStorage(HiCacheStorage):
         self._slabs[KV].calls.observe_prefill(num_before, num_tokens, seconds)
 
     def _open(self, name: str, pages: Pages, capacity_bytes: int, policy: str) -> PoolSlab:
-        facts = pool_facts(self._config, name, self._pools[name], pages.sizes.tolist())
+        config, pool, num = self._config, self._pools[name], self._settings.storage_shards
+        facts = pool_facts(config, name, pool, pages.sizes.tolist(), num > 0)
+        shards = None
+        if num:
+            num_heads = num_kv_heads(self._options, config.is_mla_model)
+            shards = host_shards(num, num_heads, config, pool, pages)
         return open_slab(
             self._settings,
             self._config,
@@ -151,6 +159,7 @@ class KvtierStorage(HiCacheStorage):
             self._names.digest_of_part(facts),
             replica_of(),
             policy,
+            shards,
         )
 
     def _slab(self) -> PoolSlab:

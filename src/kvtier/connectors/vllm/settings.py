@@ -40,11 +40,6 @@ class VllmSettings(HostSettings):
     host memory has no room; ``on`` reads directly; ``off`` reads through host memory. A direct
     read cannot be cancelled: if the disk hangs, its request waits."""
 
-    storage_shards: int = 0
-    """Shards that a block in stores is cut into by KV heads, so that engines of all tensor parallel
-    sizes that divide this number share them; 0 for one per rank, which only engines of the same
-    size share."""
-
     storage_stages: int = 0
     """With ``storage_shards``: runs of layers that shards are cut into as well, so that engines of
     all pipeline parallel sizes that divide this number share them; 0 to not cut layers."""
@@ -63,12 +58,8 @@ class VllmSettings(HostSettings):
             raise self.wrong(
                 f"client_hints can't be {self.client_hints!r}; use one of {', '.join(ClientHints)}"
             )
-        if min(self.storage_shards, self.storage_stages) < 0:
-            raise self.wrong("storage_shards and storage_stages are not below 0")
-        if self.storage_shards and not self.rank_stores:
-            raise self.wrong(
-                "storage_shards is for blocks in a store, and there is no storage here"
-            )
+        if self.storage_stages < 0:
+            raise self.wrong(f"storage_stages: {self.storage_stages} is below 0")
         if self.storage_stages and not self.storage_shards:
             raise self.wrong("storage_stages needs storage_shards; write 1 to cut layers only")
         if self.node_deadline_s <= 0:
@@ -77,11 +68,6 @@ class VllmSettings(HostSettings):
             raise self.wrong(
                 f"disk_direct can't be {self.disk_direct!r}; use one of {', '.join(Direct)}"
             )
-
-    @property
-    def rank_stores(self) -> list[str]:
-        """URLs of the stores that the ranks use themselves: none beside a node."""
-        return [] if self.node else self.stores
 
     @property
     def bytes_per_s(self) -> int:

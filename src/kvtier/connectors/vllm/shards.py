@@ -1,13 +1,8 @@
-"""Shards of an engine's blocks by KV heads and layers, for stores of engines of any parallel size.
-
-A rank has some KV heads of some layers. A store has its blocks in shards that are the same for all
-parallel sizes, and a rank reads and writes those whose heads and layers it has:
-
-    8 KV heads, 4 shards      TP 1: |0 1|2 3|4 5|6 7|     TP 2: |0 1|2 3| and |4 5|6 7|
+"""Shards of vLLM's blocks by KV heads and layers, for stores of engines of any parallel size.
 
 The bytes of a shard are those of its heads, layer after layer, in the order of a layer's axes in
 memory. Its name tells all that decides on that order, so that ranks which differ in it find nothing
-of each other.
+of each other. See ``kvtier.layout.division``.
 """
 
 from __future__ import annotations
@@ -15,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +27,7 @@ from kvtier.connectors.vllm.pages import (
 )
 from kvtier.connectors.vllm.settings import VllmSettings
 from kvtier.errors import ConfigError, LayoutError
+from kvtier.layout import Division
 from kvtier.tiers.wrappers import Shards
 
 if TYPE_CHECKING:
@@ -41,81 +36,43 @@ if TYPE_CHECKING:
 Int64s = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
-    """Division of a model's KV heads and layers over the ranks of an engine, and over shards.
+def division_of(config: VllmConfig, settings: VllmSettings) -> Division:
+    """Return the division of an engine.
 
-    Args:
-        num_heads: KV heads of a layer, in the whole model; 1 for the latents of MLA.
-        tp_rank, tp_size: which ranks have them.
-        shard_heads: heads of a shard.
-        stage_layers: layers of a shard; 0 for all that a rank has.
+    Raises ``ConfigError`` if a rank would have a part of a shard.
     """
-
-    num_heads: int
-    tp_rank: int
-    tp_size: int
-    shard_heads: int
-    stage_layers: int = 0
-
-    @classmethod
-    def of(cls, config: VllmConfig, settings: VllmSettings) -> Division:
-        """Return the division of an engine.
-
-        Raises ``ConfigError`` if a rank would have a part of a shard.
-        """
-        parallel, model = config.parallel_config, config.model_config
-        context_parallel = parallel.decode_context_parallel_size * getattr(
-            parallel, "prefill_context_parallel_size", 1
+    parallel, model = config.parallel_config, config.model_config
+    context_parallel = parallel.decode_context_parallel_size * getattr(
+        parallel, "prefill_context_parallel_size", 1
+    )
+    if context_parallel > 1:
+        raise settings.wrong(
+            "storage_shards: under context parallelism a rank has tokens of a block, not heads; "
+            "leave it out"
         )
-        if context_parallel > 1:
+    stage_layers = 0
+    if settings.storage_stages:
+        num_layers = int(model.get_total_num_hidden_layers())
+        stage_layers, rest = divmod(num_layers, settings.storage_stages)
+        if rest or not stage_layers:
             raise settings.wrong(
-                "storage_shards: under context parallelism a rank has tokens of a block, not "
-                "heads; leave it out"
+                f"storage_stages: {num_layers} layers can't be cut into "
+                f"{settings.storage_stages} equal stages"
             )
-        num_heads = 1 if model.use_mla else int(model.get_total_num_kv_heads())
-        size = parallel.tensor_parallel_size
-        num_shards = gcd(num_heads, settings.storage_shards)
-        if num_shards % min(size, num_heads):
-            raise settings.wrong(
-                f"storage_shards: {settings.storage_shards} shards of {num_heads} KV heads are "
-                f"{num_shards}, and no whole number on each of {size} ranks; use a multiple of "
-                f"{size} that divides {num_heads}"
-            )
-        stage_layers = 0
-        if settings.storage_stages:
-            num_layers = int(model.get_total_num_hidden_layers())
-            stage_layers, rest = divmod(num_layers, settings.storage_stages)
-            if rest or not stage_layers:
-                raise settings.wrong(
-                    f"storage_stages: {num_layers} layers can't be cut into "
-                    f"{settings.storage_stages} equal stages"
-                )
-        return cls(num_heads, parallel.rank % size, size, num_heads // num_shards, stage_layers)
+    num_heads = 1 if model.use_mla else int(model.get_total_num_kv_heads())
+    size = parallel.tensor_parallel_size
+    shards = settings.storage_shards
+    return Division.of(shards, num_heads, parallel.rank % size, size, stage_layers)
 
-    @property
-    def num_own(self) -> int:
-        """KV heads of a rank."""
-        return max(1, self.num_heads // self.tp_size)
 
-    @property
-    def first_own(self) -> int:
-        """First KV head of this rank. Ranks beyond the heads share one."""
-        return self.tp_rank * self.num_heads // self.tp_size
-
-    @property
-    def is_writer(self) -> bool:
-        """Whether this rank is the first one that has its heads."""
-        return self.tp_rank * self.num_heads % self.tp_size == 0
-
-    def stages(self, layers: Sequence[LayerSize]) -> list[list[LayerSize]]:
-        """Return the layers of a rank, by stage."""
-        if not self.stage_layers:
-            return [list(layers)]
-        stages: dict[int, list[LayerSize]] = {}
-        for layer in layers:
-            stages.setdefault(_index_of(layer.name) // self.stage_layers, []).append(layer)
-        return [*stages.values()]
+def _stages(division: Division, layers: Sequence[LayerSize]) -> list[list[LayerSize]]:
+    """Return the layers of a rank, by stage."""
+    if not division.stage_layers:
+        return [list(layers)]
+    stages: dict[int, list[LayerSize]] = {}
+    for layer in layers:
+        stages.setdefault(_index_of(layer.name) // division.stage_layers, []).append(layer)
+    return [*stages.values()]
 
 
 def _index_of(layer: str) -> int:
@@ -231,7 +188,7 @@ def shards_of(
         )
     slots = _Slots.of(pages, pages_per_block)
     names, offsets, sizes = [], [], []
-    for stage in division.stages(layers):
+    for stage in _stages(division, layers):
         own = [
             _LayerKV.of(layer, kv_caches[layer.name], pages.num_pages, division.num_own)
             for layer in stage
@@ -239,14 +196,18 @@ def shards_of(
         # Layers that share their KV have it once, under the name of the last one.
         own = [*{each.parts[0].data_ptr(): each for each in own}.values()]
         told = [[each.name, each.describe(division.shard_heads)] for each in own]
-        for first in range(0, division.num_own, division.shard_heads):
-            heads = [division.first_own + first, division.shard_heads, division.num_heads]
-            names.append(blake3(json.dumps([heads, told]).encode()).digest())
+        for first in division.firsts:
+            names.append(division.shard_name(first, told))
             at, num_bytes = slots.pieces(own, first, division.shard_heads)
             offsets.append(at)
             sizes.append(num_bytes)
-    at, num_bytes = _joined(offsets, sizes)
-    return Shards(tuple(names), at, num_bytes, slot_bytes, division.is_writer)
+    if any(not np.array_equal(each, sizes[0]) for each in sizes):
+        totals = ", ".join(str(int(each.sum())) for each in sizes)
+        raise LayoutError(
+            f"storage_shards: a rank's shards have unequal sizes ({totals} bytes); use another "
+            "number of storage_stages"
+        )
+    return Shards.joined(names, np.stack(offsets), sizes[0], slot_bytes, division.is_writer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,21 +250,3 @@ class _Slots:
                 offsets.append(at[order])
                 sizes.append(np.repeat(nbytes, len(page))[order])
         return np.concatenate(offsets), np.concatenate(sizes)
-
-
-def _joined(offsets: Sequence[Int64s], sizes: Sequence[Int64s]) -> tuple[Int64s, Int64s]:
-    """Return offsets [num_shards, num_pieces] and sizes [num_pieces].
-
-    Pieces that are neighbours in the blocks of all shards are one.
-    """
-    if any(not np.array_equal(each, sizes[0]) for each in sizes):
-        totals = ", ".join(str(int(each.sum())) for each in sizes)
-        raise LayoutError(
-            f"storage_shards: a rank's shards have unequal sizes ({totals} bytes); use another "
-            "number of storage_stages"
-        )
-    at, num_bytes = np.stack(offsets), sizes[0]
-    begins = np.ones(len(num_bytes), bool)
-    begins[1:] = (at[:, 1:] != at[:, :-1] + num_bytes[:-1]).any(axis=0)
-    first = np.flatnonzero(begins)
-    return np.ascontiguousarray(at[:, first]), np.add.reduceat(num_bytes, first)

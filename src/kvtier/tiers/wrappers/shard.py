@@ -48,6 +48,29 @@ class Shards:
         sizes = np.array([block_bytes], np.int64)
         return cls((name.encode(),), np.zeros((1, 1), np.int64), sizes, block_bytes)
 
+    @classmethod
+    def joined(
+        cls,
+        names: Sequence[bytes],
+        offsets: npt.NDArray[np.int64],
+        sizes: npt.NDArray[np.int64],
+        block_bytes: int,
+        is_writer: bool,
+        seams: npt.ArrayLike = (),
+    ) -> Shards:
+        """Return shards of as few pieces as possible.
+
+        Pieces that are neighbours in the blocks of all shards are one.
+
+        seams: offsets in a block that no piece may cross, because its bytes lie apart there.
+        """
+        begins = np.ones(len(sizes), bool)
+        begins[1:] = (offsets[:, 1:] != offsets[:, :-1] + sizes[:-1]).any(axis=0)
+        begins |= np.isin(offsets, seams).any(axis=0)
+        first = np.flatnonzero(begins)
+        at, num_bytes = np.ascontiguousarray(offsets[:, first]), np.add.reduceat(sizes, first)
+        return cls(tuple(names), at, num_bytes, block_bytes, is_writer)
+
     @property
     def bytes_per_shard(self) -> int:
         return int(self.sizes.sum())

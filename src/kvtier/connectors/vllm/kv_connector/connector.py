@@ -33,7 +33,7 @@ from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.pages import layer_sizes, tell_pages
 from kvtier.connectors.vllm.prompt import GROUP_BYTES
 from kvtier.connectors.vllm.recording import RequestRecording
-from kvtier.connectors.vllm.shards import Division, layout_of, shards_of
+from kvtier.connectors.vllm.shards import division_of, layout_of, shards_of
 from kvtier.connectors.vllm.worker import TierWorker
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ class KvtierConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         pages, shards = tell_pages(kv_caches, self._layers, self._num_pages), None
         if self._facts.any_size:
-            division = Division.of(self._vllm_config, self._sizes.settings)
+            division = division_of(self._vllm_config, self._sizes.settings)
             (layers,) = self._layers
             layout = layout_of(layers, kv_caches, self._num_pages, division)
             pages = replace(pages, layout=layout)

@@ -47,7 +47,7 @@ from kvtier.connectors.vllm.pages import EnginePages, layer_sizes
 from kvtier.connectors.vllm.queued_requests import QueuedRequests
 from kvtier.connectors.vllm.recording import record_settings
 from kvtier.connectors.vllm.registry import CONNECTOR_NAME
-from kvtier.connectors.vllm.shards import Division, shards_of
+from kvtier.connectors.vllm.shards import division_of, shards_of
 from kvtier.connectors.vllm.standalone.unsupported import engine_of
 from kvtier.connectors.vllm.step import prefill_pieces
 from kvtier.tiers.wrappers import Shards
@@ -286,7 +286,7 @@ class KvtierOffloadingConnector(RecordedConnector):
         assert self.connector_worker is not None, "the scheduler's side has no ranks"
         config, sizes = self.connector_worker.kv_cache_config, self._spec.sizes
         layers = layer_sizes([config.kv_cache_groups[each] for each in groups])[0]
-        division = Division.of(self._vllm_config, sizes.settings)
+        division = division_of(self._vllm_config, sizes.settings)
         num_pages, slot_bytes = sizes.facts.pages_per_block, sizes.slot_bytes
         return lambda pages: shards_of(pages, layers, kv_caches, division, num_pages, slot_bytes)
 
