@@ -488,6 +488,23 @@ class Cache:
             found[kept:] = ["nowhere"] * (len(found) - kept)
         return found
 
+    def stored(self, namespace: bytes, labels: Sequence[Label]) -> tuple[int, bool]:
+        """Return how many of a prompt's first blocks a storage tier has acknowledged.
+
+        The second value says whether the next block is on its way there.
+        """
+        storages = self._ladder.storages
+        columns = [self._index.states(namespace, labels, tier) for tier in storages]
+        known = list(zip(*columns, strict=True))
+        num = next((at for at, each in enumerate(known) if State.READY not in each), len(known))
+        blocks = self._index.extend(namespace, labels[: min(num + 1, len(known))])
+        kept = self._deletion.num_kept(blocks)
+        if kept <= num or not self._ladder.is_busy:
+            return min(kept, num), False
+        staging = self._ladder.topology.staging
+        arrives = staging != DEVICE and self._index.state(blocks[num], staging) is State.WRITING
+        return num, arrives or self._ladder.write_queues.has(blocks[num])
+
     def pin(self, namespace: bytes, labels: Sequence[Label], seconds: float) -> tuple[int, int]:
         """Keep a prompt's first blocks in host memory for a time; see ``PromptPins.add``."""
         num = len(self._index.states(namespace, labels, HOST))

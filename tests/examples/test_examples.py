@@ -14,10 +14,10 @@ from tests.effort import EFFORT
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_facade_example_reuses_from_both_tiers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_facade_example_reuses_from_memory_and_disk(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "facade.py"), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[1].split()[0] for line in lines] == ["0", "96", "96", "48"]
+    assert [line.split(":")[1].split()[0] for line in lines] == ["0", "96", "96", "96", "48"]
 
 
 @pytest.mark.skipif(EFFORT < 1, reason="a minute of chats; tests/transformers has short ones")

@@ -105,6 +105,7 @@ class CacheLayers:
     def __init__(self, model: PreTrainedModel, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self._config = model.config
+        self._made_for = model.dtype, model.device
         self.pieces: list[Piece] = []
         self.states: list[StatePiece] = []
         self._devices: list[torch.device] = []
@@ -218,6 +219,10 @@ class CacheLayers:
     def new_cache(self) -> DynamicCache:
         """Return an empty cache, as ``generate`` makes one."""
         return DynamicCache(config=self._config)
+
+    def fit_model(self, model: PreTrainedModel) -> bool:
+        """Whether the model has the dtype and the device that it was probed with."""
+        return self._made_for == (model.dtype, model.device)
 
     def fits(self, cache: DynamicCache) -> bool:
         """Whether ``cache`` is empty, and has layers of the kinds that were probed."""

@@ -324,6 +324,20 @@ class SnapshotCache(Cache):
                     state.is_private |= lease.namespace == namespace
         return super().delete(namespace, labels)
 
+    def stored(self, namespace: bytes, labels: Sequence[Label]) -> tuple[int, bool]:
+        """Return how many of a prompt's first blocks are stored with a snapshot of their state.
+
+        The second value says whether more are on their way.
+        """
+        num, is_coming = super().stored(namespace, labels)
+        for at in range(num // self._grain * self._grain, 0, -self._grain):
+            path = self._path(labels, at)
+            found, comes = super().stored(namespace, path)
+            is_coming |= comes
+            if found == len(path):
+                return at, is_coming
+        return 0, is_coming
+
 
 def _state_label(at: int) -> Label:
     """Return the label of a snapshot's block; no tokens have one of this length."""

@@ -14,19 +14,15 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvtier.cache import Cache
 from kvtier.cache_layers import CacheLayers
 from kvtier.config import CacheConfig
 from kvtier.connectors.transformers.prompts import PromptBatch
-from kvtier.devices import Memory, find_device
 from kvtier.errors import CacheError, ConfigError
 from kvtier.keys import token_labels
-from kvtier.layout import named_layout
 from kvtier.prompts.lease import Lease
-from kvtier.shared_cache import SharedCache
-from kvtier.snapshots import SnapshotCache
+from kvtier.shared_cache import Prompt, open_cache
 from kvtier.system.memory import available_bytes
-from kvtier.tiers import DeviceTier, pages
+from kvtier.tiers import pages
 from kvtier.types import DEVICE, HOST
 
 logger = logging.getLogger(__name__)
@@ -67,17 +63,16 @@ class BlockMemory:
                 f"{left / 2**30:.2f} GiB are left ({limited_by}) and "
                 f"{RESERVE_BYTES / 2**30:.0f} GiB stay reserved; lower it"
             )
-        layout = named_layout("block_first", group, self.num_blocks)
-        self._map = pages.anonymous(layout.nbytes)
+        self._map = pages.anonymous(self.num_blocks * bytes_per_block)
         held = np.frombuffer(self._map, np.uint8)
-        memory = Memory(held.ctypes.data, layout.nbytes, "host", self._map)
         self.blocks = torch.from_numpy(held).view(self.num_blocks, bytes_per_block)
-        tier, device = DeviceTier(memory, layout), find_device("cpu")
-        size = layers.blocks_per_snapshot
-        self.cache = SharedCache(
-            SnapshotCache(settings, device, tier, blocks_per_snapshot=size)
-            if size
-            else Cache(settings, device, tier)
+        self.cache = open_cache(
+            held,
+            "",  # the weights may change: each prompt has a namespace of its own
+            settings,
+            group=group,
+            layout="block_first",
+            blocks_per_snapshot=layers.blocks_per_snapshot,
         )
 
 
@@ -88,8 +83,7 @@ class TokenSources:
     Attributes:
         tiers: tokens by the tier that they were restored from.
         num_computed: tokens that were computed.
-        num_without_room: prompts that were computed without the cache: it had no room for them, or
-            a copy failed.
+        num_without_room: prompts that were computed without the cache: it had no room for them.
     """
 
     tiers: Counter[str] = field(default_factory=Counter)
@@ -194,11 +188,10 @@ class ChunkGrid:
         labels = token_labels(tokens, size)[: self._memory.num_blocks - 1 - num_snapshot]
         if not labels:
             return None
-        num_tokens = min(len(tokens), (len(labels) + 1) * size)
-        num_blocks = -(-num_tokens // size)
+        prompt = Prompt(namespace, labels, min(len(tokens), (len(labels) + 1) * size))
         lease = None
         try:
-            lease = self._memory.cache.fetch(namespace, labels, num_tokens, num_blocks)
+            lease = self._memory.cache.fetch(prompt)
         except CacheError as error:
             logger.warning("a prompt is computed without the cache: %s", error)
         reuse.num_without_room += lease is None

@@ -26,6 +26,9 @@ HANDLED = {
 STEADY_ROTARY = {"default", "linear", "yarn", "llama3", "proportional"}
 """Rotary embeddings whose frequencies do not depend on the length of the context."""
 
+DROPOUT = torch.nn.modules.dropout._DropoutNd
+"""Base of all dropouts. Adapters bring some, which ``model.eval()`` may have missed."""
+
 KNOWN_HOOKS = ("transformers.", "accelerate.")
 """Packages whose forward hooks change nothing."""
 
@@ -88,6 +91,8 @@ class PromptReader:
         """Return the prompts that a call begins, or the reason why it is passed through."""
         if reason := _odd_arguments(call) or odd_state(model):
             return reason
+        if not layers.fit_model(model):
+            return "the model has another dtype or device than when it was attached"
         cache = call.get("past_key_values")
         if cache is None:
             cache = layers.new_cache()
@@ -142,7 +147,12 @@ def odd_state(model: PreTrainedModel) -> str:
         return "gradients are recorded"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is on"
-    return "forward hooks" if any(map(_has_hooks, model.modules())) else ""
+    for module in model.modules():
+        if _has_hooks(module):
+            return "forward hooks"
+        if isinstance(module, DROPOUT) and module.training and module.p:
+            return "a dropout is in training mode"
+    return ""
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:

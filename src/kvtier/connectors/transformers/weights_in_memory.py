@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
-from enum import Enum
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock, Thread
 
@@ -17,28 +16,25 @@ import torch
 from blake3 import blake3
 from transformers import PreTrainedModel
 
+from kvtier.connectors.transformers.model_state import (
+    OWN_CODE,
+    ModelState,
+    is_composed,
+    meaning,
+    parts,
+)
 from kvtier.identity import Basis, Identity, unknown
 from kvtier.system.process import num_cores
 
 logger = logging.getLogger(__name__)
 
 SMALL_MODEL_BYTES = 1 << 30
-"""The bytes of a smaller model are read at once, in a fraction of a second."""
+"""This many bytes are read at once, in a fraction of a second."""
 PIECE_BYTES = 64 << 20
 """Bytes of a tensor that are read in one step, and copied first if a device has them."""
 MAX_THREADS = 8
 NUM_POLITE_THREADS = 2
 """Threads that read in the background, while the model may be in use."""
-OWN_CODE = ("torch.", "transformers.", "builtins.")
-"""Packages whose version stands for their code: it is in every namespace."""
-UNTOLD = {
-    "_name_or_path",
-    "_is_hf_initialized",
-    "_original_object_hash",
-    "transformers_version",
-    "use_cache",
-}
-"""Settings that change no KV, some of which differ in each process."""
 
 
 class _Unreadable(Exception):  # noqa: N818 - a reason, and no failure
@@ -46,16 +42,15 @@ class _Unreadable(Exception):  # noqa: N818 - a reason, and no failure
 
 
 class WeightsInMemory:
-    """The identity of a loaded model, read again whenever the model has changed.
+    """The identity of a loaded model, found again whenever the model has changed.
 
-    Changes are noticed by the addresses and versions of all tensors and by the settings of all
-    modules. In-place changes through ``tensor.data`` leave no trace there: call ``forget`` after
-    them.
+    Changes are noticed by ``ModelState.stamp``. Only the tensors that have changed are read again:
+    none if an adapter was switched or scaled. A change in place through ``tensor.data`` of so few
+    elements that no sample is among them is not noticed: call ``forget`` after it.
 
     Args:
         model: the model.
-        small_bytes: a model of up to this size is read while its first prompt waits; a larger one
-            in the background.
+        small_bytes: up to this many bytes are read while a prompt waits; more in the background.
     """
 
     def __init__(self, model: PreTrainedModel, small_bytes: int = SMALL_MODEL_BYTES) -> None:
@@ -64,6 +59,7 @@ class WeightsInMemory:
         self._lock = Lock()
         self._stamp = b""
         self._identity: Identity | None = None
+        self._digests: dict[bytes, bytes] = {}  # of tensors, by their marks
         self._reader: Thread | None = None
 
     def current(self) -> Identity | None:
@@ -72,17 +68,20 @@ class WeightsInMemory:
             return self._current()
 
     def _current(self) -> Identity | None:
-        stamp = _stamp(self._model)
-        if stamp == self._stamp and self._identity is not None:
+        state = ModelState(self._model)
+        if state.stamp == self._stamp and self._identity is not None:
             return self._identity
         if self._reader is not None and self._reader.is_alive():
             return None
-        if _num_bytes(self._model) <= self._small_bytes:
-            self._read(stamp, min(MAX_THREADS, num_cores()))
+        new = (
+            each for name, each in state.tensors.items() if state.marks[name] not in self._digests
+        )
+        if sum(each.nbytes for each in new) <= self._small_bytes:
+            self._read(state, min(MAX_THREADS, num_cores()))
             return self._identity
         self._reader = Thread(
             target=self._read,
-            args=(stamp, NUM_POLITE_THREADS),
+            args=(state, NUM_POLITE_THREADS),
             name="kvtier-weights",
             daemon=True,
         )
@@ -91,89 +90,70 @@ class WeightsInMemory:
 
     def is_still(self, identity: Identity) -> bool:
         """Whether the model is known to be unchanged since it had this identity."""
-        return self._identity == identity and _stamp(self._model) == self._stamp
+        return self._identity == identity and ModelState(self._model).stamp == self._stamp
 
     def forget(self) -> None:
-        """Read the model again before its next prompt."""
-        self._identity = None
+        """Read the whole model again before its next prompt."""
+        with self._lock:
+            self._identity = None
+            self._digests = {}
 
     def wait(self) -> None:
         """Wait until the reading in the background has ended."""
         if self._reader is not None:
             self._reader.join()
 
-    def _read(self, stamp: bytes, threads: int) -> None:
+    def _read(self, state: ModelState, threads: int) -> None:
         """Set the identity, if the model did not change meanwhile. Prompts wait otherwise."""
         try:
-            found = Identity(_digest(self._model, threads), Basis.READ)
-        except _Unreadable as reason:
-            found = unknown(f"the weights in memory can't be read: {reason}")
-        except RuntimeError as error:  # torch: no such view, or no memory on the device
-            found = unknown(f"the weights in memory can't be read: {error}")
-        if _stamp(self._model) == stamp:
-            self._stamp, self._identity = stamp, found
+            digests, found = self._identify(state, threads)
+        except (_Unreadable, RuntimeError) as reason:  # torch: no such view, or no memory for it
+            digests, found = {}, unknown(f"the weights in memory can't be read: {reason}")
+        if ModelState(self._model).stamp == state.stamp:
+            self._stamp, self._identity, self._digests = state.stamp, found, digests
+
+    def _identify(self, state: ModelState, threads: int) -> tuple[dict[bytes, bytes], Identity]:
+        """Return the digests of all tensors by their marks, and the identity of it all."""
+        if state.unreadable:
+            raise _Unreadable(state.unreadable)
+        hasher = blake3(state.settings)
+        kinds: set[type] = {type(module) for module in self._model.modules()}
+        kinds |= {type(tensor) for tensor in state.tensors.values() if is_composed(tensor)}
+        for code in _code_of(kinds):
+            hasher.update(code.encode())
+        digests: dict[bytes, bytes] = {}
+        for name, tensor in state.tensors.items():
+            mark = state.marks[name]
+            if mark not in digests:  # tied weights are read once
+                digests[mark] = self._digests.get(mark) or _digest(tensor, threads)
+            hasher.update(f"\n{name} ".encode() + digests[mark])
+        return digests, Identity(hasher.hexdigest(), Basis.READ)
 
 
-def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all parameters and buffers by name; those that are shared once per name."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def _num_bytes(model: PreTrainedModel) -> int:
-    return sum(tensor.nbytes for _, tensor in _tensors(model))
-
-
-def _stamp(model: PreTrainedModel) -> bytes:
-    """Return a digest that differs after changes of the model. Reads no weights."""
-    hasher = blake3()
-    for name, tensor in _tensors(model):
-        version = 0 if tensor.is_inference() else tensor._version
-        place = 0 if _is_composed(tensor) else tensor.data_ptr()
-        hasher.update(f"{name} {id(tensor)} {place} {version}\n".encode())
-    _add_settings(hasher.update, model)
+def _digest(tensor: torch.Tensor, threads: int) -> bytes:
+    """Return the digest of all bytes of a tensor, and of their meaning."""
+    told = meaning(tensor)
+    if " at 0x" in told:
+        raise _Unreadable(f"there is a {type(tensor).__name__} with settings that can't be read")
+    hasher = blake3(told.encode(), max_threads=threads)
+    for part in _readable_parts(tensor):
+        hasher.update(f"\n{tuple(part.shape)} {part.dtype} ".encode())
+        for piece in _pieces(part):
+            hasher.update(piece.numpy().data)
     return hasher.digest()
 
 
-def _digest(model: PreTrainedModel, threads: int) -> str:
-    """Return a digest of all that decides on the model's KV."""
-    hasher = blake3(max_threads=threads)
-    _add_settings(hasher.update, model)
-    for code in sorted({_code_of(type(module)) for module in model.modules()}):
-        hasher.update(code.encode())
-    seen: dict[tuple[object, ...], int] = {}
-    for name, tensor in _tensors(model):
-        hasher.update(f"\n{name} ".encode())
-        for part in _parts(tensor):
-            where = (part.data_ptr(), part.shape, part.stride(), part.dtype)
-            if where in seen:  # tied weights are read once
-                hasher.update(f"as {seen[where]}".encode())
-                continue
-            seen[where] = len(seen)
-            hasher.update(f"{tuple(part.shape)} {part.dtype} ".encode())
-            for piece in _pieces(part):
-                hasher.update(piece.numpy().data)
-    return hasher.hexdigest()
-
-
-def _is_composed(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "__tensor_flatten__")
-
-
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _readable_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the plain tensors of a parameter, which may be quantised."""
-    if tensor.is_meta:
-        raise _Unreadable("some are offloaded")
-    if _is_composed(tensor):  # torchao and other subclasses
-        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-            yield from _parts(getattr(tensor, name))
-        return
-    yield tensor.detach()
+    for part in parts(tensor):
+        if part.is_meta:
+            raise _Unreadable("some are offloaded")
+        yield part
     state = getattr(tensor, "quant_state", None)
     if state is not None:  # bitsandbytes
         told = state.as_dict(packed=True)
         yield from (told[name].detach() for name in sorted(told))
-    elif type(tensor).__module__.partition(".")[0] != "torch":
+    elif not is_composed(tensor) and type(tensor).__module__.partition(".")[0] != "torch":
         raise _Unreadable(f"there is a {type(tensor).__name__}")
 
 
@@ -184,40 +164,16 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield flat[start : start + PIECE_BYTES].cpu()
 
 
-def _add_settings(add: Callable[[bytes], object], model: PreTrainedModel) -> None:
-    """Add the settings of the configuration and of every module: numbers, names, and such.
+def _code_of(kinds: set[type]) -> list[str]:
+    """Return the names of classes and their bases, in order.
 
-    Adapters are switched, scaled and merged by such settings.
+    Those that are not of a known package come with the digest of their file.
     """
-    add(_settings(model.config).encode())
-    for name, module in model.named_modules():
-        add(f"\n{name} {type(module).__qualname__} {_settings(module)}".encode())
+    bases = {base for kind in kinds for base in kind.__mro__}
+    return sorted({_code(base) for base in bases})
 
 
-def _settings(owner: object) -> str:
-    told = []
-    for name, value in vars(owner).items():
-        if name in UNTOLD:
-            continue
-        if hasattr(value, "to_diff_dict"):  # a configuration in another
-            told.append(f"{name}={{{_settings(value)}}}")
-        elif _is_plain(value):
-            told.append(f"{name}={value!r}")
-    return ", ".join(sorted(told))
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(each) for pair in value.items() for each in pair)
-    if isinstance(value, list | tuple):
-        return all(_is_plain(each) for each in value)
-    return value is None or isinstance(
-        value, bool | int | float | str | Enum | torch.dtype | torch.Size
-    )
-
-
-def _code_of(kind: type) -> str:
-    """Return the name of a class, with the digest of its file if it is not of a known package."""
+def _code(kind: type) -> str:
     if f"{kind.__module__}.".startswith(OWN_CODE) and "transformers_modules" not in kind.__module__:
         return f"{kind.__module__}.{kind.__qualname__}"
     try:

@@ -1,0 +1,235 @@
+"""KV is found by the weights that a model computes with, whoever changed them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.connectors.transformers.model_state import ModelState
+from kvtier.connectors.transformers.weights_in_memory import WeightsInMemory, _digest
+from tests.transformers.models import answer, are_equal, prompt, small_model
+from tests.transformers.test_attach import attached, on_grid_of_a_copy
+
+pytestmark = pytest.mark.engine
+
+IDS = prompt(0)
+WHOLE = 96
+"""Tokens of the prompt that are found if its KV is known."""
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+def reused(model: Any, cache: Any = None) -> int:
+    """Return the tokens that an answer reuses. It equals that of a copy that is not attached."""
+    cache = cache or model.kvtier
+    before = cache.stats().num_reused_tokens
+    assert are_equal(answer(model, IDS), on_grid_of_a_copy(model, IDS))
+    found: int = cache.stats().num_reused_tokens - before
+    return found
+
+
+# -- changes -------------------------------------------------------------------------------------
+
+
+def step_of_an_optimiser(model: Any) -> None:
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model.train()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    optimiser.step()
+    optimiser.zero_grad()
+    model.eval()
+
+
+def other_state_dict(model: Any) -> None:
+    model.load_state_dict(small_model(5).state_dict())
+
+
+def assigned_state_dict(model: Any) -> None:
+    model.load_state_dict(small_model(5).state_dict(), assign=True)
+
+
+def average(model: Any) -> None:
+    """Do what libraries for training do: change ``data`` in place."""
+    for weight, other in zip(model.parameters(), small_model(5).parameters(), strict=True):
+        weight.data.mul_(0.999).add_(other.data, alpha=0.001)
+
+
+def rounded(model: Any) -> None:
+    model.half()
+    model.float()
+
+
+def two_new_storages(model: Any) -> None:
+    weight = model.get_parameter(NAME)
+    for _ in range(2):
+        weight.data = weight.data * 1.5  # the second may be where the first was
+
+
+def another_method(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.forward = types.MethodType(lambda self, x: type(self).forward(self, x) * 0.9, mlp)
+
+
+def buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(1.01)
+
+
+CHANGES = [
+    other_state_dict,
+    average,
+    rounded,
+    two_new_storages,
+    another_method,
+    buffer,
+]
+OF_GRADIENTS = [step_of_an_optimiser, assigned_state_dict]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, *OF_GRADIENTS], ids=lambda each: each.__name__)
+def test_a_changed_model_finds_nothing(change: Callable[[Any], None]) -> None:
+    model = small_model()
+    with attached(model):
+        assert (reused(model), reused(model)) == (0, WHOLE)
+        change(model)
+        assert (reused(model), reused(model)) == (0, WHOLE)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
+def test_a_changed_model_of_inference_tensors_finds_nothing(change: Callable[[Any], None]) -> None:
+    with torch.inference_mode():  # such tensors have no versions
+        test_a_changed_model_finds_nothing(change)
+
+
+class Scaled(torch.nn.Module):
+    """A layer with a weight that is a plain attribute."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scales = [torch.ones(1)]
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.inner(hidden) * self.scales[0]
+
+
+def test_a_tensor_that_is_a_plain_attribute_is_a_weight() -> None:
+    model = small_model()
+    model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp)
+    with attached(model) as cache:
+        assert (reused(model), reused(model)) == (0, WHOLE)
+        model.model.layers[0].mlp.scales[0] = torch.full((1,), 0.9)
+        assert (reused(model), reused(model)) == (0, WHOLE)
+        assert cache.stats().weights == "read"
+
+
+def test_a_function_of_ones_own_is_found_by_this_process_only(tmp_path: Path) -> None:
+    disk = {"disk_path": str(tmp_path), "disk_capacity": "8MiB"}
+    for _ in range(2):
+        model = small_model()
+        another_method(model)
+        with attached(model, **disk) as cache:
+            assert (reused(model), reused(model)) == (0, WHOLE)
+            assert cache.stats().weights == "unknown"
+
+
+def test_settings_of_generation_and_moves_change_nothing() -> None:
+    model = small_model()
+    with attached(model):
+        assert reused(model) == 0
+        model.generation_config.temperature = 0.5
+        model.to("cpu")
+        model.float()
+        assert reused(model) == WHOLE
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_tied_weights_are_read_once_and_change_together(is_tied: bool) -> None:
+    model = small_model(tie_word_embeddings=is_tied)
+    state = ModelState(model)
+    marks = {state.marks[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    assert len(marks) == 2 - is_tied
+    with attached(model):
+        assert (reused(model), reused(model)) == (0, WHOLE)
+        with torch.no_grad():
+            model.lm_head.weight[7] += 1
+        assert (reused(model), reused(model)) == (0, WHOLE)
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        assert reused(model) in (0, WHOLE)
+
+
+def test_only_changed_tensors_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    weights = WeightsInMemory(model)
+    read: list[torch.Tensor] = []
+
+    def digest(tensor: torch.Tensor, threads: int) -> bytes:
+        read.append(tensor)
+        return _digest(tensor, threads)
+
+    monkeypatch.setattr("kvtier.connectors.transformers.weights_in_memory._digest", digest)
+    first = weights.current()
+    num_tensors = len(ModelState(model).tensors)
+    assert len(read) == num_tensors
+    read.clear()
+    model.model.layers[0].self_attn.scaling *= 2
+    assert weights.current() != first
+    assert not read
+    model.model.layers[0].self_attn.scaling /= 2
+    with torch.no_grad():
+        model.get_parameter(NAME)[3, 5] += 1
+    assert weights.current() != first
+    assert len(read) == 1
+    weights.forget()
+    weights.current()
+    assert len(read) == 1 + num_tensors
+
+
+def test_equal_models_have_one_identity() -> None:
+    one, other = WeightsInMemory(small_model()).current(), WeightsInMemory(small_model()).current()
+    assert one == other
+    assert WeightsInMemory(small_model(1)).current() != one
+
+
+def test_layers_out_of_order_in_memory_are_sampled() -> None:
+    weight = torch.arange(1000.0).view(10, 100)
+    for tensor in (weight.t(), weight[:, ::2], weight[3:4].expand(5, 100), weight[:0]):
+        model: Any = torch.nn.Linear(1, 1)
+        model.weight = torch.nn.Parameter(tensor)
+        before = ModelState(model).stamp
+        assert ModelState(model).stamp == before
+        weight.data.add_(1)
+        assert (ModelState(model).stamp == before) == (tensor.numel() == 0)
+
+
+def test_a_model_of_another_dtype_is_passed_through_until_it_is_attached_again() -> None:
+    model = small_model()
+    with attached(model) as cache:
+        assert (reused(model), reused(model)) == (0, WHOLE)
+        model.to(torch.bfloat16)
+        alone = answer(model, IDS)
+        assert are_equal(answer(model, IDS), alone)
+        [(reason, num)] = cache.stats().passed.items()
+        assert "another dtype" in reason
+        assert num == 2
+        model.float()
+        assert (reused(model), reused(model)) == (0, WHOLE)  # it was rounded meanwhile
+    model.to(torch.bfloat16)
+    with attached(model):
+        assert (reused(model), reused(model)) == (0, WHOLE)
+
+
+def test_dropout_is_no_reuse() -> None:
+    model = small_model()
+    dropout = torch.nn.Dropout(0.5).eval()
+    model.model.layers[0].mlp = torch.nn.Sequential(model.model.layers[0].mlp, dropout)
+    with attached(model) as cache:
+        assert (reused(model), reused(model)) == (0, WHOLE)
+        dropout.train()  # as that of an adapter that was added after ``model.eval()``
+        answer(model, IDS)
+        assert dict(cache.stats().passed) == {"a dropout is in training mode": 1}
+        dropout.p = 0.0
+        assert (reused(model), reused(model)) == (0, WHOLE)
