@@ -248,7 +248,7 @@ class SharedCache:
 
         Until ``end`` of the result, or the end of its ``with``, these blocks stay there, and those
         on the device are evicted last. ``fetch`` the prompt before that. Requests are read ahead in
-        the order of these calls, as far as there is room.
+        the order of these calls, as far as there is room; without host memory nothing is.
         """
         queued = QueuedPrompt(self, prompt)
         with self._open() as cache:

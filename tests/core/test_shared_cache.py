@@ -221,6 +221,16 @@ def test_a_queued_prompt_is_read_while_nobody_calls() -> None:
     engine.cache.close()
 
 
+def test_nothing_is_read_ahead_without_host_memory() -> None:
+    storage = MemoryStorage(GROUP, 16, StoredBlocks())
+    engine = lone_on_disk(storage)
+    with engine.cache.prefetch(engine.cache.prompt(PROMPT)) as queued:
+        until(lambda: queued.ready)
+        assert not storage.reads
+        assert engine.serve(PROMPT) == 3
+    engine.cache.close()
+
+
 def test_a_prompt_is_read_ahead_when_storage_has_answered() -> None:
     shelf = StoredBlocks()
     first = Engine.over(MemoryStorage(GROUP, 16, shelf))

@@ -140,8 +140,18 @@ def test_an_adapter_that_comes_back_finds_its_kv() -> None:
         assert reused(model, cache) == WHOLE
 
 
-def test_a_model_without_its_adapters_finds_the_kv_of_the_plain_one() -> None:
-    """The names of its layers differ, so that it is another model to kvtier: a miss, not a hit."""
+def test_an_idle_adapter_hides_no_weight_of_its_name() -> None:
+    model = small_model()
+    wrapped = peft.get_peft_model(model, lora(), adapter_name="one")
+    wrapped.add_adapter("weight", lora())
+    with attached(wrapped.eval()) as cache:
+        assert (reused(wrapped, cache), reused(wrapped, cache)) == (0, WHOLE)
+        with torch.no_grad():
+            model.model.layers[0].self_attn.q_proj.base_layer.weight[3] *= 2
+        assert (reused(wrapped, cache), reused(wrapped, cache)) == (0, WHOLE)
+
+
+def test_a_model_answers_as_the_plain_one_without_its_adapters() -> None:
     model = small_model()
     plain = on_grid(model, IDS)
     with attached(model) as cache:

@@ -12,7 +12,7 @@ import torch
 
 from kvtier.connectors.transformers.model_state import ModelState
 from kvtier.connectors.transformers.weights_in_memory import WeightsInMemory, _digest
-from tests.transformers.models import answer, are_equal, prompt, small_model
+from tests.transformers.models import answer, are_equal, on_grid, prompt, small_model
 from tests.transformers.test_attach import attached, on_grid_of_a_copy
 
 pytestmark = pytest.mark.engine
@@ -203,6 +203,20 @@ def test_layers_out_of_order_in_memory_are_sampled() -> None:
         assert ModelState(model).stamp == before
         weight.data.add_(1)
         assert (ModelState(model).stamp == before) == (tensor.numel() == 0)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_tensors_of_other_layouts_fail_no_prompt() -> None:
+    model = small_model()
+    model.register_buffer("sparse", torch.eye(4).to_sparse())
+    model.register_buffer("rows", torch.eye(4).to_sparse_csr())
+    model.register_buffer("nothing", torch.empty(0, 3))
+    right = on_grid(model, IDS)
+    with attached(model) as cache:
+        assert are_equal(answer(model, IDS), right)
+        assert are_equal(answer(model, IDS), right)
+        assert cache.stats().num_reused_tokens == WHOLE
+        assert cache.stats().weights == "unknown"
 
 
 def test_a_model_of_another_dtype_is_passed_through_until_it_is_attached_again() -> None:

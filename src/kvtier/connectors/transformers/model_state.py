@@ -83,7 +83,8 @@ class ModelState:
                     self.tensors[name + own] = tensor
         for own, inner in module._modules.items():
             if inner is not None and own not in but:
-                self._add_module(f"{name}{own}.", inner, idle)
+                is_by_adapter = hasattr(inner, "keys")
+                self._add_module(f"{name}{own}.", inner, idle if is_by_adapter else frozenset())
 
     def _add(self, name: str, value: object) -> None:
         """Add the value of an attribute, as far as it may decide on KV."""
@@ -118,7 +119,8 @@ def _idle_adapters(module: torch.nn.Module) -> frozenset[str]:
     lora = sys.modules.get("peft.tuners.lora.layer")
     if lora is None or not isinstance(module, lora.LoraLayer):
         return frozenset()
-    if any(module.lora_variant.values()):  # one may use all
+    variants = getattr(module, "lora_variant", None)
+    if variants is None or any(variants.values()):  # one may use all
         return frozenset()
     used = {*module.merged_adapters}
     if not module.disable_adapters:
@@ -159,7 +161,9 @@ def _marks(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
         told: list[object] = [id(tensor), tensor.shape, tensor.dtype]
         for part in each:
             version = 0 if part.is_inference() else part._version
-            told += (part.data_ptr(), version, part.stride(), next(samples))
+            told += (version, next(samples))
+            if part.layout is torch.strided:  # others have neither
+                told += (part.data_ptr(), part.stride())
         marks[name] = blake3(repr(told).encode()).digest()
     return marks
 

@@ -73,10 +73,9 @@ class WeightsInMemory:
             return self._identity
         if self._reader is not None and self._reader.is_alive():
             return None
-        new = (
-            each for name, each in state.tensors.items() if state.marks[name] not in self._digests
-        )
-        if sum(each.nbytes for each in new) <= self._small_bytes:
+        new = [name for name, mark in state.marks.items() if mark not in self._digests]
+        flat = (part for name in new for part in parts(state.tensors[name]))
+        if sum(part.numel() * part.itemsize for part in flat) <= self._small_bytes:
             self._read(state, min(MAX_THREADS, num_cores()))
             return self._identity
         self._reader = Thread(
