@@ -177,7 +177,7 @@ def examine(name: str, device_name: str, dtype_name: str = "auto") -> tuple[Find
 
 def _check(name: str, model: LoadedModel) -> SelfCheck:
     num_tokens = num_check_tokens(model, CHUNK_TOKENS, model.max_tokens)
-    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    num_blocks = model.profile.pool_blocks(-(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, CHUNK_TOKENS)
     runner = model.profile.make_runner(model.module, BLOCK_SIZE, num_blocks, CHUNK_TOKENS)
     return check_model(name, model, runner, CHUNK_TOKENS, num_tokens)
 
