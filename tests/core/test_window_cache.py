@@ -14,6 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from kvtier.config import CacheConfig
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError
+from kvtier.hints import Hint, Retain
 from kvtier.keys import next_keys
 from kvtier.layout import DType, full_attention, named_layout
 from kvtier.prompts.lease import Lease
@@ -148,6 +149,40 @@ def test_a_prompt_is_reused_from_every_tier_with_the_cells_in_reach(
     assert request.lease.record.load_bytes == (12 + needed) * world.cache.group.bytes_per_block
     assert len(request.lease.start_slots) == needed
     world.finish(request)
+
+
+def test_a_prompt_of_whole_blocks_can_be_repeated_from_every_tier(make: Make) -> None:
+    shelf = StoredBlocks()
+    world = make(shelf=shelf)
+    world.serve(A)
+    assert hits(world.serve(A)) == {DEVICE: 3}
+    world.lose_the_device()
+    assert hits(world.serve(A)) == {HOST: 3}
+    until(world, lambda: len(shelf.blocks) == 4 + 4 * PAGES)
+    assert hits(make(shelf=shelf.copy()).serve(A)) == {DISK: 3}
+
+
+def test_hints_and_waiting_requests_protect_the_cells_in_reach(make: Make) -> None:
+    world = make()
+    labels = world.serve(LONG).labels
+    told: list[list[Label]] = []
+    retain = world.cache._index.retain
+
+    def noted(namespace: bytes, labels: Sequence[Label], *given: Any) -> None:
+        told.append(list(labels))
+        retain(namespace, labels, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.cache._index, "retain", noted)
+        cells = [world.cell_name(NS, labels[:at]) for at in (12, 11)]
+        world.cache.wait(NS, labels, True)
+        assert told == [list(labels), *cells]
+        told.clear()
+        world.cache.hint(NS, labels, Hint((Retain(90, first_token=4),), back_in_s=9.0))
+        assert told == [list(labels)] * 2 + [cells[0]] * 2 + [cells[1]] * 2
+        told.clear()
+        world.cache.hint(NS, labels, Hint((Retain(90, last_token=4),)))
+        assert told == [list(labels)]
 
 
 def test_a_running_request_holds_a_ring_and_no_more(make: Make) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvtier._hot import Numbers
@@ -26,8 +26,9 @@ from kvtier.config import CacheConfig
 from kvtier.devices import Device
 from kvtier.errors import ConfigError
 from kvtier.grouping import runs_of
+from kvtier.hints import Hint
 from kvtier.index import State
-from kvtier.keys import next_keys
+from kvtier.keys import keys_along, next_keys
 from kvtier.plan import Plan
 from kvtier.prompts.deletion import Deletion
 from kvtier.prompts.lease import Lease
@@ -215,7 +216,7 @@ class WindowCache(StatefulCache):
             waits |= is_asked
             is_there = is_asked or super().match(namespace, cell).num_blocks == self._size
             num_there = num_there + 1 if is_there else 0
-            if num_there == self._shape.num_cells:
+            if num_there > self._shape.num_cells:  # one more, for a prompt that is repeated
                 break
         return waits
 
@@ -320,6 +321,30 @@ class WindowCache(StatefulCache):
         super().release(lease, record)
         if isinstance(lease, WindowLease):
             lease.ring, lease.cells, lease.made = (), {}, {}
+
+    # -- hints ------------------------------------------------------------------------------------
+
+    def hint(self, namespace: bytes, labels: Sequence[Label], hint: Hint) -> None:
+        """Do the same as ``Cache.hint``, and apply what concerns the prompt's end to its cells."""
+        super().hint(namespace, labels, hint)
+        to_the_end = (
+            replace(each, first_token=0) for each in hint.retain if each.last_token is None
+        )
+        of_cells = replace(hint, retain=tuple(to_the_end))
+        for cell in self._last_cells(namespace, labels) if of_cells != Hint() else ():
+            super().hint(namespace, cell, of_cells)
+
+    def wait(self, namespace: bytes, labels: Sequence[Label], is_waiting: bool) -> None:
+        super().wait(namespace, labels, is_waiting)
+        for cell in self._last_cells(namespace, labels):
+            super().wait(namespace, cell, is_waiting)
+
+    def _last_cells(self, namespace: bytes, labels: Sequence[Label]) -> list[list[Label]]:
+        """Return the cells in reach of the prompt's last whole chunk."""
+        keys = keys_along(namespace, labels, 0, len(labels), namespace)
+        grain = self._shape.grain_blocks
+        ends = self._shape.ends_in_reach(len(labels) // grain * grain)
+        return [self._cell(keys[at - 1]) for at in ends]
 
     # -- deletion and control ---------------------------------------------------------------------
 
