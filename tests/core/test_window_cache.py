@@ -25,10 +25,10 @@ from kvtier.types import DEVICE, DISK, HOST, Label, Slot, WritePolicy
 from tests.core.test_cache_machine import StorageMachine
 from tests.core.world import BLOCK_SIZE, NS, A, Content, Request, World, until
 
-PAGES = 2
-SHAPE = WindowShape(window=4, pages=PAGES, block_size=BLOCK_SIZE, grain_blocks=1)
+BUNDLES = 2
+SHAPE = WindowShape(window=4, num_bundles=BUNDLES, block_size=BLOCK_SIZE, grain_blocks=1)
 """A cut needs the last two blocks' window KV: two cells of two blocks each."""
-WHOLE_CHUNKS = WindowShape(window=4, pages=PAGES, block_size=BLOCK_SIZE, grain_blocks=4)
+WHOLE_CHUNKS = WindowShape(window=4, num_bundles=BUNDLES, block_size=BLOCK_SIZE, grain_blocks=4)
 """A cut needs one cell, of the last two blocks of a chunk of four."""
 
 
@@ -158,7 +158,7 @@ def test_a_prompt_of_whole_blocks_can_be_repeated_from_every_tier(make: Make) ->
     assert hits(world.serve(A)) == {DEVICE: 3}
     world.lose_the_device()
     assert hits(world.serve(A)) == {HOST: 3}
-    until(world, lambda: len(shelf.blocks) == 4 + 4 * PAGES)
+    until(world, lambda: len(shelf.blocks) == 4 + 4 * BUNDLES)
     assert hits(make(shelf=shelf.copy()).serve(A)) == {DISK: 3}
 
 
@@ -191,7 +191,7 @@ def test_a_running_request_holds_a_ring_and_no_more(make: Make) -> None:
         request = world.start([5] * num_tokens, namespace=b"%d" % num_tokens)
         num_blocks = num_tokens // BLOCK_SIZE + 1
         assert len(request.lease.slots) == num_blocks
-        assert len(request.lease.ring) == PAGES * min(num_blocks, 3)
+        assert len(request.lease.ring) == BUNDLES * min(num_blocks, 3)
         for at in range(1, len(request.labels) + 1):
             world.compute(request, at)
             world.cache.commit(request.lease, at)
@@ -217,7 +217,7 @@ def test_what_a_window_has_passed_is_freed_on_the_device_and_stays_below(make: M
     branch = world.start([*LONG[:13], 7, 7, 7])
     assert branch.lease.num_shared == 6, "a cut inside has its cells from host memory"
     assert hits(branch) == {DEVICE: 6}
-    assert branch.lease.record.load_bytes == 2 * PAGES * world.cache.group.bytes_per_block
+    assert branch.lease.record.load_bytes == 2 * BUNDLES * world.cache.group.bytes_per_block
     world.finish(branch)
 
 
@@ -238,7 +238,7 @@ def test_a_cut_needs_every_cell_in_reach(make: Make) -> None:
 
 def test_cells_that_no_cut_needs_leave_host_memory_first(make: Make) -> None:
     """The prompt is used again and again; its windows' old cells are not."""
-    world = make(host_blocks=12 + 12 * PAGES, disk_blocks=0, eviction_policy="lru")
+    world = make(host_blocks=12 + 12 * BUNDLES, disk_blocks=0, eviction_policy="lru")
     request = world.serve(LONG)
     world.serve([*LONG, 3, 3, 3])
     assert world.num_cells(HOST, request)[0] > 1
@@ -247,7 +247,7 @@ def test_cells_that_no_cut_needs_leave_host_memory_first(make: Make) -> None:
 
 
 def test_a_request_without_room_for_its_ring_waits(make: Make) -> None:
-    world = make(device_blocks=4 + 3 * PAGES, host_blocks=0, disk_blocks=0)
+    world = make(device_blocks=4 + 3 * BUNDLES, host_blocks=0, disk_blocks=0)
     first = world.ask([1] * 7)
     assert world.fetch([2] * 7) is None
     world.release(first)
@@ -255,7 +255,7 @@ def test_a_request_without_room_for_its_ring_waits(make: Make) -> None:
 
 
 def test_where_there_is_no_room_for_a_cell_the_prompt_goes_on(make: Make) -> None:
-    world = make(device_blocks=4 + 3 * PAGES, host_blocks=0, disk_blocks=0)
+    world = make(device_blocks=4 + 3 * BUNDLES, host_blocks=0, disk_blocks=0)
     request = world.start([1] * 7)
     assert request.lease.snapshot_slots(1) == ()
     world.finish(request)
@@ -266,7 +266,7 @@ def test_a_deleted_prompt_leaves_no_cell(make: Make) -> None:
     shelf = StoredBlocks()
     before = make(shelf=shelf)
     before.serve(LONG)
-    until(before, lambda: len(shelf.blocks) == 12 + 12 * PAGES)
+    until(before, lambda: len(shelf.blocks) == 12 + 12 * BUNDLES)
     labels = before.start(LONG)
     before.release(labels)
     for world in (before, make(shelf=shelf.copy())):
@@ -283,10 +283,10 @@ def test_cells_belong_to_the_namespace_of_their_prompt(make: Make) -> None:
     used = world.cache.used_by_namespace()
     size = world.cache.group.bytes_per_block
     assert set(used) == {b"mine", b"theirs"}
-    assert used[b"mine"][HOST] == (4 + 4 * PAGES) * size
+    assert used[b"mine"][HOST] == (4 + 4 * BUNDLES) * size
     deletion = world.cache.delete_all(lambda namespace: namespace == b"mine")
     until(world, lambda: world.cache.is_deleted(deletion))
-    assert world.held(HOST) == 4 + 4 * PAGES
+    assert world.held(HOST) == 4 + 4 * BUNDLES
 
 
 def test_a_prompt_deleted_while_it_runs_stores_no_cell(make: Make) -> None:
@@ -303,7 +303,7 @@ def test_a_load_of_a_cell_that_fails_breaks_the_lease(make: Make) -> None:
     shelf = StoredBlocks()
     before = make(shelf=shelf)
     labels = before.serve(LONG).labels
-    until(before, lambda: len(shelf.blocks) == 12 + 12 * PAGES)
+    until(before, lambda: len(shelf.blocks) == 12 + 12 * BUNDLES)
     world = make(shelf=shelf.copy())
     cell = world.cell_name(NS, labels[:11])
     world.storage.spoiled.add(next_keys(NS, cell)[-1])
@@ -326,31 +326,31 @@ def test_a_pool_of_other_blocks_is_refused() -> None:
 
 @given(
     window=st.integers(1, 40),
-    pages=st.integers(1, 3),
+    bundles=st.integers(1, 3),
     block_size=st.integers(1, 5),
     grain=st.integers(1, 4),
     chunk=st.integers(0, 20),
 )
 def test_a_ring_holds_what_a_chunk_reaches_and_cells_hold_what_a_cut_needs(
-    window: int, pages: int, block_size: int, grain: int, chunk: int
+    window: int, bundles: int, block_size: int, grain: int, chunk: int
 ) -> None:
-    shape = WindowShape(window, pages, block_size, grain)
+    shape = WindowShape(window, bundles, block_size, grain)
     start, end = chunk * grain * block_size, (chunk + 1) * grain * block_size
     first = max(0, start + 1 - window)
     num_touched = (end - 1) // block_size - first // block_size + 1
     ring = shape.ring_blocks(1 << 20)
-    assert num_touched * pages <= ring
-    assert ring <= pages * (-(-window // block_size) + grain)  # the window and a chunk
+    assert num_touched * bundles <= ring
+    assert ring <= bundles * (-(-window // block_size) + grain)  # the window and a chunk
     cut = start // block_size
     held = {
         block for at in shape.ends_in_reach(cut) for block in range(at - shape.blocks_of_prompt, at)
     }
     assert held.issuperset(range(first // block_size, cut))
-    assert len(held) * pages <= ring
+    assert len(held) * bundles <= ring
     assert len(shape.ends_in_reach(cut)) <= shape.num_cells
     for decoded in range(end, end + block_size):
         reach = max(0, decoded + 1 - window)
-        assert (decoded // block_size - reach // block_size + 1) * pages <= ring
+        assert (decoded // block_size - reach // block_size + 1) * bundles <= ring
 
 
 class WindowMachine(StorageMachine):
@@ -369,7 +369,7 @@ class WriteBackMachine(WindowMachine):
 
 
 class ChunksWorld(WindowWorld):
-    shape = WindowShape(window=6, pages=1, block_size=BLOCK_SIZE, grain_blocks=2)
+    shape = WindowShape(window=6, num_bundles=1, block_size=BLOCK_SIZE, grain_blocks=2)
 
 
 class ChunksMachine(WindowMachine):

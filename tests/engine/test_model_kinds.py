@@ -141,6 +141,9 @@ def test_doctor_tells_what_a_model_would_get(
     assert found["served"].found == "yes"
     assert found["attention"].found == SERVED["gemma2"]
     assert found["KV of a token"].found == "1.0 KiB"  # 4 layers of K and V, 2 heads of 16 floats
+    held = found["device memory of a sequence"]
+    assert held.found == "2.1 MiB"  # two layers of all 4,096 tokens, two of 48 and a chunk
+    assert held.note.startswith("4096 tokens; 4.0 MiB with the KV that windows have passed")
     assert "of the logits' scale" in found["self-check"].found
     with_form(PromptKV, monkeypatch, lambda form: replace(form, softcap=0.0))
     found = {each.topic: each for each in examine(name, "cpu")}

@@ -27,7 +27,7 @@ from kvtier.engine.paged import PagedKV, PromptKV, Span
 from kvtier.engine.pool import KVPool, Place
 from kvtier.engine.profile import KVProfile
 from kvtier.engine.runner import ModelRunner
-from kvtier.engine.windows import MOST_PAGES, WindowLayers, WindowRunner
+from kvtier.engine.windows import MOST_BUNDLES, WindowLayers, WindowRunner
 from kvtier.errors import ConfigError
 from kvtier.layout import DType, full_attention
 from kvtier.snapshots import WindowCache
@@ -41,10 +41,12 @@ pytestmark = pytest.mark.engine
 
 CHUNK, BLOCK = SMALL.chunk_tokens, SMALL.block_size
 MODELS = {
-    "gemma3_text": WindowLayers((*(Place(0, page) for page in range(5)), Place(0)), 1, 5, WINDOW),
+    "gemma3_text": WindowLayers(
+        (*(Place(0, bundle) for bundle in range(5)), Place(0)), 1, 5, WINDOW
+    ),
     "gpt_oss": WindowLayers((Place(0, 0), Place(0), Place(1, 0), Place(1)), 2, 1, WINDOW),
     "mistral, window": WindowLayers(
-        (Place(0), *(Place(0, page) for page in range(3))), 1, 3, WINDOW
+        (Place(0), *(Place(0, bundle) for bundle in range(3))), 1, 3, WINDOW
     ),
 }
 """Places of their layers."""
@@ -97,13 +99,13 @@ def test_no_two_layers_share_a_place(windows: list[int]) -> None:
         return
     assert len(set(layers.places)) == len(windows)
     assert all(place.layer < layers.num_layers for place in layers.places)
-    pages = {place.page for place in layers.places} - {None}
-    assert pages == set(range(layers.num_pages))
-    assert layers.num_pages <= MOST_PAGES
+    bundles = {place.bundle for place in layers.places} - {None}
+    assert bundles == set(range(layers.num_bundles))
+    assert layers.num_bundles <= MOST_BUNDLES
     for window, place in zip(windows, layers.places, strict=True):
-        assert place.page is None or 0 < window <= layers.window
+        assert place.bundle is None or 0 < window <= layers.window
     num_whole = sum(not window for window in windows)
-    assert layers.num_layers == max(num_whole, -(-len(windows) // (1 + MOST_PAGES)))
+    assert layers.num_layers == max(num_whole, -(-len(windows) // (1 + MOST_BUNDLES)))
 
 
 # -- forwards --------------------------------------------------------------------------------------
@@ -356,7 +358,7 @@ def test_a_running_request_holds_its_ring_and_no_more(
 ) -> None:
     cache = replace(SMALL.cache, write_policy=policy, load_policy=LoadPolicy.ALWAYS)
     asked = prompt(0, 14 * CHUNK)
-    most = 5 * (-(-(WINDOW - 1) // BLOCK) + CHUNK // BLOCK)  # pages of a window and a chunk
+    most = 5 * (-(-(WINDOW - 1) // BLOCK) + CHUNK // BLOCK)  # bundles of a window and a chunk
     seen = []
     with Engine(config(models["gemma3_text"], cache=cache)) as engine:
 

@@ -45,8 +45,8 @@ class Span:
     """One sequence's part of a forward: new tokens ``start .. end`` of its context.
 
     slots: of blocks 0 .. ceil(end / block_size) of the sequence, or more.
-    ring: slots of the window KV of its last blocks, page after page of the ring. Block i is at
-    i modulo the blocks of a page. Empty for a model without windows.
+    ring: slots of the window KV of its last blocks, bundle after bundle of layers. Block i is at i
+    modulo the blocks of a bundle. Empty for a model without windows.
     lease: of the request, if the runner writes into other slots of it.
     """
 
@@ -140,7 +140,7 @@ class PromptKV(PagedKV):
         self._gate = gate
         self._span = span
         self._blocks = pool.blocks(span.slots, span.end)
-        self._ring = pages_of(span.ring, pool)
+        self._ring = ring_table(span.ring, pool)
         self._rows: dict[tuple[int | None, int], Rows] = {}
         self._masks: dict[int, torch.Tensor] = {}
 
@@ -148,10 +148,10 @@ class PromptKV(PagedKV):
         self, key: torch.Tensor, value: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         place = self._pool.places[layer]
-        rows = self._rows_from(place.page, self._span.start)
+        rows = self._rows_from(place.bundle, self._span.start)
         for part, new in enumerate((key, value)):
             self._pool.write(place.layer, part, rows, new[0].transpose(0, 1))
-        if self._gate is not None and place.page is None:
+        if self._gate is not None and place.bundle is None:
             self._gate.hold_compute(place.layer)
         return self._context(layer) if self._is_latent else self._keep(key, value)
 
@@ -188,24 +188,24 @@ class PromptKV(PagedKV):
         [1, num_heads, num_tokens, dim]
         """
         place, end = self._pool.places[layer], self._span.end
-        if window or place.page is not None:
-            rows = self._rows_from(place.page, self._first(window))
+        if window or place.bundle is not None:
+            rows = self._rows_from(place.bundle, self._first(window))
             found = [self._pool.gather(place.layer, part, rows) for part in (0, 1)]
         else:
             found = [self._pool.read(place.layer, part, self._blocks, end) for part in (0, 1)]
         key, value = (each[None].transpose(1, 2) for each in found)
         return key, value
 
-    def _rows_from(self, page: int | None, first: int) -> Rows:
-        """Return the rows of tokens ``first .. end`` of the layers that are in ``page``."""
-        if (page, first) not in self._rows:
+    def _rows_from(self, bundle: int | None, first: int) -> Rows:
+        """Return the rows of tokens ``first .. end`` of the layers that are in ``bundle``."""
+        if (bundle, first) not in self._rows:
             slots, end = self._span.slots, self._span.end
-            self._rows[page, first] = (
+            self._rows[bundle, first] = (
                 self._pool.rows(slots, first, end)
-                if page is None
-                else ring_rows(self._pool, self._ring[page], first, end)
+                if bundle is None
+                else ring_rows(self._pool, self._ring[bundle], first, end)
             )
-        return self._rows[page, first]
+        return self._rows[bundle, first]
 
     def _causal(self, groups: int, like: torch.Tensor, window: int) -> torch.Tensor | None:
         """Return the mask to add to scores [groups * new tokens, end - first].
@@ -228,18 +228,18 @@ class PromptKV(PagedKV):
         return self._masks[window]
 
 
-def pages_of(ring: Sequence[Slot], pool: KVPool) -> npt.NDArray[np.int64]:
-    """Return the slots of a ring: int64 [num_pages, blocks of a page]."""
-    return np.array(ring, np.int64).reshape(max(1, pool.num_pages), -1)
+def ring_table(ring: Sequence[Slot], pool: KVPool) -> npt.NDArray[np.int64]:
+    """Return the slots of a ring: int64 [num_bundles, num_blocks]."""
+    return np.array(ring, np.int64).reshape(max(1, pool.num_bundles), -1)
 
 
-def ring_rows(pool: KVPool, page: npt.NDArray[np.int64], start: int, end: int) -> Rows:
-    """Return the rows of tokens ``start .. end`` of a sequence in one page of its ring."""
+def ring_rows(pool: KVPool, bundle: npt.NDArray[np.int64], start: int, end: int) -> Rows:
+    """Return the rows of tokens ``start .. end`` of a sequence of one bundle."""
     size = pool.group.block_size
     first, num_blocks = start // size, blocks_between(start, end, size)
-    if num_blocks > len(page):
+    if num_blocks > len(bundle):
         raise ConfigError(TOO_FAR)
-    slots = cast("Sequence[Slot]", page[np.arange(first, first + num_blocks) % len(page)])
+    slots = cast("Sequence[Slot]", bundle[np.arange(first, first + num_blocks) % len(bundle)])
     return pool.rows(slots, start - first * size, end - first * size)
 
 

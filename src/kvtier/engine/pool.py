@@ -28,11 +28,11 @@ class Place:
     """Place of a layer's KV in a pool.
 
     layer: layer of the pool.
-    page: of a sequence's ring; None for the blocks that a sequence has of all its tokens.
+    bundle: of layers in a sequence's ring; None for the blocks that it has of all its tokens.
     """
 
     layer: int
-    page: int | None = None
+    bundle: int | None = None
 
 
 class KVPool:
@@ -42,7 +42,7 @@ class KVPool:
     [num_blocks * block_size, num_heads, dim].
 
     places: of the model's layers; those of a model without windows by default.
-    num_pages: pages of a ring; 0 without windows.
+    num_bundles: bundles of layers in a ring; 0 without windows.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class KVPool:
     ) -> None:
         self.group = group
         self.places = places or [Place(layer) for layer in range(group.num_layers)]
-        self.num_pages = 1 + max(-1 if each.page is None else each.page for each in self.places)
+        self.num_bundles = 1 + max(
+            -1 if each.bundle is None else each.bundle for each in self.places
+        )
         self.dtype = dtype
         self.layout = named_layout("layer_first", group, num_blocks)
         self._device = device

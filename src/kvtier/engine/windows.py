@@ -1,12 +1,12 @@
 """Runs models with sliding windows: a sequence keeps the window KV of its last tokens only.
 
 A pool of such a model has blocks of a few layers. A sequence has blocks of all its tokens for the
-layers that attend to all of them, and a ring of blocks for the layers with a window. Page q of the
-ring has the next few of these layers:
+layers that attend to all of them, and a ring of blocks for the layers with a window. These are
+divided into bundles of as many layers as a block has:
 
     blocks of all tokens    layers 5, 11, 17, 23    token 0 ........................ end
-    ring, page 0            layers 0, 1, 2, 3                         the last ones, end
-    ring, page 1            layers 4, 6, 7, 8                         the last ones, end
+    ring, bundle 0          layers 0, 1, 2, 3                         the last ones, end
+    ring, bundle 1          layers 4, 6, 7, 8                         the last ones, end
     ...
 """
 
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from kvtier.cache import Cache
 from kvtier.config import CacheConfig
 from kvtier.devices import Device
-from kvtier.engine.paged import Span, pages_of
+from kvtier.engine.paged import Span, ring_table
 from kvtier.engine.pool import KVPool, Place
 from kvtier.engine.runner import ModelRunner
 from kvtier.prompts.lease import Lease
@@ -33,9 +33,9 @@ from kvtier.telemetry.block_events import BlockLog
 from kvtier.transfer import LayerGate
 from kvtier.types import Slot
 
-MOST_PAGES = 7
-"""Most pages of a ring. A model in which fewer layers attend to all tokens keeps all tokens of some
-layers with a window, too, since each page is a block of its own in index and tiers."""
+MOST_BUNDLES = 7
+"""Most bundles of a ring. A model in which fewer layers attend to all tokens keeps all tokens of
+some layers with a window, too, since each bundle has blocks of its own in index and tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +45,19 @@ class WindowLayers:
     Attributes:
         places: of each layer.
         num_layers: layers of a block.
-        num_pages: blocks that hold the window KV of as many tokens as one block has.
+        num_bundles: blocks that hold the window KV of as many tokens as one block has.
         window: the largest one among the layers of the ring.
     """
 
     places: tuple[Place, ...]
     num_layers: int
-    num_pages: int
+    num_bundles: int
     window: int
 
     @staticmethod
     def of(windows: Sequence[int]) -> WindowLayers | None:
         """Return the places of layers with these windows, 0 for all tokens; None without any."""
-        least = -(-len(windows) // (1 + MOST_PAGES))
+        least = -(-len(windows) // (1 + MOST_BUNDLES))
         whole = [layer for layer, window in enumerate(windows) if not window]
         limited = [layer for layer, window in enumerate(windows) if window]
         num_more = max(0, least - len(whole))
@@ -76,7 +76,7 @@ class WindowLayers:
 
     def shape(self, block_size: int, chunk_tokens: int) -> WindowShape:
         """Return the sizes of the window KV."""
-        return WindowShape(self.window, self.num_pages, block_size, chunk_tokens // block_size)
+        return WindowShape(self.window, self.num_bundles, block_size, chunk_tokens // block_size)
 
 
 class WindowRunner(ModelRunner):
@@ -138,10 +138,10 @@ class WindowRunner(ModelRunner):
             self._pool.copy_blocks(self._ring_slots(span.ring, span.end // self.block_size), cell)
 
     def _ring_slots(self, ring: Sequence[Slot], end: int) -> list[Slot]:
-        """Return the slots of the cell before ``end`` blocks in a ring, page after page."""
-        pages = pages_of(ring, self._pool)
-        blocks = np.arange(end - self._shape.blocks_of_prompt, end) % pages.shape[1]
-        return [Slot(slot) for slot in pages[:, blocks].ravel().tolist()]
+        """Return the slots of the cell before ``end`` blocks in a ring, bundle after bundle."""
+        table = ring_table(ring, self._pool)
+        blocks = np.arange(end - self._shape.blocks_of_prompt, end) % table.shape[1]
+        return [Slot(slot) for slot in table[:, blocks].ravel().tolist()]
 
     # -- at load -----------------------------------------------------------------------------------
 

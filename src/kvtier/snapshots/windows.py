@@ -52,13 +52,13 @@ class WindowShape:
 
     Attributes:
         window: tokens that a layer attends to, at most, itself included.
-        pages: blocks that hold the window KV of as many tokens as one block has.
+        num_bundles: blocks that hold the window KV of as many tokens as one block has.
         block_size: tokens per block.
         grain_blocks: blocks of a chunk.
     """
 
     window: int
-    pages: int
+    num_bundles: int
     block_size: int
     grain_blocks: int
 
@@ -79,14 +79,14 @@ class WindowShape:
 
     @property
     def blocks_per_cell(self) -> int:
-        return self.pages * self.blocks_of_prompt
+        return self.num_bundles * self.blocks_of_prompt
 
     def ring_blocks(self, num_blocks: int) -> int:
         """Return the blocks of window KV of a running sequence of ``num_blocks`` blocks.
 
         They hold what a window reaches before a chunk, and the chunk.
         """
-        return self.pages * min(num_blocks, self.num_needed + self.grain_blocks)
+        return self.num_bundles * min(num_blocks, self.num_needed + self.grain_blocks)
 
     def most_blocks(self, num_blocks: int) -> int:
         """Return the device blocks that a sequence of ``num_blocks`` blocks needs, at most.
