@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from threading import Condition, Event
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvtier.prompts.lease import Lease
 from kvtier.testing import FaultyDevice
 from kvtier.transfer import LayerGate
 from kvtier.types import DEVICE, HOST
+from scripts.model_coverage import save
 
 from .conftest import changed
 
@@ -95,11 +97,16 @@ def check_nothing_leaked(engine: Engine) -> None:
 
 
 class OnDemand(Device):
-    """Loads arrive when compute was held for them, and not a moment sooner."""
+    """Loads arrive when compute was held for them, and not a moment sooner.
+
+    num_at_once: the first loads that arrive by themselves.
+    """
 
     name = "on demand"
+    num_at_once = 0
 
     def __init__(self) -> None:
+        self.num_begun = 0
         self._inner = CpuDevice(threads=1)
         self._batches: list[CopyBatch] = []
         self._num_done = 0
@@ -125,6 +132,8 @@ class OnDemand(Device):
             self._changed.notify_all()
 
     def await_(self, end: int) -> None:
+        if self.num_begun <= self.num_at_once:
+            self.bring(end)
         with self._changed:
             assert self._changed.wait_for(lambda: self._num_done >= end, 60)
 
@@ -162,6 +171,7 @@ class OnDemandQueue(CopyQueue):
         self._device = device
 
     def hold_for(self, fence: Fence) -> None:
+        self._device.num_begun += 1
         fence.wait()
 
     def submit(self, batch: CopyBatch) -> None:
@@ -196,6 +206,23 @@ def test_every_layer_waits_for_its_own_bytes(
     assert warm.hit_tokens == {HOST: 288}
     assert same(cold, warm)
     assert len(followed) == 1
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_with_windows_the_cells_arrive_first_and_then_every_layer_waits(
+    make: Make, text: str, name: str, tmp_path: Path, on_demand: OnDemand, followed: list[Lease]
+) -> None:
+    save(name, name, tmp_path / "model")
+    engine = make(changed(model=str(tmp_path / "model"), threads=1, max_model_tokens=700))
+    prompt = engine.tokenizer.encode(text)[:301]
+    cold = ask(engine, prompt)
+    leave_on_host(engine)
+    on_demand.num_at_once = on_demand.num_begun + 1
+    warm = ask(engine, prompt)
+    assert warm.hit_tokens == {HOST: 288}
+    assert same(cold, warm)
+    assert len(followed) == 1
+    check_nothing_leaked(engine)
 
 
 @pytest.mark.parametrize("model", MODELS)

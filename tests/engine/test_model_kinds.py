@@ -33,6 +33,7 @@ pytestmark = pytest.mark.engine
 
 CPU = torch.device("cpu")
 WINDOWED = "mistral, window"
+DIFFER = r"differ from transformers' own by \d\.\de[+-]\d\d of"
 SERVED = {
     WINDOWED: "full, windows of 48 tokens",
     "gemma2": "full, windows of 48 tokens, soft caps",
@@ -99,13 +100,13 @@ def with_form(
 
 @pytest.mark.parametrize("kv", [PromptKV, BatchKV])
 @pytest.mark.parametrize(
-    ("name", "change"),
+    ("name", "change", "why"),
     [
-        (WINDOWED, lambda form: replace(form, window=0)),
-        (WINDOWED, lambda form: replace(form, window=WINDOW - 1)),
-        (WINDOWED, lambda form: replace(form, scaling=form.scaling * 1.1)),
-        ("gemma2", lambda form: replace(form, softcap=0.0)),
-        ("gpt_oss", lambda form: replace(form, sinks=None)),
+        (WINDOWED, lambda form: replace(form, window=0), "reads more tokens than the window"),
+        (WINDOWED, lambda form: replace(form, window=WINDOW - 1), DIFFER),
+        (WINDOWED, lambda form: replace(form, scaling=form.scaling * 1.1), DIFFER),
+        ("gemma2", lambda form: replace(form, softcap=0.0), DIFFER),
+        ("gpt_oss", lambda form: replace(form, sinks=None), DIFFER),
     ],
     ids=["no window", "a shorter window", "scale", "no soft cap", "no sinks"],
 )
@@ -114,6 +115,7 @@ def test_a_model_whose_attention_is_computed_otherwise_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     change: Callable[[Form], Form],
+    why: str,
     kv: type[PagedKV],
 ) -> None:
     config = changed(model=made(name, tmp_path), threads=1, max_model_tokens=300)
@@ -121,13 +123,13 @@ def test_a_model_whose_attention_is_computed_otherwise_is_refused(
         assert engine.check.num_tokens > WINDOW
         assert engine.check.difference < engine.check.tolerance / 10
     with_form(kv, monkeypatch, change)
-    with pytest.raises(ConfigError, match=r"differ from transformers' own by \d\.\de[+-]\d\d of"):
+    with pytest.raises(ConfigError, match=why):
         Engine(config)
 
 
 def test_a_model_that_does_not_continue_its_own_state_is_refused(tmp_path: Path) -> None:
     """transformers drops Jamba's state where several tokens follow it."""
-    with pytest.raises(ConfigError, match=r"differ from transformers' own by \d\.\de[+-]\d\d of"):
+    with pytest.raises(ConfigError, match=DIFFER):
         Engine(changed(model=made("jamba", tmp_path), threads=1, max_model_tokens=300))
 
 
@@ -139,6 +141,9 @@ def test_doctor_tells_what_a_model_would_get(
     assert found["served"].found == "yes"
     assert found["attention"].found == SERVED["gemma2"]
     assert found["KV of a token"].found == "1.0 KiB"  # 4 layers of K and V, 2 heads of 16 floats
+    held = found["device memory of a sequence"]
+    assert held.found == "2.1 MiB"  # two layers of all 4,096 tokens, two of 48 and a chunk
+    assert held.note.startswith("4096 tokens; 4.0 MiB with the KV that windows have passed")
     assert "of the logits' scale" in found["self-check"].found
     with_form(PromptKV, monkeypatch, lambda form: replace(form, softcap=0.0))
     found = {each.topic: each for each in examine(name, "cpu")}

@@ -25,8 +25,9 @@ import numpy.typing as npt
 import torch
 
 from kvtier.engine.attention import Form, attention
-from kvtier.engine.paged import PagedKV, Span
+from kvtier.engine.paged import TOO_FAR, PagedKV, Span, blocks_between, ring_rows, ring_table
 from kvtier.engine.pool import KVPool, Rows
+from kvtier.errors import ConfigError
 
 VECTOR = 16
 """Lengths are padded to multiples of this: the float32 lanes of the widest vector registers."""
@@ -70,21 +71,29 @@ class BatchKV(PagedKV):
         self._ends = np.array([span.end for span in spans])
         assert (np.diff(self._ends) >= 0).all(), "sequences are sorted by length"
         self._slots = _table([span.slots for span in spans], pool.group.block_size, self._ends)
-        self._new = pool.on_device(self._rows_at(self._ends - 1))
+        self._rings = [ring_table(span.ring, pool) for span in spans] if pool.num_bundles else []
+        self._ring_lengths = np.array([ring.shape[1] for ring in self._rings])
+        self._ring_tables: dict[int, npt.NDArray[np.int64]] = {}
+        self._new: dict[int | None, torch.Tensor] = {}
         self._tile_tokens = pool.tokens_in(CPU_TILE_BYTES if pool.is_on_cpu else DEVICE_TILE_BYTES)
-        self._tiles: dict[int, list[Tile]] = {}
+        self._tiles: dict[tuple[int, int | None], list[Tile]] = {}
         if self._is_latent:
-            self._all = torch.cat([pool.as_indices(tile.where) for tile in self._tiles_of(0)])
+            self._all = torch.cat([pool.as_indices(tile.where) for tile in self._tiles_of(0, None)])
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        place = self._pool.places[layer]
+        if place.bundle not in self._new:
+            self._new[place.bundle] = self._pool.on_device(
+                self._rows_at(self._ends - 1, place.bundle)
+            )
         for part, new in enumerate((key, value)):
-            self._pool.write(layer, part, self._new, new[0].transpose(0, 1))
+            self._pool.write(place.layer, part, self._new[place.bundle], new[0].transpose(0, 1))
         if not self._is_latent:
             return self._keep(key, value)
         key, value = (
-            self._pool.gather(layer, part, self._all)[None].transpose(1, 2) for part in (0, 1)
+            self._pool.gather(place.layer, part, self._all)[None].transpose(1, 2) for part in (0, 1)
         )
         return key, value
 
@@ -103,11 +112,13 @@ class BatchKV(PagedKV):
         num_heads, num_sequences, dim = query.shape[1:]
         heads = key.shape[1]
         queries = query[0].transpose(0, 1).reshape(num_sequences, heads, num_heads // heads, dim)
-        source = layer if self._is_latent else self._source(layer, key, value)
+        place = self._pool.places[layer if self._is_latent else self._source(layer, key, value)]
         results, at = [], 0
-        for tile in self._tiles_of(form.window):
+        for tile in self._tiles_of(form.window, place.bundle):
             keys, values = (
-                self._cut(whole, tile, at) if self._is_latent else self._context(source, part, tile)
+                self._cut(whole, tile, at)
+                if self._is_latent
+                else self._context(place.layer, part, tile)
                 for part, whole in enumerate((key, value))
             )
             results.append(
@@ -117,17 +128,25 @@ class BatchKV(PagedKV):
         joined = results[0] if len(results) == 1 else torch.cat(results)
         return joined.reshape(1, num_sequences, num_heads, -1)
 
-    def _tiles_of(self, window: int) -> list[Tile]:
-        """Return the tiles of the last ``window`` tokens of each sequence, or of all for 0."""
+    def _tiles_of(self, window: int, bundle: int | None) -> list[Tile]:
+        """Return the tiles of the last ``window`` tokens of each sequence, or of all for 0.
+
+        bundle: where the layers are that read them; see ``Place``.
+        """
         if window >= self._ends[-1]:
             window = 0
-        if window not in self._tiles:
+        if (window, bundle) not in self._tiles:
             starts = np.maximum(self._ends - window, 0) if window else np.zeros_like(self._ends)
-            self._tiles[window] = [
-                self._tile(*bounds, starts)
+            size = self._pool.group.block_size
+            if bundle is not None and (
+                (blocks_between(starts, self._ends, size) > self._ring_lengths).any()
+            ):
+                raise ConfigError(TOO_FAR)
+            self._tiles[window, bundle] = [
+                self._tile(*bounds, starts, bundle)
                 for bounds in tiles((self._ends - starts).tolist(), self._tile_tokens)
             ]
-        return self._tiles[window]
+        return self._tiles[window, bundle]
 
     def _context(self, layer: int, part: int, tile: Tile) -> torch.Tensor:
         """Return [num_sequences, num_heads, length, dim], valid until the next call."""
@@ -139,34 +158,63 @@ class BatchKV(PagedKV):
         heads = whole[0, :, at : at + tile.num_rows]
         return heads.view(len(heads), -1, tile.length, heads.shape[-1]).transpose(0, 1)
 
-    def _tile(self, first: int, last: int, starts: npt.NDArray[np.int64]) -> Tile:
+    def _tile(
+        self, first: int, last: int, starts: npt.NDArray[np.int64], bundle: int | None
+    ) -> Tile:
         """Return the tile of some sequences, each from its start to its end."""
         starts = starts[first:last]
         ends = self._ends[first:last] - starts
         length = int(ends[-1])
         if is_alone(length, self._tile_tokens):
             slots, start = self._slots[first].tolist(), int(starts[0])
-            return Tile(first, last, length, self._pool.rows(slots, start, start + length), None)
+            end = start + length
+            where = (
+                self._pool.rows(slots, start, end)
+                if bundle is None
+                else ring_rows(self._pool, self._rings[first][bundle], start, end)
+            )
+            return Tile(first, last, length, where, None)
         length = padded(length)
-        rows = self._rows_from(first, last, starts, length)
+        rows = self._rows_from(first, last, starts, length, bundle)
         is_padding = np.arange(length) >= ends[:, None]
         where = self._pool.on_device(np.where(is_padding, rows[:, :1], rows).ravel())
         return Tile(first, last, length, where, self._mask(is_padding))
 
     def _rows_from(
-        self, first: int, last: int, starts: npt.NDArray[np.int64], length: int
+        self,
+        first: int,
+        last: int,
+        starts: npt.NDArray[np.int64],
+        length: int,
+        bundle: int | None,
     ) -> npt.NDArray[np.int64]:
         """Return the rows of ``length`` tokens of each sequence; past its end they mean nothing."""
         size = self._pool.group.block_size
-        if not starts.any():
+        if bundle is None and not starts.any():
             blocks = self._slots[first:last, : -(-length // size)]
             rows = blocks[:, :, None] * size + np.arange(size)
             return rows.reshape(last - first, -1)[:, :length]
         positions = np.minimum(
             starts[:, None] + np.arange(length), self._ends[first:last, None] - 1
         )
-        slots = np.take_along_axis(self._slots[first:last], positions // size, 1)
+        slots = self._slots_at(first, last, positions // size, bundle)
         found: npt.NDArray[np.int64] = slots * size + positions % size
+        return found
+
+    def _slots_at(
+        self, first: int, last: int, blocks: npt.NDArray[np.int64], bundle: int | None
+    ) -> npt.NDArray[np.int64]:
+        """Return the slots of some blocks of each sequence: int64 [num_sequences, num_blocks]."""
+        table = self._slots
+        if bundle is not None:
+            blocks = blocks % self._ring_lengths[first:last, None]
+            if bundle not in self._ring_tables:
+                made = np.zeros((len(self._rings), self._ring_lengths.max()), np.int64)
+                for row, ring in zip(made, self._rings, strict=True):
+                    row[: ring.shape[1]] = ring[bundle]
+                self._ring_tables[bundle] = made
+            table = self._ring_tables[bundle]
+        found: npt.NDArray[np.int64] = np.take_along_axis(table[first:last], blocks, 1)
         return found
 
     def _mask(self, is_padding: npt.NDArray[np.bool_]) -> torch.Tensor | None:
@@ -175,10 +223,12 @@ class BatchKV(PagedKV):
         mask = np.where(is_padding, np.float32("-inf"), np.float32(0))
         return self._pool.on_device(mask[:, None, None]).to(self._pool.dtype)
 
-    def _rows_at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _rows_at(
+        self, positions: npt.NDArray[np.int64], bundle: int | None
+    ) -> npt.NDArray[np.int64]:
         """Return the rows of one position of each sequence."""
         size = self._pool.group.block_size
-        slots = self._slots[np.arange(len(positions)), positions // size]
+        slots = self._slots_at(0, len(positions), positions[:, None] // size, bundle)[:, 0]
         return slots * size + positions % size
 
 

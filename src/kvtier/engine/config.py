@@ -71,7 +71,11 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts of a running engine, with all automatic settings resolved."""
+    """Facts of a running engine, with all automatic settings resolved.
+
+    num_device_blocks, bytes_per_block: of blocks with the KV of all layers. A model with windows
+    has smaller ones, of some layers each.
+    """
 
     model_name: str
     device: str

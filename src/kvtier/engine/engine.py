@@ -67,17 +67,18 @@ class Engine:
         copier.prepare()
         model = load_model(config.model, device, config.dtype)
         group = model.profile.group(config.block_size)
+        block_bytes = model.profile.pool_group(config.block_size).bytes_per_block
         capacity = parse_size(config.device_capacity, "device_capacity")
-        num_blocks = capacity // group.bytes_per_block
-        # Beside its KV a request has the snapshot that it begins from, and one that it makes.
-        num_others = 2 * model.profile.blocks_per_snapshot(config.block_size)
-        room = (num_blocks - num_others) * config.block_size
+        num_blocks = capacity // block_bytes
+        room_blocks = model.profile.room(num_blocks, config.block_size, config.chunk_tokens)
+        room = room_blocks * config.block_size
         if room <= config.chunk_tokens:
-            with_states = f" and {num_others} blocks of state" if num_others else ""
+            num_others = num_blocks - room_blocks
+            with_others = f" and {num_others} blocks of state" if num_others else ""
             raise ConfigError(
                 f"device_capacity: {capacity / 2**20:.1f} MiB is room for {num_blocks} blocks of "
-                f"{group.bytes_per_block} bytes, less than one chunk of "
-                f"{config.chunk_tokens} tokens{with_states}; raise it"
+                f"{block_bytes} bytes, less than one chunk of "
+                f"{config.chunk_tokens} tokens{with_others}; raise it"
             )
         limits = {"the model": model.max_tokens, "device_capacity": room}
         if config.max_model_tokens:
@@ -94,7 +95,7 @@ class Engine:
             vocab_size=int(model.module.config.get_text_config(decoder=True).vocab_size),
             num_parameters=sum(weight.numel() for weight in model.module.parameters()),
             max_model_tokens=limit,
-            num_device_blocks=num_blocks,
+            num_device_blocks=capacity // group.bytes_per_block,
             block_size=config.block_size,
             chunk_tokens=config.chunk_tokens,
             bytes_per_block=group.bytes_per_block,

@@ -11,7 +11,6 @@ import copy
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from weakref import WeakKeyDictionary
@@ -98,13 +97,6 @@ class LayerProfile(MeasuredModel):
         return LayerRunner(module, self.layers(block_size), num_blocks, chunk_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSpan(Span):
-    """A span of a sequence that has a cache of transformers. lease: the sequence's."""
-
-    lease: Lease
-
-
 class LayerRunner(Runner):
     """Forwards over caches of transformers, which are filled from a pool of blocks.
 
@@ -156,14 +148,14 @@ class LayerRunner(Runner):
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def span(self, lease: Lease, start: int, end: int) -> LayerSpan:
-        return LayerSpan(lease.slots, start, end, lease)
+    def span(self, lease: Lease, start: int, end: int) -> Span:
+        return Span(lease.slots, start, end, lease=lease)
 
     @torch.inference_mode()
     def prefill_tail(
         self, token_ids: Sequence[int], span: Span, keep: int, gate: LayerGate | None = None
     ) -> torch.Tensor:
-        assert isinstance(span, LayerSpan), "of this runner"
+        assert span.lease is not None, "of this runner"
         if gate is not None:
             gate.wait()  # the whole prefix is copied before the forward
         lease, size = span.lease, self.block_size
@@ -184,7 +176,7 @@ class LayerRunner(Runner):
         """Compute one more token for each sequence, one after the other."""
         rows = []
         for token_id, span in zip(token_ids, spans, strict=True):
-            assert isinstance(span, LayerSpan), "of this runner"
+            assert span.lease is not None, "of this runner"
             rows.append(self._forward([token_id], span.start, self._caches[span.lease], 1))
         return torch.cat(rows)
 

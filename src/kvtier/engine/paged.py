@@ -15,7 +15,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import AttentionInterface
 
@@ -23,10 +26,18 @@ from kvtier.engine.attention import Form, attention
 from kvtier.engine.pool import KVPool, Rows
 from kvtier.errors import ConfigError
 from kvtier.layout import Attention
+from kvtier.prompts.lease import Lease
 from kvtier.transfer import LayerGate
 from kvtier.types import Slot
 
 ATTENTION = "kvtier_paged"
+
+TOO_FAR = (
+    "model: its attention reads more tokens than the window that it was seen to have, and the "
+    "embedded engine does not keep them"
+)
+
+Tokens = TypeVar("Tokens", int, npt.NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +45,16 @@ class Span:
     """One sequence's part of a forward: new tokens ``start .. end`` of its context.
 
     slots: of blocks 0 .. ceil(end / block_size) of the sequence, or more.
+    ring: slots of the window KV of its last blocks, bundle after bundle of layers. Block i is at i
+    modulo the blocks of a bundle. Empty for a model without windows.
+    lease: of the request, if the runner writes into other slots of it.
     """
 
     slots: Sequence[Slot]
     start: int
     end: int
+    ring: Sequence[Slot] = ()
+    lease: Lease | None = None
 
 
 class ForwardKV(ABC):
@@ -123,18 +139,20 @@ class PromptKV(PagedKV):
         super().__init__(pool)
         self._gate = gate
         self._span = span
-        self._rows = pool.rows(span.slots, span.start, span.end)
         self._blocks = pool.blocks(span.slots, span.end)
-        self._last_rows: dict[int, Rows] = {}
+        self._ring = ring_table(span.ring, pool)
+        self._rows: dict[tuple[int | None, int], Rows] = {}
         self._masks: dict[int, torch.Tensor] = {}
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        place = self._pool.places[layer]
+        rows = self._rows_from(place.bundle, self._span.start)
         for part, new in enumerate((key, value)):
-            self._pool.write(layer, part, self._rows, new[0].transpose(0, 1))
-        if self._gate is not None:
-            self._gate.hold_compute(layer)
+            self._pool.write(place.layer, part, rows, new[0].transpose(0, 1))
+        if self._gate is not None and place.bundle is None:
+            self._gate.hold_compute(place.layer)
         return self._context(layer) if self._is_latent else self._keep(key, value)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -169,19 +187,25 @@ class PromptKV(PagedKV):
 
         [1, num_heads, num_tokens, dim]
         """
-        if window:
-            rows = self._rows_of(window)
-            found = [self._pool.gather(layer, part, rows) for part in (0, 1)]
+        place, end = self._pool.places[layer], self._span.end
+        if window or place.bundle is not None:
+            rows = self._rows_from(place.bundle, self._first(window))
+            found = [self._pool.gather(place.layer, part, rows) for part in (0, 1)]
         else:
-            found = [self._pool.read(layer, part, self._blocks, self._span.end) for part in (0, 1)]
+            found = [self._pool.read(place.layer, part, self._blocks, end) for part in (0, 1)]
         key, value = (each[None].transpose(1, 2) for each in found)
         return key, value
 
-    def _rows_of(self, window: int) -> Rows:
-        if window not in self._last_rows:
-            span = self._span
-            self._last_rows[window] = self._pool.rows(span.slots, self._first(window), span.end)
-        return self._last_rows[window]
+    def _rows_from(self, bundle: int | None, first: int) -> Rows:
+        """Return the rows of tokens ``first .. end`` of the layers that are in ``bundle``."""
+        if (bundle, first) not in self._rows:
+            slots, end = self._span.slots, self._span.end
+            self._rows[bundle, first] = (
+                self._pool.rows(slots, first, end)
+                if bundle is None
+                else ring_rows(self._pool, self._ring[bundle], first, end)
+            )
+        return self._rows[bundle, first]
 
     def _causal(self, groups: int, like: torch.Tensor, window: int) -> torch.Tensor | None:
         """Return the mask to add to scores [groups * new tokens, end - first].
@@ -202,6 +226,26 @@ class PromptKV(PagedKV):
             mask.masked_fill_(ones.triu_(own + 1), float("-inf"))
             self._masks[window] = mask.repeat(groups, 1)
         return self._masks[window]
+
+
+def ring_table(ring: Sequence[Slot], pool: KVPool) -> npt.NDArray[np.int64]:
+    """Return the slots of a ring: int64 [num_bundles, num_blocks]."""
+    return np.array(ring, np.int64).reshape(max(1, pool.num_bundles), -1)
+
+
+def ring_rows(pool: KVPool, bundle: npt.NDArray[np.int64], start: int, end: int) -> Rows:
+    """Return the rows of tokens ``start .. end`` of a sequence of one bundle."""
+    size = pool.group.block_size
+    first, num_blocks = start // size, blocks_between(start, end, size)
+    if num_blocks > len(bundle):
+        raise ConfigError(TOO_FAR)
+    slots = cast("Sequence[Slot]", bundle[np.arange(first, first + num_blocks) % len(bundle)])
+    return pool.rows(slots, start - first * size, end - first * size)
+
+
+def blocks_between(start: Tokens, end: Tokens, block_size: int) -> Tokens:
+    """Return the number of blocks that tokens ``start .. end`` lie in."""
+    return (end - 1) // block_size - start // block_size + 1
 
 
 def _are(pair: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor) -> bool:

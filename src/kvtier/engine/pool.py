@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 import numpy as np
@@ -21,17 +23,41 @@ Rows = slice | torch.Tensor
 """Rows of a view: a slice if contiguous, otherwise indices."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Place of a layer's KV in a pool.
+
+    layer: layer of the pool.
+    bundle: of layers in a sequence's ring; None for the blocks that it has of all its tokens.
+    """
+
+    layer: int
+    bundle: int | None = None
+
+
 class KVPool:
     """``num_blocks`` blocks of KV on a torch device.
 
     Slot s holds tokens ``s * block_size .. (s + 1) * block_size`` of each view
     [num_blocks * block_size, num_heads, dim].
+
+    places: of the model's layers; those of a model without windows by default.
+    num_bundles: bundles of layers in a ring; 0 without windows.
     """
 
     def __init__(
-        self, group: KVGroup, num_blocks: int, device: torch.device, dtype: torch.dtype
+        self,
+        group: KVGroup,
+        num_blocks: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        places: Sequence[Place] = (),
     ) -> None:
         self.group = group
+        self.places = places or [Place(layer) for layer in range(group.num_layers)]
+        self.num_bundles = 1 + max(
+            -1 if each.bundle is None else each.bundle for each in self.places
+        )
         self.dtype = dtype
         self.layout = named_layout("layer_first", group, num_blocks)
         self._device = device
@@ -118,6 +144,13 @@ class KVPool:
         """Return single rows: [num_rows, num_heads, dim]; a view or a copy, as ``read``."""
         view = self._views[layer][part]
         return view[rows] if isinstance(rows, slice) else self._select(part, view, rows)
+
+    def copy_blocks(self, src: Sequence[Slot], dst: Sequence[Slot]) -> None:
+        """Copy blocks within the pool. No slot of ``src`` is one of ``dst``."""
+        at, to = (self.on_device(np.array(slots, np.int64)) for slots in (src, dst))
+        for view in chain.from_iterable(self._views):
+            blocks = view.view(-1, self.group.block_size, *view.shape[1:])
+            blocks.index_copy_(0, to, blocks.index_select(0, at))
 
     def _select(self, part: int, view: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
         """Copy rows into a reused buffer: allocating new memory would cost more than the copy."""

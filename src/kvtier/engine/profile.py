@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -15,6 +15,7 @@ from kvtier.engine.attention import Form
 from kvtier.engine.paged import ATTENTION, ForwardKV
 from kvtier.engine.pool import KVPool
 from kvtier.engine.runner import ModelRunner, Runner
+from kvtier.engine.windows import WindowLayers, WindowRunner
 from kvtier.errors import ConfigError, printable
 from kvtier.layout import Attention, DType, KVGroup, Part, latent_attention
 
@@ -47,7 +48,20 @@ class MeasuredModel(ABC):
 
     @abstractmethod
     def group(self, block_size: int) -> KVGroup:
-        """Return the layout of a block, with the KV of every token of it."""
+        """Return the layout of a block with the KV of every token and layer."""
+
+    def pool_group(self, block_size: int) -> KVGroup:
+        """Return the layout of a block of the runner's pool."""
+        return self.group(block_size)
+
+    def pool_blocks(self, num_blocks: int, block_size: int, chunk_tokens: int) -> int:
+        """Return the blocks of a pool in which a sequence of ``num_blocks`` blocks is computed."""
+        return num_blocks
+
+    def room(self, pool_blocks: int, block_size: int, chunk_tokens: int) -> int:
+        """Return the blocks of the longest request that a pool of ``pool_blocks`` has room for."""
+        # Beside its KV it has the snapshot that it begins from, and one that it makes.
+        return pool_blocks - 2 * self.blocks_per_snapshot(block_size)
 
     @abstractmethod
     def blocks_per_snapshot(self, block_size: int) -> int:
@@ -70,7 +84,7 @@ class KVProfile(MeasuredModel):
 
     shapes: (heads, dim) of K and of V in every layer.
     is_latent: the model expands what it caches.
-    windows: those of its layers, ascending; without the layers that have none.
+    layer_windows: of each layer with KV, the most tokens that an attention reads of it; 0 for all.
     num_shared: layers that attend to the KV of another one.
     """
 
@@ -78,12 +92,21 @@ class KVProfile(MeasuredModel):
     shapes: tuple[tuple[int, int], tuple[int, int]]
     dtype: torch.dtype
     is_latent: bool
-    windows: tuple[int, ...]
+    layer_windows: tuple[int, ...]
     has_softcap: bool
     has_sinks: bool
     num_shared: int
 
     runner_name: ClassVar[str] = "paged"
+
+    @property
+    def windows(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(sorted(set(self.layer_windows) - {0}))
+
+    @property
+    def window_layers(self) -> WindowLayers | None:
+        """Places of the layers in blocks of few layers; None for a model without windows."""
+        return WindowLayers.of(self.layer_windows)
 
     @property
     def bytes_per_token(self) -> int:  # type: ignore[override]
@@ -95,8 +118,30 @@ class KVProfile(MeasuredModel):
     def make_runner(
         self, module: PreTrainedModel, block_size: int, num_blocks: int, chunk_tokens: int
     ) -> Runner:
-        pool = KVPool(self.group(block_size), num_blocks, module.device, module.dtype)
-        return ModelRunner(module, pool, chunk_tokens)
+        group, layers = self.pool_group(block_size), self.window_layers
+        if layers is None:
+            pool = KVPool(group, num_blocks, module.device, module.dtype)
+            return ModelRunner(module, pool, chunk_tokens)
+        pool = KVPool(group, num_blocks, module.device, module.dtype, layers.places)
+        return WindowRunner(module, pool, layers, chunk_tokens)
+
+    def pool_group(self, block_size: int) -> KVGroup:
+        group, layers = self.group(block_size), self.window_layers
+        return group if layers is None else replace(group, num_layers=layers.num_layers)
+
+    def pool_blocks(self, num_blocks: int, block_size: int, chunk_tokens: int) -> int:
+        layers = self.window_layers
+        if layers is None:
+            return num_blocks
+        return num_blocks + layers.shape(block_size, chunk_tokens).ring_blocks(num_blocks)
+
+    def room(self, pool_blocks: int, block_size: int, chunk_tokens: int) -> int:
+        layers = self.window_layers
+        return (
+            pool_blocks
+            if layers is None
+            else layers.shape(block_size, chunk_tokens).room(pool_blocks)
+        )
 
     def group(self, block_size: int) -> KVGroup:
         """Return the layout of the KV of every token, those that a window has passed included."""
@@ -234,6 +279,10 @@ class ProbeKV(ForwardKV):
         expanded = [source is None for source in sources]
         is_latent = any(expanded)
         windows = {form.window for *_, form in self._calls} - {0}
+        read: dict[int, set[int]] = {layer: set() for layer in range(num_layers)}
+        for source, (*_, form) in zip(sources, self._calls, strict=True):
+            if source is not None:
+                read[source].add(form.window)
         if len(self._calls) < num_layers:
             raise ConfigError(
                 f"model: {name!r} calls attention {len(self._calls)} times for {num_layers} layers "
@@ -258,7 +307,9 @@ class ProbeKV(ForwardKV):
             shapes=(key_shape, value_shape),
             dtype=dtype,
             is_latent=is_latent,
-            windows=tuple(sorted(windows)),
+            layer_windows=tuple(
+                0 if 0 in each or not each else max(each) for each in read.values()
+            ),
             has_softcap=any(form.softcap for *_, form in self._calls),
             has_sinks=any(form.sinks is not None for *_, form in self._calls),
             num_shared=0

@@ -26,13 +26,21 @@ from kvtier.types import Slot
 WARM_UP_TOKENS = 4096
 """Longest context of the warm-up."""
 
+COMMIT_CHUNKS = 8
+"""Chunks of a prompt that are committed together. They are not needed before its prefill ends, but
+the stores of a very long prompt should begin earlier."""
+
 
 class Runner(ABC):
     """Forwards of one model over the blocks of the device tier, which it allocates.
 
     A prefill chunk always runs alone, so its KV depends only on its prompt and its place on the
     grid, never on other requests.
+
+    commit_chunks: chunks of a prompt that are committed together.
     """
+
+    commit_chunks = COMMIT_CHUNKS
 
     @property
     @abstractmethod
@@ -178,32 +186,34 @@ class ModelRunner(Runner):
     def rehearse(
         self, prompt: Sequence[int], keep: Sequence[int], decoded: Sequence[int]
     ) -> torch.Tensor:
-        slots = self._first_slots(len(prompt))
+        span = self._first_blocks(len(prompt))
         found = []
         for few, start in zip(keep, range(0, len(prompt), self._chunk_tokens), strict=True):
             end = min(start + self._chunk_tokens, len(prompt))
-            found.append(self.prefill_tail(prompt[start:end], Span(slots, start, end), few))
-        steps = [Span(slots, end - 1, end) for end in decoded]
+            found.append(self.prefill_tail(prompt[start:end], span(start, end), few))
+        steps = [span(end - 1, end) for end in decoded]
         found.append(self.decode([prompt[end - 1] for end in decoded], steps).cpu())
         return torch.cat(found)
 
     def warm_up(self, info: EngineInfo, observe: Callable[[int, int, float], None]) -> None:
         chunk = min(info.chunk_tokens, info.max_model_tokens - 1)
-        far = min(WARM_UP_TOKENS, info.max_model_tokens - 1) - chunk
-        slots = self._first_slots(far + chunk + 1)
-        self.prefill([0] * chunk, Span(slots, 0, chunk))  # pays the one-time costs
+        most = min(WARM_UP_TOKENS, info.max_model_tokens - 1)
+        far = (most - chunk) // self.block_size * self.block_size
+        span = self._first_blocks(far + chunk + 1)
+        self.prefill([0] * chunk, span(0, chunk))  # pays the one-time costs
         for first, num_tokens in ((0, chunk), (0, max(1, chunk // 4)), (far, chunk)):
-            span = Span(slots, first, first + num_tokens)
-            observe(first, num_tokens, least_seconds(partial(self._timed_prefill, span)))
-        self.decode([0], [Span(slots, chunk, chunk + 1)])
+            piece = span(first, first + num_tokens)
+            observe(first, num_tokens, least_seconds(partial(self._timed_prefill, piece)))
+        self.decode([0], [span(chunk, chunk + 1)])
 
     def _timed_prefill(self, span: Span) -> float:
         began = time.perf_counter()
         self.prefill([0] * (span.end - span.start), span)
         return time.perf_counter() - began
 
-    def _first_slots(self, num_tokens: int) -> list[Slot]:
-        return [Slot(slot) for slot in range(-(-num_tokens // self.block_size))]
+    def _first_blocks(self, num_tokens: int) -> Callable[[int, int], Span]:
+        """Return the spans of a sequence that has the pool's first blocks, by start and end."""
+        return partial(Span, [Slot(slot) for slot in range(-(-num_tokens // self.block_size))])
 
 
 def least_seconds(work: Callable[[], float]) -> float:

@@ -43,10 +43,6 @@ PROMPT_TOKENS = 4
 """Prompt tokens computed per step and decoding sequence: about as much work as the sequence's one
 token, which is multiplied alone but reads its whole context."""
 
-COMMIT_CHUNKS = 8
-"""Chunks of a prompt that are committed together. They are not needed before its prefill ends, but
-the stores of a very long prompt should begin earlier."""
-
 OTHER_WEIGHTS = (
     "The answer so far was computed upon KV that was stored for other weights; send the request "
     "again."
@@ -254,7 +250,7 @@ class Scheduler:
         request.marks.prefill_ended = ended
         request.marks.prefill_s += ended - began
         request.num_computed = end
-        if end == len(request.prompt) or end % (COMMIT_CHUNKS * grid) == 0:
+        if end == len(request.prompt) or end % (self._runner.commit_chunks * grid) == 0:
             self._commit(request)
         if request.params.prompt_logprobs is not None:
             request.score(start, rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,9 @@ NUM_CHUNKS = 2.5
 
 TAIL, NUM_DECODED = 8, 8
 """Tokens that are compared of each of the last two chunks, and sequences of the decode step."""
+
+SEQUENCE_TOKENS = 8192
+"""Tokens of a sequence whose device memory is told."""
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Largest difference of logits, relative to the token's largest logit.
@@ -177,7 +180,7 @@ def examine(name: str, device_name: str, dtype_name: str = "auto") -> tuple[Find
 
 def _check(name: str, model: LoadedModel) -> SelfCheck:
     num_tokens = num_check_tokens(model, CHUNK_TOKENS, model.max_tokens)
-    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    num_blocks = model.profile.pool_blocks(-(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, CHUNK_TOKENS)
     runner = model.profile.make_runner(model.module, BLOCK_SIZE, num_blocks, CHUNK_TOKENS)
     return check_model(name, model, runner, CHUNK_TOKENS, num_tokens)
 
@@ -199,5 +202,22 @@ def _facts(model: LoadedModel) -> tuple[Finding, ...]:
             f"{str(model.module.dtype).removeprefix('torch.')}, every token of every layer",
         ),
         *snapshots,
+        *_window_facts(model),
         Finding("longest context", f"{model.max_tokens} tokens"),
+    )
+
+
+def _window_facts(model: LoadedModel) -> Iterator[Finding]:
+    """Yield the device memory of a running sequence, if windows limit it."""
+    profile = model.profile
+    whole, part = profile.group(BLOCK_SIZE), profile.pool_group(BLOCK_SIZE)
+    if whole == part:
+        return
+    num_blocks = -(-min(model.max_tokens, SEQUENCE_TOKENS) // BLOCK_SIZE)
+    held = profile.pool_blocks(num_blocks, BLOCK_SIZE, CHUNK_TOKENS) * part.bytes_per_block
+    yield Finding(
+        "device memory of a sequence",
+        f"{held / 2**20:,.1f} MiB",
+        f"{num_blocks * BLOCK_SIZE} tokens; {num_blocks * whole.bytes_per_block / 2**20:,.1f} MiB "
+        "with the KV that windows have passed, which goes to the tiers below",
     )

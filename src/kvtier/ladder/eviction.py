@@ -82,12 +82,14 @@ class Eviction:
             return None
         return self.num_available(topology.staging)
 
-    def allocate(self, num_slots: int) -> Sequence[Slot] | None:
+    def allocate(self, num_slots: int, as_neighbours: bool = True) -> Sequence[Slot] | None:
         """Allocate slots of the fastest tier, evicting as needed. None if that is not enough.
 
         Attention reads consecutive slots in place and gathers any others in every step. So if a
         tier below keeps copies, more blocks are evicted to get consecutive slots: at most twice
         ``num_slots``.
+
+        as_neighbours: False for slots that attention does not read.
         """
         tier = self._topology.fastest
         room = self._topology.rooms[tier]
@@ -95,7 +97,7 @@ class Eviction:
         if missing > self._index.num_evictable(tier):
             return None
         self.make(tier, missing)
-        budget = 2 * num_slots if self._topology.below(tier) else 0
+        budget = 2 * num_slots if as_neighbours and self._topology.below(tier) else 0
         while budget > 0 and (short := num_slots - room.longest_run()) > 0:
             more = min(budget, max(short, num_slots // 8))
             budget -= more

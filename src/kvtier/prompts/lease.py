@@ -67,7 +67,10 @@ class Lease(Waiter):
     broken: some load failed; release the lease and ask again. late: it came too late.
     decision: what its plan was made from, as soon as there is one. stores: hears of the copies that
     store what it has computed.
+    ring: slots of the window KV of a running sequence; empty for models without windows.
     """
+
+    ring: Sequence[Slot] = ()
 
     def __init__(
         self,
@@ -119,6 +122,10 @@ class Lease(Waiter):
     def snapshot_slots(self, num_blocks: int) -> Sequence[Slot]:
         """Return where to write the state after ``num_blocks`` blocks; empty for nowhere."""
         return ()
+
+    def has_begun(self) -> None:
+        """Note that the engine has copied what is in ``start_slots``."""
+        return
 
     @property
     def room(self) -> Sequence[Slot]:

@@ -14,22 +14,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 
-from kvtier.cache import Cache
 from kvtier.config import CacheConfig
 from kvtier.devices import Device
-from kvtier.index import ReuseRule
-from kvtier.plan import Copy, Decision, Plan, plan_groups
-from kvtier.plan.needs import GroupRoom, coming_runs
+from kvtier.plan import Plan
 from kvtier.prompts.deletion import Deletion
 from kvtier.prompts.lease import Lease
 from kvtier.snapshots.lease import Snapshot, SnapshotLease, SnapshotMatch, StateLease
+from kvtier.snapshots.stateful import StatefulCache
 from kvtier.telemetry.block_events import BlockLog
 from kvtier.tiers import ArenaOptions, DeviceTier, StorageTier
 from kvtier.transfer import LayerGate
-from kvtier.types import DEVICE, GroupMatch, Label, Match
+from kvtier.types import DEVICE, Label, Match
 
 SNAPSHOT_TOKENS = 4096
 """Tokens between two snapshots of a long prompt. Qwen3-Next's KV of so many tokens is as large as
@@ -39,7 +36,7 @@ MOST_COMPARED = 4
 """Snapshots of a prompt that the planner compares."""
 
 
-class SnapshotCache(Cache):
+class SnapshotCache(StatefulCache):
     """A prefix cache over the engine's device pool, for a model with recurrent layers.
 
     A request writes snapshots where its lease says so (``Lease.snapshot_slots``): after its last
@@ -66,7 +63,7 @@ class SnapshotCache(Cache):
         grain_blocks: int = 1,
     ) -> None:
         super().__init__(config, device, pool, clock, storage, arena, events, names_codec)
-        self._size = blocks_per_snapshot
+        self._size = self.state_blocks = blocks_per_snapshot
         self._grain = grain_blocks
         self._labels = [_state_label(at) for at in range(blocks_per_snapshot)]
         grain_tokens = grain_blocks * self.group.block_size
@@ -143,52 +140,6 @@ class SnapshotCache(Cache):
         self._leases.add(lease)
         return lease
 
-    def decide(
-        self, match: Match, num_tokens: int, grain_blocks: int = 1, load: bool = True
-    ) -> Decision:
-        assert isinstance(match, SnapshotMatch), "of this cache"
-        size, num_bytes = self.group.block_size, self.group.bytes_per_block
-        match = match if load else match.on_device()
-        costs = self._ladder.cost_snapshot(is_free=not self._weighs_costs)
-        num_free, staging = self.num_available_slots, self._ladder.eviction.num_staging
-        plan = plan_groups(
-            self._over_groups(match),
-            costs,
-            [
-                GroupRoom(num_bytes, num_free, staging),
-                GroupRoom(
-                    self._size * num_bytes,
-                    num_free // self._size,
-                    None if staging is None else staging // self._size,
-                    ReuseRule(1),
-                ),
-            ],
-            num_tokens=num_tokens,
-            block_size=size,
-            grain_blocks=grain_blocks,
-            deadline_s=self.config.load_deadline_s,
-        )
-        plan = replace(plan, copies=tuple(copy for copy in plan.copies if copy.group == 0))
-        is_weighed = self._weighs_costs
-        return Decision(match, costs, plan, num_tokens, size, num_bytes, grain_blocks, is_weighed)
-
-    def _over_groups(self, match: SnapshotMatch) -> GroupMatch:
-        """Return the match with snapshots as a second group, of which a cut needs the last one."""
-        tiers: list[str | None] = [None] * match.num_blocks
-        coming = [False] * match.num_blocks
-        slowest_first = list(self._tiers)[::-1]
-        for each in match.snapshots:
-            found = set(each.match.tiers)
-            tiers[each.num_blocks - 1] = next(tier for tier in slowest_first if tier in found)
-            coming[each.num_blocks - 1] = all(each.match.in_flight)
-        return GroupMatch(
-            match.blocks,
-            (match.tiers, tuple(tiers)),
-            (match.in_flight, tuple(coming)),
-            [each.num_blocks for each in match.snapshots[::-1]],
-            match.num_asked,
-        )
-
     def transfer(self, lease: Lease, plan: Plan, num_blocks: int) -> bool:
         assert isinstance(lease, SnapshotLease), "of this cache"
         chosen = [
@@ -212,31 +163,13 @@ class SnapshotCache(Cache):
         num_slots = num_blocks + self._size * len(points)
         is_begun = super().transfer(lease, plan, num_slots)
         lease.num_blocks, lease.points = num_blocks, points
-        return is_begun and all(self._load(lease, lease.start, each.match) for each in chosen)
-
-    def _load(self, owner: SnapshotLease, lease: StateLease | None, match: Match) -> bool:
-        """Begin to load a snapshot. Return False if there is no room for it."""
-        assert lease is not None
-        sources: dict[str, list[range]] = {}
-        for kind, run in coming_runs(match.over_groups(), 0):
-            if not kind.in_flight:
-                sources.setdefault(kind.tier, []).append(run)
-        num_copied = sum(len(run) for runs in sources.values() for run in runs)
-        new_slots = self._ladder.eviction.allocate(num_copied) if num_copied else ()
-        if new_slots is None:
-            return False
-        for tier, runs in sources.items():
-            for run in runs:
-                copy = Copy(tier, DEVICE, match.blocks[run.start : run.stop])
-                self._ladder.loads.load(copy, new_slots[: len(run)])
-                new_slots = new_slots[len(run) :]
-        lease.slots = self._index.slots(lease.blocks, DEVICE)
-        self._ladder.wait_for(lease, lease.slots)
-        lease.deadline = owner.deadline
-        self._loading[lease] = None
-        self._index.touch(lease.blocks, self._clock())
-        owner.record.load_bytes += num_copied * self.group.bytes_per_block
-        return True
+        for snapshot in chosen if is_begun else ():
+            assert lease.start is not None, "it was made above"
+            num_bytes = self._load(lease.start, snapshot.match)
+            if num_bytes is None:
+                return False
+            lease.record.load_bytes += num_bytes
+        return is_begun
 
     def _points(self, lease: SnapshotLease, first: int, num_blocks: int) -> list[int]:
         """Return where a request that begins after ``first`` blocks makes snapshots, ascending.
@@ -272,8 +205,7 @@ class SnapshotCache(Cache):
         """
         super().commit(lease, num_blocks)
         assert isinstance(lease, SnapshotLease), "of this cache"
-        self._end(lease.start)
-        lease.start = None
+        self._end_start(lease)
         for at in [point for point in lease.points if point <= len(lease.blocks)]:
             if not lease.is_private:
                 self._add(lease, at)
@@ -302,18 +234,13 @@ class SnapshotCache(Cache):
 
     def release(self, lease: Lease, record: bool = True) -> None:
         if isinstance(lease, SnapshotLease) and not lease.released:
-            self._end(lease.start)
             for state in lease.made:
                 state.is_private |= lease.is_private
         super().release(lease, record)
         if isinstance(lease, SnapshotLease):
             for state in lease.made:  # below the request's own blocks, which come first
                 self._end(state)
-            lease.start, lease.made = None, []  # they refer to the lease
-
-    def _end(self, state: StateLease | None) -> None:
-        if state is not None:
-            super().release(state, record=False)
+            lease.made = []  # they refer to the lease
 
     # -- deletion and control ---------------------------------------------------------------------
 

@@ -1,19 +1,19 @@
-"""Lease of a request of a model with recurrent layers: KV, a snapshot to begin from, new ones."""
+"""Leases of requests that begin from a state beside the KV of their prefix."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier._hot import Numbers
 from kvtier.index import PromptIndex
 from kvtier.prompts.lease import Lease
-from kvtier.types import DEVICE, Label, Match, Slot
+from kvtier.types import DEVICE, BlockId, Label, Match, Slot
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A stored state of the recurrent layers.
+    """Cached state that a cut needs beside the KV of its prefix.
 
     num_blocks: blocks of the prompt that it comes after.
     match: its own blocks, all of which are ready in some tier.
@@ -73,7 +73,7 @@ class StateLease(Lease):
         match: Match,
         now: float,
         at: int,
-        owner: SnapshotLease,
+        owner: StatefulLease,
     ) -> None:
         super().__init__(index, namespace, labels, match, now)
         self.at = at
@@ -85,17 +85,12 @@ class StateLease(Lease):
             self._owner.give_up(late)
 
 
-class SnapshotLease(Lease):
-    """Lease whose prefix is reused together with a snapshot of the recurrent layers.
-
-    The slots behind the request's own ``num_blocks`` are for the snapshots that it is to make.
+class StatefulLease(Lease):
+    """Lease whose prefix is reused together with a snapshot.
 
     Attributes:
         match: what was found.
-        num_blocks: slots of the request's KV; 0 before it has any.
-        points: numbers of blocks after which the engine has to write a snapshot, ascending.
-        start: the snapshot that the request begins from, until its first commit.
-        made: snapshots that the request has made.
+        start: the snapshot that the request begins from, until it needs it no longer.
     """
 
     def __init__(
@@ -105,15 +100,10 @@ class SnapshotLease(Lease):
         labels: Sequence[Label],
         match: SnapshotMatch,
         now: float,
-        blocks_per_snapshot: int,
     ) -> None:
         super().__init__(index, namespace, labels, match, now)
         self.match = match
-        self.num_blocks = 0
-        self.points: list[int] = []
         self.start: StateLease | None = None
-        self.made: list[StateLease] = []
-        self._size = blocks_per_snapshot
 
     @property
     def ready(self) -> bool:
@@ -128,6 +118,33 @@ class SnapshotLease(Lease):
     def start_slots(self) -> Sequence[Slot]:
         return () if self.start is None else self.start.slots
 
+
+class SnapshotLease(StatefulLease):
+    """Lease of a request of a model with recurrent layers.
+
+    The slots behind the request's own ``num_blocks`` are for the snapshots that it is to make.
+
+    Attributes:
+        num_blocks: slots of the request's KV; 0 before it has any.
+        points: numbers of blocks after which the engine has to write a snapshot, ascending.
+        made: snapshots that the request has made.
+    """
+
+    def __init__(
+        self,
+        index: PromptIndex,
+        namespace: bytes,
+        labels: Sequence[Label],
+        match: SnapshotMatch,
+        now: float,
+        blocks_per_snapshot: int,
+    ) -> None:
+        super().__init__(index, namespace, labels, match, now)
+        self.num_blocks = 0
+        self.points: list[int] = []
+        self.made: list[StateLease] = []
+        self._size = blocks_per_snapshot
+
     def snapshot_slots(self, num_blocks: int) -> Sequence[Slot]:
         if num_blocks not in self.points:
             return ()
@@ -141,3 +158,52 @@ class SnapshotLease(Lease):
         self.slots = Numbers.joined(self.slots[:first], self.slots[first + self._size :])
         self.points.remove(num_blocks)
         return slots
+
+
+class WindowLease(StatefulLease):
+    """Lease of a request of a model with windows.
+
+    Attributes:
+        ring: slots of the window KV of its last tokens, which it writes again and again.
+        cells: slots of cells that the engine has written and not committed, by the number of blocks
+            that they come after.
+        made: blocks of cells that it has committed, by that number, until they are freed.
+
+    allocate: returns the slots of a cell; None if there is no room.
+    end_start: called when the request needs ``start`` no longer.
+    """
+
+    def __init__(
+        self,
+        index: PromptIndex,
+        namespace: bytes,
+        labels: Sequence[Label],
+        match: SnapshotMatch,
+        now: float,
+        allocate: Callable[[], Sequence[Slot] | None],
+        end_start: Callable[[WindowLease], object],
+    ) -> None:
+        super().__init__(index, namespace, labels, match, now)
+        self.ring: Sequence[Slot] = ()
+        self.cells: dict[int, Sequence[Slot]] = {}
+        self.made: dict[int, Sequence[BlockId]] = {}
+        self._allocate = allocate
+        self._end_start = end_start
+
+    @property
+    def room(self) -> Sequence[Slot]:
+        return Numbers.joined(super().room, self.ring, *self.cells.values())
+
+    def snapshot_slots(self, num_blocks: int) -> Sequence[Slot]:
+        """Return where to write the cell before ``num_blocks``; empty if there is no room for it.
+
+        They are allocated by the first call.
+        """
+        if num_blocks not in self.cells and not self.is_private:
+            slots = self._allocate()
+            if slots is not None:
+                self.cells[num_blocks] = slots
+        return self.cells.get(num_blocks, ())
+
+    def has_begun(self) -> None:
+        self._end_start(self)
