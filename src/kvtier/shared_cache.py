@@ -396,21 +396,26 @@ class SharedCache:
     # -- the thread -------------------------------------------------------------------------------
 
     def _keep_polling(self) -> None:
-        while True:
-            with self._condition:
-                self._cache.poll()
-                self._begin_prefetches()
-                settled = self._take_settled()
-                is_closed = self._closed
-            for future, num_tokens in settled:  # callbacks may call the cache
-                future.set_result(num_tokens)
-            if is_closed:
-                break
-            with self._condition:
-                if not self._closed:
-                    self._condition.wait(self._pause_s())
-        for future, _ in self._awaited:
-            future.set_exception(Closed("the cache was closed before that was stored"))
+        try:
+            while self._make_progress():
+                with self._condition:
+                    if not self._closed:
+                        self._condition.wait(self._pause_s())
+        finally:  # also if a plug-in of a tier raised what no tier may raise
+            while self._awaited:
+                future, _ = self._awaited.popleft()
+                future.set_exception(Closed("the cache was closed before that was stored"))
+
+    def _make_progress(self) -> bool:
+        """Do what is due. Return False after ``close``."""
+        with self._condition:
+            self._cache.poll()
+            self._begin_prefetches()
+            settled = self._take_settled()
+            is_open = not self._closed
+        for future, num_tokens in settled:  # callbacks may call the cache
+            future.set_result(num_tokens)
+        return is_open
 
     def _pause_s(self) -> float:
         is_busy = self._cache.is_busy or self._awaited or self._unread() is not None

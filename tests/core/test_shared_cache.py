@@ -349,6 +349,24 @@ def test_a_future_fails_if_the_cache_is_closed_first() -> None:
     assert not thread.is_alive()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_future_fails_if_the_thread_of_the_cache_ends() -> None:
+    storage = MemoryStorage(GROUP, 16, StoredBlocks())
+    storage.open_writes.clear()
+    engine = Engine.over(storage)
+    engine.serve(PROMPT)
+    stored = engine.cache.stored(engine.cache.prompt(PROMPT))
+
+    def broken() -> None:
+        raise ValueError("a plug-in")
+
+    right, engine.cache._cache.poll = engine.cache._cache.poll, broken  # type: ignore[method-assign]
+    assert isinstance(stored.exception(60), Closed)
+    engine.cache._cache.poll = right  # type: ignore[method-assign]
+    storage.open_writes.set()
+    engine.cache.close()
+
+
 # -- what is given -------------------------------------------------------------------------------
 
 

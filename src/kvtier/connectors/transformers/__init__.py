@@ -5,8 +5,8 @@
 
 ``attached.py`` has the wrapper around a model's ``forward``. ``prompts.py`` says which calls
 begin prompts, and why others are passed through. ``grid.py`` computes prompts in chunks, and
-``weights_in_memory.py`` identifies a loaded model. ``kvtier.cache_layers`` copies KV between
-transformers' cache layers and blocks.
+``weights_in_memory.py`` identifies a loaded model, and ``model_state.py`` notices its changes.
+``kvtier.cache_layers`` copies KV between transformers' cache layers and blocks.
 """
 
 from __future__ import annotations
