@@ -34,6 +34,9 @@ from kvtier.types import DEVICE, HOST, Direct, Slot
 
 Answer = TypeVar("Answer")
 
+BLOCK_S = 2e-6
+"""Time that a request may take longer per block. A busy node needs a tenth to a half of it, and the
+longer a prompt is, the more it costs to compute."""
 OPEN_S = 10.0
 """Longest wait for a room, off the engine's thread."""
 OPEN_WAIT_S = 0.25
@@ -122,7 +125,7 @@ class NodeCache:
         namespace: return the digest of everything else that decides on the bytes of a block; b""
             while it is unknown. A new digest is a new room, and forgets all leases.
         block_bytes: bytes of a block, of all ranks together.
-        deadline_s: longest wait for an answer.
+        deadline_s: longest wait for an answer, and ``BLOCK_S`` more per block.
         clock: seconds.
     """
 
@@ -480,7 +483,7 @@ class NodeCache:
         if not scope or not keys:
             return None
         facts = RoomFacts(scope, self._block_bytes, len(keys[0]))
-        until_s = time.monotonic() + self._deadline_s
+        until_s = time.monotonic() + self._deadline_s + BLOCK_S * len(keys)
         try:
             channel = self._client.take_idle()
         except NodeError:

@@ -45,9 +45,9 @@ class VllmSettings(HostSettings):
     all pipeline parallel sizes that divide this number share them; 0 to not cut layers."""
 
     node_deadline_s: float = 0.005
-    """Longest wait for an answer of the node, on the scheduler's thread. Without one the prompt is
-    computed. The ranks copy from and to the node's memory themselves, so ``host_capacity`` does not
-    count."""
+    """Longest wait for an answer of the node, on the scheduler's thread, and 2 us more per block.
+    Without one the prompt is computed. The ranks copy from and to the node's memory themselves, so
+    ``host_capacity`` does not count."""
 
     client_hints: str = "on"
     """Whether hints in a request's ``kv_transfer_params`` count: ``on`` or ``off``."""
