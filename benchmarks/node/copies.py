@@ -74,16 +74,18 @@ class Own:
         until(lambda: self._arena.num_ready_blocks == num_slots)
         begins = self._arena.memory.address + block_bytes * np.arange(num_slots)
         self._places = Pieces.whole(begins, block_bytes).cut(pool.pieces.sizes)
+        self._num_blocks = num_blocks
+        self._set = self._places
 
-    def _set(self, number: int, num_blocks: int) -> Pieces:
-        first = number % NUM_SETS * num_blocks
-        return self._places.pick(slice(first, first + num_blocks))
+    def prepare(self, number: int) -> None:
+        first = number % NUM_SETS * self._num_blocks
+        self._set = self._places.pick(slice(first, first + self._num_blocks))
 
-    def store(self, number: int, pieces: Pieces) -> None:
-        _copy(self._set(number, len(pieces)), pieces)
+    def store(self, pieces: Pieces) -> None:
+        _copy(self._set, pieces)
 
-    def load(self, number: int, pieces: Pieces) -> None:
-        _copy(pieces, self._set(number, len(pieces)))
+    def load(self, pieces: Pieces) -> None:
+        _copy(pieces, self._set)
 
     def close(self) -> None:
         self._arena.close()
@@ -95,19 +97,19 @@ class InNode:
     def __init__(self, tier: NodeTier, num_blocks: int) -> None:
         self._tier = tier
         self._num_blocks = num_blocks
+        self._names: list[BlockName] = []
 
-    def _keys(self, number: int) -> list[BlockKey]:
-        return [
-            BlockKey(f"{number} {block}".encode().ljust(32, b"\0"))
+    def prepare(self, number: int) -> None:
+        self._names = [
+            BlockName(NAMESPACE, block, BlockKey(f"{number} {block}".encode().ljust(32, b"\0")))
             for block in range(self._num_blocks)
         ]
 
-    def store(self, number: int, pieces: Pieces) -> None:
-        names = [BlockName(NAMESPACE, at, key) for at, key in enumerate(self._keys(number))]
-        _check(self._tier.put(names, pieces, PATIENCE_S))
+    def store(self, pieces: Pieces) -> None:
+        _check(self._tier.put(self._names, pieces, PATIENCE_S))
 
-    def load(self, number: int, pieces: Pieces) -> None:
-        _check(self._tier.get(self._keys(number), pieces, PATIENCE_S))
+    def load(self, pieces: Pieces) -> None:
+        _check(self._tier.get([name.key for name in self._names], pieces, PATIENCE_S))
 
 
 def _check(outcomes: Sequence[Outcome]) -> None:
@@ -127,10 +129,11 @@ def turn(side: Own | InNode, number: int, pool: Pool) -> dict[str, Timed]:
     Raises RuntimeError if other bytes come back.
     """
     pool.fill(number)
+    side.prepare(number)
     expected = pool.bytes.copy()
-    found = {STORE: _timed(lambda: side.store(number, pool.pieces), expected.nbytes)}
+    found = {STORE: _timed(lambda: side.store(pool.pieces), expected.nbytes)}
     pool.bytes[:] = 0
-    found[LOAD] = _timed(lambda: side.load(number, pool.pieces), expected.nbytes)
+    found[LOAD] = _timed(lambda: side.load(pool.pieces), expected.nbytes)
     if not np.array_equal(pool.bytes, expected):
         raise RuntimeError("other bytes came back than were stored")
     return found
