@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -35,22 +36,20 @@ WHOLE_CHUNKS = WindowShape(window=4, num_bundles=BUNDLES, block_size=BLOCK_SIZE,
 class WindowWorld(World):
     """A world whose engine has layers with windows.
 
-    It writes a mark into each slot of a ring, and nobody else may write there.
+    It writes a mark into each slot of a ring when it first checks it, and nobody else may write
+    there.
     """
 
     cache: WindowCache
     shape = SHAPE
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.marked = WeakSet[Lease]()
+
     @classmethod
     def make_cache(cls, *given: Any, **named: Any) -> WindowCache:
         return WindowCache(*given, **named, shape=cls.shape)
-
-    def fetch(self, *given: Any, **named: Any) -> Request | None:
-        request = super().fetch(*given, **named)
-        if request is not None:
-            for slot, mark in self.marks(request.lease):
-                self.block_bytes.write(self.pool.memory, self.pool.layout, slot, mark)
-        return request
 
     def marks(self, lease: Lease) -> Iterator[tuple[Slot, Content]]:
         for at, slot in enumerate(lease.ring):
@@ -81,6 +80,10 @@ class WindowWorld(World):
         super().check_request(request, content)
         lease = request.lease
         assert isinstance(lease, WindowLease)
+        if lease not in self.marked:
+            self.marked.add(lease)
+            for slot, mark in self.marks(lease):
+                self.block_bytes.write(self.pool.memory, self.pool.layout, slot, mark)
         held = self.contents()[DEVICE]
         for slot, mark in self.marks(lease):
             assert np.array_equal(held[slot], mark), "somebody wrote into a ring"
