@@ -16,6 +16,7 @@ from kvtier.config import CacheConfig
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError
 from kvtier.hints import Hint, Retain
+from kvtier.index import State
 from kvtier.keys import next_keys
 from kvtier.layout import DType, full_attention, named_layout
 from kvtier.prompts.lease import Lease
@@ -103,7 +104,7 @@ class WindowWorld(World):
         for at in range(grain, len(request.labels) + 1, grain):
             name = self.cell_name(request.namespace, request.labels[:at])
             states = self.cache._index.states(request.namespace, name, tier)
-            if [each.name for each in states] == ["READY"] * self.shape.blocks_per_cell:
+            if states == [State.READY] * self.shape.blocks_per_cell:
                 found.append(at)
         return found
 
@@ -239,14 +240,21 @@ def test_a_cut_needs_every_cell_in_reach(make: Make) -> None:
     assert world.ask(LONG).lease.num_shared == 10
 
 
-def test_cells_that_no_cut_needs_leave_host_memory_first(make: Make) -> None:
-    """The prompt is used again and again; its windows' old cells are not."""
-    world = make(host_blocks=12 + 12 * BUNDLES, disk_blocks=0, eviction_policy="lru")
+@pytest.mark.parametrize("policy", ["lru", "runs"])
+def test_cells_that_no_cut_needs_leave_host_memory_first(make: Make, policy: str) -> None:
+    """The prompt is used again and again, and of its cells only the last ones."""
+    world = make(host_blocks=12 + 12 * BUNDLES, disk_blocks=0, eviction_policy=policy)
     request = world.serve(LONG)
-    world.serve([*LONG, 3, 3, 3])
-    assert world.num_cells(HOST, request)[0] > 1
+    assert world.num_cells(HOST, request) == list(range(1, 13))
+    for num_tokens in range(25, 29):
+        world.serve([*LONG, 3, 3, 3][:num_tokens])
+        world.clock.now += 5
+    world.serve([8] * 9)
+    assert world.num_cells(HOST, request) == [10, 11, 12]
+    states = world.cache._index.states(NS, request.labels, HOST)
+    assert states.count(State.READY) == 12
     world.lose_the_device()
-    assert world.start([*LONG, 3, 3]).lease.num_shared == 13
+    assert hits(world.start(LONG)) == {HOST: 12}
 
 
 def test_a_request_without_room_for_its_ring_waits(make: Make) -> None:
