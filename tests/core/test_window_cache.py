@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvtier.config import CacheConfig
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError
 from kvtier.hints import Hint, Retain
+from kvtier.index import State
 from kvtier.keys import next_keys
 from kvtier.layout import DType, full_attention, named_layout
 from kvtier.prompts.lease import Lease
@@ -35,22 +37,20 @@ WHOLE_CHUNKS = WindowShape(window=4, num_bundles=BUNDLES, block_size=BLOCK_SIZE,
 class WindowWorld(World):
     """A world whose engine has layers with windows.
 
-    It writes a mark into each slot of a ring, and nobody else may write there.
+    It writes a mark into each slot of a ring when it first checks it, and nobody else may write
+    there.
     """
 
     cache: WindowCache
     shape = SHAPE
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.marked = WeakSet[Lease]()
+
     @classmethod
     def make_cache(cls, *given: Any, **named: Any) -> WindowCache:
         return WindowCache(*given, **named, shape=cls.shape)
-
-    def fetch(self, *given: Any, **named: Any) -> Request | None:
-        request = super().fetch(*given, **named)
-        if request is not None:
-            for slot, mark in self.marks(request.lease):
-                self.block_bytes.write(self.pool.memory, self.pool.layout, slot, mark)
-        return request
 
     def marks(self, lease: Lease) -> Iterator[tuple[Slot, Content]]:
         for at, slot in enumerate(lease.ring):
@@ -81,6 +81,10 @@ class WindowWorld(World):
         super().check_request(request, content)
         lease = request.lease
         assert isinstance(lease, WindowLease)
+        if lease not in self.marked:
+            self.marked.add(lease)
+            for slot, mark in self.marks(lease):
+                self.block_bytes.write(self.pool.memory, self.pool.layout, slot, mark)
         held = self.contents()[DEVICE]
         for slot, mark in self.marks(lease):
             assert np.array_equal(held[slot], mark), "somebody wrote into a ring"
@@ -100,7 +104,7 @@ class WindowWorld(World):
         for at in range(grain, len(request.labels) + 1, grain):
             name = self.cell_name(request.namespace, request.labels[:at])
             states = self.cache._index.states(request.namespace, name, tier)
-            if [each.name for each in states] == ["READY"] * self.shape.blocks_per_cell:
+            if states == [State.READY] * self.shape.blocks_per_cell:
                 found.append(at)
         return found
 
@@ -236,14 +240,21 @@ def test_a_cut_needs_every_cell_in_reach(make: Make) -> None:
     assert world.ask(LONG).lease.num_shared == 10
 
 
-def test_cells_that_no_cut_needs_leave_host_memory_first(make: Make) -> None:
-    """The prompt is used again and again; its windows' old cells are not."""
-    world = make(host_blocks=12 + 12 * BUNDLES, disk_blocks=0, eviction_policy="lru")
+@pytest.mark.parametrize("policy", ["lru", "runs"])
+def test_cells_that_no_cut_needs_leave_host_memory_first(make: Make, policy: str) -> None:
+    """The prompt is used again and again, and of its cells only the last ones."""
+    world = make(host_blocks=12 + 12 * BUNDLES, disk_blocks=0, eviction_policy=policy)
     request = world.serve(LONG)
-    world.serve([*LONG, 3, 3, 3])
-    assert world.num_cells(HOST, request)[0] > 1
+    assert world.num_cells(HOST, request) == list(range(1, 13))
+    for num_tokens in range(25, 29):
+        world.serve([*LONG, 3, 3, 3][:num_tokens])
+        world.clock.now += 5
+    world.serve([8] * 9)
+    assert world.num_cells(HOST, request) == [10, 11, 12]
+    states = world.cache._index.states(NS, request.labels, HOST)
+    assert states.count(State.READY) == 12
     world.lose_the_device()
-    assert world.start([*LONG, 3, 3]).lease.num_shared == 13
+    assert hits(world.start(LONG)) == {HOST: 12}
 
 
 def test_a_request_without_room_for_its_ring_waits(make: Make) -> None:

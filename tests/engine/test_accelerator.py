@@ -11,6 +11,7 @@ import torch
 import kvtier
 from kvtier.engine import Engine, EngineConfig, SamplingParams
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
+from scripts.model_coverage import save
 from tests.nodes import running
 from tests.transformers.models import CHUNK, answer, are_equal, on_grid, prompt, small_model
 
@@ -53,6 +54,24 @@ def test_each_tier_gives_the_logits_of_a_cold_run(tmp_path: Path, model: str, dt
         {tier: 288} for tier in (DEVICE, HOST, DISK)
     ]
     for each in (warm, loaded, restarted):
+        assert same(cold, each)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_windows_give_the_logits_of_a_cold_run(tmp_path: Path, name: str, dtype: str) -> None:
+    save(name, name, tmp_path / "model")
+    disk = {"disk_path": str(tmp_path / "slab"), "disk_capacity": "64MiB"}
+    config = on_accelerator(str(tmp_path / "model"), dtype, **disk)
+    with Engine(config) as engine:
+        tokens = some_prompt(engine)
+        cold, warm = ask(engine, tokens), ask(engine, tokens)
+        engine.clear_tier(DEVICE)
+        loaded = ask(engine, tokens)
+    with Engine(config) as engine:
+        restarted = ask(engine, tokens)
+    for each, tier in ((warm, DEVICE), (loaded, HOST), (restarted, DISK)):
+        assert each.hit_tokens == {tier: 288}
         assert same(cold, each)
 
 

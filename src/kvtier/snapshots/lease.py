@@ -160,6 +160,10 @@ class SnapshotLease(StatefulLease):
         return slots
 
 
+MOST_UNCOMMITTED = 16
+"""Cells that a request has written and can't commit, because others are filling the same blocks."""
+
+
 class WindowLease(StatefulLease):
     """Lease of a request of a model with windows.
 
@@ -197,9 +201,10 @@ class WindowLease(StatefulLease):
     def snapshot_slots(self, num_blocks: int) -> Sequence[Slot]:
         """Return where to write the cell before ``num_blocks``; empty if there is no room for it.
 
-        They are allocated by the first call.
+        They are allocated by the first call. A request keeps few cells that it can't commit.
         """
-        if num_blocks not in self.cells and not self.is_private:
+        is_wanted = not self.is_private and len(self.cells) < MOST_UNCOMMITTED
+        if num_blocks not in self.cells and is_wanted:
             slots = self._allocate()
             if slots is not None:
                 self.cells[num_blocks] = slots

@@ -40,7 +40,10 @@ from kvtier.transfer import LayerGate
 from kvtier.types import DEVICE, BlockId, BlockKey, Label, Match, Slot
 
 MOST_COMPARED = 4
-"""Cuts that the planner compares for each tier."""
+"""Cuts that the planner compares for each run of blocks in one tier, and runs."""
+
+MOST_SEARCHED = 256
+"""Chunks of a prompt among which a possible cut is searched, the last ones."""
 
 MOST_LOOKED_UP = 16
 """Cells beyond a window that are looked up in storage for one prompt."""
@@ -162,11 +165,12 @@ class WindowCache(StatefulCache):
         """
         matched: dict[int, Match | None] = {}
         found: dict[int, Snapshot] = {}
-        for _, run in runs_of(known.tiers):
-            last = run.stop // self._shape.grain_blocks * self._shape.grain_blocks
+        grain = self._shape.grain_blocks
+        for _, run in list(runs_of(known.tiers))[-MOST_COMPARED:]:
+            ends = range(run.stop // grain * grain, 0, -grain)
             cuts = (
                 snapshot
-                for at in range(last, 0, -self._shape.grain_blocks)
+                for at in ends[:MOST_SEARCHED]
                 if (snapshot := self._snapshot(namespace, known.blocks, at, matched)) is not None
             )
             found.update((each.num_blocks, each) for each in islice(cuts, MOST_COMPARED))
@@ -239,25 +243,27 @@ class WindowCache(StatefulCache):
     def transfer(self, lease: Lease, plan: Plan, num_blocks: int) -> bool:
         assert isinstance(lease, WindowLease), "of this cache"
         cut, now = plan.num_reused_blocks, self._clock()
-        chosen = [each for each in lease.match.snapshots if each.num_blocks == cut]
-        num_bytes: int | None = 0
-        for snapshot in chosen:  # one or none
-            cells = [
-                self._cell(self._index.key(lease.blocks[at - 1]))
-                for at in self._shape.ends_in_reach(cut)[::-1]
-            ]
-            labels = [label for cell in cells for label in cell]
-            lease.start = StateLease(
-                self._index, lease.namespace, labels, snapshot.match, now, cut, lease
-            )
-            self._leases.add(lease.start)
-            for cell in cells:
-                self._index.on_request(lease.namespace, cell, now)
-            # The first load: a prefill that follows the load of the path needs all cells at once.
-            num_bytes = self._load(lease.start, snapshot.match)
         ring_blocks = self._shape.ring_blocks(num_blocks)
+        num_new = num_blocks - cut + plan.num_copied_blocks + ring_blocks
+        if num_new > self.num_available_slots:  # nothing is loaded for a request that has to wait
+            return False
+        cells: list[list[Label]] = []
+        num_bytes: int | None = 0
+        for snapshot in lease.match.snapshots:
+            if snapshot.num_blocks == cut:
+                ends = self._shape.ends_in_reach(cut)[::-1]
+                cells = [self._cell(self._index.key(lease.blocks[at - 1])) for at in ends]
+                labels = [label for cell in cells for label in cell]
+                lease.start = StateLease(
+                    self._index, lease.namespace, labels, snapshot.match, now, cut, lease
+                )
+                self._leases.add(lease.start)
+                # First: a prefill that follows the load of the path needs all cells at once.
+                num_bytes = self._load(lease.start, snapshot.match)
         if num_bytes is None or not super().transfer(lease, plan, num_blocks + ring_blocks):
             return False
+        for cell in cells:
+            self._index.on_request(lease.namespace, cell, now)
         lease.record.load_bytes += num_bytes
         lease.slots, lease.ring = lease.slots[:num_blocks], lease.slots[num_blocks:]
         self._check()
