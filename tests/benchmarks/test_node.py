@@ -116,8 +116,9 @@ def test_other_bytes_from_a_copy_end_the_benchmark(tmp_path: Path) -> None:
         tier.close()
 
     class Wrong(copies.Own):
-        def load(self, number: int, pieces: Pieces) -> None:
-            super().load(number + 1, pieces)
+        def load(self, pieces: Pieces) -> None:
+            self.prepare(1)
+            super().load(pieces)
 
     wrong = Wrong(2, pool)
     with pytest.raises(RuntimeError, match="other bytes"):
