@@ -21,10 +21,10 @@ from benchmarks.engines.servers import Contestant, Server, Size
 from benchmarks.node.part import Part
 from benchmarks.node.processes import Node, running_node
 from benchmarks.report.targets import judged
-from benchmarks.vllm.servers import BLOCK, vllm_alone, with_kvtier
+from benchmarks.vllm.servers import BLOCK, VLLM, vllm_alone, with_kvtier
 from kvtier.tools.report.stats import exactly, median_with_interval, percentile
 
-OVER_NODE, ALONE = "over the node", "without a cache"
+OVER_NODE, ALONE = "over the node", VLLM
 PROMPT_TOKENS, NEW_TOKENS, ANSWER_TOKENS = 2000, 500, 4
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK
 DEVICE_BLOCKS = 40
