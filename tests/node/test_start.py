@@ -15,7 +15,15 @@ from kvtier.node.config import SHARED_MEMORY
 from kvtier.node.memory import NodeMemory
 from kvtier.node.node import CacheNode
 from kvtier.node.server import NodeServer, listen
-from tests.node.world import bare, config_of, local_node, node_process
+from tests.node.world import (
+    PATIENCE_S,
+    LocalNode,
+    bare,
+    config_of,
+    local_node,
+    node_process,
+    wait_until,
+)
 
 
 def test_socket_of_a_live_node_is_left_alone(tmp_path: Path) -> None:
@@ -125,3 +133,25 @@ def test_listener_of_another_program_has_no_lock(tmp_path: Path) -> None:
     made = listen(path)
     assert path.stat().st_mode & 0o777 == 0o660
     made.close()
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_server_ends_although_it_was_woken_just_before(tmp_path: Path, turns: int) -> None:
+    """turns: of the event loop between both."""
+    node = LocalNode(config_of(tmp_path))
+    wait_until(lambda: node._task)
+
+    def cancel(left: int) -> None:
+        if left:
+            node._loop.call_soon(cancel, left - 1)
+        elif node._task is not None:
+            node._task.cancel()
+
+    def wake_and_cancel() -> None:
+        node.server.registry.wake()
+        cancel(turns)
+
+    node._loop.call_soon_threadsafe(wake_and_cancel)
+    node._thread.join(PATIENCE_S)
+    assert not node._thread.is_alive()
+    node.node.close()

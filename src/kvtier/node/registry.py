@@ -214,7 +214,8 @@ class Registry:
         self.wake()
         try:
             with suppress(TimeoutError):
-                await asyncio.wait_for(wait.signal.wait(), left_s)
+                async with asyncio.timeout(left_s):
+                    await wait.signal.wait()
         finally:
             self._waits.discard(wait)
         return wait.is_over
@@ -225,5 +226,6 @@ class Registry:
         if left_s <= 0:
             return False
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), min(left_s, LOOK_AGAIN_S))
+            async with asyncio.timeout(min(left_s, LOOK_AGAIN_S)):
+                await self._changed.wait()
         return True

@@ -60,8 +60,10 @@ class NodeServer:
                 self._wakes.clear()
                 is_busy = self.node.poll()
                 self.registry.changed()
+                # asyncio.wait_for would lose a cancellation that comes together with a wake-up.
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wakes.wait(), BUSY_S if is_busy else IDLE_S)
+                    async with asyncio.timeout(BUSY_S if is_busy else IDLE_S):
+                        await self._wakes.wait()
         finally:
             loop.remove_reader(self._socket)
             self.node.on_end = None
