@@ -93,7 +93,8 @@ State KeyIndex::state(BlockId block, std::size_t column) const {
 // -- where a policy knows requests
 // ---------------------------------------------------------------------------------------------
 
-// Where nobody has asked for it, it lies behind what it lies behind elsewhere, else behind `before`.
+// A block that no request has named follows the block that it follows in another column, else
+// `before`.
 void KeyIndex::enter(Index row, std::size_t column, Index before) {
   LearnedColumn& here = *orders_[column].learned;
   Index behind = kNone;

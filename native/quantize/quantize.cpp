@@ -19,7 +19,7 @@ constexpr std::uint32_t kMagnitude = 0x7FFFFFFF;
 constexpr std::uint32_t kInfinity = 0x7F800000;
 constexpr float kLargestBfloat16 = std::bit_cast<float>(std::uint32_t{0x7F7F0000});
 constexpr float kLargestE4m3 = 448, kLargestInt8 = 127;
-constexpr float kRounds = 12582912;  // 1.5 * 2**23, behind which only integers follow
+constexpr float kRounds = 12582912;  // 1.5 * 2**23: floats of this size are integers
 constexpr int kHalfBias = 15, kFloatBias = 127, kE4m3Bias = 7;
 constexpr int kHalfShift = 13, kE4m3Shift = 20;  // of mantissas, from those of float
 constexpr std::uint32_t kSmallestHalf = (kFloatBias - kHalfBias + 1) << 23;  // normal ones
@@ -29,7 +29,7 @@ constexpr std::uint8_t kNanE4m3 = 0x7F, kNoInt8 = 0x80;
 float number(std::uint32_t bits) { return std::bit_cast<float>(bits); }
 std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value); }
 
-// The upper bits of a number whose lower ones are cut off: to nearest, ties to even.
+// Returns `bits` without the lowest `shift` bits, rounded to nearest, ties to even.
 std::uint32_t rounded(std::uint32_t bits, int shift) {
   return (bits + ((std::uint32_t{1} << (shift - 1)) - 1) + (bits >> shift & 1)) >> shift;
 }
@@ -46,7 +46,7 @@ float limited(float value, float largest) {
   return number(std::min(bits & kMagnitude, bits_of(largest)) | (bits & ~kMagnitude));
 }
 
-// Of -2**22 to 2**22: to nearest, ties to even.
+// Rounds to nearest, ties to even. value: -2**22 to 2**22.
 std::int32_t to_integer(float value) { return static_cast<std::int32_t>(value + kRounds - kRounds); }
 
 // -- types
