@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from kvtier.errors import install_command
+from kvtier.tiers.remote.valkey.resp import RespConnection, command
 
 PATIENCE_S = 30.0
 
@@ -94,6 +95,21 @@ class ValkeyServer:
         self._process.wait()
 
     close = stop
+
+    def tell(self, *words: bytes) -> object:
+        """Return the server's answer to a command."""
+        line = RespConnection("127.0.0.1", self.port, None, time.monotonic() + 10)
+        line.send([command(*words)])
+        answer = line.reply()
+        line.close()
+        return answer
+
+    @property
+    def num_values(self) -> int:
+        """Number of keys that the server has."""
+        found = self.tell(b"DBSIZE")
+        assert isinstance(found, int)
+        return found
 
 
 def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.node.control_world import BLOCK_BYTES, BareEngine, until
-from tests.node.test_control_delete import num_in_store, stored
+from tests.node.test_control_delete import stored
 from tests.nodes import running
 from tests.servers import ValkeyServer, has_valkey
-from tests.tiers.remote.valkeys import tell
 
 
 @pytest.mark.slow
@@ -29,11 +28,11 @@ def test_disk_and_store_are_read_again_with_the_key_only(tmp_path: Path) -> None
         with BareEngine(node) as engine:
             engine.store(1, 2, 3)
             until(lambda: stored(node, 3, "disk", "valkey"), "it was never written")
-            until(lambda: num_in_store(valkey) == 3, "it was never written")
-        names = tell(valkey, b"KEYS", b"*")
+            until(lambda: valkey.num_values == 3, "it was never written")
+        names = valkey.tell(b"KEYS", b"*")
         assert isinstance(names, list)
         for name in names:
-            value = tell(valkey, b"GET", name)
+            value = valkey.tell(b"GET", name)
             assert isinstance(value, bytes)
             assert value[:8] == b"kvtierB2"
             assert value[92:96] != bytes(4), "it names no key"

@@ -13,7 +13,6 @@ from kvtier.node.protocol import ABSENT, ARRIVING, MEMORY, MISSING, STORAGE
 from tests.node.control_world import BLOCK_BYTES, BareEngine, hexed, key, until
 from tests.nodes import NodeProcess, running
 from tests.servers import ValkeyServer
-from tests.tiers.remote.valkeys import tell
 
 
 @pytest.fixture
@@ -39,12 +38,6 @@ def stored(node: NodeProcess, num: int, *tiers: str) -> bool:
     return all(used[tier] == num * BLOCK_BYTES for tier in tiers)
 
 
-def num_in_store(valkey: ValkeyServer) -> int:
-    found = tell(valkey, b"DBSIZE")
-    assert isinstance(found, int)
-    return found
-
-
 def test_keys_are_deleted_from_every_tier_and_stay_deleted(
     tmp_path: Path, valkey: ValkeyServer
 ) -> None:
@@ -52,14 +45,14 @@ def test_keys_are_deleted_from_every_tier_and_stay_deleted(
         with BareEngine(node) as engine:
             engine.store(1, 2, 3, 4)
             until(lambda: stored(node, 4, "disk", "valkey"), "it was never written")
-            until(lambda: num_in_store(valkey) == 4, "it was never written")
+            until(lambda: valkey.num_values == 4, "it was never written")
             assert engine.delete(1, 2) == [MISSING, MISSING]
             assert engine.places(1, 2, 3, 4) == [ABSENT, ABSENT, MEMORY, MEMORY]
             told = node.control.post("/delete", keys=hexed(3, 9))
             assert told["is_complete"]
             assert told["blocks"] == 2
             assert engine.places(3, 4) == [ABSENT, MEMORY]
-            assert num_in_store(valkey) == 1
+            assert valkey.num_values == 1
         node.kill()
         node.start()
         with BareEngine(node) as engine:
@@ -73,13 +66,13 @@ def test_blocks_that_only_storage_knows_are_deleted(tmp_path: Path, valkey: Valk
         with BareEngine(node) as engine:
             engine.store(1, 2, 3)
             until(lambda: stored(node, 3, "disk", "valkey"), "it was never written")
-            until(lambda: num_in_store(valkey) == 3, "it was never written")
+            until(lambda: valkey.num_values == 3, "it was never written")
         node.lose()
         node.start()
         with BareEngine(node) as engine:
             assert stored(node, 0, "host", "disk", "valkey"), "the index knows nothing yet"
             assert engine.delete(1, 2) == [MISSING, MISSING]
-            assert num_in_store(valkey) == 1
+            assert valkey.num_values == 1
             assert engine.fetch(1) == [None]
         node.lose()
         node.start()
@@ -96,14 +89,14 @@ def test_a_room_is_deleted_with_what_only_its_slab_and_its_store_know(
         with BareEngine(node, "team-a", "a") as engine, BareEngine(node, "team-b", "b") as other:
             engine.store(1, 2, 3)
             other.store(1)
-            until(lambda: num_in_store(valkey) == 4, "it was never written")
+            until(lambda: valkey.num_values == 4, "it was never written")
         node.lose()
         node.start()
         room = node.room("team-a")
         assert not room["is_open"]
         told = node.control.post("/delete", room=room["name"])
         assert told["is_complete"], told
-        assert num_in_store(valkey) == 1, "the other tenant's"
+        assert valkey.num_values == 1, "the other tenant's"
         node.lose()
         node.start()
         with BareEngine(node, "team-a", "a") as engine, BareEngine(node, "team-b", "b") as other:
@@ -166,7 +159,7 @@ def test_a_read_in_flight_brings_nothing_back(
     with running(tmp_path, slow(valkey)) as node:
         with BareEngine(node) as engine:
             engine.store(1, 2)
-            until(lambda: num_in_store(valkey) == 2, "it was never written")
+            until(lambda: valkey.num_values == 2, "it was never written")
         node.lose()
         node.start()
         with BareEngine(node) as engine:
@@ -176,7 +169,7 @@ def test_a_read_in_flight_brings_nothing_back(
             body = {"room": node.room()["name"]} if whole_room else {"keys": hexed(1, 2)}
             assert node.control.post("/delete", **body)["is_complete"]
             assert engine.places(1, 2) == [ABSENT, ABSENT]
-            assert num_in_store(valkey) == 0
+            assert valkey.num_values == 0
             assert stored(node, 0, "host", "valkey")
 
 
@@ -189,7 +182,7 @@ def test_a_write_in_flight_leaves_nothing(
         assert engine.places(1, 2) == [MEMORY, MEMORY]
         body = {"room": node.room()["name"]} if whole_room else {"keys": hexed(1, 2)}
         assert node.control.post("/delete", **body)["is_complete"]
-        assert num_in_store(valkey) == 0
+        assert valkey.num_values == 0
         assert stored(node, 0, "host", "valkey")
         assert engine.places(1, 2) == [ABSENT, ABSENT]
 

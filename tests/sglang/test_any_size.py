@@ -35,7 +35,6 @@ from kvtier.errors import ConfigError, LayoutError
 from kvtier.layout import opaque
 from kvtier.testing import MemoryStorage, StoredBlocks
 from kvtier.tiers import Outcome, Pieces
-from kvtier.tiers.remote.valkey.resp import RespConnection, command
 from kvtier.tiers.wrappers import Shards, ShardTier
 from kvtier.types import BlockKey, BlockName, Slot
 from tests.servers import (
@@ -302,15 +301,6 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     made.kill()
 
 
-def num_values(store: ValkeyServer) -> int:
-    line = RespConnection("127.0.0.1", store.port, None, time.monotonic() + 10)
-    line.send([command(b"DBSIZE")])
-    num = line.reply()
-    line.close()
-    assert isinstance(num, int)
-    return num
-
-
 def until(is_so: Callable[[], bool], what: str, patience_s: float = 60.0) -> None:
     ends_s = time.monotonic() + patience_s
     while not is_so():
@@ -417,7 +407,7 @@ def test_ranks_share_a_server_that_has_each_head_of_a_page_once(
 ) -> None:
     sizes = (1, 2, 4, 8, 1)
     hand_over(f"valkey://127.0.0.1:{valkey.port}", shape, sizes, server_of)
-    assert num_values(valkey) == len(sizes) * NUM * shape[2]
+    assert valkey.num_values == len(sizes) * NUM * shape[2]
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[-1]])
@@ -485,7 +475,7 @@ def test_linkers_share_a_server_and_have_folders_of_their_own(
     one = linked(url, 0, 1)
     whole = one.compute(prompts[0])
     one.settle()
-    assert num_values(valkey) == 5 * NUM_HEADS
+    assert valkey.num_values == 5 * NUM_HEADS
     parts = []
     for rank in range(2):
         tree, own = linked(url, rank, 2), slice(rank, rank + 1)
@@ -495,7 +485,7 @@ def test_linkers_share_a_server_and_have_folders_of_their_own(
         assert all(map(torch.equal, found, wanted))
         parts.append(tree.compute(prompts[1]))
         tree.settle()
-    assert num_values(valkey) == 2 * 5 * NUM_HEADS
+    assert valkey.num_values == 2 * 5 * NUM_HEADS
     slots = one.load(wait_for(one, "r", prompts[1], 5 * PAGE))
     assert slots is not None
     found = one.content(slots)

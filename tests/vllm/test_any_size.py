@@ -9,7 +9,6 @@ compared up to rounding.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import sha256
@@ -21,7 +20,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
-from kvtier.tiers.remote.valkey.resp import RespConnection, command
 from tests.servers import BUCKET, ValkeyServer, find_binary, has_valkey, make_bucket, seaweed
 from tests.vllm.engines import (
     BLOCK,
@@ -57,15 +55,6 @@ def server(tmp_path: Path) -> Iterator[ValkeyServer]:
     made = ValkeyServer(tmp_path)
     yield made
     made.close()
-
-
-def num_values(server: ValkeyServer) -> int:
-    line = RespConnection("127.0.0.1", server.port, None, time.monotonic() + 10)
-    line.send([command(b"DBSIZE")])
-    num = line.reply()
-    line.close()
-    assert isinstance(num, int)
-    return num
 
 
 def of_size(num_ranks: int, **options: Any) -> Opens:
@@ -182,9 +171,9 @@ def test_ranks_share_a_server_that_has_each_head_of_a_block_once(
 ) -> None:
     config = connects(**settings(f"valkey://127.0.0.1:{server.port}"))
     one, two, num = of_size(1), of_size(2), NUM_BLOCKS * NUM_HEADS
-    hand_over(config, one, two, PROMPTS, lambda: num_values(server) >= num)
-    hand_over(config, two, one, OTHERS, lambda: num_values(server) >= 2 * num)
-    assert num_values(server) == 2 * num
+    hand_over(config, one, two, PROMPTS, lambda: server.num_values >= num)
+    hand_over(config, two, one, OTHERS, lambda: server.num_values >= 2 * num)
+    assert server.num_values == 2 * num
 
 
 @pytest.mark.timeout(880)
@@ -224,9 +213,9 @@ def test_ranks_share_latents_which_are_stored_once(server: ValkeyServer, tmp_pat
     one, two = of_size(1, **options), of_size(2, **options)
     num = sum(len(each["prompt_token_ids"]) // 16 for each in PROMPTS)
     # Without kvtier, log-probabilities of one rank and of two differ by 0.1 with random weights.
-    hand_over(config, one, two, PROMPTS, lambda: num_values(server) >= num, are_alike=False)
-    hand_over(config, two, one, OTHERS, lambda: num_values(server) >= 2 * num, are_alike=False)
-    assert num_values(server) == 2 * num
+    hand_over(config, one, two, PROMPTS, lambda: server.num_values >= num, are_alike=False)
+    hand_over(config, two, one, OTHERS, lambda: server.num_values >= 2 * num, are_alike=False)
+    assert server.num_values == 2 * num
 
 
 @pytest.mark.timeout(880)
@@ -234,9 +223,9 @@ def test_stages_of_a_pipeline_share_with_an_engine_without(server: ValkeyServer)
     url = f"valkey://127.0.0.1:{server.port}"
     config = own_connector(**settings(url, storage_stages=NUM_LAYERS))
     num = NUM_BLOCKS * NUM_HEADS * NUM_LAYERS
-    hand_over(config, of_size(1), staged, PROMPTS, lambda: num_values(server) >= num)
-    hand_over(config, staged, of_size(1), OTHERS, lambda: num_values(server) >= 2 * num)
-    assert num_values(server) == 2 * num
+    hand_over(config, of_size(1), staged, PROMPTS, lambda: server.num_values >= num)
+    hand_over(config, staged, of_size(1), OTHERS, lambda: server.num_values >= 2 * num)
+    assert server.num_values == 2 * num
 
 
 @contextmanager

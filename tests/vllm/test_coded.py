@@ -13,7 +13,6 @@ pytest.importorskip("zstandard")
 pytest.importorskip("cryptography")
 
 from tests.servers import ValkeyServer, has_valkey
-from tests.tiers.remote.valkeys import tell
 from tests.vllm.engines import (
     BLOCK,
     Answer,
@@ -87,9 +86,9 @@ def test_compressed_and_encrypted_store_gives_the_same_bits_after_a_restart(
     with engine(config) as llm:
         assert one_by_one(llm, PROMPTS) == alone["cold"]
         until_stored(llm, server, NUM_BLOCKS)
-    names = tell(server, b"KEYS", b"*")
+    names = server.tell(b"KEYS", b"*")
     assert isinstance(names, list)
-    values = [tell(server, b"GET", name) for name in names]
+    values = [server.tell(b"GET", name) for name in names]
     assert all(isinstance(value, bytes) and value[:8] == b"kvtierB2" for value in values)
     assert {value[9] for value in values if isinstance(value, bytes)} == {1}, "compressed"
     with engine(config) as llm:

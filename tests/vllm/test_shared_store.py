@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
-from kvtier.tiers.remote.valkey.resp import RespConnection, command
 from tests.proxy import Proxy
 from tests.servers import ValkeyServer, has_valkey
 from tests.vllm.engines import BLOCK, Answer, connector, count, engine, one_by_one, prompt
@@ -77,22 +75,13 @@ def test_store_that_is_gone_is_no_reason_to_stop(
         assert one_by_one(llm, PROMPTS) == alone["warm"]
 
 
-def num_keys(server: ValkeyServer) -> int:
-    line = RespConnection("127.0.0.1", server.port, None, time.monotonic() + 10)
-    line.send([command(b"DBSIZE")])
-    num = line.reply()
-    line.close()
-    assert isinstance(num, int)
-    return num
-
-
 def until_stored(llm: Any, server: ValkeyServer, num: int) -> None:
     """vLLM looks after stores in its steps: it gets something to do until all are there."""
     for seed in range(100, 160):
-        if num_keys(server) >= num:
+        if server.num_values >= num:
             return
         one_by_one(llm, [prompt(seed, 20)])
-    pytest.fail(f"{num_keys(server)} of {num} blocks are in the store")
+    pytest.fail(f"{server.num_values} of {num} blocks are in the store")
 
 
 @pytest.mark.timeout(900)
@@ -105,7 +94,7 @@ def test_two_ranks_load_the_shards_that_two_others_have_stored(
     if len(cores) < 2:
         pytest.skip("two ranks need two cores")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
-    store, num_before = f"valkey://127.0.0.1:{server.port}", num_keys(server)
+    store, num_before = f"valkey://127.0.0.1:{server.port}", server.num_values
     config = connector(host_capacity="256MiB", storage=store, lookup_deadline_s=5)
     with engine(config, tensor_parallel_size=2) as first:
         one_by_one(first, PROMPTS)

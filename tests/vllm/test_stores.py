@@ -20,7 +20,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.connectors.vllm.key_scope import KeyScope
 from kvtier.errors import ConfigError
-from kvtier.tiers.remote.valkey.resp import RespConnection, command
 from tests.proxy import Proxy
 from tests.servers import (
     BUCKET,
@@ -65,15 +64,6 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     made.kill()
 
 
-def num_values(server: ValkeyServer) -> int:
-    line = RespConnection("127.0.0.1", server.port, None, time.monotonic() + 10)
-    line.send([command(b"DBSIZE")])
-    num = line.reply()
-    line.close()
-    assert isinstance(num, int)
-    return num
-
-
 def until(what: Callable[[], bool], told: str) -> None:
     end_s = time.monotonic() + PATIENCE_S
     while not what():
@@ -85,7 +75,7 @@ def test_replica_loads_what_another_has_computed(server: ValkeyServer, valkey: s
     with replica(valkey) as first, replica(valkey) as second:
         first.compute(1, 2, 3)
         first.settle()
-        assert num_values(server) == 2 * 3, "each rank has its shard"
+        assert server.num_values == 2 * 3, "each rank has its shard"
         assert second.load(1, 2, 3, 4) == 3
         assert second.sources == [CacheHitSource.EXTERNAL_UNSPECIFIED] * 3
         assert second.load(1, 2, 3, 4) == 3
@@ -123,11 +113,11 @@ def test_ranks_of_any_number_share_shards(
     with replica(valkey, **_any_size(first)) as some, replica(valkey, **_any_size(second)) as more:
         some.compute(1, 2, 3)
         some.settle()
-        assert num_values(server) == 4 * 3
+        assert server.num_values == 4 * 3
         assert more.load(1, 2, 3, 4) == 3
         more.compute(3, 4)
         more.settle()
-        assert num_values(server) == 4 * 4
+        assert server.num_values == 4 * 4
         assert some.load(4, 5) == 1
 
 
@@ -149,7 +139,7 @@ def test_latents_are_stored_once_for_all_ranks(server: ValkeyServer, valkey: str
     with replica(valkey, replicated=True) as first:
         first.compute(1, 2, 3)
         first.settle()
-        assert num_values(server) == 3
+        assert server.num_values == 3
     with replica(valkey, replicated=True) as second:
         assert second.load(1, 2, 3) == 3
 
@@ -158,11 +148,11 @@ def test_block_that_one_rank_has_not_stored_is_computed(server: ValkeyServer, va
     with replica(valkey) as first, replica(valkey) as second:
         first.compute(1, 2)
         first.settle(without=[1])
-        until(lambda: num_values(server) == 2, "the other rank stores nothing")
+        until(lambda: server.num_values == 2, "the other rank stores nothing")
         assert second.load(1, 2) == 0
         second.compute(1, 2)
         second.settle()
-        assert num_values(server) == 4
+        assert server.num_values == 4
 
 
 def test_disk_comes_before_the_store_and_a_second_store_after_it(
@@ -190,7 +180,7 @@ def test_disk_comes_before_the_store_and_a_second_store_after_it(
             if metric.name == "vllm:kvtier_loaded_chunks"
         }
         assert loaded == {"disk": 1, "valkey": 1, "far": 1}
-    assert num_values(server) == 2 * 2
+    assert server.num_values == 2 * 2
     other.close()
 
 
@@ -207,7 +197,7 @@ def test_store_that_dies_costs_its_blocks_only(server: ValkeyServer, valkey: str
         until(lambda: _asks_again(second), "the store is never asked again")
         second.compute(7, 8)
         second.settle()
-        assert num_values(server) >= 4
+        assert server.num_values >= 4
 
 
 def _asks_again(world: Replica) -> bool:
@@ -276,7 +266,7 @@ def test_kv_of_names_is_kept_out_of_the_store(server: ValkeyServer, valkey: str)
         first.manager.on_new_request = adapted
         first.compute(1, 2)
         first.settle()
-        assert num_values(server) == 0
+        assert server.num_values == 0
         assert first.load(1, 2) == 2
 
 

