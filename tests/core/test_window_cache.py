@@ -166,6 +166,27 @@ def test_a_prompt_of_whole_blocks_can_be_repeated_from_every_tier(make: Make) ->
     assert hits(make(shelf=shelf.copy()).serve(A)) == {DISK: 3}
 
 
+def test_a_prompt_is_stored_up_to_the_last_cut_whose_cells_are_stored(make: Make) -> None:
+    world = make()
+    assert world.storage is not None
+    world.storage.open_writes.clear()
+    request = world.start(LONG)
+    world.compute(request, 12)
+    world.cache.commit(request.lease, 12)
+    world.release(request)
+    until(world, world.storage.is_writing.is_set)
+    assert world.cache.stored(NS, request.labels) == (0, True)
+    world.storage.open_writes.set()
+    until(world, lambda: world.cache.stored(NS, request.labels) == (12, False))
+    cell = world.cell_name(NS, request.labels)
+    world.storage.spoiled.add(next_keys(NS, cell)[-1])
+    world.lose_the_device()
+    world.cache.clear(HOST)
+    assert world.fetch(LONG) is not None
+    assert world.cache.drain()
+    assert world.cache.stored(NS, request.labels) == (11, False)
+
+
 def test_hints_and_waiting_requests_protect_the_cells_in_reach(make: Make) -> None:
     world = make()
     labels = world.serve(LONG).labels

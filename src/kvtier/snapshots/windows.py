@@ -364,6 +364,26 @@ class WindowCache(StatefulCache):
             names += of_cell.names
         return Deletion(frozenset(blocks), names)
 
+    def stored(self, namespace: bytes, labels: Sequence[Label]) -> tuple[int, bool]:
+        """Return how many of a prompt's first blocks are stored with the cells that a cut needs.
+
+        The second value says whether more are on their way.
+        """
+        num, is_coming = super().stored(namespace, labels)
+        path = self._index.extend(namespace, labels[:num])
+        are_stored: dict[int, bool] = {}
+        grain = self._shape.grain_blocks
+        for cut in range(num // grain * grain, 0, -grain):
+            ends = self._shape.ends_in_reach(cut)
+            for at in [end for end in ends if end not in are_stored]:
+                cell = self._cell(self._index.key(path[at - 1]))
+                found, comes = super().stored(namespace, cell)
+                are_stored[at] = found == self._size
+                is_coming |= comes
+            if all(are_stored[at] for at in ends):
+                return cut, is_coming
+        return 0, is_coming
+
 
 def _cell_label(at: int) -> Label:
     """Return the label of a cell's block; tokens have no such numbers."""
