@@ -149,7 +149,9 @@ class EngineCopies:
 
     def distrust(self, slots: Collection[Slot]) -> None:
         """Give up the blocks in slots for which a copy has failed. Cost: O(all blocks)."""
-        blocks = self._index.in_slots(slots, self._memory) if slots else ()
+        if not slots:
+            return
+        blocks = self._index.in_slots(slots, self._memory)
         used = self._are_reserved(blocks)
         self.distrust_blocks(
             [

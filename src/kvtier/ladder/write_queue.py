@@ -84,14 +84,11 @@ class WriteQueue:
         below = self._index.states_of(blocks, self.storage)
         if not has(below, State.ABSENT):
             return
-        absent = [at for at, state in zip(blocks, below, strict=True) if state is State.ABSENT]
-        above = self._index.states_of(absent, self._source)
-        uses = self._index.num_uses_of(absent)
-        new = [
-            block
-            for block, state, num_uses in zip(absent, above, uses, strict=True)
-            if state is State.READY and num_uses >= self._after_uses and block not in self._waiting
-        ]
+        absent = _those(blocks, below, State.ABSENT)
+        ready = _those(absent, self._index.states_of(absent, self._source), State.READY)
+        uses = zip(ready, self._index.num_uses_of(ready), strict=True)
+        worth = (block for block, num in uses if num >= self._after_uses)
+        new = [block for block in worth if block not in self._waiting]
         self._queue += new
         self._waiting.update(new)
         # No longer than the memory: the blocks of a longer queue have been evicted in part.
@@ -158,3 +155,10 @@ class WriteQueue:
     def _count(self, num_blocks: int) -> None:
         if num_blocks:
             self._metrics.count("kvtier_unwritten_blocks_total", num_blocks, tier=self.storage)
+
+
+def _those(blocks: Sequence[BlockId], states: Sequence[State], wanted: State) -> Sequence[BlockId]:
+    """Return the blocks whose state is ``wanted``."""
+    if states.count(wanted) == len(states):
+        return blocks
+    return [block for block, state in zip(blocks, states, strict=True) if state is wanted]
