@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvtier.connectors.vllm.kv_connector.messages import NOTHING
 from kvtier.devices import CopyBatch, Direction
 from kvtier.errors import DeviceError
 from kvtier.hints import Hint
+from kvtier.keyed.cache import Reserved
 from kvtier.transfer import CopyJob, TransferEngine
 from kvtier.types import DEVICE, HOST
 from tests.connectors.kv_world import LAYERS, PAGE, KvWorld
@@ -367,6 +368,59 @@ def test_full_host_memory_stores_what_it_can_later(make: Callable[..., KvWorld])
     keeps = world.half.finish(other, range(16, 22))
     world.step()
     assert keeps is bool(world.stored)
+
+
+def test_requests_of_a_step_are_stored_by_one_call_each_block_once(
+    make: Callable[..., KvWorld], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make()
+    calls: list[int] = []
+    cache = world.half.manager.cache
+    reserve = cache.reserve
+
+    def noted(keys: Collection[bytes]) -> Reserved | None:
+        calls.append(len(keys))
+        return reserve(keys)
+
+    monkeypatch.setattr(cache, "reserve", noted)
+    requests = [world.request("first", TEXT), world.request("second", TEXT[:12] + "another one")]
+    world.fill(range(12), seed=1)
+    for cached in world.caches:  # the same three blocks begin both prompts
+        for layer in cached.values():
+            layer[:, 6:9] = layer[:, 0:3]
+    before = world.bytes_of(range(6)), world.bytes_of(range(6, 11))
+    scheduled = []
+    for request, pages in zip(requests, (range(6), range(6, 12)), strict=True):
+        assert world.asks(request) == 0
+        world.gets_pages(request, pages)
+        scheduled.append((request, pages, request.num_tokens))
+    world.step(*scheduled)
+    assert calls == [6 + 5]
+    assert cache.ladder.used_slots()[HOST] == 6 + 2
+    for request, right in zip(requests, before, strict=True):
+        world.half.finish(request, [])
+        pages = range(12, 12 + len(right[0][0]))
+        again = world.request(f"{request.request_id} again", "")
+        again.block_hashes, again.num_tokens = request.block_hashes, request.num_tokens + 1
+        assert world.asks(again) == len(pages) * PAGE
+        world.gets_pages(again, [*pages, 20], len(pages) * PAGE)
+        world.step()
+        assert _are_equal(world.bytes_of(pages), right)
+        world.half.finish(again, [])
+
+
+def test_requests_of_a_step_that_have_no_room_together_are_stored_as_far_as_there_is(
+    make: Callable[..., KvWorld],
+) -> None:
+    world = make(num_slots=8)
+    requests = [world.request("first", TEXT), world.request("second", TEXT[::-1])]
+    for request, pages in zip(requests, (range(6), range(6, 12)), strict=True):
+        assert world.asks(request) == 0
+        world.gets_pages(request, pages)
+    message = world.message(*((each, range(6), len(TEXT)) for each in requests))
+    assert [len(job.pages[0].pages) for job in message.stores] == [6]
+    world.run(message)
+    assert world.asks(world.request("again", TEXT + "s")) == len(TEXT)
 
 
 def test_hints_of_an_orchestrator_are_followed_and_unknown_ones_counted(

@@ -238,9 +238,38 @@ class TierManager:
     def begin_store(self, keys: Collection[bytes], visit: RequestState | None) -> Reserved | None:
         """Reserve slots for those of a request's blocks that are new. None if there is no room."""
         if visit is not None:
-            keys = [key for key in keys if visit.is_kept(key)]
-            if self.cache.learns:
-                self._tell(keys, visit)
+            keys = self._kept(keys, visit)
+        return self._reserve(keys, visit)
+
+    def begin_stores(
+        self, wanted: Sequence[tuple[Collection[bytes], RequestState]]
+    ) -> list[Reserved | None]:
+        """Reserve slots for the new blocks of all requests of a step, by one call of the cache.
+
+        wanted: blocks of each request. Returns what ``begin_store`` returns for each.
+        """
+        if len(wanted) == 1:
+            return [self.begin_store(*wanted[0])]
+        asked = [(self._kept(keys, visit), visit) for keys, visit in wanted]
+        room = self.cache.reserve([key for keys, _ in asked for key in keys])
+        if room is None:  # there may be room for some
+            return [self._reserve(keys, visit) for keys, visit in asked]
+        slots = dict(zip(room.keys, room.slots, strict=True))
+        found: list[Reserved | None] = []
+        for keys, visit in asked:
+            new = [key for key in keys if key in slots]
+            found.append(Reserved(new, [slots.pop(key) for key in new], []))
+            visit.used.update(dict.fromkeys(keys))
+        return found
+
+    def _kept(self, keys: Collection[bytes], visit: RequestState) -> list[bytes]:
+        """Return those of a request's blocks that may be stored. Tell the policy of them."""
+        kept = [key for key in keys if visit.is_kept(key)]
+        if self.cache.learns:
+            self._tell(kept, visit)
+        return kept
+
+    def _reserve(self, keys: Collection[bytes], visit: RequestState | None) -> Reserved | None:
         room = self.cache.reserve(keys)
         if room is not None and visit is not None:
             visit.used.update(dict.fromkeys(keys))

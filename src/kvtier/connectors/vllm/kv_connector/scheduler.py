@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from kvtier.connectors.vllm.engine_facts import EngineFacts
     from kvtier.connectors.vllm.request_state import RequestState
+    from kvtier.keyed.cache import Reserved
 
 logger = logging.getLogger(__name__)
 
@@ -204,19 +205,37 @@ class SchedulerHalf:
 
     # -- stores ------------------------------------------------------------------------------------
 
-    def _store(self, tracked: Tracked, num_computed: int) -> None:
-        """Store the blocks that are new among the first ``num_computed`` tokens."""
+    def _store(self, due: Iterable[tuple[Tracked, int]]) -> None:
+        """Store the blocks that are new among the first tokens of requests.
+
+        due: each request, and how many of its tokens are computed.
+        """
+        wanted: list[tuple[Tracked, int]] = []  # with the end of its blocks
+        for tracked, num_computed in due:
+            end = self._end_to_store(tracked, num_computed)
+            if end > tracked.num_stored:
+                wanted.append((tracked, end))
+        if not wanted:
+            return
+        rooms = self.manager.begin_stores(
+            [(tracked.keys[tracked.num_stored : end], tracked.visit) for tracked, end in wanted]
+        )
+        for (tracked, end), room in zip(wanted, rooms, strict=True):
+            if room is not None:  # else it is tried again when the request is due again
+                tracked.num_stored = end
+                self._begin_store(tracked, room)
+
+    def _end_to_store(self, tracked: Tracked, num_computed: int) -> int:
+        """Return up to which block a request may be stored."""
         self._hash(tracked)
         limits = tracked.visit.request.limits
-        num_tokens = min(num_computed, tracked.request.num_tokens, limits.max_store)
+        num_tokens: int = min(num_computed, tracked.request.num_tokens, limits.max_store)
         if self._prompt_only:
             num_tokens = min(num_tokens, tracked.request.num_prompt_tokens)
-        end = min(num_tokens // self._block, len(tracked.keys))
-        keys = tracked.keys[tracked.num_stored : end]
-        room = self.manager.begin_store(keys, tracked.visit) if keys else None
-        if room is None:  # tried again when the request is due again
-            return
-        tracked.num_stored = end
+        return min(num_tokens // self._block, len(tracked.keys))
+
+    def _begin_store(self, tracked: Tracked, room: Reserved) -> None:
+        """Have the ranks copy new blocks."""
         if not room.keys:
             return
         num, pages = self._facts.pages_per_block, tracked.pages
@@ -269,10 +288,11 @@ class SchedulerHalf:
     def _store_due(self, output: SchedulerOutput, due: Collection[str]) -> None:
         """Note the pages of the requests that were given some, and store what is new."""
         num_scheduled = output.num_scheduled_tokens
+        told: list[tuple[Tracked, int]] = []
         for new in output.scheduled_new_reqs:
             if tracked := self._requests.get(new.req_id):
                 tracked.pages = list(new.block_ids[GROUP])
-                self._store(tracked, new.num_computed_tokens + num_scheduled[new.req_id])
+                told.append((tracked, new.num_computed_tokens + num_scheduled[new.req_id]))
         cached = output.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, pages, before in (row for row in rows if row[0] in due):
@@ -281,7 +301,8 @@ class SchedulerHalf:
                     tracked.pages = []
                 if pages is not None:
                     tracked.pages += pages[GROUP]
-                self._store(tracked, before + num_scheduled[request_id])
+                told.append((tracked, before + num_scheduled[request_id]))
+        self._store(told)
 
     def finish(self, request: Any, pages: Sequence[int]) -> bool:
         """Note that a request has finished. Return whether stores still read its pages."""
@@ -293,7 +314,7 @@ class SchedulerHalf:
         if tracked.load is None and pages:
             # What the last steps have computed may have been hashed only now.
             tracked.pages = list(pages)
-            self._store(tracked, min(request.num_computed_tokens, request.num_tokens - 1))
+            self._store([(tracked, min(request.num_computed_tokens, request.num_tokens - 1))])
         self.manager.finish(request.request_id)
         if all(self._jobs[job_id].is_dropped for job_id in tracked.stores):
             return False
