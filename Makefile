@@ -128,7 +128,7 @@ VLLM_REPORT := build/vllm-$(VLLM).xml
 VLLM_PRELOAD := lib/libtcmalloc-libiomp5.so
 VLLM_SETTINGS := $(if $(filter 0.18.% 0.19.%,$(VLLM)),LD_PRELOAD=$(CURDIR)/$(VLLM_PEER)/$(VLLM_PRELOAD))
 # Of the quick ones two start an engine; the others ask vLLM's classes.
-VLLM_QUICK := $(addprefix tests/vllm/test_,contract.py manager.py secondary.py stores.py \
+VLLM_QUICK := $(addprefix tests/vllm/test_,contract.py manager.py secondary.py stores.py waiting_benchmark.py \
 	record.py::test_scheduler_records_what_was_computed disk.py::test_kv_comes_from_host_and_after_a_restart_from_disk)
 
 test-vllm: peers-ascend vllm-tests

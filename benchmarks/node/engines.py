@@ -14,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
+
 from benchmarks.engines.model import KV_BYTES_PER_TOKEN, make_model
 from benchmarks.engines.requests import in_turn, tokens
 from benchmarks.engines.run import start
@@ -22,20 +24,22 @@ from benchmarks.node.part import Part
 from benchmarks.node.processes import Node, running_node
 from benchmarks.report.targets import judged
 from benchmarks.vllm.servers import BLOCK, VLLM, vllm_alone, with_kvtier
-from kvtier.tools.report.stats import exactly, median_with_interval, percentile
+from kvtier.tools.report.stats import median_with_interval, percentile_ratio
 
 OVER_NODE, ALONE = "over the node", VLLM
 PROMPT_TOKENS, NEW_TOKENS, ANSWER_TOKENS = 2000, 500, 4
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK
 DEVICE_BLOCKS = 40
-HOST_BYTES = 64 * BLOCK * KV_BYTES_PER_TOKEN
+HOST_BYTES = 128 * BLOCK * KV_BYTES_PER_TOKEN
 SEGMENT_BYTES = 8 * BLOCK * KV_BYTES_PER_TOKEN
 MOST_AFTER_START, MOST_P99 = 1.05, 1.1
+LEAST_FOR_P99 = 100
+"""Fewer requests have no p99: it would be the slowest."""
 
 
 def measure(quick: bool) -> Part:
     """Kill the engine and start it again; then kill and stop the node, and ask new prompts."""
-    num_kills, num_new = (1, 8) if quick else (5, 60)
+    num_kills, num_new = (1, 8) if quick else (5, 120)
     with TemporaryDirectory(prefix="kvtier-engines-") as name, ExitStack() as stack:
         folder = Path(name)
         model = make_model(folder / "model")
@@ -48,7 +52,9 @@ def measure(quick: bool) -> Part:
         asked = stack.enter_context(_servers((engine, vllm_alone()), model, folder / "outage"))
         times = _outage(node, asked, num_new)
     after = median_with_interval([later / before for before, later in restarts])
-    slow = {way: percentile(found, 99) or 0.0 for way, found in times.items()}
+    pairs = list(zip(times[OVER_NODE], times[ALONE], strict=True))
+    slow = percentile_ratio(pairs, 99, LEAST_FOR_P99)
+    over_node, alone = np.percentile(pairs, 99, axis=0).tolist()
     rows = [
         {
             "case": "engine killed and started again",
@@ -59,13 +65,13 @@ def measure(quick: bool) -> Part:
         {
             "case": "node killed, started, stopped, resumed; p99",
             "requests": num_new,
-            "TTFT ms before": slow[ALONE],
-            "TTFT ms after": slow[OVER_NODE],
+            "TTFT ms before": alone,
+            "TTFT ms after": over_node,
         },
     ]
     targets = [
         judged("M3", after, MOST_AFTER_START, at_least=False, of="first TTFT after a restart"),
-        judged("M4", exactly(slow[OVER_NODE] / slow[ALONE]), MOST_P99, at_least=False, of="p99"),
+        judged("M4", slow, MOST_P99, at_least=False, of="p99"),
     ]
     return Part(rows, targets)
 

@@ -19,6 +19,7 @@ from kvtier.connectors.vllm.names import VllmNames
 from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
 from kvtier.connectors.vllm.prompt import Shape
 from kvtier.connectors.vllm.request_state import Advice
+from kvtier.connectors.vllm.tiers import rank_tiers
 from kvtier.tiers import StorageFacts
 from kvtier.transfer.ranks import Hello, RankMover, Report
 from kvtier.types import DISK, HOST, LoadPolicy
@@ -41,7 +42,8 @@ def waiting(num: int) -> Callable[[], None]:
     room = {HOST: num + PROMPT_BLOCKS, DISK: num}
     names = Known(None, BLOCK_BYTES, "vllm")  # type: ignore[arg-type]
     shape = Shape((STEP,), BLOCK_BYTES)
-    manager = OffloadedTiers(mover, room, names, shape, LoadPolicy.ALWAYS, 0, False)
+    tiers = rank_tiers(mover, room, names, shape)
+    manager = OffloadedTiers(tiers, mover, names, shape, LoadPolicy.ALWAYS, publishes_events=False)
     manager.hear(Report(hellos={0: Hello(room[HOST])}))
     for at in range(0, num, FILL):
         held = manager.cache.reserve(new_keys(min(FILL, num - at)))

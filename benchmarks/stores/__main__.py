@@ -11,66 +11,28 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict
-from multiprocessing import get_context
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 from benchmarks.stores.clients import (
-    MIB,
-    Measured,
     PeerRow,
     Row,
-    measure,
     peer_rows_of,
     peer_table,
     rows_of,
     table,
 )
 from benchmarks.stores.lookup import Lookup, lookup_table, measure_lookup
-from benchmarks.stores.registered_memory import MooncakePlace, NixlPlace
-from benchmarks.stores.servers import DEAD, SLOW, Place, S3Place, ValkeyPlace
+from benchmarks.stores.processes import SIZES, STORES, measure_apart, opened
+from benchmarks.stores.servers import DEAD, SLOW
 
 if TYPE_CHECKING:
     from benchmarks.stores.outage import TroubleRow
 
-SIZES = {"64 KiB": MIB // 16, "1 MiB": MIB, "2.5 MiB": 5 * MIB // 2}
 CLIENTS, LOOKUP = "clients", "look-up"
 PARTS = CLIENTS, LOOKUP, DEAD, SLOW
-STORES: dict[str, type[Place]] = {
-    place.name: place for place in (ValkeyPlace, S3Place, MooncakePlace, NixlPlace)
-}
-
-
-@contextmanager
-def _opened(kind: type[Place]) -> Iterator[tuple[Place, Path]]:
-    """And a folder of its own."""
-    with tempfile.TemporaryDirectory(prefix="kvtier-store-") as folder:
-        place = kind(Path(folder))
-        try:
-            yield place, Path(folder)
-        finally:
-            place.close()
-
-
-def _measure(name: str, options: argparse.Namespace) -> dict[str, Measured]:
-    """Measure each size, with a server of this process's own."""
-    with _opened(STORES[name]) as (place, folder):
-        return {
-            block: measure(place, block, SIZES[block], options, folder / "peers")
-            for block in options.sizes
-        }
-
-
-def _in_a_process(name: str, options: argparse.Namespace) -> dict[str, Measured]:
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(_measure, name, options).result()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -105,14 +67,14 @@ def main(arguments: list[str] | None = None) -> None:
     lookups: list[Lookup] = []
     versions: dict[str, str] = {}
     for kind in there if CLIENTS in options.parts else ():
-        processes = [_in_a_process(kind.name, options) for _ in range(options.processes)]
+        processes = [measure_apart(kind.name, options) for _ in range(options.processes)]
         for block in options.sizes:
             of_block = [found[block] for found in processes]
             rows += rows_of(kind, block, of_block)
             peer_rows += peer_rows_of(kind, block, of_block)
             versions |= of_block[0].versions
     for kind in there if LOOKUP in options.parts else ():
-        with _opened(kind) as (place, _):
+        with opened(kind) as (place, _):
             if found := measure_lookup(place, options.lookups):
                 lookups.append(found)
     for kind in there:
