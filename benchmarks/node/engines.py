@@ -34,7 +34,7 @@ HOST_BYTES = 128 * BLOCK * KV_BYTES_PER_TOKEN
 SEGMENT_BYTES = 8 * BLOCK * KV_BYTES_PER_TOKEN
 MOST_AFTER_START, MOST_P99 = 1.05, 1.1
 LEAST_FOR_P99 = 100
-"""Fewer requests have no p99: it would be the slowest."""
+"""Least number of requests for an interval of the p99."""
 
 
 def measure(quick: bool) -> Part:

@@ -1,6 +1,7 @@
-"""CPU time of a prompt in kvtier's server: new, and from each tier. For models with random weights.
+"""CPU time of a prompt in kvtier's server: computed, and from each tier.
 
-One thread, and a new prompt in each round. The logits must be the same bits from everywhere.
+The model has random weights and computes on one thread. Each round has a new prompt, whose logits
+from every tier must have the bits of the computed ones.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from kvtier.snapshots import SnapshotCache, SnapshotLease
 from kvtier.testing import StoredBlocks
 from kvtier.types import DEVICE, DISK, HOST
 from tests.core.test_cache_machine import StorageMachine
-from tests.core.world import NS, A, Content, Request, World, until
+from tests.core.world import NS, A, Content, Request, World, store_slowly, until
 
 SIZE = 2
 """Blocks of a snapshot."""
@@ -122,15 +122,7 @@ def test_a_prompt_is_reused_up_to_its_last_snapshot_from_every_tier(make: Make) 
 def test_a_prompt_is_stored_up_to_its_last_stored_snapshot(make: Make) -> None:
     world = make()
     assert world.storage is not None
-    world.storage.open_writes.clear()
-    request = world.start(LONG)
-    world.compute(request, 12)
-    world.cache.commit(request.lease, 12)
-    world.release(request)
-    until(world, world.storage.is_writing.is_set)
-    assert world.cache.stored(NS, request.labels) == (0, True)
-    world.storage.open_writes.set()
-    until(world, lambda: world.cache.stored(NS, request.labels) == (12, False))
+    request = store_slowly(world, LONG)
     assert world.storage.num_written == 12 + 3 * SIZE
     last = world.cache._index.extend(NS, world.cache._path(request.labels, 12))[-1]
     world.storage.spoiled.add(world.cache._index.key(last))

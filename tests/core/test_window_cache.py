@@ -25,7 +25,7 @@ from kvtier.testing import StoredBlocks, host_memory
 from kvtier.tiers import DeviceTier
 from kvtier.types import DEVICE, DISK, HOST, Label, Slot, WritePolicy
 from tests.core.test_cache_machine import StorageMachine
-from tests.core.world import BLOCK_SIZE, NS, A, Content, Request, World, until
+from tests.core.world import BLOCK_SIZE, NS, A, Content, Request, World, store_slowly, until
 
 BUNDLES = 2
 SHAPE = WindowShape(window=4, num_bundles=BUNDLES, block_size=BLOCK_SIZE, grain_blocks=1)
@@ -169,15 +169,7 @@ def test_a_prompt_of_whole_blocks_can_be_repeated_from_every_tier(make: Make) ->
 def test_a_prompt_is_stored_up_to_the_last_cut_whose_cells_are_stored(make: Make) -> None:
     world = make()
     assert world.storage is not None
-    world.storage.open_writes.clear()
-    request = world.start(LONG)
-    world.compute(request, 12)
-    world.cache.commit(request.lease, 12)
-    world.release(request)
-    until(world, world.storage.is_writing.is_set)
-    assert world.cache.stored(NS, request.labels) == (0, True)
-    world.storage.open_writes.set()
-    until(world, lambda: world.cache.stored(NS, request.labels) == (12, False))
+    request = store_slowly(world, LONG)
     cell = world.cell_name(NS, request.labels)
     world.storage.spoiled.add(next_keys(NS, cell)[-1])
     world.lose_the_device()

@@ -418,6 +418,22 @@ def until(world: World, is_so: Callable[[], bool], polls: bool = True) -> None:
     raise AssertionError("it never came to be")
 
 
+def store_slowly(world: World, tokens: Sequence[int]) -> Request:
+    """Store a prompt in a storage whose writes wait for a while. Check what ``stored`` tells."""
+    assert world.storage is not None
+    world.storage.open_writes.clear()
+    request = world.start(tokens)
+    num_blocks = len(request.labels)
+    world.compute(request, num_blocks)
+    world.cache.commit(request.lease, num_blocks)
+    world.release(request)
+    until(world, world.storage.is_writing.is_set)
+    assert world.cache.stored(NS, request.labels) == (0, True)
+    world.storage.open_writes.set()
+    until(world, lambda: world.cache.stored(NS, request.labels) == (num_blocks, False))
+    return request
+
+
 def path_of(node: Node) -> tuple[bytes, list[Label]]:
     """Namespace and labels of a node's whole prefix."""
     labels: list[Label] = []

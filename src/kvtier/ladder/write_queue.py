@@ -84,8 +84,8 @@ class WriteQueue:
         below = self._index.states_of(blocks, self.storage)
         if not has(below, State.ABSENT):
             return
-        absent = _those(blocks, below, State.ABSENT)
-        ready = _those(absent, self._index.states_of(absent, self._source), State.READY)
+        absent = _in_state(blocks, below, State.ABSENT)
+        ready = _in_state(absent, self._index.states_of(absent, self._source), State.READY)
         uses = zip(ready, self._index.num_uses_of(ready), strict=True)
         worth = (block for block, num in uses if num >= self._after_uses)
         new = [block for block in worth if block not in self._waiting]
@@ -157,7 +157,9 @@ class WriteQueue:
             self._metrics.count("kvtier_unwritten_blocks_total", num_blocks, tier=self.storage)
 
 
-def _those(blocks: Sequence[BlockId], states: Sequence[State], wanted: State) -> Sequence[BlockId]:
+def _in_state(
+    blocks: Sequence[BlockId], states: Sequence[State], wanted: State
+) -> Sequence[BlockId]:
     """Return the blocks whose state is ``wanted``."""
     if states.count(wanted) == len(states):
         return blocks

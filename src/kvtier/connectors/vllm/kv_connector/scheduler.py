@@ -210,7 +210,7 @@ class SchedulerHalf:
 
         due: each request, and how many of its tokens are computed.
         """
-        wanted: list[tuple[Tracked, int]] = []  # with the end of its blocks
+        wanted: list[tuple[Tracked, int]] = []  # with the number of blocks that may be stored
         for tracked, num_computed in due:
             end = self._end_to_store(tracked, num_computed)
             if end > tracked.num_stored:
@@ -226,7 +226,7 @@ class SchedulerHalf:
                 self._begin_store(tracked, room)
 
     def _end_to_store(self, tracked: Tracked, num_computed: int) -> int:
-        """Return up to which block a request may be stored."""
+        """Return how many of a request's first blocks may be stored."""
         self._hash(tracked)
         limits = tracked.visit.request.limits
         num_tokens: int = min(num_computed, tracked.request.num_tokens, limits.max_store)
@@ -235,7 +235,7 @@ class SchedulerHalf:
         return min(num_tokens // self._block, len(tracked.keys))
 
     def _begin_store(self, tracked: Tracked, room: Reserved) -> None:
-        """Have the ranks copy new blocks."""
+        """Order the ranks to copy new blocks into their slots."""
         if not room.keys:
             return
         num, pages = self._facts.pages_per_block, tracked.pages
@@ -288,11 +288,11 @@ class SchedulerHalf:
     def _store_due(self, output: SchedulerOutput, due: Collection[str]) -> None:
         """Note the pages of the requests that were given some, and store what is new."""
         num_scheduled = output.num_scheduled_tokens
-        told: list[tuple[Tracked, int]] = []
+        computed: list[tuple[Tracked, int]] = []
         for new in output.scheduled_new_reqs:
             if tracked := self._requests.get(new.req_id):
                 tracked.pages = list(new.block_ids[GROUP])
-                told.append((tracked, new.num_computed_tokens + num_scheduled[new.req_id]))
+                computed.append((tracked, new.num_computed_tokens + num_scheduled[new.req_id]))
         cached = output.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, pages, before in (row for row in rows if row[0] in due):
@@ -301,8 +301,8 @@ class SchedulerHalf:
                     tracked.pages = []
                 if pages is not None:
                     tracked.pages += pages[GROUP]
-                told.append((tracked, before + num_scheduled[request_id]))
-        self._store(told)
+                computed.append((tracked, before + num_scheduled[request_id]))
+        self._store(computed)
 
     def finish(self, request: Any, pages: Sequence[int]) -> bool:
         """Note that a request has finished. Return whether stores still read its pages."""
