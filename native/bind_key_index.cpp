@@ -250,6 +250,12 @@ class KeyIndex {
   std::uint32_t num_uses(nb::handle block) {
     return of(block, [&](BlockId id) { return index_.num_uses(id); });
   }
+  nb::object num_uses_of(nb::handle blocks) {
+    read_blocks(blocks);
+    return checked([&] {
+      return numbers_of(blocks_, [&](BlockId block) { return index_.num_uses(block); });
+    });
+  }
   std::uint32_t num_leases(nb::handle block, nb::handle column) {
     const std::size_t at = columns_.position(column);
     return of(block, [&](BlockId id) { return index_.num_leases(id, at); });
@@ -451,6 +457,7 @@ void bind_key_index(nb::module_& module) {
       .def("keys", &KeyIndex::keys, nb::arg("blocks"), nb::lock_self())
       .def("facts", &KeyIndex::facts, nb::arg("blocks"), nb::lock_self())
       .def("num_uses", &KeyIndex::num_uses, nb::arg("block"), nb::lock_self())
+      .def("num_uses_of", &KeyIndex::num_uses_of, nb::arg("blocks"), nb::lock_self())
       .def("num_leases", &KeyIndex::num_leases, nb::arg("block"), nb::arg("column"),
            nb::lock_self())
       .def("depth", &KeyIndex::depth, nb::arg("block"), nb::lock_self())

@@ -323,6 +323,16 @@ def next_key(previous: bytes, label: Label) -> BlockKey:
     return BlockKey(blake3(previous + label).digest())
 
 
+def child_keys(previous: bytes, labels: Iterable[Label]) -> list[BlockKey]:
+    """Return the key of each label's block, all after the prefix with key ``previous``."""
+    hasher = blake3()  # one for all blocks, as in ``next_keys``
+    keys: list[BlockKey] = []
+    for label in labels:
+        keys.append(BlockKey(hasher.update(previous + label).digest()))
+        hasher.reset()
+    return keys
+
+
 def keys_along(
     namespace: bytes, labels: Sequence[Label], first: int, num: int, before: bytes
 ) -> Sequence[BlockKey]:

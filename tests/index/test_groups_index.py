@@ -93,7 +93,7 @@ def test_a_use_is_one_of_the_blocks_that_its_cut_needs(index: PromptIndex) -> No
     assert index.evict(WINDOW, 9) == [*blocks[:2], *other, *blocks[2:]]
     assert index.evict(STATE, 9) == [*blocks[:3], *other, blocks[3]]
     assert index.evict(DEVICE, 9) == [*other[::-1], *blocks[::-1]]
-    assert [index.num_uses(block) for block in blocks] == [1] * 4
+    assert index.num_uses_of(blocks) == [1] * 4
 
 
 def test_a_block_is_known_as_long_as_some_column_or_a_longer_prefix_needs_it(

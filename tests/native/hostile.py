@@ -249,6 +249,7 @@ class Hostile:
             "slots": (blocks, tier),
             "keys": (blocks,),
             "num_uses": (self.number(),),
+            "num_uses_of": (blocks,),
             "num_leases": (self.number(), tier),
             "depth": (self.number(),),
             "set_depths": (blocks, slots),

@@ -20,7 +20,7 @@ from kvtier.index.policies.replayed import LRU, POLICIES, RUNS
 from kvtier.index.residency import State
 from kvtier.index.selection import as_array, select
 from kvtier.index.slot_leases import PythonSlotLeases, SlotArrays, SlotLeases
-from kvtier.keys import next_key
+from kvtier.keys import child_keys
 from kvtier.types import NO_BLOCK, AnyColumn, BlockId, BlockName, Slot
 
 UNKNOWN = 0
@@ -146,8 +146,8 @@ class KeyIndex(BlockIndex):
 
     def names(self, blocks: Sequence[BlockId]) -> list[BlockName]:
         namespace = self._namespace()
-        known = zip(map(self.depth, blocks), self.keys(blocks), strict=True)
-        return [BlockName(namespace, depth, next_key(namespace, key)) for depth, key in known]
+        known = zip(map(self.depth, blocks), child_keys(namespace, self.keys(blocks)), strict=True)
+        return [BlockName(namespace, depth, key) for depth, key in known]
 
     def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[BlockId]:
         """Return nothing: only the engine knows which block continues which."""

@@ -26,6 +26,9 @@ class NativeBlocks(BlockIndex):
     def num_uses(self, block: BlockId) -> int:
         return self._core.num_uses(block)
 
+    def num_uses_of(self, blocks: Iterable[BlockId]) -> Sequence[int]:
+        return self._core.num_uses_of(blocks)
+
     def num_leases(self, block: BlockId, column: AnyColumn) -> int:
         return self._core.num_leases(block, column)
 

@@ -80,9 +80,6 @@ class NativeIndex(NativeBlocks, PromptIndex):
     def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[BlockId]:
         return cast("Sequence[BlockId]", self._core.prefixes(blocks, column))
 
-    def num_uses_of(self, blocks: Iterable[BlockId]) -> Sequence[int]:
-        return self._core.num_uses_of(blocks)
-
     def key(self, block: BlockId) -> BlockKey:
         previous, blocks, labels = self._core.missing_keys(block)
         keys = next_keys(previous, labels)

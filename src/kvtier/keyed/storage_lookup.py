@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 from kvtier.index import KeyIndex
-from kvtier.keys import next_key
+from kvtier.keys import child_keys
 from kvtier.ladder import Ladder, PendingLookup
 from kvtier.types import NO_BLOCK, BlockId, BlockKey
 
@@ -59,7 +59,7 @@ class KeyedLookup:
 
     def names(self, keys: Sequence[bytes]) -> list[BlockKey]:
         """Return the names of blocks in storage. The namespace must be known."""
-        return _names(self._namespace(), keys)
+        return child_keys(self._namespace(), keys)
 
     def _adopt(self, namespace: bytes, unknown: Sequence[bytes]) -> list[bytes]:
         found: set[bytes] = set()
@@ -69,7 +69,7 @@ class KeyedLookup:
             found.update(there)
             return self._index.make(there)
 
-        num = self._ladder.storage_lookup.adopt_recovered(_names(namespace, unknown), make)
+        num = self._ladder.storage_lookup.adopt_recovered(child_keys(namespace, unknown), make)
         adopted = [key for key in unknown if key in found]
         if num < len(adopted):  # there was no room for all of them
             blocks, _ = self._index.find_all(adopted)
@@ -89,7 +89,7 @@ class KeyedLookup:
 
         has_gaps: see ``KeyedCache.begin_lookup``.
         """
-        names = partial(_names, self._namespace())
+        names = partial(child_keys, self._namespace())
         return self._ladder.storage_lookup.begin_by_keys(keys, names, self._index.make, has_gaps)
 
 
@@ -99,8 +99,3 @@ def _growing(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
     while at < len(keys):
         yield keys[at : at + num]
         at, num = at + num, 4 * num
-
-
-def _names(namespace: bytes, keys: Sequence[bytes]) -> list[BlockKey]:
-    """Return the names of blocks in storage."""
-    return [next_key(namespace, key) for key in keys]

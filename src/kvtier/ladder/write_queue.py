@@ -86,9 +86,9 @@ class WriteQueue:
             return
         absent = _in_state(blocks, below, State.ABSENT)
         ready = _in_state(absent, self._index.states_of(absent, self._source), State.READY)
+        after, waiting = self._after_uses, self._waiting
         uses = zip(ready, self._index.num_uses_of(ready), strict=True)
-        worth = (block for block, num in uses if num >= self._after_uses)
-        new = [block for block in worth if block not in self._waiting]
+        new = [block for block, num in uses if num >= after and block not in waiting]
         self._queue += new
         self._waiting.update(new)
         # No longer than the memory: the blocks of a longer queue have been evicted in part.
