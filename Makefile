@@ -13,7 +13,7 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup setup-demo demo site test test-docs test-page test-sglang test-sglang-quick test-sglang-version test-vllm vllm-tests test-vllm-quick test-vllm-version test-vllm-older test-vllm-all test-vllm-upstream scan-engines test-stores test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
+.PHONY: help setup setup-demo demo site test test-docs test-page test-transformers test-sglang test-sglang-quick test-sglang-version test-vllm vllm-tests test-vllm-quick test-vllm-version test-vllm-older test-vllm-all test-vllm-upstream scan-engines test-stores test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
 	kvtier-in-vllm kvtier-in-sglang peers peers-ascend peers-sglang peers-sglang-server peers-sglang-storage peers-stores peers-lmcache peers-vllm \
 	peers-vllm-lmcache clean
 
@@ -33,6 +33,7 @@ help:
 	@echo "make test-sglang-quick  a part of them"
 	@echo "make test-stores  stores whose clients are large: Mooncake and NIXL; makes .peers/stores (0.5 GB) first"
 	@echo "make test-page  the live page in a real Chromium; installs one (apt) where there is none"
+	@echo "make test-transformers TRANSFORMERS=5.20.0  attached models and the embedded engine with that version"
 	@echo "make test-dashboard  the dashboard and its alerts, in a real Prometheus (Debian: apt-get install prometheus)"
 	@echo "make test-wheel  a wheel, and one made of the source distribution, where there is no compiler"
 	@echo "make check-deploy  the files in deploy/ and the release workflow, by others' linters and schemas"
@@ -180,6 +181,12 @@ test-sglang-version:
 
 test-sglang-quick:
 	$(MAKE) test-sglang SGLANG_TESTS="$(SGLANG_QUICK)"
+
+# Attached models and the embedded engine with another version of transformers.
+test-transformers: setup
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade \
+		--target $(PEERS)/transformers-$(TRANSFORMERS) transformers==$(TRANSFORMERS)
+	PYTHONPATH=$(CURDIR)/$(PEERS)/transformers-$(TRANSFORMERS) $(BIN)/python -m pytest tests/transformers tests/engine
 
 # Real stores by their own clients; without them these tests are left out.
 test-stores: peers-stores

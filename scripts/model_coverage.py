@@ -271,7 +271,7 @@ def small_config(name: str, kind: str, vocab_size: int) -> Any:
         if value is not DEFAULT and (key in known or key in own)
     }
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    for each in ("vocab_size", "vocab_size_per_layer_input"):
+    for each in ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"):
         if each in known or each == "vocab_size":
             special[each] = vocab_size
     return family(**given, **special)

@@ -75,12 +75,30 @@ def test_it_is_served_as_transformers_computes_it(tmp_path: Path, name: str) -> 
     ("name", "why"),
     [
         ("deepseek_v32", "has indexed_attention layers"),
-        ("mamba", "it uses no DynamicCache"),
+        ("mamba", "no layer of it has attention|it uses no DynamicCache"),  # 5.24 or before
     ],
 )
 def test_what_cannot_be_restored_is_refused_by_name(tmp_path: Path, name: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         load_model(made(name, tmp_path), CPU, "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("falcon", "does not go through transformers' attention interface"),
+        ("lfm2", "has conv layers"),
+    ],
+)
+def test_the_slower_runner_is_a_warning_with_its_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, why: str
+) -> None:
+    served = load_model(made(name, tmp_path), CPU, "auto")
+    assert served.profile.runner_name == "layers"
+    (record,) = [each for each in caplog.records if each.name.startswith("kvtier.engine")]
+    assert record.levelname == "WARNING"
+    assert "one sequence at a time" in record.getMessage()
+    assert why in record.getMessage()
 
 
 # -- the self-check --------------------------------------------------------------------------------

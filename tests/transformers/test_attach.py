@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache, Qwen3ForCausalLM
 
 import kvtier
+from kvtier.cache_layers import CACHE_FIELD
 from kvtier.config import CacheConfig
 from kvtier.connectors.transformers.attached import Attached
 from kvtier.errors import ConfigError, UsageError
@@ -241,10 +243,50 @@ def test_a_plain_call_reuses_and_gives_the_logits_asked_for() -> None:
         for num in (1, 2, 20):
             found = ask(logits_to_keep=num)
             torch.testing.assert_close(found.logits, everything[:, -num:], rtol=1e-3, atol=1e-4)
-            assert found.past_key_values.get_seq_length() == ids.shape[1]
+            assert found[CACHE_FIELD].get_seq_length() == ids.shape[1]
         assert cache.stats().num_reused_tokens == 64 + 32
         assert torch.equal(ask().logits, everything)
         assert dict(cache.stats().passed) == {"logits of the whole prompt": 1}
+
+
+class OlderCode(Qwen3ForCausalLM):
+    """A model whose code, from its checkpoint, names the cache as transformers did before 5.24."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        logits_to_keep: Any = 0,
+        **others: Any,
+    ) -> Any:
+        return super().forward(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            logits_to_keep=logits_to_keep,
+            **others,
+        )
+
+
+@pytest.mark.parametrize("kind", [Qwen3ForCausalLM, OlderCode])
+def test_the_cache_is_taken_by_its_name_before_transformers_5_24(
+    kind: type[Qwen3ForCausalLM],
+) -> None:
+    like, ids = small_model(), prompt(0, 4 * CHUNK + 3)
+    model: Any = kind(like.config).eval()
+    model.load_state_dict(like.state_dict())
+    expected = on_grid(like, ids, max_new_tokens=1)[1][0]
+    with attached(model) as cache, torch.inference_mode():
+        for num_reused in (0, 64):
+            held = DynamicCache(config=model.config)
+            found = model(input_ids=ids, past_key_values=held, logits_to_keep=1)
+            assert torch.equal(found.logits[:, -1], expected)
+            assert held.get_seq_length() == ids.shape[1]
+            assert cache.stats().num_reused_tokens == num_reused
+        assert not cache.stats().passed
 
 
 # -- weights -------------------------------------------------------------------------------------

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from kvtier.cache_layers.layers import KNOWN_LAYERS, CacheLayers, UnsupportedModelError
+from kvtier.cache_layers.layers import (
+    CACHE_FIELD,
+    KNOWN_LAYERS,
+    CacheLayers,
+    UnsupportedModelError,
+    cache_argument,
+)
 
-__all__ = ["KNOWN_LAYERS", "CacheLayers", "UnsupportedModelError"]
+__all__ = ["CACHE_FIELD", "KNOWN_LAYERS", "CacheLayers", "UnsupportedModelError", "cache_argument"]

@@ -8,9 +8,10 @@ state of recurrent layers has no token axis: a snapshot of it fills whole blocks
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, cache_utils
@@ -21,6 +22,7 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvtier.errors import CacheError
 from kvtier.layout import Attention, DType, KVGroup, Part
@@ -45,6 +47,21 @@ WITHOUT_KV = [vars(cache_utils)[name] for name in ("DummyLayer",) if name in var
 """Classes of layers that keep nothing; transformers 5.20 has none."""
 KNOWN_LAYERS = (DynamicLayer, *SLIDING, *RECURRENT, *WITHOUT_KV)
 """Classes whose content is known here; a subclass may keep more."""
+
+CACHE_FIELD = (
+    "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+)
+"""Name of the cache in outputs of transformers, which 5.24 has renamed."""
+
+
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """Return the name of the cache among the arguments of a model's ``forward``.
+
+    It is that of transformers, except for older code that a checkpoint brings.
+    """
+    parameters = inspect.signature(forward).parameters
+    is_older = CACHE_FIELD not in parameters and "past_key_values" in parameters
+    return "past_key_values" if is_older else CACHE_FIELD
 
 
 class UnsupportedModelError(CacheError):
@@ -160,7 +177,7 @@ class CacheLayers:
         cache = DynamicCache(config=self._config)
         with torch.no_grad():
             ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device)
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            model(input_ids=ids, use_cache=True, **{cache_argument(model.forward): cache})
         if not cache.layers or not any(
             getattr(layer, "is_initialized", False)
             or any(getattr(layer, "has_previous_state", {}).values())
@@ -182,12 +199,10 @@ class CacheLayers:
         cache = self.new_cache()
 
         def compute(first: int, end: int, cache: DynamicCache) -> torch.Tensor:
-            options = {}
+            options: dict[str, object] = {cache_argument(model.forward): cache}
             if "position_ids" in inspect.signature(model.forward).parameters:
                 options["position_ids"] = torch.arange(first, end, device=model.device)[None]
-            output = model(
-                input_ids=ids[:, first:end], past_key_values=cache, use_cache=True, **options
-            )
+            output = model(input_ids=ids[:, first:end], use_cache=True, **options)
             logits: torch.Tensor = output.logits[0].float()
             return logits
 

@@ -81,7 +81,7 @@ class BatchKV(PagedKV):
             self._all = torch.cat([pool.as_indices(tile.where) for tile in self._tiles_of(0, None)])
 
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer: int
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, kwargs: object = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         place = self._pool.places[layer]
         if place.bundle not in self._new:

@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvtier.cache import Cache
-from kvtier.cache_layers import CacheLayers, UnsupportedModelError
+from kvtier.cache_layers import CacheLayers, UnsupportedModelError, cache_argument
 from kvtier.config import CacheConfig
 from kvtier.devices import Device, Memory
 from kvtier.engine.config import EngineInfo
@@ -43,6 +43,7 @@ class LayerProfile(MeasuredModel):
     Args:
         module: the model, which is left with the attention that it will have.
         name: its name, for messages.
+        slow_because: why paged attention can't serve it.
 
     Raises:
         ConfigError: it has layers that cannot be restored.
@@ -50,8 +51,9 @@ class LayerProfile(MeasuredModel):
 
     runner_name = "layers"
 
-    def __init__(self, module: PreTrainedModel, name: str) -> None:
+    def __init__(self, module: PreTrainedModel, name: str, slow_because: str) -> None:
         self._module, self._name = module, name
+        self.slow_because = slow_because
         # Plain attention takes longer. The self-check tells if this one computes something else.
         has_sdpa = getattr(module, "_supports_sdpa", False)
         module.set_attn_implementation("sdpa" if has_sdpa else "eager")
@@ -116,6 +118,7 @@ class LayerRunner(Runner):
         parameters = inspect.signature(model.forward).parameters
         self._keeps_all = "logits_to_keep" not in parameters
         self._takes_positions = "position_ids" in parameters
+        self._cache_name = cache_argument(model.forward)
         self._layout = named_layout("block_first", layers.group, num_blocks)
         flat = zeros_from_a_page(self._layout.nbytes, torch.uint8, model.device)
         self._memory = Memory(flat.data_ptr(), self._layout.nbytes, model.device.type, flat)
@@ -193,13 +196,14 @@ class LayerRunner(Runner):
     ) -> torch.Tensor:
         """Return the logits of the last ``keep`` tokens: float32 [keep, vocab_size]."""
         device = self._model.device
-        options: dict[str, object] = {} if self._keeps_all else {"logits_to_keep": keep}
+        options: dict[str, object] = {self._cache_name: cache}
+        if not self._keeps_all:
+            options["logits_to_keep"] = keep
         if self._takes_positions:
             positions = torch.arange(start, start + len(token_ids), device=device)
             options["position_ids"] = positions[None]
         output = self._model(
             input_ids=torch.tensor([token_ids], device=device),
-            past_key_values=cache,
             use_cache=True,
             **options,
         )

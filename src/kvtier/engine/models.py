@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 import kvtier
 from kvtier.cache_layers import KNOWN_LAYERS
@@ -23,14 +24,16 @@ from kvtier.engine.checkpoint import (
 )
 from kvtier.engine.layer_runner import LayerProfile
 from kvtier.engine.model_names import BUILTIN, RandomName, find_model
-from kvtier.engine.profile import MeasuredModel, measure, refuse_layers
+from kvtier.engine.profile import SERVED_LAYERS, MeasuredModel, measure, refuse_layers
 from kvtier.engine.random_models import random_config, random_module
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ConfigError
 from kvtier.identity import Basis, Identification, Identity, WeightsMemory
 
 # Servers have no terminal, and benchmarks have their own progress bar.
-logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+disable_progress_bar()  # type: ignore[no-untyped-call]
+
+logger = logging.getLogger(__name__)
 
 DEFAULT = "kvtier-tiny"
 
@@ -77,6 +80,12 @@ def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
         module = _place(read_weights(directory, config, dtype), device)
         profile = measure_model(module, name)
         identity = weights.settle()
+    if profile.slow_because:
+        logger.warning(
+            "model: decode steps run one sequence at a time, by transformers' own attention, "
+            "because %s",
+            profile.slow_because,
+        )
     return LoadedModel(
         name=directory.name,
         identity=identity,
@@ -93,7 +102,8 @@ def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
 
 def refuse_unsupported(config: PreTrainedConfig, name: str) -> None:
     """Raise ``ConfigError`` for what a configuration says, before weights are read."""
-    refuse_layers(config, name, [known.__name__ for known in KNOWN_LAYERS])
+    known = [layer.__name__ for layer in KNOWN_LAYERS]
+    refuse_layers(config, name, known, by="the embedded engine")
     for rotary in rotary_types(config):
         if rotary not in STEADY_ROTARY:
             raise ConfigError(
@@ -119,11 +129,11 @@ def measure_model(module: PreTrainedModel, name: str) -> MeasuredModel:
     Raises ``ConfigError`` if no runner can.
     """
     try:
-        refuse_layers(module.config, name)
+        refuse_layers(module.config, name, SERVED_LAYERS, by="paged attention")
         return measure(module, name)
     except ConfigError as error:
         try:
-            return LayerProfile(module, name)
+            return LayerProfile(module, name, str(error).removeprefix("model: "))
         except ConfigError as another:
             raise another from error
 

@@ -62,12 +62,13 @@ class ForwardKV(ABC):
 
     @abstractmethod
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer: int
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, kwargs: object = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new K and V: [1, num_heads, num_tokens, dim], packed.
 
         It is called before any use of the layer's context.
 
+        kwargs: arguments of the layer's attention, which ``attend`` gets, too.
         Returns the contexts of all sequences for latent attention, packed in the same form;
         otherwise its arguments, because attention reads the pool itself.
         """
@@ -145,7 +146,7 @@ class PromptKV(PagedKV):
         self._masks: dict[int, torch.Tensor] = {}
 
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer: int
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, kwargs: object = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         place = self._pool.places[layer]
         rows = self._rows_from(place.bundle, self._span.start)

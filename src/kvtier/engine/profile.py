@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from kvtier.cache_layers import cache_argument
 from kvtier.engine.attention import Form
 from kvtier.engine.paged import ATTENTION, ForwardKV
 from kvtier.engine.pool import KVPool
@@ -38,9 +39,11 @@ class MeasuredModel(ABC):
         bytes_per_token: KV of a token.
         bytes_per_snapshot: a state of all recurrent layers; 0 without any.
         runner_name: "paged" or "layers".
+        slow_because: why paged attention can't serve it; "" if it does.
     """
 
     runner_name: ClassVar[str]
+    slow_because: str = ""
     num_layers: int
     windows: tuple[int, ...]
     bytes_per_token: int
@@ -172,12 +175,11 @@ def attention_of(module: PreTrainedModel, name: str) -> Iterator[None]:
         module.set_attn_implementation(before)
 
 
-def refuse_layers(
-    config: PreTrainedConfig, name: str, served: Collection[str] = SERVED_LAYERS
-) -> None:
+def refuse_layers(config: PreTrainedConfig, name: str, served: Collection[str], by: str) -> None:
     """Raise ``ConfigError`` if the configuration has other layers than those served.
 
     served: names of classes of transformers' cache layers.
+    by: what serves them, for the message.
     """
     try:
         layers = DynamicCache(config=config).layers
@@ -193,7 +195,7 @@ def refuse_layers(
         kinds = sorted(set(map(str, getattr(text, "layer_types", None) or odd)) - known)
         raise ConfigError(
             f"model: {name!r} has {', '.join(kinds or sorted(odd))} layers, whose cache is of a "
-            "kind that the embedded engine can't restore"
+            f"kind that {by} can't restore"
         )
 
 
@@ -208,12 +210,13 @@ def measure(module: PreTrainedModel, name: str) -> KVProfile:
     if module.config._attn_implementation != ATTENTION:
         raise ConfigError(
             f"model: {name!r} is of type {module.config.model_type!r}, whose attention does not go "
-            "through transformers' attention interface; the embedded engine can't replace it"
+            "through transformers' attention interface; paged attention can't replace it"
         )
     seen = ProbeKV()
     tokens = torch.arange(NUM_TOKENS, device=module.device)[None]
     try:
-        module(input_ids=tokens, position_ids=tokens, past_key_values=seen, use_cache=True, kv=seen)
+        cache = {cache_argument(module.forward): seen}
+        module(input_ids=tokens, position_ids=tokens, use_cache=True, kv=seen, **cache)
     except ConfigError as error:
         raise ConfigError(f"model: {name!r}: {str(error).removeprefix('model: ')}") from error
     except Exception as error:  # any type: models differ in what they ask of a cache
@@ -240,7 +243,7 @@ class ProbeKV(ForwardKV):
         self._calls: list[tuple[int, tuple[torch.Tensor, torch.Tensor], Form]] = []
 
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer: int
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, kwargs: object = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._stored.append((layer, key, value))
         return key, value
@@ -265,13 +268,13 @@ class ProbeKV(ForwardKV):
         if not num_layers or [layer for layer, *_ in self._stored] != list(range(num_layers)):
             raise ConfigError(
                 f"model: {name!r} does not keep K and V of its layers in the cache that it is "
-                "given, one layer after the other; the embedded engine can't restore a prefix of it"
+                "given, one layer after the other; paged attention can't restore a prefix of it"
             )
         shapes = {(_shape(key), _shape(value), key.dtype) for _, key, value in self._stored}
         if len(shapes) > 1:
             raise ConfigError(
                 f"model: {name!r} has {len(shapes)} kinds of layers, whose K and V differ in "
-                "heads, width or dtype; the embedded engine serves one"
+                "heads, width or dtype; paged attention serves one"
             )
         ((key_shape, value_shape, dtype),) = shapes
         own = {(id(key), id(value)): layer for layer, key, value in self._stored}
@@ -286,12 +289,12 @@ class ProbeKV(ForwardKV):
         if len(self._calls) < num_layers:
             raise ConfigError(
                 f"model: {name!r} calls attention {len(self._calls)} times for {num_layers} layers "
-                "with KV; the embedded engine can't replace it"
+                "with KV; paged attention can't replace it"
             )
         if is_latent and (not all(expanded) or windows or key_shape[0] > 1 or value_shape[0] > 1):
             raise ConfigError(
                 f"model: {name!r} changes K and V between its cache and its attention, with "
-                f"{key_shape[0]} heads and {len(windows)} windows; the embedded engine serves that "
+                f"{key_shape[0]} heads and {len(windows)} windows; paged attention serves that "
                 "for latents (MLA) without windows"
             )
         for layer, _, form in self._calls:
@@ -300,7 +303,7 @@ class ProbeKV(ForwardKV):
                 raise ConfigError(
                     f"model: {name!r}: layer {layer} keeps {expected or 'all'} tokens in "
                     f"transformers' cache, but tells its attention a window of "
-                    f"{form.window or 'all'}; the embedded engine does not know which to compute"
+                    f"{form.window or 'all'}; paged attention does not know which to compute"
                 )
         return KVProfile(
             num_layers=num_layers,

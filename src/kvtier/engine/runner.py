@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvtier.cache import Cache
+from kvtier.cache_layers import cache_argument
 from kvtier.config import CHUNK_TOKENS, CacheConfig
 from kvtier.devices import Device
 from kvtier.engine.batch import BatchKV
@@ -118,6 +119,7 @@ class ModelRunner(Runner):
         self._chunk_tokens = chunk_tokens
         self._device = model.device
         self._keeps_all = "logits_to_keep" not in inspect.signature(model.forward).parameters
+        self._cache_name = cache_argument(model.forward)
 
     @property
     def block_size(self) -> int:
@@ -169,11 +171,12 @@ class ModelRunner(Runner):
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKV, keep: int
     ) -> torch.Tensor:
         """Return the logits of the last ``keep`` tokens of the row; 0 keeps all."""
-        options = {} if self._keeps_all else {"logits_to_keep": keep}
+        options: dict[str, object] = {self._cache_name: kv}
+        if not self._keeps_all:
+            options["logits_to_keep"] = keep
         output = self._model(
             input_ids=token_ids[None].to(self._device),
             position_ids=positions[None].to(self._device),
-            past_key_values=kv,
             use_cache=True,
             kv=kv,
             **options,

@@ -165,7 +165,8 @@ def examine(name: str, device_name: str, dtype_name: str = "auto") -> tuple[Find
         checked = _check(name, model)
     except ConfigError as error:
         return (*_facts(model), Finding("served", "no", str(error).removeprefix("model: ")))
-    runner = model.profile.runner_name
+    runner, why = model.profile.runner_name, model.profile.slow_because
+    slow = f" (one sequence at a time, because {why})" if why else ""
     told = (
         f"a prompt of {checked.num_tokens} tokens in one shot by transformers and in chunks of "
         f"{CHUNK_TOKENS} by the engine; allowed: {checked.tolerance:.0e}; "
@@ -174,7 +175,7 @@ def examine(name: str, device_name: str, dtype_name: str = "auto") -> tuple[Find
     return (
         *_facts(model),
         Finding("self-check", f"{checked.difference:.1e} of the logits' scale", told),
-        Finding("served", "yes", f"by the {runner} runner: kvtier serve --model"),
+        Finding("served", "yes", f"by the {runner} runner{slow}: kvtier serve --model"),
     )
 
 

@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import kvtier
-from kvtier.cache_layers import CacheLayers, UnsupportedModelError
+from kvtier.cache_layers import CACHE_FIELD, CacheLayers, UnsupportedModelError
 from kvtier.config import CacheConfig
 from kvtier.connectors.transformers.grid import BlockMemory, ChunkGrid, Forward, TokenSources
 from kvtier.connectors.transformers.prompts import PromptBatch, PromptReader, odd_state
@@ -240,7 +240,7 @@ class Attached:
     def forward(self, *positional: object, **named: Any) -> Any:
         """Call the model's own ``forward``, except for prompts: those are computed on the grid."""
         call = self._reader.named(positional, named)
-        ids, cache = call.get("input_ids"), call.get("past_key_values")
+        ids, cache = call.get("input_ids"), call.get(self._reader.cache_name)
         if isinstance(cache, transformers.Cache) and cache.get_seq_length():
             output = self._inner(*positional, **named)
             self._follow(cache, ids)
@@ -300,7 +300,7 @@ class Attached:
         self, prompts: PromptBatch, output: CausalLMOutputWithPast, identity: Identity | None
     ) -> None:
         """Note the tokens whose KV is in the output's cache, if what follows them is to be kept."""
-        cache = output.past_key_values
+        cache = getattr(output, CACHE_FIELD)
         if not self._keep_generated or identity is None or type(cache) is not DynamicCache:
             return
         if len(prompts.rows) == 1 and len(prompts.rows[0]) == prompts.num_tokens:

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvtier.cache_layers import CacheLayers
+from kvtier.cache_layers import CACHE_FIELD, CacheLayers, cache_argument
 from kvtier.config import CacheConfig
 from kvtier.connectors.transformers.prompts import PromptBatch
 from kvtier.errors import CacheError, ConfigError
@@ -118,6 +118,7 @@ class ChunkGrid:
     ) -> None:
         self._forward = forward
         self._takes_positions = takes_positions
+        self._cache_name = cache_argument(forward)
         self._layers = layers
         self._memory = memory
 
@@ -144,7 +145,7 @@ class ChunkGrid:
                 found[tuple(row)] = cache, output.logits
         rows = [found[tuple(row)] for row in prompts.rows]
         self._layers.join(prompts.cache, [cache for cache, _ in rows], prompts.num_tokens)
-        output.past_key_values = prompts.cache
+        setattr(output, CACHE_FIELD, prompts.cache)
         output.logits = torch.cat([logits for _, logits in rows])
         return output
 
@@ -218,16 +219,15 @@ class ChunkGrid:
             end = min(start + size, num_tokens)
             num_wanted = end - max(start, num_tokens - num_logits)
             began = time.perf_counter()
-            positions = {}
+            options: dict[str, object] = {self._cache_name: cache}
             if self._takes_positions:
-                positions["position_ids"] = torch.arange(start, end, device=ids.device)[None]
+                options["position_ids"] = torch.arange(start, end, device=ids.device)[None]
             output = self._forward(
                 input_ids=ids[:, start:end],
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=max(1, num_wanted),
                 return_dict=True,
-                **positions,
+                **options,
             )
             if num_wanted > 0:
                 assert output.logits is not None

@@ -10,18 +10,17 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvtier.cache_layers import CacheLayers, UnsupportedModelError
+from kvtier.cache_layers import CacheLayers, UnsupportedModelError, cache_argument
 
 HANDLED = {
     "input_ids",
     "attention_mask",
     "position_ids",
-    "past_key_values",
     "use_cache",
     "logits_to_keep",
     "return_dict",
 }
-"""Arguments of ``forward`` that are understood. Any other must be None or False."""
+"""Arguments of ``forward`` that are understood, beside the cache. Others must be None or False."""
 
 STEADY_ROTARY = {"default", "linear", "yarn", "llama3", "proportional"}
 """Rotary embeddings whose frequencies do not depend on the length of the context."""
@@ -56,6 +55,8 @@ class PromptReader:
     """Recognises the calls that begin prompts.
 
     Raises ``UnsupportedModelError`` if no call of the model's ``forward`` can be one.
+
+    cache_name: name of the cache among the arguments of ``forward``.
     """
 
     def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
@@ -67,7 +68,8 @@ class PromptReader:
         ]
         if model.config.is_encoder_decoder:
             raise UnsupportedModelError("it is an encoder and a decoder")
-        if missing := {"input_ids", "past_key_values", "logits_to_keep"} - {*self._names}:
+        self.cache_name = cache_argument(forward)
+        if missing := {"input_ids", self.cache_name, "logits_to_keep"} - {*self._names}:
             raise UnsupportedModelError(f"its forward takes no {', '.join(sorted(missing))}")
         text = model.config.get_text_config(decoder=True)
         for kind in _rotary_kinds(getattr(text, "rope_parameters", None)):
@@ -82,18 +84,21 @@ class PromptReader:
         return "position_ids" in self._names
 
     def named(self, positional: tuple[object, ...], named: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by their names."""
-        return dict(zip(self._names, positional, strict=False)) | named
+        """Return the arguments of a call by their names, the cache by ``cache_name``."""
+        call = dict(zip(self._names, positional, strict=False)) | named
+        if self.cache_name not in call and "past_key_values" in call:
+            call[self.cache_name] = call.pop("past_key_values")  # its name before transformers 5.24
+        return call
 
     def read(
         self, model: PreTrainedModel, layers: CacheLayers, call: Mapping[str, Any]
     ) -> PromptBatch | str:
         """Return the prompts that a call begins, or the reason why it is passed through."""
-        if reason := _odd_arguments(call) or odd_state(model):
+        if reason := _odd_arguments(call, self.cache_name) or odd_state(model):
             return reason
         if not layers.fit_model(model):
             return "the model has another dtype or device than when it was attached"
-        cache = call.get("past_key_values")
+        cache = call.get(self.cache_name)
         if cache is None:
             cache = layers.new_cache()
         elif type(cache) is not DynamicCache:
@@ -128,9 +133,9 @@ def _rotary_kinds(parameters: object) -> set[str]:
     return {kind for each in parameters.values() for kind in _rotary_kinds(each)}
 
 
-def _odd_arguments(call: Mapping[str, Any]) -> str:
+def _odd_arguments(call: Mapping[str, Any], cache_name: str) -> str:
     for name, value in call.items():
-        if name not in HANDLED and value is not None and value is not False:
+        if name not in HANDLED and name != cache_name and value is not None and value is not False:
             return f"{name} was given"
     if call.get("use_cache") is False:
         return "use_cache is off"
