@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -58,7 +59,12 @@ class Liar(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.seen.append(dict(self.headers))  # type: ignore[attr-defined]
         with suppress(OSError):  # the client has gone
-            getattr(self, "tell_" + self.path.split("/")[1])()
+            getattr(self, "tell_" + urlsplit(self.path).path.split("/")[1])()
+
+    def do_CONNECT(self) -> None:
+        assert "Authorization" not in self.headers
+        self.server.tunnels.append(self.path)  # type: ignore[attr-defined]
+        self.send_error(503)
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -148,7 +154,14 @@ class Server:
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Liar)
         self.seen: list[dict[str, str]] = []
         self.is_over = Event()
-        vars(self.http).update(seen=self.seen, is_over=self.is_over, elsewhere="", answer=b"{}")
+        self.tunnels: list[str] = []
+        vars(self.http).update(
+            seen=self.seen,
+            tunnels=self.tunnels,
+            is_over=self.is_over,
+            elsewhere="",
+            answer=b"{}",
+        )
         self.url = stack.enter_context(serving(self.http))
         stack.callback(self.is_over.set)
 
@@ -189,6 +202,37 @@ def test_a_key_goes_to_the_named_server_only(
     assert "302" in output
     assert server.seen[0]["Authorization"] == f"Bearer {KEY}"
     assert other.seen == []
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_requests_to_this_machine_go_to_no_proxy(
+    command: str, stack: ExitStack, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = Server(stack)
+    monkeypatch.setenv("http_proxy", proxy.url)
+    monkeypatch.setattr("kvtier.cli.top.FIRST_S", 0.0)
+    monkeypatch.setattr("kvtier.live.local.LocalServer.serve_forever", lambda self: None)
+    for name in ("127.0.0.1", "localhost"):
+        url = server.url.replace("127.0.0.1", name)
+        kvtier(command, f"{url}/json", "--api-key", KEY, *OPTIONS[command])
+    assert proxy.seen == []
+    assert {each["Host"].partition(":")[0] for each in server.seen} == {"127.0.0.1", "localhost"}
+
+
+def test_a_key_goes_to_no_proxy_that_can_read_it(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of the server is one that only the proxy could look up."""
+    proxy = Server(stack)
+    monkeypatch.setenv("http_proxy", proxy.url)
+    monkeypatch.setenv("https_proxy", proxy.url)
+    for scheme in ("http", "https"):
+        with pytest.raises(NoAnswerError):
+            fetch(f"{scheme}://server.invalid/json", PATIENCE_S, {}, api_key=KEY)
+    assert proxy.seen == []
+    assert proxy.tunnels == ["server.invalid:443"]
+    assert fetch("http://server.invalid/json", PATIENCE_S, {}) == b"{}"
+    assert [each["Host"] for each in proxy.seen] == ["server.invalid"]
 
 
 @pytest.mark.parametrize("path", ["slowly", "headslowly"])

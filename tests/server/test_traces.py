@@ -7,17 +7,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import EntryPoint
 from threading import Thread
 from typing import Any
 
 import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace.export import SpanExporter
 
 from kvtier.engine import Engine
 from kvtier.errors import ConfigError
 from kvtier.server import ServerConfig
-from kvtier.telemetry.traces import open_traces
+from kvtier.telemetry.traces import PROTOCOL_VARIABLES, open_traces
 from kvtier.types import DEVICE
 
 from .conftest import MODEL, running, wait_until
@@ -26,6 +28,15 @@ from .test_errors import FailsAfterTwoTokens
 pytestmark = pytest.mark.engine
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class GrpcExporter(SpanExporter):
+    """Stands for the exporter of another package. is_closed: it was used, and is no longer."""
+
+    is_closed = False
+
+    def shutdown(self) -> None:
+        GrpcExporter.is_closed = True
 
 
 class Collector:
@@ -167,6 +178,47 @@ def test_an_exporter_that_there_is_not_is_told(monkeypatch: pytest.MonkeyPatch) 
         open_traces("0")
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
     open_traces("0").close()
+
+
+@pytest.mark.parametrize("variable", PROTOCOL_VARIABLES)
+@pytest.mark.parametrize("protocol", ["grpc", "http/json"])
+def test_a_protocol_that_no_installed_exporter_speaks_is_refused(
+    variable: str, protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, protocol)
+    with pytest.raises(ConfigError, match=f"{variable}='{protocol}' in the environment"):
+        open_traces("0")
+
+
+def test_the_protocol_of_traces_counts_before_that_of_all_signals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for_traces, for_all = PROTOCOL_VARIABLES
+    monkeypatch.setenv(for_all, "grpc")
+    monkeypatch.setenv(for_traces, "http/protobuf")
+    open_traces("0").close()
+
+
+def test_an_installed_exporter_of_grpc_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = EntryPoint("otlp_proto_grpc", f"{__name__}:GrpcExporter", "any")
+    monkeypatch.setattr("kvtier.telemetry.traces.entry_points", lambda **_: [exporter])
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    open_traces("0").close()
+    assert GrpcExporter.is_closed
+
+
+def test_spans_for_a_collector_on_this_machine_go_to_no_proxy(
+    engine: Engine, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with running(engine, ServerConfig(traces=True)) as made:
+        httpx.post(
+            f"{made.url}/v1/completions",
+            json={"model": MODEL, "prompt": "x", "max_tokens": 2},
+            timeout=60,
+            trust_env=False,
+        )
+    assert collector.named("POST /v1/completions")
 
 
 def test_what_is_off_imports_nothing() -> None:

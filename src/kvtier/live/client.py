@@ -33,6 +33,7 @@ from urllib.request import (
 )
 
 from kvtier.errors import CacheError, ConfigError, printable
+from kvtier.system.hosts import is_local
 
 MOST_BYTES = 16 << 20
 """Most bytes of an answer."""
@@ -141,7 +142,8 @@ def fetch(
         timeout_s: timeout of the whole exchange.
         headers: headers of the request.
         content: body of a POST; None for a GET.
-        api_key: sent to this server only, since redirects are not followed.
+        api_key: sent to this server only: redirects are not followed, and a proxy of the
+            environment is not used if it could read the key.
 
     Raises:
         RefusedError: the status is not 2xx.
@@ -213,7 +215,7 @@ def _answer(
         request = Request(url, content, sent)
         try:
             try:
-                with _opener(request.type, deadline).open(request, timeout=timeout_s) as answer:
+                with _opener(request, deadline).open(request, timeout=timeout_s) as answer:
                     yield answer
             except HTTPError as error:
                 with error:
@@ -225,17 +227,27 @@ def _answer(
             raise NoAnswerError(url, _too_slow(timeout_s))
 
 
-def _opener(scheme: str, deadline: _Deadline) -> OpenerDirector:
+def _opener(request: Request, deadline: _Deadline) -> OpenerDirector:
     made = OpenerDirector()
     for each in (
-        ProxyHandler(),
-        _Https(deadline) if scheme == "https" else _Http(deadline),
+        *(() if _is_direct(request) else (ProxyHandler(),)),
+        _Https(deadline) if request.type == "https" else _Http(deadline),
         HTTPDefaultErrorHandler(),
         _NoRedirects(),
         HTTPErrorProcessor(),
     ):
         made.add_handler(each)
     return made
+
+
+def _is_direct(request: Request) -> bool:
+    """Return whether no proxy of the environment may be used.
+
+    A proxy cannot reach this machine's loopback address. It reads all of a plain HTTP request, and
+    only the host of an HTTPS request.
+    """
+    has_readable_key = request.type == "http" and request.has_header("Authorization")
+    return has_readable_key or is_local(urlsplit(request.full_url).hostname or "")
 
 
 @cache

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from threading import Thread
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from kvtier.errors import ConfigError, install_command
+from kvtier.system.hosts import is_local
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span, Tracer
 
 Attributes = Mapping[str, str | int | float | bool]
 
-EXPORTERS = {"otlp": "otlp_proto_http"}
-"""OpenTelemetry's names of exporters whose entry points have another name."""
+PROTOCOLS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
+"""Entry points of the exporters called "otlp", by OpenTelemetry's names of protocols."""
+PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 CLOSE_S = 3.0
 """Longest wait at close for the last spans to be delivered."""
 
@@ -137,16 +142,40 @@ def _make_provider() -> TracerProvider:
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     for name in os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(","):
         if (wanted := name.strip()) != "none":
-            provider.add_span_processor(BatchSpanProcessor(_exporter(wanted)()))
+            provider.add_span_processor(BatchSpanProcessor(_make_exporter(wanted)))
     return provider
 
 
-def _exporter(name: str) -> type:
-    found = entry_points(group="opentelemetry_traces_exporter", name=EXPORTERS.get(name, name))
-    for entry in found:
-        kind: type = entry.load()
+def _make_exporter(name: str) -> SpanExporter:
+    if name != "otlp":
+        return _exporter_class(name, f"OTEL_TRACES_EXPORTER={name!r}", "otlp, console or none")()
+    variable, protocol = _first_set(PROTOCOL_VARIABLES) or (PROTOCOL_VARIABLES[1], "http/protobuf")
+    said = f"{variable}={protocol!r}"
+    kind = _exporter_class(PROTOCOLS.get(protocol, protocol), said, " or ".join(PROTOCOLS))
+    _, endpoint = _first_set(ENDPOINT_VARIABLES) or ("", "http://localhost:4318")
+    if protocol != "http/protobuf" or not is_local(urlsplit(endpoint).hostname or ""):
+        return kind()
+    from requests import Session
+
+    session = Session()
+    session.trust_env = False  # a proxy of the environment can't reach this machine's loopback
+    return kind(session=session)
+
+
+def _first_set(variables: Sequence[str]) -> tuple[str, str] | None:
+    """Return name and value of the first environment variable that is set and not empty."""
+    named = ((name, os.environ.get(name, "").strip()) for name in variables)
+    return next((each for each in named if each[1]), None)
+
+
+def _exporter_class(entry_point: str, said: str, known: str) -> Callable[..., SpanExporter]:
+    """Return an exporter. said: the setting that asks for it; known: values that it may have."""
+    for entry in entry_points(group="opentelemetry_traces_exporter", name=entry_point):
+        kind: Callable[..., SpanExporter] = entry.load()
         return kind
+    is_known = entry_point in PROTOCOLS.values()
+    package = f"opentelemetry-exporter-{entry_point.replace('_', '-')}"
     raise ConfigError(
-        f"traces: OTEL_TRACES_EXPORTER={name!r} in the environment, and no package has it; use "
-        "otlp, console or none, or install the exporter"
+        f"traces: {said} in the environment, and no package has it; use {known}, or install "
+        f"{package if is_known else 'the exporter'}"
     )

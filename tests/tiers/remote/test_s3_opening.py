@@ -32,6 +32,15 @@ def test_tier_is_made_by_its_plug_in(bucket: Bucket) -> None:
     tier.close()
 
 
+def test_store_on_this_machine_is_asked_by_no_proxy(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    tier = make_s3(site(bucket.location()))
+    assert User(tier).put(0) == User(tier).get(0) == [Outcome.THERE]
+    tier.close()
+
+
 def test_rate_is_limited(bucket: Bucket) -> None:
     tier = make_s3(site(bucket.location(bytes_per_s="1GiB")))
     assert isinstance(tier, ThrottledTier)

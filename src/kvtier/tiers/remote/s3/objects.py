@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, TypeVar
+from urllib.parse import urlsplit
 
 import obstore
 from obstore.exceptions import (
@@ -19,6 +20,7 @@ from obstore.exceptions import (
 )
 from obstore.store import S3Store
 
+from kvtier.system.hosts import is_local
 from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
 from kvtier.tiers.remote.s3.manifests import MAX_BYTES
 
@@ -99,6 +101,10 @@ class Objects:
         names = ("endpoint", "aws_endpoint_url_s3") if endpoint else ()
         where = dict.fromkeys(names, endpoint)
         where |= {"region": region} if region else {}
+        host = urlsplit(endpoint).hostname or ""
+        # Without a proxy of its own the client uses that of the environment, which can't reach a
+        # server on this machine. This one is used for no request.
+        no_proxy = {"proxy_url": endpoint, "proxy_excludes": host} if is_local(host) else {}
         self._store = S3Store(
             bucket,
             prefix=prefix or None,
@@ -107,6 +113,7 @@ class Objects:
                 "allow_http": endpoint.startswith("http://"),
                 "connect_timeout": timedelta(seconds=CONNECT_S),
                 "timeout": timedelta(seconds=REQUEST_S),
+                **no_proxy,  # type: ignore[typeddict-item]
             },
             retry_config={
                 "max_retries": NUM_RETRIES,
