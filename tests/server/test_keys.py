@@ -90,13 +90,17 @@ def test_keys_that_cant_be_sent_are_refused_and_not_told(
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["options", "environment"])
 def test_the_program_shows_its_keys_nowhere(how: str) -> None:
-    options = ["--log-level", "debug", "--api-key", FIRST, f"--api-key={SECOND}"]
+    options = [
+        *("--encryption-key", f"command:echo {FIRST.encode().hex():0<64}"),
+        *("--log-level", "debug", "--api-key", FIRST, f"--api-key={SECOND}"),
+    ]
     variables = {} if how == "options" else {"KVTIER_API_KEY": f"{FIRST} {SECOND}"}
-    with program(*options[: 5 if how == "options" else 2], **variables) as (process, url):
+    with program(*options[: 7 if how == "options" else 4], **variables) as (process, url):
         line = Path(f"/proc/{process.pid}/cmdline").read_bytes()
         assert b"serve" in line
         assert b"frobozz" not in line
-        assert (line.count(b"*" * len(FIRST)) > 0) == (how == "options")
+        assert FIRST.encode().hex().encode() not in line
+        assert (b"*" * len(FIRST) in line.split(b"\0")) == (how == "options")
         metrics = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {SECOND}"})
         assert metrics.status_code == 200
         body = json.dumps({"model": "kvtier-tiny", "prompt": "x", "max_tokens": 1}).encode()
@@ -115,3 +119,4 @@ def test_the_program_shows_its_keys_nowhere(how: str) -> None:
     assert "shutting down" in errors
     for text in (out, errors, metrics.text, *(answer.text for answer in answers)):
         assert "frobozz" not in text
+        assert FIRST.encode().hex() not in text

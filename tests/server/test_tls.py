@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import signal
 import socket
@@ -284,6 +285,8 @@ def test_what_cant_be_used_is_told_in_one_sentence(authority: Authority, tmp_pat
     locked, text = authority.write("locked"), tmp_path / "text"
     _encrypt(locked)
     text.write_text("no certificate\n")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
     found: list[tuple[Path, Path | None, str]] = [
         (files.certificate, tmp_path / "none", "ssl_keyfile: can't read"),
         (tmp_path / "none", files.key, "ssl_certfile: can't read"),
@@ -291,10 +294,25 @@ def test_what_cant_be_used_is_told_in_one_sentence(authority: Authority, tmp_pat
         (locked.certificate, locked.key, "ssl_keyfile: .*locked.key is encrypted, and nobody"),
         (text, files.key, "ssl_certfile: .*text and its key can't be used"),
         (files.certificate, None, "ssl_certfile: .* can't be used"),
+        (pipe, files.key, "ssl_certfile: can't read .* give a regular file"),
+        (files.certificate, pipe, "ssl_keyfile: can't read .* give a regular file"),
     ]
     for certificate, key, sentence in found:
         with pytest.raises(ConfigError, match=sentence):
             Certificate(str(certificate), None if key is None else str(key))
+
+
+def test_a_key_that_every_user_may_open_is_named_in_a_warning(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = authority.write("open")
+    files.certificate.chmod(0o644)
+    for mode in (0o600, 0o644):
+        files.key.chmod(mode)
+        Certificate(str(files.certificate), str(files.key))
+        warned = [each for each in caplog.messages if "every user" in each]
+        assert len(warned) == (mode == 0o644)
+    assert str(files.key) in warned[0]
 
 
 def test_the_program_says_so_before_it_loads_a_model(tmp_path: Path) -> None:

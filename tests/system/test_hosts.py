@@ -6,12 +6,13 @@ import pytest
 
 from kvtier.system.hosts import is_local
 
-
-@pytest.mark.parametrize(
-    "host",
-    "localhost LOCALHOST. a.localhost 127.0.0.1 127.9.8.7 127.1 2130706433 "
-    "::1 ::ffff:127.0.0.1 0.0.0.0 ::".split(),
+LOCAL = (
+    *("localhost", "LOCALHOST.", "a.localhost", "127.0.0.1", "127.9.8.7", "127.1", "2130706433"),
+    *("::1", "::ffff:127.0.0.1", "0.0.0.0", "::"),
 )
+
+
+@pytest.mark.parametrize("host", LOCAL)
 def test_loopback_is_local_however_it_is_written(host: str) -> None:
     assert is_local(host)
 

@@ -56,6 +56,13 @@ def take_control_key(given: str | None) -> str | None:
     return variable
 
 
+def take_key_source(given: str) -> str:
+    """Return ``--encryption-key``; hidden as by ``take_keys`` where it may hold a secret."""
+    if not given.startswith(("file:", "env:")):
+        hide_arguments([given])
+    return given
+
+
 def hide_arguments(secrets: Collection[str]) -> None:
     """Overwrite ``secrets`` with stars in this process's command line, as ``ps`` shows it.
 

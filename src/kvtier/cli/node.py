@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier.cli.api_keys import CONTROL_KEY_VARIABLE, take_control_key
+from kvtier.cli.api_keys import CONTROL_KEY_VARIABLE, take_control_key, take_key_source
 from kvtier.cli.command import CommandLine
 from kvtier.cli.engine_options import Codec, EncryptionKey
 from kvtier.cli.failure import starting
@@ -184,7 +184,7 @@ def run(
             storage=tuple(storage or ()),
             storage_capacity=storage_capacity,
             codec=codec,
-            encryption_key=encryption_key,
+            encryption_key=take_key_source(encryption_key),
             eviction_policy=eviction_policy,
             quotas=parse_quotas(quota or (), disk_quota or ()),
             disk_total=disk_total or "",

@@ -11,6 +11,7 @@ from kvtier.cli.api_keys import (
     CONTROL_KEY_VARIABLE,
     KEY_VARIABLE,
     take_control_key,
+    take_key_source,
     take_keys,
 )
 from kvtier.cli.failure import starting
@@ -409,7 +410,7 @@ def serve(
                 disk_bytes_per_day=disk_bytes_per_day,
                 storage=tuple(storage or ()),
                 codec=codec,
-                encryption_key=encryption_key,
+                encryption_key=take_key_source(encryption_key),
                 storage_capacity=storage_capacity,
                 node=node,
                 prefetch_policy=prefetch_policy,

@@ -20,6 +20,7 @@ from kvtier.errors import ConfigError
 from kvtier.server.config import ServerConfig
 from kvtier.server.connection import HttpConnection
 from kvtier.server.doorman import Doorman
+from kvtier.system.private_files import read_key_file
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +72,9 @@ class Certificate:
     def _read(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.set_alpn_protocols(["http/1.1"])
-        for name, path in (("ssl_certfile", self._certfile), ("ssl_keyfile", self._keyfile)):
-            if path is not None:
-                _must_be_readable(name, path)
+        _must_be_readable("ssl_certfile", self._certfile, is_public=self._keyfile is not None)
+        if self._keyfile is not None:
+            _must_be_readable("ssl_keyfile", self._keyfile)
         try:
             context.load_cert_chain(self._certfile, self._keyfile, password=_no_password)
         except ssl.SSLError as error:
@@ -105,9 +106,9 @@ def _no_password() -> str:
     raise _Encrypted
 
 
-def _must_be_readable(name: str, path: Path) -> None:
+def _must_be_readable(name: str, path: Path, is_public: bool = False) -> None:
     try:
-        path.open("rb").close()
+        read_key_file(path, is_public)
     except OSError as error:
         raise ConfigError(
             f"{name}: can't read {path}: {error.strerror}; give a file in PEM"

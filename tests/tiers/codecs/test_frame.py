@@ -213,8 +213,14 @@ def test_keys_come_from_a_file_a_variable_or_a_command(
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
-        ("keys", "names no key"),
-        ("env:", "names no key"),
+        ("keys", "names no source of keys"),
+        ("env:", "names no source of keys"),
+        (FIRST.hex(), "names no source of keys"),
+        (f"hex:{FIRST.hex()}", "names no source of keys"),
+        (f"env:{FIRST.hex()}", "gives no key"),
+        (f"file:{FIRST.hex()}", "No such file"),
+        ("command:true --password sesame", "the command gives no key"),
+        ("file:/dev/null", "give a regular file"),
         ("env:NO_SUCH", "gives no key"),
         ("env:SHORT", "64 hexadecimal digits"),
         ("env:WORDS", "64 hexadecimal digits"),
@@ -236,6 +242,27 @@ def test_unusable_keys_are_one_sentence_without_the_key(
     assert FIRST.hex()[:8] not in str(raised.value)
     assert "sesame" not in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_pipe_as_key_file_is_refused_without_waiting_for_its_other_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "keys")
+    with pytest.raises(ConfigError, match="give a regular file"):
+        read_keyring(f"file:{tmp_path / 'keys'}")
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644, 0o602])
+def test_a_key_file_that_every_user_may_open_is_named_in_one_warning(
+    tmp_path: Path, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(FIRST.hex())
+    keys.chmod(mode)
+    link = tmp_path / "link"  # as Kubernetes mounts secrets
+    link.symlink_to(keys)
+    for _ in range(2):
+        assert read_keyring(f"file:{link}") is not None
+    warned = [each for each in caplog.messages if str(link) in each]
+    assert len(warned) == (mode & 0o007 != 0)
 
 
 def test_no_name_shows_a_key() -> None:

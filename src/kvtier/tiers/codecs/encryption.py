@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import binascii
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, Final
 
 from blake3 import blake3
 
-from kvtier.errors import ConfigError, install_command
+from kvtier.errors import ConfigError, install_command, printable
+from kvtier.system.private_files import read_key_file
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -33,6 +35,7 @@ TAG_BYTES: Final = 16
 COMMAND_S: Final = 30.0
 MAX_TEXT: Final = 1 << 16
 ID_CONTEXT: Final = "2026-11-26 kvtier: id of an encryption key"
+HEX_RUN: Final = re.compile("[0-9A-Fa-f]{16,}")
 HINT: Final = 'write "file:/path", "env:NAME" or "command:program arguments"'
 
 
@@ -159,12 +162,13 @@ def read_keyring(setting: str) -> Keyring | None:
         text = os.environ.get(source, "")
     elif kind == "command" and source:
         text = _run(source)
-    else:
-        raise ConfigError(f"encryption_key: {setting!r} names no key; {HINT}")
+    else:  # it may be the key itself
+        raise ConfigError(f"encryption_key: the setting names no source of keys; {HINT}")
     lines = [line.strip() for line in text.splitlines()]
     keys = [_parse(line, kind) for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ConfigError(f"encryption_key: {kind}:{source} gives no key; {HINT}")
+        what = "the command" if kind == "command" else f"{kind}:{_without_keys(source)}"
+        raise ConfigError(f"encryption_key: {what} gives no key; {HINT}")
     return Keyring(keys)
 
 
@@ -181,14 +185,18 @@ def _parse(line: str, kind: str) -> bytes:
     return found
 
 
+def _without_keys(source: str) -> str:
+    """Return the name of a file or variable, printable, without what may be a part of a key."""
+    return HEX_RUN.sub("(hexadecimal digits)", printable(source))
+
+
 def _read_file(path: Path) -> str:
+    shown = _without_keys(str(path))
     try:
-        with path.open(encoding="utf-8") as file:
-            return file.read(MAX_TEXT)
-    except OSError as error:
-        raise ConfigError(f"encryption_key: {path}: {error.strerror}") from error
-    except UnicodeDecodeError:
-        raise ConfigError(f"encryption_key: {path}: no text; put 64 hexadecimal digits") from None
+        return read_key_file(path).decode()
+    except (OSError, ValueError) as error:  # a path may have a NUL in it
+        what = getattr(error, "strerror", "") or "no text; put 64 hexadecimal digits"
+        raise ConfigError(f"encryption_key: {shown}: {what}") from None
 
 
 def _run(command: str) -> str:
