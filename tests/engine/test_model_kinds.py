@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier.cache_layers import float32
 from kvtier.engine import Engine
 from kvtier.engine.attention import Form
 from kvtier.engine.batch import BatchKV
 from kvtier.engine.models import load_model
 from kvtier.engine.paged import PagedKV, PromptKV, paged_attention
 from kvtier.engine.profile import NUM_TOKENS, ProbeKV
-from kvtier.engine.self_check import examine
+from kvtier.engine.self_check import check_in_float32, examine
 from kvtier.errors import ConfigError
 from scripts.model_coverage import (
+    BLOCK,
+    CHUNK,
     WINDOW,
     attempt,
     kinds,
@@ -145,10 +148,37 @@ def test_a_model_whose_attention_is_computed_otherwise_is_refused(
         Engine(config)
 
 
-def test_a_model_that_does_not_continue_its_own_state_is_refused(tmp_path: Path) -> None:
-    """transformers drops Jamba's state where several tokens follow it."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["jamba", "blenderbot-small", "plbart"])
+def test_what_float32_refuses_is_refused_in_every_dtype(
+    tmp_path: Path, name: str, dtype: str
+) -> None:
+    """transformers drops Jamba's state where several tokens follow it.
+
+    The others ask the cache for the positions of tokens, of which a batch has several.
+    """
     with pytest.raises(ConfigError, match=DIFFER):
-        Engine(changed(model=made("jamba", tmp_path), threads=1, max_model_tokens=300))
+        Engine(changed(model=made(name, tmp_path), threads=1, max_model_tokens=300, dtype=dtype))
+
+
+def test_a_check_in_float32_leaves_the_weights_as_they_were(tmp_path: Path) -> None:
+    model = load_model(made("qwen3", tmp_path), CPU, "bfloat16")
+    before = [(weight.data_ptr(), weight.clone()) for weight in model.module.parameters()]
+    check_in_float32("it", model, BLOCK, CHUNK, 80)
+    for weight, (address, copy) in zip(model.module.parameters(), before, strict=True):
+        assert weight.dtype is torch.bfloat16
+        assert weight.data_ptr() == address
+        assert torch.equal(weight, copy)
+
+
+def test_without_memory_for_float32_a_model_is_checked_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load_model(made("qwen3", tmp_path), CPU, "bfloat16")
+    monkeypatch.setattr(float32, "available_bytes", lambda: (float32.RESERVE_BYTES, "a limit"))
+    check_in_float32("it", model, BLOCK, CHUNK, 80)
+    assert "checked in bfloat16 only" in caplog.text
+    assert "0.0 GiB in float32, and 1.0 GiB are left" in caplog.text
 
 
 def test_doctor_tells_what_a_model_would_get(

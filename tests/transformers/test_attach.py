@@ -289,6 +289,12 @@ def test_the_cache_is_taken_by_its_name_before_transformers_5_24(
         assert not cache.stats().passed
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_model_that_drops_its_state_is_refused_in_every_dtype(dtype: torch.dtype) -> None:
+    with attached(other_model("jamba").to(dtype)) as cache:
+        assert "computed in two parts" in cache.stats().refused
+
+
 # -- weights -------------------------------------------------------------------------------------
 
 

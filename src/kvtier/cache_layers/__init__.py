@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvtier.cache_layers.float32 import NoFloat32Error, in_float32
 from kvtier.cache_layers.layers import (
     CACHE_FIELD,
     KNOWN_LAYERS,
@@ -10,4 +11,12 @@ from kvtier.cache_layers.layers import (
     cache_argument,
 )
 
-__all__ = ["CACHE_FIELD", "KNOWN_LAYERS", "CacheLayers", "UnsupportedModelError", "cache_argument"]
+__all__ = [
+    "CACHE_FIELD",
+    "KNOWN_LAYERS",
+    "CacheLayers",
+    "NoFloat32Error",
+    "UnsupportedModelError",
+    "cache_argument",
+    "in_float32",
+]

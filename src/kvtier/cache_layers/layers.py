@@ -8,6 +8,7 @@ state of recurrent layers has no token axis: a snapshot of it fills whole blocks
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -24,8 +25,11 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvtier.cache_layers.float32 import in_float32
 from kvtier.errors import CacheError
 from kvtier.layout import Attention, DType, KVGroup, Part
+
+logger = logging.getLogger(__name__)
 
 ALIGN_BYTES = 64
 """Pieces begin at multiples of this, so that each can be viewed as its dtype."""
@@ -192,9 +196,21 @@ class CacheLayers:
     def refuse_broken(self, model: PreTrainedModel) -> None:
         """Raise ``UnsupportedModelError`` if the model does not continue its own cache.
 
-        A dozen tokens are computed at once, and in two parts. Encoders look ahead, and Jamba drops
-        its state where several tokens follow it.
+        A dozen tokens are computed at once, and in two parts: in float32 if that is possible.
+        Encoders look ahead, and Jamba drops its state where several tokens follow it.
         """
+        if model.dtype is not torch.float32:
+            try:
+                with in_float32(model):
+                    self._refuse_difference(model)
+                return
+            except UnsupportedModelError:
+                raise
+            except Exception as error:  # any type: a part of a model may insist on its dtype
+                logger.info("a model is checked in %s, because %s", model.dtype, error)
+        self._refuse_difference(model)
+
+    def _refuse_difference(self, model: PreTrainedModel) -> None:
         ids = torch.arange(1, CHECK_TOKENS + 1, device=model.device)[None]
         cache = self.new_cache()
 

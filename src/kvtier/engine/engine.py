@@ -31,7 +31,7 @@ from kvtier.engine.request import (
 )
 from kvtier.engine.sampling import Sampler, SamplingParams
 from kvtier.engine.scheduler import Scheduler
-from kvtier.engine.self_check import check_model, num_check_tokens
+from kvtier.engine.self_check import check_in_float32, check_model, num_check_tokens
 from kvtier.errors import ConfigError, DeviceError
 from kvtier.hints import Hint
 from kvtier.identity import Basis, Identity
@@ -101,6 +101,9 @@ class Engine:
             bytes_per_block=group.bytes_per_block,
             context_note=_context_note(limits),
         )
+        num_tokens = num_check_tokens(model, config.chunk_tokens, limit)
+        sizes = config.block_size, config.chunk_tokens
+        check_in_float32(config.model, model, *sizes, num_tokens)
         self._runner = model.profile.make_runner(
             model.module, config.block_size, num_blocks, config.chunk_tokens
         )
@@ -117,13 +120,7 @@ class Engine:
         self.sampling_defaults = model.sampling_defaults
         self._identity = model.identity
         self._weights = model.weights
-        self.check = check_model(
-            config.model,
-            model,
-            self._runner,
-            config.chunk_tokens,
-            num_check_tokens(model, config.chunk_tokens, limit),
-        )
+        self.check = check_model(config.model, model, self._runner, config.chunk_tokens, num_tokens)
         self._copier = copier
         self._events = BlockLog() if config.events else None
         self._cache = self._runner.open_cache(config.cache, copier, self._events)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
 
+from kvtier.cache_layers import NoFloat32Error, in_float32
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS
 from kvtier.devices import Finding
-from kvtier.engine.models import LoadedModel, load_model
+from kvtier.engine.models import LoadedModel, load_model, measure_model
 from kvtier.engine.profile import attention_of, reason
 from kvtier.engine.runner import Runner
 from kvtier.errors import ConfigError
 from kvtier.snapshots import SNAPSHOT_TOKENS
+
+logger = logging.getLogger(__name__)
 
 REFERENCE = "eager"
 """transformers' plain attention: the others leave out soft caps or sinks of some models."""
@@ -34,7 +38,7 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Largest difference of logits, relative to the token's largest logit.
 
 In float16 and bfloat16 it is that of the median token: rounding sends single tokens to other
-experts, in both ways of computing.
+experts, in both ways of computing. Such models are checked in float32 first, if it fits.
 """
 
 
@@ -67,6 +71,33 @@ def num_check_tokens(model: LoadedModel, chunk_tokens: int, limit: int) -> int:
     reach = max([*model.profile.windows, *named, 0])
     wanted = max(int(chunk_tokens * NUM_CHUNKS), reach + chunk_tokens + chunk_tokens // 2)
     return min(wanted, limit)
+
+
+def check_in_float32(
+    name: str, model: LoadedModel, block_size: int, chunk_tokens: int, num_tokens: int
+) -> None:
+    """Check a model of 16 bits as ``check_model`` does, with its weights in float32.
+
+    It is checked as it is only, with a warning, where float32 takes too much memory.
+    """
+    module = model.module
+    if module.dtype is torch.float32:
+        return
+    try:
+        with in_float32(module):
+            try:
+                _one_shot(name, module, [0], [0])
+            except ConfigError as error:
+                raise NoFloat32Error(str(error.__cause__)) from error
+            exact = replace(model, profile=measure_model(module, name))
+            _check(name, exact, block_size, chunk_tokens, num_tokens)
+    except (NoFloat32Error, torch.OutOfMemoryError) as error:
+        logger.warning(
+            "model: %r is checked in %s only, where rounding hides small errors, because %s",
+            name,
+            str(module.dtype).removeprefix("torch."),
+            reason(error) if isinstance(error, torch.OutOfMemoryError) else error,
+        )
 
 
 @torch.inference_mode()
@@ -113,6 +144,16 @@ def check_model(
             "the embedded engine does not compute this model as it is meant"
         )
     return SelfCheck(num_tokens, difference, tolerance, time.process_time() - began)
+
+
+def _check(
+    name: str, model: LoadedModel, block_size: int, chunk_tokens: int, num_tokens: int
+) -> SelfCheck:
+    """Check a model with a runner that has just the blocks for it."""
+    num_blocks = -(-num_tokens // block_size)
+    num_blocks = model.profile.pool_blocks(num_blocks, block_size, chunk_tokens)
+    runner = model.profile.make_runner(model.module, block_size, num_blocks, chunk_tokens)
+    return check_model(name, model, runner, chunk_tokens, num_tokens)
 
 
 def _prompt(vocab_size: int, num_tokens: int) -> list[int]:
@@ -162,7 +203,9 @@ def examine(name: str, device_name: str, dtype_name: str = "auto") -> tuple[Find
     if model.weights is not None:
         model.weights.stop()
     try:
-        checked = _check(name, model)
+        num_tokens = num_check_tokens(model, CHUNK_TOKENS, model.max_tokens)
+        check_in_float32(name, model, BLOCK_SIZE, CHUNK_TOKENS, num_tokens)
+        checked = _check(name, model, BLOCK_SIZE, CHUNK_TOKENS, num_tokens)
     except ConfigError as error:
         return (*_facts(model), Finding("served", "no", str(error).removeprefix("model: ")))
     runner, why = model.profile.runner_name, model.profile.slow_because
@@ -177,13 +220,6 @@ def examine(name: str, device_name: str, dtype_name: str = "auto") -> tuple[Find
         Finding("self-check", f"{checked.difference:.1e} of the logits' scale", told),
         Finding("served", "yes", f"by the {runner} runner{slow}: kvtier serve --model"),
     )
-
-
-def _check(name: str, model: LoadedModel) -> SelfCheck:
-    num_tokens = num_check_tokens(model, CHUNK_TOKENS, model.max_tokens)
-    num_blocks = model.profile.pool_blocks(-(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, CHUNK_TOKENS)
-    runner = model.profile.make_runner(model.module, BLOCK_SIZE, num_blocks, CHUNK_TOKENS)
-    return check_model(name, model, runner, CHUNK_TOKENS, num_tokens)
 
 
 def _facts(model: LoadedModel) -> tuple[Finding, ...]:
