@@ -6,6 +6,7 @@ import inspect
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import cast
@@ -94,10 +95,15 @@ def test_a_setting_that_cant_be_used_is_told_in_one_sentence(
     assert result.stdout == ""
 
 
-def without_engine(*arguments: str) -> subprocess.CompletedProcess[str]:
+MISSING = ("torch", "transformers", "fastapi")
+
+
+def without_engine(
+    *arguments: str, missing: Sequence[str] = MISSING
+) -> subprocess.CompletedProcess[str]:
     """``kvtier`` where importing what serves a model fails."""
     code = (
-        "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'fastapi']));"
+        f"import sys; sys.modules.update(dict.fromkeys({list(missing)}));"
         "from kvtier.cli import app; app(sys.argv[1:], prog_name='kvtier')"
     )
     command = [sys.executable, "-c", code, *arguments]
@@ -117,14 +123,63 @@ def without_engine(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--threads", "-1"], "threads: -1 is below 0"),
         (["--max-model-tokens", "-5"], "max_model_tokens: -5 is below 0"),
         (["no-such-model"], "model: 'no-such-model' is neither built in"),
+        (["--host-capacity", "900TiB"], "host tier: a capacity of 921600.00 GiB does not fit"),
+        (["--host-capacity", "1000000x"], "host tier: a capacity of 250000.00 GiB does not fit"),
+        (
+            ["--disk-path", "{folder}", "--disk-capacity", "900TiB"],
+            "disk tier: a capacity of 92160",
+        ),
+        (["--disk-path", "/dev/null/x"], "disk tier: /dev/null/x can't be created"),
+        (["--disk-path", "{folder}/.."], "disk tier: {folder}/.. holds no slab"),
+        (["--disk-path", "{folder}", "--encryption-key", "env:NO_SUCH"], "encryption_key: env:NO"),
+        (["--disk-path", "{folder}", "--codec", "zip"], "codec: 'zip' is unknown"),
+        (["--record", "/no/such/folder/trace"], "record: there is no directory /no/such/folder"),
+        (["--record-max-bytes", "1", "--record", "{folder}"], "record_max_bytes: 1 is below 1 MiB"),
+        (["--events", "5557"], "events: can't publish at '5557'"),
     ],
 )
-def test_settings_are_checked_before_torch_is_imported(options: list[str], sentence: str) -> None:
+def test_settings_are_checked_before_torch_is_imported(
+    options: list[str], sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "other").touch()
+    folder = str(tmp_path / "folder")
     port = [] if "--port" in options else ["--port", "0"]
+    options = [each.replace("{folder}", folder) for each in options]
     done = without_engine("serve", *port, *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"kvtier serve: {sentence.replace('{folder}', folder)}")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "package", "sentence"),
+    [
+        (["--storage", "s3://bucket"], "obstore", "storage: s3: needs the package obstore; inst"),
+        (["--events", "tcp://127.0.0.1:0"], "zmq", "events: "),
+        (["--traces"], "opentelemetry", "traces: "),
+    ],
+)
+def test_missing_packages_are_named_before_torch_is_imported(
+    options: list[str], package: str, sentence: str
+) -> None:
+    done = without_engine("serve", "--port", "0", *options, missing=(*MISSING, package))
     assert done.returncode == 2
     assert done.stderr.startswith(f"kvtier serve: {sentence}")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.engine
+def test_a_device_that_is_not_there_is_named_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load_model(*_: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("kvtier.engine.engine.load_model", load_model)
+    result = kvtier("serve", "--port", "0", "--device", "npu:0")
+    assert result.exit_code == 2
+    assert "the model was loaded" not in result.stderr
+    assert "'npu:0'" in result.stderr
 
 
 def test_loading_of_a_model_is_told_before_torch_is_imported() -> None:

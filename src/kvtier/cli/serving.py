@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import typer
 
-from kvtier import server
+from kvtier import __version__, server
 from kvtier.cli.api_keys import KEY_VARIABLE
+from kvtier.config import parse_size
 from kvtier.engine import EngineConfig
 from kvtier.engine.model_names import find_model
+from kvtier.recording import check_recording, salt_from_environment
 from kvtier.server import ServerConfig
 from kvtier.system.plugins import find_plugin
-from kvtier.telemetry.publisher import is_local
-from kvtier.tiers.row import plugins_of, storage_names
+from kvtier.telemetry.block_events import BlockLog
+from kvtier.telemetry.publisher import Publisher, is_local
+from kvtier.telemetry.traces import open_traces
+from kvtier.tiers.row import check_tiers
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +33,7 @@ def serve_until_ended(
     """
     server.raise_descriptor_limit()
     server.room_for_connections()
-    _check(engine_config)
+    _check(engine_config, server_config)
     with server.bind(server_config.host, server_config.port) as listener:
         if server_config.ssl_certfile is not None:
             server.open_certificate(server_config)
@@ -47,13 +52,19 @@ def serve_until_ended(
             server.HttpServer(engine, server_config, listener).run(tell, handle_signals=True)
 
 
-def _check(config: EngineConfig) -> None:
-    """Raise ``ConfigError`` for unknown names of models, policies and plug-ins."""
+def _check(config: EngineConfig, server_config: ServerConfig) -> None:
+    """Raise ``ConfigError`` for all settings that can be refused before the model is loaded."""
     find_model(config.model)
     find_plugin("policies", config.cache.eviction_policy)
-    storage_names(config.cache.storage, bool(config.cache.disk_path))
-    for plugin in plugins_of(config.cache.storage):
-        find_plugin("tiers", plugin)
+    check_tiers(config.cache, parse_size(config.device_capacity, "device_capacity"))
+    if config.events:
+        Publisher(BlockLog(), config.events, config.events_replay).close()
+    if server_config.record:
+        path = Path(server_config.record).expanduser()
+        check_recording(path, server_config.record_max_bytes)
+        salt_from_environment()
+    if server_config.traces:
+        open_traces(__version__).close()
 
 
 def _warn(engine_config: EngineConfig, server_config: ServerConfig, is_open: bool) -> None:

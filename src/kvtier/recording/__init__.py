@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvtier.recording.chains import SALT_VARIABLE, Chains, salt_from_environment
 from kvtier.recording.format import MARK, VERSION, Header, LineWriter, unpacked
-from kvtier.recording.recorder import LEAST_BYTES, Recorder
+from kvtier.recording.recorder import LEAST_BYTES, Recorder, check_recording
 
 __all__ = [
     "LEAST_BYTES",
@@ -18,6 +18,7 @@ __all__ = [
     "Header",
     "LineWriter",
     "Recorder",
+    "check_recording",
     "salt_from_environment",
     "unpacked",
 ]

@@ -78,8 +78,7 @@ class Recorder:
         max_bytes: int = 1 << 30,
         count: Callable[[bool], None] = lambda written: None,
     ) -> None:
-        if max_bytes < LEAST_BYTES:
-            raise ConfigError(f"record_max_bytes: {max_bytes} is below 1 MiB")
+        _check_limit(max_bytes)
         self._path = path
         self._chains = chains
         self._max_bytes = max_bytes // 2
@@ -200,6 +199,20 @@ class Recorder:
             if not self._has_failed:
                 logger.warning("recording stopped path=%s error=%s", self._path, error)
             self._has_failed = True
+
+
+def check_recording(path: Path, max_bytes: int) -> None:
+    """Raise ``ConfigError`` if no recorder could write to ``path`` now. A missing file is made."""
+    _check_limit(max_bytes)
+    try:
+        _opened(path).close()
+    except OSError as error:
+        raise ConfigError(f"record: can't write {path}: {error.strerror}") from error
+
+
+def _check_limit(max_bytes: int) -> None:
+    if max_bytes < LEAST_BYTES:
+        raise ConfigError(f"record_max_bytes: {max_bytes} is below 1 MiB")
 
 
 def _opened(path: Path) -> BinaryIO:

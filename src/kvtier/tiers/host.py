@@ -53,13 +53,8 @@ class HostTier(MemoryTier):
             )
         options = options or ArenaOptions()
         is_there = options.file is not None and options.file.exists()
-        left, limited_by = available_bytes()
-        if not is_there and capacity_bytes + RESERVE_BYTES > left:
-            raise ConfigError(
-                f"host tier: a capacity of {capacity_bytes / 2**30:.2f} GiB does not fit: "
-                f"{left / 2**30:.2f} GiB are left ({limited_by}) and "
-                f"{RESERVE_BYTES / 2**30:.0f} GiB stay reserved; lower host capacity"
-            )
+        if not is_there:
+            check_host_capacity(capacity_bytes)
         layout = named_layout("block_first", group, num_blocks)
         self.arena = Arena(layout, device, options, touch)
         super().__init__(HOST, self.arena.memory, layout)
@@ -101,3 +96,14 @@ class HostTier(MemoryTier):
 
     def close(self) -> None:
         self.arena.close()
+
+
+def check_host_capacity(capacity_bytes: int) -> None:
+    """Raise ``ConfigError`` if the machine or the control group has less memory left."""
+    left, limited_by = available_bytes()
+    if capacity_bytes + RESERVE_BYTES > left:
+        raise ConfigError(
+            f"host tier: a capacity of {capacity_bytes / 2**30:.2f} GiB does not fit: "
+            f"{left / 2**30:.2f} GiB are left ({limited_by}) and "
+            f"{RESERVE_BYTES / 2**30:.0f} GiB stay reserved; lower host capacity"
+        )

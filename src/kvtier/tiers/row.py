@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qsl, urlencode
@@ -11,17 +12,18 @@ from urllib.parse import parse_qsl, urlencode
 from kvtier.config import CacheConfig, parse_capacity, parse_size
 from kvtier.devices import Device
 from kvtier.devices.base import Memory
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, install_command
 from kvtier.layout import KVGroup
-from kvtier.system.plugins import load_plugin
+from kvtier.system.plugins import find_plugin, load_plugin
 from kvtier.tiers.arena import ArenaOptions
 from kvtier.tiers.base import DeviceTier, MemoryTier
 from kvtier.tiers.codecs import CodingOptions
 from kvtier.tiers.codecs.encryption import names_key
-from kvtier.tiers.codecs.opening import NONE, is_lossy
+from kvtier.tiers.codecs.opening import NONE, check_coding, is_lossy
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.direct import Pool
-from kvtier.tiers.host import HostTier
+from kvtier.tiers.disk.opening import check_folders
+from kvtier.tiers.host import HostTier, check_host_capacity
 from kvtier.tiers.pieces import HOST_KINDS
 from kvtier.tiers.storage import StorageSite, StorageTier
 from kvtier.tiers.wrappers import ThrottledTier
@@ -29,6 +31,8 @@ from kvtier.types import DEVICE, DISK, HOST, Direct
 
 CODED: Final = frozenset({"valkey", "valkeys", "redis", "rediss", "s3", "mooncake", "nixl"})
 """Plug-ins with the options ``codec`` and ``encryption_key``."""
+PACKAGES: Final = {"s3": "obstore", "mooncake": "mooncake", "nixl": "nixl"}
+"""Packages that plug-ins need. The extras have the names of the plug-ins."""
 NODE: Final = "node"
 """The plug-in of a node, which encrypts what it stores by its own settings."""
 
@@ -76,6 +80,33 @@ def make_tiers(
         _check_reach(tiers, pool)
         undo.pop_all()
     return tiers
+
+
+def check_tiers(config: CacheConfig, device_bytes: int) -> None:
+    """Raise ``ConfigError`` for tiers that are impossible whatever the shape of the blocks is.
+
+    For callers that load a model before they make the tiers.
+
+    device_bytes: size of the device pool.
+    """
+    storage_names(config.storage, bool(config.disk_path))
+    for plugin in plugins_of(config.storage):
+        find_plugin("tiers", plugin)
+        package = PACKAGES.get(plugin)
+        if package is not None and find_spec(package) is None:
+            raise ConfigError(
+                f"storage: {plugin}: needs the package {package}; install it: "
+                f"{install_command(plugin)}"
+            )
+    coding = CodingOptions(config.codec, config.encryption_key)
+    if config.disk_path or config.storage:
+        check_coding(coding)
+    coded_locations(config.storage, coding)
+    host_bytes = parse_capacity(config.host_capacity, device_bytes, "host_capacity")
+    check_host_capacity(host_bytes)
+    _check_direct(config, host_bytes)
+    if config.disk_path:
+        check_folders(_disk_options(config))
 
 
 def _storages(

@@ -289,7 +289,9 @@ class FullDisk(DiskSystem):
 
 def test_full_device_is_a_clear_error_and_leaves_nothing_behind(tmp_path: Path) -> None:
     options = DiskOptions(tmp_path / "slab", 1 << 30)
-    with pytest.raises(ConfigError, match=r"1.00 GiB does not fit.*No space left.*lower capacity"):
+    with pytest.raises(
+        ConfigError, match=r"1.00 GiB does not fit.*No space left.*lower disk_capacity"
+    ):
         DiskBlocks(options, SMALL, Arena().memory, FullDisk())
     assert [each.name for each in (tmp_path / "slab").iterdir()] == ["flock"]
     with world(tmp_path, 4) as here:

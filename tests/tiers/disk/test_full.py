@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskBlocks, DiskOptions
 from kvtier.tiers.disk.format.journal import max_journal_bytes
+from kvtier.tiers.disk.system import DiskSystem, spare_bytes
 from kvtier.types import Slot
 from tests.tiers.disk.world import SMALL, Arena, World, key, world
 
@@ -67,11 +70,42 @@ def churn(here: World, first: int, num: int) -> dict[int, Slot]:
 
 
 def test_a_capacity_that_does_not_fit_is_a_clear_error(mount: Path) -> None:
-    with pytest.raises(ConfigError, match=r"No space left.*are free\); lower capacity_bytes"):
+    with pytest.raises(ConfigError, match=r"No space left.*may be taken\); lower disk_capacity"):
         DiskBlocks(DiskOptions(mount / "slab", 8 << 20), SMALL, Arena().memory)
     assert [each.name for each in (mount / "slab").iterdir()] == ["flock"]
     with world(mount, NUM_SLOTS) as here:
         here.put(1)
+
+
+def test_what_does_not_fit_is_not_taken_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr("os.posix_fallocate", lambda fd, start, num: taken.append(num))
+    with pytest.raises(ConfigError, match=r"capacity of 10240\.00 GiB does not fit") as caught:
+        DiskBlocks(DiskOptions(tmp_path / "slab", 10 << 40), SMALL, Arena().memory)
+    assert taken == []
+    free = shutil.disk_usage(tmp_path).free
+    shown = re.search(r"\(([0-9.]+) GiB are free", str(caught.value))
+    assert shown is not None
+    assert abs(float(shown[1]) * 2**30 - free) < free / 10 + (1 << 30)
+
+
+def test_a_new_slab_leaves_a_part_of_the_disk_free(mount: Path) -> None:
+    """A capacity that the disk has room for, and nothing beside it."""
+    found = os.statvfs(mount)
+    free = found.f_bavail * found.f_frsize
+    assert 0 < free - spare_bytes(found) <= found.f_blocks * found.f_frsize // 100
+    fitting = spare_bytes(found) // 4096 * 4096
+    fd = os.open(mount / "data", os.O_RDWR | os.O_CREAT)
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            DiskSystem().reserve(fd, free)
+        assert os.fstat(fd).st_blocks == 0
+        DiskSystem().reserve(fd, fitting)
+        DiskSystem().reserve(fd, fitting)  # what it has already is not missing
+    finally:
+        os.close(fd)
 
 
 @pytest.mark.slow

@@ -72,6 +72,24 @@ def test_no_second_owner_is_let_in_whatever_is_deleted_or_moved(
         here.put(2)
 
 
+@pytest.mark.parametrize("compacts", [False, True])
+def test_a_folder_that_was_emptied_under_its_owner_is_made_anew_at_the_next_start(
+    tmp_path: Path, compacts: bool
+) -> None:
+    """The owner writes some of its files again: when it compacts its journal, and when it ends."""
+    with world(tmp_path, 8) as here:
+        here.put(1)
+        delete_the_slab(here.options.path)
+        if compacts:
+            here.tier.parts[0].slab.compact()
+        here.tier.close()
+        assert [*here.options.path.iterdir()]
+        here.open()
+        assert len(here.tier.listed) == 0
+        slots = here.put(1)
+        assert here.load([key(1)], slots) == [OK]
+
+
 def test_owner_is_named_and_told_to_who_only_looks(tmp_path: Path) -> None:
     with world(tmp_path, 8) as here:
         assert f"process {os.getpid()} (" in refused(here.options.path)

@@ -72,7 +72,7 @@ def test_capacity_is_reserved_when_the_slab_is_opened(tmp_path: Path) -> None:
 
 
 def test_capacity_below_one_block_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"4095 bytes.*4096.*raise capacity_bytes"):
+    with pytest.raises(ConfigError, match=r"4095 bytes.*4096.*raise disk_capacity"):
         DiskBlocks(DiskOptions(path=tmp_path / "s", capacity_bytes=4095), SMALL, Arena().memory)
 
 

@@ -37,7 +37,7 @@ from kvtier.tiers.disk.format.limits import (
     check_sequence,
     check_superblock,
 )
-from kvtier.tiers.disk.format.making import NO_ROOM, is_new, make_slab, too_full
+from kvtier.tiers.disk.format.making import NO_ROOM, check_free, is_new, make_slab, too_full
 from kvtier.tiers.disk.format.membership import check_members, enter, set_id_of
 from kvtier.tiers.disk.format.records import RECORD_BYTES
 from kvtier.tiers.disk.format.rows import SlotRows
@@ -83,7 +83,7 @@ def wanted(options: DiskOptions, group: KVGroup, num_parts: int = 1) -> Superblo
     if num_slots < 1:
         raise ConfigError(
             f"disk tier: a capacity of {options.capacity_bytes} bytes is below one block "
-            f"({slot_bytes} bytes); raise capacity_bytes"
+            f"({slot_bytes} bytes); raise disk_capacity"
         )
     check_room(num_slots, slot_bytes)
     return Superblock(
@@ -145,6 +145,22 @@ def open_slabs(
             enter(slabs, set_id)
         undo.pop_all()
         return slabs
+
+
+def check_folders(options: DiskOptions) -> None:
+    """Raise ``ConfigError`` for folders and capacities that are impossible whatever the blocks are.
+
+    Missing folders are made.
+    """
+    for part in options.each_part():
+        folder = part.path
+        with _refusals_of(folder):
+            make_folder(folder)
+            has_bytes = 0
+            if not is_new(folder):
+                read_superblock(folder)
+                has_bytes = (folder / DATA).lstat().st_blocks * 512
+            check_free(folder, part.capacity_bytes, has_bytes)
 
 
 def open_slab(folder: Path, system: DiskSystem, clock: Callable[[], float] = time.time) -> Slab:

@@ -18,6 +18,8 @@ from kvtier.types import IoKind
 
 _KEEP_SIZE: Final = 1
 """FALLOC_FL_KEEP_SIZE of fallocate(2)."""
+MAX_FREE_BYTES: Final = 1 << 30
+"""Most bytes of a file system that a reservation leaves free for other programs."""
 _CAN_NOT: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV)
 
 
@@ -46,7 +48,14 @@ class DiskSystem:
         os.ftruncate(fd, num_bytes)
 
     def reserve(self, fd: int, num_bytes: int) -> None:
-        """Allocate ``num_bytes`` from the start of the file; ENOSPC if the disk is full."""
+        """Allocate ``num_bytes`` from the start of the file.
+
+        Raises ENOSPC, before anything is allocated, if too little would stay free: an allocation
+        that fails has taken the free space of other programs until then.
+        """
+        missing = num_bytes - os.fstat(fd).st_blocks * 512
+        if missing > 0 and missing > spare_bytes(os.fstatvfs(fd)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(fd, 0, num_bytes)
 
     def reserve_ahead(self, fd: int, num_bytes: int) -> None:
@@ -81,6 +90,12 @@ class DiskSystem:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def spare_bytes(found: os.statvfs_result) -> int:
+    """Return the bytes of a file system that a slab may take: a hundredth of it stays free."""
+    reserve = min(MAX_FREE_BYTES, found.f_blocks * found.f_frsize // 100)
+    return max(0, found.f_bavail * found.f_frsize - reserve)
 
 
 def read_at(fd: int, num_bytes: int, offset: int) -> bytes:

@@ -81,7 +81,7 @@ def check_room(num_slots: int, slot_bytes: int) -> None:
         most = min(MAX_SLOTS, MAX_BYTES // slot_bytes)
         raise ConfigError(
             f"disk tier: {num_slots} slots of {slot_bytes} bytes are more than a slab can have "
-            f"({most}); lower capacity_bytes"
+            f"({most}); lower disk_capacity"
         )
 
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import errno
 import os
-import shutil
 from pathlib import Path
 
 from kvtier.errors import ConfigError
@@ -25,18 +24,23 @@ from kvtier.tiers.disk.format.records import RECORD_BYTES, header, seal
 from kvtier.tiers.disk.format.superblock import Superblock
 from kvtier.tiers.disk.recovery.trust import reserve_trust
 from kvtier.tiers.disk.slab import write_superblock
-from kvtier.tiers.disk.system import DiskSystem
+from kvtier.tiers.disk.system import DiskSystem, spare_bytes
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_new(folder: Path) -> bool:
-    """Return whether the folder is empty, missing, or has a slab whose creation was interrupted."""
+    """Return whether the folder is missing, or has no slab and nothing but files of one.
+
+    Such files are left by a creation that was interrupted, and by a process under which the folder
+    was emptied: it writes some of them when it ends.
+    """
     try:
-        there = {each.name for each in folder.iterdir()} - {LOCK}
+        there = {each.name for each in folder.iterdir()}
     except (FileNotFoundError, NotADirectoryError):
         return True
-    return not there or (NEW_SUPERBLOCK in there and SUPERBLOCK not in there)
+    is_interrupted = NEW_SUPERBLOCK in there and SUPERBLOCK not in there
+    return is_interrupted or not there - {JOURNAL, NEW_JOURNAL, TRUST, LOCK}
 
 
 def make_slab(folder: Path, want: Superblock, system: DiskSystem) -> None:
@@ -77,8 +81,23 @@ def make_slab(folder: Path, want: Superblock, system: DiskSystem) -> None:
 
 def too_full(folder: Path, want: Superblock, error: OSError) -> ConfigError:
     """Return the error for a disk without room for the slab."""
+    return _too_full(folder, want.slot_bytes * want.num_slots, error.strerror or "it is too full")
+
+
+def check_free(folder: Path, capacity_bytes: int, has_bytes: int) -> None:
+    """Raise ``ConfigError`` if the file system of ``folder`` has no room for a slab.
+
+    has_bytes: allocated by the slab already.
+    """
+    if capacity_bytes - has_bytes > spare_bytes(os.statvfs(folder)):
+        raise _too_full(folder, capacity_bytes, os.strerror(errno.ENOSPC))
+
+
+def _too_full(folder: Path, capacity_bytes: int, reason: str) -> ConfigError:
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
     return ConfigError(
-        f"disk tier: a capacity of {want.slot_bytes * want.num_slots / 2**30:.2f} GiB does not fit "
-        f"into {folder}: {error.strerror} ({shutil.disk_usage(folder).free / 2**30:.2f} GiB are "
-        "free); lower capacity_bytes or choose another path"
+        f"disk tier: a capacity of {capacity_bytes / 2**30:.2f} GiB does not fit into {folder}: "
+        f"{reason} ({free / 2**30:.2f} GiB are free, of which {spare_bytes(found) / 2**30:.2f} GiB "
+        "may be taken); lower disk_capacity or choose another path"
     )

@@ -26,6 +26,7 @@ from kvtier.tiers.remote.s3.manifests import MAX_BYTES
 
 if TYPE_CHECKING:
     from obstore import ListStream, ObjectMeta
+    from obstore.store import ClientConfig
 
 Result = TypeVar("Result")
 
@@ -104,7 +105,7 @@ class Objects:
         host = urlsplit(endpoint).hostname or ""
         # Without a proxy of its own the client uses that of the environment, which can't reach a
         # server on this machine. This one is used for no request.
-        no_proxy = {"proxy_url": endpoint, "proxy_excludes": host} if is_local(host) else {}
+        no_proxy: ClientConfig = {"proxy_url": endpoint, "proxy_excludes": host}
         self._store = S3Store(
             bucket,
             prefix=prefix or None,
@@ -113,7 +114,7 @@ class Objects:
                 "allow_http": endpoint.startswith("http://"),
                 "connect_timeout": timedelta(seconds=CONNECT_S),
                 "timeout": timedelta(seconds=REQUEST_S),
-                **no_proxy,  # type: ignore[typeddict-item]
+                **(no_proxy if is_local(host) else {}),
             },
             retry_config={
                 "max_retries": NUM_RETRIES,
