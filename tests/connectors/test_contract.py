@@ -188,6 +188,7 @@ def test_classes_are_handed_out_only_after_a_look_at_vllm(
     monkeypatch.setitem(sys.modules, "kvtier.connectors.vllm.offloading.spec", spec)
     installs(sources())
     assert entry.KvtierSpec is made
+    assert vars(entry).pop("KvtierSpec") is made, "found once"
     installs(sources(("Medium", "CPU: object", "HOST: object")))
     with pytest.raises(ConfigError, match="Medium has no CPU: use vLLM"):
         _ = entry.KvtierSpec

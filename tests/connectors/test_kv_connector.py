@@ -213,6 +213,37 @@ def test_request_that_is_aborted_while_it_loads_leaves_nothing_behind(
     assert world.asks(world.request("more", TEXT + "s")) == len(TEXT)
 
 
+def test_request_that_is_aborted_while_another_connector_loads_its_pages_stores_nothing(
+    make: Callable[..., KvWorld],
+) -> None:
+    """vLLM counts the tokens as computed as soon as the load begins."""
+    world = make()
+    request = world.request("first", TEXT)
+    assert world.asks(request) == 0
+    world.gets_pages(request, range(6))
+    request.num_computed_tokens = len(TEXT)
+    assert world.half.finish(request, range(6)) is False
+    world.step()
+    assert world.half.manager.ladder.used_slots()[HOST] == 0
+
+
+def test_pages_that_another_connector_failed_to_load_are_stored_when_they_are_computed(
+    make: Callable[..., KvWorld],
+) -> None:
+    world = make()
+    request, other = world.request("first", TEXT), world.request("other", TEXT.upper())
+    for each in (request, other):
+        world.asks(each)
+    scheduled = (request, range(6), len(TEXT)), (other, range(6, 12), len(TEXT))
+    world.run(world.message(*scheduled), ends=False)
+    world.half.drop_failed({2})
+    world.hear()
+    assert world.asks(world.request("again", TEXT + "s")) == 0, "computed behind a wrong page"
+    assert world.asks(world.request("more", TEXT.upper() + "s")) == len(TEXT)
+    world.step(cached=_generates(0), num_scheduled={"first": len(TEXT)})
+    assert world.asks(world.request("later", TEXT + "s")) == len(TEXT)
+
+
 def test_preempted_request_stores_nothing_and_its_slots_wait_for_all_ranks(
     make: Callable[..., KvWorld],
 ) -> None:

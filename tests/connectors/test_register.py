@@ -24,6 +24,11 @@ class Factory:
             raise ValueError(f"{name} is registered")
         self.known[name] = (module, kind)
 
+    def register_connector(self, name: str, module: str, kind: str) -> None:
+        if name in self._registry:
+            raise ValueError(f"{name} is registered")
+        self._registry[name] = lambda: type(kind, (), {"module": module})
+
     register_tier = register_cache_policy = register_spec
 
 
@@ -62,6 +67,9 @@ def test_spec_is_known_by_its_short_name(monkeypatch: pytest.MonkeyPatch) -> Non
     stands_in = factory._registry["OffloadingConnector"]
     assert isinstance(stands_in, InPlaceOf)
     assert stands_in._theirs() is dict, "once, however often it was registered"
+    own = factory._registry["KvtierConnector"]()
+    assert own.__name__ == "KvtierConnector"
+    assert own.module == "kvtier.connectors.vllm.entry"  # type: ignore[attr-defined]
 
 
 def test_tier_and_policy_alone_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

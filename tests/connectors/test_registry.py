@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvtier.connectors.common.contract import Contract
+from kvtier.connectors.vllm.kv_connector import contract as kv_connector
 from kvtier.connectors.vllm.offloading import contract
 from kvtier.connectors.vllm.registry import MULTI_NAME, Connectors, InPlaceOf
 
@@ -78,10 +80,43 @@ def test_multi_connector_of_vllm_is_ours_under_its_own_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = ModuleType("kvtier.connectors.vllm.offloading.multi")
-    module.__dict__.update(over_multi=_over)
+    module.__dict__.update(over_offloading=_over)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     connectors = Connectors({MULTI_NAME: lambda: Theirs, "name": lambda: object}, "name")
     assert issubclass(connectors[MULTI_NAME](), Theirs)
     assert issubclass(connectors[MULTI_NAME](), Ours)
     monkeypatch.setattr(type(contract.VLLM), "differences", lambda _: ["something moved"])
+    connectors[MULTI_NAME] = lambda: Theirs
     assert connectors[MULTI_NAME]() is Theirs
+
+
+def test_multi_connector_of_older_vllm_is_that_of_kvtiers_own_connector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = ModuleType("kvtier.connectors.vllm.multi")
+    module.__dict__.update(over_multi=_over)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def differences(asked: Contract) -> list[str]:
+        return [] if asked is kv_connector.VLLM else ["something moved"]
+
+    monkeypatch.setattr(Contract, "differences", differences)
+    found = Connectors({MULTI_NAME: lambda: Theirs}, "name")[MULTI_NAME]()
+    assert issubclass(found, Ours)
+    assert issubclass(found, Theirs)
+
+
+def test_sources_of_vllm_are_compared_once_however_often_a_class_is_looked_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MultiConnector looks a class up with every statistics."""
+    compared: list[Contract] = []
+
+    def differences(asked: Contract) -> list[str]:
+        compared.append(asked)
+        return []
+
+    monkeypatch.setattr(Contract, "differences", differences)
+    connectors = Connectors({"name": lambda: Theirs}, "name")
+    assert len({connectors["name"]() for _ in range(3)}) == 1
+    assert len(compared) == 1

@@ -49,6 +49,10 @@ class FaultyConnector(KvtierConnector):
         worker._engine.start()
 
 
+# MultiConnector looks up by this name the class that reads the statistics.
+FaultyConnector.__name__ = KvtierConnector.__name__
+
+
 class SlowConnector(FaultyConnector):
     """``"kv_connector": "SlowConnector"``."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,16 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from tests.vllm.engines import connector, count, multi, prompt
+from tests.vllm.engines import (
+    BLOCK,
+    connector,
+    count,
+    engine,
+    multi,
+    one_by_one,
+    own_connector,
+    prompt,
+)
 from tests.vllm.scheduler_half import HASHER, make_config, make_half
 
 INSIDE = {
@@ -47,6 +57,41 @@ def _connectors(trace: Path) -> dict[str, dict[str, Any]]:
         "theirs": connector(**theirs),
         "recorded": connector(**theirs, record=str(trace)),
     }
+
+
+OWN = "KvtierConnector"
+
+
+def _example(folder: Path) -> dict[str, Any]:
+    """Return vLLM's example of a connector, which keeps prompts in files."""
+    return {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", [OWN, "OffloadingConnector"])
+def test_failed_loads_beside_another_connector_are_computed(tmp_path: Path, kind: str) -> None:
+    """The server shows the statistics of the connectors inside."""
+    faulty = connector(
+        host_capacity="256MiB", spec_name="FaultySpec", spec_module_path="tests.vllm.faulty"
+    )
+    if kind == OWN:
+        faulty = own_connector(host_capacity="256MiB")
+        faulty["kv_connector"] = "FaultyConnector"
+        faulty["kv_connector_module_path"] = "tests.vllm.faulty_connector"
+    some = prompt(5, 3 * BLOCK + 50)
+    with engine(multi(faulty, _example(tmp_path))) as llm:
+        ((_, cold),) = one_by_one(llm, [some])
+        for _ in range(6):  # kvtier's copies fail every second time
+            for file in tmp_path.iterdir():  # of the other connector, which loads nothing
+                shutil.rmtree(file)
+            assert llm.reset_prefix_cache()
+            ((_, answer),) = one_by_one(llm, [some])
+            assert list(answer[0]) == list(cold[0])
+        assert count("vllm:kvtier_loaded_chunks_total", tier="host") > 0
 
 
 def _statistics(half: Any) -> Any:

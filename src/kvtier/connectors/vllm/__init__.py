@@ -35,6 +35,8 @@ from kvtier.connectors.vllm.registry import CONNECTOR_NAME, Connectors
 logger = logging.getLogger(__name__)
 
 SPEC_NAME = "kvtier"
+OWN_NAME = "KvtierConnector"
+"""Class of kvtier's own connector, in ``kv_connector/``."""
 
 
 def register() -> None:
@@ -45,15 +47,21 @@ def register() -> None:
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-        from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
         connectors = KVConnectorFactory._registry
+        if not isinstance(connectors, Connectors):
+            KVConnectorFactory._registry = Connectors(connectors, CONNECTOR_NAME)
         with suppress(ValueError):  # known already: one process may load its plug-ins twice
+            # MultiConnector looks up by their names the classes whose statistics it has.
+            KVConnectorFactory.register_connector(
+                OWN_NAME, "kvtier.connectors.vllm.entry", OWN_NAME
+            )
+        from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+        with suppress(ValueError):
             OffloadingSpecFactory.register_spec(
                 SPEC_NAME, "kvtier.connectors.vllm.entry", "KvtierSpec"
             )
-        if not isinstance(connectors, Connectors):
-            KVConnectorFactory._registry = Connectors(connectors, CONNECTOR_NAME)
         _register_pieces()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         logger.warning(

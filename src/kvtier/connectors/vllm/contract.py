@@ -11,7 +11,7 @@ from kvtier.connectors.common.contract import Takes
 
 READ: Mapping[str, tuple[str, ...]] = {
     "EngineCore": ("add_lora", "remove_lora"),
-    "KVConnectorOutput": ("kv_connector_worker_meta",),
+    "KVConnectorOutput": ("invalid_block_ids", "kv_connector_worker_meta"),
     "SchedulerOutput": (
         "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens",
         "total_num_scheduled_tokens", "scheduled_spec_decode_tokens", "preempted_req_ids",

@@ -30,4 +30,5 @@ def __getattr__(name: str) -> object:
         found = import_module("kvtier.connectors.vllm.offloading.spec").KvtierSpec
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found  # MultiConnector asks for a class with every statistics
     return found

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.connectors.common.contract import Contract, version_of
-from kvtier.connectors.vllm import SPEC_NAME
+from kvtier.connectors.vllm import OWN_NAME, SPEC_NAME
 from kvtier.connectors.vllm.kv_connector import contract as kv_connector
 from kvtier.connectors.vllm.offloading import contract as offloading
 from kvtier.connectors.vllm.registry import CONNECTOR_NAME
@@ -38,7 +38,7 @@ class Front:
 
 OFFLOADING = Front(CONNECTOR_NAME, offloading.VLLM, {}, {"spec_name": SPEC_NAME})
 OWN = Front(
-    "KvtierConnector",
+    OWN_NAME,
     kv_connector.VLLM,
     {"kv_connector_module_path": "kvtier.connectors.vllm.entry"},
     {},

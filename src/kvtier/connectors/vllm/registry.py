@@ -7,7 +7,9 @@ vLLM calls first: so the table itself remembers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 
+from kvtier.connectors.vllm.kv_connector import contract as kv_connector
 from kvtier.connectors.vllm.offloading import contract
 
 CONNECTOR_NAME = "OffloadingConnector"
@@ -51,6 +53,10 @@ class InPlaceOf:
         self._theirs = theirs
 
     def __call__(self) -> type:
+        return self._loaded
+
+    @cached_property
+    def _loaded(self) -> type:  # MultiConnector asks for a class with every statistics
         if contract.VLLM.differences():
             return self._theirs()
         from kvtier.connectors.vllm.offloading.connector import KvtierOffloadingConnector, over
@@ -73,13 +79,20 @@ class Multi:
         self._theirs = theirs
 
     def __call__(self) -> type:
-        theirs = self._theirs()
-        if contract.VLLM.differences():
-            return theirs
-        from kvtier.connectors.vllm.offloading.multi import over_multi
+        return self._loaded
 
-        found: type = over_multi(theirs)
-        return found
+    @cached_property
+    def _loaded(self) -> type:
+        theirs = self._theirs()
+        if not contract.VLLM.differences():
+            from kvtier.connectors.vllm.offloading.multi import over_offloading
+
+            return over_offloading(theirs)
+        if not kv_connector.VLLM.differences():
+            from kvtier.connectors.vllm.multi import over_multi
+
+            return over_multi(theirs)
+        return theirs
 
 
 class _Broken:

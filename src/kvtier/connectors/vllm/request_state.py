@@ -59,6 +59,8 @@ class RequestState:
     waited_s: float = 0.0
     loading: tuple[int, int, float] | None = None
     last_asked: bytes | None = None
+    is_doubted: bool = False
+    """Whether pages that its blocks were copied from may have been wrong."""
 
     def begin_look_up(self, num_computed: int) -> None:
         """The request is about to ask for its blocks, those after so many tokens."""
@@ -106,10 +108,10 @@ class RequestState:
         return read
 
     def is_computed_right(self) -> bool:
-        """Whether its KV is of the adapter that its keys name."""
+        """Whether its KV is of the tokens and the adapter that its keys name."""
         if self.adapter is not None and not self.adapter.holds():
             self.scope = NOWHERE
-        return self.scope is not NOWHERE
+        return self.scope is not NOWHERE and not self.is_doubted
 
     def is_kept(self, key: bytes) -> bool:
         """Whether a block may be kept at all."""

@@ -160,6 +160,7 @@ class KvtierConnector(KVConnectorBase_V1):
         return StepMetadata(message)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._half.drop_failed(connector_output.invalid_block_ids)
         theirs = connector_output.kv_connector_worker_meta
         if isinstance(theirs, RankMetadata):
             self._has_news = True

@@ -56,6 +56,7 @@ OVERRIDDEN: Mapping[str, Mapping[str, Takes]] = {
         "__init__": Takes("vllm_config, metric_types, labelnames, per_engine_labelvalues"),
         "observe": Takes("transfer_stats_data, engine_idx="),
     },
+    "MultiConnector": {"__init__": Takes("vllm_config, role, kv_cache_config")},
     "Scheduler": {"has_finished_requests": Takes()},
 }
 """vLLM calls these, and kvtier has its own: what vLLM may pass must be known."""
@@ -64,6 +65,7 @@ CALLED: Mapping[str, Mapping[str, Takes]] = {
     **SHARED_CALLED,
     "KVConnectorBase_V1": {"_get_connector_metadata": Takes()},
     "KVCacheBlocks": {"get_block_ids": Takes()},
+    "KVConnectorFactory": {"register_connector": Takes("name, module_path, class_name")},
 }
 """kvtier calls these: they must take what it passes, and want nothing more."""
 
@@ -81,6 +83,8 @@ READ = with_shared({
     "KVConnectorPromMetrics": (
         "_counter_cls", "_gauge_cls", "_histogram_cls", "per_engine_labelvalues",
     ),
+    "KVConnectorFactory": ("_registry",),
+    "MultiConnector": ("_connectors", "_ktc_kv_transfer_config"),
     "Scheduler": ("connector",),
     "KVConnectorRole": ("SCHEDULER", "WORKER"),
     "KVConnectorMetadata": (),
@@ -111,6 +115,8 @@ FILES = (
     "distributed/kv_events.py",
     f"{CONNECTOR}/base.py",
     f"{CONNECTOR}/metrics.py",
+    f"{CONNECTOR}/multi_connector.py",
+    "distributed/kv_transfer/kv_connector/factory.py",
     "v1/core/kv_cache_manager.py",
     "v1/core/sched/scheduler.py",
     "v1/kv_cache_interface.py",

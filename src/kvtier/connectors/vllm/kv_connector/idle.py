@@ -21,9 +21,13 @@ def take_steps_while_busy() -> None:
 
     @functools.wraps(theirs)
     def has_finished_requests(self: Any) -> bool:
-        if theirs(self):
-            return True
-        asks = getattr(self.connector, "has_pending_push_work", None)
-        return asks is not None and bool(asks())
+        return theirs(self) or _has_work(self.connector)
 
     Scheduler.has_finished_requests = has_finished_requests
+
+
+def _has_work(connector: Any) -> bool:
+    """Return whether a connector, or one inside it (MultiConnector), has work."""
+    asks = getattr(connector, "has_pending_push_work", None)
+    inside = getattr(connector, "_connectors", ())
+    return bool(asks and asks()) or any(map(_has_work, inside))

@@ -49,7 +49,8 @@ class Tracked:
         ends: Token at which each block ends, by key. ``visit`` shares this mapping.
         pages: Pages that vLLM has allocated to the request, in prompt order.
         num_stored: Number of leading blocks that were stored, or need not be.
-        load: Job id of the load in flight, if there is one.
+        is_running: Whether a step was scheduled for it since it was last given pages. Until then
+            kvtier or another connector may be loading into them.
         stores: Job ids of the stores in flight.
     """
 
@@ -59,7 +60,7 @@ class Tracked:
     ends: dict[bytes, int]
     pages: list[int] = field(default_factory=list)
     num_stored: int = 0
-    load: int | None = None
+    is_running: bool = False
     stores: set[int] = field(default_factory=set)
 
 
@@ -178,7 +179,7 @@ class SchedulerHalf:
 
     def on_pages(self, tracked: Tracked, blocks: KVCacheBlocks, num_tokens: int) -> None:
         """Note the pages of a request, and have ``num_tokens`` loaded into them."""
-        tracked.pages = list(blocks.get_block_ids()[GROUP])
+        tracked.pages, tracked.is_running = list(blocks.get_block_ids()[GROUP]), False
         if not num_tokens:
             return
         begin = tracked.visit.num_computed
@@ -188,7 +189,6 @@ class SchedulerHalf:
         pages = tracked.pages[begin // self._page : end // self._page]
         first = begin // self._page % self._facts.pages_per_block
         job = self._begin_job(tracked, keys, PageRange(pages, first), slots, is_store=False)
-        tracked.load = job.job_id
         self._loads.append(job)
 
     def _begin_job(
@@ -291,14 +291,14 @@ class SchedulerHalf:
         computed: list[tuple[Tracked, int]] = []
         for new in output.scheduled_new_reqs:
             if tracked := self._requests.get(new.req_id):
-                tracked.pages = list(new.block_ids[GROUP])
+                tracked.pages, tracked.is_running = list(new.block_ids[GROUP]), True
                 computed.append((tracked, new.num_computed_tokens + num_scheduled[new.req_id]))
         cached = output.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, pages, before in (row for row in rows if row[0] in due):
             if tracked := self._requests.get(request_id):
                 if request_id in cached.resumed_req_ids:
-                    tracked.pages = []
+                    tracked.pages, tracked.is_running = [], True
                 if pages is not None:
                     tracked.pages += pages[GROUP]
                 computed.append((tracked, before + num_scheduled[request_id]))
@@ -311,7 +311,7 @@ class SchedulerHalf:
             return False
         if self._queued is not None:
             self._queued.on_dequeued(request.request_id)
-        if tracked.load is None and pages:
+        if tracked.is_running and pages:
             # What the last steps have computed may have been hashed only now.
             tracked.pages = list(pages)
             self._store([(tracked, min(request.num_computed_tokens, request.num_tokens - 1))])
@@ -320,6 +320,17 @@ class SchedulerHalf:
             return False
         self._finishing.append(request.request_id)
         return True
+
+    def drop_failed(self, pages: Collection[int]) -> None:
+        """Discard the stores of requests with pages that another connector failed to load.
+
+        What a request has computed behind such a page is wrong, too. vLLM has it computed again.
+        """
+        failed = set(pages)
+        for job in self._jobs.values() if failed else ():
+            if job.is_store and not job.is_dropped and not failed.isdisjoint(job.of.pages):
+                job.is_dropped = True
+                job.of.num_stored = 0
 
     def hear(self, message: RankMessage) -> None:
         """Process the reports of the ranks."""
@@ -348,7 +359,6 @@ class SchedulerHalf:
             job.of.stores.discard(job_id)
             self.manager.end_store(job.keys, job.of.visit, success=not job.is_dropped)
         else:
-            job.of.load = None
             self.manager.end_load(job.keys, job.of.visit)
 
     def reset(self) -> None:
@@ -358,7 +368,6 @@ class SchedulerHalf:
         self._stores.clear()
         self._waits = True
         for tracked in self._requests.values():
-            tracked.load = None
             tracked.stores.clear()
             tracked.num_stored = 0
 

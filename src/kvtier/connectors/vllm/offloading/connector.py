@@ -47,6 +47,7 @@ from kvtier.connectors.vllm.pages import EnginePages, layer_sizes
 from kvtier.connectors.vllm.queued_requests import QueuedRequests
 from kvtier.connectors.vllm.recording import record_settings
 from kvtier.connectors.vllm.registry import CONNECTOR_NAME
+from kvtier.connectors.vllm.request_state import RequestState
 from kvtier.connectors.vllm.shards import division_of, shards_of
 from kvtier.connectors.vllm.standalone.unsupported import engine_of
 from kvtier.connectors.vllm.step import prefill_pieces
@@ -224,6 +225,8 @@ class KvtierOffloadingConnector(RecordedConnector):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
+        if connector_output.invalid_block_ids:
+            self._doubt_stores()
         if meta is None:
             return
         self._has_news = True
@@ -232,6 +235,18 @@ class KvtierOffloadingConnector(RecordedConnector):
             loads = meta.transfer_stats.load
             self._manager.observe_loads(loads.sizes, loads.time)
         super().update_connector_output(connector_output)
+
+    def _doubt_stores(self) -> None:
+        """Discard the stores in flight: another connector failed to load pages of some request.
+
+        What a request has computed behind such pages is wrong, too. vLLM computes it again.
+        """
+        scheduler = self.scheduler
+        for job in scheduler._jobs.values():
+            status = scheduler._req_status.get(job.req_id) if job.is_store else None
+            state = status and status.req_context.get_state(RequestState)
+            if state is not None:
+                state.is_doubted = True
 
     def reset_cache(self) -> bool | None:
         """Empty all tiers; in a pause that leaves the weights as they are, none of them."""

@@ -1,38 +1,24 @@
-"""vLLM's MultiConnector with kvtier as one of the connectors inside.
-
-Each connector inside gets a copy of the configuration, and vLLM's scheduler reads the outer one: so
-what kvtier asks of the scheduler has to be passed on.
-"""
+"""vLLM's MultiConnector with metrics of kvtier's OffloadingConnector among those of others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvtier.connectors.vllm.offloading.connector import KvtierOffloadingConnector
+from kvtier.connectors.vllm.multi import RecomputingMulti, over_multi
 from kvtier.connectors.vllm.offloading.spec import KvtierSpec
 from kvtier.connectors.vllm.registry import CONNECTOR_NAME
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-class KvtierMultiConnector(MultiConnector):
-    """Has failed loads recomputed where kvtier is inside, at any depth; else it is vLLM's own."""
-
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        if _has_kvtier(self):
-            vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+class KvtierMultiConnector(RecomputingMulti):
+    """``RecomputingMulti`` with the metrics of all specs under the OffloadingConnectors inside."""
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any) -> KVConnectorPromMetrics:
@@ -55,14 +41,6 @@ class KvtierMultiConnector(MultiConnector):
         return made
 
 
-def _has_kvtier(multi: MultiConnector) -> bool:
-    return any(
-        isinstance(each, KvtierOffloadingConnector)
-        or (isinstance(each, MultiConnector) and _has_kvtier(each))
-        for each in multi.sub_connectors
-    )
-
-
 def _extra_configs(
     multi: type[MultiConnector], vllm_config: VllmConfig
 ) -> list[Mapping[str, object]]:
@@ -74,8 +52,6 @@ def _extra_configs(
     ]
 
 
-@cache
-def over_multi(theirs: type[MultiConnector]) -> type[MultiConnector]:
-    """Ours, derived from the MultiConnector that is in vLLM's table."""
-    bases = (KvtierMultiConnector,)
-    return type("MultiConnector", bases if theirs is MultiConnector else (*bases, theirs), {})
+def over_offloading(theirs: type[MultiConnector]) -> type[MultiConnector]:
+    """Return ``KvtierMultiConnector``, derived from the MultiConnector in vLLM's table."""
+    return over_multi(theirs, KvtierMultiConnector)
