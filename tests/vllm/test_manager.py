@@ -373,6 +373,24 @@ def test_blocks_that_are_not_to_be_kept_are_neither_stored_nor_found(scheduler: 
     assert not list(output.keys_to_store)
 
 
+def test_store_without_room_is_refused_without_a_line_in_the_log_of_vllm() -> None:
+    """vLLM warns of each request and step for which a manager returns None."""
+    scheduler = Scheduler(num_host=2)
+    first = scheduler.request("first", KEYS[:2])
+    scheduler.store(first, KEYS[:2])
+    scheduler.manager.prepare_load(KEYS[:2], first)
+    output = scheduler.manager.prepare_store(KEYS[2:4], scheduler.request("second", KEYS[2:4]))
+    assert output is not None
+    assert not list(output.keys_to_store)
+    scheduler.manager.complete_load(set(KEYS[:2]), first)
+    scheduler.carry_out()
+    scheduler.store(scheduler.request("third", KEYS[2:4]), KEYS[2:4])
+    assert (
+        scheduler.look_up(scheduler.request("again", KEYS[2:4]), KEYS[2:4])
+        == [LookupResult.HIT] * 2
+    )
+
+
 def test_events_tell_of_both_tiers(scheduler: Scheduler) -> None:
     scheduler.to_disk(KEYS[:1])
     events = list(scheduler.manager.take_events())

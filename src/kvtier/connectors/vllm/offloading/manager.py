@@ -26,6 +26,7 @@ from kvtier.connectors.vllm.offloading.host_slots import HostSlots
 from kvtier.connectors.vllm.offloading.stats import stats_of
 from kvtier.connectors.vllm.offloading.translation import request_of, source_of
 from kvtier.connectors.vllm.request_state import RequestState
+from kvtier.keyed.cache import Reserved
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -66,10 +67,10 @@ class OffloadedTiers(TierManager, OffloadingManager):
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> PrepareStoreOutput | None:
+    ) -> PrepareStoreOutput:
         room = self.begin_store(keys, _state(req_context))
-        if room is None:
-            return None
+        if room is None:  # vLLM would log a warning for every None
+            room = Reserved((), (), [])
         return PrepareStoreOutput(room.keys, HostSlots.of(self.slots_of(room)), room.evicted)
 
     def complete_store(
