@@ -148,7 +148,19 @@ def test_in_an_engine_records_look_as_its_own_at_a_bounded_rate(ours: logging.Lo
         logging.getLogger("kvtier.part").warning("full at=%d", at)
     logging.getLogger("kvtier.part").debug("not asked for")
     assert engine.stream.getvalue().splitlines() == [
-        f"engine says full at={at}" for at in range(BURST)
+        f"engine says kvtier: full at={at}" for at in range(BURST)
+    ]
+
+
+def test_in_an_engine_every_message_names_kvtier_once(ours: logging.Logger) -> None:
+    engine = Engine()
+    log_in_engine(engine.logger)
+    for message in ("kvtier serves without a recording", "90% of it", "full of %s"):
+        logging.getLogger("kvtier.part").warning(message, *("blocks",) * message.count("%s"))
+    assert engine.stream.getvalue().splitlines() == [
+        "engine says kvtier serves without a recording",
+        "engine says kvtier: 90% of it",
+        "engine says kvtier: full of blocks",
     ]
 
 

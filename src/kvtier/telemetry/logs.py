@@ -13,6 +13,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
+from copy import copy
 from math import isfinite
 from typing import Protocol, runtime_checkable
 
@@ -126,13 +127,19 @@ def log_to_stderr(level: str, wanted: LogFormat) -> None:
 
 
 class _Through(logging.Handler):
-    """Passes records to the current handlers of an engine's logger."""
+    """Passes records to the current handlers of an engine's logger.
+
+    An engine's lines may name only a file, as vLLM's do. So each message begins with "kvtier".
+    """
 
     def __init__(self, theirs: logging.Logger) -> None:
         super().__init__()
         self._theirs = theirs
 
     def emit(self, record: logging.LogRecord) -> None:
+        if not str(record.msg).startswith("kvtier"):
+            record = copy(record)
+            record.msg = f"kvtier: {record.msg}"
         self._theirs.callHandlers(record)
 
 

@@ -224,7 +224,14 @@ def test_links_are_not_followed(slab: Path, tmp_path: Path) -> None:
 
 def test_slab_of_another_model_is_refused_with_both_named(slab: Path) -> None:
     message = refused(slab, ALIGNED)
-    for part in (SMALL.fingerprint, ALIGNED.fingerprint, "128", "4096", '"dim":4', "delete"):
+    for part in (
+        SMALL.fingerprint,
+        ALIGNED.fingerprint,
+        "4096",
+        '"dim":4',
+        "--block-size",
+        "delete",
+    ):
         assert part in message
     same_size = full_attention(1, 4, 4, DType.FLOAT16, 2)
     message = refused(slab, same_size)

@@ -274,7 +274,9 @@ def _compare(folder: Path, found: Superblock, want: Superblock) -> None:
         layouts = "" if found.layout == want.layout else f" It holds {found.description}."
         raise ConfigError(
             f"disk tier: {folder} holds a different slab: {'; '.join(different)}.{layouts} "
-            f"To continue, {DELETE_OR_MOVE}"
+            "Blocks differ with the model, its dtype, the block size (vLLM: --block-size, SGLang: "
+            "--page-size) and the number of ranks: use the same ones again, "
+            f"or {DELETE_OR_MOVE}"
         )
 
 
