@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from kvtier._hot import NATIVE
 from kvtier.devices.cpu import CpuDevice
@@ -14,7 +15,7 @@ from kvtier.errors import ConfigError
 from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.keyed.cache import BlockLocation
 from kvtier.node import node as node_module
-from kvtier.node.config import TenantQuota
+from kvtier.node.config import DEFAULT_TENANT, TenantQuota
 from kvtier.node.engines import Holdings
 from kvtier.node.node import LINGER_S, MOST_ROOMS_OF_TENANT, SWEEP_S, CacheNode
 from kvtier.node.protocol import unpack
@@ -326,3 +327,24 @@ def test_idle_rooms_are_not_polled(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert polled == []
         here.turn(SWEEP_S)
         assert sorted(polled) == list("abcdefgh")
+
+
+def test_names_in_a_store_of_two_tenants_and_scopes_are_never_the_same() -> None:
+    """Some stores have the blocks of all rooms in one place."""
+    scope = bytes(range(32))
+    default = RoomKey(DEFAULT_TENANT, scope, BLOCK, 8)
+    pairs = [
+        (RoomKey("ab", scope, BLOCK, 8), RoomKey("b", scope + b"a", BLOCK, 8)),
+        (RoomKey("bc", scope[:31] + b"a", BLOCK, 8), RoomKey("abc", scope[:31], BLOCK, 8)),
+        (default, RoomKey(DEFAULT_TENANT, scope[:31], BLOCK, 8)),
+        (default, RoomKey(DEFAULT_TENANT, scope + scope, BLOCK, 8)),
+    ]
+    for one, other in pairs:
+        assert one.namespace != other.namespace
+        assert len(one.namespace) == len(other.namespace) == 32, "keys come behind it"
+
+
+def test_names_of_blocks_of_32_byte_scopes_stay_as_they_were_stored() -> None:
+    scope = bytes(range(32))
+    assert RoomKey(DEFAULT_TENANT, scope, BLOCK, 8).namespace == scope
+    assert RoomKey("a", scope, BLOCK, 8).namespace == blake3(scope + b"a").digest()

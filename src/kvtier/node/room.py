@@ -52,6 +52,10 @@ logger = logging.getLogger(__name__)
 FOLDER = re.compile(r"(.+)-((?:[0-9a-f]{2})+)-([0-9]+)-([0-9]+)")
 Key = TypeVar("Key", bound=bytes)
 MOST_SCOPE_BYTES = 64
+SCOPE_BYTES = 32
+"""Bytes of the scopes of kvtier's engines."""
+OTHER_SCOPES = "kvtier room whose scope has another length"
+"""Context of digests, which sets them apart from all others."""
 PIECE_BYTES = 16 << 20
 """Bytes per read from storage, and per write to it."""
 RETIRED_AT_ONCE = 256
@@ -90,11 +94,14 @@ class RoomKey:
     def namespace(self) -> bytes:
         """Digest of everything but the key that decides on a block's bytes, and of the tenant.
 
-        The scope itself for engines that name no tenant.
+        It has 32 bytes, and so have the scopes of engines: those of the default tenant are it. A
+        scope of another length is hashed with its length, or it could begin another tenant's name.
         """
-        if self.tenant == DEFAULT_TENANT:
-            return self.scope
-        return blake3(self.scope + self.tenant.encode()).digest()
+        tenant = self.tenant.encode()
+        if len(self.scope) != SCOPE_BYTES:
+            text = bytes([len(self.scope)]) + self.scope + tenant
+            return blake3(text, derive_key_context=OTHER_SCOPES).digest()
+        return self.scope if self.tenant == DEFAULT_TENANT else blake3(self.scope + tenant).digest()
 
     @property
     def folder(self) -> str:
