@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -15,13 +16,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvtier.cli import app
-from kvtier.errors import CacheError
+from kvtier.errors import CacheError, ConfigError
 from kvtier.layout import opaque
 from kvtier.testing.codec_suite import KINDS
 from kvtier.testing.storage_user import NAMESPACE, TIMEOUT_S, Scattered, stored_key
 from kvtier.tiers import Outcome, StorageTier
 from kvtier.tiers.remote import migration
 from kvtier.tiers.remote.migration import migrate
+from kvtier.tiers.remote.pruning import make_keeper
 from kvtier.tiers.row import make_storage
 from kvtier.types import BlockName
 from tests.proxy import Proxy
@@ -175,6 +177,8 @@ def test_key_of_the_environment_is_not_for_a_source_without(
         ("{valkey}", "disk:/tmp", "TO is no store; give a URL"),
         ("{valkey}", "{valkey}?codec=lossless", "FROM and TO are the same place"),
         ("{valkey}?prefix=a", "redis://127.0.0.1:{port}?prefix=a", "are the same place"),
+        ("{valkey}", "{valkey}/0?prefix=kvtier:", "are the same place"),
+        ("{valkey}", "valkey://localhost:{port}", "are the same place"),
         ("{valkey}", "{valkey}?prefix=b&codec=zip", "codec: 'zip' is unknown"),
         ("{valkey}", "{valkey}?prefix=b&encryption_key=file:/nowhere", "No such file"),
         ("valkey://127.0.0.1:1", "{valkey}", "not reached"),
@@ -188,6 +192,29 @@ def test_what_can_not_work_is_one_sentence(
     assert found.exit_code == 2
     assert sentence in found.output
     assert found.output.count("\n") == 1, found.output
+
+
+@pytest.mark.parametrize("kind", ["valkey", "s3"])
+def test_source_under_another_name_is_recognised_and_stays_as_it_is(
+    valkey: str, s3: str, kind: str
+) -> None:
+    source = valkey if kind == "valkey" else s3
+    fill(source)
+    found = re.search(r"127\.0\.0\.1(?::|%3A)(\d+)", source)
+    assert found is not None
+    port = int(found[1])
+    proxy = Proxy(port)
+    other = source.replace(str(port), str(proxy.port))
+    assert other != source
+    target = f"{other}{'&' if '?' in other else '?'}encryption_key=env:FIRST"
+    with pytest.raises(ConfigError, match="FROM and TO are the same place"):
+        migrate(source, target, lambda *_: None)
+    proxy.close()
+    assert outcomes(source) == [THERE] * NUM
+    keeper = make_keeper(source)
+    stored = [each for each in keeper.blocks(keeper.entries()) if each is not None]
+    assert sum(len(each.keys) for each in stored) == NUM, "nothing else is left in it"
+    keeper.close()
 
 
 def test_store_that_goes_away_is_one_sentence_and_the_rest_is_copied_later(

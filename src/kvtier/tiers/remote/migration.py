@@ -7,6 +7,7 @@ that was interrupted goes on when it is started again, and replicas may use both
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -19,8 +20,10 @@ from kvtier.errors import CacheError, ConfigError
 from kvtier.layout import opaque
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.keeper import StoreKeeper
-from kvtier.tiers.remote.location import read_location
+from kvtier.tiers.remote.location import read_location, read_options
 from kvtier.tiers.remote.pruning import SCHEMES, make_keeper
+from kvtier.tiers.remote.s3.opening import S3Options, endpoint_of
+from kvtier.tiers.remote.valkey.connection_pool import PORT, ValkeyOptions
 from kvtier.tiers.row import CODED, make_storage
 from kvtier.tiers.storage import Outcome, StorageTier
 from kvtier.tiers.wrappers.wrapper import StorageWrapper
@@ -33,6 +36,8 @@ NUM_AT_ONCE: Final = 2
 CALL_S: Final = 60.0
 NUM_TRIES: Final = 2
 LISTED_AT_ONCE: Final = 1000
+MARK_BYTES: Final = 4096
+"""Size of the block by which a store is recognised under another URL."""
 NAMESPACE: Final = b""
 """Stores find blocks by their keys alone."""
 
@@ -79,8 +84,9 @@ def migrate(source: str, target: str, note: Note, is_real: bool = True) -> Migra
     keeper = make_keeper(source)
     try:
         keeper.test()
-        batches = _batches(keeper)
         where = keeper.where
+        can_be_same = _scheme(target) in (*SCHEMES, "s3")
+        batches = _with_mark(keeper, target) if is_real and can_be_same else _batches(keeper)
     finally:
         keeper.close()
     done, num_all = Migrated(), sum(len(keys) for some in batches.values() for keys in some)
@@ -103,29 +109,75 @@ def migrate(source: str, target: str, note: Note, is_real: bool = True) -> Migra
 
 def check_places(source: str, target: str) -> None:
     """Raise ``ConfigError`` for a target that is no store, or is the source."""
-    scheme, _, rest = target.partition(":")
-    scheme = scheme.rpartition("=")[2]
+    scheme, rest = _scheme(target), target.partition(":")[2]
     if scheme not in CODED:
         raise ConfigError(
             "TO is no store; give a URL that begins with " + "://, ".join(sorted(CODED)) + "://"
         )
     if _place(source) == _place(target):
-        raise ConfigError(
-            f"{read_location(scheme, rest)}: FROM and TO are the same place; give TO another "
-            "prefix, and let the replicas use that"
-        )
+        raise _same_place(str(read_location(scheme, rest)))
+
+
+def _same_place(where: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: FROM and TO are the same place; give TO another prefix, and let the replicas "
+        "use that"
+    )
+
+
+def _scheme(url: str) -> str:
+    return url.partition(":")[0].rpartition("=")[2]  # "name=s3://bucket"
 
 
 def _place(url: str) -> tuple[object, ...]:
-    scheme, _, rest = url.partition(":")
-    scheme = scheme.rpartition("=")[2]
+    """Return the place of a store's blocks, with defaults filled in."""
+    scheme, rest = _scheme(url), url.partition(":")[2]
     location = read_location(SCHEMES.get(scheme, scheme), rest)
-    given = location.given
-    return (
-        location.scheme.removesuffix("s") if scheme in SCHEMES else scheme,
-        *(location.host, location.port, location.path),
-        *(given.get("prefix"), given.get("endpoint"), given.get("db")),
-    )
+    if scheme in SCHEMES:
+        prefix = read_options(ValkeyOptions, location).prefix
+        return "valkey", location.host, location.port or PORT, int(location.path or 0), prefix
+    endpoint = endpoint_of(read_options(S3Options, location)) if scheme == "s3" else ""
+    return scheme, location.host, location.port, location.path, endpoint.rstrip("/")
+
+
+def _with_mark(keeper: StoreKeeper, target: str) -> dict[int, list[list[BlockKey]]]:
+    """Return the keys of the source's blocks; see ``_batches``.
+
+    A block of a random name is in the target meanwhile. If the source has it, too, the two are one
+    place under two names, which no comparison of URLs can show.
+
+    Raises ``ConfigError`` then.
+    """
+    mark, content = BlockKey(os.urandom(32)), np.zeros((1, MARK_BYTES), np.uint8)
+    tier = make_storage(_as_location("to", target), opaque(MARK_BYTES), 2 * MARK_BYTES, None)
+    try:
+        block = Pieces.whole(content.ctypes.data + np.zeros(1, np.uint64), MARK_BYTES)
+        name = BlockName(NAMESPACE, 0, mark)
+        _tried(tier, [mark], lambda _: tier.put([name], block, CALL_S))
+    finally:
+        tier.close()
+    try:
+        batches = _batches(keeper)
+    finally:
+        _remove(mark, target)
+    if any(mark in keys for some in batches.values() for keys in some):
+        raise _same_place(keeper.where)
+    return batches
+
+
+def _remove(mark: BlockKey, target: str) -> None:
+    """Remove the block ``mark`` from a store."""
+    keeper = make_keeper(target)
+    try:
+        small = [entry for entry in keeper.entries() if entry.num_bytes <= 3 * MARK_BYTES]
+        for start in range(0, len(small), LISTED_AT_ONCE):
+            some = small[start : start + LISTED_AT_ONCE]
+            found = zip(some, keeper.blocks(some), strict=True)
+            marks = [entry for entry, stored in found if stored and stored.keys == [mark]]
+            keeper.remove(marks)
+            keeper.remove_notes([entry.name for entry in marks], is_real=True)
+    finally:
+        keeper.close()
 
 
 def _batches(keeper: StoreKeeper) -> dict[int, list[list[BlockKey]]]:
