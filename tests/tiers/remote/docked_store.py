@@ -110,10 +110,27 @@ class DockedStoreTests(ABC):
         tier = self.open_tier("tags")
         assert User(tier).get(1) == [DAMAGED]
         assert User(tier).put(1) == User(tier).get(1) == [THERE]
-        monkeypatch.setenv("KVTIER_STORE_SECRET", "somebody else's")
-        other = self.open_tier("tags")
-        assert User(other).get(1) == [DAMAGED]
-        for each in (stranger, tier, other):
+        for each in (stranger, tier):
+            each.close()
+
+    def test_blocks_of_another_secret_are_neither_used_nor_touched(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("KVTIER_STORE_SECRET", "ours")
+        tier = self.open_tier("secrets")
+        assert User(tier).put(1, 2) == [THERE] * 2
+        monkeypatch.setenv("KVTIER_STORE_SECRET", "another")
+        other = self.open_tier("secrets")
+        assert User(other).get(1, 2) == [DAMAGED] * 2
+        assert User(other).find(1) == [ABSENT], "not read again and again"
+        assert THERE not in User(other).put(1)
+        assert User(other).put(3) == User(other).get(3) == [THERE]
+        assert caplog.text.count("tag of another secret") == 1
+        assert User(tier).get(1, 2) == [THERE] * 2
+        monkeypatch.setenv("KVTIER_STORE_SECRET", " ours\n")
+        same = self.open_tier("secrets")
+        assert User(same).get(1) == [THERE]
+        for each in (tier, other, same):
             each.close()
 
     def test_bytes_of_a_value_are_those_of_the_format(self) -> None:

@@ -142,6 +142,9 @@ def test_without_the_secret_nothing_is_believed(
     monkeypatch.setenv("KVTIER_STORE_SECRET", "somebody else's")
     other = open_tier(server.port, "tags")
     assert User(other).get(1) == [DAMAGED]
+    assert User(other).find(1) == [ABSENT], "not read again and again"
+    assert THERE not in User(other).put(1)
+    assert User(tier).get(1) == [THERE], "it is of use to those who know its secret"
     for each in (stranger, tier, other):
         each.close()
 

@@ -133,7 +133,9 @@ class DockedTier(StorageTier):
             self._note(error)
             return failed
         return [
-            ABSENT if key in self._foreign and outcome is THERE else outcome
+            ABSENT
+            if outcome is THERE and (key in self._foreign or self._envelope.is_others(key))
+            else outcome
             for key, outcome in zip(keys, found, strict=True)
         ]
 
@@ -217,6 +219,7 @@ class DockedTier(StorageTier):
 
     def _forget(self, damaged: Sequence[BlockKey]) -> None:
         """Remove damaged blocks from the store, so that intact ones can be written."""
+        damaged = [key for key in damaged if not self._envelope.is_others(key)]
         if not damaged:
             return
         logger.warning("wrong bytes store=%s num_blocks=%d", self._location, len(damaged))
@@ -229,7 +232,12 @@ class DockedTier(StorageTier):
         ends_at = time.monotonic() + timeout_s
         keys = keys_of(names)
         outcomes = self.find(keys, timeout_s)
-        new = [at for at, outcome in enumerate(outcomes) if outcome is ABSENT]
+        is_others = self._envelope.is_others
+        new = [
+            at
+            for at, outcome in enumerate(outcomes)
+            if outcome is ABSENT and not is_others(keys[at])
+        ]
         outcomes = [THERE if outcome is THERE else FAILED for outcome in outcomes]
         has_left = Event()
 

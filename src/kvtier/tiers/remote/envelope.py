@@ -27,6 +27,7 @@ that all processes share, detects blocks written by others.
 from __future__ import annotations
 
 import hmac
+import logging
 from collections.abc import Sequence
 from struct import Struct
 from typing import Final
@@ -42,6 +43,8 @@ from kvtier.tiers.crc_join import Uint32s, copied_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import Keys, Outcome
 from kvtier.types import BlockKey
+
+logger = logging.getLogger(__name__)
 
 Headers = npt.NDArray[np.uint8]
 """Headers of blocks: uint8 [num_blocks, HEADER_BYTES]."""
@@ -73,6 +76,9 @@ FIELDS: Final = np.dtype(
 """Header as a numpy record; of a block that is stored as it is, ``key_id`` is 0."""
 
 
+MAX_OTHERS: Final = 1 << 16
+"""Blocks with the tag of another secret that are remembered."""
+
 THERE, ABSENT, DAMAGED, _ = Outcome
 
 
@@ -89,6 +95,7 @@ class Envelope:
     ) -> None:
         self._block_bytes = block_bytes
         self._tag_key = blake3(secret).digest() if secret else b""
+        self._others: dict[bytes, None] = {}  # oldest first
         self.coder = coder or BlockCoder(block_bytes)
 
     def __repr__(self) -> str:
@@ -163,6 +170,13 @@ class Envelope:
             are_ours[at] = self._is_tagged(header, blocks, at)
         return are_ours
 
+    def is_others(self, key: BlockKey) -> bool:
+        """Return whether a block was intact when it was read, and tagged with another secret.
+
+        Replicas with that secret use it: it must be neither removed nor replaced.
+        """
+        return key in self._others
+
     def decode(self, header: bytes, key: BlockKey, stored: Uint8s, block: Pieces) -> Outcome:
         """Verify what ``encode`` wrote by its header, and write the block to its memory.
 
@@ -227,8 +241,20 @@ class Envelope:
         return are_ours
 
     def _is_tagged(self, header: bytes, blocks: Pieces, at: int) -> bool:
+        """Whether an intact block has a tag of the secret here. Remembers those of others."""
         head, tag = header[: HEAD.size], header[HEAD.size : -CHECK.size]
-        return hmac.compare_digest(tag, self._tag(head, blocks, at))
+        if hmac.compare_digest(tag, self._tag(head, blocks, at)):
+            self._others.pop(header[KEY], None)
+            return True
+        if not self._others:
+            logger.warning(
+                "the store has blocks with the tag of another secret: they are not used and not "
+                "removed; give all processes the same KVTIER_STORE_SECRET or secret_file"
+            )
+        elif len(self._others) >= MAX_OTHERS:
+            self._others.pop(next(iter(self._others)), None)
+        self._others[header[KEY]] = None
+        return False
 
     def _tag(self, head: bytes, blocks: Pieces, at: int) -> bytes:
         if not self._tag_key:

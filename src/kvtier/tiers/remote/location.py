@@ -35,7 +35,8 @@ class StoreOptions:
     request_s: float = 0.0
     """Latency of a request without its bytes, in seconds, until it is measured."""
     secret_file: str = ""
-    """File with the secret that tags blocks. Default: the value of ``KVTIER_STORE_SECRET``."""
+    """File with the secret that tags blocks. Default: the value of ``KVTIER_STORE_SECRET``. White
+    space around either does not count."""
 
     codec: str = ""
     """Codec of new blocks: ``none``, ``lossless``, ``auto``, or a plug-in of ``kvtier.codecs``.
@@ -52,7 +53,7 @@ class StoreOptions:
     def secret(self) -> bytes:
         """Return the secret; b"" for none. Raises ``ConfigError`` for an unreadable file."""
         if not self.secret_file:
-            return os.environ.get(SECRET, "").encode()
+            return os.environ.get(SECRET, "").strip().encode()
         try:
             found = Path(self.secret_file).expanduser().read_bytes().strip()
         except OSError as error:

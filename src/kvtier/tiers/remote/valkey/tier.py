@@ -108,7 +108,8 @@ class ValkeyTier(StorageTier):
                 line.send([self._wants_headers(some)])
                 are_there = self._envelope.are_of(line.values(len(some)), some)
                 outcomes[start : start + len(some)] = [
-                    THERE if is_there else ABSENT for is_there in are_there
+                    THERE if is_there and not self._envelope.is_others(key) else ABSENT
+                    for key, is_there in zip(some, are_there, strict=True)
                 ]
 
         self._lines.use(look, timeout_s)
@@ -178,7 +179,7 @@ class ValkeyTier(StorageTier):
 
     def _forget(self, damaged: Sequence[BlockKey]) -> None:
         """Delete damaged blocks, so that intact ones can be written."""
-        if damaged:
+        if damaged := [key for key in damaged if not self._envelope.is_others(key)]:
             self._lines.use(partial(self._unlink, damaged), CONNECT_S)
 
     def _unlink(self, keys: Sequence[BlockKey], line: RespConnection) -> None:
@@ -188,10 +189,14 @@ class ValkeyTier(StorageTier):
     def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         ends_at = time.monotonic() + timeout_s
         outcomes = self.find([name.key for name in names], timeout_s)
-        new = [at for at, outcome in enumerate(outcomes) if outcome is ABSENT]
+        new = [
+            at
+            for at, outcome in enumerate(outcomes)
+            if outcome is ABSENT and not self._envelope.is_others(names[at].key)
+        ]
+        outcomes = [THERE if each is THERE else FAILED for each in outcomes]
         if not new:
             return outcomes
-        outcomes = [THERE if each is THERE else FAILED for each in outcomes]
         window = max(1, WINDOW_BYTES // self.bytes_per_block)
 
         def write(line: RespConnection) -> None:
