@@ -26,7 +26,8 @@ from kvtier.node.cache import NodeCache
 from kvtier.node.config import NodeConfig
 from kvtier.node.engines import Holdings
 from kvtier.node.node import CacheNode
-from kvtier.node.room import NodeRoom, RoomKey
+from kvtier.node.room import NodeRoom
+from kvtier.node.room_key import RoomKey
 from kvtier.node.users import SlotUser
 from kvtier.tiers import DistantRoom
 from kvtier.tools.report.stats import median_with_interval

@@ -34,7 +34,7 @@ from kvtier.node.client import NodeClient
 from kvtier.node.control_client import ControlClient
 from kvtier.node.host import NodeHost
 from kvtier.node.records import FOLDER, RoomRows
-from kvtier.node.room import RoomKey
+from kvtier.node.room_key import RoomKey
 from kvtier.tools.report.stats import exactly
 
 HOST_BYTES, SEGMENT_BYTES = 128 << 20, 4 << 20

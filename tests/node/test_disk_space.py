@@ -14,7 +14,8 @@ from kvtier.errors import ConfigError
 from kvtier.node.config import NodeConfig, TenantQuota, parse_quotas
 from kvtier.node.disk_space import LEAST_BLOCKS, DiskSpace
 from kvtier.node.node import CacheNode
-from kvtier.node.room import NodeRoom, RoomKey
+from kvtier.node.room import NodeRoom
+from kvtier.node.room_key import RoomKey
 from kvtier.types import DISK
 from tests.node.world import BLOCK, SEGMENT, config_of, keys
 

@@ -31,7 +31,7 @@ from kvtier.node.protocol import (
     unpack,
 )
 from kvtier.node.protocol import frame as frame_of
-from kvtier.node.room import RoomKey
+from kvtier.node.room_key import RoomKey
 from kvtier.node.users import SlotUser
 from kvtier.types import HOST
 from tests.node.world import BLOCK, PATIENCE_S, SCOPE, LocalNode, config_of, local_node, wait_until

@@ -11,7 +11,7 @@ import pytest
 from kvtier.errors import TierError
 from kvtier.node import protocol
 from kvtier.node.node import CacheNode
-from kvtier.node.room import RoomKey
+from kvtier.node.room_key import RoomKey
 from kvtier.tiers import StorageTier
 from tests.node.test_engines import places, store
 from tests.node.world import PATIENCE_S, LocalNode, bare, config_of, keys, local_node, wait_until

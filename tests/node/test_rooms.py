@@ -19,7 +19,8 @@ from kvtier.node.config import DEFAULT_TENANT, TenantQuota
 from kvtier.node.engines import Holdings
 from kvtier.node.node import LINGER_S, MOST_ROOMS_OF_TENANT, SWEEP_S, CacheNode
 from kvtier.node.protocol import unpack
-from kvtier.node.room import NodeRoom, RoomKey
+from kvtier.node.room import NodeRoom
+from kvtier.node.room_key import RoomKey
 from kvtier.node.users import SlotUser
 from tests.node.world import BLOCK, SEGMENT, config_of
 

@@ -25,7 +25,8 @@ from kvtier.node.frame_socket import FrameSocket
 from kvtier.node.protocol import FromEngine, FromNode, ProtocolError, split_keys, unpack
 from kvtier.node.registry import Registry
 from kvtier.node.reservations import OVERDUE_S
-from kvtier.node.room import NodeRoom, RoomKey
+from kvtier.node.room import NodeRoom
+from kvtier.node.room_key import RoomKey
 
 logger = logging.getLogger(__name__)
 

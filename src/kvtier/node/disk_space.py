@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 
 from kvtier.node.config import TenantQuota
-from kvtier.node.room import RoomKey
+from kvtier.node.room_key import RoomKey
 from kvtier.tiers.disk.format.folder import DATA
 
 logger = logging.getLogger(__name__)

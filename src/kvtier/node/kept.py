@@ -80,9 +80,13 @@ class KeptSlots:
         tier, rows = self._room.tier, self._rows
         span = tier.slots_of(segment)
         slots = np.arange(span.start, span.stop)
-        users = rows.users[slots] & np.uint64(self._left_mask)
-        rows.users[slots] = users
         are_valid = rows.are_valid(span)
+        rows.outdate_records(span)
+        users = rows.users[slots] & np.uint64(self._left_mask)
+        # A slot without a block that is not free may be one that an engine is to fill. The word
+        # that says which engine has no checksum, so any of them counts.
+        users[~are_valid & (rows.generations[slots] % 2 == 1)] = np.uint64(self._left_mask)
+        rows.users[slots] = users
         are_used = are_valid | (users != 0)
         idle = slots[~are_used]
         rows.generations[idle] += rows.generations[idle] & 1

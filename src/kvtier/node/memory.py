@@ -12,10 +12,11 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from heapq import heappop, heappush
 from itertools import islice
 from pathlib import Path
-from stat import S_ISDIR
+from stat import S_ISDIR, S_ISREG
 
 import numpy as np
 
@@ -25,8 +26,8 @@ from kvtier.errors import ConfigError
 from kvtier.index.selection import Int64s, as_numbers
 from kvtier.layout import named_layout, opaque
 from kvtier.node.config import SHARED_MEMORY
-from kvtier.node.records import ArenaRecords, Bools, tag_of
-from kvtier.system.private_files import open_file
+from kvtier.node.records import FREE, ArenaRecords, Bools, tag_of
+from kvtier.system.private_files import open_file, remove
 from kvtier.tiers import MemoryTier, pages
 from kvtier.tiers.arena import Arena, ArenaOptions
 from kvtier.tiers.slots import check_count
@@ -78,23 +79,50 @@ class NodeMemory:
             )
         beside = _beside(directory)
         self._locks = [_lock(directory)]
-        file = directory / "memory"
         try:
             if beside != directory:
                 self._locks.append(_lock(beside))
-            self.records = ArenaRecords(beside, file, self.num_segments, segment_bytes, disk)
-            layout = named_layout("block_first", opaque(segment_bytes), self.num_segments)
-            touch = _leave if self.records.is_kept else pages.touch
-            self._arena = Arena(layout, device, ArenaOptions(file=file), touch)
-            self.fd = open_file(file, os.O_RDWR)
-            self.records.begin(self.fd)
+            self._open(directory / "memory", beside, device, disk)
+        except OSError as error:
+            self._unlock()
+            raise ConfigError(
+                f"memory_path: the memory can't be made in {directory}: {error.strerror}: "
+                f"{error.filename or beside}; free or enlarge it, or name another directory"
+            ) from error
         except BaseException:
             self._unlock()
             raise
         self.memory = self._arena.memory
         self.num_bytes = self.num_segments * segment_bytes
         self.seams = np.arange(1, self.num_segments, dtype=np.int64) * segment_bytes
-        self._free: list[int] = np.flatnonzero(self.records.owners == 0).tolist()  # a heap
+        self._free: list[int] = np.flatnonzero(self.records.owners == FREE).tolist()  # a heap
+
+    def _open(self, file: Path, beside: Path, device: Device, disk: str) -> None:
+        """Open the arena and its records. Raises ``OSError`` or ``ConfigError``."""
+        self.records = ArenaRecords(beside, file, self.num_segments, self.segment_bytes, disk)
+        try:
+            self._open_arena(file, device)
+        except (OSError, ConfigError) as error:
+            if not self.records.is_kept:
+                raise
+            self.records.begin_anew(str(error))
+            self._open_arena(file, device)
+
+    def _open_arena(self, file: Path, device: Device) -> None:
+        layout = named_layout("block_first", opaque(self.segment_bytes), self.num_segments)
+        touch = _leave if self.records.is_kept else pages.touch
+        arena = Arena(layout, device, ArenaOptions(file=file), touch)
+        try:
+            fd = open_file(file, os.O_RDWR)
+            try:
+                self.records.begin(fd)
+            except BaseException:
+                os.close(fd)
+                raise
+        except BaseException:
+            arena.close()
+            raise
+        self._arena, self.fd = arena, fd
 
     @property
     def num_free(self) -> int:
@@ -121,7 +149,7 @@ class NodeMemory:
 
     def give_back(self, segment: int) -> None:
         """Take back a segment whose slots nobody uses any more."""
-        self.records.owners[segment] = 0
+        self.records.owners[segment] = FREE
         heappush(self._free, segment)
 
     def findings(self) -> list[Finding]:
@@ -173,6 +201,7 @@ def _beside(directory: Path) -> Path:
 
 def _lock(directory: Path) -> int:
     """Return an open lock file in ``directory`` that only this process holds."""
+    lock = directory / "lock"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.lstat()
@@ -181,7 +210,10 @@ def _lock(directory: Path) -> int:
                 f"memory_path: others may write to {directory}, or it is no directory of this "
                 "user; remove it, or name another one"
             )
-        return lock_file(directory / "lock")
+        with suppress(FileNotFoundError):
+            if not S_ISREG(lock.lstat().st_mode):  # no node can have locked it
+                remove(lock)
+        return lock_file(lock)
     except BlockingIOError:
         raise ConfigError(
             f"memory_path: another node uses {directory}; stop it, or name another directory"

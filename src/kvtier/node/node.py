@@ -34,7 +34,8 @@ from kvtier.node.config import (
 from kvtier.node.disk_space import DiskSpace
 from kvtier.node.memory import NodeMemory
 from kvtier.node.pins import Pin
-from kvtier.node.room import NodeRoom, RoomKey, RoomOptions
+from kvtier.node.room import NodeRoom, RoomOptions
+from kvtier.node.room_key import RoomKey
 from kvtier.node.stores import room_location
 from kvtier.tiers import StorageTier
 from kvtier.tiers.codecs import check_coding

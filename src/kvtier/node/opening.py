@@ -10,7 +10,8 @@ from threading import Lock, Thread
 
 from kvtier.errors import CacheError
 from kvtier.node.node import CacheNode
-from kvtier.node.room import NodeRoom, RoomKey
+from kvtier.node.room import NodeRoom
+from kvtier.node.room_key import RoomKey
 from kvtier.tiers import StorageTier
 
 logger = logging.getLogger(__name__)

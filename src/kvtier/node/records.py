@@ -3,10 +3,14 @@
     memory                       the arena
     lock                         locked by the node that owns the directory
     records/header               what the files are for; any other header means new memory
-    records/segments             uint64 [num_segments], the room that each segment belongs to
+    records/segments             uint64 [num_segments], tag of the room that each segment is of
     records/ROOM.generations     int64 [num_slots], mapped by engines, too
     records/ROOM.slots           uint64 [num_slots], engines that use each slot; a record per slot
     records/engine-NUMBER        an engine, see ``users``
+
+Header and engines have a checksum, and a segment's tag is one of a few 64-bit hashes. If any of
+them is wrong, or a file is missing or has another size, nothing of the memory is taken over: slots
+that an engine still writes to could be given away.
 
 A slot's generation is odd while the slot is allocated, and even while it is free. A record counts
 only while it has the generation of its slot. So a slot loses its record the moment that it is
@@ -17,17 +21,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import logging
 import mmap
 import os
-import shutil
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
@@ -35,13 +38,19 @@ from blake3 import blake3
 from kvtier._hot import crc32c_rows
 from kvtier.errors import ConfigError
 from kvtier.index.selection import Int64s
+from kvtier.node.room_key import RoomKey
 from kvtier.node.users import SlotUsers
-from kvtier.system.private_files import open_file, replace_file
+from kvtier.system.private_files import (
+    open_file,
+    read_checked_file,
+    remove,
+    replace_checked_file,
+)
 from kvtier.tiers.disk.format.folder import DATA
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 FOLDER, HEADER, SEGMENTS = "records", "header", "segments"
 GENERATIONS, SLOTS = ".generations", ".slots"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -88,6 +97,12 @@ def record_type(key_bytes: int) -> np.dtype[np.void]:
     )
 
 
+def row_bytes(key_bytes: int, num_slots: int) -> tuple[int, int]:
+    """Return the sizes of a room's two files."""
+    sizes = 8 * num_slots, (8 + record_type(key_bytes).itemsize) * num_slots
+    return max(sizes[0], mmap.PAGESIZE), max(sizes[1], mmap.PAGESIZE)
+
+
 def _crcs(records: Records) -> npt.NDArray[np.uint32]:
     size = records.dtype.itemsize
     return crc32c_rows(records.view(np.uint8).reshape(len(records), size)[:, CRC_BYTES:])
@@ -106,11 +121,12 @@ class RoomRows:
     def __init__(self, folder: Path, name: str, key_bytes: int, num_slots: int) -> None:
         path = folder / f"{name}{GENERATIONS}"
         record = record_type(key_bytes)
+        sizes = row_bytes(key_bytes, num_slots)
         self._parts: list[tuple[int, int, int]] = []  # descriptor, offset, bytes per slot
         self._fds: list[int] = []
         try:
-            generations = self._open(path, 8 * num_slots)
-            others = self._open(folder / f"{name}{SLOTS}", (8 + record.itemsize) * num_slots)
+            generations = self._open(path, sizes[0])
+            others = self._open(folder / f"{name}{SLOTS}", sizes[1])
             self.fd = open_file(path, os.O_RDONLY)
         except OSError:
             self.close()
@@ -127,7 +143,6 @@ class RoomRows:
     def _open(self, path: Path, num_bytes: int) -> mmap.mmap:
         fd = open_file(path, os.O_RDWR | os.O_CREAT)
         self._fds.append(fd)
-        num_bytes = max(num_bytes, mmap.PAGESIZE)
         os.ftruncate(fd, num_bytes)
         return mmap.mmap(fd, num_bytes)
 
@@ -170,6 +185,17 @@ class RoomRows:
         is_current = (records["generation"] == generations) & (generations % 2 == 1)
         return np.asarray(is_current & (records["crc"] == _crcs(records)))
 
+    def outdate_records(self, slots: range) -> None:
+        """Raise generations that a record is ahead of, so that it never counts again.
+
+        A generation only grows: one below that of a record has been damaged.
+        """
+        records = self.records[slots.start : slots.stop]
+        generations = self.generations[slots.start : slots.stop]
+        is_ahead = (records["crc"] == _crcs(records)) & (records["generation"] > generations)
+        generations[is_ahead] = records["generation"][is_ahead] + 1
+        generations[generations < 0] = 0
+
     def renew(self, slots: Int64s) -> None:
         """Give allocated slots another generation: their records count no more."""
         self.generations[slots] += 2
@@ -193,8 +219,11 @@ class ArenaRecords:
 
     Attributes:
         is_kept: whether the arena of an earlier node is taken over.
-        owners: uint64 [num_segments], tag of the room that each segment belongs to; 0 for none.
+        owners: uint64 [num_segments], tag of the room that each segment belongs to, or ``FREE``.
         users: engines that may use slots.
+
+    Raises:
+        OSError: what an earlier node has left can't be removed.
     """
 
     def __init__(
@@ -210,18 +239,25 @@ class ArenaRecords:
         boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
         disk = str(Path(disk).absolute()) if disk else ""
         self._header = ArenaHeader(FORMAT, boot, num_segments, segment_bytes, 0, disk)
+        self._found: ArenaHeader | None = None
+        self._map: mmap.mmap | None = None
+        self.owners: Uint64s = np.full(num_segments, FREE, np.uint64)
         self.users = SlotUsers(self._folder)
         reason = self._why_new()
         self.is_kept = reason is None
         if reason is not None:
-            if reason:
-                logger.warning("the blocks in memory of the node before are lost: %s", reason)
-            self.users = SlotUsers(self._folder)
-            self._file.unlink(missing_ok=True)
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder.mkdir(mode=0o700)
-        self._map: mmap.mmap | None = None
-        self.owners: Uint64s = np.zeros(num_segments, np.uint64)
+            self.begin_anew(reason)
+
+    def begin_anew(self, reason: str) -> None:
+        """Remove what an earlier node has left. reason: why; "" if no block is lost."""
+        if reason:
+            logger.warning("the blocks in memory of the previous node are lost: %s", reason)
+        self.is_kept = False
+        self._found = None
+        self.users = SlotUsers(self._folder)
+        remove(self._file)
+        remove(self._folder)
+        self._folder.mkdir(mode=0o700)
 
     def _why_new(self) -> str | None:
         """Return why the memory of an earlier node can't be taken over.
@@ -229,35 +265,74 @@ class ArenaRecords:
         None if it can be; "" if there is none.
         """
         try:
-            found = ArenaHeader(**json.loads((self._folder / HEADER).read_text()))
-            inode = self._file.stat().st_ino
-        except (OSError, ValueError, TypeError):
+            content = read_checked_file(self._folder / HEADER)
+        except FileNotFoundError:  # a node that died before its memory was ready
             return ""
-        wanted = self._header
-        if found.format != wanted.format:
-            return f"it has records of format {found.format}, and this version writes {FORMAT}"
-        if found.boot != wanted.boot or found.inode != inode:
-            return ""
-        sizes = (found.num_segments, found.segment_bytes)
-        if sizes != (wanted.num_segments, wanted.segment_bytes):
-            return (
-                f"it has {found.num_segments} segments of {found.segment_bytes} bytes, and the "
-                f"configuration wants {wanted.num_segments} of {wanted.segment_bytes}"
-            )
+        except (OSError, ValueError) as error:
+            return _unreadable(error)
         try:
-            owners = np.fromfile(self._folder / SEGMENTS, np.uint64)
+            found = msgspec.json.decode(content, type=ArenaHeader)
+            memory = self._file.lstat()
+            if found.format != FORMAT:
+                return f"it has records of format {found.format}, and this version writes {FORMAT}"
+            if found.boot != self._header.boot or found.inode != memory.st_ino:
+                return ""
+            reason = self._mismatch(found, memory.st_size)
+            if reason:
+                return reason
             self.users.load()
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            return f"its records can't be read: {error}"
-        tags = {tag_of(name) for name in self.rooms()}
-        if len(owners) != found.num_segments or not tags.issuperset(owners[owners > 0].tolist()):
-            return "its records are damaged"
+            self._check_segments(found)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            return _unreadable(error)
         if found.disk and not _is_io_over(Path(found.disk)):
             return f"reads from {found.disk} may be in flight still"
+        self._found = found
         return None
 
+    def _mismatch(self, found: ArenaHeader, num_bytes: int) -> str:
+        """Return why the memory is of no use to this node; "" if it is. num_bytes: its size."""
+        sizes = (found.num_segments, found.segment_bytes)
+        wanted = (self._header.num_segments, self._header.segment_bytes)
+        if sizes != wanted:
+            return (
+                f"it has {sizes[0]} segments of {sizes[1]} bytes, and the configuration wants "
+                f"{wanted[0]} of {wanted[1]}"
+            )
+        if num_bytes != sizes[0] * sizes[1]:
+            return f"a process has changed its size to {num_bytes} bytes"
+        return ""
+
+    def _check_segments(self, found: ArenaHeader) -> None:
+        """Raise ``ValueError`` or ``OSError`` if a segment is of no room whose rows are whole."""
+        with os.fdopen(open_file(self._folder / SEGMENTS, os.O_RDONLY), "rb") as file:
+            content = file.read(8 * found.num_segments + 1)
+        if len(content) != 8 * found.num_segments:
+            raise ValueError(f"{SEGMENTS} has another size")
+        tags = set(np.frombuffer(content, np.uint64).tolist()) - {FREE}
+        for name in self.rooms():
+            if tag_of(name) in tags:
+                tags.remove(tag_of(name))
+                self._check_rows(name, found.num_segments * found.segment_bytes)
+        if tags:
+            raise ValueError(f"{SEGMENTS} names rooms that are not there")
+
+    def _check_rows(self, name: str, num_bytes: int) -> None:
+        """Raise ``ValueError`` or ``OSError`` if a room's files are not of the right size."""
+        key = RoomKey.of_folder(name)
+        if key is None:
+            raise ValueError(f"{name} is no room")
+        sizes = row_bytes(key.key_bytes, num_bytes // key.block_bytes)
+        for ending, size in zip((GENERATIONS, SLOTS), sizes, strict=True):
+            fd = open_file(self._folder / f"{name}{ending}", os.O_RDONLY)
+            try:
+                found = os.fstat(fd).st_size
+            finally:
+                os.close(fd)
+            if found != size:
+                raise ValueError(f"{name}{ending} has another size")
+
     def begin(self, memory_fd: int) -> None:
-        """Note the arena, once it is there. memory_fd: its descriptor."""
+        """Note the arena, once it is there. memory_fd: its descriptor. Raises ``OSError``."""
         self.users.memory_fd = memory_fd
         fd = open_file(self._folder / SEGMENTS, os.O_RDWR | os.O_CREAT)
         try:
@@ -266,8 +341,12 @@ class ArenaRecords:
         finally:
             os.close(fd)
         self.owners = np.frombuffer(self._map, np.uint64)
-        header = asdict(self._header) | {"inode": os.fstat(memory_fd).st_ino}
-        replace_file(self._folder / HEADER, json.dumps(header))
+        if not self.is_kept:
+            self.owners[:] = FREE
+        header = replace(self._header, inode=os.fstat(memory_fd).st_ino)
+        if header != self._found:  # there may be no memory left for a new one
+            content = msgspec.json.encode(header).decode()
+            replace_checked_file(self._folder / HEADER, content)
 
     def rooms(self) -> list[str]:
         """Return the names of the rooms that have rows."""
@@ -277,6 +356,9 @@ class ArenaRecords:
     def rows(self, name: str, key_bytes: int, num_slots: int) -> RoomRows:
         """Open the rows of a room. Raises ``ConfigError``."""
         try:
+            if not self.segments_of(name):  # rows of an earlier node, which say nothing any more
+                for ending in GENERATIONS, SLOTS:
+                    remove(self._folder / f"{name}{ending}")
             return RoomRows(self._folder, name, key_bytes, num_slots)
         except OSError as error:
             raise ConfigError(
@@ -291,12 +373,23 @@ class ArenaRecords:
 
     def close(self) -> None:
         """Delete the files, with the arena."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        with suppress(OSError):
+            remove(self._folder)
 
 
 def tag_of(name: str) -> int:
-    """Return the number that stands for a room in ``ArenaRecords.owners``; never 0."""
+    """Return the number that stands for a room in ``ArenaRecords.owners``."""
     return int.from_bytes(blake3(name.encode()).digest(8), "little") | 1
+
+
+FREE = tag_of("")
+"""Owner of a segment that is of no room. It is not 0, so that memory that was lost is no tag."""
+
+
+def _unreadable(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename} can't be read: {error.strerror}"
+    return f"its records can't be read: {error}"
 
 
 def _is_io_over(disk: Path) -> bool:

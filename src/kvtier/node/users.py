@@ -9,7 +9,6 @@ node finds out about the clients of the node before, in whatever process namespa
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import select
 import struct
@@ -18,7 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.system.private_files import replace_file
+import msgspec
+
+from kvtier.system.private_files import read_checked_file, replace_checked_file
 
 PREFIX = "engine-"
 FLOCK = struct.Struct("@hhqqi0q")
@@ -110,20 +111,17 @@ class SlotUsers:
         self._num_made = 0
 
     def load(self) -> None:
-        """Read the engines of an earlier node. Raises ``ValueError`` for a damaged file."""
+        """Read the engines of an earlier node.
+
+        Raises ``OSError`` or ``ValueError`` for a file that can't be read.
+        """
         for path in sorted(self._folder.glob(f"{PREFIX}*")):
-            if path.suffix == ".new":  # it was not told of its client yet
+            if path.suffix == ".new":  # its client had not got the arena yet
                 continue
-            told = json.loads(path.read_text())
-            clients = {
-                int(number): UserProcess(*process) for number, process in told["clients"].items()
-            }
-            user = SlotUser(int(told["number"]), int(told["bit"]), str(told["name"]), clients)
-            if not 0 <= user.bit < NUM_BITS:
-                raise ValueError(f"{path} is damaged")
+            user = msgspec.json.decode(read_checked_file(path), type=SlotUser)
             self.left.append(user)
             self._bits.add(user.bit)
-            self._num_made = max(self._num_made, user.number, *clients)
+            self._num_made = max(self._num_made, user.number, *user.clients)
 
     @property
     def left_mask(self) -> int:
@@ -161,9 +159,8 @@ class SlotUsers:
             self._forget(user)
 
     def _write(self, user: SlotUser) -> None:
-        clients = {number: (each.pid, each.start) for number, each in user.clients.items()}
-        told = {"number": user.number, "bit": user.bit, "name": user.name, "clients": clients}
-        replace_file(self._folder / f"{PREFIX}{user.number}", json.dumps(told))
+        content = msgspec.json.encode(user).decode()
+        replace_checked_file(self._folder / f"{PREFIX}{user.number}", content)
 
     def _forget(self, user: SlotUser) -> None:
         (self._folder / f"{PREFIX}{user.number}").unlink(missing_ok=True)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import stat
 from functools import cache
 from pathlib import Path
 
+from blake3 import blake3
+
 logger = logging.getLogger(__name__)
 
 MAX_KEY_FILE_BYTES = 1 << 16
+MAX_CHECKED_BYTES = 16 << 20
+"""Longest file that ``read_checked_file`` reads."""
 
 
 def open_file(path: str | Path, flags: int, folder: int | None = None) -> int:
@@ -57,6 +62,40 @@ def _must_be_regular(fd: int, path: str | Path, advice: str) -> None:
 def replace_file(path: Path, content: str) -> None:
     """Write a small file for this user only. Readers find it as it was, or as a whole."""
     new = path.with_name(f"{path.name}.new")
-    with os.fdopen(open_file(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+    with os.fdopen(
+        open_file(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8"
+    ) as file:
         file.write(content)
     new.replace(path)
+
+
+def replace_checked_file(path: Path, content: str) -> None:
+    """Write a small file as ``replace_file`` does, for ``read_checked_file``."""
+    replace_file(path, f"{_check(content.encode())}\n{content}")
+
+
+def read_checked_file(path: Path) -> str:
+    """Return the content that ``replace_checked_file`` has written.
+
+    Raises ``OSError`` if it can't be read, and ``ValueError`` if a byte of it has changed.
+    """
+    with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
+        check, _, content = file.read(MAX_CHECKED_BYTES).partition(b"\n")
+    if check != _check(content).encode():
+        raise ValueError(f"{path.name} is damaged, or of another version")
+    return content.decode()
+
+
+def _check(content: bytes) -> str:
+    return blake3(content).hexdigest()
+
+
+def remove(path: Path) -> None:
+    """Remove whatever has this name: a file, a link, a directory with all that is in it, or none.
+
+    Links are not followed. Raises ``OSError``.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
