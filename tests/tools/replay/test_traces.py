@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +328,13 @@ def test_a_request_quoted_in_another_line_is_no_request(
         '{"event": "request.received", "obj": ' + "[" * 1_000_000,
         '{"message": ' * 100_000,
         "\\'" * 1_000_000,
+        "\n".join(f"2026-03-10T09:00:00.0Z stdout P {'x' * 30}" for _ in range(100_000)),
+        "\n".join("Mar 10 09:00:00 h v[1]: Request a details: prompt: '" for _ in range(50_000)),
+        "\n".join(["Request a details: prompt: '" + "x" * 1000, *["y" * 1000] * 10_000]),
+        "\n".join('{"log": "x", "stream": "stdout"}' for _ in range(100_000)),
+        "\n".join(
+            f"Mar 10 09:00:00 h v[{at}]: Request a details: prompt: '" for at in range(50_000)
+        ),
     ],
 )
 def test_a_hostile_line_is_read_once(tmp_path: Path, line: str) -> None:
@@ -352,7 +361,7 @@ def test_a_hostile_line_is_read_once(tmp_path: Path, line: str) -> None:
         cwd=Path(__file__).parents[3],
     )
     assert ended.returncode == 0, ended
-    assert ended.stdout in ("1\n", "2\n") or ":1: " in ended.stdout
+    assert ended.stdout in ("1\n", "2\n") or ".log:" in ended.stdout
 
 
 def test_first_request_may_come_after_any_number_of_lines(read: Callable[..., Trace]) -> None:
@@ -371,6 +380,137 @@ def test_last_line_of_a_log_may_be_cut_short(tmp_path: Path) -> None:
     trace = read_traces([path], OPTIONS)
     assert trace.num_requests == 2
     assert "The last line of server.log is cut short, and was left out." in trace.notes
+
+
+# -- logs in pieces --------------------------------------------------------------------------------
+
+
+def cri(line: str, size: int = 16384, stream: str = "stdout") -> list[str]:
+    """A line as containerd and CRI-O write it."""
+    time = f"2026-03-10T09:00:00.123456789Z {stream}"
+    *parts, last = [line[at : at + size] for at in range(0, max(1, len(line)), size)]
+    return [*(f"{time} P {part}" for part in parts), f"{time} F {last}"]
+
+
+def docker(line: str, size: int = 16384) -> list[str]:
+    """A line as Docker's json-file driver writes it."""
+    entry = {"stream": "stdout", "time": "2026-03-10T09:00:00.123456789Z"}
+    line += "\n"
+    parts = [line[at : at + size] for at in range(0, max(1, len(line)), size)]
+    return [json.dumps({"log": part, **entry}) for part in parts]
+
+
+def journal(line: str, size: int = 48 << 10, pid: int = 9) -> list[str]:
+    """A line as ``journalctl`` shows it."""
+    parts = [line[at : at + size] for at in range(0, max(1, len(line)), size)]
+    return [f"Mar 10 09:00:00 host vllm[{pid}]: {part}" for part in parts]
+
+
+LONG = list(range(100_000, 125_000))
+CUTTERS: list[Callable[[str], list[str]]] = [cri, docker, journal, partial(journal, size=20480)]
+
+
+PROMPTS = ["fox", "'\"\\ [(" * 5000, *TRICKS]
+
+
+@pytest.mark.parametrize("write", [vllm_line, sglang_line])
+@pytest.mark.parametrize(
+    ("cut", "prompt"),
+    [*product(CUTTERS, PROMPTS), *product([cri, docker], ["字" * 30_000])],
+)
+def test_pieces_of_a_line_are_joined(
+    read: Callable[..., Trace],
+    cut: Callable[[str], list[str]],
+    write: Callable[..., str],
+    prompt: str,
+) -> None:
+    wanted = read(write(prompt, LONG), write("x", [1, 2, 3, 4]))
+    trace = read(*cut(write(prompt, LONG)), *cut(write("x", [1, 2, 3, 4])))
+    assert trace.input_tokens.tolist() == wanted.input_tokens.tolist() == [len(LONG), 4]
+    assert trace.keys.tolist() == wanted.keys.tolist()
+    assert not [each for each in trace.notes if "left out" in each]
+
+
+@pytest.mark.parametrize("cut", [cri, docker])
+@pytest.mark.parametrize("line", [VLLM[1], SGLANG[1], SGLANG_JSON[0]])
+def test_a_line_of_a_container_is_read_as_without_it(
+    read: Callable[..., Trace], cut: Callable[..., list[str]], line: str
+) -> None:
+    assert read(*cut(line, size=50)).input_tokens.tolist() == read(line).input_tokens.tolist()
+
+
+def test_pieces_of_two_writers_that_alternate_are_joined_by_writer(
+    read: Callable[..., Trace],
+) -> None:
+    short, long = vllm_line("x", LONG[:20_000]), vllm_line("x", LONG)
+    for first, second in (
+        (journal(short, pid=1), journal(long, pid=2)),
+        (cri(short, stream="stdout"), cri(long, stream="stderr")),
+    ):
+        mixed = [each for pair in zip_longest(first, second) for each in pair if each]
+        assert sorted(read(*mixed).input_tokens) == [20_000, 25_000]
+
+
+def test_a_line_that_begins_where_journald_cuts_is_the_clients_text(
+    read: Callable[..., Trace],
+) -> None:
+    forged = vllm_line("y", [9])
+    begin = vllm_line("", []).index("''") + 1
+    line = vllm_line("x" * ((48 << 10) - begin) + forged + "y" * (48 << 10), [1, 2, 3])
+    assert journal(line)[1].partition("]: ")[2].startswith(forged)
+    assert read(*journal(line)).input_tokens.tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        vllm_line("x", LONG)[:9000],
+        vllm_line("x", LONG)[:9000] + vllm_line("x", LONG)[100:],
+        vllm_line("x", LONG)[:9000] + "INFO 02-13 11:33:33 [loggers.py:1] Engine 000: 1 req/s",
+        vllm_line("x", [1, 2]).replace("02-13", "02-31"),
+        vllm_line("x", [1, -2]),
+        SGLANG_JSON[0][:-40],
+        json.dumps({"time": "2026-03-10 09:00:00", "message": vllm_line("x", LONG)})[:9000],
+    ],
+)
+def test_a_line_that_cant_be_read_costs_its_request_only(
+    read: Callable[..., Trace], bad: str
+) -> None:
+    good = vllm_line("x", [1, 2, 3, 4])
+    trace = read(good, bad, good, bad, good)
+    assert trace.input_tokens.tolist() == [4, 4, 4]
+    (note,) = [each for each in trace.notes if "left out" in each]
+    assert note.startswith("2 lines of requests are left out, which can't be read. The first one: ")
+    assert ":2: " in note
+    with pytest.raises(ConfigError, match=":1: "):
+        read(bad)
+
+
+@pytest.mark.parametrize("lines", [VLLM, SGLANG, [mooncake(0, [1, 2]), mooncake(1, [1, 2])]])
+def test_a_hole_left_by_a_truncated_log_is_skipped(tmp_path: Path, lines: list[str]) -> None:
+    path = tmp_path / "server.log"
+    with path.open("wb") as file:
+        file.truncate(40 << 20)  # NULs
+        file.seek(0, os.SEEK_END)
+        file.write("\n".join([*lines, ""]).encode())
+    plain = tmp_path / "plain"
+    plain.write_text("\n".join([*lines, ""]))
+    assert (
+        read_traces([path], OPTIONS).input_tokens.tolist()
+        == read_traces([plain], OPTIONS).input_tokens.tolist()
+    )
+
+
+def test_pieces_without_an_end_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.tools.replay.traces.log_lines.MAX_LINE", 50_000)
+    path = tmp_path / "server.log"
+    endless = cri(vllm_line("x", LONG))
+    path.write_text("\n".join([*endless, *cri(vllm_line("x", [1, 2, 3])), ""]))
+    trace = read_traces([path], OPTIONS)
+    assert trace.input_tokens.tolist() == [3]
+    assert any("1 line of a request is left out" in each for each in trace.notes)
 
 
 @pytest.mark.parametrize(

@@ -59,15 +59,32 @@ def check_counts(*values: float) -> None:
 
 
 class TraceLine:
-    """A line of a file. number: line number, from 1."""
+    """A line of a file.
 
-    __slots__ = ("number", "path", "text")
+    number: line number, from 1.
+    stamp: time of a log's line, if something else than its program noted it.
+    source: writer of a log's line, whose long lines are cut into pieces without a mark; None if
+        this line is known to be whole.
+    """
 
-    def __init__(self, path: Path, number: int, text: str) -> None:
+    __slots__ = ("number", "path", "source", "stamp", "text")
+
+    def __init__(
+        self, path: Path, number: int, text: str, stamp: str = "", source: str | None = ""
+    ) -> None:
         self.path, self.number, self.text = path, number, text
+        self.stamp, self.source = stamp, source
+
+    def part(self, text: str, stamp: str, source: str | None) -> TraceLine:
+        """Return the text in a log's record as a line of its own."""
+        return TraceLine(self.path, self.number, text, stamp, source)
 
     def refuse(self, why: str) -> NoReturn:
-        raise ConfigError(printable(f"{self.path}:{self.number}: {why[:MAX_REASON]}"))
+        raise self.refusal(why)
+
+    def refusal(self, why: str) -> ConfigError:
+        """Return the error that names this line."""
+        return ConfigError(printable(f"{self.path}:{self.number}: {why[:MAX_REASON]}"))
 
     def cut_short(self) -> str:
         """Return a note that this last line was left out."""
@@ -139,11 +156,17 @@ def lines_of(path: Path, tell: Tell | None = None) -> Iterator[TraceLine]:
         for number in itertools.count(1):
             try:
                 line = text.readline(MAX_LINE + 1)
+                num_read += len(line)
+                # A log that is truncated while it is written begins with a hole.
+                while line.startswith("\0") and num_read <= limit:
+                    line = line.lstrip("\0")
+                    if not line:
+                        line = text.readline(MAX_LINE + 1)
+                        num_read += len(line)
             except (OSError, EOFError, zlib.error) as error:
                 raise ConfigError(f"{path}: can't be unpacked: {error}") from error
             if not line:
                 return
-            num_read += len(line)
             if len(line) > MAX_LINE or num_read > limit:
                 _refuse_size(path, number, size, len(line))
             if tell is not None and not number % 64:

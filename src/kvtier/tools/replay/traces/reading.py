@@ -13,6 +13,7 @@ from kvtier.tools.replay.trace import Trace, joined
 from kvtier.tools.replay.traces import agentic, hashed, recorded, request_log
 from kvtier.tools.replay.traces.clock import YEAR_S
 from kvtier.tools.replay.traces.lines import TraceLine, lines_of
+from kvtier.tools.replay.traces.log_lines import log_lines
 from kvtier.tools.replay.traces.options import ReadOptions
 from kvtier.tools.replay.traces.plausible import check_blocks, check_window
 
@@ -99,7 +100,8 @@ def _read(path: Path, options: ReadOptions, number: int, tell: Callable[[int], N
             trace = each.read(chain([first], lines), options, number)
             check_blocks(path, trace)
             return trace
-    for line in chain([first], lines):
+    lines = log_lines(chain([first], lines))
+    for line in lines:
         if request_log.recognises(line):
             return request_log.read(chain([line], lines), options, number)
     raise ConfigError(
