@@ -179,3 +179,22 @@ def test_auto_is_the_cpu_where_torch_knows_an_accelerator_that_is_not_there(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", of_a_build_for_cuda)
     with Engine(replace(changed(), device="auto")) as engine:
         assert engine.info.device == "cpu"
+
+
+@pytest.mark.parametrize(("threads", "cores", "expected"), [(0, 1, 1), (0, 99, 2), (3, 1, 3)])
+def test_compute_threads_are_no_more_than_the_cores_of_a_quota(
+    monkeypatch: pytest.MonkeyPatch, threads: int, cores: int, expected: int
+) -> None:
+    def not_loaded(*_: object) -> None:
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr("kvtier.engine.engine.load_model", not_loaded)
+    monkeypatch.setattr("kvtier.engine.engine.num_cores", lambda: cores)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ConfigError, match="far enough"):
+            Engine(EngineConfig(threads=threads))
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)

@@ -21,6 +21,7 @@ import numpy as np
 from kvtier import __version__
 from kvtier.devices.base import Device, Finding, Memory
 from kvtier.errors import CacheError, install_command
+from kvtier.system.control_groups import cpu_quota
 from kvtier.system.memory import available_bytes
 from kvtier.system.process import num_cores
 
@@ -93,10 +94,14 @@ def diagnose(
 def machine(root: Path) -> tuple[Finding, ...]:
     """Return the findings on system, processor and memory."""
     left_bytes, limited_by = available_bytes(root)
+    quota = cpu_quota(root)
+    cores = f"{num_cores(root)} of {os.cpu_count()} cores may be used"
+    if quota is not None:
+        cores += f"; the control group's quota is {quota:g}"
     return (
         Finding("system", f"{platform.system()} {platform.release()} {platform.machine()}"),
         Finding("python", platform.python_version()),
-        Finding("CPU", _cpu_name(root), f"{num_cores()} of {os.cpu_count()} cores may be used"),
+        Finding("CPU", _cpu_name(root), cores),
         Finding("memory left", f"{left_bytes / 2**30:.1f} GiB", f"limited by: {limited_by}"),
     )
 

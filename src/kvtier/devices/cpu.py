@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 
 from kvtier._hot import NATIVE, NATIVE_REASON, copy_batch
 from kvtier.devices.base import CopyBatch, CopyQueue, Device, Direction, Fence, Finding, Memory
 from kvtier.devices.synchronous import Passed, SynchronousQueue
+from kvtier.system.process import num_cores
 
 
 class CpuDevice(Device):
@@ -20,7 +19,7 @@ class CpuDevice(Device):
     name = "cpu"
 
     def __init__(self, threads: int | None = None) -> None:
-        self._threads = threads or max(1, min(4, (os.cpu_count() or 1) // 2))
+        self._threads = threads or max(1, min(4, num_cores() // 2))
         self._queue = SynchronousQueue(self._copy)  # stateless: shared by both directions
 
     def queue(self, direction: Direction) -> CopyQueue:

@@ -37,7 +37,7 @@ from kvtier.hints import Hint
 from kvtier.identity import Basis, Identity
 from kvtier.keys import Labels, Namespace, grid_labels
 from kvtier.prompts.lease import PrefixStored
-from kvtier.system.process import OwnerProcess
+from kvtier.system.process import OwnerProcess, num_cores
 from kvtier.telemetry.block_events import BlockLog
 from kvtier.telemetry.publisher import Publisher
 from kvtier.tiers.row import lossy_codecs
@@ -59,8 +59,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self._publisher: Publisher | None = None
-        if config.threads:
-            torch.set_num_threads(config.threads)
+        torch.set_num_threads(config.threads or min(torch.get_num_threads(), num_cores()))
         device_name = _device_name(config.device)
         device = torch.device(device_name)
         copier = find_device(device_name)

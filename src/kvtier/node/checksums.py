@@ -19,6 +19,7 @@ import numpy as np
 from kvtier._hot import crc32c_many
 from kvtier.index.selection import Int64s
 from kvtier.node.records import Bools, Records, RoomRows
+from kvtier.system.process import num_cores
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class Verifier:
         self._done: deque[tuple[Callable[[LeftBlocks, Bools], object], LeftBlocks, Bools]] = deque()
         self._is_wanted = True
         self._wakes = Event()
-        self._num_threads = max(1, (os.cpu_count() or 1) // 2)
+        self._num_threads = max(1, num_cores() // 2)
         self._thread = Thread(target=self._run, name="kvtier node verify", daemon=True)
         self._thread.start()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
+
+from kvtier.system.control_groups import own_groups, read_number, read_text
 
 
 class Hierarchy(NamedTuple):
@@ -48,9 +49,12 @@ def available_bytes(root: Path = Path("/")) -> tuple[int, str]:
     if free_kib is not None:
         limits.append((free_kib * 1024, "free memory of the machine"))
     for hierarchy in HIERARCHIES:
-        for name in _groups(root, hierarchy.controller):
+        for name in own_groups(root, hierarchy.controller):
             group = root / hierarchy.mount / name.relative_to("/")
-            limit, usage = _number(group / hierarchy.limit), _number(group / hierarchy.usage)
+            limit, usage = (
+                read_number(group / hierarchy.limit),
+                read_number(group / hierarchy.usage),
+            )
             if limit is not None and usage is not None:
                 # The kernel frees cached files on demand, for example a model that was just read.
                 used = max(0, usage - (_field(group / "memory.stat", hierarchy.cached) or 0))
@@ -68,47 +72,17 @@ def total_bytes(root: Path = Path("/")) -> tuple[int, str]:
     if total_kib is not None:
         limits.append((total_kib * 1024, "memory of the machine"))
     for hierarchy in HIERARCHIES:
-        for name in _groups(root, hierarchy.controller):
-            limit = _number(root / hierarchy.mount / name.relative_to("/") / hierarchy.limit)
+        for name in own_groups(root, hierarchy.controller):
+            limit = read_number(root / hierarchy.mount / name.relative_to("/") / hierarchy.limit)
             if limit is not None:
                 limits.append((limit, f"memory limit of the control group {name}"))
     return min(limits, default=(1 << 62, "no limit known"))
 
 
-def _groups(root: Path, controller: str) -> Iterator[PurePosixPath]:
-    """Yield the process's own group and those above it, up to the root that is mounted here.
-
-    In a container ``/proc/self/cgroup`` may name a path of the host, while only the root is
-    mounted: groups that do not exist have no files.
-    """
-    own = PurePosixPath("/")
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, name = rest.partition(":")
-        is_visible = name.startswith("/") and ".." not in PurePosixPath(name).parts
-        if controller in controllers.split(",") and is_visible:
-            own = PurePosixPath("/" + name.lstrip("/"))
-    yield own
-    yield from own.parents
-
-
-def _number(path: Path) -> int | None:
-    """Return the only number in a file; None if the file is missing or has a word such as "max"."""
-    text = _read(path).strip()
-    return int(text) if text.isdigit() else None
-
-
 def _field(path: Path, name: str) -> int | None:
     """Return the number after ``name`` in a file of "name number" lines; None if missing."""
-    for line in _read(path).splitlines():
+    for line in read_text(path).splitlines():
         words = line.split()
         if words and words[0] == name:
             return int(words[1])
     return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="surrogateescape")  # a group's name may be any bytes
-    except OSError:
-        return ""

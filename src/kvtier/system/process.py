@@ -11,15 +11,24 @@ import os
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 from kvtier.errors import Closed
+from kvtier.system.control_groups import cpu_quota
 
 
-def num_cores() -> int:
-    """Return the number of cores that this process may run on."""
+def num_cores(root: Path = Path("/")) -> int:
+    """Return the number of cores that this process may use: those it may run on, or its quota.
+
+    root: where ``proc`` and ``sys`` are mounted.
+    """
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quota = cpu_quota(root)
+    # More threads than the quota allows are all stopped at once when it is used up.
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def give_way(by: int) -> None:

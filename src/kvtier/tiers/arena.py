@@ -22,7 +22,7 @@ import numpy as np
 from kvtier.devices.base import Device, Finding, Memory
 from kvtier.errors import ConfigError
 from kvtier.layout import Layout
-from kvtier.system.process import OwnerProcess
+from kvtier.system.process import OwnerProcess, num_cores
 from kvtier.tiers import pages
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class ArenaOptions:
     @property
     def num_threads(self) -> int:
         """Number of threads that touch pages, with 0 replaced by the default."""
-        return self.threads or max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
+        return self.threads or max(1, min(MAX_THREADS, num_cores() // 2))
 
 
 class Arena:

@@ -41,7 +41,7 @@ class ValkeyOptions(StoreOptions):
     max_age_s: int = 0
     """Expiry of a block in seconds, whether or not room is needed; 0 for never."""
     ca_file: str = ""
-    """File of certificate authorities trusted for the server, in addition to the system's."""
+    """File of certificate authorities trusted for the server, in place of the system's."""
     cert_file: str = ""
     """Client certificate file, with its key."""
 

@@ -22,7 +22,7 @@ _JOURNAL = re.compile(
 )
 
 
-class Pieces:
+class LinePieces:
     """Pieces of one line, in their order. A line of more than ``MAX_LINE`` is not kept whole."""
 
     def __init__(self, first: TraceLine) -> None:
@@ -49,7 +49,7 @@ def log_lines(lines: Iterator[TraceLine]) -> Iterator[TraceLine]:
 
     Pieces are joined where each says whether it is the last one. The pieces of journald do not.
     """
-    unfinished: dict[str, Pieces] = {}
+    unfinished: dict[str, LinePieces] = {}
     for line in lines:
         found = _record(line)
         if found is None:
@@ -63,7 +63,7 @@ def log_lines(lines: Iterator[TraceLine]) -> Iterator[TraceLine]:
         elif is_last:
             yield piece
         else:
-            unfinished[stream] = Pieces(piece)
+            unfinished[stream] = LinePieces(piece)
     for rest in unfinished.values():
         yield rest.line(is_whole=False)
 

@@ -23,7 +23,7 @@ from kvtier.errors import ConfigError
 from kvtier.tools.replay.trace import Trace, TraceBuilder, chained
 from kvtier.tools.replay.traces.clock import Clock
 from kvtier.tools.replay.traces.lines import TraceLine
-from kvtier.tools.replay.traces.log_lines import Pieces
+from kvtier.tools.replay.traces.log_lines import LinePieces
 
 if TYPE_CHECKING:
     from kvtier.tools.replay.trace import Keys
@@ -123,7 +123,7 @@ def read(lines: Iterator[TraceLine], options: ReadOptions, file_number: int) -> 
     return replace(trace, notes=(*trace.notes, note))
 
 
-class _Unfinished(Pieces):
+class _Unfinished(LinePieces):
     """A request's line of which pieces are missing."""
 
     def __init__(self, first: TraceLine) -> None:
