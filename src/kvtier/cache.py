@@ -326,7 +326,7 @@ class Cache:
         if lease.released:
             return
         self._must_be_ours(lease)
-        lease.released = True
+        lease.num_ended, lease.released = lease.num_shared, True
         self._leases.discard(lease)
         self._loading.pop(lease, None)
         lease.forget_transfers()
@@ -589,6 +589,10 @@ class Cache:
     def used_slots(self) -> dict[str, int]:
         """Return the number of slots in use per tier."""
         return self._ladder.used_slots()
+
+    def num_slots(self) -> dict[str, int]:
+        """Return the number of slots per tier."""
+        return self._ladder.num_slots()
 
     def let_archive(self, is_on: bool) -> None:
         """Enable or disable writes to storage.

@@ -38,7 +38,7 @@ from kvtier.prompts.lease import Lease
 from kvtier.snapshots import SnapshotCache
 from kvtier.system.process import OwnerProcess
 from kvtier.tiers import DeviceTier
-from kvtier.types import Label
+from kvtier.types import DEVICE, Label
 
 POLL_S = 0.0005
 """Time between two polls of a ``SharedCache`` while somebody waits for a copy."""
@@ -282,13 +282,15 @@ class SharedCache:
 
         Returns:
             A lease that is ready: the KV of its first ``num_shared`` blocks is in ``slots``. None
-            if there is no room.
+            if there is no room; at once for a request that is larger than the pool.
 
         Raises:
             Closed: after ``close``, and in a forked child.
         """
         with self._open() as cache:
             num_blocks = -(-max(num_tokens, prompt.num_tokens) // self.block_size)
+            if num_blocks > cache.num_slots()[DEVICE]:
+                return None
             ends = time.monotonic() + cache.config.lookup_deadline_s
             while cache.begin_lookup(prompt.namespace, prompt.labels) and time.monotonic() < ends:
                 self._wait(POLL_S)
@@ -309,7 +311,9 @@ class SharedCache:
                 cache.release(lease, record=False)
                 loads = False  # compute what could not be loaded
 
-    def finish(self, lease: Lease, num_blocks: int | None = None) -> None:
+    def finish(
+        self, lease: Lease, num_blocks: int | None = None, *, prompt: Prompt | None = None
+    ) -> None:
         """Add the blocks that were computed to the cache, and end the lease.
 
         On an accelerator, the default stream may still be writing these blocks; any other stream
@@ -317,13 +321,22 @@ class SharedCache:
 
         num_blocks: full blocks, counted from the start of the prompt; 0 to add none, None for all
         of the prompt.
+        prompt: the lease's prompt with generated tokens behind it whose KV is in its slots, so that
+        these are added, too. The last token that was sampled has no KV yet.
         """
-        if num_blocks is None:
-            num_blocks = len(lease.labels)
         with self._open() as cache:
-            if num_blocks > lease.num_shared:
+            if prompt is not None:
+                begins = prompt.labels[: len(lease.labels)] == lease.labels
+                if prompt.namespace != lease.namespace or not begins:
+                    raise UsageError("prompt: it does not begin with the prompt of the lease")
+                lease.labels = prompt.labels
+            if num_blocks is None:
+                num_blocks = len(lease.labels)
+            num_reused = lease.num_shared
+            if num_blocks > num_reused:
                 cache.commit(lease, num_blocks)
             cache.release(lease)
+            lease.num_ended = num_reused
             self._condition.notify_all()  # there may be copies to store, and room
 
     def stored(self, prompt: Prompt) -> Future[int]:

@@ -464,3 +464,35 @@ def test_a_closed_one_says_so(tmp_path: Path, use: Callable[[Engine], object]) -
     assert not engine.cache.is_usable
     with pytest.raises(Closed):
         use(engine)
+
+
+def test_request_larger_than_the_pool_does_not_wait(tmp_path: Path) -> None:
+    engine = Engine.on_disk(tmp_path, num_blocks=4)
+    prompt = engine.cache.prompt(PROMPT)
+    assert engine.cache.fetch(prompt, num_tokens=100, wait_s=float("inf")) is None
+    engine.cache.close()
+
+
+def test_finished_lease_says_how_much_was_reused(tmp_path: Path) -> None:
+    engine = Engine.on_disk(tmp_path)
+    for num_reused in (0, 3):
+        lease = engine.cache.fetch(engine.cache.prompt(PROMPT))
+        assert lease is not None
+        engine.cache.finish(lease)
+        assert lease.num_shared == num_reused
+    engine.cache.close()
+
+
+def test_generated_tokens_are_kept_behind_their_prompt(tmp_path: Path) -> None:
+    engine = Engine.on_disk(tmp_path)
+    whole = [*PROMPT, 9, 9, 9]
+    lease = engine.cache.fetch(engine.cache.prompt(PROMPT), num_tokens=len(whole))
+    assert lease is not None
+    for at, token in enumerate(whole):
+        engine.kv[:, :, lease.slots[at // BLOCK_SIZE], at % BLOCK_SIZE] = token
+    with pytest.raises(UsageError, match="does not begin with the prompt of the lease"):
+        engine.cache.finish(lease, prompt=engine.cache.prompt([5, *whole]))
+    engine.cache.finish(lease, prompt=engine.cache.prompt(whole))
+    num_blocks = (len(whole) - 1) // BLOCK_SIZE  # the last token is computed
+    assert engine.serve(whole) == num_blocks > len(PROMPT) // BLOCK_SIZE
+    engine.cache.close()

@@ -67,6 +67,7 @@ class Lease(Waiter):
     broken: some load failed; release the lease and ask again. late: it came too late.
     decision: what its plan was made from, as soon as there is one. stores: hears of the copies that
     store what it has computed.
+    num_ended: ``num_shared`` at the end of the lease.
     ring: slots of the window KV of a running sequence; empty for models without windows.
     """
 
@@ -91,6 +92,7 @@ class Lease(Waiter):
         self.is_left_out = self.is_private = False
         self.broken = self.late = False
         self.released = False
+        self.num_ended = 0
         self.started = now
         self.deadline = float("inf")
         self.record = RequestRecord(num_asked_blocks=match.num_asked)
@@ -103,8 +105,11 @@ class Lease(Waiter):
 
     @property
     def num_shared(self) -> int:
-        """Blocks of the prefix; the engine must not write to their slots."""
-        return len(self.blocks)
+        """Blocks of the prefix; the engine must not write to their slots.
+
+        After the end of the lease it stays as it was.
+        """
+        return self.num_ended if self.released else len(self.blocks)
 
     @property
     def hit_blocks(self) -> dict[str, int]:
