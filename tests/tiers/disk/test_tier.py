@@ -331,3 +331,9 @@ def test_scrub_frees_damaged_blocks_that_nobody_claimed(tmp_path: Path) -> None:
 def test_scrub_of_an_empty_slab_is_nothing(tmp_path: Path) -> None:
     with world(tmp_path) as here:
         assert here.tier.scrub(1 << 20).num_checked == 0
+
+
+def test_new_file_system_with_lost_found_is_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    DiskBlocks(DiskOptions(tmp_path, 8 * SLOT_BYTES), SMALL, Arena().memory).close()
+    assert (tmp_path / "superblock").exists()

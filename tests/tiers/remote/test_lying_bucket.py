@@ -73,3 +73,28 @@ def test_text_of_a_server_is_told_nowhere(liar: ScriptedBucket, status: int, cod
     shown = f"{caught.value} {caught.value.__cause__!r} {caught.value.__context__!r}"
     assert SECRET not in shown
     assert "\x1b" not in shown
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "sentence"),
+    [
+        (301, "PermanentRedirect", "is in another region or at another address"),
+        (501, "NotImplemented", "does not know writes that only create an object"),
+    ],
+)
+def test_store_that_will_refuse_again_is_refused_with_the_reason(
+    liar: ScriptedBucket, status: int, code: str, sentence: str
+) -> None:
+    def refuse(question: Question, answer: Answer) -> bytes:
+        if status == 501 and "if-none-match" not in {name.lower() for name in question.headers}:
+            return unaltered(question, answer)
+        body = f"<Error><Code>{code}</Code><Message>x</Message></Error>".encode()
+        return Answer(status, {"x-amz-bucket-region": "eu-central-1"}, body).to_bytes(
+            question.method != "HEAD"
+        )
+
+    liar.alter = refuse
+    keeper = keeper_of(liar)
+    with pytest.raises(ConfigError, match=sentence):
+        keeper.test()
+    keeper.close()

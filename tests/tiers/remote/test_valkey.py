@@ -301,3 +301,16 @@ def test_bytes_of_a_value_are_those_of_the_format(server: ValkeyServer) -> None:
     assert value[92:96] == bytes(4)
     assert value[96:] == content
     tier.close()
+
+
+def test_replica_after_a_failover_is_said_to_be_one(server: ValkeyServer) -> None:
+    tier = open_tier(server.port, "failover")
+    assert User(tier).put(1) == [THERE]
+    server.tell(b"REPLICAOF", b"127.0.0.1", b"1")
+    try:
+        assert User(tier).put(2) == [FAILED]
+        assert "READONLY: it is a replica, which takes no writes" in tier.last_error
+        assert User(tier).get(1) == [THERE]
+    finally:
+        server.tell(b"REPLICAOF", b"NO", b"ONE")
+    tier.close()

@@ -33,14 +33,14 @@ def is_new(folder: Path) -> bool:
     """Return whether the folder is missing, or has no slab and nothing but files of one.
 
     Such files are left by a creation that was interrupted, and by a process under which the folder
-    was emptied: it writes some of them when it ends.
+    was emptied: it writes some of them when it ends. A new file system has ``lost+found``, too.
     """
     try:
         there = {each.name for each in folder.iterdir()}
     except (FileNotFoundError, NotADirectoryError):
         return True
     is_interrupted = NEW_SUPERBLOCK in there and SUPERBLOCK not in there
-    return is_interrupted or not there - {JOURNAL, NEW_JOURNAL, TRUST, LOCK}
+    return is_interrupted or not there - {JOURNAL, NEW_JOURNAL, TRUST, LOCK, "lost+found"}
 
 
 def make_slab(folder: Path, want: Superblock, system: DiskSystem) -> None:

@@ -58,6 +58,11 @@ WRONG_SETTINGS: Final = frozenset(
     }
 )
 """S3 error codes that retries cannot fix."""
+REDIRECT: Final = "PermanentRedirect"
+WRONG_REGION: Final = frozenset(
+    {REDIRECT, "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+)
+"""Those that a bucket of another region is answered with."""
 
 
 class Missing(Exception):  # noqa: N818 - an outcome
@@ -217,8 +222,12 @@ def _translated(error: Exception) -> Exception:
         return Refused(said)
     if isinstance(error, FileNotFoundError | PreconditionError):
         return Missing(said)
-    if status and status[1] in ("301", "307", "308"):
-        return Refused(f"{said}; the bucket is elsewhere, see the options endpoint and region")
+    # Of the answer to a wrong region the client passes on neither its code nor the right one.
+    is_redirect = status is not None and status[1] in ("301", "307", "308")
+    if is_redirect or "redirect without LOCATION" in text:
+        return Refused(REDIRECT)
+    if status and status[1] == "501":
+        return Unsound("it does not know writes that only create an object (If-None-Match)")
     if status and status[1] == "416":
         return Missing(said)
     if "Received non-partial response" in text:

@@ -10,7 +10,7 @@ from kvtier.errors import ConfigError
 from kvtier.tiers.remote.errors import Refused, Unsound
 from kvtier.tiers.remote.requests import RequestLoop
 from kvtier.tiers.remote.s3.manifest_sync import ManifestSync
-from kvtier.tiers.remote.s3.objects import Objects
+from kvtier.tiers.remote.s3.objects import WRONG_REGION, Objects
 from kvtier.tiers.remote.s3.self_test import self_test
 
 logger = logging.getLogger(__name__)
@@ -131,4 +131,9 @@ def refusal(error: Refused | Unsound, bucket: str) -> str:
         return f"this store can't be used: {error}"
     if str(error) == "NoSuchBucket":
         return f"there is no bucket {bucket!r}; make it, or name another"
+    if str(error) in WRONG_REGION:
+        return (
+            f"the bucket {bucket!r} is in another region or at another address ({error}); see the "
+            "options region and endpoint"
+        )
     return f"access was refused ({error}); see the credentials and the bucket's rules"

@@ -28,6 +28,11 @@ REFUSALS: Final = ("NOAUTH", "WRONGPASS", "NOPERM", "ERR AUTH", "ERR DB index", 
 """Errors that retries cannot fix."""
 ANSWERS: Final = "answers"
 """State of a usable server."""
+MEANINGS: Final = {
+    "READONLY": "READONLY: it is a replica, which takes no writes; name the primary",
+    "OOM": "OOM: it is full and evicts nothing; see its maxmemory-policy",
+}
+"""Error codes that say too little by themselves."""
 REDIRECTS: Final = ("MOVED", "ASK", "CLUSTERDOWN")
 """Errors of a server that holds only a part of the keys."""
 ERROR_CODE: Final = re.compile(r"[A-Z][A-Z0-9_]{0,31}(?![^ ])")
@@ -222,7 +227,7 @@ def reason_of(error: Exception) -> str:
     """
     if isinstance(error, ReplyError):
         code = ERROR_CODE.match(str(error))
-        return code[0] if code else "an error without a code"
+        return MEANINGS.get(code[0], code[0]) if code else "an error without a code"
     return (
         (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
     )

@@ -238,7 +238,8 @@ class ValkeyTier(StorageTier):
     def _was_put(self, line: RespConnection) -> Outcome:
         try:
             return THERE if line.reply() == b"OK" else FAILED
-        except ReplyError:  # full or read-only
+        except ReplyError as error:  # full or read-only
+            self._lines.last_error = reason_of(error)
             return FAILED
 
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
