@@ -16,8 +16,12 @@ from hypothesis import strategies as st
 
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError
+from kvtier.node import memory as memory_module
 from kvtier.node.memory import NodeMemory, SegmentTier
+from kvtier.system import landlock
+from kvtier.system.landlock import can_forbid_truncation, open_untruncatable
 from kvtier.types import Slot
+from tests.node.world import bare, local_node
 
 SEGMENT = 4096
 NUM_SEGMENTS = 6
@@ -119,6 +123,50 @@ def test_generations_can_be_read_but_not_changed_by_others(memory: NodeMemory) -
     with pytest.raises(PermissionError):
         fcntl.fcntl(tier.fd, 1033, 2)
     tier.close()
+
+
+@pytest.mark.skipif(not can_forbid_truncation(), reason="this kernel has no such Landlock")
+def test_an_engine_can_not_truncate_the_memory(tmp_path: Path) -> None:
+    """The node, and others that copy, would end with SIGBUS."""
+    with local_node(tmp_path) as node, bare(node.config.socket) as engine:
+        num_bytes = engine.attach().memory_bytes
+        (fd,) = engine.fds
+        for size in 0, num_bytes // 2, num_bytes + mmap.PAGESIZE:
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, size)
+        with mmap.mmap(fd, num_bytes) as mapped:
+            mapped[:4] = b"data"
+        assert os.pread(node.node.memory.fd, 4, 0) == b"data"
+        os.ftruncate(node.node.memory.fd, num_bytes)
+
+
+def test_thread_that_opens_an_untruncatable_file_restricts_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    before = privileges()
+    os.close(open_untruncatable(str(path)))
+    os.truncate(path, 3)
+    assert path.read_bytes() == b"con"
+    assert privileges() == before
+
+
+def privileges() -> str:
+    """Return whether this thread may gain privileges by exec."""
+    lines = Path("/proc/thread-self/status").read_text().splitlines()
+    return next(line for line in lines if line.startswith("NoNewPrivs"))
+
+
+def test_engines_attach_where_the_kernel_can_not_forbid_truncation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(landlock, "CREATE_RULESET", -1)
+    monkeypatch.setattr(
+        memory_module, "can_forbid_truncation", landlock.can_forbid_truncation.__wrapped__
+    )
+    with local_node(tmp_path) as node, bare(node.config.socket) as engine:
+        num_bytes = engine.attach().memory_bytes
+        mmap.mmap(engine.fds[0], num_bytes).close()
+        assert "truncating its memory" in caplog.text
 
 
 def test_block_that_is_too_large_or_too_small_is_refused(memory: NodeMemory) -> None:

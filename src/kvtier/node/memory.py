@@ -27,6 +27,7 @@ from kvtier.index.selection import Int64s, as_numbers
 from kvtier.layout import named_layout, opaque
 from kvtier.node.config import SHARED_MEMORY
 from kvtier.node.records import FREE, ArenaRecords, Bools, tag_of
+from kvtier.system.landlock import can_forbid_truncation
 from kvtier.system.private_files import open_file, remove
 from kvtier.tiers import MemoryTier, pages
 from kvtier.tiers.arena import Arena, ArenaOptions
@@ -92,6 +93,11 @@ class NodeMemory:
         except BaseException:
             self._unlock()
             raise
+        if not can_forbid_truncation():
+            logger.warning(
+                "an engine could end this node by truncating its memory: the kernel can't forbid "
+                "it (Landlock, Linux 6.2)"
+            )
         self.memory = self._arena.memory
         self.num_bytes = self.num_segments * segment_bytes
         self.seams = np.arange(1, self.num_segments, dtype=np.int64) * segment_bytes

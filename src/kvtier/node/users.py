@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvtier.system.landlock import open_untruncatable
 from kvtier.system.private_files import read_checked_file, replace_checked_file
 
 PREFIX = "engine-"
@@ -168,8 +169,11 @@ class SlotUsers:
             self._bits.discard(user.bit)
 
     def open_memory(self, number: int) -> int:
-        """Return a descriptor of the arena for a client; the lock of its number is on it."""
-        fd = os.open(f"/proc/self/fd/{self.memory_fd}", os.O_RDWR | os.O_CLOEXEC)
+        """Return a descriptor of the arena for a client; the lock of its number is on it.
+
+        A truncated arena would end every process that touches it.
+        """
+        fd = open_untruncatable(f"/proc/self/fd/{self.memory_fd}")
         try:
             _lock(fd, fcntl.F_OFD_SETLK, fcntl.F_RDLCK, number)
         except OSError:
