@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from kvtier import __version__
 from kvtier.cli import app
-from kvtier.errors import CacheError
-from kvtier.node.config import control_socket
+from kvtier.errors import CacheError, ConfigError
+from kvtier.node.config import NodeConfig, control_socket, parse_quotas
 from kvtier.node.protocol import MEMORY
 from tests.node.control_world import BLOCK_BYTES, BareEngine, hexed, key, until
 from tests.nodes import SEGMENT_BYTES, NodeProcess, running
@@ -242,12 +242,43 @@ def test_a_node_is_configured_by_a_file_and_leaves_no_socket(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("quotas", "sentence"),
+    [
+        (["a=20MiB", "b=20MiB", "c=20MiB", "d=20MiB", "e=65MiB"], r"6 segments .*\(e 2, a 1, b 1"),
+        (["a=50MiB:70MiB", "b=:63MiB"], "'b' has a ceiling of 66060288 bytes, which is below one"),
+        (["a=65MiB:127MiB"], "'a' has a floor .* in segments of 67108864 bytes that is 2 and 1"),
+        (["a=20MiB", "b=20MiB", "c=20MiB", "d=20MiB", "e=0:0"], ""),
+        (["a=256MiB:256MiB"], ""),
+        (["a=65MiB:128MiB", "b=65MiB"], ""),
+    ],
+)
+def test_quotas_are_compared_in_segments(quotas: list[str], sentence: str) -> None:
+    """The node has four. Floors that fit in bytes only would keep memory free for nobody."""
+    its = parse_quotas(quotas)
+    if not sentence:
+        NodeConfig(host_capacity="256MiB", quotas=its)
+        return
+    with pytest.raises(ConfigError, match=sentence):
+        NodeConfig(host_capacity="256MiB", quotas=its)
+
+
+def test_quota_of_a_running_node_is_compared_in_segments(node: NodeProcess) -> None:
+    with pytest.raises(CacheError, match="'team-b' has a ceiling of 1 bytes, which is below one"):
+        node.control.post("/quota", tenant="team-b", floor="0", ceiling="1")
+    with pytest.raises(CacheError, match="'team-b' has a floor of 2 bytes, which is above"):
+        node.control.post("/quota", tenant="team-b", floor="2", ceiling="1")
+    assert "team-b" not in node.control.get("/quota"), "nothing has changed"
+
+
+@pytest.mark.parametrize(
     ("option", "sentence"),
     [
         ("--quota=team-a", "names no bounds"),
         ("--quota=../x=1MiB", "'../x' is no name"),
-        ("--quota=a=2MiB:1MiB", "a floor of 2097152 bytes is above the ceiling"),
-        ("--quota=a=9GiB", "the floors add up"),
+        ("--quota=a=2MiB:1MiB", "'a' has a floor of 2097152 bytes, which is above"),
+        ("--quota=a=9GiB", "the floors add up to 144 segments of 67108864 bytes (a 144), and"),
+        ("--quota=a=:1MiB", "'a' has a ceiling of 1048576 bytes, which is below one segment"),
+        ("--segment-capacity=0", "give a multiple of"),
         ("--storage=nothing", "names no plug-in"),
         ("--segment-capacity=3", "give a multiple of"),
         ("--control-port=99999", "is no TCP port"),

@@ -11,11 +11,14 @@ import pytest
 
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError
+from kvtier.node import memory
+from kvtier.node import node as node_module
 from kvtier.node.config import NodeConfig, TenantQuota, parse_quotas
 from kvtier.node.disk_space import LEAST_BLOCKS, DiskSpace
 from kvtier.node.node import CacheNode
 from kvtier.node.room import NodeRoom
 from kvtier.node.room_key import RoomKey
+from kvtier.tiers import StorageTier
 from kvtier.types import DISK
 from tests.node.world import BLOCK, SEGMENT, config_of, keys
 
@@ -119,6 +122,35 @@ def test_space_of_a_slab_that_can_not_be_made_is_free_again(tmp_path: Path) -> N
         assert other == MIB
     with space.slab_of(RoomKey("b", b"s", MIB // LEAST_BLOCKS + 1, 8)) as other:
         assert other == 0, "it would have too few blocks"
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "sentence"), [(SEGMENT + 1, "does not fit"), (1, "too small")]
+)
+def test_room_that_is_refused_takes_no_disk_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, sentence: str
+) -> None:
+    monkeypatch.setattr(memory, "MOST_SLOTS", 1 << 19)
+    with node_with(tmp_path) as node:
+        with pytest.raises(ConfigError, match=sentence):
+            node.room(RoomKey("a", bytes(32), block_bytes, 8))
+        assert slab_bytes(node, tmp_path, "a") == 0
+        assert not list((tmp_path / "disk").glob("*"))
+
+
+def test_room_that_a_store_refuses_takes_no_disk_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> StorageTier:
+        raise ConfigError("no such bucket")
+
+    monkeypatch.setattr(node_module, "make_storage", refuse)
+    config = config_of(tmp_path, disk_path=str(tmp_path / "disk"), storage=["s3://bucket"])
+    node = CacheNode(config, CpuDevice())
+    with pytest.raises(ConfigError, match="no such bucket"):
+        room_of(node, "a")
+    assert not list(tmp_path.glob("disk/*"))
+    node.close()
 
 
 def test_floors_on_disk_need_a_total_that_they_fit_into() -> None:

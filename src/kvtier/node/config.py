@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,6 +20,8 @@ DEFAULT_TENANT = "default"
 """Tenant of engines that name none."""
 TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._]*(-[A-Za-z0-9._]+)*")
 MOST_TENANT_LETTERS = 64
+MOST_NAMED = 8
+"""Most tenants that one message names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,8 @@ class TenantQuota:
     """Bounds of one tenant's host memory and of its slabs, in bytes.
 
     Below its floor nothing is taken from a tenant for others, and above its ceiling it gets nothing
-    more. Slabs keep their size: bounds that change count for new ones.
+    more. Memory is given in whole segments: a floor is rounded up to them, a ceiling down. Slabs
+    keep their size: bounds that change count for new ones.
     """
 
     host_floor: int = 0
@@ -34,12 +38,22 @@ class TenantQuota:
     disk_floor: int = 0
     disk_ceiling: int | None = None
 
-    def __post_init__(self) -> None:
+    def floor_segments(self, segment_bytes: int) -> int:
+        """Return the number of segments that are reserved for the tenant."""
+        return -(-self.host_floor // segment_bytes)
+
+    def ceiling_segments(self, segment_bytes: int) -> int | None:
+        """Return the most segments that the tenant may have; None for no bound."""
+        return None if self.host_ceiling is None else self.host_ceiling // segment_bytes
+
+    def check(self, tenant: str) -> None:
+        """Raise ``ConfigError`` for a floor above its ceiling. tenant: for the message."""
         bounds = (self.host_floor, self.host_ceiling), (self.disk_floor, self.disk_ceiling)
         for floor, ceiling in bounds:
             if ceiling is not None and floor > ceiling:
                 raise ConfigError(
-                    f"quota: a floor of {floor} bytes is above the ceiling of {ceiling}; lower it"
+                    f"quota: tenant {tenant!r} has a floor of {floor} bytes, which is above the "
+                    f"ceiling of {ceiling}; lower it"
                 )
 
 
@@ -78,10 +92,13 @@ def parse_bounds(text: str) -> tuple[str, Bounds]:
 def parse_quotas(host: Iterable[str], disk: Iterable[str] = ()) -> dict[str, TenantQuota]:
     """Return the quotas by tenant. host, disk: bounds of each, as texts of ``parse_bounds``."""
     of_host, of_disk = _all_bounds(host), _all_bounds(disk)
-    return {
+    quotas = {
         tenant: TenantQuota(*of_host.get(tenant, (0, None)), *of_disk.get(tenant, (0, None)))
         for tenant in of_host | of_disk
     }
+    for tenant, quota in quotas.items():
+        quota.check(tenant)
+    return quotas
 
 
 def _all_bounds(texts: Iterable[str]) -> dict[str, Bounds]:
@@ -107,18 +124,39 @@ def parse_tenant_users(texts: Iterable[str]) -> dict[str, frozenset[int]]:
     return tenants
 
 
-def check_floors(
-    quotas: Mapping[str, TenantQuota], host_bytes: int, disk_bytes: int | None
+def check_quotas(
+    quotas: Mapping[str, TenantQuota], num_segments: int, segment_bytes: int, disk_bytes: int | None
 ) -> None:
-    """Raise ``ConfigError`` if the floors need more memory, or disk, than there is.
+    """Raise ``ConfigError`` for quotas that can't be kept.
 
-    disk_bytes: of all slabs; None if they are not bounded.
+    num_segments, segment_bytes: of the memory. disk_bytes: of all slabs; None if they are not
+    bounded.
     """
-    floors = sum(quota.host_floor for quota in quotas.values())
-    if floors > host_bytes:
+    floors: dict[str, int] = {}
+    for tenant, quota in quotas.items():
+        quota.check(tenant)
+        floor, ceiling = quota.floor_segments(segment_bytes), quota.ceiling_segments(segment_bytes)
+        floors[tenant] = floor
+        if ceiling == 0 and quota.host_ceiling:
+            raise ConfigError(
+                f"quota: tenant {tenant!r} has a ceiling of {quota.host_ceiling} bytes, which is "
+                f"below one segment of {segment_bytes}, so it would get no memory; raise it, lower "
+                "segment_capacity, or write 0"
+            )
+        if ceiling is not None and floor > ceiling:
+            raise ConfigError(
+                f"quota: tenant {tenant!r} has a floor of {quota.host_floor} bytes and a ceiling "
+                f"of {quota.host_ceiling}: in segments of {segment_bytes} bytes that is {floor} "
+                f"and {ceiling}; give whole segments, or lower segment_capacity"
+            )
+    if sum(floors.values()) > num_segments:
+        largest = sorted(filter(floors.get, floors), key=floors.__getitem__, reverse=True)
+        named = ", ".join(f"{tenant} {floors[tenant]}" for tenant in largest[:MOST_NAMED])
+        others = ", ..." if len(largest) > MOST_NAMED else ""
         raise ConfigError(
-            f"quota: the floors add up to {floors} bytes, and host_capacity is {host_bytes}; "
-            "lower them"
+            f"quota: the floors add up to {sum(floors.values())} segments of {segment_bytes} bytes "
+            f"({named}{others}), and host_capacity has {num_segments}; lower them, or "
+            "segment_capacity"
         )
     on_disk = sum(quota.disk_floor for quota in quotas.values())
     if on_disk and disk_bytes is None:
@@ -192,7 +230,12 @@ class NodeConfig:
         for name in ("disk_capacity", "storage_capacity"):
             parse_size(getattr(self, name), name)
         check_storage(self.storage)
-        check_floors(self.quotas, self.host_bytes, self.disk_bytes)
+        check_quotas(
+            self.quotas,
+            self.host_bytes // self.segment_bytes,
+            self.segment_bytes,
+            self.disk_bytes,
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -206,8 +249,14 @@ class NodeConfig:
 
     @property
     def segment_bytes(self) -> int:
-        """Bytes of a segment."""
-        return parse_size(self.segment_capacity, "segment_capacity")
+        """Bytes of a segment, in whole pages."""
+        num_bytes = parse_size(self.segment_capacity, "segment_capacity")
+        if num_bytes < 1 or num_bytes % mmap.PAGESIZE:
+            raise ConfigError(
+                f"segment_capacity: {num_bytes} bytes are no whole pages; give a multiple of "
+                f"{mmap.PAGESIZE}"
+            )
+        return num_bytes
 
     @property
     def directory(self) -> Path:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -73,10 +72,10 @@ class NodeMemory:
     ) -> None:
         self.segment_bytes = segment_bytes
         self.num_segments = num_bytes // segment_bytes
-        if self.num_segments < 1 or segment_bytes % mmap.PAGESIZE:
+        if self.num_segments < 1:
             raise ConfigError(
                 f"segment_capacity: segments of {segment_bytes} bytes in {num_bytes} bytes of host "
-                f"memory; give a multiple of {mmap.PAGESIZE} that fits"
+                "memory; lower it, or raise host_capacity"
             )
         beside = _beside(directory)
         self._locks = [_lock(directory)]
@@ -129,6 +128,19 @@ class NodeMemory:
             arena.close()
             raise
         self._arena, self.fd = arena, fd
+
+    def check_block(self, block_bytes: int) -> None:
+        """Raise ``ConfigError`` for a block size that no tier can have."""
+        if self.num_bytes // block_bytes > MOST_SLOTS:
+            raise ConfigError(
+                f"a block of {block_bytes} bytes is too small: {self.num_bytes} bytes of memory "
+                f"would have more than {MOST_SLOTS} slots; use larger blocks"
+            )
+        if block_bytes > self.segment_bytes:
+            raise ConfigError(
+                f"segment_capacity: a block of {block_bytes} bytes does not fit into a segment of "
+                f"{self.segment_bytes}; raise it"
+            )
 
     @property
     def num_free(self) -> int:
@@ -254,17 +266,8 @@ class SegmentTier(MemoryTier):
     """
 
     def __init__(self, node: NodeMemory, room: str, block_bytes: int, key_bytes: int) -> None:
+        node.check_block(block_bytes)
         num_slots = node.num_bytes // block_bytes
-        if num_slots > MOST_SLOTS:
-            raise ConfigError(
-                f"a block of {block_bytes} bytes is too small: {node.num_bytes} bytes of memory "
-                f"would have more than {MOST_SLOTS} slots; use larger blocks"
-            )
-        if node.segment_bytes < block_bytes:
-            raise ConfigError(
-                f"segment_capacity: a block of {block_bytes} bytes does not fit into a segment of "
-                f"{node.segment_bytes}; raise it"
-            )
         layout = named_layout("block_first", opaque(block_bytes), num_slots)
         super().__init__(HOST, node.memory, layout)
         self.seams = node.seams

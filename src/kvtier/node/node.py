@@ -28,7 +28,7 @@ from kvtier.node.config import (
     DEFAULT_TENANT,
     NodeConfig,
     TenantQuota,
-    check_floors,
+    check_quotas,
     check_tenant,
 )
 from kvtier.node.disk_space import DiskSpace
@@ -136,6 +136,7 @@ class CacheNode:
         if key in self._numbers or key in opening:
             return key
         key.check()
+        self.memory.check_block(key.block_bytes)
         others = [*self._numbers, *opening]
         num_own = sum(other.tenant == key.tenant for other in others)
         if len(others) >= MOST_ROOMS or num_own >= MOST_ROOMS_OF_TENANT:
@@ -235,14 +236,14 @@ class CacheNode:
         config, group = self.config, opaque(key.block_bytes)
         made: list[StorageTier] = []
         with ExitStack() as undo:
-            if config.disk_path and (disk := self._disk(key)) is not None:
-                undo.callback(disk.close)
-                made.append(disk)
             capacity = parse_size(config.storage_capacity, "storage_capacity")
             for location in coded_locations(config.storage, config.coding):
                 store = make_storage(room_location(location, key.name), group, capacity, None)
                 undo.callback(store.close)
                 made.append(store)
+            # Last: a new slab takes its whole space, also if a store refuses the room.
+            if config.disk_path and (disk := self._disk(key)) is not None:
+                made.insert(0, disk)
             undo.pop_all()
         return {each.name: each for each in made}
 
@@ -265,14 +266,12 @@ class CacheNode:
 
     def _num_floor(self, tenant: str) -> int:
         """Return the number of segments that are reserved for a tenant."""
-        return -(-self.quota(tenant).host_floor // self.memory.segment_bytes)
+        return self.quota(tenant).floor_segments(self.memory.segment_bytes)
 
     def _num_ceiling(self, tenant: str) -> int:
         """Return the most segments that a tenant may have."""
-        ceiling = self.quota(tenant).host_ceiling
-        if ceiling is None:
-            return self.memory.num_segments
-        return ceiling // self.memory.segment_bytes
+        most = self.quota(tenant).ceiling_segments(self.memory.segment_bytes)
+        return self.memory.num_segments if most is None else most
 
     def _is_full(self, tenant: str) -> bool:
         """Whether a tenant has as much as it may have, with what it is to give back."""
@@ -370,11 +369,12 @@ class CacheNode:
     def set_quota(self, tenant: str, quota: TenantQuota) -> None:
         """Change a tenant's quota. Memory that it requires changes hands little by little.
 
-        Raises ``ConfigError`` if the floors of all tenants exceed the memory.
+        Raises ``ConfigError`` if it can't be kept beside those of the other tenants.
         """
         check_tenant(tenant)
         quotas = {**self.quotas, tenant: quota}
-        check_floors(quotas, self.memory.num_bytes, self.config.disk_bytes)
+        memory = self.memory
+        check_quotas(quotas, memory.num_segments, memory.segment_bytes, self.config.disk_bytes)
         self.quotas = quotas
         self._shrinking.add(tenant)
         for each in {room.key.tenant for room in self.rooms}:
