@@ -12,6 +12,7 @@ import pytest
 
 from kvtier.engine import Engine
 from kvtier.errors import ConfigError
+from kvtier.node.control_client import ServerControlClient
 from kvtier.server import ServerConfig
 from kvtier.server.gate import ApiKeys
 
@@ -85,6 +86,22 @@ def test_keys_that_cant_be_sent_are_refused_and_not_told(
     assert "good" not in str(caught.value)
     assert "bad" not in str(caught.value)
     assert "schl" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [(" ", "control_key: the key is empty"), ("good\n", "control_key: a key has characters")],
+)
+def test_the_message_names_the_setting_of_the_key(given: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        ServerConfig(api_key=FIRST, control_key=given)
+    assert "good" not in str(caught.value)
+
+
+def test_a_control_key_that_no_header_can_send_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match="control_key: a key has characters") as caught:
+        ServerControlClient("http://127.0.0.1:1", "good\n", 1.0)
+    assert "good" not in str(caught.value)
 
 
 @pytest.mark.slow

@@ -5,9 +5,9 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 from typer.core import TyperCommand
@@ -15,6 +15,7 @@ from typer.core import TyperCommand
 from kvtier.cli.failure import Commands, fail
 from kvtier.cli.output import STDOUT
 from kvtier.errors import CacheError, ConfigError, printable
+from kvtier.system.user_paths import user_path
 
 JSON = "--json"
 
@@ -48,7 +49,13 @@ class CommandLine(typer.Typer):
         super().__init__(cls=Commands, no_args_is_help=True, rich_markup_mode=None, **named)
 
     def command(self, name: str | None = None, **named: Any) -> Callable[[Function], Function]:
-        return super().command(name, cls=Command, **named)
+        add = super().command(name, cls=Command, **named)
+
+        def added(function: Function) -> Function:
+            add(_with_user_paths(function))
+            return function
+
+        return added
 
 
 class Command(TyperCommand):
@@ -84,6 +91,21 @@ class Command(TyperCommand):
                 formatter.write_dl(records)
 
 
+def _with_user_paths(function: Function) -> Function:
+    """Return ``function``, called with paths in which ``~`` is replaced."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(replaced(each) for each in value)
+        return user_path(value) if isinstance(value, Path) else value
+
+    @wraps(function)
+    def called(*arguments: Any, **named: Any) -> Any:
+        return function(*arguments, **{name: replaced(value) for name, value in named.items()})
+
+    return cast(Function, called)
+
+
 def _is_option(param: Any) -> bool:
     return bool(param.param_type_name == "option")
 
@@ -104,7 +126,7 @@ def _read_config(ctx: typer.Context, param: typer.CallbackParam, name: str | Non
     if name is None:
         return
     try:
-        with Path(name).open("rb") as file:
+        with user_path(name).open("rb") as file:
             settings = tomllib.load(file)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config: {printable(name)} is no TOML file: {error}") from None

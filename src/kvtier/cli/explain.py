@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvtier.cli.api_keys import KEY_VARIABLE, take_key
 from kvtier.errors import ConfigError
+from kvtier.system.user_paths import user_path
 
 STDIN = "-"
 
@@ -51,7 +51,7 @@ def explain(
 
 
 def _read(name: str) -> str:
-    content = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
+    content = sys.stdin.buffer.read() if name == STDIN else user_path(name).read_bytes()
     try:
         prompt = content.decode()
     except UnicodeDecodeError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -65,4 +67,7 @@ def _main(
         ),
     ] = False,
 ) -> None:
-    pass
+    # Of a terminal or a pipe that takes ASCII only, a file name or a sign is no reason to fail.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")

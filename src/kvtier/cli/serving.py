@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import ExitStack
 
 import typer
 
@@ -16,6 +16,7 @@ from kvtier.engine.model_names import find_model
 from kvtier.recording import check_recording, salt_from_environment
 from kvtier.server import ServerConfig
 from kvtier.system.plugins import find_plugin
+from kvtier.system.user_paths import user_path
 from kvtier.telemetry.block_events import BlockLog
 from kvtier.telemetry.publisher import Publisher, is_local
 from kvtier.telemetry.traces import open_traces
@@ -34,10 +35,12 @@ def serve_until_ended(
     server.raise_descriptor_limit()
     server.room_for_connections()
     _check(engine_config, server_config)
-    with server.bind(server_config.host, server_config.port) as listener:
+    with ExitStack() as opened:
+        bound = server.bind(server_config.host, server_config.port)
+        listeners = [opened.enter_context(listener) for listener in bound]
         if server_config.ssl_certfile is not None:
             server.open_certificate(server_config)
-        _warn(engine_config, server_config, is_open=not server.is_loopback(listener))
+        _warn(engine_config, server_config, is_open=not all(map(server.is_loopback, listeners)))
         logger.info("loading model name=%s", engine_config.model)
 
         from kvtier.engine import Engine
@@ -49,7 +52,7 @@ def serve_until_ended(
                 name = server_config.served_model_name or engine.info.model_name
                 typer.echo(f"kvtier serves {name} on {engine.info.device} at {url}")
 
-            server.HttpServer(engine, server_config, listener).run(tell, handle_signals=True)
+            server.HttpServer(engine, server_config, listeners).run(tell, handle_signals=True)
 
 
 def _check(config: EngineConfig, server_config: ServerConfig) -> None:
@@ -60,7 +63,7 @@ def _check(config: EngineConfig, server_config: ServerConfig) -> None:
     if config.events:
         Publisher(BlockLog(), config.events, config.events_replay).close()
     if server_config.record:
-        path = Path(server_config.record).expanduser()
+        path = user_path(server_config.record)
         check_recording(path, server_config.record_max_bytes)
         salt_from_environment()
     if server_config.traces:

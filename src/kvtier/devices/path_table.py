@@ -17,7 +17,7 @@ from tempfile import NamedTemporaryFile
 
 from kvtier.devices.base import Direction, Finding
 from kvtier.devices.paths import CopyPath
-from kvtier.system.user_cache import cache_folder
+from kvtier.system.user_paths import cache_folder
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from kvtier.errors import ConfigError
+from kvtier.system.user_paths import user_path
 
 BUILTIN = Path(__file__).parent / "builtin"
 
@@ -26,7 +27,7 @@ def find_model(name: str) -> Path | RandomName:
     """
     if name in list(RandomName):
         return RandomName(name)
-    directory = BUILTIN / name if (BUILTIN / name).is_dir() else Path(name).expanduser()
+    directory = BUILTIN / name if (BUILTIN / name).is_dir() else user_path(name)
     if not (directory / "config.json").is_file():
         known = ", ".join(sorted([*(path.name for path in BUILTIN.glob("*")), *RandomName]))
         raise ConfigError(

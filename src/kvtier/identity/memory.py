@@ -23,7 +23,7 @@ from secrets import token_hex
 from blake3 import blake3
 
 from kvtier.identity.files import Stamp
-from kvtier.system.user_cache import cache_folder
+from kvtier.system.user_paths import cache_folder
 
 logger = logging.getLogger(__name__)
 

@@ -106,15 +106,15 @@ def check_url(url: str) -> str:
     return whole
 
 
-def check_api_key(key: str) -> str:
-    """Return ``key``.
+def check_api_key(key: str, name: str = "api_key") -> str:
+    """Return ``key``. name: of its setting, for the message.
 
     Raises:
         ConfigError: it can't be sent in a header. The message does not contain it.
     """
     if not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(
-            "api_key: a key has characters that no header can send; use printable ASCII without "
+            f"{name}: a key has characters that no header can send; use printable ASCII without "
             "blanks"
         )
     return key

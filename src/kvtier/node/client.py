@@ -31,6 +31,7 @@ from kvtier.node import protocol
 from kvtier.node.guard import RoomFacts
 from kvtier.node.protocol import FromEngine, FromNode
 from kvtier.system.process import OwnerProcess
+from kvtier.system.user_paths import user_path
 from kvtier.tiers.breaker import Breaker
 
 logger = logging.getLogger(__name__)
@@ -374,7 +375,7 @@ class NodeClient:
     """
 
     def __init__(self, path: Path, tenant: str = "", engine: str = "") -> None:
-        self.path = path
+        self.path = user_path(path)
         self.tenant = tenant
         self.engine = engine or f"pid-{os.getpid()}-{uuid4().hex[:12]}"
         self.breaker = Breaker(time.monotonic, FAILURES_UNTIL_OPEN)

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvtier.config import check_storage, parse_size
 from kvtier.errors import ConfigError
 from kvtier.index.policies.replayed import POLICIES, RUNS
+from kvtier.system.user_paths import user_path
 from kvtier.tiers.codecs import CodingOptions
 
 DEFAULT_SOCKET = Path("/run/kvtier/node.sock")
@@ -219,7 +220,11 @@ class NodeConfig:
         return CodingOptions(self.codec, self.encryption_key)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "socket", Path(self.socket))
+        object.__setattr__(self, "socket", user_path(self.socket))
+        if self.memory_path is not None:
+            object.__setattr__(self, "memory_path", user_path(self.memory_path))
+        if self.disk_path:
+            object.__setattr__(self, "disk_path", str(user_path(self.disk_path)))
         if self.eviction_policy not in POLICIES:
             raise ConfigError(
                 f"eviction_policy: {self.eviction_policy!r} is unknown; use one of "
@@ -281,4 +286,5 @@ class NodeConfig:
 
 def control_socket(socket: Path) -> Path:
     """Return the path of the control API's socket, beside the one for engines."""
-    return socket.with_name(f"{socket.stem}.control{socket.suffix}")
+    path = user_path(socket)
+    return path.with_name(f"{path.stem}.control{path.suffix}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import CacheError
-from kvtier.live.client import RefusedError, UnixConnection, fetch, server_url
+from kvtier.live.client import RefusedError, UnixConnection, check_api_key, fetch, server_url
 from kvtier.node.config import control_socket
 
 MOST_BYTES = 64 << 20
@@ -64,11 +64,13 @@ class ServerControlClient:
     """Requests to the control of one server, as ``ControlClient`` makes them to a node.
 
     url: of the server. key: of its control. timeout_s: longest wait for an answer.
+
+    Raises ``ConfigError`` for a key that can't be sent.
     """
 
     def __init__(self, url: str, key: str | None, timeout_s: float) -> None:
         self._url = server_url(url)
-        self._key = key
+        self._key = key if key is None else check_api_key(key, "control_key")
         self._timeout_s = timeout_s
 
     def get(self, route: str) -> Any:

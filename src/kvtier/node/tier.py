@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -20,6 +19,7 @@ from kvtier.index.selection import Int64s
 from kvtier.node import protocol
 from kvtier.node.client import Channel, NodeClient, NodeError, OpenedRoom
 from kvtier.node.guard import RoomFacts
+from kvtier.system.user_paths import user_path
 from kvtier.tiers import Outcome, Pieces, StorageFacts, StorageSite, StorageTier
 from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.pieces import HOST_KINDS
@@ -41,15 +41,16 @@ THERE, ABSENT, DAMAGED, FAILED = Outcome
 
 def make_node(site: StorageSite) -> NodeTier:
     """Make the tier of ``storage="node:/path/of/the/socket?tenant=name"``."""
-    path, _, query = site.location.partition("?")
+    given, _, query = site.location.partition("?")
+    path = user_path(given)
     options = dict(parse_qsl(query, keep_blank_values=True))
     unknown = options.keys() - {"tenant"}
-    if not path.startswith("/") or unknown:
+    if not path.is_absolute() or unknown:
         problem = f"{min(unknown)!r} is no option" if unknown else "the socket has no absolute path"
         raise ConfigError(
             f'storage: node: {problem}; write it as "node:/run/kvtier/node.sock?tenant=name"'
         )
-    return NodeTier(site, NodeClient(Path(path), options.get("tenant", "")))
+    return NodeTier(site, NodeClient(path, options.get("tenant", "")))
 
 
 class NodeTier(StorageTier):

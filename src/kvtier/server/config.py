@@ -87,7 +87,9 @@ class ServerConfig:
         """Check the keys. No message may contain a key."""
         if self.api_key is not None and not self.api_keys:
             raise ConfigError("api_key: there is no key; set one, or leave the option out")
-        for key in (*self.api_keys, *(() if self.control_key is None else (self.control_key,))):
-            if not key.strip():
-                raise ConfigError("api_key: the key is empty; set one, or leave the option out")
-            check_api_key(key)
+        control_keys = () if self.control_key is None else (self.control_key,)
+        for name, keys in (("api_key", self.api_keys), ("control_key", control_keys)):
+            for key in keys:
+                if not key.strip():
+                    raise ConfigError(f"{name}: the key is empty; set one, or leave the option out")
+                check_api_key(key, name)

@@ -8,7 +8,7 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -45,16 +45,18 @@ class _Uvicorn(uvicorn.Server):
 class HttpServer:
     """Serves an engine, which must be started and is not closed by this class.
 
-    listener: from ``bind``; the server closes it.
+    listeners: from ``bind``; the server closes them.
     Raises ``ConfigError`` for a certificate that cannot be used.
     """
 
-    def __init__(self, engine: Engine, config: ServerConfig, listener: socket.socket) -> None:
+    def __init__(
+        self, engine: Engine, config: ServerConfig, listeners: Sequence[socket.socket]
+    ) -> None:
         self._certificate = open_certificate(config)
-        self.url = url_of(listener, "https" if self._certificate else "http")
+        self.url = url_of(listeners[0], "https" if self._certificate else "http")
         self._engine = engine
         self._config = config
-        self._listener = listener
+        self._listeners = list(listeners)
         self._loop: asyncio.AbstractEventLoop | None = None
         # Created here, bound to the loop of ``run`` by their first wait.
         self._stop = asyncio.Event()
@@ -69,8 +71,12 @@ class HttpServer:
         on_ready: called with the URL as soon as clients can connect.
         Raises ``ConfigError`` if another process has taken the port meanwhile.
         """
-        listen(self._listener, QUEUE)
+        self._listen()
         asyncio.run(self._serve(on_ready, handle_signals))
+
+    def _listen(self) -> None:
+        for listener in self._listeners:
+            listen(listener, QUEUE)
 
     def stop(self) -> None:
         """Begin the shutdown; a second call cuts it short. Thread-safe, while ``run`` runs."""
@@ -107,11 +113,11 @@ class HttpServer:
             timeout_graceful_shutdown=int(grace_s) + PATIENCE_S,
         )
         server = _Uvicorn(settings)
-        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        serving = asyncio.create_task(server.serve(sockets=self._listeners))
         watching = asyncio.create_task(_watch(service.doorman, self._certificate))
         try:
             await _until(serving, lambda: server.started)
-            listen(self._listener, QUEUE)  # again: uvicorn has reduced the backlog
+            self._listen()  # again: uvicorn has reduced the backlog
             on_ready(self.url)
             logger.info("serving url=%s model=%s", self.url, service.model_name)
             stop = asyncio.create_task(self._stop.wait())

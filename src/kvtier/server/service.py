@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from threading import Event
 from typing import NoReturn, Protocol, TypeVar
 
@@ -37,6 +36,7 @@ from kvtier.server.refused import refuse_unsupported
 from kvtier.server.scan import Bounds
 from kvtier.server.schemas import GenerationRequest
 from kvtier.server.streaming import unless_gone
+from kvtier.system.user_paths import user_path
 from kvtier.telemetry.traces import open_traces
 
 B = TypeVar("B", bound=BaseModel)
@@ -399,5 +399,5 @@ class Service:
         if not config.record:
             return None
         chains = Chains(salt_from_environment(), self.engine.info.block_size)
-        path = Path(config.record).expanduser()
+        path = user_path(config.record)
         return Recorder(path, chains, config.record_max_bytes, self.metrics.recorded)

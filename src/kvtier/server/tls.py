@@ -21,6 +21,7 @@ from kvtier.server.config import ServerConfig
 from kvtier.server.connection import HttpConnection
 from kvtier.server.doorman import Doorman
 from kvtier.system.private_files import read_key_file
+from kvtier.system.user_paths import user_path
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,8 @@ class Certificate:
     """
 
     def __init__(self, certfile: str, keyfile: str | None) -> None:
-        self._certfile = Path(certfile).expanduser()
-        self._keyfile = None if keyfile is None else Path(keyfile).expanduser()
+        self._certfile = user_path(certfile)
+        self._keyfile = None if keyfile is None else user_path(keyfile)
         self._seen = self._look()
         self._context = self._read()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,20 @@ def test_inspect_tells_what_is_in_a_slab(tmp_path: Path) -> None:
     assert code == 0
     for part in ("5 of 8 slots", "closed in order", "3131313131313131", "full attention"):
         assert part in text
+
+
+def test_inspect_prints_to_a_terminal_of_ascii(tmp_path: Path) -> None:
+    with world(tmp_path, 8) as here:
+        here.put(1)
+        path = here.options.path
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtier.cli", "inspect", str(path)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "k 2?4, v 2?4" in done.stdout
 
 
 def test_inspect_beside_an_owner_changes_nothing_and_says_who_it_is(tmp_path: Path) -> None:

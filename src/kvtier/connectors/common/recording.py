@@ -10,6 +10,7 @@ from kvtier.config import BLOCK_SIZE
 from kvtier.connectors.common.settings import ConnectorSettings
 from kvtier.errors import ConfigError
 from kvtier.recording import Chains, Recorder, salt_from_environment
+from kvtier.system.user_paths import user_path
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def open_recorder(
     """
     if not settings.record:
         return None
-    path = Path(settings.record).expanduser()
+    path = user_path(settings.record)
     if replica:
         path = path.with_stem(f"{path.stem}-{replica}")
     try:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from enum import StrEnum
-from pathlib import Path
 from types import NoneType
 from typing import ClassVar, Self
 
@@ -14,6 +13,7 @@ from kvtier.config import check_storage, node_location, parse_size
 from kvtier.errors import ConfigError
 from kvtier.index.policies.replayed import POLICIES, RUNS
 from kvtier.recording import LEAST_BYTES
+from kvtier.system.user_paths import user_path
 from kvtier.tiers.codecs import CodingOptions
 from kvtier.tiers.disk import DiskOptions
 from kvtier.tiers.row import coded_locations, refuse_lossy, storage_names
@@ -129,7 +129,7 @@ class ConnectorSettings:
             num_ranks: number of these ranks.
         """
         paths = [self.disk_path] if isinstance(self.disk_path, str) else self.disk_path
-        first, *more = (Path(each).expanduser() / subfolder for each in paths)
+        first, *more = (user_path(each) / subfolder for each in paths)
         return DiskOptions(
             first,
             capacity_bytes or self.disk_bytes,

@@ -21,6 +21,7 @@ from blake3 import blake3
 
 from kvtier.errors import ConfigError, install_command, printable
 from kvtier.system.private_files import read_key_file
+from kvtier.system.user_paths import user_path
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -157,7 +158,7 @@ def read_keyring(setting: str) -> Keyring | None:
         return None
     kind, _, source = (setting or f"env:{KEY_VARIABLE}").partition(":")
     if kind == "file" and source:
-        text = _read_file(Path(source).expanduser())
+        text = _read_file(user_path(source))
     elif kind == "env" and source:
         text = os.environ.get(source, "")
     elif kind == "command" and source:

@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from kvtier.errors import ConfigError
+from kvtier.system.user_paths import user_path
 from kvtier.types import Direct, Durability, IoKind, Verify
 
 CHOICES: dict[str, type[StrEnum]] = {
@@ -61,8 +62,8 @@ class DiskOptions:
     """Threads that compute the checksums of a written batch."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", Path(self.path))
-        object.__setattr__(self, "more_paths", tuple(map(Path, self.more_paths)))
+        object.__setattr__(self, "path", user_path(self.path))
+        object.__setattr__(self, "more_paths", tuple(map(user_path, self.more_paths)))
         paths = [path.absolute() for path in (self.path, *self.more_paths)]
         twice = next((path for path in paths if paths.count(path) > 1), None)
         if twice is not None:

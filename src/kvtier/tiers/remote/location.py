@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Final, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvtier.config import parse_size
 from kvtier.errors import ConfigError
+from kvtier.system.user_paths import user_path
 from kvtier.tiers.codecs.opening import NONE, CodingOptions
 
 SECRET: Final = "KVTIER_STORE_SECRET"
@@ -55,7 +55,7 @@ class StoreOptions:
         if not self.secret_file:
             return os.environ.get(SECRET, "").strip().encode()
         try:
-            found = Path(self.secret_file).expanduser().read_bytes().strip()
+            found = user_path(self.secret_file).read_bytes().strip()
         except OSError as error:
             raise ConfigError(f"secret_file: {self.secret_file}: {error.strerror}") from error
         if not found:

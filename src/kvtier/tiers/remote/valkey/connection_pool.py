@@ -13,6 +13,7 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 from kvtier.system.process import OwnerProcess
+from kvtier.system.user_paths import user_path
 from kvtier.tiers.remote.location import Location, StoreOptions
 from kvtier.tiers.remote.valkey.resp import ReplyError, RespConnection, RespError, command
 
@@ -235,9 +236,11 @@ def reason_of(error: Exception) -> str:
 
 def _tls(options: ValkeyOptions, location: Location) -> ssl.SSLContext:
     try:
-        made = ssl.create_default_context(cafile=options.ca_file or None)
+        made = ssl.create_default_context(
+            cafile=str(user_path(options.ca_file)) if options.ca_file else None
+        )
         if options.cert_file:
-            made.load_cert_chain(options.cert_file)
+            made.load_cert_chain(user_path(options.cert_file))
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             f"storage: {location}: ca_file, cert_file: {reason_of(error)}; name files in PEM"
