@@ -84,7 +84,7 @@ class KeyIndex {
   KeyIndex(nb::tuple tiers, nb::tuple states, nb::tuple learning, const std::string& policy,
            std::size_t group_bytes)
       : index_(which_of(tiers, learning), checked_policy(policy, learning), group_bytes),
-        columns_(std::move(tiers), 1),
+        columns_(std::move(tiers)),
         states_(std::move(states)) {
     if (states_.size() != 4) fail(PyExc_ValueError, "four states, not %zu", states_.size());
   }
@@ -436,53 +436,53 @@ void bind_key_index(nb::module_& module) {
       .def("__len__", &KeyIndex::size, nb::lock_self())
       .def("num_bytes", &KeyIndex::num_bytes, nb::lock_self())
       .def("find", &KeyIndex::find, nb::arg("keys"), nb::lock_self())
-      .def("missing", &KeyIndex::missing, nb::arg("keys"), nb::arg("column"), nb::lock_self())
+      .def("missing", &KeyIndex::missing, nb::arg("keys"), nb::arg("tier"), nb::lock_self())
       .def("hashes", &KeyIndex::hashes, nb::arg("blocks"), nb::lock_self())
-      .def("in_slots", &KeyIndex::in_slots, nb::arg("slots"), nb::arg("column"), nb::lock_self())
+      .def("in_slots", &KeyIndex::in_slots, nb::arg("slots"), nb::arg("tier"), nb::lock_self())
       .def("expect", &KeyIndex::expect, nb::arg("num_blocks"), nb::lock_self())
       .def("make", &KeyIndex::make, nb::arg("keys"), nb::lock_self())
-      .def("write_new", &KeyIndex::write_new, nb::arg("keys"), nb::arg("column"), nb::arg("slots"),
+      .def("write_new", &KeyIndex::write_new, nb::arg("keys"), nb::arg("tier"), nb::arg("slots"),
            nb::lock_self())
       .def("asked", &KeyIndex::asked, nb::arg("keys"), nb::arg("now"), nb::lock_self())
       .def("retain", &KeyIndex::retain, nb::arg("keys"), nb::arg("said"), nb::arg("now"),
            nb::lock_self())
       .def("continues", &KeyIndex::continues, nb::arg("keys"), nb::arg("before"), nb::lock_self())
-      .def("admit", &KeyIndex::admit, nb::arg("keys"), nb::arg("column"), nb::arg("num_free"),
+      .def("admit", &KeyIndex::admit, nb::arg("keys"), nb::arg("tier"), nb::arg("num_free"),
            nb::arg("least_chance"), nb::lock_self())
-      .def("set_room", &KeyIndex::set_room, nb::arg("column"), nb::arg("num_blocks"),
+      .def("set_room", &KeyIndex::set_room, nb::arg("tier"), nb::arg("num_blocks"),
            nb::lock_self())
       .def("set_doubling", &KeyIndex::set_doubling, nb::arg("at_blocks"), nb::lock_self())
-      .def("states_of", &KeyIndex::states_of, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
-      .def("slots", &KeyIndex::slots, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
+      .def("states_of", &KeyIndex::states_of, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
+      .def("slots", &KeyIndex::slots, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
       .def("keys", &KeyIndex::keys, nb::arg("blocks"), nb::lock_self())
       .def("facts", &KeyIndex::facts, nb::arg("blocks"), nb::lock_self())
       .def("num_uses", &KeyIndex::num_uses, nb::arg("block"), nb::lock_self())
       .def("num_uses_of", &KeyIndex::num_uses_of, nb::arg("blocks"), nb::lock_self())
-      .def("num_leases", &KeyIndex::num_leases, nb::arg("block"), nb::arg("column"),
+      .def("num_leases", &KeyIndex::num_leases, nb::arg("block"), nb::arg("tier"),
            nb::lock_self())
       .def("depth", &KeyIndex::depth, nb::arg("block"), nb::lock_self())
       .def("set_depths", &KeyIndex::set_depths, nb::arg("blocks"), nb::arg("depths"),
            nb::lock_self())
-      .def("num_evictable", &KeyIndex::num_evictable, nb::arg("column"), nb::lock_self())
-      .def("num_held", &KeyIndex::num_held, nb::arg("column"), nb::lock_self())
-      .def("begin_write", &KeyIndex::begin_write, nb::arg("blocks"), nb::arg("column"),
+      .def("num_evictable", &KeyIndex::num_evictable, nb::arg("tier"), nb::lock_self())
+      .def("num_held", &KeyIndex::num_held, nb::arg("tier"), nb::lock_self())
+      .def("begin_write", &KeyIndex::begin_write, nb::arg("blocks"), nb::arg("tier"),
            nb::arg("slots"), nb::lock_self())
-      .def("commit", &KeyIndex::commit, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
+      .def("commit", &KeyIndex::commit, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
       .def("commit_prompt", &KeyIndex::commit_prompt, nb::arg("blocks"), nb::arg("depths"),
-           nb::arg("column"), nb::lock_self())
-      .def("abort", &KeyIndex::abort, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
+           nb::arg("tier"), nb::lock_self())
+      .def("abort", &KeyIndex::abort, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
       .def("touch", &KeyIndex::touch, nb::arg("blocks"), nb::lock_self())
-      .def("lease", &KeyIndex::lease, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
-      .def("release", &KeyIndex::release, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
-      .def("evict", &KeyIndex::evict, nb::arg("column"), nb::arg("num_blocks"), nb::lock_self())
-      .def("forget", &KeyIndex::forget, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
-      .def("keep", &KeyIndex::keep, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
-      .def("lose", &KeyIndex::lose, nb::arg("block"), nb::arg("column"), nb::lock_self())
-      .def("slot_leases", &KeyIndex::slot_leases, nb::arg("column"), nb::arg("arrays"),
+      .def("lease", &KeyIndex::lease, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
+      .def("release", &KeyIndex::release, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
+      .def("evict", &KeyIndex::evict, nb::arg("tier"), nb::arg("num_blocks"), nb::lock_self())
+      .def("forget", &KeyIndex::forget, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
+      .def("keep", &KeyIndex::keep, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
+      .def("lose", &KeyIndex::lose, nb::arg("block"), nb::arg("tier"), nb::lock_self())
+      .def("slot_leases", &KeyIndex::slot_leases, nb::arg("tier"), nb::arg("arrays"),
            nb::arg("num_leases"), nb::arg("is_reserved"), nb::arg("bit"), nb::arg("keeps"), nb::lock_self(),
            nb::rv_policy::take_ownership, nb::keep_alive<0, 1>())
       .def("dump", &KeyIndex::dump, nb::lock_self())
-      .def("order", &KeyIndex::order, nb::arg("column"), nb::lock_self())
+      .def("order", &KeyIndex::order, nb::arg("tier"), nb::lock_self())
       .def("check_invariants", &KeyIndex::check_invariants, nb::lock_self());
 }
 

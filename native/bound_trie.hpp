@@ -29,17 +29,16 @@ namespace {
 
 class BlockTrie {
  public:
-  BlockTrie(nb::tuple tiers, nb::tuple num_needed, nb::tuple policies, nb::tuple states,
+  BlockTrie(nb::tuple tiers, nb::tuple policies, nb::tuple states,
             nb::handle labels_type, nb::handle match_type)
       : trie_(checked([&] {
-          const std::size_t num_columns = tiers.size() * num_needed.size();
-          if (num_columns < 1 || num_columns > trie::kMaxColumns || num_columns != policies.size())
-            fail(PyExc_ValueError,
-                 "1 to %zu columns with a policy each, not %zu tiers, %zu groups and %zu policies",
-                 trie::kMaxColumns, tiers.size(), num_needed.size(), policies.size());
-          return trie::BlockTrie(names_of(policies), limits_of(num_needed));
+          if (tiers.size() < 1 || tiers.size() > trie::kMaxColumns ||
+              tiers.size() != policies.size())
+            fail(PyExc_ValueError, "1 to %zu tiers with a policy each, not %zu tiers and %zu policies",
+                 trie::kMaxColumns, tiers.size(), policies.size());
+          return trie::BlockTrie(names_of(policies));
         })),
-        columns_(std::move(tiers), trie_.num_groups()),
+        columns_(std::move(tiers)),
         states_(std::move(states)),
         labels_(labels_type),
         match_type_(nb::borrow(match_type)) {
@@ -76,30 +75,6 @@ class BlockTrie {
       if (PyObject_GenericSetAttr(result.ptr(), match_fields_[i].ptr(), fields[i].ptr()) != 0)
         throw nb::python_error();
     return result;
-  }
-
-  // (blocks, (tier or None) per group, in_flight per group, cuts, num_asked).
-  nb::object match_groups(nb::handle space, nb::handle labels) {
-    trie::BlockTrie::GroupsFound found;
-    std::size_t num_asked = 0;
-    labels_.read(labels, [&](trie::Labels& path) {
-      found = {};
-      num_asked = path.size();
-      trie_.match_groups(to_name(space.ptr(), "a namespace"), path, found);
-    });
-    const std::size_t num_groups = trie_.num_groups(), num_blocks = found.blocks.size();
-    const auto place = [&](std::size_t block, std::size_t group) {
-      return found.places[block * num_groups + group];
-    };
-    nb::object tiers = table_of(num_groups, num_blocks, [&](auto... at) -> nb::object {
-      const std::uint8_t tier = place(at...).tier;
-      return tier == trie::BlockTrie::kNowhere ? nb::none() : nb::borrow(columns_.tiers()[tier]);
-    });
-    nb::object in_flight = table_of(num_groups, num_blocks, [&](auto... at) {
-      return nb::borrow(place(at...).in_flight ? Py_True : Py_False);
-    });
-    return nb::make_tuple(numbers_of(found.blocks), tiers, in_flight,
-                          tuple_of(found.cuts, number), num_asked);
   }
 
   nb::object match_slots(nb::handle space, nb::handle labels, nb::handle column) {

@@ -14,7 +14,7 @@ from kvtier.ladder import LadderOptions
 from kvtier.ladder.write_queue import LEAST_CHANCE
 from kvtier.tiers import DistantRoom, Quota, Room, StorageFacts
 from kvtier.transfer import FindJob, Job, Move, Mover
-from kvtier.types import DISK, HOST, AnyColumn, BlockKey
+from kvtier.types import DISK, HOST, BlockKey
 
 BLOCK_BYTES = 1 << 20
 KEY_BYTES = 8
@@ -27,10 +27,10 @@ class FirstComeIndex(NativeKeyIndex):
     """Lets to the disk what it would if there were no limit to what may be written."""
 
     def admit_keys(
-        self, keys: Sequence[bytes], column: AnyColumn, num_free: int, least_chance: float = 0.0
+        self, keys: Sequence[bytes], tier: str, num_free: int, least_chance: float = 0.0
     ) -> list[bytes]:
-        is_full_disk = column == DISK and len(keys) > num_free
-        return super().admit_keys(keys, column, num_free, LEAST_CHANCE if is_full_disk else 0.0)
+        is_full_disk = tier == DISK and len(keys) > num_free
+        return super().admit_keys(keys, tier, num_free, LEAST_CHANCE if is_full_disk else 0.0)
 
 
 class TierReplay:

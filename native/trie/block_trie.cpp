@@ -8,18 +8,12 @@
 
 namespace kvtier::trie {
 
-BlockTrie::BlockTrie(std::span<const std::string_view> policies,
-                     std::span<const std::size_t> num_needed)
-    : seed_(std::random_device{}()),
-      num_groups_(num_needed.size()),
-      num_tiers_(policies.size() / num_groups_),
-      nodes_(policies.size()),
-      counts_(policies.size()) {
+BlockTrie::BlockTrie(std::span<const std::string_view> policies)
+    : seed_(std::random_device{}()), nodes_(policies.size()), counts_(policies.size()) {
   seed_ = seed_ << 32 | std::random_device{}();
   for (std::size_t column = 0; column < policies.size(); ++column) {
     policies_.push_back(make_policy(policies[column], ColumnView(nodes_, column)));
     promise(policies_.back() != nullptr, "a policy that the core does not have");
-    num_needed_.push_back(num_needed[column / num_tiers_]);
   }
 }
 
@@ -83,9 +77,8 @@ void BlockTrie::review(Index index, std::size_t column) {
   else policies_[column]->offer(index);
 }
 
-// Children keep a block only where they are of no use without it.
+// A block is of no use without those before it, so a child keeps its parent.
 void BlockTrie::count_in_parent(Index index, std::size_t column, bool added) {
-  if (!needs_all(column)) return;
   const Index parent = nodes_[index].parent;
   if (!nodes_.is_block(parent)) return;
   nodes_.standing(parent, column).num_children += added ? 1 : std::uint32_t(-1);
@@ -134,7 +127,6 @@ void BlockTrie::touch(std::span<const BlockId> blocks, double now) {
     const Index index = at(blocks[i]);
     ++nodes_.num_uses(index);
     for (std::size_t column = 0; column < nodes_.num_columns(); ++column) {
-      if (blocks.size() - i > num_needed_[column]) continue;
       if (nodes_.residency(index, column).state == State::absent) continue;
       double& last_use = nodes_.standing(index, column).last_use;
       const Use use{now, last_use, i + 1 == blocks.size()};

@@ -21,18 +21,16 @@
 
 namespace kvtier::trie {
 
-// The meaning of each call is that of kvtier.index.BlockIndex; columns are numbers here: those of
-// the first group, the fastest tier first, then those of the second. Owned by one thread at a time.
-// Misuse throws UnknownBlock or BrokenPromise.
+// The meaning of each call is that of kvtier.index.BlockIndex. A column is a tier by its number,
+// the fastest one first. Owned by one thread at a time. Misuse throws UnknownBlock or
+// BrokenPromise.
 class BlockTrie {
  public:
   using Path = std::vector<BlockId>;
   using Key = trie::Key;
 
-  // One policy per column, by name; every name must be known to `make_policy`. `num_needed`: per
-  // group, how many of the blocks in front of a cut it needs, or kAll. Every group has a column in
-  // every tier.
-  BlockTrie(std::span<const std::string_view> policies, std::span<const std::size_t> num_needed);
+  // One policy per column, by name; every name must be known to `make_policy`.
+  explicit BlockTrie(std::span<const std::string_view> policies);
   BlockTrie(const BlockTrie&) = delete;
   BlockTrie& operator=(const BlockTrie&) = delete;
 
@@ -43,21 +41,7 @@ class BlockTrie {
     std::uint8_t tier;
     bool in_flight;
   };
-  // Only where there is one group, and a cut needs all of it.
   void match(std::string_view space, Labels& labels, std::vector<Found>& found);
-
-  static constexpr std::uint8_t kNowhere = 0xFF;
-  struct Place {
-    std::uint8_t tier;  // kNowhere where no tier has it ready
-    bool in_flight;
-  };
-  struct GroupsFound {
-    Path blocks;
-    std::vector<Place> places;  // block by block, one of each group
-    std::vector<std::size_t> cuts;
-  };
-  void match_groups(std::string_view space, Labels& labels, GroupsFound& found);
-  std::size_t num_groups() const { return num_groups_; }
 
   // Writes to `slots`, which has room for one of each label; returns how many there are.
   std::size_t match_slots(std::string_view space, Labels& labels, std::size_t column,
@@ -158,7 +142,6 @@ class BlockTrie {
     std::size_t idle = 0;
   };
 
-  bool needs_all(std::size_t column) const { return num_needed_[column] == kAll; }
   Index at(BlockId block) const;
   Index root(std::string_view space) const;
   Index child(Index parent, Label label);
@@ -187,9 +170,6 @@ class BlockTrie {
   void check_column(std::size_t column) const;
 
   std::uint64_t seed_;
-  std::size_t num_groups_;
-  std::size_t num_tiers_;
-  std::vector<std::size_t> num_needed_;  // per column
   Nodes nodes_;
   Cells<std::uint32_t> table_;
   std::unordered_map<std::string, Index> roots_;
@@ -199,7 +179,6 @@ class BlockTrie {
   Keys keys_;
   // Kept from call to call, to spare allocations.
   std::vector<Index> places_;         // of the path that is being extended
-  std::vector<std::size_t> runs_;     // per group, how many blocks up to here are ready
   std::vector<std::uint64_t> ahead_;  // hashes of the prefixes that are about to be made
 };
 

@@ -58,8 +58,7 @@ void BlockTrie::check_column(std::size_t column) const {
     const std::uint32_t leases = nodes_.standing(index, column).leases;
     const Index parent = nodes_[index].parent;
     ++known[parent];
-    staying[parent] += needs_all(column) && (residency.state == State::writing ||
-                                             residency.state == State::ready);
+    staying[parent] += residency.state == State::writing || residency.state == State::ready;
     queued += residency.queued;
     if (residency.state == State::absent) {
       promise(leases == 0, "a block that is not there is leased");

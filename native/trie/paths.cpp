@@ -73,7 +73,6 @@ Index BlockTrie::begin(std::string_view space, std::optional<BlockId> after) con
 }
 
 void BlockTrie::match(std::string_view space, Labels& labels, std::vector<Found>& found) {
-  promise(num_groups() == 1 && needs_all(0), "ask match_groups: what can be reused is no prefix");
   walk(root(space), labels, [&](Index index) {
     const Residency* const residencies = nodes_.residencies(index);
     const bool arriving = residencies[0].state == State::writing;
@@ -83,33 +82,6 @@ void BlockTrie::match(std::string_view space, Labels& labels, std::vector<Found>
     found.push_back({nodes_.id(index), static_cast<std::uint8_t>(tier), arriving});
     return true;
   });
-}
-
-// A cut is possible where each group has a run of ready blocks in front of it that is long enough.
-void BlockTrie::match_groups(std::string_view space, Labels& labels, GroupsFound& found) {
-  runs_.assign(num_groups(), 0);
-  walk(root(space), labels, [&](Index index) {
-    const Residency* residencies = nodes_.residencies(index);
-    const std::size_t cut = found.blocks.size() + 1;
-    bool is_possible = true;
-    for (std::size_t group = 0; group < runs_.size(); ++group, residencies += num_tiers_) {
-      std::size_t tier = 0;
-      while (tier < num_tiers_ && residencies[tier].state != State::ready) ++tier;
-      const bool is_there = tier < num_tiers_;
-      const std::size_t num_needed = num_needed_[group * num_tiers_];
-      if (!is_there && num_needed == kAll) return false;
-      runs_[group] = is_there ? runs_[group] + 1 : 0;
-      is_possible &= runs_[group] >= std::min(cut, num_needed);
-      found.places.push_back({is_there ? static_cast<std::uint8_t>(tier) : kNowhere,
-                              is_there && residencies[0].state == State::writing});
-    }
-    found.blocks.push_back(nodes_.id(index));
-    if (is_possible) found.cuts.push_back(cut);
-    return true;
-  });
-  const std::size_t end = found.cuts.empty() ? 0 : found.cuts.back();
-  found.blocks.resize(end);
-  found.places.resize(end * runs_.size());
 }
 
 std::size_t BlockTrie::match_slots(std::string_view space, Labels& labels, std::size_t column,
@@ -212,7 +184,6 @@ std::size_t BlockTrie::insert(std::string_view space, Labels& labels, std::optio
     const State state = nodes_.residency(index, column).state;
     return state == State::ready || state == State::absent;
   });
-  const bool leaves_first = needs_all(column);
   std::size_t num_new = 0;
   for (std::size_t i = 0; i < places_.size(); ++i) {
     const Index index = places_[i];
@@ -226,17 +197,16 @@ std::size_t BlockTrie::insert(std::string_view space, Labels& labels, std::optio
       standing.last_use = now;
       ++counts_[column].held;
       ++counts_[column].idle;
-      if (leaves_first && nodes_.is_block(above)) ++nodes_.standing(above, column).num_children;
+      if (nodes_.is_block(above)) ++nodes_.standing(above, column).num_children;
       policies_[column]->entered(index);
       policies_[column]->used(index, {now, kNever, i + 1 == labels.size()});
-      if (!leaves_first && !hold) review(index, column);
       ++num_new;
     }
     if (hold && standing.leases++ == 0) --counts_[column].idle;
     path.push_back(nodes_.id(index));
     above = index;
   }
-  // Where leaves leave first, only the last of a path of new blocks can be one; the parent of the
+  // Leaves are evicted first, and only the last of a path of new blocks can be one; the parent of the
   // first was one perhaps, and a queue notices by itself that it is none now. A block that was
   // there before may have lost its children since, but then it is queued.
   if (num_new > 0 && !hold) review(above, column);

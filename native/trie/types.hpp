@@ -20,9 +20,6 @@ using Slot = std::uint32_t;
 
 inline constexpr std::size_t kMaxColumns = 32;
 
-// Of a group of which a cut needs all blocks.
-inline constexpr std::size_t kAll = static_cast<std::size_t>(-1);
-
 // The values of kvtier.index.State.
 enum class State : std::uint8_t { absent = 1, writing = 2, ready = 3, evicting = 4 };
 

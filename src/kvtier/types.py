@@ -80,22 +80,6 @@ HOST = "host"
 DISK = "disk"
 
 
-class Column(NamedTuple):
-    """One tier's blocks of one group of layers. group: its number, 0 for the first."""
-
-    tier: str
-    group: int
-
-
-AnyColumn = str | Column
-"""A tier name alone means the column of the tier's first group."""
-
-
-def column_of(tier: str, group: int) -> AnyColumn:
-    """Return the column of a group in a tier; the tier name alone for the first group."""
-    return Column(tier, group) if group else tier
-
-
 class WritePolicy(StrEnum):
     """When a block of the device tier is stored in the tier below."""
 

@@ -289,7 +289,7 @@ class World:
             return
         if content is None:
             content = self.contents()[DEVICE]
-        assert set(lease.held[0]) <= {DEVICE, None}, "a ready lease holds its blocks elsewhere"
+        assert set(lease.held) <= {DEVICE}, "a ready lease holds its blocks elsewhere"
         for position in range(request.num_written):
             is_right = np.array_equal(
                 content[lease.slots[position]], self.expected(request, position)

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from kvtier import _hot
-from kvtier.index import ALL, PromptIndex, ReuseRule
+from kvtier.index import PromptIndex
 from kvtier.index.native_index import NativeIndex
 from kvtier.index.policies import (
     ArcPolicy,
@@ -23,7 +22,7 @@ from kvtier.index.policies import (
     SievePolicy,
 )
 from kvtier.index.python_index import PythonIndex
-from kvtier.types import AnyColumn, BlockId, Column, column_of
+from kvtier.types import BlockId
 
 INDEXES = ("native", "python")
 LEARNING: Mapping[str, type[EvictionPolicy]] = MappingProxyType(
@@ -68,7 +67,6 @@ class FollowingPolicy(EvictionPolicy):
 def make(
     kind: str,
     tiers: Sequence[str],
-    rules: Sequence[ReuseRule] = (ALL,),
     learning: Collection[str] = (),
     policy: str = "runs",
 ) -> PromptIndex:
@@ -76,25 +74,12 @@ def make(
 
     The test is skipped where the native core is missing.
     """
-    columns = {column_of(tier, group): tier for group in range(len(rules)) for tier in tiers}
     if kind == "python":
         assert not learning, "only the native core has other policies"
-        return PythonIndex({column: LruPolicy() for column in columns}, rules)
+        return PythonIndex({tier: LruPolicy() for tier in tiers})
     if not _hot.NATIVE:
         pytest.skip(f"no native core: {_hot.NATIVE_REASON}")
-    names = {column: policy if tier in learning else "lru" for column, tier in columns.items()}
-    return NativeIndex(names, rules)
-
-
-def needed(rule: ReuseRule, cut: int) -> set[int]:
-    """Positions of the blocks that a cut needs, from the words of the rule alone."""
-    return {at for at in range(cut) if rule.num_last is None or cut - at <= rule.num_last}
-
-
-rules_of_models = st.lists(
-    st.builds(ReuseRule, st.sampled_from([None, None, 0, 1, 2, 3])), min_size=1, max_size=3
-).filter(lambda rules: any(rule.num_last != 0 for rule in rules))
-"""Rules of one to three groups. At least one needs blocks: a cut that needs none keeps none."""
+    return NativeIndex({tier: policy if tier in learning else "lru" for tier in tiers})
 
 
 class Both:
@@ -107,26 +92,25 @@ class Both:
     def __init__(
         self,
         tiers: Sequence[str],
-        rules: Sequence[ReuseRule] = (ALL,),
         learning: Collection[str] = (),
         policy: str = "runs",
     ) -> None:
-        self.native = make("native", tiers, rules, learning, policy)
+        self.native = make("native", tiers, learning, policy)
         self._following = {tier: FollowingPolicy() for tier in learning}
-        self.twin = make("python", tiers, rules)
+        self.twin = make("python", tiers)
         if learning:
-            policies: dict[str | Column, EvictionPolicy] = {
+            policies: dict[str, EvictionPolicy] = {
                 tier: self._following.get(tier) or LruPolicy() for tier in tiers
             }
-            self.twin = PythonIndex(policies, rules)
+            self.twin = PythonIndex(policies)
 
     def __len__(self) -> int:
         assert len(self.native) == len(self.twin)
         return len(self.native)
 
-    def evict(self, tier: AnyColumn, num_blocks: int) -> Sequence[BlockId]:
+    def evict(self, tier: str, num_blocks: int) -> Sequence[BlockId]:
         chosen = self.native.evict(tier, num_blocks)
-        if isinstance(tier, str) and tier in self._following:
+        if tier in self._following:
             self._following[tier].chosen = list(chosen)
         assert list(self.twin.evict(tier, num_blocks)) == list(chosen)
         return chosen

@@ -5,8 +5,7 @@ Random paths, leases, writes that succeed and fail, evictions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from hypothesis.stateful import (
 from kvtier import _hot
 from kvtier.index import State
 from kvtier.keys import next_key, next_keys
-from kvtier.types import DEVICE, DISK, HOST, AnyColumn, BlockId, BlockName, Label, Match, Slot
+from kvtier.types import DEVICE, DISK, HOST, BlockId, BlockName, Label, Match, Slot
 from tests.index.indexes import Both, make
 
 TIERS = (DEVICE, HOST, DISK)
@@ -37,12 +36,12 @@ paths = st.tuples(
     st.sampled_from(NAMESPACES), st.lists(st.sampled_from(LABELS), min_size=1, max_size=5)
 ).map(lambda made: (made[0], *made[1]))
 
-columns_of_the_index = st.runner().flatmap(lambda machine: st.sampled_from(machine.columns))
+tiers_of_the_index = st.sampled_from(TIERS)
 
 
 @dataclass
 class Place:
-    """State of one block in one column, in the model."""
+    """State of one block in one tier, in the model."""
 
     state: State = State.ABSENT
     slot: int = -1
@@ -55,7 +54,7 @@ class Known:
     """State of one block in the model."""
 
     block: BlockId
-    tiers: dict[AnyColumn, Place]
+    tiers: dict[str, Place]
     num_uses: int = 0
 
     @property
@@ -64,8 +63,6 @@ class Known:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    columns: Sequence[AnyColumn] = TIERS
-
     def __init__(self) -> None:
         super().__init__()
         self.index = self.make_index()
@@ -80,14 +77,10 @@ class IndexMachine(RuleBasedStateMachine):
     # -- the model ---------------------------------------------------------------------------------
 
     def _new(self, block: BlockId) -> Known:
-        return Known(block, {column: Place() for column in self.columns})
+        return Known(block, {tier: Place() for tier in TIERS})
 
-    def _num_needed(self, tier: AnyColumn, num_blocks: int) -> int:
-        """Return how many of the blocks in front of a cut the column's group needs."""
-        return num_blocks
-
-    def _places(self, *states: State, leases: int | None = None) -> list[tuple[Path, AnyColumn]]:
-        """Return the blocks and columns in one of ``states``, in a fixed order."""
+    def _places(self, *states: State, leases: int | None = None) -> list[tuple[Path, str]]:
+        """Return the blocks and tiers in one of ``states``, in a fixed order."""
         return sorted(
             (path, tier)
             for path, known in self.model.items()
@@ -96,15 +89,15 @@ class IndexMachine(RuleBasedStateMachine):
         )
 
     def _draw(
-        self, data: st.DataObject, places: list[tuple[Path, AnyColumn]]
-    ) -> tuple[Known, Place, AnyColumn]:
+        self, data: st.DataObject, places: list[tuple[Path, str]]
+    ) -> tuple[Known, Place, str]:
         path, tier = data.draw(st.sampled_from(places))
         return self.model[path], self.model[path].tiers[tier], tier
 
-    def _candidates(self, tier: AnyColumn) -> set[Path]:
+    def _candidates(self, tier: str) -> set[Path]:
         """Ready, not leased, and where all blocks are needed no child that stays in the tier."""
         stay = {path for path, _ in self._places(State.READY, State.WRITING) if _ == tier}
-        parents = {path[:-1] for path in stay if self._num_needed(tier, 99) == 99}
+        parents = {path[:-1] for path in stay}
         return {
             path
             for path, at in self._places(State.READY, leases=0)
@@ -120,8 +113,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     # -- writing -----------------------------------------------------------------------------------
 
-    @rule(path=paths, tier=columns_of_the_index, data=st.data())
-    def begin_write(self, path: Path, tier: AnyColumn, data: st.DataObject) -> None:
+    @rule(path=paths, tier=tiers_of_the_index, data=st.data())
+    def begin_write(self, path: Path, tier: str, data: st.DataObject) -> None:
         """Begin to write a tail of the path, as far as the tier has not got it."""
         blocks = self._extend(path, data)
         for length, block in enumerate(blocks, start=2):
@@ -150,7 +143,7 @@ class IndexMachine(RuleBasedStateMachine):
         known, _, tier = self._draw(data, self._places(State.WRITING))
         self._commit(known, tier)
 
-    def _commit(self, known: Known, tier: AnyColumn) -> None:
+    def _commit(self, known: Known, tier: str) -> None:
         self.now += 1
         self.index.commit(known.block, tier, float(self.now))
         place = known.tiers[tier]
@@ -187,8 +180,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.names(blocks) == names
         assert self.index.num_uses_of(blocks) == [self.model[path].num_uses for path in paths]
 
-    @rule(path=paths, tier=columns_of_the_index, data=st.data())
-    def write_and_commit(self, path: Path, tier: AnyColumn, data: st.DataObject) -> None:
+    @rule(path=paths, tier=tiers_of_the_index, data=st.data())
+    def write_and_commit(self, path: Path, tier: str, data: st.DataObject) -> None:
         self.begin_write(path, tier, data)
         for length in range(2, len(path) + 1):
             if self.model[path[:length]].tiers[tier].state is State.WRITING:
@@ -196,14 +189,12 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(
         path=paths,
-        tier=columns_of_the_index,
+        tier=tiers_of_the_index,
         hold=st.booleans(),
         tick=st.integers(0, 1),
         data=st.data(),
     )
-    def insert(
-        self, path: Path, tier: AnyColumn, hold: bool, tick: int, data: st.DataObject
-    ) -> None:
+    def insert(self, path: Path, tier: str, hold: bool, tick: int, data: st.DataObject) -> None:
         """The whole path at once, from the root or from a known block on.
 
         Without a tick it is as old as what was used last: then both indexes have to choose the same
@@ -274,7 +265,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.release([known.block], tier)
         place.leases -= 1
 
-    def _leased(self) -> list[tuple[Path, AnyColumn]]:
+    def _leased(self) -> list[tuple[Path, str]]:
         return [
             (path, tier)
             for path, tier in self._places(State.READY, State.WRITING)
@@ -293,14 +284,14 @@ class IndexMachine(RuleBasedStateMachine):
         for known in used:
             known.num_uses += 1
             assert self.index.num_uses(known.block) == known.num_uses
-        for tier in self.columns:
-            for known in used[len(used) - self._num_needed(tier, len(used)) :]:
+        for tier in TIERS:
+            for known in used:
                 known.tiers[tier].last_use = self.now
 
     # -- eviction ----------------------------------------------------------------------------------
 
-    @rule(tier=columns_of_the_index, num_blocks=st.integers(-1, 6), data=st.data())
-    def evict(self, tier: AnyColumn, num_blocks: int, data: st.DataObject) -> None:
+    @rule(tier=tiers_of_the_index, num_blocks=st.integers(-1, 6), data=st.data())
+    def evict(self, tier: str, num_blocks: int, data: st.DataObject) -> None:
         upper_bound = self.index.num_evictable(tier)
         chosen = self.index.evict(tier, num_blocks)
         assert len(chosen) <= min(max(num_blocks, 0), upper_bound)
@@ -324,7 +315,7 @@ class IndexMachine(RuleBasedStateMachine):
                 place.state, place.slot = State.ABSENT, -1
         self._prune()
 
-    def _check_order(self, path: Path, candidates: set[Path], tier: AnyColumn) -> None:
+    def _check_order(self, path: Path, candidates: set[Path], tier: str) -> None:
         """A block leaves that may."""
         oldest = min(self.model[other].tiers[tier].last_use for other in candidates)
         assert self.model[path].tiers[tier].last_use == oldest, "a younger block left first"
@@ -338,8 +329,6 @@ class IndexMachine(RuleBasedStateMachine):
     def _check_match(self, path: Path) -> None:
         match = self.index.match(path[0], path[1:])
         assert match == self._expected(path)
-        groups = self.index.match_groups(path[0], path[1:])
-        assert replace(groups, cuts=range(1, len(groups.cuts) + 1)) == match.over_groups()
 
     def _expected(self, path: Path) -> Match:
         rows: list[tuple[BlockId, str, bool]] = []
@@ -363,7 +352,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.check_invariants()
         assert len(self.index) == len(self.model)
         assert self.index.num_namespaces == len({path[0] for path in self.model})
-        for tier in self.columns:
+        for tier in TIERS:
             held = [p for p, t in self._places(State.WRITING, State.READY) if t == tier]
             assert self.index.num_held(tier) == len(held)
             slots = self.index.slots([self.model[path].block for path in held], tier)
@@ -372,7 +361,7 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def slots_are_those_of_the_prefix(self) -> None:
         for path in self.model:
-            places = [self.model[path[:n]].tiers[self.columns[0]] for n in range(2, len(path) + 1)]
+            places = [self.model[path[:n]].tiers[TIERS[0]] for n in range(2, len(path) + 1)]
             ready = [place.state is State.READY for place in places]
             num_ready = (*ready, False).index(False)
             expected = [place.slot for place in places[:num_ready]]
@@ -389,17 +378,17 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def states_follow_the_path(self) -> None:
-        column = self.columns[-1]
+        tier = TIERS[-1]
         for path in self.model:
             expected = [
-                self.model[path[:length]].tiers[column].state for length in range(2, len(path) + 1)
+                self.model[path[:length]].tiers[tier].state for length in range(2, len(path) + 1)
             ]
-            assert self.index.states(path[0], path[1:], column) == expected
+            assert self.index.states(path[0], path[1:], tier) == expected
             first = self.model[path[:2]].block
-            assert self.index.states(path[0], path[2:], column, first) == expected[1:]
+            assert self.index.states(path[0], path[2:], tier, first) == expected[1:]
 
-    @rule(path=paths, tier=columns_of_the_index, fewest=st.integers(2, 6))
-    def prefixes(self, path: Path, tier: AnyColumn, fewest: int) -> None:
+    @rule(path=paths, tier=tiers_of_the_index, fewest=st.integers(2, 6))
+    def prefixes(self, path: Path, tier: str, fewest: int) -> None:
         """Check the prefixes of known blocks along a path, from length ``fewest`` on."""
         known = [path[:n] for n in range(2, len(path) + 1) if path[:n] in self.model]
         above = [p for p in known[: fewest - 2] if (p, tier) in self._places(State.READY)]

@@ -185,7 +185,7 @@ def test_what_is_expected_has_room_and_what_is_known_stays(index: KeyIndex) -> N
 
 def test_misuse_is_told(index: KeyIndex) -> None:
     [block] = put(index, KEYS[:1])
-    with pytest.raises(KeyError, match="no column"):
+    with pytest.raises(KeyError, match="no tier"):
         index.slots([block], "tape")
     with pytest.raises(AssertionError, match="no move"):
         index.begin_write(block, HOST, Slot(1))
@@ -220,7 +220,7 @@ class Both:
     def evict(self, tier: str, num_blocks: int) -> Sequence[BlockId]:
         chosen = self._first.evict(tier, num_blocks)
         if tier in self._learning:
-            order = self._twin._column(tier).order
+            order = self._twin._of_tier(tier).order
             for block in reversed(chosen):
                 order[block] = None
                 order.move_to_end(block, last=False)

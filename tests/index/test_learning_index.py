@@ -17,7 +17,7 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 from kvtier import _hot
 from kvtier.hints import END, Said, Word
 from kvtier.index import PromptIndex, State
-from kvtier.types import DEVICE, DISK, HOST, AnyColumn, BlockId, Label, Slot
+from kvtier.types import DEVICE, DISK, HOST, BlockId, Label, Slot
 from tests.index.indexes import LEARNING as POLICIES
 from tests.index.indexes import Both, make
 from tests.index.policies.traffic import TRAFFIC
@@ -35,7 +35,7 @@ class LearningMachine(IndexMachine):
     def make_index(self) -> Any:
         return Both(TIERS, learning=LEARNING, policy=self.policy)
 
-    def _check_order(self, path: Path, candidates: set[Path], tier: AnyColumn) -> None:
+    def _check_order(self, path: Path, candidates: set[Path], tier: str) -> None:
         if tier not in LEARNING:
             super()._check_order(path, candidates, tier)
 

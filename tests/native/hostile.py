@@ -137,19 +137,17 @@ class Hostile:
     # -- calls -------------------------------------------------------------------------------------
 
     def _new_trie(self) -> _native.BlockTrie:
-        needed = self.random.choice(((None,), (None, 2), (1, 0, None)))
-        policies = ("lru",) * (len(TIERS) * len(needed))
-        return _native.BlockTrie(TIERS, needed, policies, tuple(State), Labels, Match)
+        return _native.BlockTrie(TIERS, ("lru",) * len(TIERS), tuple(State), Labels, Match)
 
     def constructor(self) -> Call:
-        tuples = [TIERS, (None,), ("lru", "lru"), tuple(State)]
-        at = self.random.randrange(5)
+        tuples = [TIERS, ("lru",) * len(TIERS), tuple(State)]
+        at = self.random.randrange(4)
         wrong = self.random.choice(
             ((), (None,) * 2, (5, "x"), (-1,), (2**63,), ("lru",) * 99, 7, ("\ud800", "lru"))
         )
-        if at < 4:
+        if at < 3:
             tuples[at] = wrong
-        match_type = self.random.choice((5, None, int, type, "x")) if at == 4 else Match
+        match_type = self.random.choice((5, None, int, type, "x")) if at == 3 else Match
 
         def make() -> None:
             trie = _native.BlockTrie(*tuples, Labels, match_type)
@@ -170,7 +168,6 @@ class Hostile:
             slots = self.numbers()
         calls: dict[str, tuple[Any, ...]] = {
             "match": (space, labels),
-            "match_groups": (space, labels),
             "match_slots": (space, labels, tier),
             "state": (self.number(), tier),
             "states": (space, labels, tier, after),

@@ -150,16 +150,11 @@ def test_index_is_not_made_of_what_it_is_not_made_of() -> None:
         (("lru",), type, "match_type must be a class"),
     ):
         with pytest.raises(TypeError, match=words):
-            _hot.BlockTrie((DEVICE,), (None,), policies, states, Labels, match_type)  # type: ignore[arg-type]
-    for needed, words in (
-        ((None,) * 33, "1 to 32 columns with a policy each"),
-        ((), "1 to 32 columns with a policy each"),
-        ((-1,), "a group needs 0 blocks or more"),
-        ((2**64,), "cannot fit"),
-    ):
-        every = ("lru",) * len(needed)
-        with pytest.raises(ValueError, match=words):
-            _hot.BlockTrie((DEVICE,), needed, every, states, Labels, Match)
+            _hot.BlockTrie((DEVICE,), policies, states, Labels, match_type)  # type: ignore[arg-type]
+    for num_tiers, num_policies in (33, 33), (0, 0), (2, 1):
+        tiers, names = (DEVICE,) * num_tiers, ("lru",) * num_policies
+        with pytest.raises(ValueError, match="1 to 32 tiers with a policy each"):
+            _hot.BlockTrie(tiers, names, states, Labels, Match)
 
 
 @needs_core

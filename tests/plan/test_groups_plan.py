@@ -9,27 +9,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.errors import ConfigError, LayoutError
-from kvtier.index import ALL, ReuseRule, make_index
-from kvtier.index.policies import LruPolicy
-from kvtier.layout import (
-    DType,
-    KVGroup,
-    full_attention,
-    latent_attention,
-    recurrent_state,
-    sliding_attention,
-)
 from kvtier.plan import Copy, Costs, GroupRoom, PrefillCost, Route, plan_groups
-from kvtier.types import DEVICE, DISK, HOST, BlockId, Column, GroupMatch
-from tests.index.indexes import needed, rules_of_models
+from kvtier.types import DEVICE, DISK, HOST, BlockId, GroupMatch
 from tests.plan.test_plan import DISK_TO_HOST, HOST_TO_DEVICE, STORED, costs_of_any_kind
 
 BLOCK_SIZE = 4
 NAMES = {"d": DEVICE, "h": HOST, "s": DISK, "-": None}
+ALL = None
+"""Rule of a group of which a cut needs all blocks; the others are the number of the last ones."""
+
+Rule = int | None
+rules_of_models = st.lists(st.sampled_from([ALL, ALL, 0, 1, 2, 3]), min_size=1, max_size=3).filter(
+    lambda rules: any(rule != 0 for rule in rules)
+)
+"""Rules of one to three groups. At least one needs blocks: a cut that needs none keeps none."""
 
 
-def match_of(rows: list[str], rules: list[ReuseRule], arriving: str = "") -> GroupMatch:
+def needed(rule: Rule, cut: int) -> set[int]:
+    """Return the positions of the blocks that a cut needs."""
+    return {at for at in range(cut) if rule is ALL or cut - at <= rule}
+
+
+def match_of(rows: list[str], rules: list[Rule], arriving: str = "") -> GroupMatch:
     """One row per group, one letter per block: d, h, s for a tier, - for none.
 
     + in ``arriving`` where the first group's block is on its way.
@@ -63,9 +64,7 @@ def cases(draw: Any) -> Case:
     rules = draw(rules_of_models)
     num_blocks = draw(st.integers(0, 10))
     some = [draw(st.sampled_from(["d", "dddh", "ddhhs"])) for _ in rules]
-    letters = [
-        each if rule.needs_all else each + "-" for each, rule in zip(some, rules, strict=True)
-    ]
+    letters = [each if rule is ALL else each + "-" for each, rule in zip(some, rules, strict=True)]
     rows = [draw(st.text(each, min_size=num_blocks, max_size=num_blocks)) for each in letters]
     arriving = draw(st.text(" +", min_size=num_blocks, max_size=num_blocks))
     rooms = [
@@ -85,7 +84,7 @@ def cost_of_cut(case: Case, cut: int, costs: Costs) -> tuple[float, bool]:
     match, passing, num_bytes = case.match, set(), {HOST_TO_DEVICE: 0, DISK_TO_HOST: 0}
     fits = True
     for group, room in enumerate(case.rooms):
-        coming = [at for at in needed(room.rule, cut) if match.tiers[group][at] != DEVICE]
+        coming = [at for at in needed(room.num_last, cut) if match.tiers[group][at] != DEVICE]
         copied = [at for at in coming if not match.in_flight[group][at]]
         staged = [at for at in copied if match.tiers[group][at] == DISK]
         limit = len(staged) if room.num_staging_slots is None else room.num_staging_slots
@@ -136,7 +135,7 @@ def test_planner_picks_the_cheapest_of_the_possible_cuts(
         tiers, in_flight = case.match.tiers[group], case.match.in_flight[group]
         assert copied == [
             100 + at
-            for at in sorted(needed(room.rule, chosen))
+            for at in sorted(needed(room.num_last, chosen))
             if tiers[at] != DEVICE and not in_flight[at]
         ], f"group {group}: other blocks than the cut needs"
         assert all(tiers[block - 100] == copy.src for copy in copies for block in copy.blocks)
@@ -145,10 +144,10 @@ def test_planner_picks_the_cheapest_of_the_possible_cuts(
 
 
 def test_a_window_costs_its_last_blocks_only() -> None:
-    rules = [ALL, ReuseRule(2), ReuseRule(1)]
+    rules = [ALL, 2, 1]
     match = match_of(["ddddd", "--hhh", "d-d-h"], rules)
     assert match.cuts == (5,)
-    rooms = [GroupRoom(1000, 9, rule=rule) for rule in rules]
+    rooms = [GroupRoom(1000, 9, num_last=rule) for rule in rules]
     plan = plan_groups(match, STORED, rooms, num_tokens=99, block_size=BLOCK_SIZE)
     assert plan.copies == (
         Copy(HOST, DEVICE, (BlockId(103), BlockId(104)), 1),
@@ -159,14 +158,14 @@ def test_a_window_costs_its_last_blocks_only() -> None:
 
 def test_a_shorter_cut_is_taken_where_a_group_has_no_room_for_the_longer_one() -> None:
     """A longer one may fit again: what a window needs moves on."""
-    rules = [ALL, ReuseRule(1)]
+    rules = [ALL, 1]
     match = match_of(["dddd", "dhhd"], rules)
     for num_free, reused in ((1, 4), (0, 4)):
-        rooms = [GroupRoom(1000, 0), GroupRoom(1000, num_free, rule=rules[1])]
+        rooms = [GroupRoom(1000, 0), GroupRoom(1000, num_free, num_last=rules[1])]
         plan = plan_groups(match, STORED, rooms, num_tokens=99, block_size=BLOCK_SIZE)
         assert plan.num_reused_blocks == reused
         assert plan.copies == ()
-    rooms = [GroupRoom(1000, 0), GroupRoom(1000, 0, rule=rules[1])]
+    rooms = [GroupRoom(1000, 0), GroupRoom(1000, 0, num_last=rules[1])]
     short = plan_groups(match, STORED, rooms, num_tokens=13, block_size=BLOCK_SIZE)
     assert short.num_reused_blocks == 1
 
@@ -176,13 +175,13 @@ def test_a_plan_weighs_few_cuts_of_long_runs(
     num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of cuts that are looked at grows with the runs, not with the blocks."""
-    rules = [ALL, ReuseRule(700), ReuseRule(1)]
+    rules = [ALL, 700, 1]
     some = (DEVICE,) * 500 + (DISK,) * (num_blocks // 3)
     tiers = tuple(some + (HOST,) * (num_blocks - len(some)) for _ in rules)
     flags = ((False,) * num_blocks,) * len(rules)
     blocks = tuple(map(BlockId, range(num_blocks)))
     match = GroupMatch(blocks, tiers, flags, range(1, num_blocks + 1), num_blocks)
-    rooms = [GroupRoom(1000, num_blocks, rule=rule) for rule in rules]
+    rooms = [GroupRoom(1000, num_blocks, num_last=rule) for rule in rules]
     weighed: Any = []
     load_s = Costs.load_s
     monkeypatch.setattr(Costs, "load_s", lambda *given: weighed.append(given) or load_s(*given))
@@ -199,7 +198,7 @@ def test_a_plan_weighs_few_cuts_of_long_runs(
     st.lists(st.tuples(st.sampled_from("dhs"), st.integers(1, 60)), max_size=5),
     costs_of_any_kind,
     st.dictionaries(st.sampled_from([HOST_TO_DEVICE, DISK_TO_HOST]), st.sampled_from([0.03, 9.0])),
-    st.sampled_from([ALL, ReuseRule(7), ReuseRule(40)]),
+    st.sampled_from([ALL, 7, 40]),
     st.integers(1, 300),
     st.integers(1, 5),
     st.sampled_from([0, 37, 90, 1000]),
@@ -209,7 +208,7 @@ def test_no_cut_of_long_runs_is_cheaper_than_the_one_that_is_found(
     runs: list[tuple[str, int]],
     costs: Costs,
     least_s: dict[Route, float],
-    rule: ReuseRule,
+    rule: Rule,
     num_most: int,
     grain: int,
     num_free: int,
@@ -217,7 +216,7 @@ def test_no_cut_of_long_runs_is_cheaper_than_the_one_that_is_found(
 ) -> None:
     row = "".join(letter * num for letter, num in runs)
     rules = [ALL, rule]
-    match = match_of([row, row[::-1] if rule.needs_all else row], rules)
+    match = match_of([row, row[::-1] if rule is ALL else row], rules)
     rooms = [GroupRoom(1000, num_free, 50, ALL), GroupRoom(300, 80, None, rule)]
     case, tokens = Case(match, rooms), num_most * BLOCK_SIZE
     costs = replace(costs, least_s=least_s)
@@ -237,53 +236,3 @@ def test_no_cut_of_long_runs_is_cheaper_than_the_one_that_is_found(
             allowed[cut] = load_s + costs.prefill_s(cut * BLOCK_SIZE, tokens)
     assert plan.num_reused_blocks in allowed, "a cut that is not allowed"
     assert plan.load_s + plan.recompute_s == pytest.approx(min(allowed.values()))
-
-
-# -- rules -----------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 9))
-def test_a_window_needs_every_block_with_a_token_that_is_seen(
-    window: int, block_size: int, cut: int
-) -> None:
-    """The token at the cut sees itself and those before it, ``window`` in all."""
-    rule = ReuseRule.of(sliding_attention(1, 1, 1, window, DType.FLOAT16, block_size))
-    token = cut * block_size
-    seen = {at // block_size for at in range(max(0, token - window + 1), token)}
-    assert set(rule.needed(cut)) == seen == needed(rule, cut)
-    assert rule.num_needed(cut) == len(seen)
-
-
-def group_of(kind: str, block_size: int = 16) -> KVGroup:
-    if kind == "full":
-        return full_attention(2, 2, 8, DType.FLOAT16, block_size)
-    if kind == "latent":
-        return latent_attention(2, 8, 4, DType.FLOAT16, block_size)
-    return recurrent_state(2, (("state", 4, 4),), DType.FLOAT32, block_size)
-
-
-def test_rules_follow_from_the_kind_of_attention() -> None:
-    groups = [group_of("full"), group_of("latent"), group_of("recurrent")]
-    assert tuple(map(ReuseRule.of, groups)) == (ALL, ALL, ReuseRule(1))
-    assert list(ALL.needed(3)) == [0, 1, 2]
-    assert list(ReuseRule(1).needed(3)) == [2]
-    assert list(ReuseRule(1).needed(0)) == []
-
-
-def test_a_rule_needs_0_blocks_or_more() -> None:
-    with pytest.raises(LayoutError, match="0 blocks or more"):
-        ReuseRule(-1)
-
-
-def test_every_column_has_a_policy() -> None:
-    with pytest.raises(ConfigError, match="need a policy for each of"):
-        make_index({DEVICE: LruPolicy(), Column(HOST, 1): LruPolicy()}, (ALL, ALL))
-    with pytest.raises(ConfigError, match="0 groups"):
-        make_index({DEVICE: LruPolicy()}, ())
-    index = make_index({DEVICE: LruPolicy(), Column(DEVICE, 1): LruPolicy()}, (ALL, ReuseRule(1)))
-    assert index.columns == (DEVICE, Column(DEVICE, 1))
-    with pytest.raises(AssertionError, match="ask match_groups"):
-        index.match(b"", [])
-    for unknown in (HOST, Column(HOST, 1), Column(DEVICE, 2), Column(DEVICE, -1)):
-        with pytest.raises(KeyError):
-            index.num_held(unknown)

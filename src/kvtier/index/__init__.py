@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from kvtier.index.block_index import BlockIndex
 from kvtier.index.choice import make_index, make_key_index
-from kvtier.index.groups import ALL, ReuseRule
 from kvtier.index.key_index import KeyIndex
 from kvtier.index.prompt_index import Inserted, PromptIndex
 from kvtier.index.residency import State
 
 __all__ = [
-    "ALL",
     "BlockIndex",
     "Inserted",
     "KeyIndex",
     "PromptIndex",
-    "ReuseRule",
     "State",
     "make_index",
     "make_key_index",

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from math import isfinite
 
 from kvtier.index.residency import State
-from kvtier.types import AnyColumn, BlockId, BlockName, Slot
+from kvtier.types import BlockId, BlockName, Slot
 
 NUM_SLOTS = 1 << 32
-"""Largest number of slots in a column."""
+"""Largest number of slots in a tier."""
 
 
 def check_time(now: float) -> None:
@@ -30,14 +30,13 @@ def check_slot(slot: Slot) -> None:
 
 
 class BlockIndex(ABC):
-    """Index of cached blocks: their state, slot and leases in each column.
+    """Index of cached blocks: their state, slot and leases in each tier.
 
-    A column is one tier's slots of one group of layers, with its own leases and eviction order. The
-    name of a tier stands for the column of the first group; with one group there are no others.
+    Each tier has its own slots, leases and eviction order.
 
     Queries change nothing. One thread owns the index.
 
-    Misuse raises KeyError (unknown block or column), AssertionError (illegal transition) or
+    Misuse raises KeyError (unknown block or tier), AssertionError (illegal transition) or
     ValueError (slot outside of 0 .. 2**32 - 1, time that is not finite).
 
     tiers: names of the tiers, fastest first.
@@ -48,20 +47,20 @@ class BlockIndex(ABC):
     # -- queries ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def state(self, block: BlockId, column: AnyColumn) -> State:
-        """Return the residency of ``block`` in ``column``; ABSENT for an unknown block."""
+    def state(self, block: BlockId, tier: str) -> State:
+        """Return the residency of ``block`` in ``tier``; ABSENT for an unknown block."""
 
-    def states_of(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[State]:
+    def states_of(self, blocks: Iterable[BlockId], tier: str) -> list[State]:
         """Return the state of each block."""
-        return [self.state(block, column) for block in blocks]
+        return [self.state(block, tier) for block in blocks]
 
     @abstractmethod
-    def slots(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
-        """Return the slots of blocks that ``column`` holds."""
+    def slots(self, blocks: Iterable[BlockId], tier: str) -> Sequence[Slot]:
+        """Return the slots of blocks that ``tier`` holds."""
 
     @abstractmethod
-    def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[BlockId]:
-        """Return the nearest ancestor of each of ``blocks`` that is ready in ``column``."""
+    def prefixes(self, blocks: Iterable[BlockId], tier: str) -> Sequence[BlockId]:
+        """Return the nearest ancestor of each of ``blocks`` that is ready in ``tier``."""
 
     @abstractmethod
     def num_uses(self, block: BlockId) -> int:
@@ -72,20 +71,20 @@ class BlockIndex(ABC):
         return [self.num_uses(block) for block in blocks]
 
     @abstractmethod
-    def num_leases(self, block: BlockId, column: AnyColumn) -> int:
-        """Return the number of leases that hold the block in ``column``."""
+    def num_leases(self, block: BlockId, tier: str) -> int:
+        """Return the number of leases that hold the block in ``tier``."""
 
     @abstractmethod
-    def num_evictable(self, column: AnyColumn) -> int:
-        """Return the number of blocks in ``column`` that are ready and not leased.
+    def num_evictable(self, tier: str) -> int:
+        """Return the number of blocks in ``tier`` that are ready and not leased.
 
-        It is an upper bound of the blocks that can be evicted: where leaves are evicted first, a
-        leased child protects its ancestors.
+        It is an upper bound of the blocks that can be evicted: in a trie leaves are evicted first,
+        so a leased child protects its ancestors.
         """
 
     @abstractmethod
-    def num_held(self, column: AnyColumn) -> int:
-        """Return the number of blocks that occupy a slot of ``column``."""
+    def num_held(self, tier: str) -> int:
+        """Return the number of blocks that occupy a slot of ``tier``."""
 
     @abstractmethod
     def name(self, block: BlockId) -> BlockName:
@@ -102,60 +101,58 @@ class BlockIndex(ABC):
     # -- writing: absent -> writing -> ready ------------------------------------------------------
 
     @abstractmethod
-    def begin_write(self, block: BlockId, column: AnyColumn, slot: Slot) -> None:
-        """Note that ``slot`` of ``column`` is being filled with ``block``."""
+    def begin_write(self, block: BlockId, tier: str, slot: Slot) -> None:
+        """Note that ``slot`` of ``tier`` is being filled with ``block``."""
 
-    def begin_write_all(
-        self, blocks: Iterable[BlockId], column: AnyColumn, slots: Iterable[Slot]
-    ) -> None:
+    def begin_write_all(self, blocks: Iterable[BlockId], tier: str, slots: Iterable[Slot]) -> None:
         """Call ``begin_write`` for each block."""
         for block, slot in zip(blocks, slots, strict=True):
-            self.begin_write(block, column, slot)
+            self.begin_write(block, tier, slot)
 
     @abstractmethod
-    def commit(self, block: BlockId, column: AnyColumn, now: float) -> None:
-        """Note that the block's bytes are in its slot of ``column``. It can be matched now.
+    def commit(self, block: BlockId, tier: str, now: float) -> None:
+        """Note that the block's bytes are in its slot of ``tier``. It can be matched now.
 
         This counts as a use, unless the block was touched since its write began: then the end of
         the copy is no new use.
         """
 
-    def commit_all(self, blocks: Iterable[BlockId], column: AnyColumn, now: float) -> None:
+    def commit_all(self, blocks: Iterable[BlockId], tier: str, now: float) -> None:
         """Call ``commit`` for each block in order. The order breaks ties between victims."""
         for block in blocks:
-            self.commit(block, column, now)
+            self.commit(block, tier, now)
 
     @abstractmethod
-    def abort(self, block: BlockId, column: AnyColumn) -> Slot:
-        """Note that the write failed: the block is absent from ``column``. Return its slot."""
+    def abort(self, block: BlockId, tier: str) -> Slot:
+        """Note that the write failed: the block is absent from ``tier``. Return its slot."""
 
-    def abort_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
+    def abort_all(self, blocks: Iterable[BlockId], tier: str) -> Sequence[Slot]:
         """Call ``abort`` for each block."""
-        return [self.abort(block, column) for block in blocks]
+        return [self.abort(block, tier) for block in blocks]
 
     # -- admission --------------------------------------------------------------------------------
 
     @abstractmethod
-    def set_room(self, column: AnyColumn, num_blocks: int) -> None:
-        """Set the capacity of ``column``, 1 block or more, for policies that learn."""
+    def set_room(self, tier: str, num_blocks: int) -> None:
+        """Set the capacity of ``tier``, 1 block or more, for policies that learn."""
 
     @abstractmethod
     def admit(
         self,
         blocks: Sequence[BlockId],
-        column: AnyColumn,
+        tier: str,
         num_free: int,
         least_chance: float = 0.0,
     ) -> Sequence[BlockId]:
-        """Return those of ``blocks`` that the policy of ``column`` admits.
+        """Return those of ``blocks`` that the policy of ``tier`` admits.
 
         Blocks are admitted while there are free slots, then if they are worth more than the blocks
         that would be evicted for them. After a rejected block, its continuation is rejected, too.
         If too few blocks can be evicted, values are not compared. Some policies admit every block.
 
         Args:
-            blocks: blocks that are absent from ``column``.
-            column: column to admit blocks to.
+            blocks: blocks that are absent from ``tier``.
+            tier: tier to admit blocks to.
             num_free: number of free slots.
             least_chance: minimum probability that a block is used before its eviction. Blocks
                 below it are not worth a write, even if there are free slots.
@@ -173,52 +170,48 @@ class BlockIndex(ABC):
 
     @abstractmethod
     def touch(self, blocks: Iterable[BlockId], now: float) -> None:
-        """Report a use of blocks to every column that holds them.
-
-        In a group that needs only the last blocks, just those count as used that a cut after all of
-        ``blocks`` needs.
+        """Report a use of blocks to every tier that holds them.
 
         blocks: blocks of one request, in prompt order.
         """
 
     @abstractmethod
-    def lease(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:
-        """Lease blocks that are ready or being written in ``column``: they can't be evicted."""
+    def lease(self, blocks: Iterable[BlockId], tier: str) -> None:
+        """Lease blocks that are ready or being written in ``tier``: they can't be evicted."""
 
     @abstractmethod
-    def release(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:
+    def release(self, blocks: Iterable[BlockId], tier: str) -> None:
         """Release one lease of each block."""
 
     # -- eviction: ready -> evicting -> absent ----------------------------------------------------
 
     @abstractmethod
-    def evict(self, column: AnyColumn, num_blocks: int) -> Sequence[BlockId]:
-        """Choose up to ``num_blocks`` victims in ``column``. They are no longer matched there.
+    def evict(self, tier: str, num_blocks: int) -> Sequence[BlockId]:
+        """Choose up to ``num_blocks`` victims in ``tier``. They are no longer matched there.
 
-        In a group that needs all blocks, leaves are evicted first; a parent may follow its child in
-        the same call. In other groups any block may be evicted. The caller finishes each with
-        ``forget`` (evicted) or ``keep`` (not evicted after all).
+        In a trie leaves are evicted first; a parent may follow its child in the same call. The
+        caller finishes each with ``forget`` (evicted) or ``keep`` (not evicted after all).
         """
 
     @abstractmethod
-    def forget(self, block: BlockId, column: AnyColumn) -> Slot:
-        """Finish an eviction from ``column``. Return the block's slot, which is free now."""
+    def forget(self, block: BlockId, tier: str) -> Slot:
+        """Finish an eviction from ``tier``. Return the block's slot, which is free now."""
 
-    def forget_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
+    def forget_all(self, blocks: Iterable[BlockId], tier: str) -> Sequence[Slot]:
         """Call ``forget`` for each block."""
-        return [self.forget(block, column) for block in blocks]
+        return [self.forget(block, tier) for block in blocks]
 
-    def drop(self, column: AnyColumn, num_blocks: int) -> Sequence[Slot]:
+    def drop(self, tier: str, num_blocks: int) -> Sequence[Slot]:
         """Evict and forget up to ``num_blocks`` blocks. Return the slots that are free now."""
-        return self.forget_all(self.evict(column, num_blocks), column)
+        return self.forget_all(self.evict(tier, num_blocks), tier)
 
     @abstractmethod
-    def keep(self, block: BlockId, column: AnyColumn) -> None:
-        """Cancel an eviction from ``column``: the block is ready again."""
+    def keep(self, block: BlockId, tier: str) -> None:
+        """Cancel an eviction from ``tier``: the block is ready again."""
 
     @abstractmethod
-    def lose(self, block: BlockId, column: AnyColumn) -> Slot | None:
-        """Remove a ready block that ``column`` has lost. Return its slot.
+    def lose(self, block: BlockId, tier: str) -> Slot | None:
+        """Remove a ready block that ``tier`` has lost. Return its slot.
 
         Its children stay, but can't be matched for now. Returns None without any change while the
         block is leased; the caller tries again later.

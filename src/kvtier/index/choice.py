@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvtier._hot import NATIVE, NATIVE_REASON
-from kvtier.index.groups import ALL, ReuseRule
 from kvtier.index.key_index import KeyIndex
 from kvtier.index.native_index import NativeIndex
 from kvtier.index.native_key_index import NativeKeyIndex
@@ -15,32 +14,27 @@ from kvtier.index.policies.replayed import LRU, RUNS
 from kvtier.index.prompt_index import PromptIndex
 from kvtier.index.python_index import PythonIndex
 from kvtier.index.python_key_index import PythonKeyIndex
-from kvtier.types import AnyColumn
 
 _log = logging.getLogger(__name__)
 
 
-def make_index(
-    policies: Mapping[AnyColumn, EvictionPolicy], rules: Sequence[ReuseRule] = (ALL,)
-) -> PromptIndex:
+def make_index(policies: Mapping[str, EvictionPolicy]) -> PromptIndex:
     """Make the native index if it implements all of ``policies``, else the Python index.
 
-    policies: policy of each column. Columns of the first group are named by their tiers, fastest
-        tier first.
-    rules: rule of each group; see ``ReuseRule.of``.
+    policies: policy of each tier, fastest tier first.
     """
     if not NATIVE:
         _warn_of_lru({policy.native_name for policy in policies.values()})
-        return PythonIndex(policies, rules, because=f"native core: {NATIVE_REASON}")
-    names: dict[AnyColumn, str] = {}
-    for column, policy in policies.items():
+        return PythonIndex(policies, because=f"native core: {NATIVE_REASON}")
+    names: dict[str, str] = {}
+    for tier, policy in policies.items():
         # Only the class's own attribute counts: a derived class may choose victims differently.
         name = vars(type(policy)).get("native_name", "")
         if not name:
             because = f"{type(policy).__name__} is a policy in Python"
-            return PythonIndex(policies, rules, because=because)
-        names[column] = name
-    return NativeIndex(names, rules)
+            return PythonIndex(policies, because=because)
+        names[tier] = name
+    return NativeIndex(names)
 
 
 def make_key_index(

@@ -21,7 +21,7 @@ from kvtier.index.residency import State
 from kvtier.index.selection import as_array, select
 from kvtier.index.slot_leases import PythonSlotLeases, SlotArrays, SlotLeases
 from kvtier.keys import child_keys
-from kvtier.types import NO_BLOCK, AnyColumn, BlockId, BlockName, Slot
+from kvtier.types import NO_BLOCK, BlockId, BlockName, Slot
 
 UNKNOWN = 0
 """State in ``KeyMatches.states`` of a block that the index does not know."""
@@ -70,7 +70,7 @@ class KeyedBlock:
 class KeyIndex(BlockIndex):
     """Index of blocks by key.
 
-    By default a column evicts its blocks in LRU order, and blocks of the same use from the end of
+    By default a tier evicts its blocks in LRU order, and blocks of the same use from the end of
     the prompt to its start. The order of the calls counts; their times are ignored.
 
     If an eviction meets a block that is leased or being written, the block is taken out of the
@@ -126,16 +126,16 @@ class KeyIndex(BlockIndex):
         return None if block == NO_BLOCK else (block, tuple(map(State, states)))
 
     @abstractmethod
-    def missing(self, keys: Collection[bytes], column: AnyColumn) -> MissingKeys:
-        """Return the keys of the blocks that ``column`` neither has nor is being filled with."""
+    def missing(self, keys: Collection[bytes], tier: str) -> MissingKeys:
+        """Return the keys of the blocks that ``tier`` neither has nor is being filled with."""
 
     @abstractmethod
     def hashes(self, blocks: Sequence[BlockId]) -> Sequence[int]:
         """Return a number per block that follows from its key: 0 <= number < 2**63."""
 
     @abstractmethod
-    def in_slots(self, slots: Collection[Slot], column: AnyColumn) -> Sequence[BlockId]:
-        """Return the blocks in slots of ``column``. O(all blocks)."""
+    def in_slots(self, slots: Collection[Slot], tier: str) -> Sequence[BlockId]:
+        """Return the blocks in slots of ``tier``. O(all blocks)."""
 
     @abstractmethod
     def keys(self, blocks: Iterable[BlockId]) -> list[bytes]:
@@ -149,7 +149,7 @@ class KeyIndex(BlockIndex):
         known = zip(map(self.depth, blocks), child_keys(namespace, self.keys(blocks)), strict=True)
         return [BlockName(namespace, depth, key) for depth, key in known]
 
-    def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[BlockId]:
+    def prefixes(self, blocks: Iterable[BlockId], tier: str) -> Sequence[BlockId]:
         """Return nothing: only the engine knows which block continues which."""
         return []
 
@@ -178,27 +178,27 @@ class KeyIndex(BlockIndex):
         """
 
     def write_new(
-        self, keys: Sequence[bytes], column: AnyColumn, slots: Sequence[Slot], now: float
+        self, keys: Sequence[bytes], tier: str, slots: Sequence[Slot], now: float
     ) -> tuple[Sequence[BlockId], Sequence[int]]:
         """Note that the blocks of keys are written to slots, and used; make unknown ones.
 
-        keys: blocks of one prompt that ``column`` has not, in its order. Returns the blocks, and
+        keys: blocks of one prompt that ``tier`` has not, in its order. Returns the blocks, and
         their ``hashes``.
         """
         blocks = self.make(keys)
-        self.begin_write_all(blocks, column, slots)
+        self.begin_write_all(blocks, tier, slots)
         self.touch(blocks, now)
         return blocks, self.hashes(blocks)
 
     def commit_prompt(
-        self, blocks: Sequence[BlockId], depths: Sequence[int], column: AnyColumn, now: float
+        self, blocks: Sequence[BlockId], depths: Sequence[int], tier: str, now: float
     ) -> None:
         """Note that blocks of one prompt, in its order, are in their slots.
 
         The first ones are evicted last. depths: see ``set_depths``.
         """
         self.set_depths(blocks, depths)
-        self.commit_all(blocks[::-1], column, now)
+        self.commit_all(blocks[::-1], tier, now)
 
     @abstractmethod
     def set_depths(self, blocks: Sequence[BlockId], depths: Sequence[int]) -> None:
@@ -232,34 +232,34 @@ class KeyIndex(BlockIndex):
 
     @abstractmethod
     def admit_keys(
-        self, keys: Sequence[bytes], column: AnyColumn, num_free: int, least_chance: float = 0.0
+        self, keys: Sequence[bytes], tier: str, num_free: int, least_chance: float = 0.0
     ) -> Sequence[bytes]:
         """Return the keys of the blocks to admit; see ``admit``. The blocks may be unknown."""
 
     def admit(
         self,
         blocks: Sequence[BlockId],
-        column: AnyColumn,
+        tier: str,
         num_free: int,
         least_chance: float = 0.0,
     ) -> Sequence[BlockId]:
         keys = self.keys(blocks)
-        admitted = set(self.admit_keys(keys, column, num_free, least_chance))
+        admitted = set(self.admit_keys(keys, tier, num_free, least_chance))
         return [block for block, key in zip(blocks, keys, strict=True) if key in admitted]
 
     # -- use --------------------------------------------------------------------------------------
 
     def slot_leases(
         self,
-        column: AnyColumn,
+        tier: str,
         arrays: SlotArrays,
         num_leases: npt.NDArray[np.uint32],
         is_reserved: npt.NDArray[np.bool_],
         bit: int,
         keeps: int,
     ) -> SlotLeases:
-        """Return the leases of one user on slots of ``column``; see ``PythonSlotLeases``."""
-        return PythonSlotLeases(self, column, arrays, num_leases, is_reserved, bit, keeps)
+        """Return the leases of one user on slots of ``tier``; see ``PythonSlotLeases``."""
+        return PythonSlotLeases(self, tier, arrays, num_leases, is_reserved, bit, keeps)
 
     # -- for tests --------------------------------------------------------------------------------
 
@@ -268,5 +268,5 @@ class KeyIndex(BlockIndex):
         """Return all known blocks."""
 
     @abstractmethod
-    def order(self, column: AnyColumn) -> Sequence[BlockId]:
-        """Return the blocks of ``column`` in the order in which evictions examine them."""
+    def order(self, tier: str) -> Sequence[BlockId]:
+        """Return the blocks of ``tier`` in the order in which evictions examine them."""

@@ -14,7 +14,7 @@ MOST_KEY_BYTES = 256
 
 @dataclass(slots=True)
 class KnownBlock:
-    """One block: its residency in each column, its number of uses, and its depth in a prompt."""
+    """One block: its residency in each tier, its number of uses, and its depth in a prompt."""
 
     block: BlockId
     key: bytes
@@ -24,7 +24,7 @@ class KnownBlock:
 
     @property
     def is_cached(self) -> bool:
-        """Whether some column holds the block, or is being filled with it."""
+        """Whether some tier holds the block, or is being filled with it."""
         return any(each.state is not State.ABSENT for each in self.residencies)
 
 
@@ -34,8 +34,8 @@ class KnownBlocks:
     A block is known from ``make`` until ``drop``. All keys have as many bytes as the first.
     """
 
-    def __init__(self, num_columns: int) -> None:
-        self._num_columns = num_columns
+    def __init__(self, num_tiers: int) -> None:
+        self._num_tiers = num_tiers
         self._numbers = BlockNumbers()
         self._key_bytes: int | None = None
         self._by_key: dict[bytes, KnownBlock] = {}
@@ -67,7 +67,7 @@ class KnownBlocks:
         self._check(key)
         known = self._by_key.get(key)
         if known is None:
-            residencies = tuple(Residency() for _ in range(self._num_columns))
+            residencies = tuple(Residency() for _ in range(self._num_tiers))
             known = KnownBlock(self._numbers.take(), key, residencies)
             self._by_key[key] = self._by_number[known.block] = known
         return known
@@ -81,12 +81,12 @@ class KnownBlocks:
             raise ValueError(f"a key has {len(key)} bytes, those before it {self._key_bytes}")
 
     def drop(self, known: KnownBlock) -> None:
-        """Remove a block that no column holds."""
+        """Remove a block that no tier holds."""
         del self._by_key[known.key], self._by_number[known.block]
         self._numbers.give_back(known.block)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError for a block under a wrong key, or one that no column holds."""
+        """Raise AssertionError for a block under a wrong key, or one that no tier holds."""
         for key, known in self._by_key.items():
             assert known.key == key, "a block under another key"
             assert known.is_cached, "a block that nothing needs"

@@ -9,7 +9,7 @@ from kvtier._hot import BlockTrie
 from kvtier._hot import KeyIndex as KeyCore
 from kvtier.index.block_index import BlockIndex
 from kvtier.index.residency import State
-from kvtier.types import AnyColumn, BlockId, Slot
+from kvtier.types import BlockId, Slot
 
 
 class NativeBlocks(BlockIndex):
@@ -17,11 +17,11 @@ class NativeBlocks(BlockIndex):
 
     _core: BlockTrie | KeyCore
 
-    def states_of(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[State]:
-        return cast("list[State]", self._core.states_of(blocks, column))
+    def states_of(self, blocks: Iterable[BlockId], tier: str) -> list[State]:
+        return cast("list[State]", self._core.states_of(blocks, tier))
 
-    def slots(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
-        return cast("Sequence[Slot]", self._core.slots(blocks, column))
+    def slots(self, blocks: Iterable[BlockId], tier: str) -> Sequence[Slot]:
+        return cast("Sequence[Slot]", self._core.slots(blocks, tier))
 
     def num_uses(self, block: BlockId) -> int:
         return self._core.num_uses(block)
@@ -29,14 +29,14 @@ class NativeBlocks(BlockIndex):
     def num_uses_of(self, blocks: Iterable[BlockId]) -> Sequence[int]:
         return self._core.num_uses_of(blocks)
 
-    def num_leases(self, block: BlockId, column: AnyColumn) -> int:
-        return self._core.num_leases(block, column)
+    def num_leases(self, block: BlockId, tier: str) -> int:
+        return self._core.num_leases(block, tier)
 
-    def num_evictable(self, column: AnyColumn) -> int:
-        return self._core.num_evictable(column)
+    def num_evictable(self, tier: str) -> int:
+        return self._core.num_evictable(tier)
 
-    def num_held(self, column: AnyColumn) -> int:
-        return self._core.num_held(column)
+    def num_held(self, tier: str) -> int:
+        return self._core.num_held(tier)
 
     @property
     def num_bytes(self) -> int:
@@ -46,49 +46,47 @@ class NativeBlocks(BlockIndex):
     def __len__(self) -> int:
         return len(self._core)
 
-    def begin_write(self, block: BlockId, column: AnyColumn, slot: Slot) -> None:
-        self._core.begin_write((block,), column, (slot,))
+    def begin_write(self, block: BlockId, tier: str, slot: Slot) -> None:
+        self._core.begin_write((block,), tier, (slot,))
 
-    def begin_write_all(
-        self, blocks: Iterable[BlockId], column: AnyColumn, slots: Iterable[Slot]
-    ) -> None:
-        self._core.begin_write(blocks, column, slots)
+    def begin_write_all(self, blocks: Iterable[BlockId], tier: str, slots: Iterable[Slot]) -> None:
+        self._core.begin_write(blocks, tier, slots)
 
-    def commit(self, block: BlockId, column: AnyColumn, now: float) -> None:
-        self.commit_all((block,), column, now)
+    def commit(self, block: BlockId, tier: str, now: float) -> None:
+        self.commit_all((block,), tier, now)
 
-    def abort(self, block: BlockId, column: AnyColumn) -> Slot:
-        return self.abort_all((block,), column)[0]
+    def abort(self, block: BlockId, tier: str) -> Slot:
+        return self.abort_all((block,), tier)[0]
 
-    def abort_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
-        return cast("Sequence[Slot]", self._core.abort(blocks, column))
+    def abort_all(self, blocks: Iterable[BlockId], tier: str) -> Sequence[Slot]:
+        return cast("Sequence[Slot]", self._core.abort(blocks, tier))
 
     def set_recompute_slope(self, at_blocks: float) -> None:
         self._core.set_doubling(at_blocks)
 
-    def set_room(self, column: AnyColumn, num_blocks: int) -> None:
-        self._core.set_room(column, num_blocks)
+    def set_room(self, tier: str, num_blocks: int) -> None:
+        self._core.set_room(tier, num_blocks)
 
-    def lease(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:
-        self._core.lease(blocks, column)
+    def lease(self, blocks: Iterable[BlockId], tier: str) -> None:
+        self._core.lease(blocks, tier)
 
-    def release(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:
-        self._core.release(blocks, column)
+    def release(self, blocks: Iterable[BlockId], tier: str) -> None:
+        self._core.release(blocks, tier)
 
-    def evict(self, column: AnyColumn, num_blocks: int) -> Sequence[BlockId]:
-        return cast("Sequence[BlockId]", self._core.evict(column, num_blocks))
+    def evict(self, tier: str, num_blocks: int) -> Sequence[BlockId]:
+        return cast("Sequence[BlockId]", self._core.evict(tier, num_blocks))
 
-    def forget(self, block: BlockId, column: AnyColumn) -> Slot:
-        return self.forget_all((block,), column)[0]
+    def forget(self, block: BlockId, tier: str) -> Slot:
+        return self.forget_all((block,), tier)[0]
 
-    def forget_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
-        return cast("Sequence[Slot]", self._core.forget(blocks, column))
+    def forget_all(self, blocks: Iterable[BlockId], tier: str) -> Sequence[Slot]:
+        return cast("Sequence[Slot]", self._core.forget(blocks, tier))
 
-    def keep(self, block: BlockId, column: AnyColumn) -> None:
-        self._core.keep((block,), column)
+    def keep(self, block: BlockId, tier: str) -> None:
+        self._core.keep((block,), tier)
 
-    def lose(self, block: BlockId, column: AnyColumn) -> Slot | None:
-        return cast("Slot | None", self._core.lose(block, column))
+    def lose(self, block: BlockId, tier: str) -> Slot | None:
+        return cast("Slot | None", self._core.lose(block, tier))
 
     def check_invariants(self) -> None:
         self._core.check_invariants()

@@ -10,19 +10,16 @@ import numpy.typing as npt
 
 from kvtier._hot import BlockTrie, Keys
 from kvtier.hints import Said
-from kvtier.index.groups import ALL, ReuseRule, columns_of
 from kvtier.index.native_blocks import NativeBlocks
 from kvtier.index.prompt_index import Inserted, PromptIndex
 from kvtier.index.residency import Residency, State
 from kvtier.index.trie import Node
 from kvtier.keys import Labels, next_keys
 from kvtier.types import (
-    AnyColumn,
     BlockId,
     BlockKey,
     BlockName,
     BlockNames,
-    GroupMatch,
     Label,
     Match,
     Slot,
@@ -35,50 +32,40 @@ _array_over = np.frombuffer
 class NativeIndex(NativeBlocks, PromptIndex):
     """Prompt index that keeps blocks in an arena of the native core.
 
-    policies: name of each column's native policy, the first group's tiers first, fastest tier
-        first.
-    rules: rule of each group.
+    policies: name of each tier's native policy, fastest tier first.
     """
 
     _core: BlockTrie
 
-    def __init__(
-        self, policies: Mapping[AnyColumn, str], rules: Sequence[ReuseRule] = (ALL,)
-    ) -> None:
+    def __init__(self, policies: Mapping[str, str]) -> None:
         assert BlockTrie is not None, "the native core is missing"
-        self.rules = tuple(rules)
-        self.tiers, self.columns = columns_of(policies, len(self.rules))
-        self._policies = tuple(policies[column] for column in self.columns)
-        needed = tuple(rule.num_last for rule in self.rules)
-        self._core = BlockTrie(self.tiers, needed, self._policies, tuple(State), Labels, Match)
+        self.tiers, self._policies = tuple(policies), tuple(policies.values())
+        self._core = BlockTrie(self.tiers, self._policies, tuple(State), Labels, Match)
 
     # -- queries ----------------------------------------------------------------------------------
 
     def match(self, namespace: bytes, labels: Sequence[Label]) -> Match:
         return cast("Match", self._core.match(namespace, labels))
 
-    def match_groups(self, namespace: bytes, labels: Sequence[Label]) -> GroupMatch:
-        return GroupMatch(*self._core.match_groups(namespace, labels))  # type: ignore[arg-type]
-
     def match_slots(
-        self, namespace: bytes, labels: Sequence[Label], column: AnyColumn
+        self, namespace: bytes, labels: Sequence[Label], tier: str
     ) -> npt.NDArray[np.int64]:
-        return _array_over(self._core.match_slots(namespace, labels, column), _INT64)
+        return _array_over(self._core.match_slots(namespace, labels, tier), _INT64)
 
-    def state(self, block: BlockId, column: AnyColumn) -> State:
-        return cast("State", self._core.state(block, column))
+    def state(self, block: BlockId, tier: str) -> State:
+        return cast("State", self._core.state(block, tier))
 
     def states(
         self,
         namespace: bytes,
         labels: Sequence[Label],
-        column: AnyColumn,
+        tier: str,
         after: BlockId | None = None,
     ) -> list[State]:
-        return cast("list[State]", self._core.states(namespace, labels, column, after))
+        return cast("list[State]", self._core.states(namespace, labels, tier, after))
 
-    def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[BlockId]:
-        return cast("Sequence[BlockId]", self._core.prefixes(blocks, column))
+    def prefixes(self, blocks: Iterable[BlockId], tier: str) -> Sequence[BlockId]:
+        return cast("Sequence[BlockId]", self._core.prefixes(blocks, tier))
 
     def key(self, block: BlockId) -> BlockKey:
         previous, blocks, labels = self._core.missing_keys(block)
@@ -113,20 +100,20 @@ class NativeIndex(NativeBlocks, PromptIndex):
     ) -> Sequence[BlockId]:
         return cast("Sequence[BlockId]", self._core.extend(namespace, labels, after))
 
-    def commit_all(self, blocks: Iterable[BlockId], column: AnyColumn, now: float) -> None:
-        self._core.commit(blocks, column, now)
+    def commit_all(self, blocks: Iterable[BlockId], tier: str, now: float) -> None:
+        self._core.commit(blocks, tier, now)
 
     def insert(
         self,
         namespace: bytes,
         labels: Sequence[Label],
-        column: AnyColumn,
+        tier: str,
         slots: Sequence[Slot],
         now: float,
         after: BlockId | None = None,
         hold: bool = False,
     ) -> Inserted:
-        made = self._core.insert(namespace, labels, column, slots, now, after, hold)
+        made = self._core.insert(namespace, labels, tier, slots, now, after, hold)
         return Inserted(*cast("tuple[Sequence[BlockId], Sequence[Slot], int]", made))
 
     # -- requests ---------------------------------------------------------------------------------
@@ -140,11 +127,11 @@ class NativeIndex(NativeBlocks, PromptIndex):
     def admit(
         self,
         blocks: Sequence[BlockId],
-        column: AnyColumn,
+        tier: str,
         num_free: int,
         least_chance: float = 0.0,
     ) -> Sequence[BlockId]:
-        admitted = self._core.admit(blocks, column, num_free, least_chance)
+        admitted = self._core.admit(blocks, tier, num_free, least_chance)
         return cast("Sequence[BlockId]", admitted)
 
     # -- use --------------------------------------------------------------------------------------
@@ -154,8 +141,8 @@ class NativeIndex(NativeBlocks, PromptIndex):
 
     # -- eviction ---------------------------------------------------------------------------------
 
-    def drop(self, column: AnyColumn, num_blocks: int) -> Sequence[Slot]:
-        return cast("Sequence[Slot]", self._core.drop(column, num_blocks))
+    def drop(self, tier: str, num_blocks: int) -> Sequence[Slot]:
+        return cast("Sequence[Slot]", self._core.drop(tier, num_blocks))
 
     # -- for tests and diagnosis ------------------------------------------------------------------
 

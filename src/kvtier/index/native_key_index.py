@@ -17,7 +17,7 @@ from kvtier.index.policies.replayed import RUNS
 from kvtier.index.residency import State
 from kvtier.index.slot_leases import SlotArrays, SlotLeases
 from kvtier.keys import PackedKeys, select_keys
-from kvtier.types import AnyColumn, BlockId, Slot
+from kvtier.types import BlockId, Slot
 
 
 class NativeKeyIndex(NativeBlocks, KeyIndex):
@@ -43,20 +43,20 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
         blocks, states = self._core.find(_core_keys(keys))
         return KeyMatches(cast("Sequence[BlockId]", blocks), states)
 
-    def missing(self, keys: Collection[bytes], column: AnyColumn) -> MissingKeys:
+    def missing(self, keys: Collection[bytes], tier: str) -> MissingKeys:
         listed = keys if isinstance(keys, Sequence) else list(keys)
-        positions, ready = self._core.missing(_core_keys(listed), column)
+        positions, ready = self._core.missing(_core_keys(listed), tier)
         new = listed if len(positions) == len(listed) else select_keys(listed, positions)
         return MissingKeys(new, cast("Sequence[BlockId]", ready))
 
     def hashes(self, blocks: Sequence[BlockId]) -> Sequence[int]:
         return self._core.hashes(blocks)
 
-    def in_slots(self, slots: Collection[Slot], column: AnyColumn) -> Sequence[BlockId]:
-        return cast("Sequence[BlockId]", self._core.in_slots(slots, column))
+    def in_slots(self, slots: Collection[Slot], tier: str) -> Sequence[BlockId]:
+        return cast("Sequence[BlockId]", self._core.in_slots(slots, tier))
 
-    def state(self, block: BlockId, column: AnyColumn) -> State:
-        return self.states_of((block,), column)[0]
+    def state(self, block: BlockId, tier: str) -> State:
+        return self.states_of((block,), tier)[0]
 
     def keys(self, blocks: Iterable[BlockId]) -> list[bytes]:
         return self._core.keys(blocks)
@@ -76,24 +76,24 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
         return cast("Sequence[BlockId]", self._core.make(_core_keys(keys)))
 
     def write_new(
-        self, keys: Sequence[bytes], column: AnyColumn, slots: Sequence[Slot], now: float
+        self, keys: Sequence[bytes], tier: str, slots: Sequence[Slot], now: float
     ) -> tuple[Sequence[BlockId], Sequence[int]]:
         check_time(now)
-        blocks, hashes = self._core.write_new(_core_keys(keys), column, slots)
+        blocks, hashes = self._core.write_new(_core_keys(keys), tier, slots)
         return cast("Sequence[BlockId]", blocks), hashes
 
     def commit_prompt(
-        self, blocks: Sequence[BlockId], depths: Sequence[int], column: AnyColumn, now: float
+        self, blocks: Sequence[BlockId], depths: Sequence[int], tier: str, now: float
     ) -> None:
         check_time(now)
-        self._core.commit_prompt(blocks, depths, column)
+        self._core.commit_prompt(blocks, depths, tier)
 
     def set_depths(self, blocks: Sequence[BlockId], depths: Sequence[int]) -> None:
         self._core.set_depths(blocks, depths)
 
-    def commit_all(self, blocks: Iterable[BlockId], column: AnyColumn, now: float) -> None:
+    def commit_all(self, blocks: Iterable[BlockId], tier: str, now: float) -> None:
         check_time(now)
-        self._core.commit(blocks, column)
+        self._core.commit(blocks, tier)
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -107,9 +107,9 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
         self._core.continues(_core_keys(keys), before)
 
     def admit_keys(
-        self, keys: Sequence[bytes], column: AnyColumn, num_free: int, least_chance: float = 0.0
+        self, keys: Sequence[bytes], tier: str, num_free: int, least_chance: float = 0.0
     ) -> Sequence[bytes]:
-        return select_keys(keys, self._core.admit(_core_keys(keys), column, num_free, least_chance))
+        return select_keys(keys, self._core.admit(_core_keys(keys), tier, num_free, least_chance))
 
     # -- use --------------------------------------------------------------------------------------
 
@@ -119,14 +119,14 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
 
     def slot_leases(
         self,
-        column: AnyColumn,
+        tier: str,
         arrays: SlotArrays,
         num_leases: npt.NDArray[np.uint32],
         is_reserved: npt.NDArray[np.bool_],
         bit: int,
         keeps: int,
     ) -> SlotLeases:
-        made = self._core.slot_leases(column, arrays, num_leases, is_reserved, bit, keeps)
+        made = self._core.slot_leases(tier, arrays, num_leases, is_reserved, bit, keeps)
         return cast("SlotLeases", made)
 
     # -- for tests and diagnosis ------------------------------------------------------------------
@@ -137,8 +137,8 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
             for block, key, num_uses, depth, places in self._core.dump()
         ]
 
-    def order(self, column: AnyColumn) -> Sequence[BlockId]:
-        return cast("Sequence[BlockId]", self._core.order(column))
+    def order(self, tier: str) -> Sequence[BlockId]:
+        return cast("Sequence[BlockId]", self._core.order(tier))
 
     def describe(self) -> str:
         return f"native, by key, {self.policies}"

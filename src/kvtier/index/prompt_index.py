@@ -15,11 +15,10 @@ import numpy.typing as npt
 
 from kvtier.hints import Said
 from kvtier.index.block_index import BlockIndex, check_time
-from kvtier.index.groups import ReuseRule
 from kvtier.index.residency import State
 from kvtier.index.trie import Node
 from kvtier.keys import Labels
-from kvtier.types import AnyColumn, BlockId, BlockKey, GroupMatch, Label, Match, Slot
+from kvtier.types import BlockId, BlockKey, Label, Match, Slot
 
 
 class Inserted(NamedTuple):
@@ -40,41 +39,23 @@ class PromptIndex(BlockIndex):
     Labels are ``keys.Labels``, or any sequence of bytes. ValueError is raised for labels outside of
     their tokens. Methods that change the index maintain counts, so that evictions take constant
     time per block.
-
-    rules: rule of each group: the blocks that a cut needs.
-    columns: all columns, group by group.
     """
-
-    rules: tuple[ReuseRule, ...]
-    columns: tuple[AnyColumn, ...]
 
     @abstractmethod
     def match(self, namespace: bytes, labels: Sequence[Label]) -> Match:
-        """Return the longest prefix of ``labels`` whose blocks are all ready in some tier.
-
-        Raises AssertionError with several groups, or one that does not need all blocks: there the
-        reusable part is not a prefix.
-        """
-
-    @abstractmethod
-    def match_groups(self, namespace: bytes, labels: Sequence[Label]) -> GroupMatch:
-        """Return the ready blocks along ``labels`` per group, up to the last possible cut.
-
-        The walk continues past missing blocks of a group, if a later cut may not need them.
-        Cost: O(blocks x groups).
-        """
+        """Return the longest prefix of ``labels`` whose blocks are all ready in some tier."""
 
     def match_slots(
-        self, namespace: bytes, labels: Sequence[Label], column: AnyColumn
+        self, namespace: bytes, labels: Sequence[Label], tier: str
     ) -> npt.NDArray[np.int64]:
-        """Return the slots of the longest prefix that is ready in ``column``.
+        """Return the slots of the longest prefix that is ready in ``tier``.
 
         The result is int64 [num_blocks], read-only.
         """
-        states = self.states(namespace, labels, column)
+        states = self.states(namespace, labels, tier)
         ready = next((at for at, state in enumerate(states) if state is not State.READY), None)
         blocks = self.extend(namespace, labels[: len(states) if ready is None else ready])
-        slots = np.array(self.slots(blocks, column), np.int64)
+        slots = np.array(self.slots(blocks, tier), np.int64)
         slots.setflags(write=False)
         return slots
 
@@ -83,10 +64,10 @@ class PromptIndex(BlockIndex):
         self,
         namespace: bytes,
         labels: Sequence[Label],
-        column: AnyColumn,
+        tier: str,
         after: BlockId | None = None,
     ) -> list[State]:
-        """Return residencies in ``column`` along ``labels``, up to the first unknown block.
+        """Return residencies in ``tier`` along ``labels``, up to the first unknown block.
 
         after: the block below which the labels begin; None for the start of a prompt.
         """
@@ -119,7 +100,7 @@ class PromptIndex(BlockIndex):
         """Return the blocks along ``labels``; make unknown ones.
 
         The caller begins a write of each new block before it calls anything else: a block that no
-        column holds is removed by the next change near it.
+        tier holds is removed by the next change near it.
 
         after: the block below which the labels begin; None for the start of a prompt.
         """
@@ -128,29 +109,29 @@ class PromptIndex(BlockIndex):
         self,
         namespace: bytes,
         labels: Sequence[Label],
-        column: AnyColumn,
+        tier: str,
         slots: Sequence[Slot],
         now: float,
         after: BlockId | None = None,
         hold: bool = False,
     ) -> Inserted:
-        """Add blocks whose bytes are in ``column`` already.
+        """Add blocks whose bytes are in ``tier`` already.
 
         This is ``extend``, ``begin_write`` and ``commit`` in one call. A block that is ready in
-        ``column`` keeps its slot. The path ends before a block that is being written or evicted
+        ``tier`` keeps its slot. The path ends before a block that is being written or evicted
         there.
 
         Args:
             namespace: namespace of the prompt.
             labels: labels of the blocks.
-            column: column that has the bytes.
+            tier: tier that has the bytes.
             slots: slot of each block.
             now: time in seconds.
             after: the block below which the labels begin; None for the start of a prompt.
             hold: whether to lease all blocks of the path.
         """
         check_time(now)
-        states = self.states(namespace, labels, column, after)
+        states = self.states(namespace, labels, tier, after)
         for position, state in enumerate(states):
             if state not in (State.READY, State.ABSENT):
                 labels = labels[:position]
@@ -159,15 +140,15 @@ class PromptIndex(BlockIndex):
         placed: list[Slot] = []
         num_new = 0
         for block, slot in zip(path, slots, strict=False):
-            if self.state(block, column) is State.READY:
-                [slot] = self.slots([block], column)
+            if self.state(block, tier) is State.READY:
+                [slot] = self.slots([block], tier)
             else:
-                self.begin_write(block, column, slot)
-                self.commit(block, column, now)
+                self.begin_write(block, tier, slot)
+                self.commit(block, tier, now)
                 num_new += 1
             placed.append(slot)
         if hold:
-            self.lease(path, column)
+            self.lease(path, tier)
         return Inserted(path, placed, num_new)
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Prompt index in pure Python: fall-back, test oracle, and host of policies written in Python.
 
-A trie holds the known prefixes, a residency per column the state of each block, and a policy per
-column chooses the victims.
+A trie holds the known prefixes, a residency per tier the state of each block, and a policy per
+tier chooses the victims.
 """
 
 from __future__ import annotations
@@ -12,20 +12,15 @@ from itertools import accumulate, islice
 
 from kvtier.hints import Said, check_said
 from kvtier.index.block_index import check_slot, check_time
-from kvtier.index.groups import ALL, ReuseRule, columns_of
-from kvtier.index.matches import find_cuts, find_prefix
 from kvtier.index.policies.base import EvictionPolicy
 from kvtier.index.prompt_index import PromptIndex
 from kvtier.index.residency import Residency, State
 from kvtier.index.trie import Node, Trie, prefix_name
 from kvtier.keys import next_key
 from kvtier.types import (
-    AnyColumn,
     BlockId,
     BlockKey,
     BlockName,
-    Column,
-    GroupMatch,
     Label,
     Match,
     Slot,
@@ -35,62 +30,55 @@ from kvtier.types import (
 class PythonIndex(PromptIndex):
     """Prompt index that keeps blocks as Python objects.
 
-    policies: policy of each column, the first group's tiers first, fastest tier first.
-    rules: rule of each group.
+    policies: policy of each tier, fastest tier first.
     because: why this index is used.
     """
 
-    def __init__(
-        self,
-        policies: Mapping[AnyColumn, EvictionPolicy],
-        rules: Sequence[ReuseRule] = (ALL,),
-        because: str = "asked for",
-    ) -> None:
-        self.rules = tuple(rules)
-        self.tiers, self.columns = columns_of(policies, len(self.rules))
+    def __init__(self, policies: Mapping[str, EvictionPolicy], because: str = "asked for") -> None:
+        self.tiers, self._policies = tuple(policies), tuple(policies.values())
         self._because = because
-        self._position: dict[AnyColumn, int] = {}
-        for position, column in enumerate(self.columns):
-            group, tier = divmod(position, len(self.tiers))
-            self._position[column] = self._position[Column(self.tiers[tier], group)] = position
-        self._rule_of = [rule for rule in self.rules for _ in self.tiers]
-        self._policies = tuple(policies[column] for column in self.columns)
-        self._trie = Trie(len(self.columns))
-        for column, policy in zip(self.columns, self._policies, strict=True):
-            policy.see(partial(self._residency, column=column))
-        self._num_held = [0] * len(self.columns)
-        self._num_idle = [0] * len(self.columns)
+        self._position = {tier: position for position, tier in enumerate(self.tiers)}
+        self._trie = Trie(len(self.tiers))
+        for tier, policy in zip(self.tiers, self._policies, strict=True):
+            policy.see(partial(self._residency, tier=tier))
+        self._num_held = [0] * len(self.tiers)
+        self._num_idle = [0] * len(self.tiers)
 
     # -- queries ----------------------------------------------------------------------------------
 
     def match(self, namespace: bytes, labels: Sequence[Label]) -> Match:
-        assert self.rules == (ALL,), "ask match_groups: what can be reused is no prefix"
-        return find_prefix(self._trie.walk(namespace, labels), self.tiers, len(labels))
+        blocks: list[BlockId] = []
+        tiers: list[str] = []
+        in_flight: list[bool] = []
+        for node in self._trie.walk(namespace, labels):
+            states = [residency.state for residency in node.residencies]
+            if State.READY not in states:
+                break
+            blocks.append(node.block)
+            tiers.append(self.tiers[states.index(State.READY)])
+            in_flight.append(states[0] is State.WRITING)
+        return Match(tuple(blocks), tuple(tiers), tuple(in_flight), len(labels))
 
-    def match_groups(self, namespace: bytes, labels: Sequence[Label]) -> GroupMatch:
-        nodes = self._trie.walk(namespace, labels)
-        return find_cuts(nodes, self.tiers, self.rules, len(labels))
-
-    def state(self, block: BlockId, column: AnyColumn) -> State:
+    def state(self, block: BlockId, tier: str) -> State:
         node = self._trie.nodes.get(block)
-        return node.residencies[self._position[column]].state if node else State.ABSENT
+        return node.residencies[self._position[tier]].state if node else State.ABSENT
 
     def states(
         self,
         namespace: bytes,
         labels: Sequence[Label],
-        column: AnyColumn,
+        tier: str,
         after: BlockId | None = None,
     ) -> list[State]:
-        position = self._position[column]
+        position = self._position[tier]
         nodes = self._trie.walk(namespace, labels, after)
         return [node.residencies[position].state for node in nodes]
 
-    def slots(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
-        return [self._residency(block, column).slot for block in blocks]
+    def slots(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
+        return [self._residency(block, tier).slot for block in blocks]
 
-    def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[BlockId]:
-        below, position = set(blocks), self._position[column]
+    def prefixes(self, blocks: Iterable[BlockId], tier: str) -> list[BlockId]:
+        below, position = set(blocks), self._position[tier]
         found: set[BlockId] = set()
         for block in below:
             node = self._trie.nodes[block].parent
@@ -104,14 +92,14 @@ class PythonIndex(PromptIndex):
     def num_uses(self, block: BlockId) -> int:
         return self._trie.nodes[block].num_uses
 
-    def num_leases(self, block: BlockId, column: AnyColumn) -> int:
-        return self._trie.nodes[block].residencies[self._position[column]].leases
+    def num_leases(self, block: BlockId, tier: str) -> int:
+        return self._trie.nodes[block].residencies[self._position[tier]].leases
 
-    def num_evictable(self, column: AnyColumn) -> int:
-        return self._num_idle[self._position[column]]
+    def num_evictable(self, tier: str) -> int:
+        return self._num_idle[self._position[tier]]
 
-    def num_held(self, column: AnyColumn) -> int:
-        return self._num_held[self._position[column]]
+    def num_held(self, tier: str) -> int:
+        return self._num_held[self._position[tier]]
 
     def key(self, block: BlockId) -> BlockKey:
         chain: list[Node] = []
@@ -150,26 +138,26 @@ class PythonIndex(PromptIndex):
     ) -> list[BlockId]:
         return [node.block for node in self._trie.extend(namespace, labels, after)]
 
-    def begin_write(self, block: BlockId, column: AnyColumn, slot: Slot) -> None:
+    def begin_write(self, block: BlockId, tier: str, slot: Slot) -> None:
         check_slot(slot)
-        residency = self._residency(block, column)
+        residency = self._residency(block, tier)
         residency.move(State.WRITING)
         residency.slot = slot
         residency.was_used = False
-        self._count(block, column, +1)
-        self._enter(block, column)
+        self._count(block, tier, +1)
+        self._enter(block, tier)
 
-    def commit(self, block: BlockId, column: AnyColumn, now: float) -> None:
+    def commit(self, block: BlockId, tier: str, now: float) -> None:
         check_time(now)
-        residency = self._residency(block, column)
+        residency = self._residency(block, tier)
         residency.move(State.READY)
-        self._num_idle[self._position[column]] += residency.leases == 0
+        self._num_idle[self._position[tier]] += residency.leases == 0
         if not residency.was_used:
-            self._policies[self._position[column]].touch(block, now)
-        self._review(block, column)
+            self._policies[self._position[tier]].touch(block, now)
+        self._review(block, tier)
 
-    def abort(self, block: BlockId, column: AnyColumn) -> Slot:
-        return self._leave(block, column)
+    def abort(self, block: BlockId, tier: str) -> Slot:
+        return self._leave(block, tier)
 
     # -- admission --------------------------------------------------------------------------------
 
@@ -203,87 +191,86 @@ class PythonIndex(PromptIndex):
     def admit(
         self,
         blocks: Sequence[BlockId],
-        column: AnyColumn,
+        tier: str,
         num_free: int,
         least_chance: float = 0.0,
     ) -> list[BlockId]:
         names = [self._trie.nodes[block].name for block in blocks]
-        policy = self._policies[self._position[column]]
+        policy = self._policies[self._position[tier]]
         return [blocks[at] for at in policy.admit(names, max(0, num_free), least_chance)]
 
     def set_recompute_slope(self, at_blocks: float) -> None:
         for policy in self._policies:
             policy.set_recompute_slope(at_blocks)
 
-    def set_room(self, column: AnyColumn, num_blocks: int) -> None:
-        self._policies[self._position[column]].set_room(num_blocks)
+    def set_room(self, tier: str, num_blocks: int) -> None:
+        self._policies[self._position[tier]].set_room(num_blocks)
 
     # -- use --------------------------------------------------------------------------------------
 
     def touch(self, blocks: Iterable[BlockId], now: float) -> None:
         check_time(now)
         path = list(blocks)
-        used = [rule.needed(len(path)) for rule in self._rule_of]
-        for at, block in enumerate(path):
+        for block in path:
             node = self._trie.nodes[block]
             node.num_uses += 1
             for position, residency in enumerate(node.residencies):
-                if residency.state is not State.ABSENT and at in used[position]:
+                if residency.state is not State.ABSENT:
                     residency.was_used = True
                     self._policies[position].touch(block, now)
 
-    def lease(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:
+    def lease(self, blocks: Iterable[BlockId], tier: str) -> None:
         for block in blocks:
-            residency = self._residency(block, column)
+            residency = self._residency(block, tier)
             assert residency.state in (State.READY, State.WRITING), f"lease on {residency}"
             residency.leases += 1
             if residency.leases == 1:
-                self._num_idle[self._position[column]] -= residency.state is State.READY
-                self._review(block, column)
+                self._num_idle[self._position[tier]] -= residency.state is State.READY
+                self._review(block, tier)
 
-    def release(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:
+    def release(self, blocks: Iterable[BlockId], tier: str) -> None:
         for block in blocks:
-            residency = self._residency(block, column)
+            residency = self._residency(block, tier)
             assert residency.leases > 0, "released more often than leased"
             residency.leases -= 1
             if residency.leases == 0:
-                self._num_idle[self._position[column]] += residency.state is State.READY
-                self._review(block, column)
+                self._num_idle[self._position[tier]] += residency.state is State.READY
+                self._review(block, tier)
 
     # -- eviction: ready -> evicting -> absent ----------------------------------------------------
 
-    def evict(self, column: AnyColumn, num_blocks: int) -> list[BlockId]:
-        position = self._position[column]
+    def evict(self, tier: str, num_blocks: int) -> list[BlockId]:
+        position = self._position[tier]
         policy = self._policies[position]
         policy.begin_evicting()
         chosen: list[BlockId] = []
         while len(chosen) < num_blocks and (block := policy.victim()) is not None:
-            self._residency(block, column).move(State.EVICTING)
+            self._residency(block, tier).move(State.EVICTING)
             policy.discard(block)
             self._num_idle[position] -= 1
-            self._count_in_parent(block, column, -1)
+            self._count_in_parent(block, tier, -1)
             chosen.append(block)
         return chosen
 
-    def forget(self, block: BlockId, column: AnyColumn) -> Slot:
-        return self._leave(block, column)
+    def forget(self, block: BlockId, tier: str) -> Slot:
+        return self._leave(block, tier)
 
-    def keep(self, block: BlockId, column: AnyColumn) -> None:
-        self._residency(block, column).move(State.READY)
-        self._num_idle[self._position[column]] += 1
-        self._count_in_parent(block, column, +1)
-        self._enter(block, column)
-        self._review(block, column)
+    def keep(self, block: BlockId, tier: str) -> None:
+        self._residency(block, tier).move(State.READY)
+        self._num_idle[self._position[tier]] += 1
+        self._count_in_parent(block, tier, +1)
+        self._enter(block, tier)
+        self._review(block, tier)
 
-    def lose(self, block: BlockId, column: AnyColumn) -> Slot | None:
-        residency = self._residency(block, column)
+    def lose(self, block: BlockId, tier: str) -> Slot | None:
+        residency = self._residency(block, tier)
         if residency.leases:
             return None
         residency.move(State.EVICTING)
-        self._policies[self._position[column]].discard(block)
-        self._num_idle[self._position[column]] -= 1
-        self._count_in_parent(block, column, -1)
-        return self._leave(block, column)
+        self._policies[self._position[tier]].discard(block)
+        self._num_idle[self._position[tier]] -= 1
+        self._count_in_parent(block, tier, -1)
+        return self._leave(block, tier)
 
     # -- for tests and diagnosis ------------------------------------------------------------------
 
@@ -295,11 +282,11 @@ class PythonIndex(PromptIndex):
 
     # -- bookkeeping ------------------------------------------------------------------------------
 
-    def _residency(self, block: BlockId, column: AnyColumn) -> Residency:
-        return self._trie.nodes[block].residencies[self._position[column]]
+    def _residency(self, block: BlockId, tier: str) -> Residency:
+        return self._trie.nodes[block].residencies[self._position[tier]]
 
-    def _leave(self, block: BlockId, column: AnyColumn) -> Slot:
-        node, position = self._trie.nodes[block], self._position[column]
+    def _leave(self, block: BlockId, tier: str) -> Slot:
+        node, position = self._trie.nodes[block], self._position[tier]
         residency = node.residencies[position]
         before = residency.state
         slot, residency.slot = residency.slot, Slot(-1)
@@ -308,13 +295,13 @@ class PythonIndex(PromptIndex):
         self._num_idle[position] -= before is State.READY
         self._policies[position].forget(block)
         if before is not State.EVICTING:
-            self._count_in_parent(block, column, -1)
+            self._count_in_parent(block, tier, -1)
         self._trie.prune(node)
         return slot
 
-    def _enter(self, block: BlockId, column: AnyColumn) -> None:
-        """Report to the policy that the block entered ``column``."""
-        node, position = self._trie.nodes[block], self._position[column]
+    def _enter(self, block: BlockId, tier: str) -> None:
+        """Report to the policy that the block entered ``tier``."""
+        node, position = self._trie.nodes[block], self._position[tier]
         if not self._policies[position].knows_prompts:
             return
         at, above = -1, node.parent
@@ -325,28 +312,28 @@ class PythonIndex(PromptIndex):
             parent = above.block
         self._policies[position].entered(block, node.name, parent, at)
 
-    def _count(self, block: BlockId, column: AnyColumn, change: int) -> None:
-        self._num_held[self._position[column]] += change
-        self._count_in_parent(block, column, change)
+    def _count(self, block: BlockId, tier: str, change: int) -> None:
+        self._num_held[self._position[tier]] += change
+        self._count_in_parent(block, tier, change)
 
-    def _count_in_parent(self, block: BlockId, column: AnyColumn, change: int) -> None:
-        """Update the number of children in the parent, if children need their parent."""
-        position = self._position[column]
+    def _count_in_parent(self, block: BlockId, tier: str, change: int) -> None:
+        """Update the number of children in the parent."""
+        position = self._position[tier]
         parent = self._trie.nodes[block].parent
-        if self._rule_of[position].needs_all and parent is not None and parent.residencies:
+        if parent is not None and parent.residencies:
             parent.residencies[position].num_children += change
-            self._review(parent.block, column)
+            self._review(parent.block, tier)
 
-    def _review(self, block: BlockId, column: AnyColumn) -> None:
-        """Report to the policy whether the block may be evicted from ``column`` now."""
-        policy = self._policies[self._position[column]]
-        if self._residency(block, column).evictable:
+    def _review(self, block: BlockId, tier: str) -> None:
+        """Report to the policy whether the block may be evicted from ``tier`` now."""
+        policy = self._policies[self._position[tier]]
+        if self._residency(block, tier).evictable:
             policy.add(block)
         else:
             policy.discard(block)
 
     def check_invariants(self) -> None:
-        for position, column in enumerate(self.columns):
+        for position, tier in enumerate(self.tiers):
             held: list[Slot] = []
             idle = 0
             candidates: set[BlockId] = set()
@@ -355,23 +342,20 @@ class PythonIndex(PromptIndex):
                 children = sum(
                     child.residencies[position].state not in (State.ABSENT, State.EVICTING)
                     for child in node.children.values()
-                    if self._rule_of[position].needs_all
                 )
-                assert residency.num_children == children, f"{column}: children miscounted"
-                assert residency.leases >= 0, f"{column}: leases below zero"
+                assert residency.num_children == children, f"{tier}: children miscounted"
+                assert residency.leases >= 0, f"{tier}: leases below zero"
                 if residency.state is State.ABSENT:
-                    assert residency.leases == 0, f"{column}: a block that is not there is leased"
+                    assert residency.leases == 0, f"{tier}: a block that is not there is leased"
                     continue
                 held.append(residency.slot)
                 idle += residency.state is State.READY and residency.leases == 0
                 if residency.evictable:
                     candidates.add(node.block)
-            assert len(held) == len(set(held)), f"{column}: two blocks share a slot"
-            assert len(held) == self._num_held[position], f"{column}: blocks miscounted"
-            assert idle == self._num_idle[position], f"{column}: idle blocks miscounted"
-            assert candidates == self._policies[position].candidates(), (
-                f"{column}: candidates differ"
-            )
+            assert len(held) == len(set(held)), f"{tier}: two blocks share a slot"
+            assert len(held) == self._num_held[position], f"{tier}: blocks miscounted"
+            assert idle == self._num_idle[position], f"{tier}: idle blocks miscounted"
+            assert candidates == self._policies[position].candidates(), f"{tier}: candidates differ"
             self._policies[position].check_invariants()
         for node in self._trie.nodes.values():
             assert node.children or node.is_cached, "a node that nothing needs was not pruned"

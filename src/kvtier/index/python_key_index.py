@@ -14,14 +14,14 @@ from kvtier.index.key_index import UNKNOWN, KeyedBlock, KeyIndex, KeyMatches, Mi
 from kvtier.index.known_blocks import KnownBlocks
 from kvtier.index.policies.replayed import LRU
 from kvtier.index.residency import Residency, State
-from kvtier.types import NO_BLOCK, AnyColumn, BlockId, Slot
+from kvtier.types import NO_BLOCK, BlockId, Slot
 
 MOST_LEASES = 0xFFFF
 MOST_HASH = (1 << 63) - 1
 
 
 @dataclass(slots=True)
-class _Column:
+class _TierBlocks:
     """A tier's blocks in the index.
 
     order: order of eviction. Blocks that an eviction has skipped are not in it.
@@ -43,7 +43,7 @@ class PythonKeyIndex(KeyIndex):
     ) -> None:
         super().__init__(tiers, namespace, policy=LRU)
         self._because = because
-        self._columns = tuple(_Column() for _ in self.tiers)
+        self._of_tiers = tuple(_TierBlocks() for _ in self.tiers)
         self._blocks = KnownBlocks(len(self.tiers))
 
     # -- queries ----------------------------------------------------------------------------------
@@ -58,8 +58,8 @@ class PythonKeyIndex(KeyIndex):
         blocks = Numbers(NO_BLOCK if each is None else each.block for each in found)
         return KeyMatches(cast("Sequence[BlockId]", blocks), b"".join(states))
 
-    def missing(self, keys: Collection[bytes], column: AnyColumn) -> MissingKeys:
-        position = self._position(column)
+    def missing(self, keys: Collection[bytes], tier: str) -> MissingKeys:
+        position = self._position(tier)
         missing: dict[bytes, None] = {}
         ready = []
         for key in keys:
@@ -74,17 +74,17 @@ class PythonKeyIndex(KeyIndex):
     def hashes(self, blocks: Sequence[BlockId]) -> list[int]:
         return [hash(key) & MOST_HASH for key in self.keys(blocks)]
 
-    def in_slots(self, slots: Collection[Slot], column: AnyColumn) -> list[BlockId]:
-        places = [(each.block, self._residency(each.block, column)) for each in self._blocks]
+    def in_slots(self, slots: Collection[Slot], tier: str) -> list[BlockId]:
+        places = [(each.block, self._residency(each.block, tier)) for each in self._blocks]
         return [block for block, at in places if at.state is not State.ABSENT and at.slot in slots]
 
-    def state(self, block: BlockId, column: AnyColumn) -> State:
-        position = self._position(column)
+    def state(self, block: BlockId, tier: str) -> State:
+        position = self._position(tier)
         known = self._blocks.get(block)
         return State.ABSENT if known is None else known.residencies[position].state
 
-    def slots(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
-        return [self._residency(block, column).slot for block in blocks]
+    def slots(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
+        return [self._residency(block, tier).slot for block in blocks]
 
     def keys(self, blocks: Iterable[BlockId]) -> list[bytes]:
         return [self._blocks[block].key for block in blocks]
@@ -92,17 +92,17 @@ class PythonKeyIndex(KeyIndex):
     def num_uses(self, block: BlockId) -> int:
         return self._blocks[block].num_uses
 
-    def num_leases(self, block: BlockId, column: AnyColumn) -> int:
-        return self._residency(block, column).leases
+    def num_leases(self, block: BlockId, tier: str) -> int:
+        return self._residency(block, tier).leases
 
     def depth(self, block: BlockId) -> int:
         return self._blocks[block].depth
 
-    def num_evictable(self, column: AnyColumn) -> int:
-        return self._column(column).num_idle
+    def num_evictable(self, tier: str) -> int:
+        return self._of_tier(tier).num_idle
 
-    def num_held(self, column: AnyColumn) -> int:
-        return self._column(column).num_held
+    def num_held(self, tier: str) -> int:
+        return self._of_tier(tier).num_held
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -116,26 +116,26 @@ class PythonKeyIndex(KeyIndex):
         for block, depth in zip(blocks, depths, strict=True):
             self._blocks[block].depth = depth
 
-    def begin_write(self, block: BlockId, column: AnyColumn, slot: Slot) -> None:
+    def begin_write(self, block: BlockId, tier: str, slot: Slot) -> None:
         check_slot(slot)
-        residency = self._residency(block, column)
+        residency = self._residency(block, tier)
         residency.move(State.WRITING)
         residency.slot, residency.was_used = slot, False
-        here = self._column(column)
+        here = self._of_tier(tier)
         here.num_held += 1
         here.order[block] = None
 
-    def commit(self, block: BlockId, column: AnyColumn, now: float) -> None:
+    def commit(self, block: BlockId, tier: str, now: float) -> None:
         check_time(now)
-        residency = self._residency(block, column)
+        residency = self._residency(block, tier)
         residency.move(State.READY)
-        self._column(column).num_idle += residency.leases == 0
+        self._of_tier(tier).num_idle += residency.leases == 0
         if not residency.was_used:
-            self._used(block, column)
-        self._come_back(block, column)
+            self._used(block, tier)
+        self._come_back(block, tier)
 
-    def abort(self, block: BlockId, column: AnyColumn) -> Slot:
-        return self._leave(block, column)
+    def abort(self, block: BlockId, tier: str) -> Slot:
+        return self._leave(block, tier)
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -150,15 +150,15 @@ class PythonKeyIndex(KeyIndex):
         return
 
     def admit_keys(
-        self, keys: Sequence[bytes], column: AnyColumn, num_free: int, least_chance: float = 0.0
+        self, keys: Sequence[bytes], tier: str, num_free: int, least_chance: float = 0.0
     ) -> list[bytes]:
         return list(keys)
 
     def set_recompute_slope(self, at_blocks: float) -> None:
         return
 
-    def set_room(self, column: AnyColumn, num_blocks: int) -> None:
-        self._position(column)
+    def set_room(self, tier: str, num_blocks: int) -> None:
+        self._position(tier)
 
     # -- use --------------------------------------------------------------------------------------
 
@@ -172,36 +172,36 @@ class PythonKeyIndex(KeyIndex):
                     residency.was_used = True
                     self._used(block, tier)
 
-    def _used(self, block: BlockId, column: AnyColumn) -> None:
-        order = self._column(column).order
+    def _used(self, block: BlockId, tier: str) -> None:
+        order = self._of_tier(tier).order
         order[block] = None
         order.move_to_end(block)
 
-    def lease(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:
+    def lease(self, blocks: Iterable[BlockId], tier: str) -> None:
         for block in blocks:
-            residency = self._residency(block, column)
+            residency = self._residency(block, tier)
             assert residency.state in (State.READY, State.WRITING), f"lease on {residency}"
             assert residency.leases < MOST_LEASES, "a block is leased 65,535 times"
             residency.leases += 1
             if residency.leases == 1:
-                self._column(column).num_idle -= residency.state is State.READY
+                self._of_tier(tier).num_idle -= residency.state is State.READY
 
-    def release(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:
+    def release(self, blocks: Iterable[BlockId], tier: str) -> None:
         for block in blocks:
-            residency = self._residency(block, column)
+            residency = self._residency(block, tier)
             assert residency.leases > 0, "released more often than leased"
             residency.leases -= 1
             if residency.leases == 0:
-                self._column(column).num_idle += residency.state is State.READY
-                self._come_back(block, column)
+                self._of_tier(tier).num_idle += residency.state is State.READY
+                self._come_back(block, tier)
 
-    def _come_back(self, block: BlockId, column: AnyColumn) -> None:
+    def _come_back(self, block: BlockId, tier: str) -> None:
         """Make a block that an eviction has skipped the next victim, once it is evictable.
 
         Blocks that were evicted meanwhile were used later than this one.
         """
-        here = self._column(column)
-        if not self._residency(block, column).evictable:
+        here = self._of_tier(tier)
+        if not self._residency(block, tier).evictable:
             return
         if block not in here.order:
             here.order[block] = None
@@ -209,43 +209,43 @@ class PythonKeyIndex(KeyIndex):
 
     # -- eviction ---------------------------------------------------------------------------------
 
-    def evict(self, column: AnyColumn, num_blocks: int) -> list[BlockId]:
-        order = self._column(column).order
-        num_blocks = min(num_blocks, self._column(column).num_idle)
+    def evict(self, tier: str, num_blocks: int) -> list[BlockId]:
+        order = self._of_tier(tier).order
+        num_blocks = min(num_blocks, self._of_tier(tier).num_idle)
         chosen: list[BlockId] = []
         while len(chosen) < num_blocks:
             block, _ = order.popitem(last=False)
-            residency = self._residency(block, column)
+            residency = self._residency(block, tier)
             if residency.evictable:
                 residency.move(State.EVICTING)
-                self._column(column).num_idle -= 1
+                self._of_tier(tier).num_idle -= 1
                 chosen.append(block)
         return chosen
 
-    def forget(self, block: BlockId, column: AnyColumn) -> Slot:
-        return self._leave(block, column)
+    def forget(self, block: BlockId, tier: str) -> Slot:
+        return self._leave(block, tier)
 
-    def keep(self, block: BlockId, column: AnyColumn) -> None:
-        residency = self._residency(block, column)
+    def keep(self, block: BlockId, tier: str) -> None:
+        residency = self._residency(block, tier)
         assert residency.state is State.EVICTING, "only what is being evicted may be kept"
         residency.move(State.READY)
-        self._column(column).num_idle += 1
-        self._come_back(block, column)
+        self._of_tier(tier).num_idle += 1
+        self._come_back(block, tier)
 
-    def lose(self, block: BlockId, column: AnyColumn) -> Slot | None:
-        residency = self._residency(block, column)
+    def lose(self, block: BlockId, tier: str) -> Slot | None:
+        residency = self._residency(block, tier)
         if residency.leases:
             return None
         residency.move(State.EVICTING)
-        self._column(column).num_idle -= 1
-        return self._leave(block, column)
+        self._of_tier(tier).num_idle -= 1
+        return self._leave(block, tier)
 
-    def _leave(self, block: BlockId, column: AnyColumn) -> Slot:
-        known, residency = self._blocks[block], self._residency(block, column)
+    def _leave(self, block: BlockId, tier: str) -> Slot:
+        known, residency = self._blocks[block], self._residency(block, tier)
         before, slot = residency.state, residency.slot
         residency.move(State.ABSENT)
         residency.slot = Slot(-1)
-        here = self._column(column)
+        here = self._of_tier(tier)
         here.num_idle -= before is State.READY
         here.num_held -= 1
         here.order.pop(block, None)
@@ -255,17 +255,16 @@ class PythonKeyIndex(KeyIndex):
 
     # -- bookkeeping ------------------------------------------------------------------------------
 
-    def _position(self, column: AnyColumn) -> int:
-        tier, group = (column, 0) if isinstance(column, str) else column
-        if tier not in self.tiers or group:
-            raise KeyError(f"no column {column!r}; known tiers: {self.tiers!r}")
+    def _position(self, tier: str) -> int:
+        if tier not in self.tiers:
+            raise KeyError(f"no tier {tier!r}; known tiers: {self.tiers!r}")
         return self.tiers.index(tier)
 
-    def _column(self, column: AnyColumn) -> _Column:
-        return self._columns[self._position(column)]
+    def _of_tier(self, tier: str) -> _TierBlocks:
+        return self._of_tiers[self._position(tier)]
 
-    def _residency(self, block: BlockId, column: AnyColumn) -> Residency:
-        return self._blocks[block].residencies[self._position(column)]
+    def _residency(self, block: BlockId, tier: str) -> Residency:
+        return self._blocks[block].residencies[self._position(tier)]
 
     # -- for tests and diagnosis ------------------------------------------------------------------
 
@@ -281,20 +280,20 @@ class PythonKeyIndex(KeyIndex):
             for each in self._blocks
         ]
 
-    def order(self, column: AnyColumn) -> list[BlockId]:
-        return list(self._column(column).order)
+    def order(self, tier: str) -> list[BlockId]:
+        return list(self._of_tier(tier).order)
 
     def describe(self) -> str:
         return f"Python, by key, {LRU}, {self._because}"
 
     def check_invariants(self) -> None:
-        for tier, column in zip(self.tiers, self._columns, strict=True):
+        for tier, counts in zip(self.tiers, self._of_tiers, strict=True):
             places = [(each.block, self._residency(each.block, tier)) for each in self._blocks]
             held = [at.slot for _, at in places if at.state is not State.ABSENT]
             idle = {block for block, at in places if at.evictable}
             assert len(held) == len(set(held)), f"{tier}: two blocks share a slot"
-            assert len(held) == column.num_held, f"{tier}: blocks miscounted"
-            assert len(idle) == column.num_idle, f"{tier}: idle blocks miscounted"
+            assert len(held) == counts.num_held, f"{tier}: blocks miscounted"
+            assert len(idle) == counts.num_idle, f"{tier}: idle blocks miscounted"
             assert idle <= set(self.order(tier)), (
                 f"{tier}: a block that may leave is not in the order"
             )

@@ -1,4 +1,4 @@
-"""Residency of a block in a column: states and legal transitions.
+"""Residency of a block in a tier: states and legal transitions.
 
              begin_write        commit             evict
     ABSENT -------------> WRITING ------> READY <--------> EVICTING
@@ -17,7 +17,7 @@ from kvtier.types import Slot
 
 
 class State(IntEnum):
-    """State of a block in a column. Integers, because they are hashed and compared often."""
+    """State of a block in a tier. Integers, because they are hashed and compared often."""
 
     ABSENT = auto()
     WRITING = auto()
@@ -39,9 +39,9 @@ MOVES: frozenset[tuple[State, State]] = frozenset(
 
 @dataclass(slots=True)
 class Residency:
-    """State of one block in one column.
+    """State of one block in one tier.
 
-    num_children: number of children that are WRITING or READY in this column, and so need this
+    num_children: number of children that are WRITING or READY in this tier, and so need this
         block; always 0 in a group that does not need all blocks.
     was_used: whether the block was touched since its write began.
     """
@@ -55,7 +55,7 @@ class Residency:
     def move(self, state: State) -> None:
         assert (self.state, state) in MOVES, f"no move from {self.state.name} to {state.name}"
         stays = state in (State.WRITING, State.READY)
-        assert stays or self.leases == 0, "a leased block may not leave a column"
+        assert stays or self.leases == 0, "a leased block may not leave a tier"
         self.state = state
 
     @property
@@ -65,5 +65,5 @@ class Residency:
 
     @property
     def evictable(self) -> bool:
-        """Whether the block is ready, not leased, and no child in this column needs it."""
+        """Whether the block is ready, not leased, and no child in this tier needs it."""
         return self.state is State.READY and self.leases == 0 and self.num_children == 0

@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from kvtier.index.block_index import BlockIndex
 from kvtier.index.selection import Int64s, as_array
-from kvtier.types import AnyColumn, BlockId, Slot
+from kvtier.types import BlockId, Slot
 
 
 class SlotArrays(NamedTuple):
-    """Arrays with an entry per slot, shared by all users of a column.
+    """Arrays with an entry per slot, shared by all users of a tier.
 
     Attributes:
         blocks: int64 [num_slots], the block in each slot plus 1; 0 for none.
@@ -42,7 +42,7 @@ class SlotLeases(Protocol):
     """Leases of one user."""
 
     def lease(self, blocks: Sequence[BlockId], now: float) -> tuple[bytes, bytes]:
-        """Lease blocks that are in the column, once more, and set the user's bit.
+        """Lease blocks that are in the tier, once more, and set the user's bit.
 
         Returns their slots and generations, as int64 bytes.
         """
@@ -71,13 +71,13 @@ class SlotLeases(Protocol):
         """Serve a message of ``kvtier.node.protocol`` in one call, if it is one of two kinds.
 
         These are a ``ReleaseNotice``, and a ``LookupRequest`` for blocks that are all ready in the
-        column. If there is no other column, any blocks can be looked up.
+        tier. If there is no other tier, any blocks can be looked up.
 
         Args:
             content: the message.
             room: the only number of a room that is served.
             key_bytes: length of the room's keys.
-            is_alone: whether there is no other column.
+            is_alone: whether there is no other tier.
             now: the time.
 
         Returns:
@@ -92,7 +92,7 @@ class PythonSlotLeases:
 
     Args:
         index: the blocks.
-        column: the column.
+        tier: the tier.
         arrays: its slots.
         num_leases: uint32 [num_slots], leases of this user; changed here.
         is_reserved: bool [num_slots], whether this user is to fill each slot; changed here.
@@ -103,21 +103,21 @@ class PythonSlotLeases:
     def __init__(
         self,
         index: BlockIndex,
-        column: AnyColumn,
+        tier: str,
         arrays: SlotArrays,
         num_leases: npt.NDArray[np.uint32],
         is_reserved: npt.NDArray[np.bool_],
         bit: int,
         keeps: int,
     ) -> None:
-        self._index, self._column, self._arrays = index, column, arrays
+        self._index, self._tier, self._arrays = index, tier, arrays
         self._num_leases, self._is_reserved = num_leases, is_reserved
         self._bit, self._keeps = np.uint64(bit), np.uint64(keeps)
 
     def lease(self, blocks: Sequence[BlockId], now: float) -> tuple[bytes, bytes]:
         its = self._arrays
-        self._index.lease(blocks, self._column)
-        slots = as_array(self._index.slots(blocks, self._column))
+        self._index.lease(blocks, self._tier)
+        slots = as_array(self._index.slots(blocks, self._tier))
         np.add.at(self._num_leases, slots, np.uint32(1))
         its.users[slots] |= self._bit
         its.last_use[slots * its.block_bytes // its.segment_bytes] = now
@@ -133,7 +133,7 @@ class PythonSlotLeases:
                 its.users[slot] &= self._keeps
             its.sources[slot] = 0
             ended.append(BlockId(int(its.blocks[slot]) - 1))
-        self._index.release(ended, self._column)
+        self._index.release(ended, self._tier)
         return ended
 
     def reserve(self, slots: Sequence[Slot]) -> bytes:

@@ -18,23 +18,23 @@ def prefix_name(before: int, label: Label) -> int:
 
 
 class Node:
-    """One block: its place in the trie, its residency in each column, its number of uses."""
+    """One block: its place in the trie, its residency in each tier, its number of uses."""
 
     __slots__ = ("block", "children", "key", "label", "name", "num_uses", "parent", "residencies")
 
-    def __init__(self, block: BlockId, parent: Node | None, label: Label, num_columns: int) -> None:
+    def __init__(self, block: BlockId, parent: Node | None, label: Label, num_tiers: int) -> None:
         self.block = block
         self.parent = parent
         self.label = label
         self.children: dict[Label, Node] = {}
-        self.residencies = tuple(Residency() for _ in range(num_columns))
+        self.residencies = tuple(Residency() for _ in range(num_tiers))
         self.num_uses = 0
         self.key: BlockKey | None = None
         self.name: int = prefix_name(parent.name if parent is not None else 0, label)
 
     @property
     def is_cached(self) -> bool:
-        """Whether some column holds the block, or is being filled with it."""
+        """Whether some tier holds the block, or is being filled with it."""
         return any(residency.state is not State.ABSENT for residency in self.residencies)
 
 
@@ -62,12 +62,12 @@ class BlockNumbers:
 class Trie:
     """Blocks in one trie per namespace.
 
-    A node lives while a column holds its block, or a longer prefix needs it; then ``prune`` removes
+    A node lives while a tier holds its block, or a longer prefix needs it; then ``prune`` removes
     it. The root of a namespace is a node without a block.
     """
 
-    def __init__(self, num_columns: int) -> None:
-        self._num_columns = num_columns
+    def __init__(self, num_tiers: int) -> None:
+        self._num_tiers = num_tiers
         self._numbers = BlockNumbers()
         self._roots: dict[bytes, Node] = {}
         self.nodes: dict[BlockId, Node] = {}
@@ -110,14 +110,14 @@ class Trie:
         for label in labels:
             child = node.children.get(label)
             if child is None:
-                child = Node(self._numbers.take(), node, label, self._num_columns)
+                child = Node(self._numbers.take(), node, label, self._num_tiers)
                 node.children[label] = self.nodes[child.block] = child
             path.append(child)
             node = child
         return path
 
     def prune(self, node: Node) -> None:
-        """Remove ``node`` and its ancestors, as far as no column and no child needs them."""
+        """Remove ``node`` and its ancestors, as far as no tier and no child needs them."""
         while node.parent is not None and not node.children and not node.is_cached:
             parent = node.parent
             del parent.children[node.label]

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kvtier.grouping import runs_of
-from kvtier.index import ALL, ReuseRule
 from kvtier.types import DEVICE, GroupMatch
 
 
@@ -17,16 +16,17 @@ from kvtier.types import DEVICE, GroupMatch
 class GroupRoom:
     """Inputs of a plan about one group of layers.
 
-    num_free_slots: slots of its device column that are free or evictable.
+    num_free_slots: slots on the device that are free or evictable.
     num_staging_slots: the same of the tier below, through which blocks of lower tiers pass; None
     for no limit.
-    rule: which blocks a cut needs.
+    num_last: number of the last blocks before a cut that it needs: None for all (full attention),
+    1 for the state of recurrent layers.
     """
 
     bytes_per_block: int
     num_free_slots: int
     num_staging_slots: int | None = None
-    rule: ReuseRule = ALL
+    num_last: int | None = None
 
 
 class NeedKind(NamedTuple):
@@ -79,8 +79,8 @@ def stretches(match: GroupMatch, rooms: Sequence[GroupRoom]) -> Iterator[Stretch
     for group, room in enumerate(rooms):
         for kind, run in coming_runs(match, group):
             _bend(bends, kind, run, +1)
-            if room.rule.num_last is not None:
-                gone = range(run.start + room.rule.num_last, run.stop + room.rule.num_last)
+            if room.num_last is not None:
+                gone = range(run.start + room.num_last, run.stop + room.num_last)
                 _bend(bends, kind, gone, -1)
     counts: Counter[NeedKind] = Counter()
     slopes: Counter[NeedKind] = Counter()

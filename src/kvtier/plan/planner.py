@@ -224,9 +224,9 @@ def _steps(base: int, slope: int, size: int) -> int:
 def _copies(match: GroupMatch, group: int, room: GroupRoom, cut: int) -> list[Copy]:
     """Return one copy per source tier, for blocks neither on the device nor in flight to it."""
     sources: dict[str, list[Sequence[BlockId]]] = {}
-    needed = room.rule.needed(cut)
+    first = 0 if room.num_last is None else max(0, cut - room.num_last)
     for kind, run in coming_runs(match, group):
-        start, end = max(run.start, needed.start), min(run.stop, needed.stop)
+        start, end = max(run.start, first), min(run.stop, cut)
         if not kind.in_flight and start < end:
             sources.setdefault(kind.tier, []).append(match.blocks[start:end])
     return [Copy(src, DEVICE, Numbers.joined(*runs), group) for src, runs in sources.items()]

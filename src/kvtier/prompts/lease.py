@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier._hot import Numbers
-from kvtier.grouping import has, runs_of
+from kvtier.grouping import runs_of
 from kvtier.index import PromptIndex
 from kvtier.plan import Decision
 from kvtier.telemetry import RequestRecord
 from kvtier.transfer import Transfer, Waiter
-from kvtier.types import DEVICE, BlockId, GroupMatch, Label, Match, Slot, column_of
+from kvtier.types import DEVICE, BlockId, Label, Match, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,7 @@ class Lease(Waiter):
 
     Ready when nothing is on its way any more: the prefix is on the device, or the lease is broken.
 
-    blocks: the shared prefix; ``held[group][i]`` is the tier in which a group's part of block i
-    can't be evicted, None where the lease does not hold it. Before ``cut`` that is all that was
-    matched, after it what the cut needs.
+    blocks: the shared prefix; ``held[i]`` is the tier in which block i can't be evicted.
     slots: device slots, ``slots[i]`` for block i: first the prefix's, then the room.
     num_stored: blocks of the prefix in the tier below or on their way to it, at the last look.
     is_left_out: the next ones are not worth their room there, and what comes behind them neither.
@@ -78,7 +77,7 @@ class Lease(Waiter):
         index: PromptIndex,
         namespace: bytes,
         labels: Sequence[Label],
-        match: Match | GroupMatch,
+        match: Match,
         now: float,
     ) -> None:
         super().__init__()
@@ -86,7 +85,7 @@ class Lease(Waiter):
         self.namespace = namespace
         self.labels = labels
         self.blocks = match.blocks
-        self.held: list[list[str | None]] = []
+        self.held = list(match.tiers)
         self.slots: Sequence[Slot] = []
         self.num_stored = 0
         self.is_left_out = self.is_private = False
@@ -98,10 +97,8 @@ class Lease(Waiter):
         self.record = RequestRecord(num_asked_blocks=match.num_asked)
         self.decision: Decision | None = None
         self.stores: StoreListener | None = None
-        for group, tiers in enumerate(match.over_groups().tiers):
-            self.held.append(list(tiers))
-            for tier, run in self._held_runs(group, range(len(tiers))):
-                index.lease(match.blocks[run.start : run.stop], column_of(tier, group))
+        for tier, run in runs_of(self.held):
+            index.lease(match.blocks[run.start : run.stop], tier)
 
     @property
     def num_shared(self) -> int:
@@ -113,11 +110,8 @@ class Lease(Waiter):
 
     @property
     def hit_blocks(self) -> dict[str, int]:
-        """Return the number of prefix blocks by the tier that holds the first group's part."""
-        found: dict[str, int] = {}
-        for tier, run in self._held_runs(0, range(len(self.held[0]))):
-            found[tier] = found.get(tier, 0) + len(run)
-        return found
+        """Return the number of prefix blocks by the tier that holds them."""
+        return dict(Counter(self.held))
 
     @property
     def start_slots(self) -> Sequence[Slot]:
@@ -142,67 +136,37 @@ class Lease(Waiter):
         behind = self.slots[first + len(slots) :]
         self.slots = Numbers.joined(self.slots[:first], slots, behind)
 
-    def adopt(
-        self, blocks: Sequence[BlockId], tier: str, group: int = 0, first: int | None = None
-    ) -> None:
-        """Take blocks into the prefix of which ``tier`` holds the group's part for it already.
-
-        first: position of the first of them; None for behind those that it has of the group. The
-        first group to reach a position says which block is there.
-        """
-        held = self.held[group]
-        first = len(held) if first is None else first
-        assert len(held) <= first <= len(self.blocks), "adopted twice, or not in prompt order"
-        num_known = len(self.blocks) - first
-        assert Numbers(self.blocks[first:]) == Numbers(blocks[:num_known]), (
-            "blocks of another prompt"
-        )
-        self.blocks = Numbers.joined(self.blocks, blocks[num_known:])
-        held += [None] * (first - len(held))
-        held += [tier] * len(blocks)
+    def adopt(self, blocks: Sequence[BlockId], tier: str) -> None:
+        """Add blocks to the end of the prefix that the caller has leased in ``tier`` already."""
+        self.blocks = Numbers.joined(self.blocks, blocks)
+        self.held += [tier] * len(blocks)
 
     def cut(self, num_blocks: int) -> None:
-        """Hold what a cut after ``num_blocks`` blocks needs, and let go of the rest.
-
-        num_blocks: a possible cut of the match, or, when every group has been adopted up to there,
-        one behind it; or 0.
-        """
-        for group, rule in enumerate(self._index.rules):
-            held, needed = self.held[group], rule.needed(num_blocks)
-            is_there = len(held) >= num_blocks and not has(held[needed.start : num_blocks], None)
-            assert is_there, f"group {group}: no cut after {num_blocks} blocks"
-            if needed.start:
-                self._let_go(group, range(needed.start))
-                held[: needed.start] = [None] * needed.start
-            self._let_go(group, range(num_blocks, len(held)))
-            del held[num_blocks:]
+        """Cut the prefix to its first ``num_blocks`` blocks. Release the others."""
+        assert num_blocks <= len(self.blocks), f"a prefix of {len(self.blocks)} blocks"
+        self._release(range(num_blocks, len(self.blocks)))
+        del self.held[num_blocks:]
         self.blocks = self.blocks[:num_blocks]
 
-    def _let_go(self, group: int, positions: range) -> None:
-        """Release what the lease holds of a group at these positions."""
-        for tier, run in self._held_runs(group, positions):
-            self._index.release(self.blocks[run.start : run.stop], column_of(tier, group))
+    def _release(self, positions: range) -> None:
+        for tier, run in self._held_runs(positions):
+            self._index.release(self.blocks[run.start : run.stop], tier)
 
     def take(self, transfer: Transfer, now: float) -> None:
-        group = transfer.group
         for positions in transfer.waiters[self]:
-            for tier, run in self._held_runs(group, positions):
+            for tier, run in self._held_runs(positions):
                 if tier != DEVICE:
                     blocks = self.blocks[run.start : run.stop]
-                    self._index.lease(blocks, column_of(DEVICE, group))
-                    self._index.release(blocks, column_of(tier, group))
-                    self.held[group][run.start : run.stop] = [DEVICE] * len(run)
-                    if group == 0:
-                        self.record.arrivals.append((run, now - self.started))
+                    self._index.lease(blocks, DEVICE)
+                    self._index.release(blocks, tier)
+                    self.held[run.start : run.stop] = [DEVICE] * len(run)
+                    self.record.arrivals.append((run, now - self.started))
         if self.ready:
             self.record.load_s = now - self.started
 
-    def _held_runs(self, group: int, positions: range) -> Iterator[tuple[str, range]]:
+    def _held_runs(self, positions: range) -> Iterator[tuple[str, range]]:
         """Return runs of neighbours held in one tier, for one index call per run."""
-        held = self.held[group][positions.start : positions.stop]
-        for tier, run in runs_of(held, positions.start):
-            if tier is not None:
-                yield tier, run
+        return runs_of(self.held[positions.start : positions.stop], positions.start)
 
     def failed(self, transfer: Transfer) -> None:
         self.give_up()

@@ -37,7 +37,7 @@ class LeaseObserver:
         lease.record.load_bytes = plan.num_copied_blocks * self._group.bytes_per_block
         lease.record.hit_blocks = lease.hit_blocks
         num_elsewhere = 0
-        for tier, run in runs_of(lease.held[0]):
+        for tier, run in runs_of(lease.held):
             if tier != DEVICE:
                 num_elsewhere += len(run)
                 some = slice(run.start, run.stop)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvtier.cache import Cache
-from kvtier.index import ReuseRule
 from kvtier.plan import Copy, Decision, plan_groups
 from kvtier.plan.needs import GroupRoom, coming_runs
 from kvtier.prompts.lease import Lease
@@ -39,7 +38,7 @@ class StatefulCache(Cache):
                     self.state_blocks * num_bytes,
                     num_free // self.state_blocks,
                     None if staging is None else staging // self.state_blocks,
-                    ReuseRule(1),
+                    num_last=1,
                 ),
             ],
             num_tokens=num_tokens,

@@ -21,7 +21,6 @@ class Transfer:
     waiters: notified when it ends, each with the positions in its prompt that this transfer brings.
     is_void: whether the blocks are no longer needed.
     names: names of the blocks in storage, if it reads or writes storage.
-    group: the group of layers whose part of the blocks it copies.
     dst_slots: target slots.
     number: position in the order in which transfers began.
     expected_s: expected duration when it began, without the queue; 0 if unknown.
@@ -37,7 +36,6 @@ class Transfer:
     waiters: dict[Waiter, list[range]] = field(default_factory=dict)
     is_void: bool = False
     names: Sequence[BlockName] = ()
-    group: int = 0
     dst_slots: Sequence[Slot] = ()
     number: int = 0
     expected_s: float = 0.0

@@ -1,4 +1,4 @@
-"""Interface of eviction policies, which order the eviction candidates of one column."""
+"""Interface of eviction policies, which order the eviction candidates of one tier."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from kvtier.types import BlockId
 
 
 class EvictionPolicy(ABC):
-    """Orders the blocks of one column for eviction.
+    """Orders the blocks of one tier for eviction.
 
     The caller guarantees
         ``add`` is called when a block becomes a candidate: it is ready, not leased and, in a group
-        that needs all blocks, a leaf within the column. ``discard`` is called when any of that
+        that needs all blocks, a leaf within the tier. ``discard`` is called when any of that
         ends. ``touch`` is called on every use of a block, candidate or not, and ``forget`` when the
-        column no longer holds it. ``now`` is finite and never decreases within one policy.
+        tier no longer holds it. ``now`` is finite and never decreases within one policy.
     The implementer provides
         ``victim``, the candidate to evict first. Every call is O(log n) or better.
     Outcomes
         ``victim`` returns None if there is no candidate. Nothing raises.
 
     A policy that ``knows_prompts`` gets further calls: ``on_request`` for every request, before its
-    blocks enter the column, and ``entered`` for each block whose write begins, or that is there at
+    blocks enter the tier, and ``entered`` for each block whose write begins, or that is there at
     once. A block that it returned as a victim counts as evicted.
 
     native_name: the native core's name of the same policy. If the class itself sets it, the native
@@ -38,7 +38,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def touch(self, block: BlockId, now: float) -> None:
-        """Report that the block was used, or entered the column, at ``now`` (seconds)."""
+        """Report that the block was used, or entered the tier, at ``now`` (seconds)."""
 
     @abstractmethod
     def add(self, block: BlockId) -> None:
@@ -50,21 +50,21 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def forget(self, block: BlockId) -> None:
-        """Drop all state of a block that the column no longer holds."""
+        """Drop all state of a block that the tier no longer holds."""
 
     def see(self, residency_of: Callable[[BlockId], Residency]) -> None:
-        """Give the policy a function that returns the residency of a block in the column."""
+        """Give the policy a function that returns the residency of a block in the tier."""
         return
 
     def set_room(self, num_blocks: int) -> None:
-        """Set the capacity of the column in blocks."""
+        """Set the capacity of the tier in blocks."""
         return
 
     def on_request(self, path: Sequence[int], found: Sequence[BlockId], now: float) -> None:
         """Report a new request.
 
         path: names of all prefixes of its prompt, 64 bits each. found: the first blocks of the
-        prompt, as far as the column holds them. now: time in seconds.
+        prompt, as far as the tier holds them. now: time in seconds.
         """
         return
 
@@ -89,12 +89,12 @@ class EvictionPolicy(ABC):
         return range(len(names))
 
     def entered(self, block: BlockId, name: int, parent: BlockId | None, at: int) -> None:
-        """Report that the block entered the column.
+        """Report that the block entered the tier.
 
         Args:
             block: the block.
             name: name of its prefix.
-            parent: the block before it; None if the column does not hold that.
+            parent: the block before it; None if the tier does not hold that.
             at: number of blocks before it in the prompt.
         """
         return
