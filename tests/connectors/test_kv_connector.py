@@ -383,6 +383,53 @@ def test_reset_forgets_all_and_the_ranks_end_their_copies_first(
     assert not world.half.has_pending_work
 
 
+def test_requests_that_began_before_new_weights_are_not_kept(make: Callable[..., KvWorld]) -> None:
+    world = make()
+    first = world.request("first", TEXT)
+    world.asks(first)
+    world.gets_pages(first, range(6))
+    world.half.reset()
+    world.step((first, range(6), len(TEXT)))
+    assert world.half.manager.ladder.used_slots()[HOST] == 0
+    behind = world.request("behind", TEXT, num_computed_tokens=2 * PAGE)
+    world.asks(behind, 2 * PAGE)
+    world.step((behind, range(6, 12), len(TEXT) - 2 * PAGE))
+    assert world.half.manager.ladder.used_slots()[HOST] == 0, "vLLM found old KV in its own memory"
+    world.serve("anew", TEXT, range(12, 18))
+    assert world.half.manager.ladder.used_slots()[HOST] == 6
+    world.half.manager.pool_was_emptied()
+    other = world.request("other", TEXT[::-1], num_computed_tokens=2 * PAGE)
+    world.asks(other, 2 * PAGE)
+    world.step((other, range(18, 24), len(TEXT) - 2 * PAGE))
+    assert world.half.manager.ladder.used_slots()[HOST] == 12
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_weights_that_a_rank_finds_changed_end_its_copies_and_all_that_is_kept(
+    make: Callable[..., KvWorld], num_ranks: int
+) -> None:
+    world = make(num_ranks=num_ranks)
+    model = torch.nn.Linear(8, 8)
+    world.ranks[-1].worker.watch_weights(model)
+    world.serve("first", TEXT, range(6))
+    again = world.request("again", TEXT + "s")
+    assert world.asks(again) == len(TEXT), "nothing has changed"
+    model.weight.data.add_(1)
+    world.gets_pages(again, range(10, 17), len(TEXT))
+    world.step()
+    assert (world.loaded, world.failed) == ({"again"}, set(range(10, 16)))
+    assert world.half.manager.ladder.used_slots()[HOST] == 0
+    world.serve("other", TEXT[::-1], range(18, 24))
+    model.weight.data.add_(1)
+    more = world.request("more", TEXT)
+    world.asks(more)
+    world.step((more, range(6), len(TEXT)))
+    assert world.half.manager.ladder.used_slots()[HOST] == 0, "nor is what was being stored"
+    world.serve("last", TEXT, range(6))
+    assert world.asks(world.request("found", TEXT + "s")) == len(TEXT)
+    assert world.half.manager.num_new_weights == 2
+
+
 def test_full_host_memory_stores_what_it_can_later(make: Callable[..., KvWorld]) -> None:
     world = make(num_slots=4)
     world.serve("first", TEXT[: 4 * PAGE], range(4))

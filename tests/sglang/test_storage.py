@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS, UPDATER
+from kvtier.connectors.sglang.new_weights import FLUSH, NEW_WEIGHTS, SESSION, UPDATER
 from kvtier.connectors.sglang.pages import Pages
 from kvtier.connectors.sglang.prefill import WATCH
 from kvtier.errors import ConfigError
@@ -254,20 +255,47 @@ def test_pages_of_weights_that_were_replaced_are_forgotten(opens: Opens) -> None
     pool = host_pool("mha", "page_first")
     storage = opens(pool)
     storage.batch_set_v1([key_of(0)], tokens(3))
-    update = NEW_WEIGHTS.hooks()[f"{UPDATER}.update_weights_from_tensor"]
+    hooks = NEW_WEIGHTS.hooks()
+    update, flush = hooks[f"{UPDATER}.update_weights_from_tensor"], hooks[FLUSH]
 
-    def replaced(_: object, new: str) -> str:
+    def replaced(_: object, new: str, flushes: bool) -> str:
         assert storage.batch_exists([key_of(0)]) == 0
         assert storage.batch_set_v1([key_of(1)], tokens(3)) == [False]
+        if flushes:
+            assert flush(lambda: True)
         return new
 
-    assert update(replaced, None, new="weights") == "weights"
+    assert update(replaced, None, new="weights", flushes=True) == "weights"
     assert storage.batch_exists([key_of(0), key_of(1)]) == 0
     assert storage.batch_set_v1([key_of(0)], tokens(4)) == [True]
     assert storage.batch_exists([key_of(0)]) == 1
     storage.close()
     again = opens(pool)  # with the weights that are in the files
     assert again.batch_exists([key_of(0)]) == 0
+
+
+@pytest.mark.parametrize("name", [*SESSION, "release_memory_occupation"])
+def test_pages_of_old_weights_that_sglang_still_has_are_not_stored(opens: Opens, name: str) -> None:
+    storage = opens(host_pool("mha", "page_first"))
+    storage.batch_set_v1([key_of(0)], tokens(3))
+    hooks = NEW_WEIGHTS.hooks()
+    hooks[f"{UPDATER}.{name}"](lambda *_: None, None, SimpleNamespace(tags=["weights"]))
+    assert storage.batch_exists([key_of(0)]) == 0
+    assert storage.batch_set_v1([key_of(1)], tokens(3)) == [False], "SGLang may have old pages"
+    assert not hooks[FLUSH](lambda: False)
+    assert storage.batch_set_v1([key_of(1)], tokens(3)) == [False]
+    assert hooks[FLUSH](lambda: True)
+    assert storage.batch_set_v1([key_of(1)], tokens(3)) == [True]
+    assert storage.batch_exists([key_of(0), key_of(1)]) == 0
+    assert storage.batch_exists([key_of(1)]) == 1
+
+
+def test_release_of_other_memory_leaves_pages(opens: Opens) -> None:
+    storage = opens(host_pool("mha", "page_first"))
+    storage.batch_set_v1([key_of(0)], tokens(3))
+    release = NEW_WEIGHTS.hooks()[f"{UPDATER}.release_memory_occupation"]
+    release(lambda *_: None, None, SimpleNamespace(tags=["kv_cache"]))
+    assert storage.batch_exists([key_of(0)]) == 1
 
 
 def test_hooks_are_around_what_is_there() -> None:

@@ -40,6 +40,9 @@ def test_sleep_keeps_kv_until_weights_change(tmp_path: Path) -> None:
         llm.collective_rpc("reload_weights")
         assert _cached(llm, PROMPTS) == [0, 0], "other weights after a pause"
         _sleep(llm, 1)
+        assert _cached(llm, PROMPTS) == [6 * BLOCK] * 2, "of the weights that are there now"
+        llm.collective_rpc("reload_weights")
+        _sleep(llm, 1)
         assert _cached(llm, PROMPTS) == [0, 0], "other weights before a pause"
         _sleep(llm, 1)
         assert _cached(llm, PROMPTS) == [6 * BLOCK] * 2

@@ -68,9 +68,9 @@ READ: Mapping[str, tuple[str, ...]] = {
     "RuntimeContext": ("server_args",),
     "SchedulerWeightUpdaterManager": (
         "update_weights_from_disk", "update_weights_from_distributed",
-        "update_weights_from_tensor", "update_weights_from_ipc",
+        "update_weights_from_tensor", "update_weights_from_ipc", "release_memory_occupation",
     ),
-    "Scheduler": ("run_batch", "process_batch_result"),
+    "Scheduler": ("run_batch", "process_batch_result", "flush_cache"),
     "ScheduleBatch": ("forward_mode", "prefix_lens", "extend_lens", "reqs"),
     "Req": ("extra_key", "input_embeds", "origin_input_ids", "output_ids", "rid"),
     "HookType": ("AROUND", "REPLACE"),

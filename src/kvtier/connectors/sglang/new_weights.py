@@ -1,24 +1,34 @@
-"""Notice that SGLang replaces its weights while serving: hooks around its four update methods."""
+"""Notice that SGLang replaces its weights while serving: hooks around what does it, and its flush.
+
+SGLang flushes its own cache with an update, unless it is told not to or requests are running. Until
+a flush its pages are of the old weights, and so are those that it would store.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 LOSS = "weights that are replaced while it serves would leave old KV behind: restart it instead"
 """Consequence, for the log, if the hooks could not be installed."""
-UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+MODULE = "sglang.srt.managers.scheduler_components.weight_updater"
+UPDATER = f"{MODULE}.SchedulerWeightUpdaterManager"
+FLUSH = "sglang.srt.managers.scheduler.Scheduler.flush_cache"
 WAYS = ("disk", "distributed", "tensor", "ipc")
+SESSION = ("begin_weight_update", "end_weight_update")
+"""Calls between which others may write the weights (RDMA). Older versions have none."""
 
 
 class WeightsListener(Protocol):
     """Owner of KV that was computed with the weights."""
 
     def before_new_weights(self) -> None:
-        """Forget all KV, since the weights are about to be replaced."""
+        """Forget all KV, and keep none: the weights are being replaced."""
 
     def after_new_weights(self) -> None:
-        """Continue after the update, successful or not. SGLang has emptied its own cache."""
+        """Keep KV again: SGLang has emptied its own cache since the weights were replaced."""
 
 
 class WeightsWatch:
@@ -26,6 +36,8 @@ class WeightsWatch:
 
     def __init__(self) -> None:
         self._keepers: list[WeightsListener] = []
+        self._num_under_way = 0
+        self._is_pool_old = False
 
     def listen(self, keeper: WeightsListener) -> None:
         self._keepers.append(keeper)
@@ -38,16 +50,58 @@ class WeightsWatch:
 
         Each hook gets the original function first.
         """
-        return {f"{UPDATER}.update_weights_from_{way}": self._update for way in WAYS}
+        updates = [*(f"update_weights_from_{way}" for way in WAYS), *_session_calls()]
+        return {
+            **{f"{UPDATER}.{name}": self._update for name in updates},
+            f"{UPDATER}.release_memory_occupation": self._release,
+            FLUSH: self._flush,
+        }
 
     def _update(self, update: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        for keeper in self._keepers:
-            keeper.before_new_weights()
+        self._forget()
+        self._is_pool_old = True
+        self._num_under_way += 1
         try:
             return update(*args, **more)
         finally:
-            for keeper in self._keepers:
-                keeper.after_new_weights()
+            self._num_under_way -= 1
+            if not self._is_pool_old:
+                self._go_on()
+
+    def _release(self, release: Callable[..., Any], updater: Any, request: Any) -> Any:
+        """Weights whose memory is released come back with any content."""
+        if request.tags and "weights" not in request.tags:
+            return release(updater, request)
+        return self._update(release, updater, request)
+
+    def _flush(self, flush: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        is_flushed = flush(*args, **more)
+        if is_flushed and self._is_pool_old:
+            self._is_pool_old = False
+            if not self._num_under_way:
+                self._forget()  # what was kept since then
+                self._go_on()
+        return is_flushed
+
+    def _forget(self) -> None:
+        for keeper in self._keepers:
+            keeper.before_new_weights()
+
+    def _go_on(self) -> None:
+        for keeper in self._keepers:
+            keeper.after_new_weights()
+
+
+def _session_calls() -> list[str]:
+    """Return those of ``SESSION`` that the installed SGLang has, by its sources."""
+    try:
+        spec = find_spec(MODULE)
+    except ModuleNotFoundError:
+        return []
+    if spec is None or spec.origin is None:
+        return []
+    text = Path(spec.origin).read_text(encoding="utf-8")
+    return [name for name in SESSION if f"def {name}(" in text]
 
 
 NEW_WEIGHTS = WeightsWatch()

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.connectors.common.paged_pool import GroupPages
+from kvtier.connectors.vllm.rank_weights import Look
 from kvtier.devices import Direction
 from kvtier.errors import CacheError, TierError
 from kvtier.node.guard import SlotGuard
@@ -107,7 +108,7 @@ class PageCopy:
     slots: of host memory, that are copied from or to.
 
     job: of the device; None where nothing is copied. reads: from storage to vLLM's pages. check: of
-    a load from a node.
+    a load from a node. look: at the weights, when the copy was submitted.
     """
 
     direction: Direction
@@ -115,6 +116,7 @@ class PageCopy:
     job: Job | None
     reads: Sequence[Job] = ()
     check: SlotCheck | None = None
+    look: Look | None = None
 
     @property
     def _jobs(self) -> Sequence[Job]:

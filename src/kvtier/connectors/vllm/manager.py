@@ -95,6 +95,8 @@ class TierManager:
         self._events: list[Change] = []
         self._keeps = False
         self._reset_at: int | None = None  # the last step before a reset
+        self._is_pool_old = False  # vLLM's own prefix cache may have KV of earlier weights
+        self.num_new_weights = 0
 
     @property
     def has_storage(self) -> bool:
@@ -135,6 +137,7 @@ class TierManager:
         """
         if self.bringing.must_wait(visit, num_computed):
             return None
+        visit.is_stale = self._is_pool_old and num_computed > 0
         while True:
             visit.begin_look_up(num_computed)
             found = look_up()
@@ -369,6 +372,10 @@ class TierManager:
             self.cache.clear()
             if self.has_storage:
                 self.names.disown()
+            self.num_new_weights += 1
+            self._is_pool_old = True
+            for visit in self._visits.values():
+                visit.is_stale = True
         self._reset_at = self.steps.last
         for visit in self._visits.values():
             visit.limit = visit.wait = None
@@ -376,6 +383,10 @@ class TierManager:
             visit.direct.clear()
             visit.read.clear()
             visit.used.clear()
+
+    def pool_was_emptied(self) -> None:
+        """Note that vLLM's own prefix cache has nothing left, nor have requests any pages."""
+        self._is_pool_old = False
 
     def take_values(self) -> MetricValues | None:
         """Return the metrics that are new since the last call; None for nothing."""

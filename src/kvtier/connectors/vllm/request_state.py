@@ -28,7 +28,9 @@ class RequestState:
     they are loaded from memory.
     waits_since: when it began to wait. is_impatient: it takes what is ready, and waits for nothing
     more. scope: which of its blocks may be kept, and where. adapter: that it is computed with.
-    used: blocks that were loaded or stored for it. is_explained: the log has what was decided for
+    is_stale: the device may have KV of it
+    of earlier weights, so that nothing of it is kept. used: blocks that were loaded or stored for
+    it. is_explained: the log has what was decided for
     it. last_asked: the last block that the policy was told of, None before it was of any.
 
     declined_ahead, declined: how many were there and are computed all the same: that were not
@@ -52,6 +54,7 @@ class RequestState:
     is_impatient: bool = False
     scope: KeyScope = EVERYWHERE
     adapter: AdapterLoad | None = None
+    is_stale: bool = False
     is_explained: bool = False
     used: dict[bytes, None] = field(default_factory=dict)
     declined_ahead: int = 0
@@ -108,13 +111,15 @@ class RequestState:
         return read
 
     def is_computed_right(self) -> bool:
-        """Whether its KV is of the tokens and the adapter that its keys name."""
+        """Whether its KV is of the tokens and the adapter that its keys name, and of one model."""
         if self.adapter is not None and not self.adapter.holds():
             self.scope = NOWHERE
-        return self.scope is not NOWHERE and not self.is_doubted
+        return self.scope is not NOWHERE and not (self.is_doubted or self.is_stale)
 
     def is_kept(self, key: bytes) -> bool:
         """Whether a block may be kept at all."""
+        if self.is_stale:
+            return False
         return self.scope.kept == ALL or self._end(key) <= self.scope.kept
 
     def is_shared(self, key: bytes) -> bool:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from kvtier.connectors.common.paged_pool import NO_PAGES, GroupPages, PagedPool
 from kvtier.connectors.vllm.copies import (
@@ -21,6 +22,7 @@ from kvtier.connectors.vllm.copies import (
     pages_with_slots,
 )
 from kvtier.connectors.vllm.pages import EnginePages
+from kvtier.connectors.vllm.rank_weights import Look, ParameterWatch
 from kvtier.connectors.vllm.settings import VllmSettings
 from kvtier.devices import CopyBatch, Device, Direction, Finding
 from kvtier.errors import TierError
@@ -119,6 +121,10 @@ class TierWorker:
         self._engine.start()
         self._copies: dict[int, PageCopy] = {}
         self._failed_slots: set[Slot] = set()
+        self._weights: ParameterWatch | None = None
+        self._weights_number = 0
+        self._look: Look | None = None  # of the copies that are submitted together
+        self._has_new_weights = False
         found = None if self._executor is None else self._executor.found()
         direct = (each.name for each in self._storages if each.facts.direct is not Direct.OFF)
         self._hello = Hello(
@@ -139,12 +145,23 @@ class TierWorker:
             self._executor = _executor(host, self._storages, room, self._rank)
             _log([finding for each in self._storages for finding in each.findings()])
 
+    def watch_weights(self, model: torch.nn.Module | None) -> None:
+        """Notice changes of this rank's model. None: only the scheduler's process notices some."""
+        self._weights = None if model is None else ParameterWatch(model)
+
+    def note_weights(self, number: int) -> None:
+        """Note how often the scheduler's half has noticed new weights. It knows those of now."""
+        if number != self._weights_number and self._weights is not None:
+            self._weights.begin_anew()
+        self._weights_number = number
+
     def _num_open(self) -> int:
         """Return the open slots of this rank's own memory."""
         return self._host.num_open if isinstance(self._host, HostTier) else 0
 
     def take_ended(self) -> list[EndedCopy]:
         """Return the copies that have ended since the last call."""
+        self._look = None
         done = [job_id for job_id, copy in self._copies.items() if copy.done]
         ended = [self._finish(job_id) for job_id in done]
         if ended and not self._copies and isinstance(self._host, NodeHost):
@@ -183,7 +200,7 @@ class TierWorker:
         """Whether ``take_report`` is due: something moved, or nobody has looked for a while."""
         moves = self._executor is not None and not self._executor.is_idle
         now_s = time.monotonic()
-        if not (moves or self._failed_slots) and now_s < self._next_look_s:
+        if not (moves or self._failed_slots or self._has_new_weights) and now_s < self._next_look_s:
             return False
         self._next_look_s = now_s + LOOK_S
         return True
@@ -193,12 +210,14 @@ class TierWorker:
         if not self._is_told and isinstance(self._host, HostTier):
             self._host.arena.forget_file()  # every rank was made before the first step
         failed, self._failed_slots = frozenset(self._failed_slots), set()
+        has_new_weights, self._has_new_weights = self._has_new_weights, False
         if self._executor is None:
-            return Report({}, self._hellos(), failed, (), steps)
+            return Report({}, self._hellos(), failed, (), steps, has_new_weights=has_new_weights)
         scrubbed = self._executor.take_scrubbed()
         done, pieces = self._executor.take_done(), self._executor.take_pieces()
         breakers = self._executor.take_breakers()
-        return Report(done, self._hellos(), failed, scrubbed, steps, pieces, breakers)
+        hellos = self._hellos()
+        return Report(done, hellos, failed, scrubbed, steps, pieces, breakers, has_new_weights)
 
     def _hellos(self) -> dict[int, Hello]:
         """Return what this rank has to say about itself, where that is new."""
@@ -242,6 +261,8 @@ class TierWorker:
             self._copies[job_id] = PageCopy(direction, touched, job)
             return
         check_slots(tuple(touched), memory.num_slots)
+        if self._look is None and self._weights is not None:
+            self._look = self._weights.look()
         groups = pages_with_slots(pages, slots, self.pages_per_block)
         if slots.reads:
             self._copies[job_id] = self._read_direct(groups, slots, touched)
@@ -252,7 +273,7 @@ class TierWorker:
             groups = [replace(group, slots=part(group.slots)) for group in groups]
         job = self._engine.submit([self._stage(groups, memory, direction)], direction)
         check = SlotCheck.of(memory, slots) if direction is Direction.LOAD else None
-        self._copies[job_id] = PageCopy(direction, touched, job, check=check)
+        self._copies[job_id] = PageCopy(direction, touched, job, check=check, look=self._look)
 
     def _stage(
         self, groups: Sequence[GroupPages], memory: SlotMemory, direction: Direction
@@ -294,10 +315,15 @@ class TierWorker:
             )
             for order in slots.reads
         ]
-        return PageCopy(Direction.LOAD, touched, job, reads)
+        return PageCopy(Direction.LOAD, touched, job, reads, look=self._look)
 
     def _finish(self, job_id: int) -> EndedCopy:
         copy = self._copies.pop(job_id)
+        if copy.look is not None and copy.look.has_changed:
+            self._note_new_weights()
+            if copy.direction is Direction.STORE:
+                self._failed_slots |= copy.slots
+            return EndedCopy(job_id, has_failed=True)
         if copy.error is not None:
             logger.error("copy failed direction=%s error=%s", copy.direction.value, copy.error)
             if copy.job is not None and copy.job.error is not None:
@@ -309,6 +335,13 @@ class TierWorker:
         if copy.job is None:
             return EndedCopy(job_id)  # a report tells what reads took
         return EndedCopy(job_id, copy.job.num_bytes, copy.job.seconds)
+
+    def _note_new_weights(self) -> None:
+        """Have the scheduler's half give KV another name, once for all copies of a look."""
+        if not self._has_new_weights and self._weights is not None:
+            logger.warning("the weights of the model were replaced rank=%d", self._rank)
+            self._weights.begin_anew()
+        self._has_new_weights = True
 
 
 def _host(room: RankRoom, device: Device, rank: int) -> HostTier | NodeHost:

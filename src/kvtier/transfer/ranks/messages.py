@@ -155,6 +155,7 @@ class Report:
     steps: requested engine steps that were computed.
     pieces: recovered keys.
     breakers: breaker states that changed, by rank and storage tier.
+    has_new_weights: whether a rank has noticed that the weights of its model were replaced.
     """
 
     done: Mapping[int, Done] = field(default_factory=dict)
@@ -164,10 +165,11 @@ class Report:
     steps: frozenset[int] = frozenset()
     pieces: tuple[RecoveredKeys, ...] = ()
     breakers: Mapping[tuple[int, str], BreakerState] = field(default_factory=dict)
+    has_new_weights: bool = False
 
     def __bool__(self) -> bool:
         told = (self.done, self.hellos, self.failed, self.scrubbed, self.steps, self.pieces)
-        return any((*told, self.breakers))
+        return any((*told, self.breakers, self.has_new_weights))
 
     def and_also(self, other: Report) -> Report:
         """Combine the reports of several ranks."""
@@ -183,4 +185,5 @@ class Report:
             self.steps | other.steps,
             self.pieces + other.pieces,
             {**self.breakers, **other.breakers},
+            self.has_new_weights or other.has_new_weights,
         )

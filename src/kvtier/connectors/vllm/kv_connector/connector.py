@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.core.kv_cache_utils import BlockHash
 
-from kvtier.connectors.vllm import pauses, weights
+from kvtier.connectors.vllm import new_weights, weights
 from kvtier.connectors.vllm.adapters import adapters_of
 from kvtier.connectors.vllm.cores import off_compute_cores
 from kvtier.connectors.vllm.counts import RECORDED
@@ -32,6 +32,7 @@ from kvtier.connectors.vllm.limits import kind_of
 from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.pages import layer_sizes, tell_pages
 from kvtier.connectors.vllm.prompt import GROUP_BYTES
+from kvtier.connectors.vllm.rank_weights import model_of_caller
 from kvtier.connectors.vllm.recording import RequestRecording
 from kvtier.connectors.vllm.shards import division_of, layout_of, shards_of
 from kvtier.connectors.vllm.worker import TierWorker
@@ -117,7 +118,7 @@ class KvtierConnector(KVConnectorBase_V1):
             extra, self._half.block_tokens, self._facts.tokens_per_hash, self._facts.replica
         )
         take_steps_while_busy()
-        pauses.watch(self)
+        new_weights.watch(self)
 
     # -- in the scheduler's process ----------------------------------------------------------------
 
@@ -179,13 +180,17 @@ class KvtierConnector(KVConnectorBase_V1):
 
     def reset_cache(self) -> bool | None:
         """Empty all tiers; in a pause that leaves the weights as they are, none of them."""
-        with self._half.manager.keeping(pauses.PAUSES.keep()):
+        with self._half.manager.keeping(new_weights.NEW_WEIGHTS.keep()):
             self._half.reset()
         return True
 
     def reset_for_weights(self) -> None:
-        """Empty all tiers after a pause: other weights may be in memory now."""
+        """Empty all tiers: other weights are in memory."""
+        self._has_news = True
         self._half.reset()
+
+    def pool_was_emptied(self) -> None:
+        self._half.manager.pool_was_emptied()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         changes = self._half.manager.take_changes() if self._facts.publishes_events else ()
@@ -256,6 +261,7 @@ class KvtierConnector(KVConnectorBase_V1):
                 self._sizes.slot_bytes,
             )
         worker = self._sizes.make_worker(TierWorker, pages, pages.device, shards)
+        worker.watch_weights(model_of_caller())
         self._rank = RankHalf(worker, pages, self._facts.rank < self._facts.num_shards)
 
     @property

@@ -32,6 +32,7 @@ class StepMessage:
         step: Number of the step if the ranks report its end, else None.
         computes: Whether the model runs in this step.
         waits: Whether all copies in flight must end before anything else begins.
+        weights: How often the weights were replaced, as far as the scheduler's half knows.
     """
 
     loads: Sequence[PageJob] = ()
@@ -41,6 +42,7 @@ class StepMessage:
     step: int | None = None
     computes: bool = True
     waits: bool = False
+    weights: int = 0
 
 
 NOTHING = StepMessage()

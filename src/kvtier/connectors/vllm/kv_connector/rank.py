@@ -44,6 +44,7 @@ class RankHalf:
         self._computes = message.computes
         if message is NOTHING:
             return
+        self.worker.note_weights(message.weights)
         if message.waits:
             self.worker.wait(set(self._jobs))
         for job in message.loads:

@@ -280,7 +280,14 @@ class SchedulerHalf:
         if computes and step is None and not begins:
             return NOTHING
         message = StepMessage(
-            self._loads, self._stores, orders, self._finishing, step, computes, self._waits
+            self._loads,
+            self._stores,
+            orders,
+            self._finishing,
+            step,
+            computes,
+            self._waits,
+            self.manager.num_new_weights,
         )
         self._loads, self._stores, self._finishing, self._waits = [], [], [], False
         return message
@@ -335,6 +342,8 @@ class SchedulerHalf:
     def hear(self, message: RankMessage) -> None:
         """Process the reports of the ranks."""
         manager = self.manager
+        if message.report.has_new_weights:  # before it reports the copies of that time as ended
+            self.reset()
         if message.layouts:
             manager.names.tell_layout(" ".join(sorted(message.layouts)))
         manager.hear(message.report)

@@ -32,7 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvtier.connectors.vllm import pauses, weights
+from kvtier.connectors.vllm import new_weights, weights
 from kvtier.connectors.vllm.adapters import adapters_of
 from kvtier.connectors.vllm.cores import off_compute_cores
 from kvtier.connectors.vllm.counts import RECORDED
@@ -45,6 +45,7 @@ from kvtier.connectors.vllm.offloading.spec import KvtierSpec
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages
 from kvtier.connectors.vllm.pages import EnginePages, layer_sizes
 from kvtier.connectors.vllm.queued_requests import QueuedRequests
+from kvtier.connectors.vllm.rank_weights import model_of_caller
 from kvtier.connectors.vllm.recording import record_settings
 from kvtier.connectors.vllm.registry import CONNECTOR_NAME
 from kvtier.connectors.vllm.request_state import RequestState
@@ -74,11 +75,13 @@ class TierMetadata(OffloadingConnectorMetadata):
     """vLLM's jobs of a step, and ours.
 
     step: number of the step, if its end is to be told. computes: the model runs in this step.
+    weights: how often they were replaced, as far as the scheduler's half knows.
     """
 
     orders: Sequence[RankOrder] = ()
     step: int | None = None
     computes: bool = True
+    weights: int = 0
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         return "NOTHING" if self is NOTHING else super().__reduce__()
@@ -148,7 +151,7 @@ class KvtierOffloadingConnector(RecordedConnector):
                 weights.settle(self._manager.names, vllm_config)
         if self.connector_scheduler:
             self._adapters = adapters_of(vllm_config, self._manager.has_storage)
-            pauses.watch(self)
+            new_weights.watch(self)
 
     # -- in the scheduler's process ----------------------------------------------------------------
 
@@ -206,7 +209,14 @@ class KvtierOffloadingConnector(RecordedConnector):
             return NOTHING
         pieces = prefill_pieces(scheduler_output)
         step = self._manager.steps.begin(time.monotonic(), pieces)
-        return _with(TierMetadata, theirs, orders=orders, step=step, computes=computes)
+        return _with(
+            TierMetadata,
+            theirs,
+            orders=orders,
+            step=step,
+            computes=computes,
+            weights=self._manager.num_new_weights,
+        )
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
         self._goes(request)
@@ -231,6 +241,8 @@ class KvtierOffloadingConnector(RecordedConnector):
             return
         self._has_news = True
         if isinstance(meta, TierWorkerMetadata):
+            if meta.report.has_new_weights:
+                self.reset_for_weights()
             self._manager.hear(meta.report)
             loads = meta.transfer_stats.load
             self._manager.observe_loads(loads.sizes, loads.time)
@@ -251,17 +263,21 @@ class KvtierOffloadingConnector(RecordedConnector):
     def reset_cache(self) -> bool | None:
         """Empty all tiers; in a pause that leaves the weights as they are, none of them."""
         self._is_due = self._has_news = True
-        with self._manager.keeping(pauses.PAUSES.keep()):
+        with self._manager.keeping(new_weights.NEW_WEIGHTS.keep()):
             is_done: bool | None = super().reset_cache()
             return is_done
 
     def reset_for_weights(self) -> None:
-        """Empty all tiers after a pause: other weights may be in memory now."""
+        """Empty all tiers: other weights are in memory."""
         self._is_due = self._has_news = True
-        if getattr(self.scheduler, "_current_batch_jobs_to_flush", None):
-            self._manager.reset_cache()  # vLLM's half has taken no step since its own reset
-        else:
-            super().reset_cache()
+        # vLLM's half asserts that it has none to flush. The next step flushes these, too.
+        flushed = self.scheduler._current_batch_jobs_to_flush
+        self.scheduler._current_batch_jobs_to_flush = set()
+        super().reset_cache()
+        self.scheduler._current_batch_jobs_to_flush |= flushed
+
+    def pool_was_emptied(self) -> None:
+        self._manager.pool_was_emptied()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self.connector_scheduler is None or not self._has_news:
@@ -283,6 +299,10 @@ class KvtierOffloadingConnector(RecordedConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """As vLLM's, or the platform's; where neither knows of K and V apart, ours."""
+        self._register(kv_caches)
+        self._worker.watch_weights(model_of_caller())
+
+    def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         worker = self.connector_worker
         spec, groups = self._spec, [each.group_id for each in self._spec.config.groups]
         if spec.sizes.facts.any_size:
@@ -325,6 +345,8 @@ class KvtierOffloadingConnector(RecordedConnector):
         meta = self._connector_metadata
         if meta is NOTHING and not self._has_stores:
             return
+        if meta is not NOTHING:
+            self._worker.note_weights(meta.weights)
         super().start_load_kv(forward_context, **kwargs)
         self._has_stores = False
         assert isinstance(meta, TierMetadata), f"metadata of another connector: {type(meta)}"
