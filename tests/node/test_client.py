@@ -498,3 +498,40 @@ def test_memory_that_was_mapped_is_the_nodes(node: LocalNode) -> None:
     assert config_of(node.config.socket.parent).host_bytes == channel.mapped.memory.nbytes
     client.put_back(channel)
     client.close()
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_memory_that_does_not_arrive_is_a_failed_call(
+    node: LocalNode, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """The kernel drops descriptors if the process has no number left for them."""
+    plain = protocol.receive
+    passed: list[int] = []
+
+    def receive(connection: socket.socket, frames: protocol.Frames) -> tuple[int, list[int]]:
+        num, fds = plain(connection, frames)
+        for fd in list(fds):
+            passed.append(fd)
+            if len(passed) == lost:
+                os.close(fd)
+                fds.remove(fd)
+        return num, fds
+
+    monkeypatch.setattr(protocol, "receive", receive)
+    client = NodeClient(node.config.socket)
+    with pytest.raises(NodeError, match="too many files"):
+        enter(client)
+    channel, room = enter(client)
+    assert len(room.generations)
+    client.put_back(channel)
+    client.close()
+
+
+def test_memory_that_is_shorter_than_the_node_says_is_a_failed_call(
+    node: LocalNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node.node.memory, "num_bytes", 2 * node.node.memory.num_bytes)
+    client = NodeClient(node.config.socket)
+    with pytest.raises(NodeError, match="can't be mapped"):
+        client.take(soon())
+    client.close()

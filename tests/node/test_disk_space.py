@@ -124,6 +124,15 @@ def test_space_of_a_slab_that_can_not_be_made_is_free_again(tmp_path: Path) -> N
         assert other == 0, "it would have too few blocks"
 
 
+def test_slab_that_can_not_be_read_stops_no_node(tmp_path: Path) -> None:
+    key = RoomKey("a", bytes(32), BLOCK, 8)
+    folder = tmp_path / "disk" / key.folder
+    folder.mkdir(parents=True)
+    (folder / "data.slab").symlink_to(folder / "data.slab")
+    with node_with(tmp_path) as node:
+        assert DISK not in room_of(node, "a").used_bytes_by_tier()
+
+
 @pytest.mark.parametrize(
     ("block_bytes", "sentence"), [(SEGMENT + 1, "does not fit"), (1, "too small")]
 )

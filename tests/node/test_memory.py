@@ -105,6 +105,17 @@ def test_slots_agree_with_a_model(
     tier.close()
 
 
+def test_slot_is_odd_while_it_is_allocated_whatever_its_generation_was(memory: NodeMemory) -> None:
+    """A record of an even generation would never count."""
+    tier = SegmentTier(memory, "room with damage", 1024, 8)
+    tier.add(0)
+    tier.generations[:2] = 6, 7
+    slots = tier.allocate(2)
+    assert slots is not None
+    assert tier.generations[list(slots)].tolist() == [7, 9]
+    tier.close()
+
+
 def test_generations_can_be_read_but_not_changed_by_others(memory: NodeMemory) -> None:
     """An engine gets the descriptor: it must neither write, nor make the node fault."""
     tier = SegmentTier(memory, "room", 1024, 8)

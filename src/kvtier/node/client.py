@@ -13,8 +13,8 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, Thread
@@ -127,14 +127,12 @@ class Channel:
         except BaseException:
             self.close()
             raise
-        fd = self._fds.popleft()
         try:
-            self.mapped = known(welcome.instance) or _map(fd, welcome)
+            with self._next_fd() as fd:
+                self.mapped = known(welcome.instance) or _map(fd, welcome)
         except BaseException:
             self.close()
             raise
-        finally:
-            os.close(fd)
 
     def has_room(self, facts: RoomFacts) -> bool:
         """Whether a room was opened on this connection."""
@@ -298,7 +296,11 @@ class Channel:
                 raise NodeError(str(error)) from None
         answer = self._ready.popleft()
         if isinstance(answer, protocol.OpenAnswer):
-            self._enter(answer)
+            try:
+                self._enter(answer)
+            except NodeError:
+                self.close()
+                raise
         elif isinstance(answer, protocol.EndedNotice):
             self._watches.discard(answer.watch)
         elif isinstance(answer, protocol.LookupAnswer) and answer.pending:
@@ -308,14 +310,22 @@ class Channel:
     def _enter(self, opened: protocol.OpenAnswer) -> None:
         """Map the generations of a room, also if the answer comes too late for its request."""
         message = self._requests.get(opened.id)
-        fd = self._fds.popleft()
-        try:
+        with self._next_fd() as fd:
             if isinstance(message, protocol.OpenRequest):
                 size = max(8 * opened.num_slots, mmap.PAGESIZE)
-                mapped = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+                mapped = _map_file(fd, size, mmap.PROT_READ)
                 generations = np.frombuffer(mapped, "<i8")[: opened.num_slots]
                 facts = RoomFacts(message.scope, message.block_bytes, message.key_bytes)
                 self._rooms[facts] = OpenedRoom(opened.room, self.mapped, generations)
+
+    @contextmanager
+    def _next_fd(self) -> Iterator[int]:
+        """Yield the next descriptor that the node has passed, and close it."""
+        if not self._fds:  # the kernel drops those that a process has no number for
+            raise NodeError("the node's memory did not arrive: too many files may be open here")
+        fd = self._fds.popleft()
+        try:
+            yield fd
         finally:
             os.close(fd)
 
@@ -358,8 +368,16 @@ class _Unsent:
     num_sent: int = 0
 
 
+def _map_file(fd: int, num_bytes: int, access: int) -> mmap.mmap:
+    """Map memory of the node. Raises ``NodeError``, also if the file is shorter."""
+    try:
+        return mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, access)
+    except (OSError, ValueError, OverflowError) as error:
+        raise NodeError(f"{num_bytes} bytes of the node can't be mapped: {error}") from None
+
+
 def _map(fd: int, welcome: protocol.AttachAnswer) -> MappedMemory:
-    mapped = mmap.mmap(fd, welcome.memory_bytes, flags=mmap.MAP_SHARED)
+    mapped = _map_file(fd, welcome.memory_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
     address = np.frombuffer(mapped, np.uint8).ctypes.data
     memory = Memory(address, welcome.memory_bytes, "host", mapped)
     return MappedMemory(welcome.instance, memory, welcome.segment_bytes, welcome.storages)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
@@ -48,7 +48,8 @@ class DiskSpace:
         for data in self._folder.glob(f"*/{DATA}") if folder else ():
             key = RoomKey.of_folder(data.parent.name)
             if key is not None:
-                self._sizes[key] = data.stat().st_size
+                with suppress(OSError):  # the room is served without the disk
+                    self._sizes[key] = data.stat().st_size
 
     @contextmanager
     def slab_of(self, key: RoomKey) -> Iterator[int]:

@@ -372,7 +372,7 @@ class SegmentTier(MemoryTier):
             return None
         parts = [*self._take(num_slots)] or [np.zeros(0, np.int64)]
         slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        self.generations[slots] += 1
+        self.generations[slots] = (self.generations[slots] + 1) | 1  # odd, whatever it was
         self._num_free -= num_slots
         self._num_used += num_slots
         return as_numbers(slots)

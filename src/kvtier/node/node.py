@@ -21,7 +21,7 @@ from uuid import uuid4
 from kvtier.config import parse_size
 from kvtier.devices import Device
 from kvtier.devices.base import Finding
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import CacheError, ConfigError
 from kvtier.layout import opaque
 from kvtier.node.checksums import RecordWriter, Verifier
 from kvtier.node.config import (
@@ -258,7 +258,7 @@ class CacheNode:
             options = DiskOptions(folder, size, direct=Direct.OFF, encryption_key=key_source)
             try:
                 return DiskTier(options, opaque(key.block_bytes), None, name=DISK)
-            except TierError as error:
+            except CacheError as error:  # a damaged slab, or one of another key, too
                 logger.error("a room is served without the disk: %s", error)
                 return None
 
