@@ -214,6 +214,13 @@ def test_deletion_as_a_command_says_whether_it_is_complete(shared: NodeProcess) 
         assert MEMORY not in engine.places(3)
 
 
+def test_head_is_answered_as_get_without_a_body(shared: NodeProcess) -> None:
+    url = shared.said.split("http://")[1].split("/metrics")[0]
+    request = urllib.request.Request(f"http://{url}/health", method="HEAD")
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert (answer.status, answer.read()) == (200, b"")
+
+
 def test_a_port_that_everybody_reaches_changes_nothing(shared: NodeProcess) -> None:
     assert json.loads(fetched(shared, "/health")) == {"status": "ok"}
     for route in ("/delete", "/clear", "/pin", "/unpin", "/prefetch", "/lookup", "/quota"):

@@ -73,6 +73,15 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = False,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin whose pages may send requests from a browser, like https://chat.example; "
+            "* for every page. Repeat the option for several.",
+            rich_help_panel=_SERVER,
+            show_default="none",
+        ),
+    ] = None,
     ssl_certfile: Annotated[
         str | None,
         typer.Option(
@@ -369,6 +378,7 @@ def serve(
             api_key=take_keys(api_key),
             control_key=take_control_key(control_key),
             metrics_open=metrics_open,
+            cors_origin=cors_origin,
             ssl_certfile=ssl_certfile,
             ssl_keyfile=ssl_keyfile,
             served_model_name=served_model_name,

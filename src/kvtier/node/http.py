@@ -22,6 +22,7 @@ from kvtier.control.contract import (
     PromptName,
     PromptPlaces,
 )
+from kvtier.control.head import HeadAsGet
 from kvtier.control.page import page_router
 from kvtier.control.routes import control_router, refusal
 from kvtier.errors import CacheError
@@ -112,6 +113,7 @@ def reading_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastA
         return (await read()).collect()
 
     app.include_router(page_router(collect))
+    app.add_middleware(HeadAsGet)
     return app
 
 

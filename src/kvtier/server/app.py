@@ -7,9 +7,11 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, generate_latest
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from kvtier import __version__
+from kvtier.control.head import HeadAsGet
 from kvtier.control.page import page_router
 from kvtier.server.chat import chat_router
 from kvtier.server.completions import completions_router
@@ -85,8 +87,18 @@ def make_app(service: Service) -> FastAPI:
 
     app.openapi = describe  # type: ignore[method-assign]
     # The last one added is the outermost.
+    app.add_middleware(HeadAsGet)
     app.add_middleware(RequestGate, service=service)
     app.add_middleware(Observe, service=service)
+    if service.config.cors_origin:
+        # A browser asks before its request, without a key, and reads no error without a header.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.config.cors_origin,
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
     return app
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier.errors import ConfigError
 from kvtier.live.client import check_api_key
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+")
+"""Pattern of the header Origin: scheme, host and port in lower case, and no slash at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,9 @@ class ServerConfig:
     """Key of the routes that look up, prefetch, pin and delete; None for no such routes."""
     metrics_open: bool = False
     """Whether ``/metrics`` is served without a key, like ``/health``."""
+    cors_origin: Sequence[str] | None = None
+    """Origins whose pages may send requests from a browser, like "https://chat.example"; "*" for
+    every page. None for no other origin than the server's own."""
     ssl_certfile: str | None = None
     """Certificate chain in PEM. If set, the server speaks only HTTPS."""
     ssl_keyfile: str | None = None
@@ -61,6 +68,12 @@ class ServerConfig:
                 f"port: {self.port} is no TCP port; use 1 to 65535, or 0 for a free one"
             )
         self._check_keys()
+        for origin in self.cors_origin or ():
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"cors_origin: {origin!r} is no origin; write it as a browser sends it: "
+                    '"https://chat.example" or "http://localhost:3000", or "*" for every page'
+                )
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile: there is no certificate; give ssl_certfile, too")
         for name in ("max_body_bytes", "max_connections", "max_choices", "default_chat_tokens"):

@@ -97,6 +97,15 @@ def header_too_long(limit_bytes: int) -> ApiError:
     )
 
 
+def body_compressed(encoding: str) -> ApiError:
+    return ApiError(
+        415,
+        f"The body is compressed (Content-Encoding: {show(encoding)}), and this server unpacks "
+        "none; send it as it is.",
+        code="unsupported_encoding",
+    )
+
+
 def body_late(limit_s: float) -> ApiError:
     return ApiError(
         408,
@@ -211,6 +220,8 @@ def add_error_handlers(app: FastAPI) -> None:
             )
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another method")
+            if method == "OPTIONS":
+                return Response(status_code=204, headers={"Allow": f"{allowed}, OPTIONS"})
             told = ApiError(
                 405,
                 f"{path} can't be used with {method}; use {allowed}.",

@@ -18,7 +18,14 @@ from kvtier.control.routes import PATHS
 from kvtier.live.files import LIVE_PATH, name_of
 from kvtier.server.bodies import Body
 from kvtier.server.doorman import MONITOR_PATHS
-from kvtier.server.errors import ApiError, crowded, internal_error, shutting_down, wrong_key
+from kvtier.server.errors import (
+    ApiError,
+    body_compressed,
+    crowded,
+    internal_error,
+    shutting_down,
+    wrong_key,
+)
 from kvtier.server.service import Service
 
 logger = logging.getLogger(__name__)
@@ -159,6 +166,7 @@ class RequestGate:
             self._check_room(scope)
             _check_bearer(scope, self._control)
             self._check_open()
+            _check_encoding(scope)
         except ApiError as error:
             await self._service.bodies.refuse(scope, receive, error)
             await error.response()(scope, receive, send)
@@ -172,6 +180,7 @@ class RequestGate:
             self._check_room(scope)
             self._check_key(scope)
             self._check_open()
+            _check_encoding(scope)
         except ApiError as error:
             await bodies.refuse(scope, receive, error)
             raise
@@ -194,6 +203,14 @@ class RequestGate:
         if self._keys is None or path in self._open_paths or name_of(path) is not None:
             return
         _check_bearer(scope, self._keys)
+
+
+def _check_encoding(scope: Scope) -> None:
+    """Raise ``ApiError`` for a body that is compressed."""
+    for name, value in scope["headers"]:
+        encoding = value.strip().lower()
+        if name == b"content-encoding" and encoding not in (b"", b"identity"):
+            raise body_compressed(encoding.decode("latin-1"))
 
 
 def _check_bearer(scope: Scope, keys: ApiKeys | None) -> None:
