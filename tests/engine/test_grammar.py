@@ -102,6 +102,15 @@ HOSTILE: list[tuple[object, str]] = [
         },
         "schema too large",
     ),
+    ({"type": "string", "pattern": "^(a{1000}){1000}$"}, "too many expressions constructed$"),
+    (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "string", "pattern": "^(a{999}){999}$"}},
+            "required": ["a"],
+        },
+        "too many expressions constructed$",
+    ),
     ({"enum": [f"{at:08}" for at in range(20_000)]}, "of 131072 that are compiled at most"),
 ]
 
@@ -114,6 +123,27 @@ def test_a_schema_that_would_cost_too_much_is_refused(
         engine.grammar(of_schema(schema))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) <= 200
+
+
+LARGE: list[object] = [
+    {"enum": [f"{at * 7919 % 100_003:05}-{at:05}" for at in range(8_000)]},
+    {
+        "type": "object",
+        "properties": {f"p{at}": {"type": "string", "format": "date-time"} for at in range(300)},
+    },
+    {"type": "array", "maxItems": 5000, "items": {"type": "string", "maxLength": 5000}},
+]
+
+
+@pytest.mark.parametrize("schema", LARGE)
+def test_a_large_schema_stays_within_the_limits(engine: Engine, schema: object) -> None:
+    matcher = engine.grammar(of_schema(schema)).matcher()
+    for _ in range(50):
+        allowed = np.flatnonzero(matcher.allowed(4096))
+        assert not matcher.error
+        if matcher.is_complete:
+            break
+        matcher.accept(int(allowed[len(allowed) // 2]))
 
 
 class Exhausted:

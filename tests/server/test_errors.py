@@ -57,7 +57,7 @@ def post(served: Running, path: str, **content: object) -> httpx.Response:
     return httpx.post(f"{served.url}/v1/{path}", timeout=60, **content)  # type: ignore[arg-type]
 
 
-def called(arguments: str) -> Any:
+def called(arguments: object) -> Any:
     return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
 
 
@@ -88,7 +88,8 @@ BAD_COMPLETIONS = [
     ({"n": 17}, "n", "n is 17, but must be less than or equal to 16"),
     ({"seed": 2**64}, "seed", "seed is 18446744073709551616, but must be less than"),
     ({"stop": 5}, "stop", "stop is 5, but must be a text or a list of texts"),
-    ({"stop": ["a"] * 5}, "stop", "stop has 5 texts; give at most 4"),
+    ({"stop": ["a"] * 65}, "stop", "stop has 65 texts; give at most 64"),
+    ({"stop": ["a" * 1000] * 5}, "stop", "stop has 5000 characters together; give at most 4096"),
     ({"stop": [""]}, "stop", "stop has a text of 0 characters"),
     ({"logprobs": 21}, "logprobs", "logprobs is 21, but must be less than or equal to 20"),
     ({"stream": "yes"}, "stream", 'stream is "yes", but must be a valid boolean'),
@@ -159,6 +160,26 @@ BAD_COMPLETIONS = [
         "can't force answers into: failed to compile JSON schema: Unimplemented keys: [",
     ),
     (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"type": "string", "pattern": "^(a{1000}){1000}$"}},
+            }
+        },
+        "response_format",
+        "can't force answers into: lexer error: too many expressions constructed.",
+    ),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"type": "\x00"}},
+            }
+        },
+        "response_format",
+        r"Invalid type: \x00",
+    ),
+    (
         {"response_format": {"type": "json_object"}, "min_tokens": 1},
         None,
         "min_tokens is given with a grammar",
@@ -184,9 +205,9 @@ BAD_CHATS = [
         'tool_calls has {"id": "1"}; a call is {"id": ...',
     ),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [called("[1]")]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [called(5)]}]},
         "messages[0].tool_calls",
-        'tool_calls has the arguments "[1]", but they must be a JSON object, as text',
+        "tool_calls has the arguments 5, but they must be a JSON object, as text",
     ),
     (
         {"messages": [{"role": "user", "content": "x", "tool_calls": [called("{}")]}]},
@@ -199,9 +220,9 @@ BAD_CHATS = [
         "belongs to a message of the tool, but this one is of the user.",
     ),
     (
-        {"messages": [{"role": "user", "content": "x", "weight": 1}]},
-        "messages[0].weight",
-        "messages[0].weight is not supported",
+        {"messages": [{"role": "assistant", "content": "x", "prefix": True}]},
+        "messages[0].prefix",
+        "messages[0].prefix is not supported",
     ),
     ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, but must be greater than or equal to 1"),
     ({"tools": {}}, "tools", "tools is {}, but must be a list of functions"),
@@ -264,6 +285,17 @@ def test_a_bad_completion_request_is_told_why(
     assert sentence in str(error["message"])
 
 
+@pytest.mark.parametrize("schema", ['{"const": "\\ud800"}', '{"\\ud800": 1}'])
+def test_half_a_character_in_a_schema_is_a_sentence(served: Running, schema: str) -> None:
+    wanted = f'{{"type": "json_schema", "json_schema": {{"schema": {schema}}}}}'
+    body = f'{{"model": "{MODEL}", "prompt": "x", "response_format": {wanted}}}'
+    headers = {"Content-Type": "application/json"}
+    error = error_of(post(served, "completions", content=body, headers=headers), 400)
+    assert (
+        error["message"] == "response_format has half of a surrogate pair; send whole characters."
+    )
+
+
 @pytest.mark.parametrize(("change", "param", "sentence"), BAD_CHATS)
 def test_a_bad_chat_request_is_told_why(
     served: Running, change: dict[str, object], param: str | None, sentence: str
@@ -279,7 +311,7 @@ def test_a_bad_chat_request_is_told_why(
         (b"{", "not valid JSON at character 1"),
         (b'{"model": "kvtier-tiny",}', "not valid JSON at character"),
         (b"\xff\xfe{", "can't be read as JSON"),
-        (b"[" * 100_000, "more than 32 levels of lists and objects; flatten it"),
+        (b"[" * 100_000, "more than 128 levels of lists and objects; flatten it"),
         (b"[]", "must be a JSON object"),
         (b"7", "must be a JSON object"),
         (b"", "body is empty"),

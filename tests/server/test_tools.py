@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from kvtier.engine import Engine
+from kvtier.engine import Engine, Grammar
 from kvtier.engine.grammar import Grammars
 from kvtier.errors import install_command
+from kvtier.server import service
 from kvtier.server.fields import ToolChoice, parse_tools
 from kvtier.server.grammars import grammar_of_answer
 from kvtier.server.tool_calls import CallForm, CallReader
 
-from .conftest import MODEL, Running
+from .conftest import MODEL, Running, wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -165,6 +168,64 @@ def test_any_name_can_be_forced(client: openai.OpenAI) -> None:
     assert set(json.loads(calls[0].function.arguments)) == {"on"}
 
 
+@pytest.mark.parametrize("parallel", [None, False, True])
+def test_a_named_function_is_called_once(client: openai.OpenAI, parallel: bool | None) -> None:
+    choice: Any = {"type": "function", "function": {"name": ODD["function"]["name"]}}
+    given: Any = {} if parallel is None else {"parallel_tool_calls": parallel}
+    answer = client.chat.completions.create(**ASKED, tool_choice=choice, **given)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert len(answer.choices[0].message.tool_calls or []) == 1
+
+
+REPLAYED: list[Any] = [
+    {"reasoning": "a thought"},
+    {"reasoning_details": [{"type": "reasoning.text", "text": "a thought"}]},
+    {"annotations": [{"type": "url_citation"}], "refusal": "", "audio": None},
+    {"provider_specific_fields": {"thought_signature": "x"}, "function_call": None},
+    {"id": 1947, "opts": {"visible": False}, "index": 0},
+]
+
+
+@pytest.mark.parametrize("more", REPLAYED)
+def test_fields_of_messages_that_ask_for_nothing_change_nothing(
+    client: openai.OpenAI, more: Any
+) -> None:
+    def tokens(**more: Any) -> int:
+        said = {"role": "assistant", "content": "mild", **more}
+        return prompt_tokens(client, messages=[*ASKED["messages"], said, *ASKED["messages"]])
+
+    assert tokens(**more) == tokens()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "like"),
+    [("[]", "{}"), ([], "{}"), ("null", "{}"), (None, "{}"), (" ", "{}"), ('{"city": "Ro', None)],
+)
+def test_any_arguments_of_an_earlier_call_are_taken(
+    client: openai.OpenAI, arguments: Any, like: str | None
+) -> None:
+    def tokens(arguments: Any) -> int:
+        function = {"name": "get_weather", "arguments": arguments}
+        call = {"id": "call_1", "type": "function", "function": function}
+        turns = [
+            *ASKED["messages"],
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "mild"},
+        ]
+        return prompt_tokens(client, messages=turns)
+
+    found = tokens(arguments)
+    assert found == tokens(like) if like else found > tokens("{}")
+
+
+def test_a_user_may_be_a_number_and_stops_may_be_many(client: openai.OpenAI) -> None:
+    stops = ["zebra", "quagga", "okapi", "gnu", "eland", "mild"]
+    plain = client.chat.completions.create(**ASKED)
+    more: Any = {"user": 1947, "stop": stops}
+    given = client.chat.completions.create(**ASKED, extra_body=more)
+    assert given.choices[0].message.content == plain.choices[0].message.content
+
+
 def test_a_streamed_call_comes_in_the_parts_of_the_api(client: openai.OpenAI) -> None:
     chunks = list(
         client.chat.completions.create(
@@ -245,6 +306,58 @@ def test_a_completion_is_forced_as_well(client: openai.OpenAI) -> None:
         model=MODEL, prompt="x = ", max_tokens=40, extra_body={"response_format": FORMAT}
     )
     assert set(json.loads(answer.choices[0].text)) == {"ok", "kind"}
+
+
+def test_a_schema_may_be_deep(client: openai.OpenAI) -> None:
+    schema: Any = {"const": 5}
+    for _ in range(40):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
+    asked = {**ASKED, "tools": None, "max_tokens": 300, "response_format": wanted}
+    found = json.loads(client.chat.completions.create(**asked).choices[0].message.content or "")
+    for _ in range(40):
+        found = found["a"]
+    assert found == 5
+
+
+def test_the_memory_of_a_grammar_is_given_back(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_trimmed = Event()
+    monkeypatch.setattr(service, "trim_heap", is_trimmed.set)
+    client.chat.completions.create(**ASKED)
+    assert not is_trimmed.is_set()
+    wanted: Any = {"type": "json_object"}
+    client.chat.completions.create(**{**ASKED, "tools": None, "response_format": wanted})
+    assert is_trimmed.wait(30)
+
+
+def test_requests_without_a_grammar_do_not_wait_for_one(
+    client: openai.OpenAI, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_grammar, may_go, num_inside, most = engine.grammar, Event(), [0], [0]
+
+    def slow(lark: str) -> Grammar:
+        num_inside[0] += 1
+        most[0] = max(most[0], num_inside[0])
+        assert may_go.wait(30)
+        num_inside[0] -= 1
+        return compile_grammar(lark)
+
+    monkeypatch.setattr(engine, "grammar", slow)
+    wanted: Any = {"type": "json_object"}
+    asked = {**ASKED, "tools": None, "max_tokens": 4}
+    with ThreadPoolExecutor() as threads:
+        ask: Any = client.chat.completions.create
+        answers = [threads.submit(ask, **asked, response_format=wanted) for _ in range(4)]
+        try:
+            wait_until(lambda: num_inside[0] > 0, "a grammar")
+            assert client.chat.completions.create(**asked).choices[0].message.content
+            assert not any(answer.done() for answer in answers)
+        finally:
+            may_go.set()
+        assert all(answer.result().choices[0].message.content for answer in answers)
+    assert most == [1]
 
 
 def test_an_object_without_a_schema_is_an_object(client: openai.OpenAI) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import CacheError, install_command
+from kvtier.errors import CacheError, install_command, printable
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -23,6 +23,21 @@ if TYPE_CHECKING:
 
 MAX_CHARACTERS = 128 << 10
 """Length of a grammar. llguidance limits the work on one, but that grows with its length."""
+
+
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 150_000,
+    "step_lexer_fuel": 50_000,
+    "max_lexer_states": 25_000,
+    "verbose_errors": False,
+}
+"""llguidance's limits. A grammar at all of them holds about 50 MiB; with its own defaults, 0.5 GiB.
+
+A list of 128 KiB of words, or an object with 300 formatted fields, needs a third of them.
+"""
+
+NUM_TRIED = 16
+"""Steps of an answer that are tried when a grammar is compiled."""
 
 
 class GrammarError(CacheError, ValueError):
@@ -102,19 +117,33 @@ class Grammars:
         Raises ``NoGrammarsError`` if there are none here, ``GrammarError`` if this one is wrong.
         """
         tokenizer = self._ready()
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         if len(lark) > MAX_CHARACTERS:
             raise GrammarError(
                 f"it has {len(lark)} characters, of {MAX_CHARACTERS} that are compiled at most"
             )
-        matcher = LLMatcher(tokenizer, lark, log_level=0)
-        # The first tokens take the longest to find: do it here, not on the engine's thread.
+        limits = LLParserLimits(**LIMITS)
+        matcher = LLMatcher(tokenizer, lark, log_level=0, limits=limits)
         if not matcher.is_error():
-            Matcher(matcher).allowed(self._vocab_size)
+            self._try(matcher)
         if matcher.is_error():
             raise GrammarError(_first_line(matcher.get_error()))
         return Grammar(matcher)
+
+    def _try(self, start: LLMatcher) -> None:
+        """Follow a grammar for some steps. Raise ``GrammarError`` if it exceeds the limits.
+
+        The first tokens take the longest to find: do it here, not on the engine's thread.
+        """
+        matcher = start.deep_copy()
+        for _ in range(NUM_TRIED):
+            allowed = np.flatnonzero(Matcher(matcher).allowed(self._vocab_size))
+            if matcher.is_error() or matcher.is_stopped() or not len(allowed):
+                break
+            matcher.consume_tokens(matcher.compute_ff_tokens() or [int(allowed[0])])
+        if matcher.is_error():
+            raise GrammarError(_first_line(matcher.get_error()))
 
     def _ready(self) -> LLTokenizer:
         """Return the tokenizer for llguidance; the first time takes up to seconds."""
@@ -144,5 +173,5 @@ class Grammars:
 
 def _first_line(error: str) -> str:
     """Return llguidance's reason without the place in the grammar, which the server wrote."""
-    line = error.strip().partition("\n")[0]
-    return re.sub(r"^at \d+\(\d+\): ", "", line).rstrip(".")[:200]
+    line = error.replace("<non-verbose/>", "").strip().partition("\n")[0]
+    return printable(re.sub(r"^at \d+\(\d+\): ", "", line)).rstrip(" .")[:200]

@@ -9,11 +9,11 @@ from functools import cache
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from kvtier.engine import Grammar, Tokenizer
+from kvtier.engine import Tokenizer
 from kvtier.server.answer import Answerer, AnswerForm, Whole
 from kvtier.server.choice import TextPiece, TextToken
 from kvtier.server.errors import bad_request, show
-from kvtier.server.grammars import compiled, grammar_of_answer
+from kvtier.server.grammars import grammar_of_answer
 from kvtier.server.logprobs import chat_logprobs
 from kvtier.server.responses import (
     CalledTool,
@@ -151,11 +151,11 @@ def _deltas(number: int, call: ToolCall) -> list[ChatDelta]:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation as token ids; how calls in its answer are written; what it has to be."""
+    """A conversation as token ids; how calls in its answer are written; rules of its grammar."""
 
     prompt: list[int]
     call_form: CallForm | None
-    grammar: Grammar | None
+    rules: str
 
 
 def chat_router(service: Service) -> APIRouter:
@@ -166,6 +166,8 @@ def chat_router(service: Service) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         """Return the assistant's next turn in a conversation."""
         body, prepared = await service.prepare(request, ChatRequest, prepare)
+        param = "tool_choice" if body.response_format is None else "response_format"
+        grammar = await service.grammar(request, prepared.rules, param)
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         orders = service.orders(
             body,
@@ -173,7 +175,7 @@ def chat_router(service: Service) -> APIRouter:
             max_tokens=body.max_completion_tokens or body.max_tokens,
             default_max_tokens=service.config.default_chat_tokens,
             num_logprobs=num_logprobs,
-            grammar=prepared.grammar,
+            grammar=grammar,
         )
         max_calls = 0 if body.parallel_tool_calls else 1
         form = ChatForm(tokenizer, num_logprobs, prepared.call_form, max_calls)
@@ -214,8 +216,7 @@ def chat_router(service: Service) -> APIRouter:
             body.tool_choice,
             is_single=not body.parallel_tool_calls,
         )
-        param = "tool_choice" if body.response_format is None else "response_format"
-        return ChatPrompt(encode(text), form, compiled(service.engine, rules, param))
+        return ChatPrompt(encode(text), form, rules)
 
     def check_tools(body: ChatRequest) -> CallForm | None:
         """Return how calls in the answer are written; None if there are to be none."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from kvtier.engine import Grammar, Tokenizer
+from kvtier.engine import Tokenizer
 from kvtier.server.answer import Answerer, AnswerForm, Whole
 from kvtier.server.choice import TextPiece, TextToken
 from kvtier.server.fields import Prompt
 from kvtier.server.generation import ChoiceOrder
-from kvtier.server.grammars import compiled, grammar_of_answer
+from kvtier.server.grammars import grammar_of_answer
 from kvtier.server.logprobs import completion_logprobs
 from kvtier.server.responses import CompletionChoice, CompletionLogprobs
 from kvtier.server.schemas import CompletionRequest, takes
@@ -25,14 +25,14 @@ DEFAULT_MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class CompletionPrompts:
-    """Prompts as token ids, and what every answer has to be.
+    """Prompts as token ids, and the rules of the grammar of every answer.
 
     echoes: text to begin each prompt's answers with; offsets of the prompt's tokens in it.
     """
 
     prompts: list[list[int]]
     echoes: list[tuple[str, list[int]]]
-    grammar: Grammar | None
+    rules: str
 
 
 class CompletionForm(AnswerForm):
@@ -84,6 +84,7 @@ def completions_router(service: Service) -> APIRouter:
     async def create_completion(request: Request) -> Response:
         """Continue one or more prompts."""
         body, prepared = await service.prepare(request, CompletionRequest, prepare)
+        grammar = await service.grammar(request, prepared.rules, "response_format")
         orders: list[ChoiceOrder] = []
         for token_ids, (echo, offsets) in zip(prepared.prompts, prepared.echoes, strict=True):
             orders += service.orders(
@@ -94,7 +95,7 @@ def completions_router(service: Service) -> APIRouter:
                 num_logprobs=body.logprobs,
                 echo=echo,
                 offsets=offsets,
-                grammar=prepared.grammar,
+                grammar=grammar,
             )
         generation = service.start(request, body, orders)
         form = CompletionForm(tokenizer, body.logprobs)
@@ -111,10 +112,7 @@ def completions_router(service: Service) -> APIRouter:
             _echo(tokenizer, prompt, token_ids, scores) if body.echo else ("", [])
             for prompt, token_ids in zip(body.prompt, prompts, strict=True)
         ]
-        rules = grammar_of_answer(body.response_format)
-        return CompletionPrompts(
-            prompts, echoes, compiled(service.engine, rules, "response_format")
-        )
+        return CompletionPrompts(prompts, echoes, grammar_of_answer(body.response_format))
 
     return router
 

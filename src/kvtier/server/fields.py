@@ -28,8 +28,10 @@ from kvtier.hints import (
 )
 from kvtier.server.errors import show
 
-MAX_STOPS = 4
+MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
+MAX_ALL_STOP_CHARACTERS = 4096
+"""Each piece of an answer is compared with all beginnings of all stop strings."""
 
 MAX_BIAS = 100
 MAX_STOP_IDS = 64
@@ -113,7 +115,7 @@ def parse_prompts(value: object) -> list[Prompt]:
 
 
 def parse_stops(value: object) -> tuple[str, ...]:
-    """Return the stop strings: none, one, or up to four."""
+    """Return the stop strings: none, one, or several."""
     if value is None:
         return ()
     stops = [value] if isinstance(value, str) else value
@@ -127,6 +129,10 @@ def parse_stops(value: object) -> tuple[str, ...]:
                 f"stop has a text of {len(stop)} characters; give 1 to {MAX_STOP_CHARACTERS} each"
             )
         _check_text("stop", stop)
+    if (num_characters := sum(map(len, stops))) > MAX_ALL_STOP_CHARACTERS:
+        raise ValueError(
+            f"stop has {num_characters} characters together; give at most {MAX_ALL_STOP_CHARACTERS}"
+        )
     return tuple(stops)
 
 
@@ -257,18 +263,26 @@ def parse_tool_calls(value: object) -> list[dict[str, object]]:
     return calls
 
 
-def _parse_arguments(value: object) -> dict[str, object]:
+def _parse_arguments(value: object) -> dict[str, object] | str:
+    """Return the arguments of an earlier call: an object, or the text that is none.
+
+    A model may have written anything, such as an object that ``max_tokens`` has cut.
+    """
     found: object = value
     if isinstance(value, str):
         try:
-            found = json.loads(value) if value.strip() else {}
+            found = json.loads(value) if value.strip() else None
         except (ValueError, RecursionError):
-            found = None
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"tool_calls has the arguments {show(value)}, but they must be a JSON object, as text"
-        )
-    return found
+            return value
+    if isinstance(found, dict):
+        return found
+    if found is None or found == []:  # no arguments, as some clients write it
+        return {}
+    if isinstance(value, str):
+        return value
+    raise ValueError(
+        f"tool_calls has the arguments {show(value)}, but they must be a JSON object, as text"
+    )
 
 
 def parse_response_format(value: object) -> ResponseFormat | None:
@@ -292,6 +306,7 @@ def parse_response_format(value: object) -> ResponseFormat | None:
             'response_format has no schema; send {"type": "json_schema", "json_schema": {"name": '
             '..., "schema": {...}}}'
         )
+    _check_texts("response_format", schema)
     return ResponseFormat(schema)
 
 

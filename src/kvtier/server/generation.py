@@ -210,4 +210,7 @@ class Generation:
         for handle in self._handles:
             if not handle.done:
                 handle.abort()
+        # The engine's requests call this object: without its references to them they end at once,
+        # with their grammars, and wait for no collector of cycles.
+        self._handles.clear()
         self._on_close(self)

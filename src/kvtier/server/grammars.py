@@ -28,7 +28,7 @@ def grammar_of_answer(
     """Return the grammar of an answer; "" where any text will do.
 
     form: how the model writes calls; None if none are wanted.
-    is_single: at most one call.
+    is_single: at most one call. A named function is called once in any case.
     """
     may_call = form is not None and bool(tools)
     must_call = may_call and choice.mode == "required"
@@ -39,7 +39,7 @@ def grammar_of_answer(
         assert form is not None
         named = [each for each in tools if choice.name in ("", each.name)]
         schemas = [(each.name, _schema(each.parameters)) for each in named]
-        rules.append(grammar_of_calls(form, schemas, is_single))
+        rules.append(grammar_of_calls(form, schemas, is_single or bool(choice.name)))
         starts.append("calls")
     if wanted is not None and not must_call:
         rules.append(f"answer: %json {_schema(wanted.schema)}")
@@ -47,13 +47,11 @@ def grammar_of_answer(
     return "\n".join([*rules, f"start: {' | '.join(starts)}"])
 
 
-def compiled(engine: Engine, rules: str, param: str) -> Grammar | None:
-    """Return the compiled grammar; None for "". Raises ``ApiError``.
+def compiled(engine: Engine, rules: str, param: str) -> Grammar:
+    """Return the compiled grammar. Raises ``ApiError``.
 
     param: the field of the request that asked for it.
     """
-    if not rules:
-        return None
     try:
         return engine.grammar(rules)
     except NoGrammarsError as error:

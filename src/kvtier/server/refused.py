@@ -81,8 +81,14 @@ def _unknown(name: str, known: list[str]) -> ApiError:
     return _unsupported(f"{show(name)} is no parameter of this request; {advice}", name)
 
 
+ASKED_OF_MESSAGES = frozenset({"audio", "function_call", "partial", "prefix"})
+"""Fields of messages that would change the answer. Clients add many others, which change nothing:
+they send back what some server has answered, and notes of their own.
+"""
+
+
 def _refuse_message(at: int, message: ChatMessage) -> None:
-    """Refuse fields of messages. Empty fields from earlier answers are accepted."""
+    """Refuse fields of messages that ask for something; ignore all others."""
     if message.content is None and message.role != "assistant":
         where = f"messages[{at}].content"
         raise bad_request(f"{where} is missing; this request needs it.", where, "missing")
@@ -95,7 +101,7 @@ def _refuse_message(at: int, message: ChatMessage) -> None:
                 where,
             )
     for name, value in (message.model_extra or {}).items():
-        if value not in (None, [], {}):
+        if name in ASKED_OF_MESSAGES and value not in (None, False, [], {}):
             where = f"messages[{at}].{name}"
             raise _unsupported(f"{where} is not supported by this server; leave it out.", where)
 

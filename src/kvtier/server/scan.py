@@ -24,7 +24,7 @@ class Bounds:
     text_bytes: int
     values: int = 262_144
     containers: int = 16_384
-    depth: int = 32
+    depth: int = 128
     number_characters: int = 64
 
 

@@ -63,7 +63,7 @@ class GenerationRequest(BaseModel):
     response_format: Format = None
     seed: Annotated[Count, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stops = ()
-    user: Text | None = None
+    user: object = None
     """Ignored."""
 
     # -- extensions -------------------------------------------------------------------------------

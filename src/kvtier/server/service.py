@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from threading import Event
 from typing import NoReturn, Protocol, TypeVar
@@ -30,12 +32,14 @@ from kvtier.server.errors import (
     shutting_down,
 )
 from kvtier.server.generation import ChoiceOrder, Generation
+from kvtier.server.grammars import compiled
 from kvtier.server.metrics import ServerMetrics
 from kvtier.server.pace import Pace
 from kvtier.server.refused import refuse_unsupported
 from kvtier.server.scan import Bounds
 from kvtier.server.schemas import GenerationRequest
 from kvtier.server.streaming import unless_gone
+from kvtier.system.memory import trim_heap
 from kvtier.system.user_paths import user_path
 from kvtier.telemetry.traces import open_traces
 
@@ -153,6 +157,8 @@ class Service:
         # Long requests wait for long ones, short ones for short ones; metrics never wait.
         self._short = ThreadPoolExecutor(2, thread_name_prefix="kvtier-tokenizer")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="kvtier-tokenizer-long")
+        # A grammar may take half a second: others wait for it only if they have one, too.
+        self._grammars = ThreadPoolExecutor(1, thread_name_prefix="kvtier-grammar")
         self._recorder = self._open_recorder()
         self._traces = open_traces(__version__) if config.traces else None
 
@@ -183,6 +189,32 @@ class Service:
             return await in_thread(self._short)
         finally:
             body.release()
+
+    async def grammar(self, request: Request, rules: str, param: str) -> Grammar | None:
+        """Compile the grammar of an answer; None for "". Raises ``ApiError``.
+
+        param: the field of the request that asked for it.
+        """
+        if not rules:
+            return None
+
+        loop = asyncio.get_running_loop()
+
+        async def in_thread() -> Grammar:
+            return await loop.run_in_executor(self._grammars, compiled, self.engine, rules, param)
+
+        grammar = await unless_gone(in_thread(), request.receive)
+        weakref.finalize(grammar, self._note_end_of_grammar, loop).atexit = False
+        return grammar
+
+    def _note_end_of_grammar(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have the memory of a grammar given back. Called on any thread, within any other call."""
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(self._trim_heap)
+
+    def _trim_heap(self) -> None:
+        with suppress(RuntimeError):  # shut down
+            self._grammars.submit(trim_heap)
 
     def check(self, request: GenerationRequest, num_prompts: int = 1) -> None:
         """Raise ``ApiError`` for another model, unsupported parameters and too many choices."""
@@ -387,7 +419,7 @@ class Service:
 
     def close(self) -> None:
         """Release resources after the last request."""
-        for executor in (self._short, self._long):
+        for executor in (self._short, self._long, self._grammars):
             executor.shutdown(wait=False, cancel_futures=True)
         if self._recorder is not None:
             self._recorder.close()

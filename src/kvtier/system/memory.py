@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,6 +62,15 @@ def available_bytes(root: Path = Path("/")) -> tuple[int, str]:
                 used = max(0, usage - (_field(group / "memory.stat", hierarchy.cached) or 0))
                 limits.append((limit - used, f"memory limit of the control group {name}"))
     return min(limits, default=(1 << 62, "no limit known"))
+
+
+def trim_heap() -> None:
+    """Give memory that was freed back to the machine, where the C library can (glibc).
+
+    It keeps what threads have freed otherwise. Takes some 50 ms per GiB.
+    """
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def total_bytes(root: Path = Path("/")) -> tuple[int, str]:
