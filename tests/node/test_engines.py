@@ -43,7 +43,7 @@ def places(engine: Bare, room: int, some: bytes) -> list[int]:
 
 
 HOLDER = """
-import os, sys, time
+import os, socket, sys
 from tests.node.world import Bare, keys
 from kvtier.node import protocol
 from pathlib import Path
@@ -54,6 +54,12 @@ if "reserve" in sys.argv:
     engine.ask(protocol.ReserveRequest(3, room, keys(1, 2, 3)))
 if "lease" in sys.argv:
     engine.ask(protocol.LookupRequest(3, room, keys(1, 2, 3)))
+if "silent" in sys.argv:  # leaves an answer unread, and says much while the node is held up
+    engine.send(protocol.LookupRequest(4, room, keys(4)))
+    engine.socket.recv(1, socket.MSG_PEEK)
+    print("asked", flush=True)
+    sys.stdin.readline()
+    engine.send(protocol.UseNotice(room, bytes(2 * protocol.RECEIVED_AT_ONCE)))
 if "close" in sys.argv:
     engine.socket.close()
 if "fork" in sys.argv and os.fork() == 0:
@@ -65,7 +71,9 @@ sys.stdin.read()
 
 
 @contextmanager
-def holder(node: LocalNode, *words: str, client: str = "") -> Iterator[subprocess.Popen[str]]:
+def holder(
+    node: LocalNode, *words: str, client: str = "", is_ready: bool = True
+) -> Iterator[subprocess.Popen[str]]:
     """A process that uses blocks 1, 2 and 3 until it is killed, or its input ends."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(node.config.socket), client, *words],
@@ -75,7 +83,7 @@ def holder(node: LocalNode, *words: str, client: str = "") -> Iterator[subproces
     )
     try:
         assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        assert not is_ready or process.stdout.readline() == "ready\n"
         yield process
     finally:
         process.kill()
@@ -86,6 +94,37 @@ def holder(node: LocalNode, *words: str, client: str = "") -> Iterator[subproces
 
 
 # -- the end of a process --------------------------------------------------------------------------
+
+
+MUCH = 2 * protocol.RECEIVED_AT_ONCE
+"""Bytes that the node does not receive by one call."""
+
+
+def test_connection_closed_with_an_unread_answer_is_noticed(node: LocalNode) -> None:
+    """Its process lives on. The event loop reports such an end once, whatever is left to read."""
+    for num_bytes in 8, MUCH:
+        engine = Bare(node.config.socket)
+        room = engine.enter()
+        engine.send(protocol.LookupRequest(4, room, keys(4)))
+        assert engine.socket.recv(1, socket.MSG_PEEK)
+        with node.held_up():
+            engine.send(protocol.UseNotice(room, bytes(num_bytes)))
+            engine.close()
+        node.until(lambda: not node.server.registry._open)
+
+
+def test_process_killed_with_an_unread_answer_leaves_nothing(node: LocalNode) -> None:
+    with holder(node, "reserve", "silent", is_ready=False) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "asked\n"
+        with node.held_up():
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "ready\n"
+            process.kill()
+            process.wait()
+        node.until(lambda: not node.server.registry.engines)
 
 
 @pytest.mark.parametrize("words", [("reserve",), ("reserve", "close")])

@@ -77,7 +77,7 @@ def test_each_lease_is_released_once_whatever_is_named(
     held: Holdings, steps: list[tuple[list[int], list[int]]]
 ) -> None:
     room, model = held.room, Counter[int]()
-    held.end()  # of an example that has failed
+    list(held.end())  # of an example that has failed
     for asked, named in steps:
         found = room.look_up([KEYS[at] for at in asked], has_gaps=False)
         room._last_use[:] = 0
@@ -95,7 +95,7 @@ def test_each_lease_is_released_once_whatever_is_named(
         assert model.keys() <= set(room._index.slots(blocks, HOST))
         assert room._index.num_evictable(HOST) == len(KEYS) - len(model)
     assert held.num_slots == len(model)
-    held.end()
+    list(held.end())
     assert held.num_slots == 0
     assert room._index.num_evictable(HOST) == len(KEYS)
 
@@ -106,7 +106,7 @@ def test_each_reserved_slot_ends_once_whatever_is_named(
     held: Holdings, steps: list[list[int]]
 ) -> None:
     room = held.room
-    held.end()
+    list(held.end())
     found = held.reserve([bytes([200 + number]) * 8 for number in range(3)])
     assert found is not None
     reserved, generations = found
@@ -125,7 +125,7 @@ def test_each_reserved_slot_ends_once_whatever_is_named(
         held.num_reserved -= len(which)
         model = [slot for slot in model if slot not in before]
         room.abort_blocks(ended)
-    held.end()
+    list(held.end())
     room.check_invariants()
     assert not room.tier.users.any()
 
@@ -148,7 +148,7 @@ def test_simple_messages_are_answered_as_all_are(
         assert held._leases.serve(memoryview(b""), 0, 8, True, 0.0) is None
         return
     room, key_bytes = held.room, held.room.key.key_bytes
-    held.end()
+    list(held.end())
     number, at = numbers
     request = LookupRequest(number, at, b"".join(asked), *flags)
     served = held._leases.serve(content_of(request), at, key_bytes, is_alone, 0.0)
@@ -183,7 +183,7 @@ def test_damaged_messages_are_not_served_simply(
     held: Holdings, content: bytes, cut: int, at: int
 ) -> None:
     """They are decoded, and refused then."""
-    held.end()
+    list(held.end())
     for message in (
         LookupRequest(300, 7, KEYS[0] + KEYS[1]),
         ReleaseNotice(7, pack([1, 2])),
@@ -196,7 +196,7 @@ def test_damaged_messages_are_not_served_simply(
             if served is not None:
                 assert type(decode_engine(damaged)) in (LookupRequest, ReleaseNotice)
         assert held._leases.serve(memoryview(whole), 8, 8, True, 0.0) is None
-    held.end()
+    list(held.end())
 
 
 def content_of(message: FromEngine) -> memoryview:

@@ -247,13 +247,19 @@ _contents = st.one_of(
     st.binary(max_size=40),
     _slots,
     st.lists(st.integers(0, 5), max_size=5).map(lambda some: keys(*some)),
+    # as many as one message may have, and more
+    st.builds(
+        lambda some, num: some * (num // len(some)),
+        st.lists(st.integers(0, 90), min_size=1, max_size=90).map(lambda some: keys(*some)),
+        st.sampled_from([8 * protocol.MOST_AT_ONCE + 8, 8 * protocol.MOST_KEYS, 1 << 20]),
+    ),
 )
 
 
 def _field(name: str, kind: object) -> st.SearchStrategy[object]:
     if name == "room":
         return st.sampled_from([0, 0, 0, 1, -1])
-    if kind is bytes:
+    if kind in (bytes, protocol.Keys, protocol.OneKey):
         return _contents
     if kind is float:
         return st.floats()
@@ -264,7 +270,16 @@ def _field(name: str, kind: object) -> st.SearchStrategy[object]:
     if kind is int:
         return _numbers
     numbers = st.integers(-(2**63), 2**63 - 1)
-    return st.lists(st.tuples(numbers, numbers, numbers, numbers, st.floats()), max_size=3)
+    small = st.integers(0, 5)
+    said = st.one_of(
+        st.tuples(numbers, numbers, numbers, numbers, st.floats()),
+        st.tuples(small, small, small, st.just(protocol.MOST_KEYS), st.floats(0, 9)),
+    )
+    return st.builds(
+        lambda some, times: some * times,
+        st.lists(said, max_size=3),
+        st.sampled_from([1, 1, protocol.MOST_STATEMENTS // 3, 1000]),
+    )
 
 
 def _message(kind: type[FromEngine]) -> st.SearchStrategy[FromEngine]:
@@ -288,6 +303,6 @@ def test_any_messages_leave_the_node_well(node: LocalNode, messages: list[FromEn
         last.attach("anything", client="anyone")
         last.send(protocol.DetachNotice())
         assert last.is_closed()
-    engines = node.do(lambda: [each.name for each in node.server.registry.engines.values()])
-    assert "anything" not in engines, "something is still in use"
+    engines = node.server.registry.engines
+    node.until(lambda: "anything" not in [each.name for each in engines.values()])
     wait_until(lambda: is_well(node))

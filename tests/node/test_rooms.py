@@ -10,6 +10,7 @@ import pytest
 from blake3 import blake3
 
 from kvtier._hot import NATIVE
+from kvtier.control.contract import ControlError
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError
 from kvtier.index.native_key_index import NativeKeyIndex
@@ -18,6 +19,7 @@ from kvtier.node import node as node_module
 from kvtier.node.config import DEFAULT_TENANT, TenantQuota
 from kvtier.node.engines import Holdings
 from kvtier.node.node import LINGER_S, MOST_ROOMS_OF_TENANT, SWEEP_S, CacheNode
+from kvtier.node.pins import MOST_PINS
 from kvtier.node.protocol import unpack
 from kvtier.node.room import NodeRoom
 from kvtier.node.room_key import RoomKey
@@ -192,11 +194,42 @@ def test_retired_segment_waits_for_its_last_user(tmp_path: Path, use: str) -> No
         retired = list(old.tier.retired_segments)
         assert retired, "it was told to go"
         assert (old.generations(slots) == generations).all(), "nobody else has got the slots"
-        held.end()
+        list(held.end())
         here.turn(num=20)
         fill(new, 1)
         assert new.locate_all(names(1)) == [MEMORY]
         assert set(new.tier.segments) <= set(retired)
+
+
+# -- pins ------------------------------------------------------------------------------------------
+
+
+def test_pins_of_the_same_blocks_are_counted_and_end_one_by_one(tmp_path: Path) -> None:
+    with world(tmp_path) as here:
+        room = here.room()
+        fill(room, 1, 2, 3)
+        first = here.node.pin(room, names(1, 2), 60.0)
+        second = here.node.pin(room, names(1, 2, 3), 5.0)
+        assert (len(room.pins), room.pins.num_blocks) == (2, 5)
+        room.delete(names(3))
+        assert (room.pins.num_blocks, len(room.pins.segments)) == (4, 1)
+        here.turn(6.0)
+        assert not room.pins.remove(second.number), "its time is over"
+        assert room.pins.num_blocks == 2
+        room.delete(names(1, 2))
+        assert not room.pins.remove(first.number)
+        assert (room.pins.num_blocks, len(room.pins.segments)) == (0, 0)
+
+
+def test_a_room_has_a_limited_number_of_pins(tmp_path: Path) -> None:
+    with world(tmp_path) as here:
+        room = here.room()
+        fill(room, 1)
+        made = [here.node.pin(room, names(1), 60.0).number for _ in range(MOST_PINS)]
+        with pytest.raises(ControlError, match=f"{MOST_PINS} pins already"):
+            here.node.pin(room, names(1), 60.0)
+        assert room.pins.remove(made[0])
+        assert here.node.pin(room, names(1), 60.0).segment_of
 
 
 # -- quotas ----------------------------------------------------------------------------------------

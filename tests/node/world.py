@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, TypeVar
+
+import uvloop
 
 from kvtier.devices.cpu import CpuDevice
 from kvtier.node import protocol
@@ -42,7 +44,7 @@ class LocalNode:
         self.config = config
         self.node = CacheNode(config, CpuDevice())
         self.server = NodeServer(self.node, config.socket)
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()  # as ``run_node`` does
         self._task: asyncio.Task[None] | None = None
         self._thread = Thread(target=self._serve)
         self._thread.start()
@@ -63,6 +65,22 @@ class LocalNode:
             return work()
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(PATIENCE_S)
+
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Hold up the node's own thread meanwhile, as a busy machine does."""
+        is_held, ends = Event(), Event()
+
+        def wait() -> None:
+            is_held.set()
+            ends.wait(PATIENCE_S)
+
+        self._loop.call_soon_threadsafe(wait)
+        assert is_held.wait(PATIENCE_S)
+        try:
+            yield
+        finally:
+            ends.set()
 
     def until(self, condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
         """Wait until a condition holds on the node's own thread."""

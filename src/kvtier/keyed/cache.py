@@ -216,22 +216,26 @@ class KeyedCache:
         is_doubtful = self.is_doubtful
         if in_memory.count(READY_BYTE) == len(in_memory) and not is_doubtful:
             return LocatedBlocks(bytes([MEMORY_CODE]) * len(in_memory), blocks, states)
-        codes = in_memory.translate(IN_MEMORY[self._lookup.is_complete])
         by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
+        if is_doubtful:
+            by_tier = self._without_doubted(blocks, by_tier)
+            in_memory = by_tier[:, 0].tobytes()
+        codes = in_memory.translate(IN_MEMORY[self._lookup.is_complete])
         if len(self._tiers) > 1 and NOWHERE_CODE in codes:
             of_keys = np.frombuffer(codes, np.uint8).copy()
             is_stored = (by_tier[:, 1:] == READY_BYTE).any(axis=1)
             of_keys[(of_keys == NOWHERE_CODE) & is_stored] = STORAGE_CODE
             codes = of_keys.tobytes()
-        if is_doubtful:
-            doubtful = {*self._copies.doubted, *(block for block, _ in self._lost)}
-            changed = bytearray(codes)
-            for at, block in enumerate(blocks):
-                if block in doubtful:
-                    place = self._place(block, tuple(map(State, by_tier[at].tolist())))
-                    changed[at] = PLACES.index(place)
-            codes = bytes(changed)
         return LocatedBlocks(codes, blocks, states)
+
+    def _without_doubted(self, blocks: Sequence[BlockId], by_tier: Codes) -> Codes:
+        """Return the states of blocks; a copy that must not be used is absent."""
+        usable, doubted, lost = by_tier.copy(), self._copies.doubted, self._lost
+        for tier, name in enumerate(self._tiers):
+            where = [at for at, block in enumerate(blocks) if (block, name) in lost]
+            usable[where, tier] = ABSENT_BYTE
+        usable[[at for at, block in enumerate(blocks) if block in doubted], 0] = ABSENT_BYTE
+        return usable
 
     def _find_all(self, keys: Collection[bytes]) -> tuple[Sequence[BlockId], Codes]:
         """Return the block of each key, ``NO_BLOCK`` if unknown, and its states.
@@ -503,9 +507,10 @@ class KeyedCache:
         self._index.release(kept, self.memory)
         return num
 
-    def _ready(self, keys: Sequence[bytes]) -> list[BlockId]:
+    def _ready(self, keys: Sequence[bytes]) -> Sequence[BlockId]:
         """Return the blocks that are ready in memory."""
-        return [block for block, states in self._found(keys) if states[0] is READY]
+        blocks, by_tier = self._find_all(keys)
+        return select(blocks, by_tier[:, 0] == READY_BYTE)
 
     def _promote(self, keys: Sequence[bytes]) -> int:
         num = min(len(keys), self.ladder.eviction.num_available(self.memory))

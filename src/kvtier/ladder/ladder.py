@@ -166,7 +166,9 @@ class Ladder:
 
     @property
     def is_busy(self) -> bool:
-        """Whether transfers are in flight or writes are due. Late transfers don't count."""
+        """Whether transfers are in flight, or work is due. Late transfers don't count."""
+        if self.transfers.is_dropping:
+            return True
         waits = self.write_queues.is_open and any(
             self._mover.accepts((self.topology.staging, name)) for name in self.write_queues.waiting
         )

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 from kvtier.errors import TierError
 from kvtier.index import BlockIndex, State
@@ -24,6 +25,8 @@ OnChange = Callable[[str, Sequence[BlockId], bool], None]
 
 CLOSE_WAIT_S = 10.0
 """Longest wait for copies in flight when the cache closes."""
+LOST_AT_ONCE = 2048
+"""Copies that ``drop_lost`` examines per call: dropping so many takes 15 ms."""
 
 
 class Transfers:
@@ -37,6 +40,7 @@ class Transfers:
 
     Attributes:
         lost: (block, tier) of copies that must not be used. Each is dropped once it is not leased.
+        is_dropping: whether the last ``drop_lost`` has dropped copies, and left some.
         on_change: called when blocks enter or leave a tier; may be None.
     """
 
@@ -68,6 +72,7 @@ class Transfers:
         self._in_flight = InFlight({name: topology.rooms[name] for name in topology.memories})
         self._failed_once: set[BlockId] = set()
         self.lost: dict[tuple[BlockId, str], BlockKey | None] = {}
+        self.is_dropping = False
 
     @property
     def transfers(self) -> Collection[Transfer]:
@@ -276,19 +281,23 @@ class Transfers:
             self.lost.setdefault((block, tier), key)
 
     def drop_lost(self) -> None:
-        """Forget lost copies that are not leased any more."""
+        """Forget lost copies that are not leased any more.
+
+        Examines ``LOST_AT_ONCE`` copies; the next call begins with the others.
+        """
         to_drop: dict[str, list[BlockKey]] = {}
-        for (block, tier), key in list(self.lost.items()):
-            state = self._index.state(block, tier)
-            if state is State.WRITING:
-                continue
-            if state is State.READY and not self._forget(block, tier):
-                continue
+        num_before = len(self.lost)
+        for (block, tier), key in list(islice(self.lost.items(), LOST_AT_ONCE)):
             del self.lost[block, tier]
+            state = self._index.state(block, tier)
+            if state is State.WRITING or (state is State.READY and not self._forget(block, tier)):
+                self.lost[block, tier] = key  # at the end
+                continue
             if key is not None:  # some rank or replica may still have it
                 to_drop.setdefault(tier, []).append(key)
         for tier, keys in to_drop.items():
             self._mover.drop(tier, keys, for_good=True)
+        self.is_dropping = 0 < len(self.lost) < num_before
 
     def _forget(self, block: BlockId, tier: str) -> bool:
         """Remove a block from a tier. Return False if it is leased."""

@@ -14,7 +14,8 @@ from functools import partial
 import numpy as np
 
 from kvtier.errors import CacheError
-from kvtier.keyed.cache import BlockLocation, Reserved
+from kvtier.index.selection import Int64s
+from kvtier.keyed.cache import BlockLocation
 from kvtier.keyed.waiters import Awaited
 from kvtier.keys import PackedKeys, select_keys
 from kvtier.ladder import PendingLookup
@@ -22,7 +23,15 @@ from kvtier.node import protocol
 from kvtier.node.deleting import delete_blocks
 from kvtier.node.engines import AttachedEngine, AttachError, EngineProcess, Holdings
 from kvtier.node.frame_socket import FrameSocket
-from kvtier.node.protocol import FromEngine, FromNode, ProtocolError, split_keys, unpack
+from kvtier.node.protocol import (
+    FromEngine,
+    FromNode,
+    ProtocolError,
+    Turns,
+    split_keys,
+    turns_of,
+    unpack,
+)
 from kvtier.node.registry import Registry
 from kvtier.node.reservations import OVERDUE_S
 from kvtier.node.room import NodeRoom
@@ -71,22 +80,23 @@ class Connection:
         self._recent: tuple[int, Holdings] | None = None  # room of the last message
         self._tasks: set[asyncio.Task[None]] = set()
         self._expiry = self._loop.call_later(HELLO_S, self._expire)
-        self._frames = FrameSocket(connection, self._take, self._break_off, self.close)
+        self._frames = FrameSocket(connection, self._take, self._fail, self.close)
 
-    def _take(self, content: memoryview) -> None:
-        """Handle one message."""
-        try:
-            if not self._serve_simply(content):
-                self._handle(protocol.decode_engine(content))
-        except ProtocolError as error:
-            self._break_off(error)
-        except Exception:  # one process's message must not end the cache of the others
-            logger.exception("disconnected pid=%d reason=its message failed", self._peer.pid)
+    def _take(self, content: memoryview) -> Turns | None:
+        """Handle one message. Return the turns that are left for it, if there are any."""
+        if self._serve_simply(content):
+            return None
+        return self._handle(protocol.decode_engine(content))
+
+    def _fail(self, error: Exception) -> None:
+        """Serve a process no further whose message failed. It ends the cache of no other one."""
+        if isinstance(error, ProtocolError):
+            logger.warning("disconnected pid=%d reason=%s", self._peer.pid, error)
+            self.close()
+        else:
+            reason = "disconnected pid=%d reason=its message failed"
+            logger.error(reason, self._peer.pid, exc_info=error)
             self.hang_up()
-
-    def _break_off(self, error: ProtocolError) -> None:
-        logger.warning("disconnected pid=%d reason=%s", self._peer.pid, error)
-        self.close()
 
     def send(
         self, message: FromNode, fds: Sequence[int] = (), undo: Callable[[], object] | None = None
@@ -141,12 +151,12 @@ class Connection:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def _handle(self, message: FromEngine) -> None:
+    def _handle(self, message: FromEngine) -> Turns | None:
         if self._frames.is_hung_up and not isinstance(message, SLOT_NOTICES):
-            return
+            return None
         match message:
             case protocol.RoomRequest() | protocol.RoomNotice() if self._engine is not None:
-                self._serve(message, self._engine)
+                return self._serve(message, self._engine)
             case protocol.AttachRequest():
                 self._hello(message)
             case _ if self._engine is None:
@@ -158,6 +168,7 @@ class Connection:
             case protocol.ReportNotice():
                 self._engine.num_failures += max(0, message.failures)
                 self._engine.num_pauses += max(0, message.pauses)
+        return None
 
     def _hello(self, hello: protocol.AttachRequest) -> None:
         if self._engine is not None:
@@ -171,7 +182,9 @@ class Connection:
             )
             return
         try:
-            self._number, self._client, self._engine = self._registry.attach(hello, self._peer)
+            self._number, self._client, self._engine = self._registry.attach(
+                hello, self._peer, self._frames
+            )
         except AttachError as error:
             self._refuse(hello.id, str(error))
             return
@@ -182,7 +195,6 @@ class Connection:
             self.hang_up()
             return
         self._frames.accept_up_to(protocol.MAX_FRAME_BYTES)
-        self._registry.ends[self._number] = self._frames.finish_if_closed
         memory = self._node.memory
         welcome = protocol.AttachAnswer(
             hello.id,
@@ -227,7 +239,7 @@ class Connection:
 
     def _serve(
         self, message: protocol.RoomRequest | protocol.RoomNotice, engine: AttachedEngine
-    ) -> None:
+    ) -> Turns | None:
         room = self._node.room_of(message.room, engine.tenant)
         if room is None:
             raise ProtocolError("a message names a room that the tenant has not opened")
@@ -244,18 +256,11 @@ class Connection:
             case protocol.ReleaseNotice():
                 held.release(unpack(message.slots))
             case protocol.ReserveRequest():
-                reserved = _reserve(message, held)
-                self.send(reserved, undo=lambda: held.abort(unpack(reserved.slots)))
+                return self._reserve(message, held)
             case protocol.CommitNotice():
-                slots, depths = unpack(message.slots), unpack(message.depths)
-                if len(slots) != len(depths) or depths.view(np.uint64).max(initial=0) >= 1 << 32:
-                    raise ProtocolError("slots and their depths don't agree")
-                held.commit(slots, depths, message.to_storage)
-                self._registry.note_writes()
+                return self._commit(message, held)
             case protocol.PromoteRequest():
-                keys = _keys(message.keys, room)
-                num = room.promote(keys, _keys(message.beside, room))
-                self.send(protocol.PromoteAnswer(message.id, num))
+                return self._promote(message, room)
             case protocol.FetchRequest():
                 keys, until_s = _keys(message.keys, room), _until(message.timeout_s)
                 self._begin(self._fetch(message.id, keys, until_s, held), engine)
@@ -269,10 +274,9 @@ class Connection:
                 patience_s = OVERDUE_S if reads.waits_for_store else LONGEST_WAIT_S
                 self._begin(self._watch(message.watch, [reads], patience_s), engine)
             case protocol.AbortNotice():
-                held.abort(unpack(message.slots))
-                self._registry.note_writes()
+                return self._abort(unpack(message.slots), held)
             case protocol.DistrustNotice():
-                held.distrust(unpack(message.slots))
+                return held.distrust(unpack(message.slots))
             case protocol.UseNotice():
                 room.touch(_keys(message.keys, room))
             case protocol.PromptNotice():
@@ -280,7 +284,61 @@ class Connection:
             case protocol.ContinueNotice():
                 room.continues(_keys(message.keys, room), message.before)
             case protocol.HintNotice():
-                room.apply(_keys(message.keys, room), message.said)
+                return room.apply(_keys(message.keys, room), message.said)
+        return None
+
+    # -- messages in turns -------------------------------------------------------------------------
+
+    def _reserve(self, message: protocol.ReserveRequest, held: Holdings) -> Turns:
+        """Reserve slots for new blocks, up to the first turn for which there is too little room."""
+        keys = _keys(message.keys, held.room)
+        new, known, slots, generations = (bytearray() for _ in range(4))
+        for at in turns_of(len(keys)):
+            if at.start:
+                yield
+            reserved = held.reserve(keys[at])
+            if reserved is None:
+                break
+            are_new = _which(reserved[0].keys, keys[at])
+            new += are_new
+            known += _which_are_known(keys[at], are_new, held.room)
+            slots += protocol.pack(reserved[0].slots)
+            generations += reserved[1]
+        if left := keys[len(new) :]:
+            none = bytes(len(left))
+            new += none
+            known += _which_are_known(left, none, held.room)
+        answer = protocol.ReserveAnswer(
+            message.id, bytes(new), bytes(known), bytes(slots), bytes(generations)
+        )
+        self.send(answer, undo=lambda: held.abort(unpack(slots)))
+
+    def _commit(self, message: protocol.CommitNotice, held: Holdings) -> Turns:
+        slots, depths = unpack(message.slots), unpack(message.depths)
+        if len(slots) != len(depths) or depths.view(np.uint64).max(initial=0) >= 1 << 32:
+            raise ProtocolError("slots and their depths don't agree")
+        for at in turns_of(len(slots)):
+            held.commit(slots[at], depths[at], message.to_storage)
+            yield
+        self._registry.note_writes()
+
+    def _abort(self, slots: Int64s, held: Holdings) -> Turns:
+        for at in turns_of(len(slots)):
+            held.abort(slots[at])
+            yield
+        self._registry.note_writes()
+
+    def _promote(self, message: protocol.PromoteRequest, room: NodeRoom) -> Turns:
+        keys, beside = _keys(message.keys, room), _keys(message.beside, room)
+        num = 0
+        for at in turns_of(len(keys)):
+            if num:
+                yield
+            begun = room.promote(keys[at], beside)
+            num += begun
+            if begun < at.stop - at.start:
+                break
+        self.send(protocol.PromoteAnswer(message.id, num))
 
     # -- requests that wait ------------------------------------------------------------------------
 
@@ -368,8 +426,12 @@ async def bring(
             for key, place in zip(keys, places, strict=True)
             if place is BlockLocation.STORAGE and key not in promoted
         ]
-        if stored:
-            promoted.update(stored[: room.promote(stored)])
+        for at in turns_of(len(stored)):
+            begun = stored[at][: room.promote(stored[at])]
+            promoted.update(begun)
+            if len(begun) < at.stop - at.start:
+                break
+            await asyncio.sleep(0)
         reads = room.wait_for_reads(keys)
         awaited: list[Awaited] = [*pending, reads]
         if reads.waits_for_store:
@@ -405,18 +467,18 @@ def _undo_lookup(held: Holdings, frame: bytes) -> None:
     held.release(unpack(answer.slots))
 
 
-def _reserve(message: protocol.ReserveRequest, held: Holdings) -> protocol.ReserveAnswer:
-    room = held.room
-    keys = _keys(message.keys, room)
-    reserved, generations = held.reserve(keys) or (Reserved((), (), []), b"")
-    is_new, is_known = bytes([True]) * len(keys), bytes(len(keys))
-    if len(reserved.slots) < len(keys):
-        # A key that is named twice is new once.
-        new = dict.fromkeys(reserved.keys, True)
-        is_new = bytes(new.pop(key, False) for key in keys)
-        here = (protocol.MEMORY, protocol.ARRIVING)
-        pairs = zip(room.codes(keys), is_new, strict=True)
-        is_known = bytes(code in here and not was_new for code, was_new in pairs)
-    return protocol.ReserveAnswer(
-        message.id, is_new, is_known, protocol.pack(reserved.slots), generations
-    )
+def _which(new: Sequence[bytes], keys: Sequence[bytes]) -> bytes:
+    """Return one byte per key: 1 if it is new. A key that is named twice is new once."""
+    if len(new) == len(keys):
+        return b"\1" * len(keys)
+    left = dict.fromkeys(new, True)
+    return bytes(left.pop(key, False) for key in keys)
+
+
+def _which_are_known(keys: Sequence[bytes], are_new: bytes, room: NodeRoom) -> bytes:
+    """Return one byte per key: 1 if memory has the block, or another engine is writing it."""
+    if 0 not in are_new:
+        return bytes(len(keys))
+    here = (protocol.MEMORY, protocol.ARRIVING)
+    pairs = zip(room.codes(keys), are_new, strict=True)
+    return bytes(code in here and not is_new for code, is_new in pairs)

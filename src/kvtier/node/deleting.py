@@ -26,14 +26,19 @@ async def delete_blocks(
     Returns the positions of the keys that storage has not confirmed by ``until_s``. Their deletion
     is retried while the node runs; until then nothing finds them.
     """
-    for at in range(0, len(keys), DELETED_AT_ONCE):
-        if at:
-            await asyncio.sleep(0)
+    begins = range(0, len(keys), DELETED_AT_ONCE)
+    for at in begins:
         room.delete(keys[at : at + DELETED_AT_ONCE])
-    while left := room.undeleted(keys):
-        if not await wait(until_s):
-            return left
-    return set()
+        await asyncio.sleep(0)
+    left: set[int] = set()
+    for at in begins:
+        some = keys[at : at + DELETED_AT_ONCE]
+        while unconfirmed := room.undeleted(some):
+            if not await wait(until_s):
+                left.update(at + position for position in unconfirmed)
+                break
+        await asyncio.sleep(0)
+    return left
 
 
 @dataclass(slots=True)

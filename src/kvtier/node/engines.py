@@ -20,6 +20,8 @@ import numpy as np
 from kvtier.errors import CacheError
 from kvtier.index.selection import Int64s, as_array, as_numbers
 from kvtier.keyed.cache import Reserved
+from kvtier.node.frame_socket import FrameSocket
+from kvtier.node.protocol import Turns, turns_of
 from kvtier.node.room import NodeRoom
 from kvtier.node.users import SlotUser
 from kvtier.types import BlockId
@@ -174,16 +176,26 @@ class Holdings:
         self.room.reservations.end(slots[as_array(which)])
         return which, blocks
 
-    def distrust(self, slots: Int64s) -> None:
+    def distrust(self, slots: Int64s) -> Turns:
         """Give up the blocks in slots that this engine uses. Others are ignored."""
-        slots = slots[(slots >= 0) & (slots < len(self.num_leases))]
-        self.room.distrust_slots(slots[self.is_reserved[slots] | (self.num_leases[slots] > 0)])
+        for at in turns_of(len(slots)):
+            some = np.unique(slots[at])
+            some = some[(some >= 0) & (some < len(self.num_leases))]
+            self.room.distrust_slots(some[self.is_reserved[some] | (self.num_leases[some] > 0)])
+            yield
 
-    def end(self) -> None:
+    def end(self) -> Turns:
         """Release and give up everything."""
-        self.abort(np.flatnonzero(self.is_reserved))
+        reserved = np.flatnonzero(self.is_reserved)
+        for at in turns_of(len(reserved)):
+            self.abort(reserved[at])
+            yield
         leased = np.flatnonzero(self.num_leases)
-        self.release(np.repeat(leased, self.num_leases[leased]))
+        for at in turns_of(len(leased)):
+            some = leased[at]
+            while len(some := some[self.num_leases[some] > 0]):
+                self.release(some)
+                yield
 
     @property
     def num_slots(self) -> int:
@@ -195,13 +207,15 @@ class Holdings:
 class AttachedClient:
     """One client of an engine: a process that has mapped the memory, or a part of one.
 
-    process: the process. number: see ``SlotUsers``. connections: numbers of those that are open. A
-    client without any is kept until its process ends, since it may still use slots.
+    process: the process. number: see ``SlotUsers``. connections: by number, those that are open. A
+    client without any is kept until its process ends, since it may still use slots. has_left:
+    whether it has said goodbye, and closed its end of all connections.
     """
 
     process: EngineProcess
     number: int
-    connections: set[int] = field(default_factory=set)
+    connections: dict[int, FrameSocket] = field(default_factory=dict)
+    has_left: bool = False
 
 
 @dataclass(slots=True)
@@ -231,10 +245,10 @@ class AttachedEngine:
             held = self.rooms[number] = Holdings(room, self.user)
         return held
 
-    def end(self) -> None:
+    def end(self) -> Turns:
         """Take everything back. No process of the engine may live."""
         for holdings in self.rooms.values():
-            holdings.end()
+            yield from holdings.end()
         self.rooms.clear()
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from kvtier.node.protocol import MAX_FIRST_BYTES, SOCKET_BYTES, Frames, ProtocolError
+from kvtier.node.protocol import MAX_FIRST_BYTES, SOCKET_BYTES, Frames, Turns
 
 TURN_S = 1e-3
 """A connection handles frames for so long, then the others have a turn."""
@@ -34,8 +34,10 @@ class FrameSocket:
 
     Args:
         connection: the socket; closed at the end.
-        take: handle the content of a frame, which is valid during the call.
-        on_error: called when the stream can't be split into frames; closes it.
+        take: handle the content of a frame, which is valid during the call. Returns the turns that
+            are left for it, or None; the next frame is handled after the last of them.
+        on_error: called with an error of ``take``, of one of its turns, or of a stream that can't
+            be split into frames; closes the socket, or hangs up.
         on_end: called when the process has closed its end, and all its frames were handled.
 
     Attributes:
@@ -46,8 +48,8 @@ class FrameSocket:
     def __init__(
         self,
         connection: socket.socket,
-        take: Callable[[memoryview], object],
-        on_error: Callable[[ProtocolError], object],
+        take: Callable[[memoryview], Turns | None],
+        on_error: Callable[[Exception], object],
         on_end: Callable[[], object],
     ) -> None:
         self._socket = connection
@@ -57,10 +59,12 @@ class FrameSocket:
         self._loop = asyncio.get_running_loop()
         self._frames = Frames(MAX_FIRST_BYTES)
         self._turn: asyncio.Handle | None = None
+        self._turns_left: Turns | None = None  # of the last frame
         self._unsent: deque[_Unsent] = deque()
         self.num_unsent = 0
         self.received_s = 0.0
         self._is_writing = self._is_read = self._is_broken = self._is_hung_up = False
+        self._is_unwatched = False  # whether the event loop may not report what arrives
         self._is_open = True
         self._fd = connection.fileno()
         connection.setblocking(False)
@@ -87,16 +91,29 @@ class FrameSocket:
         """Read from the socket, unless frames are to be handled or answers wait to be read."""
         may_read = self._is_broken or self.num_unsent < MANY_UNSENT_BYTES
         wanted = self._is_open and self._turn is None and may_read
+        if wanted and self._is_unwatched:
+            wanted, self._turn = False, self._loop.call_soon(self._receive)
         if wanted and not self._is_read:
             self._loop.add_reader(self._fd, self._receive)
         elif self._is_read and not wanted:
             self._loop.remove_reader(self._fd)
         self._is_read = wanted
 
+    def read_on(self) -> None:
+        """Receive what has arrived without waiting for the event loop to report it."""
+        self._is_unwatched = True
+        self._choose_reading()
+
     def _receive(self) -> None:
+        self._turn = None
         try:
             num = self._socket.recv_into(self._frames.memory())
+            if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                # The process has closed its end, and left answers unread. uvloop reports this once.
+                self._is_unwatched = True
         except BlockingIOError:
+            self._is_unwatched = False
+            self._choose_reading()
             return
         except OSError:
             num = 0
@@ -113,28 +130,35 @@ class FrameSocket:
         end_s = time.monotonic() + TURN_S
         while self._is_open:
             try:
-                content = self._frames.next()
-            except ProtocolError as error:
+                if not self._has_next():
+                    break
+            except Exception as error:
+                self._turns_left = None
                 self._on_error(error)
-                return
-            if content is None:
-                break
-            self._take(content)
-            if time.monotonic() >= end_s and self._is_open and self._frames.has_next:
+            is_more = self._turns_left is not None or self._frames.has_next
+            if time.monotonic() >= end_s and self._is_open and is_more:
                 self._turn = self._loop.call_soon(self._take_turn)
                 break
         self._choose_reading()
 
-    def finish_if_closed(self) -> None:
-        """Handle what has arrived, and report the end, if the process has closed its end."""
+    def _has_next(self) -> bool:
+        """Take the next turn of the last frame, or handle the next frame. False for none."""
+        if self._turns_left is not None:
+            if next(self._turns_left, self) is self:
+                self._turns_left = None
+            return True
+        content = self._frames.next()
+        if content is None:
+            return False
+        self._turns_left = self._take(content)
+        return True
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the process has closed its end. What it has sent may be yet to be handled."""
         poll = select.poll()
         poll.register(self._fd, select.POLLHUP)
-        while self._is_open and poll.poll(0):
-            if self._turn is not None:
-                self._turn.cancel()
-                self._take_turn()
-            else:
-                self._receive()
+        return bool(poll.poll(0))
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -207,7 +231,7 @@ class FrameSocket:
         """Close the socket, once."""
         if not self._is_open:
             return
-        self._is_open = False
+        self._is_open = self._is_read = False
         if self._turn is not None:
             self._turn.cancel()
         self._loop.remove_reader(self._fd)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvtier.control.contract import ControlError
 from kvtier.keyed.cache import BlockLocation
 
 if TYPE_CHECKING:
     from kvtier.node.room import NodeRoom
 
+MOST_PINS = 1024
+"""Most pins of a room."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Pin:
     """Blocks that are not evicted from memory before ``until_s``.
 
@@ -27,35 +33,43 @@ class Pin:
 
 
 class Pins:
-    """Pins of one room.
+    """Pins of one room, ``MOST_PINS`` at most.
 
     A pinned block keeps its whole segment from other rooms, so pins are counted in segments.
+
+    Attributes:
+        num_blocks: number of pinned blocks; one that was pinned twice counts twice.
     """
 
     def __init__(self, room: NodeRoom, clock: Callable[[], float]) -> None:
         self._room = room
         self._clock = clock
         self._pins: dict[int, Pin] = {}
+        self._of_key: dict[bytes, list[Pin]] = {}
+        self._in_segment: Counter[int] = Counter()  # pinned blocks by segment
         self._num_made = 0
+        self.num_blocks = 0
 
     def __len__(self) -> int:
         return len(self._pins)
 
     @property
-    def num_blocks(self) -> int:
-        """Number of pinned blocks; one that was pinned twice counts twice."""
-        return sum(len(pin.segment_of) for pin in self._pins.values())
-
-    @property
-    def segments(self) -> set[int]:
+    def segments(self) -> AbstractSet[int]:
         """Segments with a pinned block."""
-        return {segment for pin in self._pins.values() for segment in pin.segment_of.values()}
+        return self._in_segment.keys()
 
     def add(self, keys: Sequence[bytes], seconds: float, most_segments: int) -> Pin:
         """Pin the first blocks of a prompt that are in memory, up to the first that is not.
 
         most_segments: how many segments may hold pinned blocks of this room afterwards.
+
+        Raises ``ControlError`` if the room has too many pins.
         """
+        if len(self._pins) >= MOST_PINS:
+            raise ControlError(
+                f"room {self._room.key.name} has {MOST_PINS} pins already; end some of them with "
+                "--end, or wait until their time is over"
+            )
         self._num_made += 1
         pin = Pin(self._num_made, self._clock() + seconds)
         places = self._room.locate_all(keys)
@@ -65,22 +79,40 @@ class Pins:
             return pin
         slots = self._room.hold(wanted)
         at = self._room.tier.segments_of(np.asarray(slots, np.int64)).tolist()
-        staying, pinned = set(self._room.tier.segments), self.segments
+        staying, pinned = set(self._room.tier.segments), set(self.segments)
         for num, (key, segment) in enumerate(zip(wanted, at, strict=True)):
             pinned.add(segment)
             if segment not in staying or len(pinned) > most_segments:
                 self._room.release(wanted[num:])
                 break
             pin.segment_of[key] = segment
+            self._of_key.setdefault(key, []).append(pin)
         if pin.segment_of:
             self._pins[pin.number] = pin
+            self._in_segment.update(pin.segment_of.values())
+            self.num_blocks += len(pin.segment_of)
         return pin
+
+    def _leave(self, pin: Pin, keys: Sequence[bytes]) -> None:
+        """Unpin some blocks of a pin, and end it with the last one."""
+        for key in keys:
+            segment = pin.segment_of.pop(key)
+            self._in_segment[segment] -= 1
+            if not self._in_segment[segment]:
+                del self._in_segment[segment]
+            self._of_key[key].remove(pin)
+            if not self._of_key[key]:
+                del self._of_key[key]
+        self.num_blocks -= len(keys)
+        self._room.release(keys)
+        if not pin.segment_of:
+            del self._pins[pin.number]
 
     def remove(self, number: int) -> bool:
         """End a pin. Return whether there was one of that number."""
-        pin = self._pins.pop(number, None)
+        pin = self._pins.get(number)
         if pin is not None:
-            self._room.release(list(pin.segment_of))
+            self._leave(pin, list(pin.segment_of))
         return pin is not None
 
     def remove_last(self) -> bool:
@@ -90,14 +122,9 @@ class Pins:
 
     def forget(self, keys: Collection[bytes]) -> None:
         """Unpin blocks that are being deleted."""
-        for pin in list(self._pins.values()):
-            mine = [key for key in keys if key in pin.segment_of]
-            for key in mine:
-                del pin.segment_of[key]
-            if mine:
-                self._room.release(mine)
-            if not pin.segment_of:
-                del self._pins[pin.number]
+        for key in keys if self._pins else ():
+            for pin in list(self._of_key.get(key, ())):
+                self._leave(pin, [key])
 
     def clear(self) -> None:
         """End all pins."""

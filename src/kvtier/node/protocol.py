@@ -5,6 +5,11 @@ node's memory is passed as file descriptors with ``AttachAnswer`` and ``OpenAnsw
 the socket. A frame is its length (4 bytes, little endian) and one message in MessagePack. Fields
 are only added at the end of a message, with a default, so that a peer of the version before ignores
 them.
+
+No message occupies the node for long, whatever it contains: the goal is 20 ms of its event loop.
+Lengths are bounded by the types of the fields. The line *Work* of a message says what its handling
+costs at most. *In turns* means ``MOST_AT_ONCE`` keys or slots at a time: between two turns the node
+serves other connections, and after the last one the next message of this one.
 """
 
 from __future__ import annotations
@@ -12,13 +17,14 @@ from __future__ import annotations
 import socket
 import struct
 from array import array
-from collections.abc import Sequence
-from typing import Final, TypeAlias
+from collections.abc import Generator, Iterator, Sequence
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 import numpy as np
 
 from kvtier.errors import CacheError
+from kvtier.hints import MAX_RANGES
 from kvtier.index.selection import Int64s
 from kvtier.keys import PackedKeys
 
@@ -29,9 +35,13 @@ MAX_FRAME_BYTES: Final = 16 << 20
 MAX_FIRST_BYTES: Final = 64 << 10
 """Longest frame of a process that has not attached yet."""
 MOST_KEYS: Final = 1 << 16
-"""Most keys of one message. So no message occupies the node for long."""
+"""Most keys of one message."""
 MOST_KEY_BYTES: Final = 120
 """Longest key. ``MOST_KEYS`` of them, twice, fit into one frame."""
+MOST_STATEMENTS: Final = 2 * MAX_RANGES
+"""Most statements of one message. A ``kvtier.hints.Hint`` has ``MAX_RANGES`` and two more."""
+MOST_AT_ONCE: Final = 1 << 11
+"""Keys or slots that a message which changes blocks handles in one turn."""
 RECEIVED_AT_ONCE: Final = 64 << 10
 MOST_KEPT_BYTES: Final = 1 << 20
 """Memory for longer frames is given back."""
@@ -41,6 +51,14 @@ fits, so that sending it waits for nobody."""
 FRAME_HEADER: Final = struct.Struct("<I")
 MOST_FDS: Final = 2
 FD_BYTES: Final = 4
+
+
+Keys: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * MOST_KEY_BYTES)]
+"""Concatenated keys of blocks."""
+OneKey: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MOST_KEY_BYTES)]
+Slots: TypeAlias = bytes
+"""Slots as ``pack`` has them, as many as fit into a frame: an engine may release those of many
+look-ups at once. Reading the most takes 10 ms."""
 
 
 class ProtocolError(CacheError):
@@ -76,6 +94,8 @@ class AttachRequest(_Message):
     version: of the protocol. engine: name of the engine, the same in all of its processes. tenant:
     whose quota counts; engines of different tenants never share a block. client: name of the
     client, the same for all connections of one ``NodeClient``.
+
+    Work: one small file.
     """
 
     id: int
@@ -91,6 +111,8 @@ class OpenRequest(_Message):
 
     scope: digest of the namespace of all keys; the same bytes for keys that contain it already.
     block_bytes: bytes of a whole block. key_bytes: length of each key.
+
+    Work: one slab and one connection per store, opened by a thread; ``MOST_ROOMS`` of them.
     """
 
     id: int
@@ -104,99 +126,140 @@ class LookupRequest(RoomRequest):
 
     keys: concatenated. has_gaps: whether blocks behind a missing one may be of use. counts: whether
     the node's metrics count it.
+
+    Work: one look-up per key, in the index and in the disk's; stores are asked by threads.
     """
 
-    keys: bytes
+    keys: Keys
     has_gaps: bool = False
     counts: bool = True
 
 
 class FetchRequest(RoomRequest):
-    """Find a prompt's blocks, read those in storage, and lease all that are in memory then."""
+    """Find a prompt's blocks, read those in storage, and lease all that are in memory then.
 
-    keys: bytes
+    Work: as of a ``LookupRequest`` and a ``PromoteRequest``.
+    """
+
+    keys: Keys
     timeout_s: float
 
 
 class ReserveRequest(RoomRequest):
-    """Reserve slots for those of the blocks that are new."""
+    """Reserve slots for those of the blocks that are new.
 
-    keys: bytes
+    Work: one eviction per key, in turns.
+    """
+
+    keys: Keys
 
 
 class PromoteRequest(RoomRequest):
-    """Begin to read blocks from storage. beside: blocks that must not be evicted for them."""
+    """Begin to read blocks from storage. beside: blocks that must not be evicted for them.
 
-    keys: bytes
-    beside: bytes = b""
+    Work: one eviction per key, in turns; in each of them one look-up per key of ``beside``.
+    """
+
+    keys: Keys
+    beside: Keys = b""
 
 
 class FindRequest(RoomRequest):
-    """Report which blocks exist, after waiting for stores at most ``timeout_s``."""
+    """Report which blocks exist, after waiting for stores at most ``timeout_s``.
 
-    keys: bytes
+    Work: as of a ``LookupRequest``.
+    """
+
+    keys: Keys
     timeout_s: float
 
 
 class DeleteRequest(RoomRequest):
-    """Delete blocks from every tier; answered once no tier will return them."""
+    """Delete blocks from every tier; answered once no tier will return them.
 
-    keys: bytes
+    Work: one deletion per key, in turns.
+    """
+
+    keys: Keys
 
 
 # -- notices of an engine --------------------------------------------------------------------------
 
 
 class CommitNotice(RoomNotice):
-    """Reserved slots have been written. depths: int64, position of each block in its prompt."""
+    """Reserved slots have been written. depths: int64, position of each block in its prompt.
 
-    slots: bytes
-    depths: bytes
+    Work: one queued write per slot and storage tier, in turns.
+    """
+
+    slots: Slots
+    depths: Slots
     to_storage: bool = True
 
 
 class AbortNotice(RoomNotice):
-    """Reserved slots have not been written, and nothing writes to them any more."""
+    """Reserved slots have not been written, and nothing writes to them any more.
 
-    slots: bytes
+    Work: one free slot per slot, in turns.
+    """
+
+    slots: Slots
 
 
 class ReleaseNotice(RoomNotice):
-    """Leased slots are no longer read. A slot that was leased twice is named twice."""
+    """Leased slots are no longer read. A slot that was leased twice is named twice.
 
-    slots: bytes
+    Work: the end of one lease per slot.
+    """
+
+    slots: Slots
 
 
 class DistrustNotice(RoomNotice):
-    """Leased or reserved slots have wrong contents."""
+    """Leased or reserved slots have wrong contents.
 
-    slots: bytes
+    Work: one eviction per slot, in turns.
+    """
+
+    slots: Slots
 
 
 class WatchNotice(RoomNotice):
-    """Request an ``EndedNotice`` once none of the blocks is in flight to memory."""
+    """Request an ``EndedNotice`` once none of the blocks is in flight to memory.
+
+    Work: one look-up per key.
+    """
 
     watch: int
-    keys: bytes
+    keys: Keys
 
 
 class UseNotice(RoomNotice):
-    """Blocks were used, in the order of their prompt."""
+    """Blocks were used, in the order of their prompt.
 
-    keys: bytes
+    Work: one move in an order per key.
+    """
+
+    keys: Keys
 
 
 class PromptNotice(RoomNotice):
-    """A new request, by all blocks of its prompt."""
+    """A new request, by all blocks of its prompt.
 
-    keys: bytes
+    Work: one use of the policy's history per key.
+    """
+
+    keys: Keys
 
 
 class ContinueNotice(RoomNotice):
-    """Blocks of an answer follow the block ``before``, in order."""
+    """Blocks of an answer follow the block ``before``, in order.
 
-    keys: bytes
-    before: bytes
+    Work: as of a ``PromptNotice``.
+    """
+
+    keys: Keys
+    before: OneKey
 
 
 Statement: TypeAlias = tuple[int, int, int, int, float]
@@ -204,16 +267,21 @@ Statement: TypeAlias = tuple[int, int, int, int, float]
 
 
 class HintNotice(RoomNotice):
-    """Statements on a prompt's blocks."""
+    """Statements on a prompt's blocks.
 
-    keys: bytes
-    said: list[Statement]
+    Work: one statement a turn, each with one look-up per key.
+    """
+
+    keys: Keys
+    said: Annotated[list[Statement], msgspec.Meta(max_length=MOST_STATEMENTS)]
 
 
 class ReportNotice(_Message):
     """Calls to the node that failed, since the last report.
 
     failures: calls without an answer in time. pauses: how often the client's breaker opened.
+
+    Work: two additions.
     """
 
     failures: int
@@ -221,7 +289,10 @@ class ReportNotice(_Message):
 
 
 class DetachNotice(_Message):
-    """Last message of a connection. A client that has sent it on its last one uses no slot."""
+    """Last message of a connection. A client that has sent it on its last one uses no slot.
+
+    Work: the end of all leases and reservations of the engine, in turns.
+    """
 
 
 # -- answers of the node ---------------------------------------------------------------------------
@@ -362,6 +433,13 @@ FromNode: TypeAlias = (
     | EndedNotice
 )
 
+Turns: TypeAlias = Generator[None, None, None]
+"""Work of a message, cut into turns."""
+
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Errors of msgspec for bytes that are no message. Text that is not UTF-8, and arrays
+in thousands of arrays, are reported by errors of Python."""
+
 _encoder = msgspec.msgpack.Encoder()
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 _from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
@@ -379,7 +457,7 @@ def decode_engine(content: bytes | bytearray | memoryview) -> FromEngine:
     """Decode the content of a frame of an engine. Raises ``ProtocolError``."""
     try:
         return _from_engine.decode(content)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"an engine sent an unknown message: {error}") from None
 
 
@@ -387,7 +465,7 @@ def decode_node(content: bytes | bytearray | memoryview) -> FromNode:
     """Decode the content of a frame of a node. Raises ``ProtocolError``."""
     try:
         return _from_node.decode(content)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"the node sent an unknown message: {error}") from None
 
 
@@ -463,12 +541,17 @@ def receive(connection: socket.socket, frames: Frames) -> tuple[int, list[int]]:
     return num, fds.tolist()
 
 
+def turns_of(num: int) -> Iterator[slice]:
+    """Return the positions of ``num`` keys or slots, ``MOST_AT_ONCE`` at a time."""
+    return (slice(at, min(at + MOST_AT_ONCE, num)) for at in range(0, num, MOST_AT_ONCE))
+
+
 def pack(numbers: Sequence[int] | Int64s) -> bytes:
     """Return integers as int64 bytes."""
     return np.asarray(numbers, "<i8").tobytes()
 
 
-def unpack(content: bytes) -> Int64s:
+def unpack(content: bytes | bytearray) -> Int64s:
     """Return the integers of ``pack``. Raises ``ProtocolError`` for a wrong length."""
     if len(content) % 8:
         raise ProtocolError(f"{len(content)} bytes are no whole number of integers")

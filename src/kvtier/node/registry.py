@@ -18,6 +18,7 @@ from kvtier.errors import ConfigError
 from kvtier.keyed.waiters import Awaited
 from kvtier.node.config import DEFAULT_TENANT, check_tenant
 from kvtier.node.engines import AttachedClient, AttachedEngine, AttachError, EngineProcess
+from kvtier.node.frame_socket import FrameSocket
 from kvtier.node.lookups import TimeCounts
 from kvtier.node.node import CacheNode
 from kvtier.node.opening import RoomOpener
@@ -56,7 +57,6 @@ class Registry:
     Attributes:
         opener: opens rooms.
         engines: by user, tenant and name. So nobody can use, or occupy, another user's name.
-        ends: by number of a connection, what closes it if the process has closed its end.
         lookups: times of look-ups.
         wake: called when a request waits for something that only a poll can notice.
     """
@@ -69,7 +69,7 @@ class Registry:
         self._open: Counter[tuple[int, int]] = Counter()  # connections by process
         self._num_clients: Counter[tuple[int, int]] = Counter()  # by process
         self._waits: set[_Wait] = set()
-        self.ends: dict[int, Callable[[], object]] = {}
+        self._endings: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self.lookups = TimeCounts()
         self.wake: Callable[[], object] = lambda: None
@@ -89,7 +89,7 @@ class Registry:
             del self._open[process.identity]
 
     def attach(
-        self, hello: AttachRequest, process: EngineProcess
+        self, hello: AttachRequest, process: EngineProcess, connection: FrameSocket
     ) -> tuple[int, str, AttachedEngine]:
         """Return the number of a new connection, its client and its engine.
 
@@ -108,9 +108,9 @@ class Registry:
             )
         key = (process.uid, tenant, hello.engine)
         users = self.node.memory.records.users
-        engine = self.engines.get(key) or AttachedEngine(
-            hello.engine, process.uid, tenant, users.enter(hello.engine)
-        )
+        engine = self.engines.get(key)
+        if engine is None or not engine.clients:  # one without clients is about to end
+            engine = AttachedEngine(hello.engine, process.uid, tenant, users.enter(hello.engine))
         number = self._num_connections = self._num_connections + 1
         name = hello.client or f"#{number}"
         client = engine.clients.get(name)
@@ -125,9 +125,10 @@ class Registry:
                 raise AttachError(f"no memory for another client: {error.strerror}") from error
             engine.clients[name] = client
             self._num_clients[process.identity] += 1
-        elif not client.connections:
-            asyncio.get_running_loop().remove_reader(client.process.pidfd)
-        client.connections.add(number)
+            loop = asyncio.get_running_loop()
+            loop.add_reader(client.process.pidfd, self._on_dead, name, engine)
+        client.connections[number] = connection
+        client.has_left = False
         self.engines[key] = engine
         return number, name, engine
 
@@ -143,18 +144,23 @@ class Registry:
         is_goodbye: whether its client uses no slot, if this was its last connection.
         """
         client = engine.clients[name]
-        client.connections.discard(number)
-        self.ends.pop(number, None)
-        if is_goodbye:  # a connection that was lost before may not have been noticed yet
-            for other in list(client.connections):
-                self.ends[other]()
-        if client.connections or engine.clients.get(name) is not client:
-            return
-        if is_goodbye or client.process.has_ended:
+        del client.connections[number]
+        others = client.connections.values()
+        if is_goodbye and all(other.is_ended for other in others):
+            client.has_left = True
+            for other in others:  # they were lost before, and that was not noticed yet
+                other.read_on()
+        if not others and (client.has_left or client.process.has_ended):
             self._end(name, engine)
-        else:
-            loop = asyncio.get_running_loop()
-            loop.add_reader(client.process.pidfd, self._end, name, engine)
+
+    def _on_dead(self, name: str, engine: AttachedEngine) -> None:
+        """Notice that the process of a client is dead. A child of it may hold its connections."""
+        client = engine.clients[name]
+        asyncio.get_running_loop().remove_reader(client.process.pidfd)
+        if not client.connections:
+            self._end(name, engine)
+        for connection in list(client.connections.values()):
+            connection.read_on()
 
     def _end(self, name: str, engine: AttachedEngine) -> None:
         """Forget a client that uses no slot; and its engine with the last one."""
@@ -165,18 +171,28 @@ class Registry:
         self._num_clients[process.identity] -= 1
         if not self._num_clients[process.identity]:
             del self._num_clients[process.identity]
-        users = self.node.memory.records.users
         if engine.clients:
-            users.remove_client(engine.user, client.number)
+            self.node.memory.records.users.remove_client(engine.user, client.number)
             return
         if engine.num_slots:
             logger.info("engine ended name=%s slots=%d", engine.name, engine.num_slots)
-        engine.end()
-        users.remove_client(engine.user, client.number)
-        self.engines.pop((engine.uid, engine.tenant, engine.name), None)
+        ending = asyncio.get_running_loop().create_task(self._take_back(engine, client.number))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+
+    async def _take_back(self, engine: AttachedEngine, client: int) -> None:
+        """Take back the slots of an engine that has ended. client: number of its last client."""
+        for _ in engine.end():
+            await asyncio.sleep(0)
+        self.node.memory.records.users.remove_client(engine.user, client)
+        key = (engine.uid, engine.tenant, engine.name)
+        if self.engines.get(key) is engine:
+            del self.engines[key]
 
     def close(self) -> None:
         """Forget all clients, at the end of the node."""
+        for ending in self._endings:
+            ending.cancel()
         loop = asyncio.get_running_loop()
         for engine in self.engines.values():
             for client in engine.clients.values():

@@ -35,6 +35,7 @@ from kvtier.node.kept import KeptSlots
 from kvtier.node.lookups import PlaceCounts
 from kvtier.node.memory import NodeMemory, SegmentTier
 from kvtier.node.pins import Pins
+from kvtier.node.protocol import Turns
 from kvtier.node.reservations import Reservations
 from kvtier.node.room_key import RoomKey
 from kvtier.node.users import SlotUser
@@ -50,7 +51,7 @@ PIECE_BYTES = 16 << 20
 """Bytes per read from storage, and per write to it."""
 RETIRED_AT_ONCE = 256
 """Slots of a retired segment that are examined per call of ``retire_further``."""
-DELETED_AT_ONCE = 4096
+DELETED_AT_ONCE = 512
 """Blocks that are deleted per call of ``delete`` and ``clear_further``."""
 REST_S = 0.1
 """Seconds until a retired segment is examined again, some of whose blocks are still in use."""
@@ -281,18 +282,18 @@ class NodeRoom(KeyedCache):
 
     def apply(
         self, keys: Sequence[bytes], said: Sequence[tuple[int, int, int, int, float]]
-    ) -> None:
-        """Apply statements on a prompt's blocks. Invalid ones are ignored.
+    ) -> Turns:
+        """Apply statements on a prompt's blocks, one a turn. Invalid ones are ignored.
 
         said: the statements.
         """
-        now = self._clock()
         for word, level, first, end, for_s in said:
-            statement = Said(word, level, first, end, now + for_s)
+            now = self._clock()
             try:
-                self._index.retain(keys, statement, now)
+                self._index.retain(keys, Said(word, level, first, end, now + for_s), now)
             except (ValueError, OverflowError) as error:
                 logger.warning("hint ignored tenant=%s error=%s", self.key.tenant, error)
+            yield
 
     # -- segments ----------------------------------------------------------------------------------
 
