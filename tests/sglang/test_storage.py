@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang"
 import pkgutil
 
 import torch
+from sglang.srt.layers.attention import attention_registry
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
@@ -24,11 +26,14 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
 )
 from sglang.srt.mem_cache.storage import StorageBackendFactory
+from sglang.srt.models.registry import ModelRegistry
 
+from kvtier.connectors.sglang import engine_code
 from kvtier.connectors.sglang.new_weights import FLUSH, NEW_WEIGHTS, SESSION, UPDATER
 from kvtier.connectors.sglang.pages import Pages
 from kvtier.connectors.sglang.prefill import WATCH
 from kvtier.errors import ConfigError
+from kvtier.identity import process_start_ns
 from tests.servers import ValkeyServer, has_valkey
 from tests.sglang.pools import MHA_LAYOUTS, MLA_LAYOUTS, content, fill, host_pool, tokens
 
@@ -296,6 +301,37 @@ def test_release_of_other_memory_leaves_pages(opens: Opens) -> None:
     release = NEW_WEIGHTS.hooks()[f"{UPDATER}.release_memory_occupation"]
     release(lambda *_: None, None, SimpleNamespace(tags=["kv_cache"]))
     assert storage.batch_exists([key_of(0)]) == 1
+
+
+@pytest.mark.parametrize("registry", ["models", "attention"])
+def test_pages_are_found_while_the_code_from_outside_sglang_is_the_same(
+    opens: Opens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: str
+) -> None:
+    module = tmp_path / f"acme_{registry}.py"
+    module.write_text("class Model: ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(engine_code, "process_start_ns", lambda: None)  # the file is younger
+    pool = host_pool("mha", "page_first")
+
+    def num_found() -> int:
+        storage = opens(pool)
+        found = storage.batch_exists([key_of(0)])
+        storage.batch_set_v1([key_of(0)], tokens(3))
+        storage.close()
+        return found
+
+    assert num_found() == 0
+    made = import_module(module.stem).Model
+    registered = {
+        "models": ModelRegistry.models,
+        "attention": attention_registry.ATTENTION_BACKENDS,
+    }
+    monkeypatch.setitem(registered[registry], "Acme", made)
+    assert [num_found(), num_found()] == [0, 1]
+    module.write_text("class Model: scale = 2\n")
+    assert [num_found(), num_found()] == [0, 1]
+    monkeypatch.setattr(engine_code, "process_start_ns", process_start_ns)
+    assert [num_found(), num_found()] == [0, 0], "the file may have changed since it was loaded"
 
 
 def test_hooks_are_around_what_is_there() -> None:

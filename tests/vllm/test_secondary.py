@@ -33,6 +33,7 @@ with warnings.catch_warnings():
 
     from kvtier.connectors.common import opening
     from kvtier.connectors.vllm.counts import EVICTED, LOADED, ROOM, SHARED, UNCLAIMED, USED
+    from kvtier.connectors.vllm.new_weights import NEW_WEIGHTS
     from tests.vllm.tiering import (
         ROW_BYTES,
         STEP,
@@ -90,6 +91,23 @@ def test_emptied_host_tier_leaves_the_slab_as_it_is(tmp_path: Path) -> None:
         world.forget_host()
         assert world.load(keys) == [True] * 5
         assert world.load(keys_of(99)) == [False]
+
+
+def test_new_weights_end_the_tier_until_a_restart(tmp_path: Path) -> None:
+    with running(tmp_path) as world:
+        keys = keys_of(*range(5))
+        world.store(keys)
+        NEW_WEIGHTS.tell("a test")
+        world.forget_host()
+        assert world.load(keys) == [False] * 5
+        world.store(keys)
+        world.forget_host()
+        assert world.load(keys) == [False] * 5, "vLLM's host tier may have had old KV"
+    with running(tmp_path) as world:
+        assert world.load(keys) == [False] * 5
+        world.store(keys)
+        world.forget_host()
+        assert world.load(keys) == [True] * 5
 
 
 def test_depth_of_a_block_is_its_place_in_the_prompt(tmp_path: Path) -> None:

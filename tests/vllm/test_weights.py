@@ -64,3 +64,43 @@ def test_random_weights_of_a_models_shape_find_nothing(tmp_path: Path) -> None:
     assert _cached(tmp_path, MODEL, load_format="dummy") == [0, 0]
     assert _cached(tmp_path, MODEL, hf_overrides={"rope_theta": 123.0}) == [0, 0]
     assert _cached(tmp_path, MODEL) == [6 * BLOCK] * 2
+
+
+PLUGIN = {
+    "acme_models/__init__.py": """
+def register():
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model("Qwen3ForCausalLM", "acme_models.model:Scaled")
+""",
+    "acme_models/model.py": """
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+
+class Scaled(Qwen3ForCausalLM):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+""",
+    "acme_models-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: acme-models\nVersion: 1\n",
+    "acme_models-1.dist-info/entry_points.txt": """
+[vllm.general_plugins]
+acme = acme_models:register
+""",
+}
+
+
+@pytest.mark.timeout(900)
+def test_model_of_a_plug_in_that_was_changed_finds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, slab = tmp_path / "site", tmp_path / "slab"
+    for name, text in PLUGIN.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(str(site))
+    assert _cached(slab, MODEL) == [0, 0]
+    assert _cached(slab, MODEL) == [6 * BLOCK] * 2
+    model = site / "acme_models/model.py"
+    model.write_text(model.read_text() + "    scale = 2\n")
+    assert _cached(slab, MODEL) == [0, 0]

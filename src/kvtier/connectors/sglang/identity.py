@@ -110,7 +110,7 @@ def is_replicated(config: StorageConfig, name: str) -> bool:
     return config.is_mla_model and name != SHARDED_STATE
 
 
-def engine_digest(weights: str, version: str, options: object, salt: str) -> bytes:
+def engine_digest(weights: str, version: str, options: object, salt: str, code: str = "") -> bytes:
     """Return a digest of the model as one engine computes it, regardless of pools: 32 bytes.
 
     Args:
@@ -118,11 +118,12 @@ def engine_digest(weights: str, version: str, options: object, salt: str) -> byt
         version: SGLang's version.
         options: SGLang's ``ServerArgs``, or None.
         salt: the namespace setting.
+        code: tells the code from outside SGLang apart.
     """
     traits = {name: getattr(options, name, None) for name in MODEL_TRAITS}
     return Namespace(
         model=weights,
-        revision=f"sglang {'.'.join(version.split('.')[:3])}",
+        revision=f"sglang {version} {code}".rstrip(),
         dtype="",
         layout=json.dumps(traits, sort_keys=True, default=str),
         block_size=0,

@@ -18,19 +18,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import sglang
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from kvtier.connectors.common.names import BlockNames
 from kvtier.connectors.common.pool_cache import Store
 from kvtier.connectors.sglang import new_weights, prefill, scheduler_hooks
 from kvtier.connectors.sglang.device_pools import KV, DevicePool, find_pools
 from kvtier.connectors.sglang.hooks import tell_missing
-from kvtier.connectors.sglang.identity import engine_digest, page_keys, sources
+from kvtier.connectors.sglang.identity import page_keys
 from kvtier.connectors.sglang.layer_counter import LayerCounter
 from kvtier.connectors.sglang.loading import Loading
+from kvtier.connectors.sglang.names import PageNames
 from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
 from kvtier.connectors.sglang.pool_tiers import PoolTiers, link
 from kvtier.connectors.sglang.prefill import WATCH
@@ -87,13 +86,8 @@ class KvtierLinker(UnifiedCacheLinker):
         pools = find_pools(params.token_to_kv_pool_allocator.get_kvcache(), params, components)
         self.forward_stream = forward_stream
         self._page_size = params.page_size
-        self._names = BlockNames(
-            lambda weights: engine_digest(
-                weights, sglang.__version__, server_args, settings.namespace
-            ),
-            settings.namespace,
-        )
-        self._names.settle(sources(server_args, config))
+        self._names = PageNames(server_args, settings.namespace)
+        self._names.settle_engine(config)
         self._engine = self._start_engine(pools)
         self._linked = link(
             pools,

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from threading import Lock, RLock
 from typing import TYPE_CHECKING
 
-import sglang
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     PoolHitPolicy,
@@ -23,11 +22,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.utils import is_cpu
 
-from kvtier.connectors.common.names import BlockNames
 from kvtier.connectors.sglang import cpu_copies, new_weights, prefetches, prefill
 from kvtier.connectors.sglang.capacity import room
 from kvtier.connectors.sglang.hooks import tell_missing
-from kvtier.connectors.sglang.identity import engine_digest, page_keys, pool_facts, sources
+from kvtier.connectors.sglang.identity import page_keys, pool_facts
+from kvtier.connectors.sglang.names import PageNames
 from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
 from kvtier.connectors.sglang.pages import HostPool, Pages
 from kvtier.connectors.sglang.pool_slab import PoolSlab, open_slab
@@ -85,10 +84,7 @@ class KvtierStorage(HiCacheStorage):
         self._transfers = TransferRecorder()
         self._recording: Recording | None = None
         self._requests: RequestReports | None = None
-        self._names = BlockNames(self._engine_digest, self._settings.namespace)
-
-    def _engine_digest(self, weights: str) -> bytes:
-        return engine_digest(weights, sglang.__version__, self._options, self._settings.namespace)
+        self._names = PageNames(self._options, self._settings.namespace)
 
     # -- pools -------------------------------------------------------------------------------------
 
@@ -116,7 +112,7 @@ class KvtierStorage(HiCacheStorage):
                 self._is_open = True
 
     def _open_all(self) -> None:
-        self._names.settle(sources(self._options, self._config))
+        self._names.settle_engine(self._config)
         pages = {name: Pages(pool) for name, pool in self._pools.items()}
         if self._settings.storage_shards:
             refuse_several(list(pages))

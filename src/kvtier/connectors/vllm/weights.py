@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.connectors.common.weights import Source
+from kvtier.connectors.vllm.engine_code import engine_code
 from kvtier.connectors.vllm.names import VllmNames, vllm_source
+from kvtier.identity import UnknownCodeError
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -50,14 +53,19 @@ def settle(names: VllmNames, config: VllmConfig) -> None:
     """Identify the weights that KV is computed with, and derive the names of blocks from them."""
     if getattr(config.cache_config, "calculate_kv_scales", False):  # up to 0.29
         names.disown("its scales are computed from the first prompt (calculate_kv_scales)")
+        return
+    try:
+        code = engine_code(config, _models(config))
+    except UnknownCodeError as error:
+        names.disown(str(error))
     else:
-        names.settle(sources(config), traits(config))
+        names.settle(sources(config), traits(config, code))
 
 
 def sources(config: VllmConfig) -> list[Source]:
     """Return the sources of all weights that KV is computed with."""
     load = config.load_config
-    return [
+    found = [
         vllm_source(
             # Of a model in an object store, ``model`` is a local folder without the weights.
             getattr(model, "model_weights", "") or model.model,
@@ -67,10 +75,23 @@ def sources(config: VllmConfig) -> list[Source]:
         )
         for model in _models(config)
     ]
+    return [*found, *(source for model in _models(config) for source in _code_elsewhere(model))]
 
 
-def traits(config: VllmConfig) -> str:
-    """Return what decides on the bytes of KV beside weights and layout."""
+def _code_elsewhere(model: ModelConfig) -> list[Source]:
+    """Return the repositories, other than a model's own, that its code is loaded from."""
+    if not model.trust_remote_code:
+        return []
+    named = getattr(model.hf_config, "auto_map", None) or {}
+    repositories = {str(each).partition("--")[0] for each in named.values() if "--" in str(each)}
+    return [vllm_source(each, model.code_revision or "") for each in sorted(repositories)]
+
+
+def traits(config: VllmConfig, code: Sequence[str] = ()) -> str:
+    """Return what decides on the bytes of KV beside weights and layout.
+
+    code: tells the code from outside vLLM apart.
+    """
     cache, load = config.cache_config, config.load_config
     found = {
         "models": [_model_traits(model) for model in _models(config)],
@@ -78,6 +99,8 @@ def traits(config: VllmConfig) -> str:
         "loader": [str(load.load_format), load.model_loader_extra_config],
         "draft": getattr(config.speculative_config, "method", None),
     }
+    if code:  # else names stay what they were before it counted
+        found["code"] = list(code)
     return json.dumps(found, sort_keys=True, default=str)
 
 

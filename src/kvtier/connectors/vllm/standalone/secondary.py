@@ -35,6 +35,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvtier.connectors.common.block_slab import BlockSlab
 from kvtier.connectors.common.opening import open_disk
+from kvtier.connectors.vllm import new_weights, weights
 from kvtier.connectors.vllm.counts import (
     LOADED,
     METRICS,
@@ -48,7 +49,7 @@ from kvtier.connectors.vllm.offloading.stats import definitions, stats_of
 from kvtier.connectors.vllm.offloading.translation import facts_of, request_of
 from kvtier.connectors.vllm.prompt import depth
 from kvtier.connectors.vllm.standalone.settings import TierSettings
-from kvtier.connectors.vllm.standalone.unsupported import refuse
+from kvtier.connectors.vllm.standalone.unsupported import current_engine, refuse
 from kvtier.devices.base import Memory
 from kvtier.keyed.cache import BlockLocation
 from kvtier.layout import opaque
@@ -101,10 +102,14 @@ class KvtierTier(SecondaryTierManager):
         self._names = VllmNames(
             facts_of(offloading_spec.config),
             self.block_size_bytes,
-            f"vllm {'.'.join(vllm.__version__.split('.')[:2])}",
+            f"vllm {vllm.__version__}",
             settings.namespace,
         )
-        self._names.settle([vllm_source(offloading_spec.config.model.name)])
+        engine = current_engine()
+        if engine is None:  # the user has given a namespace
+            self._names.settle([vllm_source(offloading_spec.config.model.name)])
+        else:
+            weights.settle(self._names, engine)
         # vLLM takes events only where it publishes them.
         publishes = offloading_spec.kv_events_config.enable_kv_cache_events
         if settings.enable_kv_events and not publishes:
@@ -124,6 +129,19 @@ class KvtierTier(SecondaryTierManager):
             tells_changes=publishes,
             metrics=self._metrics,
         )
+        new_weights.watch(self)
+
+    def reset_for_weights(self) -> None:
+        """Delete all blocks, and keep none until a restart: other weights are in memory.
+
+        vLLM's own host tier has KV of the old ones, and vLLM does not tell when it is emptied.
+        """
+        self.slab.clear()
+        self._names.forget()
+        self.slab.digest = b""
+
+    def pool_was_emptied(self) -> None:
+        """Do nothing: vLLM's host tier may have kept KV of the old weights."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         self.slab.digest = self._names.digest

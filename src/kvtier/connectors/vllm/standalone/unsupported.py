@@ -32,6 +32,11 @@ def engine_of(config: VllmConfig) -> Iterator[None]:
         _ENGINE.reset(token)
 
 
+def current_engine() -> VllmConfig | None:
+    """Return the configuration of the engine that tiers are made for; None if it is not known."""
+    return _ENGINE.get()
+
+
 def refuse(settings: TierSettings) -> None:
     """Raise ``ConfigError`` for an engine with keys of no content, unless ``namespace`` is set."""
     config = _ENGINE.get()

@@ -1,0 +1,72 @@
+"""Code from outside SGLang that decides on the bytes of its KV.
+
+SGLang's own code is known by its version. That of plug-ins, of models and attention back ends that
+are registered from elsewhere, of hooks in a forward, and of another platform is known by its files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+
+import transformers
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention import attention_registry
+from sglang.srt.models.registry import ModelRegistry
+
+from kvtier.connectors.common.plugins import plugin_modules
+from kvtier.identity import code_digest, process_start_ns
+
+KNOWN = ("kvtier", "sgl_kernel", "sglang", "torch", "transformers")
+"""Packages that SGLang's version and kvtier's formats identify, or that are named by a version."""
+TRANSFORMERS = "sglang.srt.models.transformers"
+"""Module of the models that SGLang runs by the code of Transformers."""
+
+
+def engine_code(options: object) -> str:
+    """Return what tells the code from outside SGLang apart; "" if there is none.
+
+    options: SGLang's ``ServerArgs``; None if unknown.
+
+    Raises:
+        UnknownCodeError: some of it can't be identified.
+    """
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    names = [name.strip() for name in allowed.split(",")] if allowed else None
+    modules = [
+        *plugin_modules("sglang.srt.plugins", names),
+        *_platform(),
+        *(base.__module__ for each in ModelRegistry.models.values() for base in each.__mro__),
+        *(each.__module__ for each in attention_registry.ATTENTION_BACKENDS.values()),
+        *_hooks(options),
+    ]
+    digest = code_digest(filter(None, modules), KNOWN, process_start_ns())
+    version = f"transformers {transformers.__version__}" if _uses_transformers(options) else ""
+    hooks = json.dumps(getattr(options, "forward_hooks", None) or "")
+    return " ".join(each for each in (version, digest, hooks.strip('"')) if each)
+
+
+def _platform() -> list[str]:
+    """Return the module of SGLang's platform; nothing for a version without platforms."""
+    try:
+        from sglang.srt.platforms import current_platform
+    except ImportError:
+        return []
+    return [type(current_platform).__module__]
+
+
+def _hooks(options: object) -> Iterator[str]:
+    """Yield the modules of the hooks that SGLang's option ``--forward-hooks`` puts into a model."""
+    for each in getattr(options, "forward_hooks", None) or ():
+        yield str(each.get("hook_factory") or "").partition(":")[0]
+
+
+def _uses_transformers(options: object) -> bool:
+    if not hasattr(options, "model_path"):
+        return True
+    if getattr(options, "model_impl", "") == "transformers":
+        return True
+    names = ModelConfig.from_server_args(options).hf_config.architectures or ()
+    classes = (ModelRegistry.models.get(name) for name in names)
+    return any(each is None or each.__module__ == TRANSFORMERS for each in classes)
