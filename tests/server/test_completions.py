@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from kvtier.engine import Engine
+from kvtier.engine import Engine, EngineConfig
 
-from .conftest import MODEL
+from ..engine.checkpoints import sentencepiece_model
+from .conftest import MODEL, running
 
 pytestmark = pytest.mark.engine
 
@@ -272,3 +274,19 @@ def test_a_stop_cuts_the_logprobs_too(client: openai.OpenAI) -> None:
 def test_models_are_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "kvtier"
+
+
+def test_an_answer_keeps_the_blank_that_sentencepiece_leaves_out(tmp_path: Path) -> None:
+    model = sentencepiece_model(tmp_path / "model")
+    with Engine(EngineConfig(model=str(model), device_capacity="4MiB", threads=1)) as engine:
+        [world] = engine.tokenizer.encode("world")
+        asked: Any = {"max_tokens": 2, "temperature": 0, "logit_bias": {str(world): 100}}
+        with running(engine) as served, served.client() as client:
+            for echo in (False, True):
+                answer = client.completions.create(
+                    model="model", prompt="hello", echo=echo, logprobs=0, **asked
+                )
+                [choice] = answer.choices
+                assert choice.text == "hello" * echo + " world world"
+                assert choice.logprobs is not None
+                assert (choice.logprobs.tokens or [])[-2:] == [" world", " world"]

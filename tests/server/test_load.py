@@ -181,7 +181,7 @@ class Wordy:
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         return self._engine.tokenizer.encode(text, special_tokens=special_tokens)
 
-    def detokenizer(self) -> Wordy:
+    def detokenizer(self, before: object) -> Wordy:
         return self
 
     def push(self, token_id: int) -> str:

@@ -79,7 +79,12 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._choices = [
-            AnswerChoice(engine.tokenizer.detokenizer(), stops, order.echo, order.params.min_tokens)
+            AnswerChoice(
+                engine.tokenizer.detokenizer(order.prompt),
+                stops,
+                order.echo,
+                order.params.min_tokens,
+            )
             for order in self._orders
         ]
         self._completions: dict[int, Completion] = {}
