@@ -137,6 +137,9 @@ def test_generated_tokens_are_kept_for_the_next_turn() -> None:
         assert cache.stats().num_kept_tokens == 2 * CHUNK
         assert are_equal(answer(model, again), expected)
         assert cache.stats().num_reused_tokens == 5 * CHUNK
+        before = cache.stats().num_kept_tokens
+        answer(model, ids, max_new_tokens=2 * CHUNK)
+        assert cache.stats().num_kept_tokens == before  # known ones are not counted again
     with attached(model, keep_generated=False) as cache:
         answer(model, ids, max_new_tokens=2 * CHUNK)
         assert are_equal(answer(model, again), expected)
@@ -528,9 +531,16 @@ def test_detach_leaves_the_model_as_it_was() -> None:
         pickle.dumps(model)
     cache.detach()
     cache.detach()
+    assert cache.flush()  # detaching has done it
     assert {*vars(model)} == before
     pickle.dumps(model)
     assert not [each for each in threading.enumerate() if each.name == "kvtier-progress"]
+
+
+@pytest.mark.parametrize("given", [torch.nn.Linear, torch.nn.Linear(1, 1), "a/name", None])
+def test_what_is_no_model_of_transformers_is_refused_in_a_sentence(given: Any) -> None:
+    with pytest.raises(UsageError, match="is no model of transformers; give what"):
+        kvtier.attach(given)
 
 
 def test_settings_that_are_not_possible_are_told_and_change_nothing() -> None:

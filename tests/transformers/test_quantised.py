@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from kvtier.connectors.transformers.model_state import ModelState
 from kvtier.connectors.transformers.weights_in_memory import WeightsInMemory
-from kvtier.identity import Basis
+from kvtier.identity import Basis, Identity
 from tests.transformers.models import answer, are_equal, on_grid, small_model
 from tests.transformers.test_attach import attached
 from tests.transformers.test_weights import IDS, WHOLE, reused
@@ -121,16 +120,14 @@ def test_packed_weights_are_known_by_this_process_only() -> None:
 
     model = small_model()
     model.model.layers[1].mlp = quantize_dynamic(model.model.layers[1].mlp, {nn.Linear})
-    state = ModelState(model)
-    assert "is packed" in state.unreadable
-    assert ModelState(model).stamp == state.stamp
-    packed = model.model.layers[1].mlp.up_proj
-    packed.set_weight_bias(copy.deepcopy(packed.weight()), packed.bias())
-    assert ModelState(model).stamp != state.stamp
     weights = WeightsInMemory(model)
     found = weights.current()
-    assert found is not None
+    assert isinstance(found, Identity)
     assert found.basis is Basis.UNKNOWN
     assert weights.current() == found
+    assert WeightsInMemory(model).current() != found
+    packed = model.model.layers[1].mlp.up_proj
+    packed.set_weight_bias(copy.deepcopy(packed.weight()), packed.bias())
+    assert weights.current() != found
     with attached(model) as cache:
         assert "in two parts" in cache.stats().refused

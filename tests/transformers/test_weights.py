@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.connectors.transformers.model_state import ModelState
-from kvtier.connectors.transformers.weights_in_memory import WeightsInMemory, _digest
+from kvtier.connectors.transformers.reach import ModelReach
+from kvtier.connectors.transformers.weights_in_memory import (
+    WeightsInMemory,
+    _device_checksum,
+    _digest,
+    _marks,
+)
 from tests.transformers.models import answer, are_equal, on_grid, prompt, small_model
 from tests.transformers.test_attach import attached, on_grid_of_a_copy
 
@@ -126,14 +131,30 @@ def test_a_tensor_that_is_a_plain_attribute_is_a_weight() -> None:
         assert cache.stats().weights == "read"
 
 
-def test_a_function_of_ones_own_is_found_by_this_process_only(tmp_path: Path) -> None:
+def reading_method(model: Any) -> None:
+    """Set a method that reads what its code does not name."""
+    mlp = model.model.layers[0].mlp
+    factors = {"NAME": 0.9}
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        return type(self).forward(self, x) * eval("factors['NAME']", {"factors": factors})
+
+    mlp.forward = types.MethodType(forward, mlp)
+
+
+@pytest.mark.parametrize(
+    ("change", "num", "basis"), [(another_method, WHOLE, "read"), (reading_method, 0, "unknown")]
+)
+def test_code_that_looks_things_up_is_found_by_this_process_only(
+    change: Callable[[Any], None], num: int, basis: str, tmp_path: Path
+) -> None:
     disk = {"disk_path": str(tmp_path), "disk_capacity": "8MiB"}
-    for _ in range(2):
+    for expected in (0, num):
         model = small_model()
-        another_method(model)
+        change(model)
         with attached(model, **disk) as cache:
-            assert (reused(model), reused(model)) == (0, WHOLE)
-            assert cache.stats().weights == "unknown"
+            assert (reused(model), reused(model)) == (expected, WHOLE)
+            assert cache.stats().weights == basis
 
 
 def test_settings_of_generation_and_moves_change_nothing() -> None:
@@ -149,9 +170,8 @@ def test_settings_of_generation_and_moves_change_nothing() -> None:
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_tied_weights_are_read_once_and_change_together(is_tied: bool) -> None:
     model = small_model(tie_word_embeddings=is_tied)
-    state = ModelState(model)
-    marks = {state.marks[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
-    assert len(marks) == 2 - is_tied
+    marks = _marks({"in": model.get_input_embeddings().weight, "out": model.lm_head.weight})
+    assert len({*marks.values()}) == 2 - is_tied
     with attached(model):
         assert (reused(model), reused(model)) == (0, WHOLE)
         with torch.no_grad():
@@ -172,8 +192,7 @@ def test_only_changed_tensors_are_read_again(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("kvtier.connectors.transformers.weights_in_memory._digest", digest)
     first = weights.current()
-    num_tensors = len(ModelState(model).tensors)
-    assert len(read) == num_tensors
+    assert len(read) == len(ModelReach(model).tensors)
     read.clear()
     model.model.layers[0].self_attn.scaling *= 2
     assert weights.current() != first
@@ -183,9 +202,6 @@ def test_only_changed_tensors_are_read_again(monkeypatch: pytest.MonkeyPatch) ->
         model.get_parameter(NAME)[3, 5] += 1
     assert weights.current() != first
     assert len(read) == 1
-    weights.forget()
-    weights.current()
-    assert len(read) == 1 + num_tensors
 
 
 def test_equal_models_have_one_identity() -> None:
@@ -194,15 +210,16 @@ def test_equal_models_have_one_identity() -> None:
     assert WeightsInMemory(small_model(1)).current() != one
 
 
-def test_layers_out_of_order_in_memory_are_sampled() -> None:
+def test_layers_out_of_order_in_memory_are_read() -> None:
     weight = torch.arange(1000.0).view(10, 100)
     for tensor in (weight.t(), weight[:, ::2], weight[3:4].expand(5, 100), weight[:0]):
         model: Any = torch.nn.Linear(1, 1)
         model.weight = torch.nn.Parameter(tensor)
-        before = ModelState(model).stamp
-        assert ModelState(model).stamp == before
+        before = _marks(dict(model.named_parameters()))
+        assert _marks(dict(model.named_parameters())) == before
         weight.data.add_(1)
-        assert (ModelState(model).stamp == before) == (tensor.numel() == 0)
+        is_same = _marks(dict(model.named_parameters())) == before
+        assert is_same == (tensor.numel() == 0)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -216,7 +233,7 @@ def test_tensors_of_other_layouts_fail_no_prompt() -> None:
         assert are_equal(answer(model, IDS), right)
         assert are_equal(answer(model, IDS), right)
         assert cache.stats().num_reused_tokens == WHOLE
-        assert cache.stats().weights == "unknown"
+        assert cache.stats().weights == "read"
 
 
 def test_a_model_of_another_dtype_is_passed_through_until_it_is_attached_again() -> None:
@@ -247,3 +264,34 @@ def test_dropout_is_no_reuse() -> None:
         assert dict(cache.stats().passed) == {"a dropout is in training mode": 1}
         dropout.p = 0.0
         assert (reused(model), reused(model)) == (0, WHOLE)
+
+
+@pytest.mark.parametrize("num_columns", [3, 1024, 5000])
+def test_a_checksum_on_a_device_differs_after_any_change_of_a_row(num_columns: int) -> None:
+    weight = torch.randn(40, num_columns, generator=torch.Generator().manual_seed(0))
+    before = _device_checksum(weight)
+    assert _device_checksum(weight.clone()) == before
+    changed = [weight.clone() for _ in range(3)]
+    changed[0][7, 2] += 1e-3
+    changed[1][[3, 5]] = changed[1][[5, 3]]
+    changed[2][:, [0, 1]] = changed[2][:, [1, 0]]
+    assert len({before, *map(_device_checksum, changed)}) == 4
+    for part in (weight[:0], weight[1:, 1:], weight.half()[0, 1:], torch.tensor(True)):
+        assert _device_checksum(part) == _device_checksum(part.clone())
+
+
+class Failing:
+    """An object whose attributes can't be read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def test_a_model_that_cannot_be_read_is_passed_through() -> None:
+    model = small_model()
+    vars(model)["failing"] = Failing()
+    alone = answer(model, IDS)
+    with attached(model) as cache:
+        assert are_equal(answer(model, IDS), alone)
+        [reason] = cache.stats().passed
+        assert "the model can't be read" in reason

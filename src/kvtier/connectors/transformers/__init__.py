@@ -5,7 +5,8 @@
 
 ``attached.py`` has the wrapper around a model's ``forward``. ``prompts.py`` says which calls
 begin prompts, and why others are passed through. ``grid.py`` computes prompts in chunks, and
-``weights_in_memory.py`` identifies a loaded model, and ``model_state.py`` notices its changes.
+``weights_in_memory.py`` identifies a loaded model: its tensors, and what else ``reach.py`` finds.
+``watch.py`` notices changes of what was found.
 ``kvtier.cache_layers`` copies KV between transformers' cache layers and blocks.
 """
 
@@ -65,9 +66,13 @@ def attach(
 
     Raises:
         ConfigError: the settings are not possible.
-        UsageError: the model is attached already, or transformers is not installed.
+        UsageError: it is no model of transformers, the model is attached already, or transformers
+            is not installed.
     """
     try:
+        import torch
+        from transformers import PreTrainedModel
+
         from kvtier.connectors.transformers.attached import Attached
     except ModuleNotFoundError as missing:
         if missing.name not in ("torch", "transformers"):
@@ -75,8 +80,13 @@ def attach(
         raise UsageError(
             f"{missing.name} is not installed; install it: {install_command('engine')}"
         ) from None
-    base = getattr(model, "get_base_model", None)  # of an adapter's wrapper
-    model = model if base is None else base()
+    if isinstance(model, torch.nn.Module):
+        model = getattr(model, "get_base_model", lambda: model)()  # of an adapter's wrapper
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(
+            f"attach: {model!r:.60} is no model of transformers; give what "
+            "AutoModelForCausalLM.from_pretrained(...) returns"
+        )
     if isinstance(getattr(model, "kvtier", None), Attached):
         raise UsageError("the model is attached already; detach it first")
     if chunk_tokens < 1:

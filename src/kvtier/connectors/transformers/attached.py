@@ -48,7 +48,8 @@ class AttachedStats:
         num_kept_tokens: generated tokens whose KV was kept.
         num_without_room: prompts that were computed without the cache, for want of room.
         passed: calls into an empty cache that were passed through, by reason.
-        weights: "read", "unknown" (only this process finds its KV), or "being read".
+        weights: "read", "unknown" (only this process finds its KV), or "being read"; as of the
+            last prompt.
         bytes_per_token: bytes of KV per token.
         bytes_per_snapshot: bytes of a snapshot of the model's recurrent state; 0 without any.
     """
@@ -81,7 +82,6 @@ class _Sequence:
     tokens: list[int]
     new: list[torch.Tensor]
     num_kept: int
-    identity: Identity
 
     @property
     def num_tokens(self) -> int:
@@ -172,7 +172,7 @@ class Attached:
         if self._layers.states:
             self._keep_tokens *= max(1, SNAPSHOT_TOKENS // chunk_tokens)
         self._grid = ChunkGrid(self._inner, self._reader.takes_positions, self._layers, memory)
-        self._weights = WeightsInMemory(model)
+        self._weights = WeightsInMemory(model, self._inner)
         model.forward = _Forward(self, self._inner)
         # A model that is not needed any more ends its cache. Not in this thread: it may be any.
         self._finalizer = weakref.finalize(model, _close_later, memory.cache)
@@ -184,14 +184,15 @@ class Attached:
         """Return the counts until now."""
         if self._cache is None:
             return self._stats
-        identity = self._weights.current()
+        if self._weights.basis == "being read":
+            self._weights.current()
         with self._lock:
             return replace(
                 self._stats,
                 reused_tokens=dict(self._reuse.tiers),
                 num_without_room=self._reuse.num_without_room,
                 passed=dict(self._passed),
-                weights="being read" if identity is None else identity.basis.value,
+                weights=self._weights.basis,
                 bytes_per_token=self._layers.group.bytes_per_block // self.chunk_tokens,
                 bytes_per_snapshot=self._layers.bytes_per_snapshot,
             )
@@ -201,7 +202,9 @@ class Attached:
 
         It gets there without this call, too, and before the process ends.
         """
-        return self._cache is None or self._cache.flush(timeout_s)
+        if self._cache is None or getattr(self.model, "kvtier", None) is not self:
+            return True  # detaching has done it
+        return self._cache.flush(timeout_s)
 
     def detach(self) -> None:
         """Give the model its own ``forward`` back, and close the cache. Safe to call twice."""
@@ -247,18 +250,22 @@ class Attached:
             return output
         prompts = self._reader.read(self.model, self._layers, call)
         if isinstance(prompts, str):
-            with self._lock:
-                self._passed[prompts] += 1
-            return self._inner(*positional, **named)
-        identity = self._weights.current() if self._is_usable else None
+            return self._pass(prompts, positional, named)
         if sum(map(len, prompts.rows)) < len(prompts.rows) * self.chunk_tokens:
-            with self._lock:
-                self._passed["prompts shorter than a chunk"] += 1
-            output = self._inner(*positional, **named)
+            output = self._pass("prompts shorter than a chunk", positional, named)
         else:
+            identity = self._weights.current() if self._is_usable else None
+            if isinstance(identity, str):
+                return self._pass(identity, positional, named)
             output = self._prefill(prompts, identity)
-        self._begin_sequence(prompts, output, identity)
+        self._begin_sequence(prompts, output)
         return output
+
+    def _pass(self, reason: str, positional: tuple[object, ...], named: dict[str, Any]) -> Any:
+        """Count a call that is not kvtier's, and make it."""
+        with self._lock:
+            self._passed[reason] += 1
+        return self._inner(*positional, **named)
 
     @property
     def _is_usable(self) -> bool:
@@ -296,17 +303,15 @@ class Attached:
 
     # -- generated tokens --------------------------------------------------------------------------
 
-    def _begin_sequence(
-        self, prompts: PromptBatch, output: CausalLMOutputWithPast, identity: Identity | None
-    ) -> None:
+    def _begin_sequence(self, prompts: PromptBatch, output: CausalLMOutputWithPast) -> None:
         """Note the tokens whose KV is in the output's cache, if what follows them is to be kept."""
         cache = getattr(output, CACHE_FIELD)
-        if not self._keep_generated or identity is None or type(cache) is not DynamicCache:
+        if not self._keep_generated or type(cache) is not DynamicCache:
             return
         if len(prompts.rows) == 1 and len(prompts.rows[0]) == prompts.num_tokens:
             [tokens] = prompts.rows
             num_kept = len(tokens) // self.chunk_tokens * self.chunk_tokens
-            self._sequences[cache] = _Sequence(tokens, [], num_kept, identity)
+            self._sequences[cache] = _Sequence(tokens, [], num_kept)
 
     def _follow(self, cache: transformers.Cache, ids: object) -> None:
         """Note the tokens that a call has added to a cache, and keep each whole chunk."""
@@ -330,20 +335,16 @@ class Attached:
     def _keep(self, sequence: _Sequence, device: torch.device) -> None:
         """Compute whole chunks of generated tokens on the grid, so that they have its bits."""
         num_tokens = sequence.num_tokens // self.chunk_tokens * self.chunk_tokens
-        num_new, sequence.num_kept = num_tokens - sequence.num_kept, num_tokens
+        sequence.num_kept = num_tokens
         if not self._is_usable or odd_state(self.model):
             return
-        if not self._weights.is_still(sequence.identity):
+        # Only token ids are taken from what was computed: the model may have changed since.
+        identity = self._weights.current()
+        if not isinstance(identity, Identity):
             return
+        tokens = sequence.read()[:num_tokens]
         try:
-            self._grid.compute(
-                sequence.read()[:num_tokens],
-                self._layers.new_cache(),
-                self._namespace(sequence.identity),
-                TokenSources(),
-                num_logits=1,
-                device=device,
-            )
+            num_new = self._grid.keep(tokens, self._namespace(identity), device)
         except (CacheError, RuntimeError) as error:  # torch: no memory, for instance
             logger.warning("generated tokens are not kept: %s", error)
             return

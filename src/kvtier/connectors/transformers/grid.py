@@ -159,8 +159,34 @@ class ChunkGrid:
         device: torch.device,
     ) -> CausalLMOutputWithPast:
         """Compute one prompt into an empty cache."""
+        lease = None
+        if namespace is not None:
+            lease = self._fetch(tokens, len(tokens), namespace, reuse)
+        return self._compute(tokens, cache, lease, reuse, num_logits, device)
+
+    def keep(self, tokens: list[int], namespace: bytes, device: torch.device) -> int:
+        """Compute whole chunks, and keep those that are not known. Return the tokens of these."""
+        sources = TokenSources()
+        lease = self._fetch(tokens, len(tokens) + 1, namespace, sources)  # all may be known
+        if lease is None:
+            return 0
+        num_new = len(lease.labels) - lease.num_shared
+        if num_new:
+            self._compute(tokens, self._layers.new_cache(), lease, sources, 1, device)
+        else:
+            self._finish(lease, 0)
+        return num_new * self._layers.block_tokens
+
+    def _compute(
+        self,
+        tokens: list[int],
+        cache: DynamicCache,
+        lease: Lease | None,
+        reuse: TokenSources,
+        num_logits: int,
+        device: torch.device,
+    ) -> CausalLMOutputWithPast:
         size = self._layers.block_tokens
-        lease = None if namespace is None else self._fetch(tokens, namespace, reuse)
         num_reused = 0
         if lease is not None:
             num_reused = min(lease.num_shared, (len(tokens) - num_logits) // size)
@@ -182,14 +208,19 @@ class ChunkGrid:
                 self._finish(lease, num_done)
         return output
 
-    def _fetch(self, tokens: list[int], namespace: bytes, reuse: TokenSources) -> Lease | None:
-        """Return a lease of the prompt's blocks, of its first ones if they don't all fit."""
+    def _fetch(
+        self, tokens: list[int], num_tokens: int, namespace: bytes, reuse: TokenSources
+    ) -> Lease | None:
+        """Return a lease of the prompt's blocks, of its first ones if they don't all fit.
+
+        num_tokens: length of the prompt; at least its last token is computed.
+        """
         size = self._layers.block_tokens
         num_snapshot = 2 * self._layers.blocks_per_snapshot  # one to begin from, and a new one
         labels = token_labels(tokens, size)[: self._memory.num_blocks - 1 - num_snapshot]
         if not labels:
             return None
-        prompt = Prompt(namespace, labels, min(len(tokens), (len(labels) + 1) * size))
+        prompt = Prompt(namespace, labels, min(num_tokens, (len(labels) + 1) * size))
         lease = None
         try:
             lease = self._memory.cache.fetch(prompt)

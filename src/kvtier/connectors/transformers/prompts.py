@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules import module as modules
+from torch.utils._device import DeviceContext
 from transformers import DynamicCache, PreTrainedModel
 
 from kvtier.cache_layers import CacheLayers, UnsupportedModelError, cache_argument
+from kvtier.connectors.transformers.reach import has_hooks
 
 HANDLED = {
     "input_ids",
@@ -24,12 +27,6 @@ HANDLED = {
 
 STEADY_ROTARY = {"default", "linear", "yarn", "llama3", "proportional"}
 """Rotary embeddings whose frequencies do not depend on the length of the context."""
-
-DROPOUT = torch.nn.modules.dropout._DropoutNd
-"""Base of all dropouts. Adapters bring some, which ``model.eval()`` may have missed."""
-
-KNOWN_HOOKS = ("transformers.", "accelerate.")
-"""Packages whose forward hooks change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,8 @@ class PromptReader:
         self, model: PreTrainedModel, layers: CacheLayers, call: Mapping[str, Any]
     ) -> PromptBatch | str:
         """Return the prompts that a call begins, or the reason why it is passed through."""
-        if reason := _odd_arguments(call, self.cache_name) or odd_state(model):
+        reason = _odd_arguments(call, self.cache_name) or _odd_settings(model, call)
+        if reason := reason or odd_state(model):
             return reason
         if not layers.fit_model(model):
             return "the model has another dtype or device than when it was attached"
@@ -142,6 +140,24 @@ def _odd_arguments(call: Mapping[str, Any], cache_name: str) -> str:
     return "tuples are wanted" if call.get("return_dict") is False else ""
 
 
+def _odd_settings(model: PreTrainedModel, call: Mapping[str, Any]) -> str:
+    """Return the setting of a configuration that asks for what a chunk's output lacks, or ""."""
+    config = model.config
+    if call.get("use_cache") is None and getattr(config, "use_cache", None) is False:
+        return "config.use_cache is off"
+    if call.get("return_dict") is None and getattr(config, "return_dict", None) is False:
+        return "config.return_dict is off"
+    for settings in (vars(config), vars(config.get_text_config(decoder=True))):
+        for name, value in settings.items():
+            # Selections of hidden states are numbers or lists.
+            name = name.removeprefix("_")
+            if name.startswith("output_") and (
+                value is True or (value and name == "output_hidden_states")
+            ):
+                return f"config.{name} is set"
+    return ""
+
+
 def odd_state(model: PreTrainedModel) -> str:
     """Return why KV can neither be restored nor kept now; "" if it can."""
     if torch.compiler.is_compiling():
@@ -152,18 +168,17 @@ def odd_state(model: PreTrainedModel) -> str:
         return "gradients are recorded"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is on"
-    for module in model.modules():
-        if _has_hooks(module):
-            return "forward hooks"
-        if isinstance(module, DROPOUT) and module.training and module.p:
-            return "a dropout is in training mode"
-    return ""
-
-
-def _has_hooks(module: torch.nn.Module) -> bool:
-    """Whether somebody looks at, or changes, what a module computes of every token."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not getattr(hook, "__module__", "").startswith(KNOWN_HOOKS) for hook in hooks)
+    if torch._C._len_torch_dispatch_stack() or (
+        torch._C._functorch.peek_interpreter_stack() is not None
+    ):
+        return "a mode of torch is on"
+    if torch._C._len_torch_function_stack() and not all(
+        isinstance(mode, DeviceContext)  # of torch.set_default_device: it computes nothing
+        for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    ):
+        return "a mode of torch is on"
+    every = (modules._global_forward_hooks, modules._global_forward_pre_hooks)
+    return "forward hooks" if any(has_hooks(hooks.values()) for hooks in every) else ""
 
 
 def _unpadded(ids: torch.Tensor, mask: torch.Tensor) -> tuple[list[list[int]] | None, list[int]]:

@@ -6,154 +6,252 @@ trained since it was loaded.
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from secrets import token_hex
 from threading import Lock, Thread
+from typing import Any
 
+import numpy as np
 import torch
 from blake3 import blake3
 from transformers import PreTrainedModel
 
-from kvtier.connectors.transformers.model_state import (
-    OWN_CODE,
-    ModelState,
-    is_composed,
-    meaning,
-    parts,
-)
-from kvtier.identity import Basis, Identity, unknown
+from kvtier._hot import crc32c_many
+from kvtier.connectors.transformers.reach import ModelReach
+from kvtier.identity import Basis, Identity
 from kvtier.system.process import num_cores
 
 logger = logging.getLogger(__name__)
 
 SMALL_MODEL_BYTES = 1 << 30
-"""This many bytes are read at once, in a fraction of a second."""
+"""This many bytes are identified at once, in a fraction of a second."""
 PIECE_BYTES = 64 << 20
 """Bytes of a tensor that are read in one step, and copied first if a device has them."""
+ROW_BYTES = 8 << 10
+"""Bytes of a row of a tensor on a device, for its checksums."""
 MAX_THREADS = 8
 NUM_POLITE_THREADS = 2
 """Threads that read in the background, while the model may be in use."""
+SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""Methods that return the plain tensors of a sparse one, by layout."""
 
-
-class _Unreadable(Exception):  # noqa: N818 - a reason, and no failure
-    """The weights cannot be read; the message says why."""
+Mark = tuple[object, ...]
+"""Place, shape, meaning and checksum of a tensor."""
 
 
 class WeightsInMemory:
     """The identity of a loaded model, found again whenever the model has changed.
 
-    Changes are noticed by ``ModelState.stamp``. Only the tensors that have changed are read again:
-    none if an adapter was switched or scaled. A change in place through ``tensor.data`` of so few
-    elements that no sample is among them is not noticed: call ``forget`` after it.
+    ``current`` compares everything that ``ModelReach`` has found, by reference, and a checksum over
+    all bytes of all tensors: writes through ``tensor.data``, NumPy or DLPack leave no other trace.
+    That reads the weights once, as a decode step does. Only tensors that have changed are hashed
+    again.
 
     Args:
         model: the model.
-        small_bytes: up to this many bytes are read while a prompt waits; more in the background.
+        forward: its own ``forward``. Default: ``model.forward``.
+        small_bytes: up to this many bytes are hashed while a prompt waits; more in the background.
     """
 
-    def __init__(self, model: PreTrainedModel, small_bytes: int = SMALL_MODEL_BYTES) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        forward: Callable[..., Any] | None = None,
+        small_bytes: int = SMALL_MODEL_BYTES,
+    ) -> None:
         self._model = model
+        self._forward = forward
         self._small_bytes = small_bytes
         self._lock = Lock()
-        self._stamp = b""
+        self._reach: ModelReach | None = None
+        self._reasons: list[ModelReach] = []  # keeps objects that an identity of this process names
+        self._secret = token_hex(16)  # part of identities that no other process may have
+        self._marks: dict[str, Mark] = {}
         self._identity: Identity | None = None
-        self._digests: dict[bytes, bytes] = {}  # of tensors, by their marks
+        self._digests: dict[Mark, bytes] = {}
         self._reader: Thread | None = None
 
-    def current(self) -> Identity | None:
-        """Return the identity of the model as it is now; None while it is being read."""
-        with self._lock:
-            return self._current()
+    @property
+    def basis(self) -> str:
+        """Basis of the last identity; "being read" before the first."""
+        return "being read" if self._identity is None else self._identity.basis.value
 
-    def _current(self) -> Identity | None:
-        state = ModelState(self._model)
-        if state.stamp == self._stamp and self._identity is not None:
+    def current(self) -> Identity | str | None:
+        """Return the identity of the model as it is now; None while it is being read.
+
+        Returns the reason if the model cannot be identified.
+        """
+        with self._lock:
+            try:
+                return self._current()
+            except Exception as error:
+                self._reach = self._identity = None
+                return f"the model can't be read: {type(error).__name__}: {error!s:.100}"
+
+    def _current(self) -> Identity | str | None:
+        reach = self._reach
+        if reach is None or not reach.is_same():
+            reach = self._reach = ModelReach(self._model, self._forward)
+            self._identity = None
+        if reason := reach.odd or reach.opaque:
+            return reason
+        marks = _marks(reach.tensors)
+        if self._identity is not None and marks == self._marks:
             return self._identity
         if self._reader is not None and self._reader.is_alive():
             return None
-        new = [name for name, mark in state.marks.items() if mark not in self._digests]
-        flat = (part for name in new for part in parts(state.tensors[name]))
+        new = [name for name, mark in marks.items() if mark not in self._digests]
+        flat = (part for name in new for part in parts(reach.tensors[name]))
         if sum(part.numel() * part.itemsize for part in flat) <= self._small_bytes:
-            self._read(state, min(MAX_THREADS, num_cores()))
+            self._read(reach, marks, min(MAX_THREADS, num_cores()))
             return self._identity
         self._reader = Thread(
             target=self._read,
-            args=(state, NUM_POLITE_THREADS),
+            args=(reach, marks, NUM_POLITE_THREADS),
             name="kvtier-weights",
             daemon=True,
         )
         self._reader.start()
         return None
 
-    def is_still(self, identity: Identity) -> bool:
-        """Whether the model is known to be unchanged since it had this identity."""
-        return self._identity == identity and ModelState(self._model).stamp == self._stamp
-
-    def forget(self) -> None:
-        """Read the whole model again before its next prompt."""
-        with self._lock:
-            self._identity = None
-            self._digests = {}
-
     def wait(self) -> None:
         """Wait until the reading in the background has ended."""
         if self._reader is not None:
             self._reader.join()
 
-    def _read(self, state: ModelState, threads: int) -> None:
+    def _read(self, reach: ModelReach, marks: dict[str, Mark], threads: int) -> None:
         """Set the identity, if the model did not change meanwhile. Prompts wait otherwise."""
-        try:
-            digests, found = self._identify(state, threads)
-        except (_Unreadable, RuntimeError) as reason:  # torch: no such view, or no memory for it
-            digests, found = {}, unknown(f"the weights in memory can't be read: {reason}")
-        if ModelState(self._model).stamp == state.stamp:
-            self._stamp, self._identity, self._digests = state.stamp, found, digests
+        digests, found = self._identify(reach, marks, threads)
+        if reach.is_same() and _marks(reach.tensors) == marks:
+            self._marks, self._identity, self._digests = marks, found, digests
 
-    def _identify(self, state: ModelState, threads: int) -> tuple[dict[bytes, bytes], Identity]:
+    def _identify(
+        self, reach: ModelReach, marks: dict[str, Mark], threads: int
+    ) -> tuple[dict[Mark, bytes], Identity]:
         """Return the digests of all tensors by their marks, and the identity of it all."""
-        if state.unreadable:
-            raise _Unreadable(state.unreadable)
-        hasher = blake3(state.settings)
-        kinds: set[type] = {type(module) for module in self._model.modules()}
-        kinds |= {type(tensor) for tensor in state.tensors.values() if is_composed(tensor)}
-        for code in _code_of(kinds):
-            hasher.update(code.encode())
-        digests: dict[bytes, bytes] = {}
-        for name, tensor in state.tensors.items():
-            mark = state.marks[name]
+        hasher = blake3(reach.digest)
+        local = reach.local
+        digests: dict[Mark, bytes] = {}
+        for name, tensor in reach.tensors.items():
+            mark = marks[name]
             if mark not in digests:  # tied weights are read once
                 digests[mark] = self._digests.get(mark) or _digest(tensor, threads)
             hasher.update(f"\n{name} ".encode() + digests[mark])
-        return digests, Identity(hasher.hexdigest(), Basis.READ)
+            local = local or unreadable(name, tensor)
+        if not local:
+            return digests, Identity(hasher.hexdigest(), Basis.READ)
+        logger.warning("KV is not found by later processes: %s", local)
+        self._reasons.append(reach)
+        offloaded = [mark[0] for mark in marks.values()]
+        hasher.update(f"{self._secret} {reach.here} {offloaded}".encode())
+        return digests, Identity(f"unknown {hasher.hexdigest()}", Basis.UNKNOWN)
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def is_composed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor consists of others: quantised by torchao, for instance."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors that a tensor consists of: all its bytes."""
+    if is_composed(tensor):
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from parts(getattr(tensor, name))
+    elif tensor.layout in SPARSE:
+        for name in SPARSE[tensor.layout]:
+            yield getattr(tensor.detach(), name)()
+    elif tensor.layout is not torch.strided:
+        yield tensor.detach().to_dense()
+    elif tensor.is_quantized:
+        yield tensor.int_repr()
+        if tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
+            yield tensor.q_per_channel_scales()
+            yield tensor.q_per_channel_zero_points()
+    elif not tensor.is_meta:
+        yield tensor.detach()
+
+
+def meaning(tensor: torch.Tensor) -> str:
+    """Return everything about a tensor but its elements; equal in every process."""
+    told = f"{type(tensor).__qualname__} {tuple(tensor.shape)} {tensor.dtype}"
+    if is_composed(tensor):
+        names, settings = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = [meaning(getattr(tensor, name)) for name in names]
+        told += f" of {', '.join(inner)} with {settings!r}"
+    elif tensor.is_quantized and tensor.qscheme() is torch.per_tensor_affine:
+        told += f" times {tensor.q_scale()!r} from {tensor.q_zero_point()}"
+    return told
+
+
+def unreadable(name: str, tensor: torch.Tensor) -> str:
+    """Return why the bytes of a tensor don't say everything, or ""."""
+    if tensor.is_meta:
+        return f"{name} is offloaded"
+    if " at 0x" in meaning(tensor):
+        return f"{name} is a {type(tensor).__name__} with settings that can't be read"
+    return ""
+
+
+def _marks(tensors: dict[str, torch.Tensor]) -> dict[str, Mark]:
+    """Return the mark of each tensor. Every byte is read."""
+    plain = (torch.Tensor, torch.nn.Parameter)
+    told: list[list[object]] = []
+    here: list[tuple[int, torch.Tensor]] = []  # with the indices of their tensors
+    for at, tensor in enumerate(tensors.values()):
+        is_plain = type(tensor) in plain and tensor.layout is torch.strided
+        kind = tensor.dtype if is_plain and not tensor.is_quantized else meaning(tensor)
+        told.append([id(tensor) if tensor.is_meta else 0, kind, tensor.shape])
+        for part in parts(tensor):
+            if part.device.type == "cpu":
+                here.append((at, part if part.is_contiguous() else part.contiguous()))
+            else:
+                told[at].append(_device_checksum(part))
+            told[at] += (part.data_ptr(), part.stride())
+    pieces = [
+        (at, part.data_ptr() + start, min(PIECE_BYTES, size - start))
+        for at, part in here
+        for size in (part.nbytes,)
+        for start in range(0, size, PIECE_BYTES)
+    ]
+    checksums = crc32c_many(
+        np.array([address for _, address, _ in pieces], np.uint64),
+        np.array([size for _, _, size in pieces], np.uint64),
+        min(MAX_THREADS, num_cores()),
+    )
+    for (at, _, _), checksum in zip(pieces, checksums.tolist(), strict=True):
+        told[at].append(checksum)
+    return dict(zip(tensors, map(tuple, told), strict=True))
+
+
+def _device_checksum(part: torch.Tensor) -> bytes:
+    """Return sums over all rows and all columns of the bytes of a tensor, made on its device."""
+    flat = part.contiguous().view(-1).view(torch.uint8)
+    if flat.storage_offset() % 4:
+        flat = flat.clone()
+    num_rows = flat.numel() // ROW_BYTES
+    rows = flat[: num_rows * ROW_BYTES].view(torch.int32).view(num_rows, ROW_BYTES // 4)
+    sums = (rows.sum(0), rows.sum(1), flat[num_rows * ROW_BYTES :].long())
+    return blake3(torch.cat(sums).cpu().numpy().tobytes()).digest()
 
 
 def _digest(tensor: torch.Tensor, threads: int) -> bytes:
     """Return the digest of all bytes of a tensor, and of their meaning."""
-    told = meaning(tensor)
-    if " at 0x" in told:
-        raise _Unreadable(f"there is a {type(tensor).__name__} with settings that can't be read")
-    hasher = blake3(told.encode(), max_threads=threads)
-    for part in _readable_parts(tensor):
+    hasher = blake3(meaning(tensor).encode(), max_threads=threads)
+    for part in parts(tensor):
         hasher.update(f"\n{tuple(part.shape)} {part.dtype} ".encode())
         for piece in _pieces(part):
             hasher.update(piece.numpy().data)
     return hasher.digest()
-
-
-def _readable_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors of a parameter, which may be quantised."""
-    for part in parts(tensor):
-        if part.is_meta:
-            raise _Unreadable("some are offloaded")
-        yield part
-    state = getattr(tensor, "quant_state", None)
-    if state is not None:  # bitsandbytes
-        told = state.as_dict(packed=True)
-        yield from (told[name].detach() for name in sorted(told))
-    elif not is_composed(tensor) and type(tensor).__module__.partition(".")[0] != "torch":
-        raise _Unreadable(f"there is a {type(tensor).__name__}")
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -161,22 +259,3 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     for start in range(0, flat.numel(), PIECE_BYTES):
         yield flat[start : start + PIECE_BYTES].cpu()
-
-
-def _code_of(kinds: set[type]) -> list[str]:
-    """Return the names of classes and their bases, in order.
-
-    Those that are not of a known package come with the digest of their file.
-    """
-    bases = {base for kind in kinds for base in kind.__mro__}
-    return sorted({_code(base) for base in bases})
-
-
-def _code(kind: type) -> str:
-    if f"{kind.__module__}.".startswith(OWN_CODE) and "transformers_modules" not in kind.__module__:
-        return f"{kind.__module__}.{kind.__qualname__}"
-    try:
-        file = Path(inspect.getfile(kind))
-        return f"{kind.__qualname__} {blake3(file.read_bytes()).hexdigest()}"
-    except (OSError, TypeError):
-        raise _Unreadable(f"the code of {kind.__qualname__} is in no file") from None
