@@ -10,11 +10,6 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-import transformers
-import vllm.v1.attention.backends.registry as attention
-from vllm.model_executor.models import ModelRegistry
-from vllm.platforms import current_platform
-
 from kvtier.connectors.common.plugins import plugin_modules
 from kvtier.identity import code_digest, process_start_ns
 
@@ -36,6 +31,9 @@ def engine_code(config: VllmConfig, models: Iterable[ModelConfig]) -> list[str]:
         UnknownCodeError: some of it can't be identified.
     """
     classes = [name for model in models for name in _classes(model)]
+    import transformers
+    from vllm.platforms import current_platform
+
     parallel = config.parallel_config
     modules = [
         *plugin_modules("vllm.general_plugins", _allowed()),
@@ -56,6 +54,8 @@ def _allowed() -> list[str] | None:
 
 def _classes(model: ModelConfig) -> Iterator[str]:
     """Yield the modules of a model's classes, as they are registered now."""
+    from vllm.model_executor.models import ModelRegistry
+
     names = {*model.architectures, getattr(model, "architecture", None)}
     for name in names & ModelRegistry.models.keys():
         found = ModelRegistry.models[name]
@@ -68,6 +68,8 @@ def _classes(model: ModelConfig) -> Iterator[str]:
 
 def _attention() -> Iterator[str]:
     """Yield the full names of attention back ends."""
+    import vllm.v1.attention.backends.registry as attention
+
     for name in ENUMS:
         yield from (each.value for each in getattr(attention, name, ()) if each.value)
     for name in OVERRIDES:
