@@ -307,6 +307,7 @@ def attempt(name: str, folder: Path, disk: Path) -> Outcome:
     from kvtier.config import CacheConfig
     from kvtier.engine import Completion, Engine, EngineConfig, SamplingParams
     from kvtier.errors import ConfigError
+    from kvtier.types import LoadPolicy
 
     config = EngineConfig(
         model=str(folder),
@@ -315,7 +316,12 @@ def attempt(name: str, folder: Path, disk: Path) -> Outcome:
         device_capacity="24MiB",
         max_model_tokens=2 * NUM_TOKENS,
         threads=1,
-        cache=CacheConfig(host_capacity="64MiB", disk_path=str(disk), disk_capacity="256MiB"),
+        cache=CacheConfig(
+            host_capacity="64MiB",
+            disk_path=str(disk),
+            disk_capacity="256MiB",
+            load_policy=LoadPolicy.ALWAYS,  # on a busy machine so small a model computes faster
+        ),
     )
     params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True, keep_logits=True)
 

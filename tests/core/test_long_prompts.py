@@ -123,7 +123,8 @@ def test_the_collector_passes_over_what_the_index_and_the_slots_give() -> None:
     given: list[object] = [match.blocks, match.tiers, index.slots(match.blocks, DEVICE)]
     given += [index.states_of(match.blocks, HOST), index.names(match.blocks).keys]
     given.append(SlotPool(4).allocate(3))
-    assert request.lease.num_shared == 0 < len(match.blocks)
+    assert match.blocks
+    assert not request.lease.blocks, "it was released"
     assert not any(map(gc.is_tracked, given))
     world.close()
 
