@@ -306,11 +306,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.disk.against_peers --json reports/disk_peers.json
 	$(BIN)/python -m benchmarks.disk.recovery --json reports/slab_recovery.json
 	$(BIN)/python -m benchmarks.micro.index --json reports/index.json
-	$(BIN)/python -m benchmarks.micro.cache --json reports/cache.json
 	$(BIN)/python -m benchmarks.policies.hit_ratios --json reports/policies.json
-	$(BIN)/python -m benchmarks.micro.arena --json reports/arena.json
-	$(BIN)/python -m benchmarks.server.hostile --json reports/hostile.json
-	$(BIN)/python -m benchmarks.server.observability --json reports/watched.json
 	$(BIN)/kvtier bench serve
 
 # Other projects, each in an environment of its own, for the benchmarks that compare with them, on a

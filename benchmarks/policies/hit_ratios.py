@@ -3,8 +3,6 @@
     python -m benchmarks.policies.hit_ratios --traces DIR            a table
     python -m benchmarks.policies.hit_ratios --traces DIR --json -   JSON on stdout as well
     python -m benchmarks.policies.hit_ratios --traces DIR --through tiers   in index and ladder
-    python -m benchmarks.policies.hit_ratios --traces DIR --pair            host and disk
-    python -m benchmarks.policies.hit_ratios --traces DIR --pair --write-budget 0.3 0.5
 
 Every request of a trace goes through ``kvtier.index.policies.replayed``. A hit is a block of the
 longest cached prefix at arrival. Needs zstd. README.md says the method.
@@ -15,23 +13,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeVar
 
 from rich.table import Table
 
-from benchmarks.policies.host_and_disk import (
-    PAIRS,
-    WAYS,
-    PairRow,
-    measure_pair,
-    pair_tables,
-    pair_targets,
-)
 from benchmarks.policies.tiers import TierReplay
 from benchmarks.policies.traces import (
     BLOCK_TOKENS,
@@ -40,15 +29,6 @@ from benchmarks.policies.traces import (
     agentic,
     conversation,
     default_folder,
-)
-from benchmarks.policies.write_budget import (
-    BUCKET,
-    BUDGETED,
-    BudgetRow,
-    Limit,
-    budget_tables,
-    budget_targets,
-    measure_budget,
 )
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
@@ -63,7 +43,7 @@ BY_TIME = "runs, by time"
 """The same policy, told to save time and not blocks."""
 CONTESTANTS = (*POLICIES, BY_TIME)
 OURS, LRU = "runs", "lru"
-REPLAY, TIERS, PAIR = "replay", "tiers", "pair"
+REPLAY, TIERS = "replay", "tiers"
 SEED = 11
 """Seed of the sessions' beginnings; the targets hold for it."""
 WANTED = {
@@ -75,9 +55,6 @@ WANTED = {
 SHARES = (0.005, 0.01, 0.02, 0.05, 0.1)
 MOST_BELOW_LRU = 0.3
 LEAST_REFS_PER_S = 1_000_000
-
-
-AnyRow = TypeVar("AnyRow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,68 +173,16 @@ def tables(rows: list[Row]) -> Iterator[Table]:
 
 def replay_all(traces: list[tuple[Trace, int | None]], options: argparse.Namespace) -> list[Row]:
     """All that is asked for, by worker processes that have the traces from this one."""
-    jobs: list[tuple[object, ...]] = []
+    jobs: list[tuple[int, str, float, str]] = []
     for number, (trace, _) in enumerate(traces):
         shares = options.shares or WANTED.get(trace.name, SHARES)
         names = options.policies
         jobs += [(number, name, share, options.through) for share in shares for name in names]
-    return _in_processes(measure, jobs, traces, options.processes)
-
-
-def _measure_pair(number: int, policy: str, through: str, shares: tuple[float, float]) -> PairRow:
-    return measure_pair(*_replayed[number], policy, through, shares)
-
-
-def replay_pairs(
-    traces: list[tuple[Trace, int | None]], options: argparse.Namespace
-) -> list[PairRow]:
-    """Both tiers at once, and each alone."""
-    jobs: list[tuple[object, ...]] = [
-        (number, name, through, tuple(options.shares or PAIRS[trace.name]))
-        for number, (trace, _) in enumerate(traces)
-        for through in WAYS
-        for name in options.policies
-        if name in (OURS, LRU)
-    ]
-    return _in_processes(_measure_pair, jobs, traces, options.processes)
-
-
-def _measure_budget(
-    number: int, through: str, shares: tuple[float, float], limit: Limit | None
-) -> BudgetRow:
-    return measure_budget(*_replayed[number], through, shares, limit)
-
-
-def replay_budgets(
-    traces: list[tuple[Trace, int | None]], options: argparse.Namespace
-) -> list[BudgetRow]:
-    """Both tiers, without a limit to what is written, and then with each that is asked for."""
-    kinds = [
-        (number, tuple(options.shares or PAIRS[trace.name]))
-        for number, (trace, _) in enumerate(traces)
-    ]
-    jobs: list[tuple[object, ...]] = [(number, TIERS, shares, None) for number, shares in kinds]
-    free = _in_processes(_measure_budget, jobs, traces, options.processes)
-    jobs = [
-        (number, through, shares, Limit(share, options.bucket, row.num_written))
-        for (number, shares), row in zip(kinds, free, strict=True)
-        for share in options.write_budget
-        for through in BUDGETED
-    ]
-    return free + _in_processes(_measure_budget, jobs, traces, options.processes)
-
-
-def _in_processes(
-    work: Callable[..., AnyRow],
-    jobs: list[tuple[object, ...]],
-    traces: list[tuple[Trace, int | None]],
-    processes: int,
-) -> list[AnyRow]:
-    """``work`` of each job, in processes that have the traces from this one."""
     for trace, _ in traces:
         assert trace.num_unique  # counted here, once
-    with ProcessPoolExecutor(processes, get_context("fork"), _replayed.extend, (traces,)) as pool:
-        return list(pool.map(work, *zip(*jobs, strict=True)))
+    fork = get_context("fork")
+    with ProcessPoolExecutor(options.processes, fork, _replayed.extend, (traces,)) as pool:
+        return list(pool.map(measure, *zip(*jobs, strict=True)))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -285,24 +210,6 @@ def main(arguments: list[str] | None = None) -> None:
         default=REPLAY,
         help="what answers: a policy alone, or index, ladder and policy",
     )
-    parser.add_argument(
-        "--pair",
-        action="store_true",
-        help="host memory and a disk below it; --shares has their two sizes (1 and 5 or 10 %%)",
-    )
-    parser.add_argument(
-        "--write-budget",
-        nargs="+",
-        type=float,
-        metavar="SHARE",
-        help="with --pair: what may be written to the disk, of what would be",
-    )
-    parser.add_argument(
-        "--bucket",
-        type=float,
-        default=BUCKET,
-        help="how much of a budget may be saved up, of that of the trace (1/24)",
-    )
     parser.add_argument("--processes", type=int, default=2, help="(2)")
     options = parser.parse_args(arguments)
 
@@ -322,24 +229,15 @@ def main(arguments: list[str] | None = None) -> None:
     result = {
         "benchmark": "policies",
         "machine": machine,
-        "through": PAIR if options.pair else options.through,
+        "through": options.through,
         "traces": [
             {"name": each.name, "seed": seed, "blocks": each.num_refs, "unique": each.num_unique}
             for each, seed in traces
         ],
     }
-    if options.pair and options.write_budget:
-        budgets = replay_budgets(traces, options)
-        result |= {"rows": [asdict(row) for row in budgets], "targets": budget_targets(budgets)}
-        report(result, options.json, *budget_tables(budgets))
-    elif options.pair:
-        pairs = replay_pairs(traces, options)
-        result |= {"rows": [asdict(row) for row in pairs], "targets": pair_targets(pairs)}
-        report(result, options.json, *pair_tables(pairs))
-    else:
-        rows = replay_all(traces, options)
-        result |= {"rows": [asdict(row) for row in rows], "targets": targets(rows, options.through)}
-        report(result, options.json, *tables(rows))
+    rows = replay_all(traces, options)
+    result |= {"rows": [asdict(row) for row in rows], "targets": targets(rows, options.through)}
+    report(result, options.json, *tables(rows))
 
 
 if __name__ == "__main__":

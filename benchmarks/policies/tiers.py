@@ -8,10 +8,8 @@ from collections.abc import Callable, Sequence
 from benchmarks.policies.traces import Keys
 from kvtier.assembly import build_ladder
 from kvtier.index import make_key_index
-from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.keyed.cache import BlockLocation, KeyedCache
 from kvtier.ladder import LadderOptions
-from kvtier.ladder.write_queue import LEAST_CHANCE
 from kvtier.tiers import DistantRoom, Quota, Room, StorageFacts
 from kvtier.transfer import FindJob, Job, Move, Mover
 from kvtier.types import DISK, HOST, BlockKey
@@ -23,27 +21,16 @@ NAMESPACE = bytes(32)
 PREFIX = (BlockLocation.MEMORY, BlockLocation.STORAGE)
 
 
-class FirstComeIndex(NativeKeyIndex):
-    """Lets to the disk what it would if there were no limit to what may be written."""
-
-    def admit_keys(
-        self, keys: Sequence[bytes], tier: str, num_free: int, least_chance: float = 0.0
-    ) -> list[bytes]:
-        is_full_disk = tier == DISK and len(keys) > num_free
-        return super().admit_keys(keys, tier, num_free, LEAST_CHANCE if is_full_disk else 0.0)
-
-
 class TierReplay:
     """A host tier of ``capacity_blocks`` with, below it, a disk of ``disk_blocks``, or none.
 
     Copies take no time. What is asked for is brought from the disk, and the rest stored at once, as
     far as it is let in. The interface is that of ``PolicyReplay``.
 
-    bytes_per_day: what may be written to the disk, a block being one MiB; 0 for no limit. day_s:
-    seconds of the requests' time that count as a day there. is_first_come: what may be written is
-    used up by what comes first, worth more or less. doubles_at_blocks: so deep in a prompt a block
-    takes twice as long to compute as its first one, as the planner would have measured; 0 where
-    all are worth the same.
+    bytes_per_day: limit of the bytes written to the disk, a block being one MiB; 0 for no limit.
+    day_s: seconds of the requests' time that count as a day there. doubles_at_blocks: depth in a
+    prompt at which a block takes twice as long to compute as the first one, as the planner would
+    have measured; 0 where all take as long.
     """
 
     def __init__(
@@ -54,7 +41,6 @@ class TierReplay:
         bytes_per_day: int = 0,
         doubles_at_blocks: float = 0.0,
         day_s: float = DAY_S,
-        is_first_come: bool = False,
     ) -> None:
         self.policy = policy
         self.num_from_host = 0
@@ -69,8 +55,7 @@ class TierReplay:
         if disk_blocks:
             rooms[DISK] = Quota(lambda: disk_blocks)
         self._mover = _AtOnce([tier for tier in rooms if tier != HOST])
-        make = FirstComeIndex if is_first_come else make_key_index
-        self._index = make(tuple(rooms), lambda: NAMESPACE, rooms, policy)
+        self._index = make_key_index(tuple(rooms), lambda: NAMESPACE, rooms, policy)
         options = LadderOptions(BLOCK_BYTES, bytes_per_day={DISK: bytes_per_day})
         self._ladder = build_ladder(
             self._index,

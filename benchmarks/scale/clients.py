@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import re
+import subprocess
+import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.server.hostile import KEY, server
-
+KEY = "the-key-of-this-benchmark"
+READY = re.compile(r"kvtier serves \S+ on \S+ at http://(127\.0\.0\.1):(\d+)\n")
 NUM_CLIENTS = 200
 MAX_TOKENS = 16
 SHORTEST, LONGEST = 8, 80
@@ -50,12 +55,33 @@ class Load:
     rounds: Sequence[Round]
 
 
+@contextmanager
+def server(*options: str) -> Iterator[Address]:
+    """``kvtier serve`` with its defaults, but for ``options``, on a free port of this machine."""
+    serve = (sys.executable, "-m", "kvtier.cli", "serve", "--port", "0", "--threads", "1")
+    command = [*serve, *options]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "KVTIER_API_KEY": KEY}
+    )
+    try:
+        assert process.stdout is not None
+        ready = READY.fullmatch(process.stdout.readline())
+        assert ready, "the server does not start"
+        yield ready[1], int(ready[2])
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 async def first_tokens(num_clients: int, rounds: int) -> list[Load]:
     """Both loads, in turn. Some prompts are asked again afterwards, alone: the same text begins."""
     once, again = list[Round](), list[Round]()
     rng, begun = random.Random(0), dict[str, str]()
-    with server(*OPTIONS) as (host, port, _):
-        address = (host, port)
+    with server(*OPTIONS) as address:
         await one_round(burst, address, rng, max(2, num_clients // 4), begun)
         for _ in range(rounds):
             once.append(await one_round(burst, address, rng, num_clients, begun))

@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
-from benchmarks.stores.clients import (
-    PeerRow,
-    Row,
-    peer_rows_of,
-    peer_table,
-    rows_of,
-    table,
-)
+from benchmarks.stores.clients import Row, rows_of, table
 from benchmarks.stores.lookup import Lookup, lookup_table, measure_lookup
 from benchmarks.stores.processes import SIZES, STORES, measure_apart, opened
 from benchmarks.stores.servers import DEAD, SLOW
@@ -63,24 +56,19 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             there.append(STORES[name])
     rows: list[Row] = []
-    peer_rows: list[PeerRow] = []
     lookups: list[Lookup] = []
     versions: dict[str, str] = {}
     for kind in there if CLIENTS in options.parts else ():
         processes = [measure_apart(kind.name, options) for _ in range(options.processes)]
         for block in options.sizes:
-            of_block = [found[block] for found in processes]
-            rows += rows_of(kind, block, of_block)
-            peer_rows += peer_rows_of(kind, block, of_block)
-            versions |= of_block[0].versions
+            rows += rows_of(kind, block, [found[block] for found in processes])
     for kind in there if LOOKUP in options.parts else ():
-        with opened(kind) as (place, _):
+        with opened(kind) as place:
             if found := measure_lookup(place, options.lookups):
                 lookups.append(found)
     for kind in there:
         versions |= kind.versions()
     tables = [table(rows)] if rows else []
-    tables += [peer_table(peer_rows)] if peer_rows else []
     tables += [lookup_table(lookups)] if lookups else []
     troubles: list[TroubleRow] = []
     for part in (DEAD, SLOW):
@@ -96,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
         "versions": versions,
         "plan": {name: getattr(options, name) for name in ("parts", *usual, "threads")},
         "rows": [
-            *(asdict(each) for each in (*rows, *peer_rows, *lookups)),
+            *(asdict(each) for each in (*rows, *lookups)),
             *(each.as_json() for each in troubles),
         ],
         "targets": [

@@ -1,4 +1,4 @@
-"""R1: a store's tier, its own client, and others' ways to it, in turns and in several processes.
+"""R1: a store's tier and the store's own client, in turns and in several processes.
 
 Processes differ more than the turns of one.
 """
@@ -12,14 +12,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 from rich.table import Table
 
-from benchmarks.disk.peer_processes import Worker, start
 from benchmarks.report.targets import Bounds, bounds, estimate, judged
 from benchmarks.stores.servers import Client, Memory, Place, Tier
 from kvtier.types import BlockKey
@@ -63,20 +60,6 @@ class Row:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class PeerRow:
-    """Another project's way to a store, in a process of its own."""
-
-    store: str
-    peer: str
-    block: str
-    direction: str
-    gb_per_s: float
-    cpu_s_per_gb: float
-    gb_per_s_between: Bounds
-    cpu_s_per_gb_between: Bounds
-
-
 Move = Callable[[Sequence[BlockKey], Memory, slice], None]
 
 
@@ -106,19 +89,15 @@ def in_threads(
 class Measured:
     """One store and size, in one process.
 
-    By the place of who moved the blocks, kvtier and the client first, then peers; medians over
-    rounds. moved: CPU seconds per GB of a memmove.
+    found: medians over rounds, by side (0 is kvtier, 1 the client) and direction. moved: CPU
+    seconds per GB of a memmove.
     """
 
     found: dict[tuple[int, str], tuple[float, float]]
     moved: float
-    peers: list[str]
-    versions: dict[str, str]
 
 
-def measure(
-    place: Place, block: str, block_bytes: int, options: argparse.Namespace, folder: Path
-) -> Measured:
+def measure(place: Place, block_bytes: int, options: argparse.Namespace) -> Measured:
     """Rounds of puts and gets in turns, the first one to warm up."""
     num = max(options.threads, options.mib * MIB // block_bytes)
     memory = Memory(num, block_bytes)
@@ -126,34 +105,23 @@ def measure(
         place.tier(block_bytes, num * 4, options.threads),
         place.client(options.threads),
     ]
-    peers, versions = start(
-        place.peers(options.threads), folder / block, block_bytes, num, batch=num
-    )
     found: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
     moved: list[float] = []
     with ThreadPoolExecutor(options.threads) as pool:
-        turns = [
-            *(
-                partial(_turn, side, at, memory, options.threads, pool)
-                for at, side in enumerate(sides)
-            ),
-            *(partial(_peer_turn, peer, num, block_bytes) for peer in peers),
-        ]
         for turn in range(options.rounds + 1):
-            first = turn % len(turns)
-            for at in (*range(first, len(turns)), *range(first)):
-                for direction, figures in turns[at](turn).items():
+            for at in (0, 1) if turn % 2 == 0 else (1, 0):
+                measured = _turn(sides[at], at, memory, options.threads, pool, turn)
+                for direction, figures in measured.items():
                     if turn:
                         found[at, direction].append(figures)
             moved.append(timed(memory.move, num * block_bytes)[1])
-    for each in (*sides, *peers):
-        each.close()
+    for side in sides:
+        side.close()
     medians = {
         key: (statistics.median(rate), statistics.median(cpu))
         for key, (rate, cpu) in ((key, zip(*each, strict=True)) for key, each in found.items())
     }
-    names = [peer.contestant.name for peer in peers]
-    return Measured(medians, statistics.median(moved), names, versions)
+    return Measured(medians, statistics.median(moved))
 
 
 def _turn(
@@ -173,17 +141,6 @@ def _turn(
     side.deliver(memory)
     memory.check(turn)
     side.drop(keys)
-    return figures
-
-
-def _peer_turn(peer: Worker, num: int, block_bytes: int, turn: int) -> Figures:
-    """The same, by another process; what it has put it reads once more, outside the clock."""
-    new = [*range((turn + 1) * num, (turn + 2) * num)]
-    gb = num * block_bytes / 1e9
-    figures = {}
-    for direction, do, numbers in ((PUT, "write", new), (GET, "read", [*range(num)])):
-        answer = peer.ask(do, batches=[numbers])
-        figures[direction] = (gb / answer["seconds"], answer["cpu_s"] / gb)
     return figures
 
 
@@ -221,19 +178,6 @@ def _over(
     return [rate for rate, _ in found], [cpu for _, cpu in found]
 
 
-def peer_rows_of(kind: type[Place], block: str, processes: Sequence[Measured]) -> list[PeerRow]:
-    """The same of peers."""
-    rows = []
-    for direction in (PUT, GET):
-        for at, name in enumerate(processes[0].peers, 2):
-            rate, cpu = _over(processes, at, direction)
-            medians = map(statistics.median, (rate, cpu))
-            rows.append(
-                PeerRow(kind.name, name, block, direction, *medians, bounds(rate), bounds(cpu))
-            )
-    return rows
-
-
 def table(rows: Sequence[Row]) -> Table:
     made = Table(title="blocks between a store and memory")
     for heading in ("store", "block", "way"):
@@ -251,16 +195,4 @@ def table(rows: Sequence[Row]) -> Table:
             each.cost,
         )
         made.add_row(each.store, each.block, each.direction, *(f"{f:.3f}" for f in figures))
-    return made
-
-
-def peer_table(rows: Sequence[PeerRow]) -> Table:
-    made = Table(title="others' ways to the same stores")
-    for heading in ("store", "by", "block", "way"):
-        made.add_column(heading, no_wrap=True)
-    for heading in ("GB/s", "CPU s/GB"):
-        made.add_column(heading, justify="right")
-    for each in rows:
-        figures = (f"{each.gb_per_s:.3f}", f"{each.cpu_s_per_gb:.3f}")
-        made.add_row(each.store, each.peer, each.block, each.direction, *figures)
     return made

@@ -21,22 +21,19 @@ STORES: dict[str, type[Place]] = {
 
 
 @contextmanager
-def opened(kind: type[Place]) -> Iterator[tuple[Place, Path]]:
-    """Open a store with a server of its own. Yields it, and its folder."""
+def opened(kind: type[Place]) -> Iterator[Place]:
+    """Open a store with a server of its own, in a folder that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="kvtier-store-") as folder:
         place = kind(Path(folder))
         try:
-            yield place, Path(folder)
+            yield place
         finally:
             place.close()
 
 
 def _measure(name: str, options: argparse.Namespace) -> dict[str, Measured]:
-    with opened(STORES[name]) as (place, folder):
-        return {
-            block: measure(place, block, SIZES[block], options, folder / "peers")
-            for block in options.sizes
-        }
+    with opened(STORES[name]) as place:
+        return {block: measure(place, SIZES[block], options) for block in options.sizes}
 
 
 def measure_apart(name: str, options: argparse.Namespace) -> dict[str, Measured]:

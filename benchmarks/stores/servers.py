@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 import kvtier
-from benchmarks.peers import Contestant
 from kvtier.layout import opaque
 from kvtier.system.plugins import load_plugin
 from kvtier.tiers import Outcome, Pieces, StorageSite, StorageTier
@@ -197,10 +196,6 @@ class Place(ABC):
     def tier(self, block_bytes: int, num_blocks: int, threads: int) -> Tier:
         return Tier(self.open(self.port, block_bytes, num_blocks, threads))
 
-    def peers(self, threads: int) -> list[Contestant]:
-        """Others' ways to it."""
-        return []
-
     def far(self, round_trip_s: float, block_bytes: int, num_blocks: int) -> Tier | None:
         """Behind a network that takes its time; None where there is none."""
         if not self.is_far:
@@ -303,10 +298,6 @@ class ValkeyPlace(Place):
 
     def client(self, threads: int) -> Client:
         return Redis(self.port)
-
-    def peers(self, threads: int) -> list[Contestant]:
-        options = {"port": self.port, "num_workers": threads}
-        return [Contestant("lmcache resp", "lmcache", "lmcache_resp", options)]
 
     def close(self) -> None:
         self._server.close()

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.policies import hit_ratios, traces
-from benchmarks.policies.host_and_disk import TIERS, WAYS, PairRow, measure_pair, pair_targets
+from benchmarks.policies.tiers import BLOCK_BYTES, TierReplay
 from benchmarks.policies.traces import Trace
-from benchmarks.policies.write_budget import (
-    BUDGETED,
-    FIRST_COME,
-    BudgetRow,
-    Limit,
-    budget_tables,
-    budget_targets,
-    measure_budget,
-)
+from kvtier.index.native_key_index import NativeKeyIndex
+from kvtier.ladder.write_queue import LEAST_CHANCE
+from kvtier.types import DISK
 from tests.index.policies.traffic import Requests, scan_flood, tenants
 
 
@@ -107,16 +102,24 @@ def test_without_traces_it_says_so_and_ends(
     assert "left out, no traces in" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("through", WAYS)
+def replayed(
+    trace: Trace, policy: str, host: int, disk: int, **more: Any
+) -> tuple[TierReplay, int]:
+    replay = TierReplay(policy, host, disk, **more)
+    hits = sum(map(replay.request, trace.chains, trace.times))
+    replay.check_invariants()
+    return replay, hits
+
+
 @pytest.mark.parametrize("policy", [hit_ratios.OURS, hit_ratios.LRU])
-def test_of_two_tiers_it_counts_what_is_found_and_written(policy: str, through: str) -> None:
+def test_of_two_tiers_it_counts_what_is_found_and_written(policy: str) -> None:
     prompts = [np.arange(at, at + 3, dtype=np.uint64) for at in (0, 10, 20)]
     trace = Trace("made", list(range(12)), [prompts[at % 3] for at in range(12)])
-    row = measure_pair(trace, None, policy, through, (3 / 9, 1.0))
-    assert row.hit_ratio == 0.75
-    assert row.from_host == 0.0, "it has room for one of three prompts"
-    assert row.to_disk == 0.25
-    assert row.to_host == 1.0
+    replay, hits = replayed(trace, policy, 3, 9)
+    assert hits == 27, "all but the first three requests"
+    assert replay.num_from_host == 0, "it has room for one of three prompts"
+    assert replay.num_stored == 9
+    assert replay.num_in_host == 36
 
 
 def some(make: Callable[[np.random.Generator], Requests], num_requests: int) -> Trace:
@@ -124,65 +127,67 @@ def some(make: Callable[[np.random.Generator], Requests], num_requests: int) -> 
     return Trace(make.__name__, list(times), list(chains))
 
 
-def both_policies(trace: Trace) -> tuple[PairRow, PairRow]:
-    shares = 100 / trace.num_unique, 800 / trace.num_unique
-    ours, lru = (
-        measure_pair(trace, None, name, TIERS, shares) for name in (hit_ratios.OURS, hit_ratios.LRU)
-    )
-    return ours, lru
-
-
 @pytest.mark.slow
 def test_what_host_memory_does_not_want_comes_to_the_disk() -> None:
     """Host memory has room for five of twenty prompts that come back."""
     trace = some(scan_flood, 3000)
-    ours, lru = both_policies(trace)
-    assert lru.hit_ratio == 0.0
-    assert ours.hit_ratio > 0.15, "prompts that come back are a fifth"
+    _, hits = replayed(trace, hit_ratios.OURS, 100, 800)
+    assert replayed(trace, hit_ratios.LRU, 100, 800)[1] == 0
+    assert hits > 0.15 * trace.num_refs, "prompts that come back are a fifth"
 
 
 @pytest.mark.slow
 def test_the_disk_is_written_for_what_will_be_used() -> None:
-    ours, lru = both_policies(some(tenants, 3000))
-    assert ours.hit_ratio > lru.hit_ratio
-    assert ours.to_disk < 0.75 * lru.to_disk
+    trace = some(tenants, 3000)
+    ours, hits = replayed(trace, hit_ratios.OURS, 100, 800)
+    lru, lru_hits = replayed(trace, hit_ratios.LRU, 100, 800)
+    assert hits > lru_hits
+    assert ours.num_stored < 0.75 * lru.num_stored
 
 
-def test_a_pair_is_judged_against_lru_and_each_alone() -> None:
-    alone = PairRow("made", None, WAYS[0], "runs", 0.01, 0.1, 0.3, 0.12, 0.2, 0.7)
-    ours = replace(alone, through=TIERS, from_host=0.1, to_disk=0.5)
-    lru = replace(ours, policy="lru", hit_ratio=0.28, to_disk=0.8)
-    judged = {str(each["column"]): each["met"] for each in pair_targets([alone, ours, lru])}
-    assert judged == {
-        "made: hits, points above LRU": True,
-        "made: from host, points below alone": False,
-        "made: written, of LRU's": True,
-    }
+def lets_first_comers_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit to what is written asks for no more than a full disk without a limit does."""
+    admit = NativeKeyIndex.admit_keys
+
+    def admit_keys(
+        self: NativeKeyIndex, keys: Sequence[bytes], tier: str, free: int, _: float = 0.0
+    ) -> Sequence[bytes]:
+        is_full_disk = tier == DISK and len(keys) > free
+        return admit(self, keys, tier, free, LEAST_CHANCE if is_full_disk else 0.0)
+
+    monkeypatch.setattr(NativeKeyIndex, "admit_keys", admit_keys)
 
 
-def with_budgets(trace: Trace, bucket: float) -> list[BudgetRow]:
-    """Without a limit, and with half of what is written then, as the tiers are and first come."""
-    shares = 100 / trace.num_unique, 400 / trace.num_unique
-    free = measure_budget(trace, None, TIERS, shares)
-    limit = Limit(0.5, bucket, free.num_written)
-    return [free, *(measure_budget(trace, None, each, shares, limit) for each in BUDGETED)]
+def half_written(trace: Trace, num_days: float) -> tuple[TierReplay, int, float]:
+    """Replay with half the writes of a replay without a limit; the last value is the limit.
 
-
-@pytest.mark.slow
-def test_where_less_may_be_written_it_is_what_will_be_used() -> None:
-    free, ours, first_come = rows = with_budgets(some(tenants, 1500), 1 / 24)
-    most = 0.5 * (1 + 1 / 24) * free.num_written
-    assert max(ours.num_written, first_come.num_written) <= most + 100
-    assert first_come.through == FIRST_COME
-    assert first_come.hit_ratio < ours.hit_ratio
-    [judged] = budget_targets(rows)
-    assert judged["met"]
-    [table] = budget_tables(rows)
-    assert table.row_count == 3
+    num_days: days that the trace takes for the limit, of which one hour can be saved up.
+    """
+    free, _ = replayed(trace, hit_ratios.OURS, 100, 400)
+    limit = 0.5 * free.num_stored
+    day_s = (trace.times[-1] - trace.times[0]) / num_days
+    budget = int(limit / num_days * BLOCK_BYTES)
+    replay, hits = replayed(trace, hit_ratios.OURS, 100, 400, bytes_per_day=budget, day_s=day_s)
+    return replay, hits, limit
 
 
 @pytest.mark.slow
-def test_what_may_be_written_is() -> None:
+def test_where_less_may_be_written_it_is_what_will_be_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trace = some(tenants, 1500)
+    ours, hits, limit = half_written(trace, 1.0)
+    lets_first_comers_write(monkeypatch)
+    first_come, first_hits, _ = half_written(trace, 1.0)
+    assert max(ours.num_stored, first_come.num_stored) <= limit * 25 / 24 + 100
+    assert first_hits < hits
+
+
+@pytest.mark.slow
+def test_what_may_be_written_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget may be saved up for as long as the trace lasts."""
-    _, ours, first_come = with_budgets(some(tenants, 1500), 1.0)
-    assert 0.85 * first_come.num_written < ours.num_written < first_come.num_written
+    trace = some(tenants, 1500)
+    ours, _, _ = half_written(trace, 1 / 24)
+    lets_first_comers_write(monkeypatch)
+    first_come, _, _ = half_written(trace, 1 / 24)
+    assert 0.85 * first_come.num_stored < ours.num_stored < first_come.num_stored

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import mmap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.micro import arena, cache, index, index_worker
+from benchmarks.micro import index, index_worker
 from kvtier import _hot
 
 copy = pytest.importorskip(
@@ -93,41 +92,3 @@ def test_index_benchmark_notices_a_wrong_result() -> None:
     contest.index.evict(64)
     assert contest.run("hit+slots", 0, 10)["wrong"] > 0
     assert contest.run("hit", 0, 10)["wrong"] > 0
-
-
-def test_cache_benchmark_reports_what_a_block_costs(tmp_path: Path) -> None:
-    report = tmp_path / "cache.json"
-    sizes = ["--requests", "12", "--device-blocks", "80", "--host-blocks", "160"]
-    cache.main([*sizes, "--json", str(report)])
-    rows = json.loads(report.read_text(encoding="utf-8"))["rows"]
-    assert [row["write_policy"] for row in rows] == ["write_through", "write_back"]
-    assert all(row["index_us"] > 0 for row in rows)
-    assert all(row["blocks"] == 5 * 32 for row in rows)
-
-
-def test_arena_benchmark_reports_each_way_to_have_memory(tmp_path: Path) -> None:
-    report = tmp_path / "arena.json"
-    sizes = ["--gib", "0.004", "--start-gib", "0.004", "--threads", "1", "2"]
-    arena.main([*sizes, "--rounds", "1", "--start-rounds", "1", "--json", str(report)])
-    result = json.loads(report.read_text(encoding="utf-8"))
-    assert (result["benchmark"], result["targets"]) == ("arena", [])
-    measured = [(row["case"], row["huge_pages"], row["method"]) for row in result["rows"]]
-    assert sorted(measured) == sorted(
-        (case, huge, method)
-        for huge in (True, False)
-        for case, methods in {
-            "touch": ("one call", "1 threads", "2 threads"),
-            "start": ("one call", "first slot", "all slots"),
-        }.items()
-        for method in methods
-    )
-    assert all(row["best_s"] <= row["median_s"] <= row["worst_s"] for row in result["rows"])
-
-
-def test_arena_benchmark_notices_a_page_that_is_not_there() -> None:
-    memory, address = arena.fresh(8 * mmap.PAGESIZE, huge=False)
-    memory[0] = 1
-    with pytest.raises(SystemExit, match="7 of 8 pages are not there"):
-        arena.check_resident(address, len(memory))
-    arena.in_one_call(memory, address)
-    arena.check_resident(address, len(memory))

@@ -6,7 +6,6 @@ import random
 import warnings
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
@@ -18,9 +17,6 @@ with warnings.catch_warnings():
     from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
     from kvtier.connectors.vllm.standalone.policy import KvtierPolicy
-
-from benchmarks.policies.traces import Trace
-from benchmarks.vllm import policies as benchmark
 
 BLOCK_SIZE = 16
 MODULE = "kvtier.connectors.vllm.standalone.policy"
@@ -268,17 +264,3 @@ def test_prefix_that_a_request_has_loaded_outlives_what_it_stores() -> None:
     _check(manager)
     assert _ask(manager, first) == 4
     assert _ask(manager, second) == 2
-
-
-def test_benchmark_counts_hits_and_compares() -> None:
-    chains = [[0, 1, 2], [3, 4], [0, 1, 5], [3, 4]] * 3
-    trace = Trace("a trace", [0.0] * 12, [np.array(chain, np.uint64) for chain in chains])
-    rows = [benchmark.measure(trace, policy, 1.0, 16) for policy in benchmark.POLICIES]
-    found = {row.policy: row for row in rows}
-    assert found["lru"].capacity_chunks == trace.num_unique == 6
-    # All but the first of each fit: 6 of the first four requests are new.
-    assert found["lru"].hit_ratio == found["kvtier"].hit_ratio == (trace.num_refs - 6) / 30
-    assert benchmark.targets(rows) == [
-        {"id": "V1", "value": 0.0, "interval_95": [0.0, 0.0], "target": 0, "met": True}
-    ]
-    assert benchmark.table(rows).row_count == 1
