@@ -138,6 +138,13 @@ class Server:
         url = f"{self._url}/flush_cache"
         requests.post(url, params={"timeout": 30}, timeout=ANSWER_S).raise_for_status()
 
+    def update_weights(self, model: Path, flush_cache: bool = True) -> None:
+        """Replace the weights in place by those of a folder."""
+        body = {"model_path": str(model), "flush_cache": flush_cache}
+        url = f"{self._url}/update_weights_from_disk"
+        answer = requests.post(url, json=body, timeout=ANSWER_S)
+        assert answer.json()["success"], answer.text
+
     def wait(self) -> None:
         """Until it answers."""
         end = time.monotonic() + START_S

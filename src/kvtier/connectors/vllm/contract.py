@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from kvtier.connectors.common.contract import Takes
 
 READ: Mapping[str, tuple[str, ...]] = {
-    "EngineCore": ("add_lora", "remove_lora"),
+    "EngineCore": (
+        "add_lora", "remove_lora", "collective_rpc", "reset_prefix_cache", "sleep",
+    ),
     "KVConnectorOutput": ("invalid_block_ids", "kv_connector_worker_meta"),
     "SchedulerOutput": (
         "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens",
