@@ -1,4 +1,4 @@
-"""Write the pages of ``docs/reference`` that follow from the code: commands and Python.
+"""Write the pages of ``docs/reference`` that follow from the code: commands, metrics and Python.
 
 python scripts/reference_pages.py            write them
 python scripts/reference_pages.py --check    exit with 1 where one is out of date
@@ -22,6 +22,7 @@ import typer
 import kvtier
 from kvtier import errors
 from kvtier.cli import app
+from kvtier.telemetry import specs
 
 FOLDER = Path(__file__).parents[1] / "docs/reference"
 MADE = "<!-- Written by scripts/reference_pages.py. -->\n\n"
@@ -124,6 +125,53 @@ def commands_page() -> str:
         '"8GiB"\nor in bytes.\n\n'
     )
     return MADE + intro + "\n".join(_commands("kvtier", typer.main.get_command(app)))
+
+
+# -- metrics --------------------------------------------------------------------------------------
+
+
+METRICS = (
+    (
+        "The cache",
+        """Exported by `kvtier serve`, by SGLang with kvtier (for the KV pool, by the first rank),
+        and by `kvtier node` with the additional labels `tenant` and `room`. Under vLLM some have
+        the prefix `vllm:`, and some have [other names](#under-vllm).""",
+        specs.CACHE,
+    ),
+    ("kvtier serve", "About its HTTP clients.", specs.SERVER),
+    ("kvtier node", "About itself, its engines and its tenants.", specs.NODE),
+    (
+        "Under vLLM",
+        """They count blocks, which vLLM and these metrics call chunks. Each has vLLM's own labels
+        `model_name` and `engine`, too.""",
+        specs.UNDER_VLLM,
+    ),
+    ("Under SGLang", "Beside those of the cache.", (specs.SGLANG_RECORDED_REQUESTS,)),
+)
+
+
+def metrics_page() -> str:
+    """Return the page of every metric that kvtier exports."""
+    parts = [
+        "# Metrics\n",
+        _fill(
+            """Every metric that kvtier exports to Prometheus. A name ends with its unit; a
+            histogram is exported as `_bucket`, `_sum` and `_count`.
+            [Watching](../guides/watching.md) shows them as a page and in the terminal, and
+            [`kvtier dashboard`](../guides/deploying.md#dashboard-and-alerts) prints a Grafana
+            dashboard."""
+        )
+        + "\n",
+    ]
+    for title, meaning, metrics in METRICS:
+        rows = [
+            f"| `{spec.name}` | {spec.kind} | {', '.join(f'`{label}`' for label in spec.labels)} "
+            f"| {_cell(spec.meaning)} |"
+            for spec in metrics
+        ]
+        table = "\n".join(["| metric | type | labels | meaning |", "| -- | -- | -- | -- |", *rows])
+        parts += [f"## {title}\n", _fill(meaning) + "\n", table + "\n"]
+    return MADE + "\n".join(parts)
 
 
 # -- Python ---------------------------------------------------------------------------------------
@@ -241,7 +289,7 @@ def _is_error(what: object) -> bool:
     return inspect.isclass(what) and issubclass(what, Exception)
 
 
-PAGES = {"commands.md": commands_page, "python.md": python_page}
+PAGES = {"commands.md": commands_page, "metrics.md": metrics_page, "python.md": python_page}
 
 
 def main() -> int:

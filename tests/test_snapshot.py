@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 
+from kvtier.telemetry.specs import REFUSED_BLOCKS
 from kvtier.types import HOST
 from tests.keyed.keyed_world import KEYS, Engine
 from tests.snapshot import snapshot
@@ -31,7 +32,7 @@ def test_something_happened(change: str) -> None:
         case "ask the clock":
             next(ticks)
         case "count":
-            engine.ladder.metrics.count("kvtier_refused_blocks_total", 1, tier=HOST)
+            engine.ladder.metrics.count(REFUSED_BLOCKS, 1, tier=HOST)
         case "take a slot":
             engine.host.allocate(1)
         case "promise":

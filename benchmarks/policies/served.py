@@ -42,6 +42,7 @@ from benchmarks.policies.traces import conversation, default_folder
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 from benchmarks.vllm.servers import with_kvtier
+from kvtier.telemetry import specs
 
 POLICIES = ("lru", "runs")
 WARM_SHARE = 0.2
@@ -93,11 +94,11 @@ class Served(Contestant):
 
     def read_tokens(self, metrics: str) -> Tokens:
         counted = read_counters(metrics)
-        hits = read_by_label(metrics, "kvtier_hit_blocks_total", "tier")
+        hits = read_by_label(metrics, specs.HIT_BLOCKS.name, "tier")
         below = sum(num for tier, num in hits.items() if tier != "device")
         return Tokens(
-            counted.get("kvtier_server_prompt_tokens_total", 0),
-            counted.get("kvtier_server_cached_tokens_total", 0),
+            counted.get(specs.SERVER_PROMPT_TOKENS.name, 0),
+            counted.get(specs.SERVER_CACHED_TOKENS.name, 0),
             below * self.block,
         )
 
@@ -228,12 +229,12 @@ def middle(values: Sequence[float]) -> tuple[float, float]:
 
 
 def hits_by_tier(metrics: str, engine: str) -> dict[str, float]:
-    name = "kvtier_hit_blocks_total" if engine == "kvtier" else "vllm:kvtier_loaded_chunks_total"
+    name = specs.HIT_BLOCKS.name if engine == "kvtier" else specs.VLLM_LOADED_CHUNKS.name
     return read_by_label(metrics, name, "tier")
 
 
 def written_to_disk(metrics: str, engine: str) -> float:
-    name = "kvtier_copied_bytes_total" if engine == "kvtier" else "vllm:kvtier_moved_bytes_total"
+    name = specs.COPIED_BYTES.name if engine == "kvtier" else specs.VLLM_MOVED_BYTES.name
     return read_by_label(metrics, name, "dst").get("disk", 0.0)
 
 

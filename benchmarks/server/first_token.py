@@ -31,6 +31,7 @@ from rich.table import Table
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.targets import judged
 from kvtier.engine import Engine, SamplingParams
+from kvtier.telemetry import specs
 from kvtier.tools.bench_serve.engines import (
     clear_tiers,
     open_engine,
@@ -127,8 +128,8 @@ class Bench:
         for tier, (src, dst) in ROUTE_FROM.items():
             labels = {"src": src, "dst": dst}
             sample = self._engine.cache.metrics.registry.get_sample_value
-            moved = sample("kvtier_copied_bytes_total", labels)
-            seconds = sample("kvtier_copy_seconds_sum", labels)
+            moved = sample(specs.COPIED_BYTES.name, labels)
+            seconds = sample(f"{specs.COPY_SECONDS.name}_sum", labels)
             assert moved, f"nothing came from {src}"
             assert seconds
             self.rounds.bytes_per_s[tier] = moved / seconds

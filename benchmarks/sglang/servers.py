@@ -19,6 +19,7 @@ from benchmarks.engines.servers import (
     words_of,
 )
 from benchmarks.peers import ROOT
+from kvtier.telemetry import specs
 
 SGLANG, HICACHE, FILE = "SGLang", "SGLang + HiCache", "SGLang + HiCache + file"
 OURS, LINKER = "SGLang + HiCache + kvtier", "SGLang + kvtier's linker"
@@ -28,7 +29,7 @@ STAND_INS = ROOT / "tests" / "sglang" / "stand_ins"
 """Stand-ins for packages that SGLang imports and PyPI does not have for a CPU."""
 PLUGINS = ROOT / "benchmarks" / "stand_ins"
 """A slow disk under kvtier; memory that is not page-locked, for `file`."""
-PROMPTS, CACHED = "sglang:prompt_tokens_total", "sglang:cached_tokens_total"
+PROMPTS, CACHED = specs.SGLANG_PROMPT_TOKENS.name, specs.SGLANG_CACHED_TOKENS.name
 NO_PLUGIN = "none"
 
 Below = Callable[[Path], dict[str, object]]

@@ -22,7 +22,6 @@ from kvtier.types import HOST, Slot
 BLOCK_BYTES = 4096
 GROUP = opaque(BLOCK_BYTES)
 DIGEST = b"d" * 32
-REFUSED, FAILED = "kvtier_refused_blocks_total", "kvtier_failed_blocks_total"
 
 
 def key_of(number: int) -> bytes:
@@ -86,9 +85,9 @@ class World:
         return self.slab.locate(key_of(number))
 
     def take_counted(self) -> Callable[..., float]:
-        """Return the counts since the last call, by metric name and label values."""
+        """Return the counts since the last call, by metric and label values."""
         recent = self._metrics.take_recent()
-        return lambda name, *labels: recent.get((name, labels), 0)
+        return lambda metric, *labels: recent.get((metric, labels), 0)
 
     def settle(self) -> None:
         self.slab.drain()

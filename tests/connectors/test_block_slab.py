@@ -8,10 +8,10 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.keyed.cache import BlockLocation, Change
+from kvtier.telemetry.specs import REFUSED_BLOCKS
 from kvtier.testing.storage import StoredBlocks
 from tests.connectors.slab_world import (
     DIGEST,
-    REFUSED,
     World,
     key_of,
     memory,
@@ -99,7 +99,7 @@ def test_block_that_is_read_stays_and_what_has_no_room_is_refused(worlds: list[W
     tier.open_reads.set()
     world.settle()
     assert world.finished[job].keys == [key_of(3)]
-    assert world.take_counted()(REFUSED, "disk") == 1
+    assert world.take_counted()(REFUSED_BLOCKS, "disk") == 1
     assert world.load(1, 2) == [1, 2]
 
 
@@ -127,7 +127,7 @@ def test_more_than_the_disk_can_take_is_refused(worlds: list[World]) -> None:
     world.settle()
     assert len(world.finished[first].keys) == 2
     assert world.finished[second].keys == [key_of(3)]
-    assert world.take_counted()(REFUSED, "disk") == 2
+    assert world.take_counted()(REFUSED_BLOCKS, "disk") == 2
     assert world.store(4, 5, 6).keys == [key_of(4), key_of(5), key_of(6)]
 
 

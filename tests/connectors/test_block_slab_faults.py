@@ -8,14 +8,13 @@ from kvtier.connectors.common.names import block_key
 from kvtier.connectors.common.opening import NoStorage
 from kvtier.errors import TierError
 from kvtier.keyed.cache import BlockLocation, Change
+from kvtier.telemetry.specs import FAILED_BLOCKS, REFUSED_BLOCKS, UNWRITTEN_BLOCKS
 from kvtier.testing.storage import StoredBlocks
 from kvtier.transfer import LocalMover
 from tests.connectors.slab_world import (
     BLOCK_BYTES,
     DIGEST,
-    FAILED,
     GROUP,
-    REFUSED,
     World,
     key_of,
     memory,
@@ -60,7 +59,7 @@ def test_store_that_fails_leaves_nothing(worlds: list[World]) -> None:
     finished = world.store(1, 2)
     assert (finished.keys, finished.is_whole) == ([key_of(1)], False)
     assert world.find(2) is BlockLocation.NOWHERE
-    assert world.take_counted()(FAILED, "host", "disk") == 1
+    assert world.take_counted()(FAILED_BLOCKS, "host", "disk") == 1
     assert tier.num_used == 1
 
 
@@ -84,7 +83,7 @@ def test_no_storage_is_all_misses(worlds: list[World]) -> None:
     world = open_world(worlds, NoStorage("disk", GROUP))
     assert world.store(1, 2).keys == []
     assert world.load(1) == []
-    assert world.take_counted()(REFUSED, "disk") == 2
+    assert world.take_counted()(REFUSED_BLOCKS, "disk") == 2
 
 
 def test_disk_that_fails_again_and_again_is_left_alone_and_evicts_nothing(
@@ -96,12 +95,12 @@ def test_disk_that_fails_again_and_again_is_left_alone_and_evicts_nothing(
     tier.unreachable = True
     for number in range(10, 13):
         world.store(number)
-    assert world.take_counted()(FAILED, "host", "disk") == 3
+    assert world.take_counted()(FAILED_BLOCKS, "host", "disk") == 3
     assert world.store(*range(20, 26)).keys == []
     counted = world.take_counted()
-    assert counted(REFUSED, "disk") == 6
+    assert counted(REFUSED_BLOCKS, "disk") == 6
     assert counted("kvtier_evicted_blocks_total", "disk") == 0
-    assert counted(FAILED, "host", "disk") == 0
+    assert counted(FAILED_BLOCKS, "host", "disk") == 0
 
 
 def test_what_a_disk_that_is_left_alone_has_is_a_miss_until_it_is_tried_again(
@@ -126,7 +125,7 @@ def test_day_s_writes_are_a_bound(worlds: list[World]) -> None:
     worlds.append(world := World(tier, bytes_per_day=24 * BLOCK_BYTES))
     assert world.store(1).keys == [key_of(1)]
     assert world.store(2).keys == []
-    assert world.take_counted()("kvtier_unwritten_blocks_total", "disk") == 1
+    assert world.take_counted()(UNWRITTEN_BLOCKS, "disk") == 1
     world.now_s += 3601
     assert world.store(2).keys == [key_of(2)]
 

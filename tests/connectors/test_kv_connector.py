@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.connectors.vllm.counts import HINT_ACTIONS, MOVED_BYTES
 from kvtier.connectors.vllm.kv_connector.messages import NOTHING
 from kvtier.devices import CopyBatch, Direction
 from kvtier.errors import DeviceError
 from kvtier.hints import Hint
 from kvtier.keyed.cache import Reserved
+from kvtier.telemetry.specs import VLLM_HINT_ACTIONS, VLLM_MOVED_BYTES
 from kvtier.transfer import CopyJob, TransferEngine
 from kvtier.types import DEVICE, HOST
 from tests.connectors.kv_world import LAYERS, PAGE, KvWorld
@@ -73,8 +73,8 @@ def test_pages_come_back_elsewhere_byte_for_byte(
     assert not world.failed
     num_bytes = sum(each.numel() for each in before)
     moved = world.half.manager.counts.take()
-    assert moved[MOVED_BYTES, (DEVICE, HOST)] == num_bytes
-    assert moved[MOVED_BYTES, (HOST, DEVICE)] == num_bytes
+    assert moved[VLLM_MOVED_BYTES, (DEVICE, HOST)] == num_bytes
+    assert moved[VLLM_MOVED_BYTES, (HOST, DEVICE)] == num_bytes
 
 
 def test_kv_that_all_ranks_compute_is_stored_by_the_first_and_loaded_by_all(
@@ -526,5 +526,5 @@ def test_hints_of_an_orchestrator_are_followed_and_unknown_ones_counted(
     world.half.finish(request, range(6))
     assert heard == [Hint(), Hint(back_in_s=5)]
     counted = world.half.manager.counts.take()
-    told = {labels[0]: num for (spec, labels), num in counted.items() if spec is HINT_ACTIONS}
+    told = {labels[0]: num for (spec, labels), num in counted.items() if spec is VLLM_HINT_ACTIONS}
     assert told == {"kv.fetch": 1, "kvtier.hint": 1, "unknown": 1}

@@ -16,7 +16,7 @@ import pytest
 from kvtier import connectors
 from kvtier.connectors.sglang.device_pools import KV
 from kvtier.connectors.sglang.promotion import PromptPromotion, WaitingPrompt
-from kvtier.connectors.vllm.counts import RECOMPUTED, Counts
+from kvtier.connectors.vllm.counts import Counts
 from kvtier.connectors.vllm.promotion import Promotion
 from kvtier.connectors.vllm.prompt import RequestBlocks, Shape
 from kvtier.connectors.vllm.request_state import Advice, RequestState
@@ -24,6 +24,7 @@ from kvtier.keyed.cache import BlockLocation
 from kvtier.keyed.waiters import WaitState
 from kvtier.ladder import Ladder
 from kvtier.layout import opaque
+from kvtier.telemetry.specs import VLLM_RECOMPUTED_CHUNKS
 from kvtier.testing import FaultyStorage, MemoryStorage, StoredBlocks
 from kvtier.tiers import StorageFacts
 from kvtier.transfer.ranks import Done, RankOrder, Verb
@@ -207,7 +208,7 @@ def test_vllm_counts_no_block_that_is_nowhere_as_recomputed() -> None:
     """The miss that ends a look-up is no block that could have been loaded."""
     made = UnderVllm(Case("", "MM..", load_s=1.0))
     assert made.ask() == Answer()
-    assert made.counts.take() == {(RECOMPUTED, ()): 2}
+    assert made.counts.take() == {(VLLM_RECOMPUTED_CHUNKS, ()): 2}
 
 
 def test_vllm_loads_a_window_whole_or_not_at_all() -> None:

@@ -13,6 +13,7 @@ import pytest
 from kvtier.connectors.common.names import block_key
 from kvtier.connectors.common.slab_calls import CALL_BLOCKS, SlabCalls
 from kvtier.errors import TierError
+from kvtier.telemetry.specs import PLANNED_BLOCKS, SAVED_TOKENS
 from kvtier.testing import MemoryStorage, StoredBlocks, host_memory, memory_bytes
 from kvtier.tiers import Pieces, StorageFacts
 from tests.connectors.slab_world import BLOCK_BYTES, DIGEST, bytes_of, memory
@@ -283,12 +284,10 @@ def test_what_is_decided_is_counted(always_loads: bool) -> None:
     assert caller.load(*range(10)) == [True] * 10
     counted = caller.calls._slab.ladder.metrics.take_recent()
     decisions = {
-        labels: count
-        for (name, labels), count in counted.items()
-        if name == "kvtier_planned_blocks_total"
+        labels: count for (metric, labels), count in counted.items() if metric is PLANNED_BLOCKS
     }
     assert decisions == {("load",) if always_loads else ("recompute",): 100}
-    assert counted["kvtier_saved_tokens_total", ()] == 640
+    assert counted[SAVED_TOKENS, ()] == 640
     caller.calls.close()
 
 

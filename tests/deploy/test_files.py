@@ -244,7 +244,7 @@ def test_prometheus_scrapes_what_is_there_and_has_a_key() -> None:
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="no Prometheus: apt-get install it")
 def test_prometheus_reads_its_settings(tmp_path: Path) -> None:
     shutil.copy(DEPLOY / "compose/prometheus.yml", tmp_path)
-    shutil.copy(DEPLOY / "prometheus/kvtier-rules.yml", tmp_path)
+    shutil.copy(ROOT / "src/kvtier/tools/dashboard/kvtier-rules.yml", tmp_path)
     command = ["promtool", "check", "config", "--syntax-only", str(tmp_path / "prometheus.yml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import kvtier
+from kvtier.telemetry.specs import DECLARED
 from tests.docs.pages import ROOT
 
 PUBLIC: list[str] = vars(kvtier)["__all__"]
@@ -35,12 +36,21 @@ def _rows(text: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("page", ["commands.md", "python.md"])
+@pytest.mark.parametrize("page", ["commands.md", "metrics.md", "python.md"])
 def test_pages_that_follow_from_the_code_are_up_to_date(page: str) -> None:
     from scripts.reference_pages import PAGES
 
     said = (REFERENCE / page).read_text(encoding="utf-8")
     assert said == PAGES[page](), "run python scripts/reference_pages.py"
+
+
+def test_every_metric_that_a_page_names_is_declared_with_its_labels() -> None:
+    pages = [*ROOT.glob("docs/guides/*.md"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    named = re.findall(r"`((?:\w+:)?kvtier_\w*[^_\W])(?:\{([\w,]+)\})?`", text)
+    assert len(named) > 20
+    for name, labels in named:
+        assert set(filter(None, labels.split(","))) <= set(DECLARED[name].labels), name
 
 
 def test_every_variable_of_the_environment_is_on_its_page() -> None:

@@ -6,17 +6,16 @@ import pytest
 
 from kvtier.live.dialects import dialect_of
 from kvtier.live.reading import MOST_LINE, MOST_LINES, Reading, UnreadableError
-from kvtier.telemetry import METRICS
-from kvtier.telemetry.metrics import TOLD_BY_ENGINES
+from kvtier.telemetry import specs
 
 from .texts import reading, recorded
 
 ONLY_ONCE_IT_HAPPENED = {
-    "kvtier_returned_blocks_total",
-    "kvtier_return_seconds",
-    "kvtier_unadmitted_blocks_total",
+    specs.RETURNED_BLOCKS,
+    specs.RETURN_SECONDS,
+    specs.UNADMITTED_BLOCKS,
 }
-NOT_RECORDED = {"kvtier_slot_bytes"}
+NOT_RECORDED = {specs.SLOT_BYTES}
 """Told since the texts were recorded."""
 ENGINES = {"kvtier": "kvtier", "vllm": "vLLM", "sglang": "SGLang"}
 
@@ -31,9 +30,9 @@ def test_each_engine_is_known_by_its_metrics(engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_tells_the_shared_metrics_by_the_same_names(engine: str) -> None:
     told = recorded(engine, 2, 0.0)
-    kinds = {spec.name: spec.kind for spec in METRICS}
-    for name in TOLD_BY_ENGINES - ONLY_ONCE_IT_HAPPENED - NOT_RECORDED:
-        assert told.has(name + "_count" if kinds[name] == "histogram" else name), name
+    for spec in specs.SAME_UNDER_ENGINES:
+        if spec not in ONLY_ONCE_IT_HAPPENED | NOT_RECORDED:
+            assert told.has(spec.name + ("_count" if spec.kind == "histogram" else "")), spec
 
 
 @pytest.mark.parametrize("engine", ENGINES)

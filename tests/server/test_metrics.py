@@ -7,8 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.engine import Engine
-from kvtier.telemetry import METRICS
-from kvtier.telemetry.server import SERVER_METRICS
+from kvtier.telemetry import specs
 
 from .conftest import MODEL, Running, running
 
@@ -57,7 +56,7 @@ def test_requests_and_tokens_are_counted(engine: Engine, prefix: str) -> None:
 
 def test_the_caches_metrics_are_there_too(served: Running) -> None:
     names = {name for name, *_ in samples(served)}
-    for spec in (*SERVER_METRICS, *METRICS):
+    for spec in (*specs.SERVER, *specs.CACHE):
         if not spec.labels:
             ending = "_count" if spec.kind == "histogram" else ""
             assert spec.name + ending in names

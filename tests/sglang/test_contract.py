@@ -19,7 +19,7 @@ from kvtier.cli.detect import engines
 from kvtier.connectors.common.contract import version_of
 from kvtier.connectors.sglang.contract import OPTIONS, OVERRIDDEN, STORAGE
 from kvtier.connectors.sglang.entry import KvtierStorage
-from kvtier.tools.dashboard import SERIES, EngineKind
+from kvtier.telemetry.specs import SGLANG_OWN
 
 
 def test_installed_sglang_differs_in_nothing() -> None:
@@ -55,12 +55,11 @@ def test_dashboard_asks_for_metrics_that_sglang_has() -> None:
     from sglang.srt.observability import metrics_collector
 
     source = inspect.getsource(metrics_collector)
-    for series in SERIES.values():
-        if series.engine is EngineKind.SGLANG:
-            made = rf'\b{series.kind}\(\s*name="{series.name}".{{0,1500}}?\)\n'
-            found = re.search(made, source, re.DOTALL | re.IGNORECASE)
-            assert found, series
-            assert all(f'"{label}"' in found[0] for label in series.labels), series
+    for spec in SGLANG_OWN:
+        made = rf'\b{spec.kind}\(\s*name="{spec.name}".{{0,1500}}?\)\n'
+        found = re.search(made, source, re.DOTALL | re.IGNORECASE)
+        assert found, spec
+        assert all(f'"{label}"' in found[0] for label in spec.labels), spec
 
 
 def test_comparison_imports_neither_sglang_nor_torch() -> None:

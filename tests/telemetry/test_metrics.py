@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from prometheus_client import generate_latest
 
-from kvtier.telemetry import METRICS, Metrics, RequestRecord
-from kvtier.telemetry.metrics import TOLD_BY_ENGINES
+from kvtier.telemetry import Metrics, MetricSpec, RequestRecord, specs
 from kvtier.types import DEVICE, HOST
 from tests.core.world import count
 
 UNITS = ("_total", "_seconds", "_bytes", "_slots", "_ratio", "_state", "_in_flight")
 
 
-@pytest.mark.parametrize("spec", METRICS, ids=lambda spec: spec.name)
-def test_names_carry_their_unit_and_a_meaning(spec: object) -> None:
-    name, kind, meaning = spec.name, spec.kind, spec.meaning  # type: ignore[attr-defined]
+@pytest.mark.parametrize("spec", specs.CACHE, ids=lambda spec: spec.name)
+def test_names_carry_their_unit_and_a_meaning(spec: MetricSpec) -> None:
+    name, kind, meaning = spec.name, spec.kind, spec.meaning
     assert name.startswith("kvtier_")
     assert name.endswith(UNITS)
     assert (kind == "counter") == name.endswith("_total")
     assert meaning.endswith(".")
 
 
+def test_only_the_declaration_spells_a_name() -> None:
+    """In the sources, comments and pages included. Grafana and Prometheus read their own files."""
+    package = Path(specs.__file__).parents[1]
+    sources = {*package.rglob("*.py"), *package.rglob("*.js"), *package.rglob("*.html")}
+    sources |= {*(package.parents[1] / "benchmarks").rglob("*.py")}
+    name = re.compile("|".join(rf"\b{name.removesuffix('_total')}" for name in specs.DECLARED))
+    assert name.search(Path(specs.__file__).read_text())
+    spelled = [
+        f"{path}: {found[0]}"
+        for path in sources - {Path(specs.__file__)}
+        if (found := name.search(path.read_text()))
+    ]
+    assert spelled == []
+
+
 def test_every_metric_is_exposed_before_anything_happened() -> None:
     text = generate_latest(Metrics().registry).decode()
-    for spec in METRICS:
+    for spec in specs.CACHE:
         exposed = spec.name.removesuffix("_total") if spec.kind == "counter" else spec.name
         assert f"# HELP {exposed}" in text
 
 
 def test_two_caches_count_apart() -> None:
     one, two = Metrics(), Metrics()
-    one.count("kvtier_requests_total")
+    one.count(specs.REQUESTS)
     assert count(one, "kvtier_requests_total") == 1
     assert count(two, "kvtier_requests_total") == 0
 
@@ -60,19 +77,15 @@ def test_occupancy_is_the_last_one_told() -> None:
 
 def test_numbers_are_taken_once_by_an_engine_with_metrics_of_its_own() -> None:
     metrics = Metrics(is_exposed=False)
-    metrics.keep_observations(["kvtier_load_error_ratio"])
-    metrics.count("kvtier_requests_total", 2)
-    metrics.gauge("kvtier_slots", 8, tier=HOST)
-    metrics.observe("kvtier_load_error_ratio", 1.5, src=HOST)
-    metrics.observe("kvtier_load_error_ratio", 0.5, src=HOST)
-    metrics.observe("kvtier_copy_seconds", 0.5, src=HOST, dst=DEVICE)
-    assert metrics.take_levels() == {("kvtier_slots", (HOST,)): 8}
-    assert metrics.take_observations() == {("kvtier_load_error_ratio", (HOST,)): [1.5, 0.5]}
-    assert metrics.take_recent()["kvtier_requests_total", ()] == 2
+    metrics.keep_observations([specs.LOAD_ERROR_RATIO])
+    metrics.count(specs.REQUESTS, 2)
+    metrics.gauge(specs.SLOTS, 8, tier=HOST)
+    metrics.observe(specs.LOAD_ERROR_RATIO, 1.5, src=HOST)
+    metrics.observe(specs.LOAD_ERROR_RATIO, 0.5, src=HOST)
+    metrics.observe(specs.COPY_SECONDS, 0.5, src=HOST, dst=DEVICE)
+    assert metrics.take_levels() == {(specs.SLOTS, (HOST,)): 8}
+    assert metrics.take_observations() == {(specs.LOAD_ERROR_RATIO, (HOST,)): [1.5, 0.5]}
+    assert metrics.take_recent()[specs.REQUESTS, ()] == 2
     assert not metrics.take_levels()
     assert not metrics.take_observations()
     assert not list(metrics.registry.collect())
-
-
-def test_what_engines_are_told_is_in_the_table() -> None:
-    assert {spec.name for spec in METRICS} >= TOLD_BY_ENGINES

@@ -25,13 +25,13 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.connectors.vllm.counts import LOADED
 from kvtier.connectors.vllm.offloading.host_slots import HostSlots
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages
 from kvtier.connectors.vllm.request_state import Advice
 from kvtier.connectors.vllm.worker import RankRoom
 from kvtier.devices import Device, find_device
 from kvtier.errors import ConfigError
+from kvtier.telemetry.specs import VLLM_LOADED_CHUNKS
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.transfer import LocalMover
@@ -69,7 +69,9 @@ def test_where_it_is_on_a_block_on_disk_is_a_hit_at_once() -> None:
     manager.hear(Report(done={order.order_id: done}))
     manager.complete_load(KEYS[:2], request)
     loaded = {
-        labels: num for (each, labels), num in manager.counts.take().items() if each is LOADED
+        labels: num
+        for (each, labels), num in manager.counts.take().items()
+        if each is VLLM_LOADED_CHUNKS
     }
     assert loaded == {(DISK,): 2}
     assert scheduler.look_up(scheduler.request("other", KEYS[:1]), KEYS[:1]) == [HIT]

@@ -19,7 +19,6 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.connectors.vllm.counts import LOADED, NOT_DEMOTED, SHARED
 from kvtier.connectors.vllm.key_scope import KeyScope
 from kvtier.connectors.vllm.names import VllmNames
 from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
@@ -28,6 +27,7 @@ from kvtier.connectors.vllm.prompt import Shape
 from kvtier.connectors.vllm.request_state import Advice
 from kvtier.connectors.vllm.tiers import rank_tiers
 from kvtier.keyed.cache import BlockLocation, KeyedCache
+from kvtier.telemetry.specs import VLLM_LOADED_CHUNKS
 from kvtier.tiers.disk import DiskTier
 from kvtier.transfer.ranks import Done, Hello, RankMover, RankOrder, RecoveredBlocks, Report, Verb
 from kvtier.types import DEVICE, DISK, HOST, Direct, LoadPolicy
@@ -255,7 +255,7 @@ def test_blocks_are_counted_by_where_they_came_from(scheduler: Scheduler) -> Non
         scheduler.manager.prepare_load(KEYS[:2], request)
         scheduler.manager.complete_load(KEYS[:2], request)
     counted = scheduler.manager.counts.take()
-    loaded = {labels: num for (each, labels), num in counted.items() if each is LOADED}
+    loaded = {labels: num for (each, labels), num in counted.items() if each is VLLM_LOADED_CHUNKS}
     assert loaded == {(DISK,): 2, (HOST,): 2}
 
 
@@ -279,7 +279,7 @@ def test_burst_over_a_slow_disk_leaves_host_memory_to_others_and_nobody_waits() 
     assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT] * 2
     stats = scheduler.manager.get_stats()
     assert stats is not None
-    unwritten = stats.data["data"][NOT_DEMOTED.name][(DISK,)]
+    unwritten = stats.data["data"]["vllm:kvtier_not_demoted_chunks"][(DISK,)]
     assert unwritten > 90, "what left host memory before its turn is counted"
 
 
@@ -295,11 +295,11 @@ def test_vllm_is_told_what_all_engines_tell(scheduler: Scheduler) -> None:
     stats = scheduler.manager.get_stats()
     assert stats is not None
     told = stats.data["data"]
-    assert told[SHARED["kvtier_planned_blocks_total"].name] == {("load",): 2}
-    assert told[SHARED["kvtier_saved_tokens_total"].name] == {(): 2 * STEP}
-    assert told[SHARED["kvtier_breaker_state"].name] == {(DISK,): 0}
+    assert told["vllm:kvtier_planned_blocks"] == {("load",): 2}
+    assert told["vllm:kvtier_saved_tokens"] == {(): 2 * STEP}
+    assert told["vllm:kvtier_breaker_state"] == {(DISK,): 0}
     sizes = {(HOST,): 2 * BLOCK_BYTES, (DISK,): 2 * BLOCK_BYTES}
-    assert told[SHARED["kvtier_slot_bytes"].name] == sizes, "of both parts of a block"
+    assert told["vllm:kvtier_slot_bytes"] == sizes, "of both parts of a block"
     assert told.keys() <= KvtierSpec.build_metric_definitions({}).keys(), "vLLM knows them all"
 
 

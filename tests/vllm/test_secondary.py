@@ -32,7 +32,6 @@ with warnings.catch_warnings():
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     from kvtier.connectors.common import opening
-    from kvtier.connectors.vllm.counts import EVICTED, LOADED, ROOM, SHARED, UNCLAIMED, USED
     from kvtier.connectors.vllm.new_weights import NEW_WEIGHTS
     from tests.vllm.tiering import (
         ROW_BYTES,
@@ -366,15 +365,15 @@ def test_vllm_is_told_what_all_engines_tell(tmp_path: Path) -> None:
         told = world.manager.get_stats().data["data"]
         extra = dict(world.spec.config.extra_config)
         assert told.keys() <= TieringOffloadingSpec.build_metric_definitions(extra).keys()
-        assert told[USED.name] == told[ROOM.name] == {(DISK,): 2}
-        assert told[UNCLAIMED.name] == {(DISK,): 0}
-        assert told[EVICTED.name] == {(DISK,): 2}
-        assert told[LOADED.name] == {(DISK,): 2}
-        assert told[SHARED["kvtier_planned_blocks_total"].name] == {("load",): 2}
-        assert told[SHARED["kvtier_returned_blocks_total"].name] == {(DISK,): 1}
-        assert told[SHARED["kvtier_actual_load_seconds_total"].name].keys() == {(DISK,)}
-        assert len(told[SHARED["kvtier_load_error_ratio"].name][DISK,]) >= 1
-        assert told[SHARED["kvtier_breaker_state"].name] == {(DISK,): 0}
+        assert told["vllm:kvtier_used_chunks"] == told["vllm:kvtier_chunks"] == {(DISK,): 2}
+        assert told["vllm:kvtier_unclaimed_chunks"] == {(DISK,): 0}
+        assert told["vllm:kvtier_evicted_chunks"] == {(DISK,): 2}
+        assert told["vllm:kvtier_loaded_chunks"] == {(DISK,): 2}
+        assert told["vllm:kvtier_planned_blocks"] == {("load",): 2}
+        assert told["vllm:kvtier_returned_blocks"] == {(DISK,): 1}
+        assert told["vllm:kvtier_actual_load_seconds"].keys() == {(DISK,)}
+        assert len(told["vllm:kvtier_load_error_ratio"][DISK,]) >= 1
+        assert told["vllm:kvtier_breaker_state"] == {(DISK,): 0}
         assert sum(told["vllm:kv_offload_tiering_write_bytes"].values()) == 4 * ROW_BYTES
         assert json.dumps(list(told))
 
@@ -386,8 +385,10 @@ def test_what_a_restart_found_is_told_until_it_is_asked_for(tmp_path: Path) -> N
     with running(tmp_path) as world:
         world.load(keys[:1])
         told = world.manager.get_stats().data["data"]
-        assert told[UNCLAIMED.name] == {(DISK,): 3 - told[USED.name][DISK,]}
-        assert told[UNCLAIMED.name] != {(DISK,): 3}
+        assert told["vllm:kvtier_unclaimed_chunks"] == {
+            (DISK,): 3 - told["vllm:kvtier_used_chunks"][DISK,]
+        }
+        assert told["vllm:kvtier_unclaimed_chunks"] != {(DISK,): 3}
 
 
 # -- settings --------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtier.connectors.vllm.counts import METRICS
 from kvtier.connectors.vllm.fronts import OFFLOADING, OWN, front_named
-from kvtier.tools.dashboard import SERIES, EngineKind
+from kvtier.telemetry.specs import VLLM_OWN
 from tests.servers import free_port
 from tests.vllm.engines import (
     BLOCK,
@@ -108,19 +109,17 @@ def _metrics(client: httpx.Client) -> dict[tuple[str, str], float]:
 
 
 def _check_dashboard(client: httpx.Client) -> None:
-    """Every series that the dashboard asks for is there, of its kind and with its labels.
+    """Every metric that is declared is there, of its kind and with its labels.
 
     vLLM's own may be missing with kvtier's own connector, which serves older versions.
     """
     text = client.get("/metrics").raise_for_status().text
     families = {each.name: each for each in text_string_to_metric_families(text)}
-    for series in SERIES.values():
-        ours = series.name.startswith("vllm:kvtier_")
-        if series.engine is EngineKind.VLLM and (ours or FRONT is OFFLOADING):
-            family = families[series.name.removesuffix("_total")]
-            assert family.type == series.kind, series
-            for sample in family.samples:
-                assert set(series.labels) <= sample.labels.keys(), series
+    for spec in (*METRICS, *(VLLM_OWN if FRONT is OFFLOADING else ())):
+        family = families[spec.name.removesuffix("_total")]
+        assert family.type == spec.kind, spec
+        for sample in family.samples:
+            assert set(spec.labels) <= sample.labels.keys(), spec
 
 
 @pytest.mark.timeout(900)

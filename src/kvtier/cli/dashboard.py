@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from importlib.resources import files
 from typing import Annotated
 
 import typer
@@ -14,9 +14,5 @@ def dashboard(
     ] = False,
 ) -> None:
     """Print a Grafana dashboard for kvtier serve, vLLM, SGLang and nodes."""
-    from kvtier.tools.dashboard import ALERTS, ROWS, make_dashboard, make_rules
-
-    if alerts:
-        typer.echo(make_rules(ALERTS), nl=False)
-    else:
-        typer.echo(json.dumps(make_dashboard(ROWS), indent=2))
+    name = "kvtier-rules.yml" if alerts else "kvtier.json"
+    typer.echo((files("kvtier.tools") / "dashboard" / name).read_text(encoding="utf-8"), nl=False)

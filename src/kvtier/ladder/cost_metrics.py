@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from kvtier.plan import CostModel, Route
 from kvtier.telemetry import Metrics
+from kvtier.telemetry.specs import (
+    ACTUAL_LOAD_SECONDS,
+    ACTUAL_PREFILL_SECONDS,
+    COPIED_BYTES,
+    COPY_SECONDS,
+    HIT_BLOCKS,
+    LOAD_ERROR_RATIO,
+    PLANNED_BLOCKS,
+    PREDICTED_LOAD_SECONDS,
+    PREDICTED_PREFILL_SECONDS,
+    SAVED_SECONDS,
+    SAVED_TOKENS,
+)
 
 
 class CostMetrics:
@@ -20,14 +33,14 @@ class CostMetrics:
     def planned(self, num_loaded: int, num_recomputed: int) -> None:
         """Count a request's blocks below the device: to be loaded, and to be recomputed."""
         if num_loaded:
-            self._metrics.count("kvtier_planned_blocks_total", num_loaded, decision="load")
+            self._metrics.count(PLANNED_BLOCKS, num_loaded, decision="load")
         if num_recomputed:
-            self._metrics.count("kvtier_planned_blocks_total", num_recomputed, decision="recompute")
+            self._metrics.count(PLANNED_BLOCKS, num_recomputed, decision="recompute")
 
     def hit(self, tier: str, num_blocks: int) -> None:
         """Count blocks that a request reuses, by the tier in which they were found."""
         if num_blocks:
-            self._metrics.count("kvtier_hit_blocks_total", num_blocks, tier=tier)
+            self._metrics.count(HIT_BLOCKS, num_blocks, tier=tier)
 
     def loaded(self, src: str, expected_s: float, actual_s: float) -> None:
         """Record a finished copy from ``src`` towards the device.
@@ -39,15 +52,15 @@ class CostMetrics:
         """
         if expected_s <= 0 or actual_s <= 0:
             return
-        self._metrics.count("kvtier_predicted_load_seconds_total", expected_s, src=src)
-        self._metrics.count("kvtier_actual_load_seconds_total", actual_s, src=src)
-        self._metrics.observe("kvtier_load_error_ratio", actual_s / expected_s, src=src)
+        self._metrics.count(PREDICTED_LOAD_SECONDS, expected_s, src=src)
+        self._metrics.count(ACTUAL_LOAD_SECONDS, actual_s, src=src)
+        self._metrics.observe(LOAD_ERROR_RATIO, actual_s / expected_s, src=src)
 
     def moved(self, route: Route, num_bytes: int, seconds: float) -> None:
         """Record a copy that an engine made itself between its device and memory."""
         src, dst = route
-        self._metrics.count("kvtier_copied_bytes_total", num_bytes, src=src, dst=dst)
-        self._metrics.observe("kvtier_copy_seconds", seconds, src=src, dst=dst)
+        self._metrics.count(COPIED_BYTES, num_bytes, src=src, dst=dst)
+        self._metrics.observe(COPY_SECONDS, seconds, src=src, dst=dst)
 
     def observe_copy(self, route: Route, num_bytes: int, seconds: float) -> None:
         """Record a copy that an engine made itself towards the device, and learn its cost."""
@@ -59,8 +72,8 @@ class CostMetrics:
         expected_s = self._costs.expected_prefill_s(num_before, num_before + num_tokens)
         self._costs.observe_prefill(num_before, num_tokens, seconds)
         if expected_s > 0 and seconds > 0 and num_tokens > 0:
-            self._metrics.count("kvtier_predicted_prefill_seconds_total", expected_s)
-            self._metrics.count("kvtier_actual_prefill_seconds_total", seconds)
+            self._metrics.count(PREDICTED_PREFILL_SECONDS, expected_s)
+            self._metrics.count(ACTUAL_PREFILL_SECONDS, seconds)
 
     def saved(self, first: int, end: int, waited_s: float) -> None:
         """Record the prefill time saved by a request that reused tokens ``first`` to ``end``.
@@ -70,11 +83,11 @@ class CostMetrics:
         """
         if end <= first:
             return
-        self._metrics.count("kvtier_saved_tokens_total", end - first)
+        self._metrics.count(SAVED_TOKENS, end - first)
         computing_s = self._costs.expected_prefill_s(first, end)
         if computing_s <= 0:  # not measured yet
             return
         self._unpaid_s += waited_s - computing_s
         if self._unpaid_s < 0:
-            self._metrics.count("kvtier_saved_seconds_total", -self._unpaid_s)
+            self._metrics.count(SAVED_SECONDS, -self._unpaid_s)
             self._unpaid_s = 0.0

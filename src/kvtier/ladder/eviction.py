@@ -12,6 +12,7 @@ from kvtier.ladder.topology import Topology
 from kvtier.ladder.transfers import Transfers
 from kvtier.ladder.transient_blocks import TransientBlocks
 from kvtier.telemetry import Metrics
+from kvtier.telemetry.specs import EVICTED_BLOCKS, UNADMITTED_BLOCKS
 from kvtier.transfer import Mover
 from kvtier.types import BlockId, Slot, keys_of
 
@@ -144,7 +145,7 @@ class Eviction:
         slots = self._leave(leaving, tier)
         self._topology.rooms[tier].free(slots)
         if slots:
-            self._metrics.count("kvtier_evicted_blocks_total", len(slots), tier=tier)
+            self._metrics.count(EVICTED_BLOCKS, len(slots), tier=tier)
         return len(slots)
 
     def make_for(self, blocks: Sequence[BlockId], tier: str) -> Sequence[BlockId]:
@@ -168,7 +169,7 @@ class Eviction:
 
     def _count_left_out(self, num_blocks: int, tier: str) -> None:
         if num_blocks:
-            self._metrics.count("kvtier_unadmitted_blocks_total", num_blocks, tier=tier)
+            self._metrics.count(UNADMITTED_BLOCKS, num_blocks, tier=tier)
 
     def _tell_room(self, tier: str) -> None:
         """Tell the index a tier's capacity, which grows while the tier opens and may shrink."""
@@ -191,7 +192,7 @@ class Eviction:
         slots = [self._index.lose(block, tier) for block in leaving]
         self._topology.rooms[tier].free([slot for slot in slots if slot is not None])
         if leaving:
-            self._metrics.count("kvtier_evicted_blocks_total", len(leaving), tier=tier)
+            self._metrics.count(EVICTED_BLOCKS, len(leaving), tier=tier)
         return len(leaving)
 
     def clear(self) -> None:

@@ -8,6 +8,7 @@ from math import inf
 from kvtier.ladder.topology import Topology
 from kvtier.ladder.transfers import Transfers
 from kvtier.telemetry import Metrics
+from kvtier.telemetry.specs import BREAKER_STATE, QUEUED_SECONDS, SLOT_BYTES, TRANSFERS_IN_FLIGHT
 from kvtier.transfer import Mover
 
 PERIOD_S = 1.0
@@ -44,10 +45,10 @@ class Gauges:
         used = {name: room.num_used for name, room in rooms.items()}
         self._metrics.occupancy(used, {name: room.num_slots for name, room in rooms.items()})
         for name in rooms:
-            self._metrics.gauge("kvtier_slot_bytes", self._slot_bytes, tier=name)
+            self._metrics.gauge(SLOT_BYTES, self._slot_bytes, tier=name)
         for (src, dst), num in self._transfers.num_in_flight.items():
-            self._metrics.gauge("kvtier_transfers_in_flight", num, src=src, dst=dst)
+            self._metrics.gauge(TRANSFERS_IN_FLIGHT, num, src=src, dst=dst)
         for (src, dst), seconds in self._transfers.queued_s().items():
-            self._metrics.gauge("kvtier_queued_seconds", seconds, src=src, dst=dst)
+            self._metrics.gauge(QUEUED_SECONDS, seconds, src=src, dst=dst)
         for name in self._topology.storages:
-            self._metrics.gauge("kvtier_breaker_state", self._mover.breaker(name), tier=name)
+            self._metrics.gauge(BREAKER_STATE, self._mover.breaker(name), tier=name)

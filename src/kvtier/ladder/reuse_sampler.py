@@ -10,6 +10,7 @@ import numpy as np
 from kvtier.index import BlockIndex, State
 from kvtier.index.selection import as_array
 from kvtier.telemetry import Metrics
+from kvtier.telemetry.specs import RETURN_SECONDS, RETURNED_BLOCKS
 from kvtier.types import BlockId
 
 MOST_MARKED = 4096
@@ -67,9 +68,9 @@ class ReuseSampler:
             if not ages_s:
                 continue
             num_blocks = self.weight * len(ages_s)
-            self._metrics.count("kvtier_returned_blocks_total", num_blocks, tier=tier)
+            self._metrics.count(RETURNED_BLOCKS, num_blocks, tier=tier)
             for age_s in ages_s:
-                self._metrics.observe("kvtier_return_seconds", age_s, tier=tier)
+                self._metrics.observe(RETURN_SECONDS, age_s, tier=tier)
 
     def on_evict(self, blocks: Sequence[BlockId], tier: str) -> None:
         """Note blocks that are evicted from ``tier``."""

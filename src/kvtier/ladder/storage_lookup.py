@@ -22,6 +22,7 @@ from kvtier.ladder.transfers import Transfers
 from kvtier.plan import CostModel
 from kvtier.plan.worth import patience_s
 from kvtier.telemetry import Metrics
+from kvtier.telemetry.specs import LOOKUP_SECONDS
 from kvtier.tiers import Outcome
 from kvtier.transfer import FindJob, Mover
 from kvtier.types import BlockId, BlockKey, Label, Slot, keys_of
@@ -247,7 +248,7 @@ class StorageLookup:
     def _note_answer(self, question: Lookup, job: FindJob, is_last: bool) -> None:
         """Measure an answer, and remember the first block that storage did not have."""
         storage = question.storage
-        self._metrics.observe("kvtier_lookup_seconds", job.seconds, tier=storage)
+        self._metrics.observe(LOOKUP_SECONDS, job.seconds, tier=storage)
         if len(question.keys) <= FIRST_KEYS:
             self._took_s[storage] = job.seconds
         # The duration, not the time of this call: an engine's step may lie between.

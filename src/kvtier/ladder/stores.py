@@ -14,6 +14,7 @@ from kvtier.ladder.transfers import Transfers
 from kvtier.ladder.write_queues import WriteQueues
 from kvtier.plan import Copy
 from kvtier.telemetry import Metrics
+from kvtier.telemetry.specs import REFUSED_BLOCKS
 from kvtier.transfer import Mover, Waiter
 from kvtier.types import BlockId
 
@@ -118,7 +119,7 @@ class Stores:
     def count_refused(self, num_blocks: int, tier: str) -> None:
         """Count blocks for which ``tier`` had no room."""
         if num_blocks:
-            self._metrics.count("kvtier_refused_blocks_total", num_blocks, tier=tier)
+            self._metrics.count(REFUSED_BLOCKS, num_blocks, tier=tier)
 
 
 class StorageWriter:

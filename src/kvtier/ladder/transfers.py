@@ -15,6 +15,14 @@ from kvtier.ladder.in_flight import InFlight
 from kvtier.ladder.topology import Topology
 from kvtier.plan import Copy, CostModel, Costs, Route
 from kvtier.telemetry import Metrics
+from kvtier.telemetry.specs import (
+    COPIED_BYTES,
+    COPY_SECONDS,
+    DAMAGED_BLOCKS,
+    FAILED_BLOCKS,
+    FAILED_COPIES,
+    SCRUBBED_BYTES,
+)
 from kvtier.transfer import Job, Move, Mover, Transfer
 from kvtier.types import BlockId, BlockKey, Slot, keys_of
 
@@ -226,14 +234,14 @@ class Transfers:
             self._account.loaded(src, transfer.expected_s, job.seconds)
         if job.error is None:
             num_bytes = job.num_bytes - job.num_bytes * len(job.lost) // len(transfer.blocks)
-            self._metrics.count("kvtier_copied_bytes_total", num_bytes, src=src, dst=dst)
-            self._metrics.observe("kvtier_copy_seconds", job.seconds, src=src, dst=dst)
+            self._metrics.count(COPIED_BYTES, num_bytes, src=src, dst=dst)
+            self._metrics.observe(COPY_SECONDS, job.seconds, src=src, dst=dst)
         if not job.succeeded and not job.withdrawn:
-            self._metrics.count("kvtier_failed_copies_total", src=src, dst=dst)
+            self._metrics.count(FAILED_COPIES, src=src, dst=dst)
             num = len(job.lost) if job.error is None else len(transfer.blocks)
-            self._metrics.count("kvtier_failed_blocks_total", num, src=src, dst=dst)
+            self._metrics.count(FAILED_BLOCKS, num, src=src, dst=dst)
         if job.num_damaged:
-            self._metrics.count("kvtier_damaged_blocks_total", job.num_damaged, tier=src)
+            self._metrics.count(DAMAGED_BLOCKS, job.num_damaged, tier=src)
 
     def _distrust(self, transfer: Transfer, job: Job) -> None:
         """Forget blocks that storage no longer has; drop a memory copy after two failed reads.
@@ -267,8 +275,8 @@ class Transfers:
     def scrub(self) -> None:
         """Have idle storage verify a few blocks now and then. Never waits."""
         for each in self._mover.scrub():
-            self._metrics.count("kvtier_scrubbed_bytes_total", each.num_bytes, tier=each.tier)
-            self._metrics.count("kvtier_damaged_blocks_total", each.num_damaged, tier=each.tier)
+            self._metrics.count(SCRUBBED_BYTES, each.num_bytes, tier=each.tier)
+            self._metrics.count(DAMAGED_BLOCKS, each.num_damaged, tier=each.tier)
             route = self._ways[each.tier][0]
             if not self._costs.has_seen(route):  # gives the planner a cost before the first read
                 self._costs.observe_copy(route, each.num_bytes, each.seconds)

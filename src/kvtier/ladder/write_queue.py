@@ -10,6 +10,7 @@ from kvtier.index import BlockIndex, State
 from kvtier.ladder.topology import Topology
 from kvtier.plan import WriteBudget
 from kvtier.telemetry import Metrics
+from kvtier.telemetry.specs import UNWRITTEN_BLOCKS
 from kvtier.transfer.ring import ring_blocks
 from kvtier.types import DEVICE, BlockId
 
@@ -154,7 +155,7 @@ class WriteQueue:
 
     def _count(self, num_blocks: int) -> None:
         if num_blocks:
-            self._metrics.count("kvtier_unwritten_blocks_total", num_blocks, tier=self.storage)
+            self._metrics.count(UNWRITTEN_BLOCKS, num_blocks, tier=self.storage)
 
 
 def _in_state(

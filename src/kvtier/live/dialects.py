@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvtier.live.reading import Reading
+from kvtier.telemetry import specs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,59 +46,59 @@ class Dialect:
 
 KVTIER = Dialect(
     "kvtier",
-    "kvtier_server_requests_total",
-    "kvtier_prompt_blocks_total",
-    "kvtier_hit_blocks_total",
+    specs.SERVER_REQUESTS.name,
+    specs.PROMPT_BLOCKS.name,
+    specs.HIT_BLOCKS.name,
     "tier",
-    "kvtier_server_prompt_tokens_total",
-    "kvtier_server_running",
-    "kvtier_server_waiting",
-    "kvtier_server_ttft_seconds",
-    "kvtier_server_e2e_seconds_count",
+    specs.SERVER_PROMPT_TOKENS.name,
+    specs.SERVER_RUNNING.name,
+    specs.SERVER_WAITING.name,
+    specs.SERVER_TTFT_SECONDS.name,
+    f"{specs.SERVER_E2E_SECONDS.name}_count",
 )
 VLLM = Dialect(
     "vLLM",
-    "vllm:prompt_tokens_total",
-    "vllm:prompt_tokens_total",
-    "vllm:prompt_tokens_cached_by_source_total",
+    specs.VLLM_PROMPT_TOKENS.name,
+    specs.VLLM_PROMPT_TOKENS.name,
+    specs.VLLM_PROMPT_TOKENS_CACHED_BY_SOURCE.name,
     "source",
-    "vllm:prompt_tokens_total",
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:time_to_first_token_seconds",
-    "vllm:request_success_total",
-    "vllm:kv_cache_usage_perc",
+    specs.VLLM_PROMPT_TOKENS.name,
+    specs.VLLM_NUM_REQUESTS_RUNNING.name,
+    specs.VLLM_NUM_REQUESTS_WAITING.name,
+    specs.VLLM_TIME_TO_FIRST_TOKEN_SECONDS.name,
+    specs.VLLM_REQUEST_SUCCESS.name,
+    specs.VLLM_KV_CACHE_USAGE_PERC.name,
     {"device": "device", "host": "host", "disk": "disk", "external_unspecified": "stores"},
     {
-        ("host", "device"): "vllm:kv_offload_load_bytes_total",
-        ("device", "host"): "vllm:kv_offload_store_bytes_total",
+        ("host", "device"): specs.VLLM_KV_OFFLOAD_LOAD_BYTES.name,
+        ("device", "host"): specs.VLLM_KV_OFFLOAD_STORE_BYTES.name,
     },
 )
 SGLANG = Dialect(
     "SGLang",
-    "sglang:num_running_reqs",
-    "sglang:prompt_tokens_total",
-    "sglang:cached_tokens_total",
+    specs.SGLANG_NUM_RUNNING_REQS.name,
+    specs.SGLANG_PROMPT_TOKENS.name,
+    specs.SGLANG_CACHED_TOKENS.name,
     "cache_source",
-    "sglang:prompt_tokens_total",
-    "sglang:num_running_reqs",
-    "sglang:num_queue_reqs",
-    "sglang:time_to_first_token_seconds",
-    "sglang:num_requests_total",
-    "sglang:token_usage",
+    specs.SGLANG_PROMPT_TOKENS.name,
+    specs.SGLANG_NUM_RUNNING_REQS.name,
+    specs.SGLANG_NUM_QUEUE_REQS.name,
+    specs.SGLANG_TIME_TO_FIRST_TOKEN_SECONDS.name,
+    specs.SGLANG_NUM_REQUESTS.name,
+    specs.SGLANG_TOKEN_USAGE.name,
     {"device": "device", "host": "host", "storage": "storage"},
 )
 NODE = Dialect(
     "kvtier node",
-    "kvtier_node_info",
-    "kvtier_node_lookup_blocks_total",
-    "kvtier_node_lookup_blocks_total",
+    specs.NODE_INFO.name,
+    specs.NODE_LOOKUP_BLOCKS.name,
+    specs.NODE_LOOKUP_BLOCKS.name,
     "place",
     prompt_tokens="",
     running="",
-    waiting="kvtier_node_waiting_requests",
+    waiting=specs.NODE_WAITING_REQUESTS.name,
     ttft="",
-    requests="kvtier_node_lookup_seconds_count",
+    requests=f"{specs.NODE_LOOKUP_SECONDS.name}_count",
     sources={"memory": "host", "storage": "storage"},
 )
 

@@ -11,6 +11,7 @@ from kvtier.live.make_node import make_node, tiers_of_node
 from kvtier.live.picture import Flow, Guess, Picture, Requests, Saved, ServerInfo, Tier, TierShare
 from kvtier.live.questions import answer
 from kvtier.live.reading import Reading
+from kvtier.telemetry import specs
 from kvtier.types import DEVICE, DISK, HOST
 
 LEAST_ASKED = {"tokens": 2000.0, "blocks": 100.0}
@@ -45,19 +46,19 @@ def make_picture(
         age_s,
         now.at_s - first.at_s,
         has_restarted,
-        any(name.startswith("kvtier_") for name in now.values),
+        any(name.startswith(specs.PREFIX) for name in now.values),
         hits,
         whole,
         _saved(first, now),
         _tiers(first, now, dialect),
         _flows(before, now, dialect),
-        now.total("kvtier_planned_blocks_total", decision="load"),
-        now.total("kvtier_planned_blocks_total", decision="recompute"),
-        grown(first, now, "kvtier_planned_blocks_total", decision="load"),
-        grown(first, now, "kvtier_planned_blocks_total", decision="recompute"),
+        now.total(specs.PLANNED_BLOCKS.name, decision="load"),
+        now.total(specs.PLANNED_BLOCKS.name, decision="recompute"),
+        grown(first, now, specs.PLANNED_BLOCKS.name, decision="load"),
+        grown(first, now, specs.PLANNED_BLOCKS.name, decision="recompute"),
         _guesses(first, now),
-        now.total("kvtier_late_loads_total") or 0.0,
-        grown(first, now, "kvtier_late_loads_total"),
+        now.total(specs.LATE_LOADS.name) or 0.0,
+        grown(first, now, specs.LATE_LOADS.name),
         _requests(first, now, dialect),
         ServerInfo(now.models, now.version, _uptime_s(now)),
         make_node(first, now) if dialect is NODE else None,
@@ -68,8 +69,8 @@ def make_picture(
 
 
 def _uptime_s(now: Reading) -> float | None:
-    uptime_s = now.total("kvtier_server_uptime_seconds")
-    return now.total("kvtier_node_uptime_seconds") if uptime_s is None else uptime_s
+    uptime_s = now.total(specs.SERVER_UPTIME_SECONDS.name)
+    return now.total(specs.NODE_UPTIME_SECONDS.name) if uptime_s is None else uptime_s
 
 
 def _hits(
@@ -100,7 +101,7 @@ def _place(tier: str) -> int:
 
 
 def _saved(first: Reading, now: Reading) -> Saved:
-    tokens, seconds = "kvtier_saved_tokens_total", "kvtier_saved_seconds_total"
+    tokens, seconds = specs.SAVED_TOKENS.name, specs.SAVED_SECONDS.name
     return Saved(
         now.total(tokens),
         now.total(seconds),
@@ -110,8 +111,8 @@ def _saved(first: Reading, now: Reading) -> Saved:
 
 
 def _tiers(first: Reading, now: Reading, dialect: Dialect | None) -> tuple[Tier, ...]:
-    slots = now.by("kvtier_slots", "tier")
-    names = sorted({*slots, *now.by("kvtier_breaker_state", "tier")}, key=_place)
+    slots = now.by(specs.SLOTS.name, "tier")
+    names = sorted({*slots, *now.by(specs.BREAKER_STATE.name, "tier")}, key=_place)
     tiers = [_tier(name, first, now) for name in names]
     if dialect is not None and dialect.device and DEVICE not in names:
         tiers.insert(0, Tier(DEVICE, fill=now.total(dialect.device)))
@@ -119,13 +120,13 @@ def _tiers(first: Reading, now: Reading, dialect: Dialect | None) -> tuple[Tier,
 
 
 def _tier(name: str, first: Reading, now: Reading) -> Tier:
-    slots = now.total("kvtier_slots", tier=name)
-    used = now.total("kvtier_used_slots", tier=name)
-    evicted_per_s = rate(first, now, "kvtier_evicted_blocks_total", tier=name)
-    evicted = now.total("kvtier_evicted_blocks_total", tier=name) or 0.0
+    slots = now.total(specs.SLOTS.name, tier=name)
+    used = now.total(specs.USED_SLOTS.name, tier=name)
+    evicted_per_s = rate(first, now, specs.EVICTED_BLOCKS.name, tier=name)
+    evicted = now.total(specs.EVICTED_BLOCKS.name, tier=name) or 0.0
     returned, return_s = _returns(name, now, evicted)
-    state = now.values.get("kvtier_breaker_state", {}).get((("tier", name),))
-    slot_bytes = now.total("kvtier_slot_bytes", tier=name) or None
+    state = now.values.get(specs.BREAKER_STATE.name, {}).get((("tier", name),))
+    slot_bytes = now.total(specs.SLOT_BYTES.name, tier=name) or None
     return Tier(
         name,
         used,
@@ -136,9 +137,9 @@ def _tier(name: str, first: Reading, now: Reading) -> Tier:
         evicted,
         returned,
         return_s,
-        now.total("kvtier_damaged_blocks_total", tier=name) or 0.0,
-        grown(first, now, "kvtier_damaged_blocks_total", tier=name),
-        now.total("kvtier_unwritten_blocks_total", tier=name) or 0.0,
+        now.total(specs.DAMAGED_BLOCKS.name, tier=name) or 0.0,
+        grown(first, now, specs.DAMAGED_BLOCKS.name, tier=name),
+        now.total(specs.UNWRITTEN_BLOCKS.name, tier=name) or 0.0,
         int(state) if state in (0, 1, 2, 3) else None,
         used * slot_bytes if slot_bytes and used is not None else None,
         slots * slot_bytes if slot_bytes and slots is not None else None,
@@ -150,14 +151,15 @@ def _returns(name: str, now: Reading, evicted: float) -> tuple[float | None, flo
 
     The size of the sample is the number of evicted blocks over the weight of a sampled one.
     """
-    returned = now.total("kvtier_returned_blocks_total", tier=name)
-    num_seen = now.total("kvtier_return_seconds_count", tier=name)
+    returned = now.total(specs.RETURNED_BLOCKS.name, tier=name)
+    num_seen = now.total(f"{specs.RETURN_SECONDS.name}_count", tier=name)
     if returned is None or num_seen is None:
         return None, None
     weight = max(1.0, returned / num_seen) if num_seen else 1.0
     if evicted / weight < LEAST_GONE:
         return None, None
-    median = _median(now, "kvtier_return_seconds_bucket", name) if num_seen >= LEAST_GONE else None
+    ages = f"{specs.RETURN_SECONDS.name}_bucket"
+    median = _median(now, ages, name) if num_seen >= LEAST_GONE else None
     return min(1.0, returned / evicted), median
 
 
@@ -183,16 +185,16 @@ def _end(le: str | None) -> float | None:
 
 
 def _flows(before: Reading, now: Reading, dialect: Dialect | None) -> tuple[Flow, ...]:
-    num_bytes = now.by_route("kvtier_copied_bytes_total")
+    num_bytes = now.by_route(specs.COPIED_BYTES.name)
     engines = {
         route: name
         for route, name in (dialect.flows.items() if dialect is not None else ())
         if now.has(name) or route not in num_bytes
     }
     num_bytes |= {route: now.total(name) or 0.0 for route, name in engines.items()}
-    in_flight = now.by_route("kvtier_transfers_in_flight")
-    queued = now.by_route("kvtier_queued_seconds")
-    failed = now.by_route("kvtier_failed_blocks_total")
+    in_flight = now.by_route(specs.TRANSFERS_IN_FLIGHT.name)
+    queued = now.by_route(specs.QUEUED_SECONDS.name)
+    failed = now.by_route(specs.FAILED_BLOCKS.name)
     flows = []
     for route in sorted({*num_bytes, *in_flight, *queued}, key=lambda at: tuple(map(_place, at))):
         src, dst = route
@@ -201,7 +203,7 @@ def _flows(before: Reading, now: Reading, dialect: Dialect | None) -> tuple[Flow
         if route in engines:
             bytes_per_s = rate(before, now, engines[route])
         else:
-            bytes_per_s = rate(before, now, "kvtier_copied_bytes_total", src=src, dst=dst)
+            bytes_per_s = rate(before, now, specs.COPIED_BYTES.name, src=src, dst=dst)
         queued_s = queued.get(route)
         is_refused = queued_s is not None and isinf(queued_s)
         flows.append(
@@ -221,15 +223,15 @@ def _flows(before: Reading, now: Reading, dialect: Dialect | None) -> tuple[Flow
 
 def _guesses(first: Reading, now: Reading) -> tuple[Guess, ...]:
     guesses = []
-    for src in sorted(now.by("kvtier_predicted_load_seconds_total", "src"), key=_place):
-        expected_s = grown(first, now, "kvtier_predicted_load_seconds_total", src=src)
-        took_s = grown(first, now, "kvtier_actual_load_seconds_total", src=src)
-        num = grown(first, now, "kvtier_load_error_ratio_count", src=src)
+    for src in sorted(now.by(specs.PREDICTED_LOAD_SECONDS.name, "src"), key=_place):
+        expected_s = grown(first, now, specs.PREDICTED_LOAD_SECONDS.name, src=src)
+        took_s = grown(first, now, specs.ACTUAL_LOAD_SECONDS.name, src=src)
+        num = grown(first, now, f"{specs.LOAD_ERROR_RATIO.name}_count", src=src)
         factor = _over(took_s, expected_s) if num and num >= LEAST_LOADS else None
         guesses.append(Guess(src, expected_s, took_s, factor, num))
-    if now.total("kvtier_predicted_prefill_seconds_total"):
-        expected_s = grown(first, now, "kvtier_predicted_prefill_seconds_total")
-        took_s = grown(first, now, "kvtier_actual_prefill_seconds_total")
+    if now.total(specs.PREDICTED_PREFILL_SECONDS.name):
+        expected_s = grown(first, now, specs.PREDICTED_PREFILL_SECONDS.name)
+        took_s = grown(first, now, specs.ACTUAL_PREFILL_SECONDS.name)
         is_told = expected_s is not None and expected_s >= LEAST_PREFILL_S
         factor = _over(took_s, expected_s) if is_told else None
         guesses.append(Guess("prefill", expected_s, took_s, factor, None))

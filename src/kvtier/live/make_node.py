@@ -9,13 +9,14 @@ from math import inf
 from kvtier.live.differences import grown, rate, ratio
 from kvtier.live.picture import NodeEngine, NodePicture, NodeRoomUse, NodeTenant, Tier
 from kvtier.live.reading import Reading
+from kvtier.telemetry import MetricSpec, specs
 
 LEAST_BLOCKS = 100.0
 """Least looked-up blocks for which the share that was found is shown."""
 LEAST_LOOKUPS = {0.5: 10.0, 0.99: 500.0}
 """Least look-ups for which a quantile of their times is shown."""
-PLACES = "kvtier_node_lookup_blocks_total"
-TIMES = "kvtier_node_lookup_seconds"
+PLACES = specs.NODE_LOOKUP_BLOCKS.name
+TIMES = specs.NODE_LOOKUP_SECONDS.name
 FOUND = ("memory", "storage")
 
 
@@ -25,9 +26,9 @@ def make_node(first: Reading, now: Reading) -> NodePicture:
     first: the oldest reading of the last minute; may be ``now``. now: the latest reading.
     """
     return NodePicture(
-        now.total("kvtier_node_memory_bytes") or 0.0,
-        now.total("kvtier_node_free_bytes") or 0.0,
-        now.total("kvtier_node_segment_bytes") or 0.0,
+        now.total(specs.NODE_MEMORY_BYTES.name) or 0.0,
+        now.total(specs.NODE_FREE_BYTES.name) or 0.0,
+        now.total(specs.NODE_SEGMENT_BYTES.name) or 0.0,
         rate(first, now, f"{TIMES}_count"),
         _quantile(first, now, 0.5),
         _quantile(first, now, 0.99),
@@ -43,8 +44,8 @@ def tiers_of_node(tiers: Iterable[Tier], now: Reading) -> tuple[Tier, ...]:
 
 
 def _in_bytes(tier: Tier, now: Reading) -> Tier:
-    used = now.total("kvtier_node_room_bytes", tier=tier.name) or 0.0
-    capacity = now.total("kvtier_node_capacity_bytes", tier=tier.name)
+    used = now.total(specs.NODE_ROOM_BYTES.name, tier=tier.name) or 0.0
+    capacity = now.total(specs.NODE_CAPACITY_BYTES.name, tier=tier.name)
     per_block = used / tier.used if tier.used else None
     leaving = tier.evicted_per_s * per_block if tier.evicted_per_s and per_block else None
     return replace(
@@ -58,60 +59,62 @@ def _in_bytes(tier: Tier, now: Reading) -> Tier:
 
 
 def _engines(first: Reading, now: Reading) -> Iterable[NodeEngine]:
-    for labels in _series(now, "kvtier_node_engine_processes"):
+    for labels in _series(now, specs.NODE_ENGINE_PROCESSES.name):
         name, tenant = labels["engine"], labels["tenant"]
 
-        def told(what: str, at: dict[str, str] = labels) -> float:
-            return now.total(f"kvtier_node_{what}", **at) or 0.0
+        def told(metric: MetricSpec, at: dict[str, str] = labels) -> float:
+            return now.total(metric.name, **at) or 0.0
 
         yield NodeEngine(
             name,
             tenant,
-            told("engine_processes"),
-            told("engine_slots"),
-            told("waiting_requests"),
-            told("engine_failures_total"),
-            told("engine_pauses_total"),
-            grown(first, now, "kvtier_node_engine_pauses_total", **labels),
+            told(specs.NODE_ENGINE_PROCESSES),
+            told(specs.NODE_ENGINE_SLOTS),
+            told(specs.NODE_WAITING_REQUESTS),
+            told(specs.NODE_ENGINE_FAILURES),
+            told(specs.NODE_ENGINE_PAUSES),
+            grown(first, now, specs.NODE_ENGINE_PAUSES.name, **labels),
         )
 
 
 def _tenants(first: Reading, now: Reading) -> Iterable[NodeTenant]:
-    for name in sorted(now.by("kvtier_node_floor_bytes", "tenant")):
+    for name in sorted(now.by(specs.NODE_FLOOR_BYTES.name, "tenant")):
 
-        def told(what: str, tenant: str = name) -> float:
-            return now.total(f"kvtier_node_{what}", tenant=tenant) or 0.0
+        def told(metric: MetricSpec, tenant: str = name) -> float:
+            return now.total(metric.name, tenant=tenant) or 0.0
 
         found = [grown(first, now, PLACES, tenant=name, place=place) or 0.0 for place in FOUND]
         yield NodeTenant(
             name,
-            told("engines"),
-            told("tenant_bytes"),
-            told("pinned_bytes"),
-            told("floor_bytes"),
-            told("ceiling_bytes"),
+            told(specs.NODE_ENGINES),
+            told(specs.NODE_TENANT_BYTES),
+            told(specs.NODE_PINNED_BYTES),
+            told(specs.NODE_FLOOR_BYTES),
+            told(specs.NODE_CEILING_BYTES),
             _by_tier(now, tenant=name),
-            told("slab_bytes"),
-            told("disk_floor_bytes"),
-            now.total("kvtier_node_disk_ceiling_bytes", tenant=name),
+            told(specs.NODE_SLAB_BYTES),
+            told(specs.NODE_DISK_FLOOR_BYTES),
+            now.total(specs.NODE_DISK_CEILING_BYTES.name, tenant=name),
             ratio(sum(found), grown(first, now, PLACES, tenant=name), LEAST_BLOCKS),
         )
 
 
 def _rooms(now: Reading) -> Iterable[NodeRoomUse]:
-    for labels in _series(now, "kvtier_node_block_bytes"):
+    for labels in _series(now, specs.NODE_BLOCK_BYTES.name):
         yield NodeRoomUse(
             labels["room"],
             labels["tenant"],
-            now.total("kvtier_node_block_bytes", **labels) or 0.0,
-            now.total("kvtier_node_room_segments", **labels) or 0.0,
+            now.total(specs.NODE_BLOCK_BYTES.name, **labels) or 0.0,
+            now.total(specs.NODE_ROOM_SEGMENTS.name, **labels) or 0.0,
             _by_tier(now, **labels),
         )
 
 
 def _by_tier(now: Reading, **labels: str) -> dict[str, float]:
-    tiers = now.by("kvtier_node_capacity_bytes", "tier")
-    return {tier: now.total("kvtier_node_room_bytes", tier=tier, **labels) or 0.0 for tier in tiers}
+    tiers = now.by(specs.NODE_CAPACITY_BYTES.name, "tier")
+    return {
+        tier: now.total(specs.NODE_ROOM_BYTES.name, tier=tier, **labels) or 0.0 for tier in tiers
+    }
 
 
 def _series(now: Reading, name: str) -> list[dict[str, str]]:

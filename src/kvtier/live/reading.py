@@ -10,7 +10,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.errors import CacheError, printable
-from kvtier.telemetry.metrics import UNDER_VLLM
+from kvtier.telemetry import specs
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -28,18 +28,23 @@ MOST_VALUE = 2.0**63
 MOST_MODELS = 4
 """Most names of models that are kept."""
 MODEL = "model_name"
-INFO = frozenset({"kvtier_server_info", "kvtier_node_info"})
-NODE = "kvtier_node_"
+INFO = frozenset({specs.SERVER_INFO.name, specs.NODE_INFO.name})
 
-UNDER_ENGINE = "vllm:kvtier_"
+UNDER_VLLM = f"{specs.VLLM_PREFIX}{specs.PREFIX}"
+RENAMED = {
+    spec.name: core.name + ("_sum" if core.kind == "histogram" else "")
+    for spec in specs.UNDER_VLLM
+    if (core := spec.counted_as) and core not in specs.SHARED_WITH_VLLM
+}
+"""The cache's name of a metric by its other name under vLLM."""
 KEPT = frozenset({"tier", "src", "dst", "decision", "le", "source", "cache_source"})
 """Labels that are kept. Values are summed over all others, such as model, engine and process."""
 KEPT_OF_NODE = KEPT | {"tenant", "room", "engine", "place"}
-"""Labels that are kept of metrics that begin with ``NODE``."""
+"""Labels that are kept of a node's metrics."""
 ENGINE = "engine"
-WORST = frozenset({"kvtier_breaker_state", "kvtier_queued_seconds", "kvtier_slot_bytes"})
+WORST = frozenset({specs.BREAKER_STATE.name, specs.QUEUED_SECONDS.name, specs.SLOT_BYTES.name})
 """Metrics whose series are merged by their maximum, not their sum."""
-INFINITE = frozenset({"kvtier_queued_seconds"})
+INFINITE = frozenset({specs.QUEUED_SECONDS.name})
 """Metrics that may be infinite."""
 PLACES = frozenset({"tier", "src", "dst"})
 """Labels that name a tier."""
@@ -170,13 +175,13 @@ def _is_possible(name: str, value: float) -> bool:
 
 def _kept(name: str, labels: Mapping[str, str]) -> Labels:
     """Return the labels of a metric that are kept, as printable text."""
-    names = KEPT_OF_NODE if name.startswith(NODE) else KEPT
+    names = KEPT_OF_NODE if name.startswith(specs.NODE_PREFIX) else KEPT
     kept = (each for each in labels.items() if each[0] in names)
     return tuple(sorted((label, printable(value[:MOST_LABEL])) for label, value in kept))
 
 
 def _canonical(name: str) -> str:
-    if not name.startswith(UNDER_ENGINE):
+    """Return the cache's name of a metric under vLLM, and any other name as it is."""
+    if not name.startswith(UNDER_VLLM):
         return name
-    bare = name.partition(":")[2]
-    return UNDER_VLLM.get(bare, bare)
+    return RENAMED.get(name, name.removeprefix(specs.VLLM_PREFIX))

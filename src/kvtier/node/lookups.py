@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtier.keyed.cache import PLACES, BlockLocation
-from kvtier.telemetry.node import LOOKUP_BUCKETS_S
+from kvtier.telemetry.specs import NODE_LOOKUP_SECONDS
 
 
 class PlaceCounts:
@@ -44,17 +44,17 @@ class TimeCounts:
     """Number of look-ups by the time to their answer, as a histogram.
 
     Attributes:
-        numbers: look-ups by bucket of ``LOOKUP_BUCKETS_S``; the last one has no end.
+        numbers: look-ups by bucket of ``NODE_LOOKUP_SECONDS.buckets``; the last one has no end.
         total_s: sum of all times.
     """
 
     def __init__(self) -> None:
-        self.numbers = [0] * (len(LOOKUP_BUCKETS_S) + 1)
+        self.numbers = [0] * (len(NODE_LOOKUP_SECONDS.buckets) + 1)
         self.total_s = 0.0
 
     def add(self, seconds: float) -> None:
         """Count a look-up."""
-        self.numbers[bisect_left(LOOKUP_BUCKETS_S, seconds)] += 1
+        self.numbers[bisect_left(NODE_LOOKUP_SECONDS.buckets, seconds)] += 1
         self.total_s += seconds
 
     def copy(self) -> TimeCounts:

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from kvtier.node.control import NodeState
 from kvtier.node.lookups import TimeCounts
-from kvtier.telemetry.node import LOOKUP_BUCKETS_S, NODE_METRICS
+from kvtier.telemetry import MetricSpec, specs
 from kvtier.types import HOST
 
 RoomRegistries = Mapping[tuple[str, str], CollectorRegistry]
@@ -48,22 +48,24 @@ class NodeMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         values = _values(self._state)
-        for spec in NODE_METRICS:
+        for spec in specs.NODE:
             if spec.kind == "histogram":
-                yield _histogram(spec.name, spec.meaning, self._lookups)
+                yield _histogram(spec, self._lookups)
                 continue
             kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
             family = kind(spec.name, spec.meaning, labels=spec.labels)
-            for labels, value in values[spec.name].items():
+            for labels, value in values[spec].items():
                 family.add_metric(labels, value)
             yield family
         yield from _labelled(self._rooms)
 
 
-def _histogram(name: str, meaning: str, lookups: TimeCounts) -> Metric:
-    ends = [*map(str, LOOKUP_BUCKETS_S), "+Inf"]
+def _histogram(spec: MetricSpec, lookups: TimeCounts) -> Metric:
+    ends = [*map(str, spec.buckets), "+Inf"]
     buckets = list(zip(ends, map(float, accumulate(lookups.numbers)), strict=True))
-    return HistogramMetricFamily(name, meaning, buckets=buckets, sum_value=lookups.total_s)
+    return HistogramMetricFamily(
+        spec.name, spec.meaning, buckets=buckets, sum_value=lookups.total_s
+    )
 
 
 def _labelled(rooms: RoomRegistries) -> Iterable[Metric]:
@@ -81,42 +83,42 @@ def _labelled(rooms: RoomRegistries) -> Iterable[Metric]:
     return merged.values()
 
 
-def _values(state: NodeState) -> dict[str, Values]:
-    """Return the values of the node's own counters and gauges by name."""
+def _values(state: NodeState) -> dict[MetricSpec, Values]:
+    """Return the values of the node's own counters and gauges."""
     return {
-        "kvtier_node_info": {(state.version,): 1},
-        "kvtier_node_uptime_seconds": {(): state.uptime_s},
-        "kvtier_node_memory_bytes": {(): state.memory_bytes},
-        "kvtier_node_segment_bytes": {(): state.segment_bytes},
-        "kvtier_node_free_bytes": {(): state.free_segments * state.segment_bytes},
-        "kvtier_node_unverified_blocks": {(): state.unverified_blocks},
-        "kvtier_node_slots_aside": {(): state.slots_aside},
+        specs.NODE_INFO: {(state.version,): 1},
+        specs.NODE_UPTIME_SECONDS: {(): state.uptime_s},
+        specs.NODE_MEMORY_BYTES: {(): state.memory_bytes},
+        specs.NODE_SEGMENT_BYTES: {(): state.segment_bytes},
+        specs.NODE_FREE_BYTES: {(): state.free_segments * state.segment_bytes},
+        specs.NODE_UNVERIFIED_BLOCKS: {(): state.unverified_blocks},
+        specs.NODE_SLOTS_ASIDE: {(): state.slots_aside},
         **_of_engines(state),
         **_of_rooms(state),
         **_of_tenants(state),
     }
 
 
-def _of_engines(state: NodeState) -> dict[str, Values]:
+def _of_engines(state: NodeState) -> dict[MetricSpec, Values]:
     engines: Counter[tuple[str, ...]] = Counter(
         {(name,): 0 for name in state.tenants}  # so that the last one that leaves is seen to
     )
-    numbers: dict[str, Counter[tuple[str, ...]]] = {
-        "kvtier_node_engine_processes": Counter(),
-        "kvtier_node_engine_slots": Counter(),
-        "kvtier_node_waiting_requests": Counter(),
-        "kvtier_node_engine_failures_total": Counter(),
-        "kvtier_node_engine_pauses_total": Counter(),
+    numbers: dict[MetricSpec, Counter[tuple[str, ...]]] = {
+        specs.NODE_ENGINE_PROCESSES: Counter(),
+        specs.NODE_ENGINE_SLOTS: Counter(),
+        specs.NODE_WAITING_REQUESTS: Counter(),
+        specs.NODE_ENGINE_FAILURES: Counter(),
+        specs.NODE_ENGINE_PAUSES: Counter(),
     }
     for each in state.engines:
         engines[each.tenant,] += 1
         told = len(each.pids), each.slots, each.waiting, each.failures, each.pauses
         for counts, num in zip(numbers.values(), told, strict=True):
             counts[each.tenant, each.name] += num  # two users may use the same name
-    return {"kvtier_node_engines": dict(engines), **{k: dict(v) for k, v in numbers.items()}}
+    return {specs.NODE_ENGINES: dict(engines), **{k: dict(v) for k, v in numbers.items()}}
 
 
-def _of_rooms(state: NodeState) -> dict[str, Values]:
+def _of_rooms(state: NodeState) -> dict[MetricSpec, Values]:
     capacity: Counter[tuple[str, ...]] = Counter({(HOST,): state.memory_bytes})
     places: Counter[tuple[str, ...]] = Counter()
     used: Values = {}
@@ -128,29 +130,27 @@ def _of_rooms(state: NodeState) -> dict[str, Values]:
         capacity.update({(tier,): num for tier, num in (room.capacity_bytes or {}).items()})
         places.update({(room.tenant, place): num for place, num in (room.looked_up or {}).items()})
     return {
-        "kvtier_node_capacity_bytes": dict(capacity),
-        "kvtier_node_lookup_blocks_total": dict(places),
-        "kvtier_node_room_bytes": used,
-        "kvtier_node_room_segments": {(each.tenant, each.name): each.segments for each in rooms},
-        "kvtier_node_block_bytes": {(each.tenant, each.name): each.block_bytes for each in rooms},
+        specs.NODE_CAPACITY_BYTES: dict(capacity),
+        specs.NODE_LOOKUP_BLOCKS: dict(places),
+        specs.NODE_ROOM_BYTES: used,
+        specs.NODE_ROOM_SEGMENTS: {(each.tenant, each.name): each.segments for each in rooms},
+        specs.NODE_BLOCK_BYTES: {(each.tenant, each.name): each.block_bytes for each in rooms},
     }
 
 
-def _of_tenants(state: NodeState) -> dict[str, Values]:
+def _of_tenants(state: NodeState) -> dict[MetricSpec, Values]:
     size, tenants = state.segment_bytes, state.tenants.items()
     return {
-        "kvtier_node_tenant_bytes": {(name,): each.segments * size for name, each in tenants},
-        "kvtier_node_floor_bytes": {(name,): each.floor_bytes for name, each in tenants},
-        "kvtier_node_ceiling_bytes": {
+        specs.NODE_TENANT_BYTES: {(name,): each.segments * size for name, each in tenants},
+        specs.NODE_FLOOR_BYTES: {(name,): each.floor_bytes for name, each in tenants},
+        specs.NODE_CEILING_BYTES: {
             (name,): state.memory_bytes if each.ceiling_bytes is None else each.ceiling_bytes
             for name, each in tenants
         },
-        "kvtier_node_pinned_bytes": {
-            (name,): each.pinned_segments * size for name, each in tenants
-        },
-        "kvtier_node_slab_bytes": {(name,): each.slab_bytes for name, each in tenants},
-        "kvtier_node_disk_floor_bytes": {(name,): each.disk_floor_bytes for name, each in tenants},
-        "kvtier_node_disk_ceiling_bytes": {
+        specs.NODE_PINNED_BYTES: {(name,): each.pinned_segments * size for name, each in tenants},
+        specs.NODE_SLAB_BYTES: {(name,): each.slab_bytes for name, each in tenants},
+        specs.NODE_DISK_FLOOR_BYTES: {(name,): each.disk_floor_bytes for name, each in tenants},
+        specs.NODE_DISK_CEILING_BYTES: {
             (name,): each.disk_ceiling_bytes
             for name, each in tenants
             if each.disk_ceiling_bytes is not None

@@ -10,6 +10,7 @@ from kvtier.layout import KVGroup
 from kvtier.plan import Plan
 from kvtier.prompts.lease import Lease
 from kvtier.telemetry.block_events import BlockLog
+from kvtier.telemetry.specs import LATE_LOADS
 from kvtier.types import DEVICE, Match
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class LeaseObserver:
 
     def late(self, lease: Lease, after_s: float) -> None:
         """Its load is given up."""
-        self._metrics.count("kvtier_late_loads_total")
+        self._metrics.count(LATE_LOADS)
         logger.warning("load given up after_s=%.3f", after_s)
 
     def ended(self, lease: Lease) -> None:

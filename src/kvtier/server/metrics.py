@@ -1,6 +1,6 @@
 """Metrics about the server's clients.
 
-Their table, and the cache's own metrics, are in ``kvtier.telemetry``.
+``kvtier.telemetry.specs`` declares them, and the cache's own.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from kvtier import __version__
 from kvtier.engine import Engine
 from kvtier.hints import HintAction
 from kvtier.server.responses import Usage
-from kvtier.telemetry.server import SERVER_METRICS
-
-_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+from kvtier.telemetry import MetricSpec, specs
 
 
 class ServerMetrics:
@@ -34,38 +32,35 @@ class ServerMetrics:
         num_waiting: Callable[[], int],
     ) -> None:
         self.registry = CollectorRegistry()
-        specs = {spec.name: spec for spec in SERVER_METRICS}
 
-        def counter(name: str) -> Counter:
-            spec = specs[name]
+        def counter(spec: MetricSpec) -> Counter:
             return Counter(spec.name, spec.meaning, spec.labels, registry=self.registry)
 
-        def histogram(name: str) -> Histogram:
-            spec = specs[name]
+        def histogram(spec: MetricSpec) -> Histogram:
             return Histogram(
-                spec.name, spec.meaning, spec.labels, registry=self.registry, buckets=_SECONDS
+                spec.name, spec.meaning, spec.labels, registry=self.registry, buckets=spec.buckets
             )
 
-        def gauge(name: str, function: Callable[[], float]) -> None:
-            made = Gauge(name, specs[name].meaning, registry=self.registry)
+        def gauge(spec: MetricSpec, function: Callable[[], float]) -> None:
+            made = Gauge(spec.name, spec.meaning, registry=self.registry)
             made.set_function(function)
 
-        self._requests = counter("kvtier_server_requests_total")
-        self._closed = counter("kvtier_server_closed_connections_total")
-        self._prompt_tokens = counter("kvtier_server_prompt_tokens_total")
-        self._cached_tokens = counter("kvtier_server_cached_tokens_total")
-        self._completion_tokens = counter("kvtier_server_completion_tokens_total")
-        self._hint_actions = counter("kvtier_server_hint_actions_total")
-        self._recorded = counter("kvtier_server_recorded_requests_total")
-        self._ttft = histogram("kvtier_server_ttft_seconds")
-        self._e2e = histogram("kvtier_server_e2e_seconds")
-        info = specs["kvtier_server_info"]
+        self._requests = counter(specs.SERVER_REQUESTS)
+        self._closed = counter(specs.SERVER_CLOSED_CONNECTIONS)
+        self._prompt_tokens = counter(specs.SERVER_PROMPT_TOKENS)
+        self._cached_tokens = counter(specs.SERVER_CACHED_TOKENS)
+        self._completion_tokens = counter(specs.SERVER_COMPLETION_TOKENS)
+        self._hint_actions = counter(specs.SERVER_HINT_ACTIONS)
+        self._recorded = counter(specs.SERVER_RECORDED_REQUESTS)
+        self._ttft = histogram(specs.SERVER_TTFT_SECONDS)
+        self._e2e = histogram(specs.SERVER_E2E_SECONDS)
+        info = specs.SERVER_INFO
         made = Gauge(info.name, info.meaning, info.labels, registry=self.registry)
         made.labels(model_name, __version__).set(1)
         began_s = time.monotonic()
-        gauge("kvtier_server_uptime_seconds", lambda: time.monotonic() - began_s)
-        gauge("kvtier_server_running", num_running)
-        gauge("kvtier_server_waiting", num_waiting)
+        gauge(specs.SERVER_UPTIME_SECONDS, lambda: time.monotonic() - began_s)
+        gauge(specs.SERVER_RUNNING, num_running)
+        gauge(specs.SERVER_WAITING, num_waiting)
 
     def request(self, endpoint: str, status: int) -> None:
         """Count an ended HTTP request."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.telemetry.metrics import METRICS, Metrics, MetricSpec, RequestRecord
+from kvtier.telemetry.metrics import Metrics, RequestRecord
+from kvtier.telemetry.specs import MetricSpec
 
-__all__ = ["METRICS", "MetricSpec", "Metrics", "RequestRecord"]
+__all__ = ["MetricSpec", "Metrics", "RequestRecord"]

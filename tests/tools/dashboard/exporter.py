@@ -1,4 +1,4 @@
-"""Exporter of every series that the dashboard knows, with all labels, growing steadily."""
+"""Exporter of every declared metric, with all labels, growing steadily."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, gener
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from kvtier.tools.dashboard import SERIES, EngineKind
+from kvtier.telemetry.specs import DECLARED
 
 PER_S = 50.0
+VALUES = {"place": "memory"}
+"""Values of labels that a panel selects."""
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
@@ -26,22 +28,22 @@ class Growing(Collector):
 
     def collect(self) -> Iterator[Family]:
         number = 1000 + PER_S * (time.monotonic() - self._began)
-        for series in SERIES.values():
+        for spec in DECLARED.values():
             # As in vLLM and SGLang: every series says which model it is about.
-            model = () if series.engine is EngineKind.KVTIER else ("model_name",)
-            labels = (*model, *series.labels)
-            values = [f"some-{label}" for label in labels]
-            if series.kind == "counter":
-                counter = CounterMetricFamily(series.name, series.meaning, labels=labels)
+            model = ("model_name",) if ":" in spec.name else ()
+            labels = (*model, *spec.labels)
+            values = [VALUES.get(label, f"some-{label}") for label in labels]
+            if spec.kind == "counter":
+                counter = CounterMetricFamily(spec.name, spec.meaning, labels=labels)
                 counter.add_metric(values, number)
                 yield counter
-            elif series.kind == "gauge":
-                gauge = GaugeMetricFamily(series.name, series.meaning, labels=labels)
+            elif spec.kind == "gauge":
+                gauge = GaugeMetricFamily(spec.name, spec.meaning, labels=labels)
                 gauge.add_metric(values, 1.0)
                 yield gauge
             else:
                 buckets = [("0.1", 0.0), ("1.0", number), ("+Inf", number)]
-                histogram = HistogramMetricFamily(series.name, series.meaning, labels=labels)
+                histogram = HistogramMetricFamily(spec.name, spec.meaning, labels=labels)
                 histogram.add_metric(values, buckets, number / 2)
                 yield histogram
 

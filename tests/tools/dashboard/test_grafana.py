@@ -13,7 +13,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from kvtier.tools.dashboard import ROWS, make_dashboard
+from .shown import DASHBOARD
 
 
 def lost(given: object, read: object, path: str = "") -> Iterator[str]:
@@ -33,13 +33,12 @@ def lost(given: object, read: object, path: str = "") -> Iterator[str]:
 
 def test_grafanas_schema_knows_all_that_is_written() -> None:
     register_default_plugins()
-    made = make_dashboard(ROWS)
-    read = json.loads(JSONEncoder().encode(Dashboard.from_json(made)))
-    assert list(lost(made, read)) == []
+    read = json.loads(JSONEncoder().encode(Dashboard.from_json(dict(DASHBOARD))))
+    assert list(lost(dict(DASHBOARD), read)) == []
 
 
 def test_what_the_schema_does_not_know_is_noticed() -> None:
     register_default_plugins()
-    made = {**make_dashboard(ROWS), "no-such-thing": 1}
+    made = {**DASHBOARD, "no-such-thing": 1}
     read = json.loads(JSONEncoder().encode(Dashboard.from_json(made)))
     assert list(lost(made, read)) == ["/no-such-thing"]

@@ -13,19 +13,19 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from kvtier.tools.dashboard import ALERTS, ROWS, SERIES, EngineKind, Panel, make_rules
-from kvtier.tools.dashboard.panels import names_in
+from kvtier.telemetry import specs
 from tests.server.program import program
 
 from .exporter import exporting
 from .prometheus import IS_WANTED, MISSING, PROGRAM, Prometheus, prometheus
+from .shown import ALERTS, PANELS, RULES, Panel, metrics_in
 
 if PROGRAM is None or not IS_WANTED:
     pytest.skip(MISSING, allow_module_level=True)
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
-PANELS = [panel for row in ROWS for panel in row.panels]
+OF_SERVER = {*specs.CACHE, *specs.SERVER}
 REAL, STAND_IN = "kvtier", "stand-in"
 QUIET = {
     "kvtier_damaged_blocks_total",
@@ -35,10 +35,11 @@ QUIET = {
     "kvtier_refused_blocks_total",
     "kvtier_scrubbed_bytes_total",
     "kvtier_server_closed_connections_total",
+    "kvtier_server_hint_actions_total",
     "kvtier_unadmitted_blocks_total",
     "kvtier_unwritten_blocks_total",
 }
-"""Metrics that a server without failures does not show."""
+"""Metrics that a server without failures and hints does not show."""
 OPTIONS = ("--device-capacity", "8MiB", "--host-capacity", "32MiB", "--disk-capacity", "64MiB")
 NUM_PROMPTS = 24
 """More than the device has room for."""
@@ -49,12 +50,10 @@ NUM_ROUNDS = 8
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     folder = tmp_path_factory.mktemp("prometheus")
-    rules = folder / "rules.yml"
-    rules.write_text(make_rules(ALERTS))
     disk = ("--disk-path", str(folder / "slab"), "--record", str(folder / "trace.jsonl"))
     with program(*OPTIONS, *disk) as (_, url), exporting() as stand_in:
         targets = {REAL: url.removeprefix("http://"), STAND_IN: stand_in}
-        with prometheus(folder, targets, rules) as made:
+        with prometheus(folder, targets, RULES) as made:
             made.wait_for_scrapes(REAL, 2)
             _ask_for_answers(url)
             made.wait_for_scrapes(REAL, 6)
@@ -111,10 +110,10 @@ def test_a_panel_shows_what_a_real_server_exports(asked: Prometheus, panel: Pane
     for query in panel.queries:
         found = asked.ask(_filled(query.text, REAL))
         _check(found, query.legend)
-        named = [SERIES[name] for name in names_in(query.text)]
-        if named[0].engine is not EngineKind.KVTIER:
+        named = metrics_in(query.text)
+        if named[0] not in OF_SERVER:
             continue
-        names = {each.name for each in named if each.engine is EngineKind.KVTIER}
+        names = {spec.name for spec in named if spec in OF_SERVER}
         is_there = {name for name in names if {name, f"{name}_count"} & exported}
         _, quantile, enough = query.text.rpartition(" and ")
         if names and names == is_there and not names & QUIET:
@@ -122,12 +121,12 @@ def test_a_panel_shows_what_a_real_server_exports(asked: Prometheus, panel: Pane
             assert bool(found) == (not quantile or bool(asked.ask(_filled(enough, REAL)))), query
 
 
-def test_a_real_server_exports_the_series_of_the_tables(asked: Prometheus) -> None:
+def test_a_real_server_exports_the_declared_metrics(asked: Prometheus) -> None:
     exported = set(asked.get("label/__name__/values", **{"match[]": f'{{job="{REAL}"}}'}))
     of_server = {
-        series.name + ("_count" if series.kind == "histogram" else "")
-        for series in SERIES.values()
-        if series.engine is EngineKind.KVTIER and series.name not in QUIET
+        spec.name + ("_count" if spec.kind == "histogram" else "")
+        for spec in OF_SERVER
+        if spec.name not in QUIET
     }
     assert of_server <= exported
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.tools.dashboard import ALERTS, make_rules
-
 from .prometheus import MISSING, TOOL, promtool
+from .shown import ALERTS, RULES
 
 pytestmark = pytest.mark.skipif(TOOL is None, reason=MISSING)
 
@@ -265,10 +264,8 @@ def _said(text: str, labels: dict[str, str]) -> str:
     return re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: labels[found[1]], text)
 
 
-def test_rules_are_what_prometheus_reads(tmp_path: Path) -> None:
-    rules = tmp_path / "rules.yml"
-    rules.write_text(make_rules(ALERTS))
-    assert f"{len(ALERTS)} rules found" in promtool("check", "rules", rules)
+def test_rules_are_what_prometheus_reads() -> None:
+    assert f"{len(ALERTS)} rules found" in promtool("check", "rules", RULES)
 
 
 def test_every_alert_has_a_case() -> None:
@@ -286,7 +283,6 @@ def test_an_alert_fires_where_it_should_and_nowhere_else(case: Case, tmp_path: P
             "description": _said(alert.advice, labels),
         },
     }
-    (tmp_path / "rules.yml").write_text(make_rules(ALERTS))
     tests = [
         {
             "interval": "1m",
@@ -298,5 +294,5 @@ def test_an_alert_fires_where_it_should_and_nowhere_else(case: Case, tmp_path: P
         for series, expected in ((case.fires, [fired]), (case.silent, []))
     ]
     path = tmp_path / "test.yml"
-    path.write_text(json.dumps({"rule_files": ["rules.yml"], "tests": tests}))
+    path.write_text(json.dumps({"rule_files": [str(RULES)], "tests": tests}))
     assert "SUCCESS" in promtool("test", "rules", path)

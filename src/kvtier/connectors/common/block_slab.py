@@ -25,6 +25,7 @@ from kvtier.keyed.cache import BlockLocation, KeyedCache
 from kvtier.ladder import LadderOptions, PendingLookup
 from kvtier.plan import Copy
 from kvtier.telemetry import Metrics
+from kvtier.telemetry.specs import REFUSED_BLOCKS
 from kvtier.tiers import LentMemory, MemoryTier, StorageTier
 from kvtier.transfer import LocalMover
 from kvtier.types import NO_BLOCK, BlockId, Slot
@@ -408,9 +409,7 @@ class BlockSlab(KeyedCache):
         num_new = min(len(new), self._most_queued - self._num_queued) if self.digest else 0
         refused = set(new[num_new:])
         if refused:
-            self.ladder.metrics.count(
-                "kvtier_refused_blocks_total", len(refused), tier=self._tier.name
-            )
+            self.ladder.metrics.count(REFUSED_BLOCKS, len(refused), tier=self._tier.name)
         placed = [key for key in mine if key not in refused]
         self._begin(job_id, False, at, placed, new[:num_new])
         self._num_queued += num_new

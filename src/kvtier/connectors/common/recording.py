@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 Count = Callable[[bool], None]
 """Called for each request, from any thread, with whether it was written."""
 WRITTEN, DROPPED = "written", "dropped"
-MEANING = "Requests written to the recording, or dropped since its queue was full."
 
 
 def outcome(written: bool) -> str:

@@ -7,8 +7,9 @@ import time
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from kvtier.connectors.common.recording import MEANING, open_recorder, outcome, record_tokens
+from kvtier.connectors.common.recording import open_recorder, outcome, record_tokens
 from kvtier.connectors.sglang.prefill import WATCH
+from kvtier.telemetry.specs import SGLANG_RECORDED_REQUESTS
 
 if TYPE_CHECKING:
     from prometheus_client import Counter
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-METRIC = "sglang:kvtier_recorded_requests"
-"""Name in Prometheus, without ``_total``."""
 HEALTH_CHECK = "HEALTH_CHECK"
 """Prefix of the names of SGLang's own requests."""
 
@@ -95,4 +94,5 @@ def _counter() -> Counter:
     # Imported as late as SGLang does: only then the environment has the multi-process directory.
     from prometheus_client import Counter
 
-    return Counter(METRIC, MEANING, ["outcome"])
+    spec = SGLANG_RECORDED_REQUESTS
+    return Counter(spec.name, spec.meaning, spec.labels)

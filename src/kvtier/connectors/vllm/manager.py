@@ -11,9 +11,6 @@ from enum import Enum
 
 from kvtier.connectors.vllm.copies import BlockSlots
 from kvtier.connectors.vllm.counts import (
-    HINT_ACTIONS,
-    LOADED,
-    SHARED,
     Counts,
     MetricValues,
     take_values,
@@ -25,6 +22,7 @@ from kvtier.connectors.vllm.request_state import Advice, RequestState
 from kvtier.connectors.vllm.tiers import EngineTiers
 from kvtier.keyed.cache import BlockLocation, Change, Reserved
 from kvtier.plan import StepClock
+from kvtier.telemetry import specs
 from kvtier.transfer.ranks import RankMover, RankOrder, Report
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 
@@ -80,7 +78,7 @@ class TierManager:
         self._tiers = tiers
         self.cache = tiers.cache
         self.ladder = self.cache.ladder
-        self.ladder.metrics.keep_observations(SHARED)
+        self.ladder.metrics.keep_observations(specs.SHARED_WITH_VLLM)
 
         def knows_storage() -> bool:
             return mover.is_complete
@@ -109,7 +107,7 @@ class TierManager:
         """Return the state of a new request. The caller keeps it until its last store has ended."""
         visit = self._visits[request.request_id] = RequestState(request)
         for action in request.kv_hints.actions:
-            self.counts.add(HINT_ACTIONS, 1, action)
+            self.counts.add(specs.VLLM_HINT_ACTIONS, 1, action)
         return visit
 
     def finish(self, request_id: str) -> None:
@@ -209,7 +207,7 @@ class TierManager:
         held = [key for key in keys if key not in read]
         sources = self.cache.direct_reads.read(list(read), list(read.values()))
         for tier, num in Counter([*self.cache.origins(held), *sources]).items():
-            self.counts.add(LOADED, num, tier)
+            self.counts.add(specs.VLLM_LOADED_CHUNKS, num, tier)
         self._note_load(keys, visit)
         visit.used.update(dict.fromkeys(keys))
         direct = [at for at, key in enumerate(keys) if key in read] if read else []

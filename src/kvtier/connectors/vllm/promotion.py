@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from kvtier.connectors.vllm.counts import IMPATIENT, RECOMPUTED, Counts
+from kvtier.connectors.vllm.counts import Counts
 from kvtier.connectors.vllm.prompt import Shape
 from kvtier.connectors.vllm.request_state import Advice, RequestState
 from kvtier.errors import printable
@@ -32,6 +32,7 @@ from kvtier.keyed.reuse import (
 from kvtier.keyed.waiters import OVER, Awaited, Signal, Wait
 from kvtier.node.cache import NodeCache
 from kvtier.plan import Costs, Tell, explain
+from kvtier.telemetry.specs import VLLM_IMPATIENT_REQUESTS, VLLM_RECOMPUTED_CHUNKS
 from kvtier.types import HOST, LoadPolicy
 
 logger = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ class Promotion:
         if isinstance(decision, WaitUntil):
             return self._wait_for(visit, found, decision, ends, stored)
         if decision.given_up is GivenUp.OVERDUE:
-            self._counts.add(IMPATIENT, 1)
+            self._counts.add(VLLM_IMPATIENT_REQUESTS, 1)
         end = decision.end if isinstance(decision, LoadUpTo) else first
         is_cut_there = visit.limit is not None and visit.limit <= end
         if decision.given_up is not None or is_cut_there:  # or it would look again for ever
@@ -202,7 +203,7 @@ class Promotion:
         """Have the request look again, and meet no block that ends beyond ``limit``."""
         visit.limit = limit
         visit.declined_ahead = sum(end > limit for end in ends.values())
-        self._counts.add(RECOMPUTED, visit.declined_ahead)
+        self._counts.add(VLLM_RECOMPUTED_CHUNKS, visit.declined_ahead)
         return Advice.LOOK_AGAIN
 
     def _wait(self, visit: RequestState, until_s: float) -> None:
@@ -254,7 +255,7 @@ class Promotion:
             return found
         worth = min(found, max(0, limit - first))
         visit.declined = sum(end > first + worth for end in ends.values())
-        self._counts.add(RECOMPUTED, visit.declined)
+        self._counts.add(VLLM_RECOMPUTED_CHUNKS, visit.declined)
         return worth
 
     def _logs_decision(self, visit: RequestState) -> Tell | None:

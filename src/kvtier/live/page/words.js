@@ -2,7 +2,7 @@
 
 export const TOO_FEW = "too few to tell";
 
-// State of a storage tier by kvtier_breaker_state: text, and CSS class.
+// State of a storage tier by the value of its metric: text, and CSS class.
 export const STATES = {
   0: ["in use", ""], 1: ["being retried", "warn"], 2: ["paused after errors", "bad"], 3: ["slab cut short", "bad"],
 };

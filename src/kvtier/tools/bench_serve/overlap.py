@@ -19,6 +19,7 @@ import numpy as np
 
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS
 from kvtier.engine import Engine, EngineInfo, SamplingParams
+from kvtier.telemetry import specs
 from kvtier.tools.bench_serve.engines import Setting, clear_tiers, open_engine, run_one, settle
 from kvtier.tools.bench_serve.options import BenchError
 from kvtier.tools.report.corpus import Prompt
@@ -255,4 +256,4 @@ class _Rounds:
         """Return the seconds of all copies from the host to the device so far."""
         registry = self._engine.cache.metrics.registry
         labels = {"src": HOST, "dst": DEVICE}
-        return registry.get_sample_value("kvtier_copy_seconds_sum", labels) or 0.0
+        return registry.get_sample_value(f"{specs.COPY_SECONDS.name}_sum", labels) or 0.0

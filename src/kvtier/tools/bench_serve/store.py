@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from kvtier.config import parse_size
 from kvtier.engine import Engine, SamplingParams
+from kvtier.telemetry import specs
 from kvtier.tiers.remote.pruning import make_keeper, prune
 from kvtier.tools.bench_serve.engines import Setting, clear_tiers, open_engine, run_one, settle
 from kvtier.tools.bench_serve.options import BenchError
@@ -239,9 +240,9 @@ class _Counts:
         registry, tier = engine.cache.metrics.registry, {"tier": STORE}
         route = {"src": STORE, "dst": HOST}
         return cls(
-            registry.get_sample_value("kvtier_copied_bytes_total", route) or 0.0,
-            registry.get_sample_value("kvtier_lookup_seconds_count", tier) or 0.0,
-            registry.get_sample_value("kvtier_lookup_seconds_sum", tier) or 0.0,
+            registry.get_sample_value(specs.COPIED_BYTES.name, route) or 0.0,
+            registry.get_sample_value(f"{specs.LOOKUP_SECONDS.name}_count", tier) or 0.0,
+            registry.get_sample_value(f"{specs.LOOKUP_SECONDS.name}_sum", tier) or 0.0,
         )
 
     def since(self, before: _Counts) -> _Counts:

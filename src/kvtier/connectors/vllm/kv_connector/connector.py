@@ -18,7 +18,6 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from kvtier.connectors.vllm import new_weights, weights
 from kvtier.connectors.vllm.adapters import adapters_of
 from kvtier.connectors.vllm.cores import off_compute_cores
-from kvtier.connectors.vllm.counts import RECORDED
 from kvtier.connectors.vllm.due_requests import DueRequests
 from kvtier.connectors.vllm.halves import Sizes
 from kvtier.connectors.vllm.key_scope import counts_media
@@ -36,6 +35,7 @@ from kvtier.connectors.vllm.rank_weights import model_of_caller
 from kvtier.connectors.vllm.recording import RequestRecording
 from kvtier.connectors.vllm.shards import division_of, layout_of, shards_of
 from kvtier.connectors.vllm.worker import TierWorker
+from kvtier.telemetry.specs import VLLM_RECORDED_REQUESTS
 
 if TYPE_CHECKING:
     import torch
@@ -225,7 +225,7 @@ class KvtierConnector(KVConnectorBase_V1):
         manager = self._scheduler.manager
         if self._recording is not None:
             for outcome, num in self._recording.take().items():
-                manager.counts.add(RECORDED, num, outcome)
+                manager.counts.add(VLLM_RECORDED_REQUESTS, num, outcome)
         values = manager.take_values()
         return None if values is None else ConnectorStats.of(values)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvtier.connectors.vllm.copies import BlockSlots, PageRange
-from kvtier.connectors.vllm.counts import MOVED_BYTES, MOVED_SECONDS
 from kvtier.connectors.vllm.due_requests import DueRequests
 from kvtier.connectors.vllm.kv_connector.messages import (
     NOTHING,
@@ -22,6 +21,7 @@ from kvtier.connectors.vllm.manager import Found, TierManager
 from kvtier.connectors.vllm.prompt import RequestBlocks, group_key
 from kvtier.connectors.vllm.queued_requests import QueuedRequests
 from kvtier.connectors.vllm.step import prefill_pieces
+from kvtier.telemetry.specs import VLLM_MOVED_BYTES, VLLM_MOVED_SECONDS
 from kvtier.types import DEVICE, HOST
 
 if TYPE_CHECKING:
@@ -360,8 +360,8 @@ class SchedulerHalf:
                 self._end(job_id, job)
 
     def _count_copies(self, src: str, dst: str, num_bytes: int, seconds: float) -> None:
-        self.manager.counts.add(MOVED_BYTES, num_bytes, src, dst)
-        self.manager.counts.add(MOVED_SECONDS, seconds, src, dst)
+        self.manager.counts.add(VLLM_MOVED_BYTES, num_bytes, src, dst)
+        self.manager.counts.add(VLLM_MOVED_SECONDS, seconds, src, dst)
 
     def _end(self, job_id: int, job: RunningJob) -> None:
         if job.is_store:

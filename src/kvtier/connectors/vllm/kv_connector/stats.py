@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvtier.connectors.vllm.counts import METRICS, MetricValues
+from kvtier.telemetry.specs import VLLM_PREFIX, MetricSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,13 +60,13 @@ class ConnectorStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         return {
-            " ".join(key.removeprefix("vllm:").split(SEPARATOR)): number
+            " ".join(key.removeprefix(VLLM_PREFIX).split(SEPARATOR)): number
             for key, number in self.part("counters").items()
         }
 
 
-def _key(name: str, labels: tuple[str, ...]) -> str:
-    return SEPARATOR.join((name, *labels))
+def _key(metric: MetricSpec, labels: tuple[str, ...]) -> str:
+    return SEPARATOR.join((metric.registered_name, *labels))
 
 
 class ConnectorMetrics(KVConnectorPromMetrics):
@@ -87,8 +88,8 @@ class ConnectorMetrics(KVConnectorPromMetrics):
         self._metrics: dict[str, Any] = {}
         for each in METRICS:
             more = {"buckets": each.buckets} if each.kind == "histogram" else {}
-            self._metrics[each.name] = kinds[each.kind](
-                name=each.name,
+            self._metrics[each.registered_name] = kinds[each.kind](
+                name=each.registered_name,
                 documentation=each.meaning,
                 labelnames=[*labelnames, *each.labels],
                 **more,

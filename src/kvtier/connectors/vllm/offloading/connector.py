@@ -35,7 +35,6 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from kvtier.connectors.vllm import new_weights, weights
 from kvtier.connectors.vllm.adapters import adapters_of
 from kvtier.connectors.vllm.cores import off_compute_cores
-from kvtier.connectors.vllm.counts import RECORDED
 from kvtier.connectors.vllm.due_requests import DueRequests
 from kvtier.connectors.vllm.key_scope import counts_media
 from kvtier.connectors.vllm.offloading.ascend import split_caches
@@ -52,6 +51,7 @@ from kvtier.connectors.vllm.request_state import RequestState
 from kvtier.connectors.vllm.shards import division_of, shards_of
 from kvtier.connectors.vllm.standalone.unsupported import engine_of
 from kvtier.connectors.vllm.step import prefill_pieces
+from kvtier.telemetry.specs import VLLM_RECORDED_REQUESTS
 from kvtier.tiers.wrappers import Shards
 from kvtier.transfer.ranks import RankOrder, Report
 
@@ -284,7 +284,7 @@ class KvtierOffloadingConnector(RecordedConnector):
             return None
         if self._recording is not None:
             for outcome, num in self._recording.take().items():
-                self._manager.counts.add(RECORDED, num, outcome)
+                self._manager.counts.add(VLLM_RECORDED_REQUESTS, num, outcome)
         return super().get_kv_connector_stats()
 
     def take_events(self) -> Iterable[KVCacheEvent]:

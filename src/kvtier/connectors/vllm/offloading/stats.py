@@ -24,23 +24,24 @@ def definitions(specs: Iterable[MetricSpec]) -> dict[str, OffloadingMetricMetada
     """Return the definitions of all metrics by name, which vLLM wants before the first value."""
     made: dict[str, OffloadingMetricMetadata] = {}
     for each in specs:
+        name = each.registered_name
         if each.kind == "histogram":
-            made[each.name] = OffloadingHistogramMetadata(
+            made[name] = OffloadingHistogramMetadata(
                 documentation=each.meaning, labelnames=each.labels, buckets=each.buckets
             )
         else:
-            made[each.name] = KINDS[each.kind](documentation=each.meaning, labelnames=each.labels)
+            made[name] = KINDS[each.kind](documentation=each.meaning, labelnames=each.labels)
     return made
 
 
 def stats_of(numbers: MetricValues) -> OffloadingConnectorStats:
     """Return metrics in vLLM's form."""
     stats = OffloadingConnectorStats()
-    for (name, labels), number in numbers.counters.items():
-        stats.increase_counter(name, number, labels)
-    for (name, labels), values in numbers.observations.items():
+    for (metric, labels), number in numbers.counters.items():
+        stats.increase_counter(metric.registered_name, number, labels)
+    for (metric, labels), values in numbers.observations.items():
         for value in values:
-            stats.observe_histogram(name, value, labels)
-    for (name, labels), level in numbers.gauges.items():
-        stats.set_gauge(name, level, labels)
+            stats.observe_histogram(metric.registered_name, value, labels)
+    for (metric, labels), level in numbers.gauges.items():
+        stats.set_gauge(metric.registered_name, level, labels)
     return stats

@@ -37,10 +37,6 @@ from kvtier.connectors.common.block_slab import BlockSlab
 from kvtier.connectors.common.opening import open_disk
 from kvtier.connectors.vllm import new_weights, weights
 from kvtier.connectors.vllm.counts import (
-    LOADED,
-    METRICS,
-    SHARED,
-    UNCLAIMED,
     Counts,
     take_values,
 )
@@ -53,7 +49,7 @@ from kvtier.connectors.vllm.standalone.unsupported import current_engine, refuse
 from kvtier.devices.base import Memory
 from kvtier.keyed.cache import BlockLocation
 from kvtier.layout import opaque
-from kvtier.telemetry import Metrics
+from kvtier.telemetry import Metrics, specs
 from kvtier.tiers import LentMemory
 from kvtier.types import DISK, HOST, Slot
 
@@ -119,7 +115,7 @@ class KvtierTier(SecondaryTierManager):
             settings.disk_options(subfolder), opaque(self.block_size_bytes), rows
         )
         self._counts, self._metrics = Counts(), Metrics(is_exposed=False)
-        self._metrics.keep_observations(SHARED)
+        self._metrics.keep_observations(specs.SHARED_WITH_VLLM)
         self.slab = BlockSlab(
             self._disk,
             LentMemory.of_rows(HOST, rows, self.block_size_bytes),
@@ -177,7 +173,7 @@ class KvtierTier(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         finished = self.slab.take_finished()
         for job in finished:
-            self._counts.add(LOADED, len(job.keys) if job.is_load else 0, DISK)
+            self._counts.add(specs.VLLM_LOADED_CHUNKS, len(job.keys) if job.is_load else 0, DISK)
         return [
             JobResult(
                 job.job_id,
@@ -222,7 +218,7 @@ class KvtierTier(SecondaryTierManager):
     def build_metric_definitions(
         cls, extra_config: dict[str, object]
     ) -> dict[str, OffloadingMetricMetadata]:
-        return definitions((*METRICS, UNCLAIMED))
+        return definitions(specs.UNDER_VLLM)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return statistics of the disk. vLLM reports those of its own host tier."""
@@ -231,7 +227,8 @@ class KvtierTier(SecondaryTierManager):
         if numbers is None:
             return None
         stats = stats_of(numbers)
-        stats.set_gauge(UNCLAIMED.name, self._disk.num_unfound, (DISK,))
+        unclaimed = specs.VLLM_UNCLAIMED_CHUNKS.registered_name
+        stats.set_gauge(unclaimed, self._disk.num_unfound, (DISK,))
         return stats
 
 
