@@ -140,7 +140,7 @@ class Server:
 
     def update_weights(self, model: Path, flush_cache: bool = True) -> None:
         """Replace the weights in place by those of a folder."""
-        body = {"model_path": str(model), "flush_cache": flush_cache}
+        body: dict[str, str | bool] = {"model_path": str(model), "flush_cache": flush_cache}
         url = f"{self._url}/update_weights_from_disk"
         answer = requests.post(url, json=body, timeout=ANSWER_S)
         assert answer.json()["success"], answer.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.sglang.servers import MODEL, PAGE, linker, prompt, server, storage
 
 LONG = 10 * PAGE + 30
 NUM_WHOLE = (LONG - 1) // PAGE * PAGE
-FRONTS = {"storage": storage, "linker": linker}
+FRONTS: dict[str, Callable[..., tuple[str, ...]]] = {"storage": storage, "linker": linker}
 
 
 @pytest.mark.timeout(1800)
