@@ -11,9 +11,11 @@ import sys
 import threading
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,9 @@ FACTOR = 1.0
 VARIABLE = contextvars.ContextVar("factor", default=1.0)
 HELPER = types.ModuleType("helper")
 HELPER.scale = lambda hidden: hidden * 1.0  # type: ignore[attr-defined]
+HELPER.factor = 1.0  # type: ignore[attr-defined]
+LAZY = types.ModuleType("lazy")
+exec("STATE = {'factor': 1.0}\ndef __getattr__(name): return STATE[name]", vars(LAZY))
 
 
 class Steered(torch.nn.Module):
@@ -84,6 +89,33 @@ class Slotted:
 @dataclass
 class Data:
     factor: float = 1.0
+
+
+class Meta(type):
+    level = 1.0
+
+
+class OfMeta(metaclass=Meta):
+    """A class whose attributes are those of its own class, too."""
+
+
+class Choice(Enum):
+    ONE = 1
+
+
+class Masked(bytearray):
+    """Bytes with an attribute."""
+
+    factor = 1.0
+
+
+class AttributeDict(dict[str, Any]):
+    """A dictionary whose items are attributes; a missing one is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+    def __deepcopy__(self, memo: object) -> AttributeDict:
+        return AttributeDict(self)
 
 
 class Tree:
@@ -249,6 +281,84 @@ def global_name(model: Any, patch: pytest.MonkeyPatch, stack: ExitStack) -> Chan
     steer(model, None, lambda _: FACTOR)
     yield
     patch.setitem(globals(), "FACTOR", 0.5)
+
+
+def global_by_its_name(model: Any, patch: pytest.MonkeyPatch, stack: ExitStack) -> Change:
+    steer(model, None, lambda _: globals()["FACTOR"])
+    yield
+    patch.setitem(globals(), "FACTOR", 0.5)
+
+
+def attribute_by_its_name(model: Any, patch: pytest.MonkeyPatch, stack: ExitStack) -> Change:
+    steer(model, None, lambda _: getattr(HELPER, "factor"))  # noqa: B009 - this is the case
+    yield
+    patch.setattr(HELPER, "factor", 0.5)
+
+
+def attribute_made_by_a_module(model: Any, patch: pytest.MonkeyPatch, stack: ExitStack) -> Change:
+    steer(model, None, lambda _: LAZY.factor)
+    yield
+    patch.setitem(LAZY.STATE, "factor", 0.5)
+
+
+def class_of_a_class(model: Any, patch: pytest.MonkeyPatch, stack: ExitStack) -> Change:
+    steer(model, None, lambda _: OfMeta.level)
+    yield
+    patch.setattr(Meta, "level", 0.5)
+
+
+def class_in_a_package_named_as_a_standard_one(
+    model: Any, patch: pytest.MonkeyPatch, stack: ExitStack
+) -> Change:
+    module = types.ModuleType("code.model")
+    module.__file__ = "/home/user/code/model.py"
+    patch.setitem(sys.modules, "code.model", module)
+    kind = type("Scale", (), {"level": 1.0, "__module__": "code.model"})
+    steer(model, kind(), lambda held: held.level)
+    yield
+    kind.level = 0.5  # type: ignore[attr-defined]
+
+
+def attribute_of_a_choice(model: Any, patch: pytest.MonkeyPatch, stack: ExitStack) -> Change:
+    patch.setattr(Choice.ONE, "factor", 1.0, raising=False)
+    steer(model, Choice.ONE, lambda held: held.factor)
+    yield
+    patch.setattr(Choice.ONE, "factor", 0.5)
+
+
+def attribute_of_bytes(model: Any, patch: pytest.MonkeyPatch, stack: ExitStack) -> Change:
+    layer = steer(model, Masked(b"1"), lambda held: held.factor)
+    yield
+    layer.held.factor = 0.5
+
+
+def mask_of_an_array(model: Any, patch: pytest.MonkeyPatch, stack: ExitStack) -> Change:
+    held = np.ma.masked_array([1.0, 0.5], mask=[False, False])
+    steer(model, held, lambda held: float(held.mean()))
+    yield
+    held.mask[0] = True
+
+
+def factory_of_a_dictionary(model: Any, patch: pytest.MonkeyPatch, stack: ExitStack) -> Change:
+    held: defaultdict[str, float] = defaultdict(lambda: 1.0)
+    steer(model, held, lambda held: (held["factor"], held.clear())[0])
+    yield
+    held.default_factory = lambda: 0.5
+
+
+def item_of_an_attribute_dictionary(
+    model: Any, patch: pytest.MonkeyPatch, stack: ExitStack
+) -> Change:
+    held = AttributeDict(factor=1.0)
+    steer(model, held, lambda held: held["factor"])
+    yield
+    held["factor"] = 0.5
+
+
+def negated_view(model: Any, patch: pytest.MonkeyPatch, stack: ExitStack) -> Change:
+    yield
+    weight = model.get_parameter(NAME)
+    weight.data = torch._neg_view(weight.data)
 
 
 def hidden_builtin(model: Any, patch: pytest.MonkeyPatch, stack: ExitStack) -> Change:
@@ -439,6 +549,17 @@ CHANGES: list[Callable[..., Change]] = [
     closure,
     object_in_a_closure,
     global_name,
+    global_by_its_name,
+    attribute_by_its_name,
+    attribute_made_by_a_module,
+    class_of_a_class,
+    class_in_a_package_named_as_a_standard_one,
+    attribute_of_a_choice,
+    attribute_of_bytes,
+    mask_of_an_array,
+    factory_of_a_dictionary,
+    item_of_an_attribute_dictionary,
+    negated_view,
     hidden_builtin,
     class_attribute,
     default_of_a_function,
@@ -471,7 +592,14 @@ CHANGES: list[Callable[..., Change]] = [
         )
     ),
 ]
-PASSED = [global_hook, global_hook_before, hook_of_a_layer, function_mode, dispatch_mode]
+PASSED = [
+    global_hook,
+    global_hook_before,
+    hook_of_a_layer,
+    function_mode,
+    dispatch_mode,
+    negated_view,
+]
 """Changes that pass calls through: these answer as they do without chunks."""
 NAMES = [change.__name__ for change in CHANGES[:-4]]
 NAMES += ["plain object", "slots", "dataclass", "SimpleNamespace"]

@@ -30,7 +30,7 @@ import sys
 import types
 import typing
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
@@ -256,7 +256,7 @@ class ModelReach:
         self._tell(self._numbers[id(value)], f"{kind.__module__}.{kind.__qualname__}")
         if isinstance(value, Enum):
             self._tell(str(value._name_))
-            self._parts(path, is_library, value._value_, kind)
+            self._attributes(path, value, is_library)
         elif isinstance(value, torch.nn.Module):
             self._module(f"{path}.", value)
         elif isinstance(value, torch.Tensor):
@@ -276,6 +276,9 @@ class ModelReach:
             self._watch.mapping(value)
             items = dict.items(value) if isinstance(value, dict) else value.items()
             self._items(path, items, is_library)
+            if isinstance(value, defaultdict):
+                self._watch.references(lambda: [value.default_factory])
+                self._parts(path, is_library, value.default_factory)
             self._subclass(path, value, is_library, dict, OrderedDict, types.MappingProxyType)
         elif isinstance(value, list | tuple | deque):
             if isinstance(value, list):
@@ -291,6 +294,8 @@ class ModelReach:
             self._subclass(path, value, is_library, set, frozenset)
         elif isinstance(value, BUFFERS):
             self._buffer(path, value)
+            if hasattr(value, "__dict__"):  # of a subclass: a mask, for instance
+                self._attributes(path, value, is_library)
         elif isinstance(value, INERT) or kind.__module__ == "typing":
             pass
         elif isinstance(value, OPERATORS):
@@ -307,7 +312,7 @@ class ModelReach:
             self._parts(path, is_library, *read())
         elif isinstance(value, torch.ScriptObject):
             self._keep_here(value, f"{path} is packed")
-        elif is_library and _top(kind.__module__) in STANDARD and kind is not types.SimpleNamespace:
+        elif is_library and _is_standard(kind.__module__) and kind is not types.SimpleNamespace:
             pass  # locks, patterns, caches and the like of a library
         else:
             self._object(path, value, is_library)
@@ -317,7 +322,7 @@ class ModelReach:
 
     def _subclass(self, path: str, value: Any, is_library: bool, *plain: type) -> None:
         """Describe what a subclass of a container adds."""
-        if type(value) not in plain and _top(type(value).__module__) not in STANDARD:
+        if type(value) not in plain and not _is_standard(type(value).__module__):
             self._attributes(path, value, is_library)
 
     def _compiled(self, path: str, value: Any, is_library: bool) -> None:
@@ -329,7 +334,7 @@ class ModelReach:
         is_bound = type(owner).__name__ != "PyCapsule" and "pybind11" not in type(owner).__module__
         if owner is not None and is_bound and not isinstance(owner, types.ModuleType):
             self._parts(path, is_library, owner)
-        if module and _top(module) not in STANDARD:
+        if module and not _is_standard(module):
             self._keep_here(value, f"{path} is compiled code of {module}")
 
     def _buffer(self, path: str, value: Any) -> None:
@@ -375,7 +380,7 @@ class ModelReach:
         kind = type(value)
         self._watch.class_of(value)
         self._tell(self._value(f"{path}.__class__", kind))
-        is_setting = hasattr(value, "to_diff_dict")  # a configuration
+        is_setting = hasattr(kind, "to_diff_dict")  # a configuration
         if hasattr(value, "__dict__"):
             self._watch.mapping(vars(value))
             untold = UNTOLD if is_setting else frozenset()
@@ -478,11 +483,13 @@ class ModelReach:
         bases = (self._value(f"{path}.__bases__", base) for base in kind.__bases__)
         self._tell(path, *bases)
         is_of_models = kind.__module__.startswith(FOLLOWED_IN_TORCH)
-        if _top(kind.__module__) in STANDARD and not (is_of_models or is_described):
+        if _is_standard(kind.__module__) and not (is_of_models or is_described):
             return
         self._watch.bases(kind)
         self._watch.mapping(vars(kind))
+        self._watch.class_of(kind)
         is_library = _is_library(kind.__module__)
+        self._parts(f"{path}.__class__", is_library, type(kind))
         if is_library:
             functions = (held for held in vars(kind).values() if inspect.isfunction(held))
             self._methods.update(map(id, functions))
@@ -521,6 +528,8 @@ class ModelReach:
             if module.startswith(COMPUTES_NOTHING):
                 return
         names = _names_of(code)
+        if not is_library:
+            names |= _words_of(code)
         if not is_library and (found := sorted(names & LOOKS_UP)):
             name = f"{module}.{function.__qualname__}"
             self._keep_here(function, f"{name} uses {found[0]}()")
@@ -578,7 +587,8 @@ class ModelReach:
         is_library: bool,
         seen: tuple[types.ModuleType, ...] = (),
     ) -> None:
-        for name in sorted(names & vars(module).keys()):
+        # A function __getattr__ of a module answers for names that it does not have.
+        for name in sorted({"__getattr__", *names} & vars(module).keys()):
             self._bind(vars(module), name, names, is_library, seen)
 
     def _name(self, name: str) -> None:
@@ -634,6 +644,13 @@ def _names_of(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
+def _words_of(code: types.CodeType) -> frozenset[str]:
+    """Return the constants in a code object that can be names, as those of ``getattr``."""
+    words = {item for item in code.co_consts if isinstance(item, str) and item.isidentifier()}
+    inner = (_words_of(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    return frozenset(words).union(*inner)
+
+
 def _imports_of(code: types.CodeType) -> frozenset[str]:
     """Return the names of all modules that a code object, or one inside it, imports."""
     found = (step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME")
@@ -643,6 +660,11 @@ def _imports_of(code: types.CodeType) -> frozenset[str]:
 
 def _top(module: str | None) -> str:
     return (module or "").partition(".")[0]
+
+
+def _is_standard(module: str) -> bool:
+    """Whether a Python module is one of those at which the walk ends."""
+    return _top(module) in STANDARD and _is_library(module)
 
 
 def _is_library(module: str, file: str = "") -> bool:

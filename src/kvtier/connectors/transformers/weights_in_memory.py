@@ -216,7 +216,7 @@ def _marks(tensors: dict[str, torch.Tensor]) -> dict[str, Mark]:
                 here.append((at, part if part.is_contiguous() else part.contiguous()))
             else:
                 told[at].append(_device_checksum(part))
-            told[at] += (part.data_ptr(), part.stride())
+            told[at] += (part.data_ptr(), part.stride(), part.is_neg(), part.is_conj())
     pieces = [
         (at, part.data_ptr() + start, min(PIECE_BYTES, size - start))
         for at, part in here
