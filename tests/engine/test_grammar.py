@@ -91,7 +91,12 @@ def test_a_wrong_token_is_an_error_of_its_matcher_only(engine: Engine) -> None:
 
 HOSTILE: list[tuple[object, str]] = [
     ({"type": "objec"}, "Invalid type"),
-    ({"type": "integer", "multipleOf": 999_999_937}, "fuel exhausted"),
+    ({"type": "integer", "multipleOf": 999_999_937}, "more than the 100000 remainders"),
+    ({"type": "integer", "multipleOf": 999_983}, "more than the 100000 remainders"),
+    (
+        {"allOf": [{"type": "integer", "multipleOf": part} for part in (0, 997, 991)]},
+        "more than the 100000 remainders",
+    ),
     ({"$ref": "file:///etc/passwd"}, "is not present in a registry"),
     ({"$ref": "http://127.0.0.1:1/schema.json"}, "is not present in a registry"),
     (
@@ -132,6 +137,7 @@ LARGE: list[object] = [
         "properties": {f"p{at}": {"type": "string", "format": "date-time"} for at in range(300)},
     },
     {"type": "array", "maxItems": 5000, "items": {"type": "string", "maxLength": 5000}},
+    {"anyOf": [{"type": "number", "multipleOf": part} for part in (0.01, 0.25, 86400, 1e6)]},
 ]
 
 

@@ -336,7 +336,7 @@ def mask_of_an_array(model: Any, patch: pytest.MonkeyPatch, stack: ExitStack) ->
     held = np.ma.masked_array([1.0, 0.5], mask=[False, False])
     steer(model, held, lambda held: float(held.mean()))
     yield
-    held.mask[0] = True
+    held[0] = np.ma.masked
 
 
 def factory_of_a_dictionary(model: Any, patch: pytest.MonkeyPatch, stack: ExitStack) -> Change:
