@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from hashlib import shake_128
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from kvtier.node import protocol, records
 from kvtier.node.node import CacheNode
 from kvtier.node.room import NodeRoom
 from kvtier.node.room_key import RoomKey
+from kvtier.system.private_files import read_checked_file, replace_checked_file
 from tests.node.test_engines import store
 from tests.node.world import BLOCK, SCOPE, bare, config_of, keys, node_process, wait_until
 
@@ -27,7 +31,7 @@ NUM = 64
 
 
 def content_of(key: bytes) -> bytes:
-    return bytes(np.random.default_rng(int.from_bytes(key[:8], "little")).bytes(BLOCK))
+    return shake_128(key).digest(64) * (BLOCK // 64)
 
 
 class World:
@@ -124,6 +128,21 @@ def test_blocks_with_a_checksum_are_taken_over(tmp_path: Path) -> None:
         assert here.found(*range(23)) == list(range(22)), "and again"
         here.store(*range(100, 100 + NUM))
         assert len(here.found(*range(100, 100 + NUM))) == NUM, "all slots can be used"
+
+
+def test_memory_that_an_earlier_node_wrote_is_taken_over(tmp_path: Path) -> None:
+    """``memory.zip`` has its files: blocks 0 to 19, of which 7 was deleted."""
+    memory = tmp_path / "memory"
+    memory.mkdir(mode=0o700)
+    with zipfile.ZipFile(Path(__file__).with_name("memory.zip")) as archive:
+        archive.extractall(memory)
+    header = memory / records.FOLDER / records.HEADER
+    content = json.loads(read_checked_file(header))
+    content["boot"] = records.BOOT_ID.read_text().strip()  # it was another machine
+    content["inode"] = (memory / "memory").stat().st_ino
+    replace_checked_file(header, json.dumps(content))
+    with world(tmp_path) as here:
+        assert here.found(*range(21)) == [each for each in range(20) if each != 7]
 
 
 def test_block_without_a_checksum_is_dropped(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvtier.cli import app
-from kvtier.cli.command import RENAMED
 from kvtier.cli.failure import starting
 from kvtier.cli.serve import serve
 from kvtier.config import CacheConfig, parse_size
@@ -320,19 +319,6 @@ def test_an_open_door_without_key_is_warned_of(
     assert ("without an API key" in result.stderr) == warns
     assert result.stdout.startswith("kvtier serves kvtier-tiny on cpu at http://")
     assert len(result.stdout.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("command", "old", "new"),
-    [(command, *names) for command, renamed in RENAMED.items() for names in renamed.items()],
-)
-def test_old_name_of_an_option_is_refused_with_the_new_one(
-    command: str, old: str, new: str
-) -> None:
-    result = kvtier(*command.split(), old, "1")
-    assert result.exit_code == 2
-    assert result.stderr == f"kvtier {command}: {old} is called {new}\n"
-    assert new in kvtier(*command.split(), "--help", COLUMNS="200").output
 
 
 @pytest.mark.engine

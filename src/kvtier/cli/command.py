@@ -1,4 +1,4 @@
-"""Base class of all commands: help, renamed options, and the configuration file."""
+"""Base class of all commands: help, and the configuration file."""
 
 from __future__ import annotations
 
@@ -18,26 +18,6 @@ from kvtier.errors import CacheError, ConfigError, printable
 from kvtier.system.user_paths import user_path
 
 JSON = "--json"
-
-RENAMED = {
-    "serve": {
-        "--max-body": "--max-body-bytes",
-        "--header-timeout": "--header-timeout-s",
-        "--body-timeout": "--body-timeout-s",
-        "--write-timeout": "--write-timeout-s",
-        "--shutdown-grace": "--shutdown-grace-s",
-        "--prefetch": "--prefetch-policy",
-        "--prefetch-timeout": "--prefetch-timeout-s",
-    },
-    "bench serve": {
-        "--prompts": "--ttft-prompts",
-        "--disk": "--disk-path",
-        "--disk-throttle": "--disk-bytes-per-s",
-    },
-    "vllm-args": {"--host": "--host-capacity", "--disk": "--disk-path"},
-}
-"""New names of options by their old names, per command."""
-
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -66,10 +46,6 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         name = " ".join(ctx.command_path.split()[1:])
-        renamed = RENAMED.get(name, {})
-        for option in (each.split("=")[0] for each in args):
-            if option in renamed:
-                fail(name, f"{option} is called {renamed[option]}")
         if any(JSON in each.opts and not getattr(each, "is_flag", True) for each in self.params):
             args = _with_stdout(args)
         try:

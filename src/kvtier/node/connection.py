@@ -173,12 +173,11 @@ class Connection:
     def _hello(self, hello: protocol.AttachRequest) -> None:
         if self._engine is not None:
             raise ProtocolError("a connection attaches twice")
-        if hello.version < protocol.OLDEST_VERSION or hello.oldest_version > protocol.VERSION:
+        if not hello.oldest_version <= protocol.VERSION <= hello.version:
             self._refuse(
                 hello.id,
                 f"the engine speaks versions {hello.oldest_version} to {hello.version} of the "
-                f"protocol, the node {protocol.OLDEST_VERSION} to {protocol.VERSION}; upgrade the "
-                "older one",
+                f"protocol, the node {protocol.VERSION}; upgrade the older one",
             )
             return
         try:
@@ -198,7 +197,7 @@ class Connection:
         memory = self._node.memory
         welcome = protocol.AttachAnswer(
             hello.id,
-            min(protocol.VERSION, hello.version),
+            protocol.VERSION,
             memory.num_bytes,
             memory.segment_bytes,
             self._node.instance,

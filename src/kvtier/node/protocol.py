@@ -29,8 +29,6 @@ from kvtier.index.selection import Int64s
 from kvtier.keys import PackedKeys
 
 VERSION: Final = 1
-OLDEST_VERSION: Final = 1
-"""Oldest version that this one can talk to: one release back."""
 MAX_FRAME_BYTES: Final = 16 << 20
 MAX_FIRST_BYTES: Final = 64 << 10
 """Longest frame of a process that has not attached yet."""
@@ -102,7 +100,7 @@ class AttachRequest(_Message):
     version: int
     engine: str
     tenant: str = ""
-    oldest_version: int = OLDEST_VERSION
+    oldest_version: int = VERSION
     client: str = ""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from pathlib import Path
 
@@ -93,11 +92,6 @@ def test_superblock_is_these_bytes() -> None:
     encoded = half(2, ours)
     assert SUPERBLOCK.encode() == encoded
     assert decode(encoded) == SUPERBLOCK
-
-
-def test_superblock_of_version_1_is_read() -> None:
-    expected = dataclasses.replace(SUPERBLOCK, version=1, member=Membership(), data=DataMark())
-    assert decode(half(1, b"")) == expected
 
 
 def test_trust_is_these_bytes() -> None:

@@ -102,8 +102,7 @@ def test_owner_is_named_and_told_to_who_only_looks(tmp_path: Path) -> None:
         assert owner_of(here.options.path) is None
 
 
-def test_owner_of_an_earlier_version_is_respected(tmp_path: Path) -> None:
-    """It locks the file ``flock`` only."""
+def test_owner_that_holds_only_the_file_flock_is_respected(tmp_path: Path) -> None:
     import fcntl
 
     with world(tmp_path, 8) as here:

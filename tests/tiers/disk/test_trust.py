@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier._hot import crc32c
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk.format.records import RecordKind, Records, blank, seal
 from kvtier.tiers.disk.format.superblock import Membership, Superblock
@@ -182,21 +181,6 @@ def test_journal_that_was_exchanged_for_another_of_the_same_size_is_not_believed
         assert num_trusted(here) == 0
         assert here.get(*range(4)) == [OK] * 4
         assert here.get(5) == [CORRUPT], "the bytes are those of block 6"
-
-
-def test_trust_without_a_checksum_of_records_is_not_used(tmp_path: Path) -> None:
-    """As versions before this one left it."""
-    with world(tmp_path, 8, verify="off") as here:
-        here.put(1)
-        here.tier.close()
-        trust = here.options.path / "trust"
-        content = trust.read_bytes()
-        body = content[12:44] + content[48:]
-        crc = crc32c(np.frombuffer(body, np.uint8).ctypes.data, len(body))
-        trust.write_bytes(b"kvttrust" + crc.to_bytes(4, "little") + body)
-        here.open()
-        assert num_trusted(here) == 0
-        assert here.get(1) == [OK]
 
 
 def test_trust_outlives_a_compaction(tmp_path: Path) -> None:

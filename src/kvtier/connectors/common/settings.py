@@ -57,12 +57,10 @@ class ConnectorSettings:
     Attributes:
         option: the engine's option that holds the settings.
         own: keys in it that the engine reads itself.
-        renamed: new names of settings by their former names.
     """
 
     option: ClassVar[str]
     own: ClassVar[frozenset[str]] = frozenset()
-    renamed: ClassVar[Mapping[str, str]] = {}
 
     disk_path: str | list[str] = ""
     """Folder for a slab per rank, or folders on several disks, over which each block is striped;
@@ -165,8 +163,6 @@ class ConnectorSettings:
         """
         known = {each.name: str(each.type) for each in fields(cls)}
         for key in given:
-            if key in cls.renamed:
-                raise cls.wrong(f"{key} is called {cls.renamed[key]}")
             if key not in known and key not in cls.own:
                 near = get_close_matches(key, sorted({*known, *cls.own}), 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,11 +24,6 @@ class VllmSettings(HostSettings):
             "self_describing_kv_events",
         }
     )
-    renamed: ClassVar[Mapping[str, str]] = {
-        "host": "host_capacity",
-        "disk": "disk_path",
-        "load": "load_policy",
-    }
 
     disk_bytes_per_s: str | int = 0
     """Bytes read, and bytes written, per second by all ranks together; 0 for no limit. For disks

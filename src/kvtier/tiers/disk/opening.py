@@ -42,8 +42,8 @@ from kvtier.tiers.disk.format.membership import check_members, enter, set_id_of
 from kvtier.tiers.disk.format.records import RECORD_BYTES
 from kvtier.tiers.disk.format.rows import SlotRows
 from kvtier.tiers.disk.format.superblock import (
+    FORMAT_VERSION,
     HALF_BYTES,
-    READ_VERSIONS,
     Membership,
     Superblock,
     decode_both,
@@ -240,10 +240,10 @@ def read_superblock(
             f"disk tier: both superblocks of {folder} are damaged, so that its blocks can't be "
             f"identified; {DELETE_OR_MOVE}"
         )
-    if current.version not in READ_VERSIONS:
+    if current.version != FORMAT_VERSION:
         raise ConfigError(
             f"disk tier: the slab in {folder} has format version {current.version}, this kvtier "
-            f"reads {' and '.join(map(str, READ_VERSIONS))}; {DELETE_OR_MOVE}"
+            f"reads {FORMAT_VERSION}; {DELETE_OR_MOVE}"
         )
     check_superblock(folder, current)
     return current, num_whole

@@ -80,7 +80,7 @@ class OwnerLock:
     """Lock that allows one owner per slab, held until ``close`` or the end of the process.
 
     The directory itself is locked, because it can't be removed while it has files. The file
-    ``flock`` is locked, too, for earlier versions, and names the owner. If the file system is too
+    ``flock`` is locked, too, and names the owner. If the file system is too
     full to create it, the directory's lock alone has to do.
 
     A forked child closes its copies at once, or the lock would outlive the owner.

@@ -20,7 +20,7 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 from kvtier.tiers.disk.format.sequence import Sequence as Numbers
-from kvtier.tiers.disk.format.superblock import NO_SET, SET_ID_BYTES, Membership, Superblock
+from kvtier.tiers.disk.format.superblock import SET_ID_BYTES, Membership, Superblock
 from kvtier.tiers.disk.slab import Slab
 
 NUMBERS_PER_STEP: Final = 1 << 32
@@ -43,7 +43,7 @@ def check_members(found: Sequence[tuple[Path, Superblock | None]]) -> None:
     newest_in, newest = max(there, key=lambda each: each[1].member.step)
     missing = [folder for folder, each in found if each is None]
     # Before the first opening is complete there are no blocks that could get lost.
-    is_in_use = any(each.member.set_id == NO_SET or each.member.step for _, each in there)
+    is_in_use = any(each.member.step for _, each in there)
     if missing and is_in_use:
         raise ConfigError(
             f"disk tier: {missing[0]} holds no slab, but {newest_in} has parts of blocks whose "
@@ -51,7 +51,7 @@ def check_members(found: Sequence[tuple[Path, Superblock | None]]) -> None:
         )
     for folder, each in there:
         ours, newest_one = each.member, newest.member
-        if ours.set_id != newest_one.set_id and ours != Membership():
+        if ours.set_id != newest_one.set_id:
             raise ConfigError(
                 f"disk tier: {folder} belongs to another set ({ours.set_id.hex()}) than "
                 f"{newest_in} ({newest_one.set_id.hex()}); name directories that belong together, "
@@ -75,7 +75,7 @@ def _fits(ours: Membership, newest: Membership) -> bool:
 def set_id_of(found: Sequence[Superblock | None]) -> bytes:
     """Return the id of the slabs' set; a new one if they have none."""
     known = (each.member.set_id for each in found if each is not None)
-    return next((each for each in known if each != NO_SET), secrets.token_bytes(SET_ID_BYTES))
+    return next(known, secrets.token_bytes(SET_ID_BYTES))
 
 
 def enter(slabs: Sequence[Slab], set_id: bytes) -> None:

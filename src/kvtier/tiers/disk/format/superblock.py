@@ -14,7 +14,6 @@ parity of the epoch selects, so the other half stays whole, whatever happens.
     168  u64 inode of the data     176  u64 bytes of the data      184  i64 mtime of the data, ns
     192  u32 length of the description, then the description: JSON, UTF-8
 
-Version 1 has its description at 128, and none of the fields between.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from kvtier._hot import crc32c
 from kvtier.layout import KVGroup
 
 FORMAT_VERSION: Final = 2
-READ_VERSIONS: Final = (1, 2)
 MAGIC: Final = b"kvtslab\n"
 HALF_BYTES: Final = 4096
 FLAG_CLEAN: Final = 1
@@ -48,7 +46,7 @@ NO_SET: Final = bytes(SET_ID_BYTES)
 class Membership:
     """Membership of a slab in a set, over which each block is cut; see ``membership``.
 
-    set_id: id of the set; zeros before the first opening by this version.
+    set_id: id of the set.
     step: counter of openings and closings of the set.
     session: random number of the opening that this step belongs to.
     previous: session of the opening before.
@@ -151,16 +149,14 @@ def decode(half: bytes) -> Superblock | None:
         layout,
     ) = _COMMON.unpack_from(body)
     at = _COMMON.size
-    member, data = Membership(), DataMark()
-    if version != 1:
-        *whose, inode, num_bytes, mtime_ns = _SET.unpack_from(body, at)
-        member, data = Membership(*whose), DataMark(inode, num_bytes, mtime_ns)
-        at += _SET.size
+    *whose, inode, num_bytes, mtime_ns = _SET.unpack_from(body, at)
+    member, data = Membership(*whose), DataMark(inode, num_bytes, mtime_ns)
+    at += _SET.size
     (length,) = _LENGTH.unpack_from(body, at)
     at += _LENGTH.size
     texts = _text(layout.rstrip(b"\0")), _text(body[at : at + length])
-    if version in READ_VERSIONS and (None in texts or at + length > len(body)):
-        return None  # no version writes this
+    if version == FORMAT_VERSION and (None in texts or at + length > len(body)):
+        return None  # no owner writes this
     return Superblock(
         slot_bytes=slot_bytes,
         block_bytes=block_bytes,

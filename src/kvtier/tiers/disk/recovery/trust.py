@@ -7,8 +7,6 @@ Its format, little-endian:
      44  u32 crc32c of one u32 per slot: the checksum of its deciding record if the slot's bit is
          set and it has a block; else 0
      48  a bit per slot, the lowest one first: its block was written or verified by an owner
-
-Older versions, with the magic "kvttrust", had no checksum of records. Their content is ignored.
 """
 
 from __future__ import annotations
