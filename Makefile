@@ -307,6 +307,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.disk.recovery --json reports/slab_recovery.json
 	$(BIN)/python -m benchmarks.micro.index --json reports/index.json
 	$(BIN)/python -m benchmarks.policies.hit_ratios --json reports/policies.json
+	$(BIN)/python -m benchmarks.disturbed --json reports/disturbed.json
 	$(BIN)/kvtier bench serve
 
 # Other projects, each in an environment of its own, for the benchmarks that compare with them, on a

@@ -262,12 +262,12 @@ def test_what_is_faster_to_compute_is_not_found_and_some_of_it_read_by_nobody_wh
     assert caller.num_found(*numbers) == 0
     assert caller.num_found(*numbers) == 0
     assert caller.tier.is_reading.wait(PATIENCE_S)
-    assert [len(keys) for keys in caller.tier.reads] == [8]  # 512 tokens, once
+    assert len(caller.tier.reads) == 1, "while one probe is in flight, there is no other"
     caller.tier.open_reads.set()
     until_over(caller)
     for _ in range(100):
         costs.observe_copy(route, 100 * BLOCK_BYTES, 0.01)
-    caller.now_s = 41.0
+    caller.now_s += 1.0
     assert caller.num_found(*numbers) == 100
     assert caller.load(*numbers) == [True] * 100
     caller.calls.close()

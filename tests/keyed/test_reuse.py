@@ -8,8 +8,6 @@ from unittest.mock import ANY
 import pytest
 
 from kvtier.keyed.reuse import (
-    PROBE_S,
-    PROBE_TOKENS,
     Compute,
     FoundBlocks,
     GivenUp,
@@ -19,7 +17,6 @@ from kvtier.keyed.reuse import (
     WaitUntil,
     decide,
     end_without_room,
-    num_to_probe,
     reads_directly,
 )
 from kvtier.plan import CostModel, Costs, ways_of
@@ -160,10 +157,3 @@ def test_what_was_weighed_before_it_was_promoted_is_not_weighed_on_its_way() -> 
     assert on_its_way == WaitUntil(ANY, 4 * BLOCK_TOKENS, 2 * BLOCK_TOKENS)
     arrived = Case("", "MMMM", load_s=1.0)
     assert decide(found_of(arrived), Waited(is_weighed=True), lambda: costs, 0.0) == Compute()
-
-
-def test_some_of_what_is_computed_is_read_now_and_then() -> None:
-    assert num_to_probe(100, 64, PROBE_S) == PROBE_TOKENS // 64
-    assert num_to_probe(3, 64, PROBE_S) == 3
-    assert num_to_probe(100, 1024, PROBE_S) == 1
-    assert num_to_probe(100, 64, 0.9 * PROBE_S) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from threading import current_thread
 from threading import enumerate as enumerate_threads
@@ -16,6 +17,7 @@ from kvtier.hints import Hint
 from kvtier.keyed.cache import BlockLocation
 from kvtier.node.cache import NodeCache
 from kvtier.node.client import Channel, NodeClient
+from kvtier.plan.worth import is_worth_loading
 from kvtier.types import DISK, HOST
 from tests.nodes import NodeProcess, running
 
@@ -39,8 +41,9 @@ def node(tmp_path: Path) -> Iterator[NodeProcess]:
 def make(node: NodeProcess) -> Iterator[Make]:
     with ExitStack() as stack:
 
-        def made(scope: bytes = SCOPE) -> NodeCache:
-            cache = NodeCache(NodeClient(node.socket), lambda: scope, BLOCK_BYTES, deadline_s=5.0)
+        def made(scope: bytes = SCOPE, clock: Callable[[], float] = time.monotonic) -> NodeCache:
+            client = NodeClient(node.socket)
+            cache = NodeCache(client, lambda: scope, BLOCK_BYTES, deadline_s=5.0, clock=clock)
             stack.callback(cache.close)
             _wait(lambda: cache.reserve(KEYS[7:]) is not None)
             cache.abort(KEYS[7:])
@@ -216,3 +219,65 @@ def test_hints_and_use_are_taken(make: Make) -> None:
     cache.wait(KEYS[:3], True)
     cache.wait(KEYS[:3], False)
     assert cache.locate_all(KEYS[:3]) == [MEMORY] * 3, "the connection lives"
+
+
+class Disk:
+    """Blocks that only the node's disk has, for a client with a clock of its own.
+
+    now_s: the clock.
+    """
+
+    def __init__(self, make: Make, folder: Path) -> None:
+        self.now_s = 0.0
+        self.cache = make(clock=lambda: self.now_s)
+        self.keys = [bytes([0, number]) * 18 for number in range(64)]
+        for at in range(0, 64, 4):
+            _store(self.cache, self.keys[at : at + 4])
+            _wait(partial(self._has_records, folder, 2 + at + 4))
+            self.cache.poll()
+        self._on_disk = iter(self.keys[:48])
+        self.cache.ladder.account.observe_prefill(0, 1600, 100.0)
+
+    @staticmethod
+    def _has_records(folder: Path, num_records: int) -> bool:
+        return _journal_bytes(folder) >= 64 * num_records
+
+    def decide(self) -> bool:
+        """Decide on the next prompt of two blocks. Return whether they are to be loaded."""
+        self.now_s += 0.1
+        keys = [next(self._on_disk) for _ in range(2)]
+        assert self.cache.locate_all(keys) == [STORAGE] * 2
+        costs = self.cache.ladder.cost_snapshot()
+        loads = is_worth_loading(costs, {DISK: 2 * BLOCK_BYTES}, 0, 32)
+        if not loads:
+            self.cache.probe(keys)
+            _wait(self.has_read)
+        self.cache.poll()
+        return loads
+
+    def has_read(self) -> bool:
+        return all(read.signal.is_over for read in self.cache._reads)
+
+
+def test_disk_of_a_node_that_was_slow_is_read_again_within_twenty_prompts(
+    make: Make, tmp_path: Path
+) -> None:
+    disk = Disk(make, tmp_path / "disk")
+    for _ in range(30):
+        disk.cache.ladder.costs.observe_copy((DISK, HOST), 4 * BLOCK_BYTES, 1000.0)
+    decisions = [disk.decide() for _ in range(24)]
+    assert not decisions[0]
+    assert all(decisions[20:])
+
+
+def test_a_read_lasts_as_long_as_the_node_says(make: Make, tmp_path: Path) -> None:
+    """The engine notices its end in the next step, which may be much later."""
+    disk = Disk(make, tmp_path / "disk")
+    keys = disk.keys[:4]
+    assert disk.cache.locate_all(keys) == [STORAGE] * 4
+    assert disk.cache.promote(keys) == 4
+    disk.cache.wait_for_reads(keys)
+    _wait(disk.has_read)
+    disk.now_s += 1000.0
+    disk.cache.poll()
+    assert 0 < disk.cache.ladder.costs.expected_copy_s((DISK, HOST), 4 * BLOCK_BYTES) < 100

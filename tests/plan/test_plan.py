@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.plan import Copy, CostModel, Costs, Plan, PrefillCost, plan_load, ways_of
+from kvtier.plan import (
+    Copy,
+    CostModel,
+    Costs,
+    Plan,
+    PrefillCost,
+    Route,
+    num_to_probe,
+    plan_load,
+    ways_of,
+)
 from kvtier.plan.average import SMOOTHING, size_class
+from kvtier.plan.cost import TRIAL_S
+from kvtier.plan.probe import MAX_PROBE_PAUSE_S, PROBE_S
 from kvtier.types import DEVICE, DISK, HOST, BlockId, Match
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 1000
 HOST_TO_DEVICE = (HOST, DEVICE)
-DISK_TO_HOST = (DISK, HOST)
+DISK_TO_HOST, DISK_TO_DEVICE = (DISK, HOST), (DISK, DEVICE)
 
 
 def _match(tiers: str, in_flight: str = "") -> Match:
@@ -57,6 +71,8 @@ costs_of_any_kind = st.builds(
         st.sampled_from([HOST_TO_DEVICE, DISK_TO_HOST]), st.sampled_from([0.0, 0.01, 5.0])
     ),
     st.just(WAYS),
+    trials=st.sampled_from([frozenset(), frozenset({HOST_TO_DEVICE})]),
+    trial_bytes=st.integers(0, 4).map(BLOCK_BYTES.__mul__),
 )
 matches = st.lists(st.tuples(st.sampled_from("dhs"), st.sampled_from(" +")), max_size=12).map(
     lambda rows: _match("".join(row[0] for row in rows), "".join(row[1] for row in rows))
@@ -349,3 +365,102 @@ def test_a_slower_machine_is_noticed_wherever_prompts_are_computed() -> None:
             for first in range(0, 2048, 128):
                 model.observe_prefill(first, 128, slowness * _seconds(first, 128))
     assert model.snapshot().prefill_s(0, 2048) == pytest.approx(3 * _whole(128, 2048), rel=0.03)
+
+
+# -- doubt -----------------------------------------------------------------------------------------
+
+
+def _model(route: Route, seconds: float, times: int, num_bytes: int = 1000) -> CostModel:
+    model = CostModel()
+    for _ in range(times):
+        model.observe_copy(route, num_bytes, seconds)
+    return model
+
+
+@pytest.mark.parametrize("outlier_s", [1e-4, 100.0])
+def test_one_outlier_moves_no_estimate_and_a_second_one_replaces_it(outlier_s: float) -> None:
+    model = _model(DISK_TO_HOST, 1.0, 10)
+    model.observe_copy(DISK_TO_HOST, 1000, outlier_s)
+    assert model.snapshot().copy_s(DISK_TO_HOST, 1000) == pytest.approx(1.0)
+    model.observe_copy(DISK_TO_HOST, 1000, outlier_s)
+    assert model.snapshot().copy_s(DISK_TO_HOST, 1000) == pytest.approx(outlier_s)
+
+
+def test_outliers_to_both_sides_move_no_estimate() -> None:
+    model = _model(DISK_TO_HOST, 1.0, 10)
+    for seconds in (100.0, 1e-4, 100.0, 1.0, 100.0):
+        model.observe_copy(DISK_TO_HOST, 1000, seconds)
+    assert model.snapshot().copy_s(DISK_TO_HOST, 1000) == pytest.approx(1.0)
+
+
+def test_probes_renew_estimates_of_larger_copies_that_have_ceased() -> None:
+    model = _model(DISK_TO_HOST, 100.0, 10, num_bytes=1_000_000)
+    for _ in range(3):
+        model.observe_copy(DISK_TO_HOST, 1000, 0.001)
+    assert model.snapshot().copy_s(DISK_TO_HOST, 1_000_000) == pytest.approx(1.0)
+
+
+def test_larger_copies_keep_their_own_estimate_while_they_are_made() -> None:
+    model = CostModel()
+    for _ in range(10):
+        model.observe_copy(HOST_TO_DEVICE, 1_000_000, 2.0)
+        model.observe_copy(HOST_TO_DEVICE, 1000, 0.001)
+    assert model.snapshot().copy_s(HOST_TO_DEVICE, 1_000_000) == pytest.approx(2.0)
+
+
+def test_memory_that_was_not_used_for_a_while_gets_a_trial_of_a_few_blocks() -> None:
+    model = _model(HOST_TO_DEVICE, 100.0, 5)
+    costs = partial(model.snapshot, witnesses={HOST_TO_DEVICE: None}, trial_bytes=1000)
+    assert costs(now_s=TRIAL_S / 2).copy_s(HOST_TO_DEVICE, 1000) == pytest.approx(100.0)
+    trial = costs(now_s=TRIAL_S)
+    assert trial.copy_s(HOST_TO_DEVICE, 1000) == 0.0
+    assert trial.copy_s(HOST_TO_DEVICE, 1001) == pytest.approx(100.1)
+    assert trial.with_trials_of(5000).copy_s(HOST_TO_DEVICE, 5000) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("probe_s", "is_tried"), [(None, False), (100.0, False), (1.0, True)], ids=str
+)
+def test_direct_reads_get_a_trial_once_a_probe_was_much_faster(
+    probe_s: float | None, is_tried: bool
+) -> None:
+    model = _model(DISK_TO_DEVICE, 100.0, 5)
+    if probe_s is not None:
+        model.observe_copy(DISK_TO_HOST, 1000, probe_s, 1.0)
+    costs = model.snapshot(witnesses={DISK_TO_DEVICE: DISK_TO_HOST}, trial_bytes=1000, now_s=9.0)
+    assert (costs.copy_s(DISK_TO_DEVICE, 1000) == 0.0) == is_tried
+
+
+def test_a_plan_tries_no_more_than_the_trial() -> None:
+    costs = replace(
+        _costs(1e-2, 1e-3),  # seconds per block to load, and to compute
+        trials=frozenset({HOST_TO_DEVICE}),
+        trial_bytes=2 * BLOCK_BYTES,
+    )
+    assert _plan(_match("h" * 10), costs).num_reused_blocks == 2
+
+
+def test_one_step_of_a_stopped_engine_moves_no_estimate() -> None:
+    model = CostModel()
+    for _ in range(10):
+        for first in range(0, 2048, 128):
+            model.observe_prefill(first, 128, _seconds(first, 128))
+    before = model.snapshot().prefill_s(0, 2048)
+    model.observe_prefill(0, 128, 10.0)
+    assert model.snapshot().prefill_s(0, 2048) == pytest.approx(before)
+
+
+def test_few_blocks_are_probed_and_not_all_the_time() -> None:
+    assert num_to_probe(1000, 1 << 20, PROBE_S) == 4
+    assert num_to_probe(3, 1 << 20, PROBE_S) == 3
+    assert num_to_probe(1000, 1 << 30, PROBE_S) == 1
+    assert num_to_probe(1000, 1 << 20, 0.9 * PROBE_S) == 0
+    assert num_to_probe(1000, 1 << 20, PROBE_S, last_s=60.0) == 0, "the tier is slow"
+    assert num_to_probe(1000, 1 << 20, MAX_PROBE_PAUSE_S, last_s=60.0) == 4
+
+
+def test_the_faster_of_the_first_two_counts() -> None:
+    for first_s, second_s in ((100.0, 1.0), (1.0, 100.0)):
+        model = _model(DISK_TO_HOST, first_s, 1)
+        model.observe_copy(DISK_TO_HOST, 1000, second_s)
+        assert model.snapshot().copy_s(DISK_TO_HOST, 1000) == pytest.approx(1.0)

@@ -514,18 +514,39 @@ class KeyedCache:
 
     def _promote(self, keys: Sequence[bytes]) -> int:
         num = min(len(keys), self.ladder.eviction.num_available(self.memory))
-        wanted: dict[str, list[BlockId]] = {}
-        for block, states in self._found(keys[:num]):
+        for storage, blocks in self._in_storage(keys[:num]).items():
+            self._read(blocks, storage)
+        return num
+
+    def _in_storage(self, keys: Sequence[bytes]) -> dict[str, list[BlockId]]:
+        """Return those of the blocks that are to be read from each storage tier."""
+        found: dict[str, list[BlockId]] = {}
+        for block, states in self._found(keys):
             if states[0] is ABSENT:
                 storage = self._storage_of(block, states)
                 if storage is not None:
-                    wanted.setdefault(storage, []).append(block)
-        for storage, blocks in wanted.items():
-            self.ladder.reuse_sampler.on_admit(self._index.hashes(blocks), blocks)
-            for _, begun in self.ladder.loads.promote(blocks, storage):
-                slots = self._index.slots(begun, self.memory)
-                self._fill(begun, slots, self._tiers.index(storage))
-        return num
+                    found.setdefault(storage, []).append(block)
+        return found
+
+    def _read(self, blocks: Sequence[BlockId], storage: str, urgent: bool = True) -> None:
+        self.ladder.reuse_sampler.on_admit(self._index.hashes(blocks), blocks)
+        for _, begun in self.ladder.loads.promote(blocks, storage, urgent):
+            slots = self._index.slots(begun, self.memory)
+            self._fill(begun, slots, self._tiers.index(storage))
+
+    def probe(self, keys: Sequence[bytes]) -> None:
+        """Read a few of the blocks that a request computes although storage has them.
+
+        No request waits for them. The reads show how long storage takes now; see
+        ``kvtier.plan.probe``.
+
+        keys: in prompt order.
+        """
+        for storage, blocks in self._in_storage(keys).items():
+            num = self.ladder.loads.num_to_probe(storage, len(blocks))
+            num = min(num, self.ladder.eviction.num_available(self.memory))
+            if num:
+                self._read(blocks[:num], storage, urgent=False)
 
     def _fill(self, blocks: Sequence[BlockId], slots: Sequence[Slot], tier: int) -> None:
         """Note that blocks are about to fill slots in memory. tier: position of their source."""

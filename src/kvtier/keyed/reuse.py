@@ -23,12 +23,6 @@ from kvtier.plan import Costs, Tell
 from kvtier.plan.worth import end_worth_loading, patience_s
 from kvtier.types import Direct
 
-PROBE_S = 30.0
-"""Interval at which blocks that are estimated to be faster to compute are read all the same, to
-update the estimate."""
-PROBE_TOKENS = 512
-"""Tokens per such read."""
-
 
 class GivenUp(Enum):
     """Reason why a request stopped waiting before all of its blocks had arrived."""
@@ -201,19 +195,6 @@ def reads_directly(how: Direct, *, lacks_room: bool, was_read: bool) -> bool:
         was_read: whether a direct read of it for this request has failed; there is only one try.
     """
     return not was_read and (how is Direct.ON or (lacks_room and how is not Direct.OFF))
-
-
-def num_to_probe(num_declined: int, block_tokens: int, quiet_s: float) -> int:
-    """Return how many of the blocks that are computed should be read all the same, as a probe.
-
-    Without probes, one slow read would keep blocks from being loaded for ever.
-
-    Args:
-        num_declined: number of blocks that are computed although storage has them.
-        block_tokens: tokens per block.
-        quiet_s: seconds since the last probe.
-    """
-    return min(num_declined, -(-PROBE_TOKENS // block_tokens)) if quiet_s >= PROBE_S else 0
 
 
 def _last(ends: Sequence[int], default: int) -> int:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
+from math import inf
+
 from kvtier.plan import CostModel, Route
 from kvtier.telemetry import Metrics
 from kvtier.telemetry.specs import (
@@ -18,17 +23,29 @@ from kvtier.telemetry.specs import (
     SAVED_TOKENS,
 )
 
+logger = logging.getLogger(__name__)
+
+DECLINED_LOG_S = 60.0
+"""Shortest interval between two lines about blocks that are found and computed."""
+
 
 class CostMetrics:
     """Records predicted and actual costs. Owned by the thread that plans, copies and computes.
 
     A call takes one to five microseconds. There is one call per plan, copy and piece of prefill.
+
+    clock: seconds.
     """
 
-    def __init__(self, metrics: Metrics, costs: CostModel) -> None:
+    def __init__(
+        self, metrics: Metrics, costs: CostModel, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._metrics = metrics
         self._costs = costs
+        self._clock = clock
         self._unpaid_s = 0.0
+        self._num_declined = 0
+        self._logged_s = -inf
 
     def planned(self, num_loaded: int, num_recomputed: int) -> None:
         """Count a request's blocks below the device: to be loaded, and to be recomputed."""
@@ -36,6 +53,18 @@ class CostMetrics:
             self._metrics.count(PLANNED_BLOCKS, num_loaded, decision="load")
         if num_recomputed:
             self._metrics.count(PLANNED_BLOCKS, num_recomputed, decision="recompute")
+            self._log_declined(num_recomputed)
+
+    def _log_declined(self, num_blocks: int) -> None:
+        self._num_declined += num_blocks
+        now_s = self._clock()
+        if now_s - self._logged_s >= DECLINED_LOG_S:
+            logger.info(
+                "found and computed, not loaded blocks=%d reason=loading seems slower %s",
+                self._num_declined,
+                self._costs,
+            )
+            self._logged_s, self._num_declined = now_s, 0
 
     def hit(self, tier: str, num_blocks: int) -> None:
         """Count blocks that a request reuses, by the tier in which they were found."""
@@ -65,7 +94,7 @@ class CostMetrics:
     def observe_copy(self, route: Route, num_bytes: int, seconds: float) -> None:
         """Record a copy that an engine made itself towards the device, and learn its cost."""
         self.loaded(route[0], self._costs.expected_copy_s(route, num_bytes), seconds)
-        self._costs.observe_copy(route, num_bytes, seconds)
+        self._costs.observe_copy(route, num_bytes, seconds, self._clock())
 
     def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
         """Record that ``num_tokens`` after ``num_before`` others were computed in ``seconds``."""

@@ -12,6 +12,7 @@ from kvtier.ladder.eviction import Eviction
 from kvtier.ladder.gauges import Gauges
 from kvtier.ladder.loads import Loads
 from kvtier.ladder.options import LadderOptions
+from kvtier.ladder.probes import Probes
 from kvtier.ladder.recompute_weight import RecomputeWeight
 from kvtier.ladder.reuse_sampler import ReuseSampler
 from kvtier.ladder.storage_lookup import LookupPatience, StorageLookup
@@ -81,9 +82,9 @@ class Ladder:
         self._mover = mover
         self.topology = topology = Topology(rooms, mover.storages, device)
         self.costs = CostModel()
-        self.account = CostMetrics(metrics, self.costs)
+        self.account = CostMetrics(metrics, self.costs, clock)
         self.transfers = transfers = Transfers(
-            topology, index, mover, metrics, self.costs, self.account, clock
+            topology, index, mover, metrics, self.costs, self.account, clock, options.block_bytes
         )
         slot_bytes = options.block_bytes * options.num_shards
         self.gauges = Gauges(topology, transfers, mover, metrics, slot_bytes, clock)
@@ -108,7 +109,14 @@ class Ladder:
             topology, index, mover, transfers, eviction, patience, metrics, clock
         )
         self.loads = Loads(
-            topology, index, mover, transfers, eviction, self.admission, options.piece_blocks
+            topology,
+            index,
+            mover,
+            transfers,
+            eviction,
+            self.admission,
+            options.piece_blocks,
+            Probes(mover, transfers, self.costs, options.block_bytes, metrics, clock),
         )
         self.direct = DirectLoads(topology, mover, self.loads)
         self.storage_writer = StorageWriter(

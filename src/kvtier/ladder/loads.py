@@ -10,6 +10,7 @@ from kvtier.index import BlockIndex, State
 from kvtier.ladder.admission import Admission
 from kvtier.ladder.eviction import Eviction
 from kvtier.ladder.prefetch import Prefetch, Prefetches
+from kvtier.ladder.probes import Probes
 from kvtier.ladder.topology import Topology
 from kvtier.ladder.transfers import Transfers
 from kvtier.plan import Copy
@@ -42,6 +43,7 @@ class Loads:
     """Copies towards the fastest tier, for scheduled and for queued requests.
 
     first_blocks: size of the first piece of a read from storage, in blocks.
+    probes: says when a tier that is not read is probed.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Loads:
         eviction: Eviction,
         admission: Admission,
         first_blocks: int,
+        probes: Probes,
     ) -> None:
         self._topology = topology
         self._index = index
@@ -61,6 +64,7 @@ class Loads:
         self._eviction = eviction
         self._admission = admission
         self._first_blocks = first_blocks
+        self._probes = probes
         self._prefetches = Prefetches(topology, index)
 
     def load(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
@@ -105,7 +109,11 @@ class Loads:
             at += size
 
     def promote(
-        self, blocks: Sequence[BlockId], src: str, urgent: bool = True
+        self,
+        blocks: Sequence[BlockId],
+        src: str,
+        urgent: bool = True,
+        dst: str | None = None,
     ) -> list[tuple[Transfer, Sequence[BlockId]]]:
         """Begin to copy blocks one tier up, or join the transfers that are already in flight.
 
@@ -113,11 +121,12 @@ class Loads:
             blocks: the blocks, in prompt order.
             src: the tier to copy from.
             urgent: whether a scheduled request waits for them.
+            dst: the memory tier to copy to; None for the one above ``src``.
 
         Returns:
             The transfers, each with the blocks that it brings, in the order given.
         """
-        dst = self._topology.above(src)
+        dst = self._topology.above(src) if dst is None else dst
         legs: list[tuple[Transfer, Sequence[BlockId]]] = []
         for state, run in runs_of(self._index.states_of(blocks, dst)):
             part = blocks[run.start : run.stop]
@@ -137,29 +146,65 @@ class Loads:
                 self._transfers.hurry(leg)
             yield leg, blocks[run.start : run.stop]
 
-    def _begin(self, copy: Copy, urgent: bool) -> Transfer:
+    def _begin(self, copy: Copy, urgent: bool, after: Transfer | None = None) -> Transfer:
         room = self._topology.rooms[copy.dst]
-        self._admission.admit_read(copy.blocks, copy.dst)
+        if copy.dst == self._topology.staging:
+            self._admission.admit_read(copy.blocks, copy.dst)
         self._eviction.make(copy.dst, len(copy.blocks) - room.num_free)
         slots = room.allocate(len(copy.blocks))
         if slots is None:
             return self._transfers.refuse(copy, "no room, everything there is in use")
-        return self._transfers.begin(copy, slots, urgent=urgent)
+        return self._transfers.begin(copy, slots, after, urgent)
 
     # -- reads ahead -------------------------------------------------------------------------------
 
     def fetch_ahead(self, match: Match, num_reused_blocks: int) -> None:
-        """Read one piece of the blocks that were not worth waiting for, if storage is idle.
+        """Read blocks that were not worth waiting for: a piece from idle storage, else a probe.
 
         The next request finds them in memory, and the planner learns how long a read takes now.
         """
-        if not self._topology.is_staged or num_reused_blocks == match.num_blocks:
+        if num_reused_blocks == match.num_blocks:
             return
+        topology = self._topology
         left = match.blocks[num_reused_blocks:], match.tiers[num_reused_blocks:]
-        for name in self._topology.storages:
-            if self._mover.is_idle(name):
-                room = min(self._first_blocks, self._eviction.num_available(self._topology.staging))
-                self.promote(_in_tier(name, *left)[:room], name, urgent=False)
+        for name in topology.storages if topology.is_staged else ():
+            if name not in topology.direct and self._mover.is_idle(name):
+                room = min(self._first_blocks, self._eviction.num_available(topology.staging))
+                legs = self.promote(_in_tier(name, *left)[:room], name, urgent=False)
+                self._probe_memory(legs)
+        for name, way in topology.ways().items():
+            blocks = _in_tier(name, *left)
+            if blocks and way[0][1] == topology.fastest:
+                num = self._num_to_probe(name, len(blocks))
+                self.promote(blocks[:num], name, urgent=False, dst=topology.fastest)
+
+    def _probe_memory(self, legs: Sequence[tuple[Transfer, Sequence[BlockId]]]) -> None:
+        """Copy a few of the blocks that ``legs`` bring on to the fastest tier, as a probe.
+
+        It may be the copies from memory that are believed to be slow.
+        """
+        staging, fastest = self._topology.staging, self._topology.fastest
+        if self._topology.above(staging) != fastest:
+            return
+        num = self._num_to_probe(staging, sum(len(part) for _, part in legs))
+        for leg, part in legs:
+            states = self._index.states_of(part, fastest)
+            some = [block for block, at in zip(part, states, strict=True) if at is State.ABSENT]
+            if some := some[:num]:
+                num -= len(some)
+                self._begin(Copy(staging, fastest, some), urgent=False, after=leg)
+
+    def _num_to_probe(self, src: str, num_declined: int) -> int:
+        fastest = self._topology.fastest
+        num = self._probes.take(src, fastest, num_declined)
+        return min(num, self._eviction.num_available(fastest))
+
+    def num_to_probe(self, storage: str, num_declined: int) -> int:
+        """Return how many blocks to read now from storage as a probe, and count them.
+
+        num_declined: number of blocks there that are computed.
+        """
+        return self._probes.take(storage, self._topology.staging, num_declined)
 
     def prefetch(self, match: Match, deadline: float) -> Prefetch | None:
         """Begin to read the blocks of a match that only storage has, and hold all in memory.

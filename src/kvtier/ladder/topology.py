@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvtier.plan import Ways, ways_of
+from kvtier.plan import Ways, Witnesses, ways_of
 from kvtier.tiers import Room, StorageFacts
 from kvtier.types import Direct
 
@@ -71,3 +71,10 @@ class Topology:
         """Return the ways from each tier to the fastest one, or to ``device`` if there is one."""
         memories = self.memories if self.device is None else [self.device, *self.memories]
         return ways_of(memories, self.storages, self.direct)
+
+    def witnesses(self) -> Witnesses:
+        """Return the routes that end in an engine's own memory, where no probe can read to."""
+        if self.device is None:
+            return {}
+        direct = {(name, self.device): (name, self.staging) for name in self.direct}
+        return {(self.fastest, self.device): None, **direct}

@@ -61,6 +61,7 @@ class Transfers:
         costs: CostModel,
         account: CostMetrics,
         clock: Callable[[], float],
+        trial_bytes: int = 0,
     ) -> None:
         self._topology = topology
         self._ways = topology.ways()
@@ -70,6 +71,7 @@ class Transfers:
             if name in self._ways
         }
         self._loads = {route for way in self._ways.values() for route in way}
+        self._trial_bytes = trial_bytes
         self._index = index
         self._mover = mover
         self._metrics = metrics
@@ -230,7 +232,7 @@ class Transfers:
     def _note(self, transfer: Transfer, job: Job) -> None:
         src, dst = transfer.src, transfer.dst
         if job.succeeded:  # the duration of a failed copy says nothing of its cost
-            self._costs.observe_copy((src, dst), job.num_bytes, job.seconds)
+            self._costs.observe_copy((src, dst), job.num_bytes, job.seconds, self._clock())
             self._account.loaded(src, transfer.expected_s, job.seconds)
         if job.error is None:
             num_bytes = job.num_bytes - job.num_bytes * len(job.lost) // len(transfer.blocks)
@@ -279,7 +281,7 @@ class Transfers:
             self._metrics.count(DAMAGED_BLOCKS, each.num_damaged, tier=each.tier)
             route = self._ways[each.tier][0]
             if not self._costs.has_seen(route):  # gives the planner a cost before the first read
-                self._costs.observe_copy(route, each.num_bytes, each.seconds)
+                self._costs.observe_copy(route, each.num_bytes, each.seconds, self._clock())
 
     def lose(self, blocks: Sequence[BlockId], tier: str) -> None:
         """Stop using the copies that ``tier`` has of blocks."""
@@ -362,7 +364,14 @@ class Transfers:
         """
         if is_free:
             return Costs(ways=self._ways)
-        return self._costs.snapshot(self.queued_s(), self._ways, self._least_s)
+        return self._costs.snapshot(
+            self.queued_s(),
+            self._ways,
+            self._least_s,
+            witnesses=self._topology.witnesses(),
+            trial_bytes=self._trial_bytes,
+            now_s=self._clock(),
+        )
 
     def queued_s(self) -> dict[Route, float]:
         """Return the queueing delay of a copy that begins now, per route towards the device."""

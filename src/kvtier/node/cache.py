@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from threading import Thread
 from typing import NamedTuple, TypeVar
 
@@ -28,8 +29,9 @@ from kvtier.node import protocol
 from kvtier.node.client import Channel, NodeClient, NodeError, OpenedRoom
 from kvtier.node.guard import RoomFacts, SlotGuard
 from kvtier.node.protocol import FromEngine
-from kvtier.plan import CostModel, Costs, ways_of
+from kvtier.plan import CostModel, Costs, num_to_probe, ways_of
 from kvtier.telemetry import Metrics
+from kvtier.telemetry.specs import PROBED_BLOCKS
 from kvtier.types import DEVICE, HOST, Direct, Slot
 
 Answer = TypeVar("Answer")
@@ -95,15 +97,22 @@ class NodeLadder:
 
     is_busy = False
 
-    def __init__(self) -> None:
+    def __init__(self, block_bytes: int, clock: Callable[[], float]) -> None:
         self.metrics = Metrics(is_exposed=False)
         self.costs = CostModel()
-        self.account = CostMetrics(self.metrics, self.costs)
+        self.account = CostMetrics(self.metrics, self.costs, clock)
         self.storages: list[str] = []
+        self._block_bytes = block_bytes
+        self._clock = clock
 
     def cost_snapshot(self) -> Costs:
         """Return current costs of copies and prefill."""
-        return self.costs.snapshot(ways=ways_of((DEVICE, HOST), self.storages, ()))
+        return self.costs.snapshot(
+            ways=ways_of((DEVICE, HOST), self.storages, ()),
+            witnesses={(HOST, DEVICE): None},
+            trial_bytes=self._block_bytes,
+            now_s=self._clock(),
+        )
 
     def used_slots(self) -> dict[str, int]:
         """Return nothing: the node counts its slots."""
@@ -141,7 +150,7 @@ class NodeCache:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.memory = HOST
-        self.ladder = NodeLadder()
+        self.ladder = NodeLadder(block_bytes, clock)
         self.direct_reads = NoDirectReads()
         self._client = client
         self._namespace = namespace
@@ -155,6 +164,7 @@ class NodeCache:
         self._sources: dict[bytes, str] = {}
         self._unread: list[_LookedUp] = []
         self._reads: list[_Read] = []
+        self._probed_s: dict[str, float] = {}
         self._ending: list[tuple[str, FromEngine]] = []  # notices, with the memory they are about
 
     # -- locations ---------------------------------------------------------------------------------
@@ -348,6 +358,26 @@ class NodeCache:
         self._room.brought.update(zip(begun, self.sources(begun), strict=True))
         return len(begun)
 
+    def probe(self, keys: Sequence[bytes]) -> None:
+        """Have a few blocks read that a request computes; see ``KeyedCache.probe``."""
+        wanted: dict[str, list[bytes]] = {}
+        for key, tier in zip(keys, self.sources(keys), strict=True):
+            if tier != HOST:
+                wanted.setdefault(tier, []).append(key)
+        now_s, reading = self._clock(), {read.tier for read in self._reads}
+        for tier, some in wanted.items():
+            last = self.ladder.costs.last_copy((tier, HOST))
+            if last is None:
+                continue
+            seen_s, last_s = last
+            quiet_s = now_s - max(seen_s, self._probed_s.get(tier, -inf))
+            num = num_to_probe(len(some), self._block_bytes, quiet_s, last_s)
+            if num and tier not in reading:
+                self._probed_s[tier] = now_s
+                self.ladder.metrics.count(PROBED_BLOCKS, num, src=tier)
+                if num := self.promote(some[:num]):
+                    self.wait_for_reads(some[:num])
+
     def wait_for_reads(self, keys: Sequence[bytes]) -> NodeSignal | Signal:
         """Return a signal that is over when none of the blocks is in flight to memory."""
         watch, told = next(self._watches), b"".join(keys)
@@ -357,6 +387,7 @@ class NodeCache:
         signal, now_s = NodeSignal(self._client, channel, watch), self._clock()
         for tier, num in Counter(self.sources(keys)).items():
             if tier != HOST:
+                channel.time_watch(watch)
                 self._reads.append(_Read(signal, tier, num * self._block_bytes, now_s))
         return signal
 
@@ -402,7 +433,9 @@ class NodeCache:
         now_s = self._clock()
         for read in [read for read in self._reads if read.signal.is_over]:
             self._reads.remove(read)
-            self.ladder.costs.observe_copy((read.tier, HOST), read.num_bytes, now_s - read.since_s)
+            # The node's own measure: here the end is noticed only in the engine's next step.
+            seconds = read.signal.channel.take_seconds(read.signal.watch) or now_s - read.since_s
+            self.ladder.costs.observe_copy((read.tier, HOST), read.num_bytes, seconds, now_s)
 
     def _release_unheld(self) -> None:
         for each in self._unread:

@@ -114,6 +114,7 @@ class Channel:
         self._rooms: dict[RoomFacts, OpenedRoom] = {}
         self._requests: dict[int, FromEngine] = {}  # that the node will answer
         self._watches: set[int] = set()
+        self._seconds: dict[int, float] = {}
         self.undelivered: list[SlotNotice] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
@@ -214,6 +215,14 @@ class Channel:
         """Whether an ``EndedNotice`` has come, or can't come any more."""
         return not self.is_open or watch not in self._watches
 
+    def time_watch(self, watch: int) -> None:
+        """Keep what the ``EndedNotice`` says of its duration, until ``take_seconds``."""
+        self._seconds[watch] = 0.0
+
+    def take_seconds(self, watch: int) -> float:
+        """Return how long the node took until the end of a timed watch; 0 if it did not say."""
+        return self._seconds.pop(watch, 0.0)
+
     @property
     def is_open(self) -> bool:
         """Whether the connection can be used."""
@@ -303,6 +312,8 @@ class Channel:
                 raise
         elif isinstance(answer, protocol.EndedNotice):
             self._watches.discard(answer.watch)
+            if answer.watch in self._seconds:
+                self._seconds[answer.watch] = answer.seconds
         elif isinstance(answer, protocol.LookupAnswer) and answer.pending:
             self._watches.add(answer.id)
         return answer

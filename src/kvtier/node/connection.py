@@ -374,8 +374,9 @@ class Connection:
     async def _watch(
         self, watch: int, awaited: Sequence[Awaited], patience_s: float = LONGEST_WAIT_S
     ) -> None:
-        await self._registry.all_over(awaited, time.monotonic() + patience_s)
-        self.send(protocol.EndedNotice(watch))
+        began_s = time.monotonic()
+        await self._registry.all_over(awaited, began_s + patience_s)
+        self.send(protocol.EndedNotice(watch, time.monotonic() - began_s))
 
     async def _delete(self, request: int, keys: Sequence[bytes], room: NodeRoom) -> None:
         until_s = time.monotonic() + DELETE_S

@@ -388,9 +388,13 @@ class OutcomesAnswer(_Message):
 
 
 class EndedNotice(_Message):
-    """The blocks of a ``WatchNotice`` are no longer in flight."""
+    """The blocks of a ``WatchNotice`` are no longer in flight.
+
+    seconds: time since the notice came; 0 from a node that does not measure it.
+    """
 
     watch: int
+    seconds: float = 0.0
 
 
 ABSENT, ARRIVING, MEMORY, STORAGE, UNKNOWN = range(5)

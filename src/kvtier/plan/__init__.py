@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from kvtier.plan.budget import WriteBudget
-from kvtier.plan.cost import CostModel, Costs, Route, Ways, ways_of
+from kvtier.plan.cost import CostModel, Costs, Route, Ways, Witnesses, ways_of
 from kvtier.plan.explain import Actual, Decision, Explanation, explain
 from kvtier.plan.needs import GroupRoom
 from kvtier.plan.operations import Copy, Cut, Plan
 from kvtier.plan.planner import plan_groups, plan_load
 from kvtier.plan.prefill import PrefillCost
+from kvtier.plan.probe import num_to_probe
 from kvtier.plan.steps import StepClock
 from kvtier.plan.worth import Tell
 
@@ -27,8 +28,10 @@ __all__ = [
     "StepClock",
     "Tell",
     "Ways",
+    "Witnesses",
     "WriteBudget",
     "explain",
+    "num_to_probe",
     "plan_groups",
     "plan_load",
     "ways_of",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.plan.average import Average, size_class
+from kvtier.plan.average import Average, Judgement, Outliers, size_class
 
 Floats = npt.NDArray[np.float64]
 
@@ -30,6 +30,9 @@ GOOD_FIT = 0.01
 FEWEST_UNFITTED, MOST_UNFITTED = 8, 256
 """Bounds of the number of observations after which ``recent`` fits again: as many as there were at
 the last fit."""
+DEVIATION = 4.0
+"""Factor by which a piece's seconds per token may differ from those of its class, within which the
+number of tokens differs by as much. A piece that differs by more is an outlier."""
 HALF_LIFE = 100
 """Observations of other classes after which a class has half its weight; never below a
 hundredth."""
@@ -61,8 +64,24 @@ class _Pieces:
     """Average piece of a class."""
 
     def __init__(self) -> None:
-        self.num_tokens, self.num_before, self.seconds = Average(), Average(), Average()
+        self._outliers = Outliers(DEVIATION)
         self.last_seen = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.num_tokens, self.num_before, self.seconds = Average(), Average(), Average()
+
+    def add(self, num_before: int, num_tokens: int, seconds: float) -> None:
+        if self.seconds.num_seen:
+            expected_s = self.seconds.value * num_tokens / self.num_tokens.value
+            judgement = self._outliers.judge(seconds / expected_s)
+            if judgement is Judgement.HELD:
+                return
+            if judgement is Judgement.CHANGED:
+                self._begin()
+        self.num_tokens.add(num_tokens)
+        self.num_before.add(num_before)
+        self.seconds.add(seconds)
 
     def row(self) -> list[float]:
         """Return the factors of call_s, token_s and pair_s."""
@@ -85,9 +104,7 @@ class PrefillModel:
             return
         key = size_class(num_tokens), size_class(num_before)
         pieces = self._classes.setdefault(key, _Pieces())
-        pieces.num_tokens.add(num_tokens)
-        pieces.num_before.add(num_before)
-        pieces.seconds.add(seconds)
+        pieces.add(num_before, num_tokens, seconds)
         self._num_seen += 1
         pieces.last_seen = self._num_seen
         self._cost = None

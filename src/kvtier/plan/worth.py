@@ -75,6 +75,7 @@ def num_worth_loading(
     width = -(-len(tiers) // MAX_CUTS) or 1
     wide = [_slowest(tiers[at : at + width], order) for at in range(0, len(tiers), width)]
     match = Match(tuple(map(BlockId, range(len(wide)))), tuple(wide), (False,) * len(wide), 0)
+    costs = costs.with_trials_of(bytes_per_block * width)
     plan = plan_load(
         match,
         costs,
@@ -100,6 +101,7 @@ def is_worth_loading(costs: Costs, num_bytes: Mapping[str, int], first: int, end
 
     num_bytes: per source tier.
     """
+    costs = costs.with_trials_of(sum(num_bytes.values()))
     return costs.load_s(num_bytes) <= costs.prefill_s(first, end)
 
 

@@ -155,6 +155,11 @@ PLANNED_BLOCKS = _counter(
     "Cached blocks below the device, by the planner's decision: load or recompute.",
     "decision",
 )
+PROBED_BLOCKS = _counter(
+    "kvtier_probed_blocks_total",
+    "Blocks that are computed, and read besides to measure how long their tier takes now.",
+    "src",
+)
 PREDICTED_LOAD_SECONDS = _counter(
     "kvtier_predicted_load_seconds_total",
     "Predicted time of copies towards the device, without queueing.",
@@ -419,6 +424,7 @@ VLLM_UNCLAIMED_CHUNKS = _gauge(
 )
 SAME_UNDER_ENGINES = (
     PLANNED_BLOCKS,
+    PROBED_BLOCKS,
     UNADMITTED_BLOCKS,
     PREDICTED_LOAD_SECONDS,
     ACTUAL_LOAD_SECONDS,

@@ -17,7 +17,7 @@ from kvtier.connectors.common.call_memory import CallMemory, SpareMemory
 from kvtier.connectors.common.names import block_key
 from kvtier.errors import TierError
 from kvtier.index.policies.replayed import LRU
-from kvtier.keyed.reuse import FoundBlocks, LoadUpTo, Waited, decide, num_to_probe
+from kvtier.keyed.reuse import FoundBlocks, LoadUpTo, Waited, decide
 from kvtier.plan import Costs
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Outcome, Pieces, StorageTier
@@ -90,7 +90,6 @@ class SlabCalls:
         self._block_tokens = block_tokens
         self._always_loads = always_loads
         self._prefills: deque[tuple[int, int, float]] = deque(maxlen=MOST_PREFILLS)
-        self._probed_s = clock()
         self.num_recomputed = 0
         """Blocks that were found but not reported, since computing them is faster."""
         num_slots = 4 * CALL_BLOCKS * NUM_CALLS
@@ -205,14 +204,14 @@ class SlabCalls:
             return num_found
         self._slab.ladder.account.planned(0, num_found)
         self.num_recomputed += num_found
-        num = num_to_probe(num_found, self._block_tokens, now_s - self._probed_s)
-        if num and not self._probes:
-            self._probed_s = now_s
-            self._probe(keys[:num])
+        if not self._probes:
+            self._probe(keys[: self._slab.ladder.loads.num_to_probe(self._tier_name, num_found)])
         return 0
 
     def _probe(self, keys: Sequence[bytes]) -> None:
         """Read blocks that no call waits for, to measure the current duration of a read."""
+        if not keys:
+            return
         job = next(self._jobs)
         spare = self._probes[job] = SpareMemory(self._memory, len(keys))
         self._slab.load(job, keys, spare.slots)

@@ -142,13 +142,24 @@ class PromptPromotion:
             if visit is not None and may_wait:
                 visit.wait = Wait(visit.wait.until_s)
         if not asked:  # otherwise some of them may be in no tier
-            self._note_declined(rid, num_weighed - self._num_pages(prompt, end))
+            num_wanted = self._num_pages(prompt, end)
+            self._note_declined(rid, num_weighed - num_wanted)
+            if num_wanted < num_weighed:
+                self._probe(keys[num_wanted:num_weighed], places, num_wanted)
         num_loads = self._num_pages(prompt, loads)
         return list(ready[: bisect_right(ready, num_loads)])
 
     def _num_pages(self, prompt: WaitingPrompt, end: int) -> int:
         """Return how many pages behind those on the device end at token ``end`` or before."""
         return max(0, end - prompt.num_cached) // self._page_size
+
+    def _probe(
+        self, keys: Sequence[bytes], places: Mapping[str, Sequence[BlockLocation]], first: int
+    ) -> None:
+        """Probe the storage of pages that are computed. first: their place in ``places``."""
+        for name, cache in self._caches.items():
+            pairs = zip(keys, places[name][first:], strict=False)
+            cache.probe([key for key, place in pairs if place is BlockLocation.STORAGE])
 
     def _note_declined(self, rid: str, num_pages: int) -> None:
         """Count a request's declined pages once, though it is looked up several times."""

@@ -202,9 +202,17 @@ class Promotion:
     def _look_up_to(self, visit: RequestState, ends: Mapping[bytes, int], limit: int) -> Advice:
         """Have the request look again, and meet no block that ends beyond ``limit``."""
         visit.limit = limit
-        visit.declined_ahead = sum(end > limit for end in ends.values())
-        self._counts.add(VLLM_RECOMPUTED_CHUNKS, visit.declined_ahead)
+        visit.declined_ahead = self._decline(visit, ends, limit)
         return Advice.LOOK_AGAIN
+
+    def _decline(self, visit: RequestState, ends: Mapping[bytes, int], limit: int) -> int:
+        """Count the blocks that end beyond ``limit``, and probe the storage that has them."""
+        declined = [key for key, end in ends.items() if end > limit]
+        self._counts.add(VLLM_RECOMPUTED_CHUNKS, len(declined))
+        stored = [key for key in declined if visit.places[key] is BlockLocation.STORAGE]
+        if stored:
+            self._cache.probe(stored)
+        return len(declined)
 
     def _wait(self, visit: RequestState, until_s: float) -> None:
         """Note what a request waits for.
@@ -254,8 +262,7 @@ class Promotion:
         if not blocks.reachable or limit >= blocks.reachable[-1]:
             return found
         worth = min(found, max(0, limit - first))
-        visit.declined = sum(end > first + worth for end in ends.values())
-        self._counts.add(VLLM_RECOMPUTED_CHUNKS, visit.declined)
+        visit.declined = self._decline(visit, ends, first + worth)
         return worth
 
     def _logs_decision(self, visit: RequestState) -> Tell | None:
