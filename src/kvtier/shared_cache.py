@@ -329,9 +329,17 @@ class SharedCache:
                 begins = prompt.labels[: len(lease.labels)] == lease.labels
                 if prompt.namespace != lease.namespace or not begins:
                     raise UsageError("prompt: it does not begin with the prompt of the lease")
-                lease.labels = prompt.labels
+            labels = lease.labels if prompt is None else prompt.labels
             if num_blocks is None:
-                num_blocks = len(lease.labels)
+                num_blocks = len(labels)
+            limit = min(len(labels), len(lease.slots))
+            if not 0 <= num_blocks <= limit:  # before anything of the lease is changed
+                raise UsageError(
+                    f"finish: {num_blocks} blocks can't be added, since the lease has slots for "
+                    f"{limit} full blocks; pass num_blocks=0 to {limit}, or fetch with a larger "
+                    "num_tokens"
+                )
+            lease.labels = labels
             num_reused = lease.num_shared
             if num_blocks > num_reused:
                 cache.commit(lease, num_blocks)

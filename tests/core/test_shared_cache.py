@@ -492,6 +492,11 @@ def test_generated_tokens_are_kept_behind_their_prompt(tmp_path: Path) -> None:
         engine.kv[:, :, lease.slots[at // BLOCK_SIZE], at % BLOCK_SIZE] = token
     with pytest.raises(UsageError, match="does not begin with the prompt of the lease"):
         engine.cache.finish(lease, prompt=engine.cache.prompt([5, *whole]))
+    labels = lease.labels
+    for refused in (-1, len(lease.slots) + 1):
+        with pytest.raises(UsageError, match=f"finish: {refused} blocks can't be added"):
+            engine.cache.finish(lease, refused, prompt=engine.cache.prompt(whole))
+    assert lease.labels == labels, "a refused call changes nothing"
     engine.cache.finish(lease, prompt=engine.cache.prompt(whole))
     num_blocks = (len(whole) - 1) // BLOCK_SIZE  # the last token is computed
     assert engine.serve(whole) == num_blocks > len(PROMPT) // BLOCK_SIZE

@@ -343,7 +343,7 @@ def clear(
     told = _client(socket, timeout_s).post(
         "/clear", room=room, memory_only=memory_only, timeout_s=timeout_s
     )
-    _deleted(told, as_json)
+    _deleted(told, as_json, memory_only)
 
 
 @app.command()
@@ -416,7 +416,7 @@ def _prompt(
     )
 
 
-def _deleted(told: Any, as_json: bool) -> None:
+def _deleted(told: Any, as_json: bool, memory_only: bool = False) -> None:
     if as_json:
         _print(told)
     else:
@@ -425,7 +425,13 @@ def _deleted(told: Any, as_json: bool) -> None:
         for problem in told["problems"]:
             _say(f"not complete: {problem}")
         if told["is_complete"]:
-            _say(f"deleted {what} of {', '.join(told['rooms']) or 'no room'}")
+            rooms = ", ".join(told["rooms"])
+            if not rooms:
+                _say("there was nothing to delete")
+            elif memory_only:
+                _say(f"evicted {what} of {rooms} from memory")
+            else:
+                _say(f"deleted {what} of {rooms}")
     if not told["is_complete"]:
         raise typer.Exit(FOUND_WRONG)
 

@@ -218,7 +218,7 @@ def examine(name: str, device_name: str, dtype_name: str = "auto") -> tuple[Find
     return (
         *_facts(model),
         Finding("self-check", f"{checked.difference:.1e} of the logits' scale", told),
-        Finding("served", "yes", f"by the {runner} runner{slow}: kvtier serve --model"),
+        Finding("served", "yes", f"by the {runner} runner{slow}: kvtier serve PATH"),
     )
 
 
