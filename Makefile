@@ -54,15 +54,15 @@ help:
 
 setup: $(INSTALLED)
 
-# A name like python3.11 may exist and not run, so each is tried.
+# A name like python3.11 may exist and not run, so each is tried; one that is named, alone.
 $(BIN)/python:
-	@for python in $(PYTHON) python3.11 python3 python3.12 python3.13 python3.14; do \
+	@for python in $(or $(PYTHON),python3.11 python3 python3.12 python3.13 python3.14); do \
 		if $$python -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 			echo "$$python -m venv $(VENV)"; \
 			exec $$python -m venv $(VENV); \
 		fi; \
 	done; \
-	echo "no Python 3.11 or newer with venv found; install one, or name it: make PYTHON=/path/to/python" >&2; \
+	echo "$(if $(PYTHON),PYTHON=$(PYTHON) is not,there is no) Python 3.11 or newer with venv; install one, or name it: make PYTHON=/path/to/python" >&2; \
 	exit 1
 
 # Editable: the sources are used where they are, the native core is built into .venv. The build runs

@@ -63,9 +63,17 @@ class NodeProcess:
         self.kill()
         rmtree(self._memory)
 
-    def stop(self) -> int:
-        """Return the exit status after SIGTERM."""
-        self._process.send_signal(signal.SIGTERM)
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Return the exit status after a signal."""
+        self._process.send_signal(number)
         self._process.communicate(timeout=30)
         return self._process.returncode
 

@@ -9,6 +9,7 @@ from enum import StrEnum
 from fractions import Fraction
 
 from kvtier.errors import ConfigError
+from kvtier.system.user_paths import check_socket
 from kvtier.types import (
     ClientHints,
     Direct,
@@ -70,9 +71,15 @@ def parse_capacity(text: str | int, device_bytes: int, field: str) -> int:
 
 
 def check_storage(locations: Sequence[str]) -> None:
-    """Raise ``ConfigError`` if a location has not the form "plug-in:location"."""
+    """Raise ``ConfigError`` if a location has not the form "plug-in:location".
+
+    The socket of a node must have a possible path, too.
+    """
     for location in locations:
-        if not re.fullmatch(r"([\w.-]+=)?[\w.-]+:.*", location):
+        found = re.fullmatch(r"([\w.-]+=)?([\w.-]+):(.*)", location)
+        if found is not None and found[2] == "node":
+            check_socket(found[3].partition("?")[0], "node")
+        if found is None:
             shown = f"{location!r} names" if "@" not in location else "a location names"
             raise ConfigError(f'storage: {shown} no plug-in; write it as "plug-in:location"')
 

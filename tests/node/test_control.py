@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import resource
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 from typer.testing import CliRunner
 
 from kvtier import __version__
 from kvtier.cli import app
 from kvtier.errors import CacheError, ConfigError
+from kvtier.node import http, protocol
 from kvtier.node.config import NodeConfig, control_socket, parse_quotas
-from kvtier.node.protocol import MEMORY
+from kvtier.node.http import MOST_BODY_BYTES
+from kvtier.node.protocol import MEMORY, MOST_KEYS
 from tests.node.control_world import BLOCK_BYTES, BareEngine, hexed, key, until
 from tests.nodes import SEGMENT_BYTES, NodeProcess, running
 
@@ -199,7 +205,106 @@ def test_quotas_that_change_move_memory(node: NodeProcess) -> None:
         command(node, "quota", f"team-b=0:{2 * SEGMENT_BYTES}")
         until(lambda: node.control.get("/quota")["team-b"]["segments"] == 2, "it never shrank")
         with pytest.raises(CacheError, match="floors add up"):
-            node.control.post("/quota", tenant="team-b", floor="8MiB")
+            node.control.post("/quota", tenant="team-b", floor="8MiB", ceiling="none")
+
+
+def test_bound_that_is_not_named_stays_as_it_is(shared: NodeProcess) -> None:
+    def changed(bounds: str, *options: str) -> tuple[object, ...]:
+        command(shared, "quota", f"team-c={bounds}", *options)
+        its = shared.control.get("/quota")["team-c"]
+        return tuple(
+            its[name]
+            for name in ("floor_bytes", "ceiling_bytes", "disk_floor_bytes", "disk_ceiling_bytes")
+        )
+
+    mib = 1 << 20
+    assert changed("1MiB:5MiB") == (mib, 5 * mib, 0, None)
+    assert changed("2MiB") == (2 * mib, 5 * mib, 0, None)
+    assert changed(":64MiB", "--disk") == (2 * mib, 5 * mib, 0, 64 * mib)
+    assert changed(":4MiB") == (2 * mib, 4 * mib, 0, 64 * mib)
+    assert changed("0:none") == (0, None, 0, 64 * mib)
+    with pytest.raises(CacheError, match="can't read 'much' as a size"):
+        shared.control.post("/quota", tenant="team-c", ceiling="much")
+
+
+def test_look_ups_of_a_server_are_counted_and_timed(node: NodeProcess) -> None:
+    """A server attaches as to a store, and asks by another message than vLLM."""
+    with BareEngine(node) as engine:
+        engine.store(1, 2)
+        before = node.control.get("/status")["rooms"][0]["looked_up"]["memory"]
+        engine.ask(
+            lambda number: protocol.FindRequest(
+                number, engine.room, key(1) + key(2) + key(3), timeout_s=1.0
+            )
+        )
+        assert node.control.get("/status")["rooms"][0]["looked_up"]["memory"] == before + 2
+        assert "kvtier_node_lookup_seconds_count 1.0" in fetched(node, "/metrics")
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+def test_idle_connections_to_the_port_keep_no_engine_out(node: NodeProcess) -> None:
+    """They are closed for others, before the node has no file descriptor left."""
+    host, port = node.said.split("http://")[1].split("/metrics")[0].split(":")
+    resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (300, 300))
+    with ExitStack() as clients:
+        for _ in range(600):
+            client = clients.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex((host, int(port)))
+        for number in range(2):
+            with BareEngine(node, name=f"engine-{number}") as engine:
+                engine.store(number)
+            assert json.loads(fetched(node, "/health")) == {"status": "ok"}
+        assert node.control.get("/status")["rooms"]
+    assert "connections not accepted" not in node.log
+    assert "a connection was refused" not in node.log
+
+
+def test_accepting_without_a_descriptor_fails_seldom(node: NodeProcess) -> None:
+    host, port = node.said.split("http://")[1].split("/metrics")[0].split(":")
+    assert fetched(node, "/health")  # its threads have what they need
+    resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (3, 4096))
+    with socket.create_connection((host, int(port))) as client:
+        until(lambda: "not accepted" in node.log, "it was accepted")
+        resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (4096, 4096))
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        client.settimeout(30)
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+    assert node.log.count("not accepted") <= 64
+    assert "Traceback" not in node.log
+
+
+def test_long_body_and_many_keys_are_refused_in_one_sentence(shared: NodeProcess) -> None:
+    with BareEngine(shared) as engine:
+        engine.store(1)
+    with pytest.raises(CacheError, match=f"has more than {MOST_BODY_BYTES} bytes"):
+        shared.control.post("/delete", keys=["00" * MOST_BODY_BYTES])
+    with pytest.raises(CacheError, match=f"name at most {MOST_KEYS} at a time"):
+        shared.control.post("/lookup", keys=["00"] * (MOST_KEYS + 1))
+
+
+def test_body_that_does_not_arrive_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "BODY_S", 0.01)
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("half a body was passed on")
+
+    async def receive() -> Message:
+        if not sent:
+            sent.append({})
+            return {"type": "http.request", "body": b"{", "more_body": True}
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(http.ShortBodies(app)({"type": "http", "method": "POST"}, receive, send))
+    assert sent[1]["status"] == 408
+    assert (b"connection", b"close") in sent[1]["headers"]
 
 
 def test_deletion_as_a_command_says_whether_it_is_complete(shared: NodeProcess) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from kvtier.cli import app
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError
-from kvtier.node.config import SHARED_MEMORY
-from kvtier.node.memory import NodeMemory
+from kvtier.node.config import SHARED_MEMORY, NodeConfig
+from kvtier.node.memory import LockFile, NodeMemory
 from kvtier.node.node import CacheNode
 from kvtier.node.server import NodeServer, listen
 from tests.node.world import (
@@ -24,6 +27,7 @@ from tests.node.world import (
     node_process,
     wait_until,
 )
+from tests.nodes import running
 
 
 def test_socket_of_a_live_node_is_left_alone(tmp_path: Path) -> None:
@@ -72,14 +76,6 @@ def test_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     assert path.read_text() == "notes"
 
 
-def test_long_path_of_a_socket_is_one_sentence(tmp_path: Path) -> None:
-    path = tmp_path / ("x" * 120)
-    node = CacheNode(config_of(tmp_path), CpuDevice())
-    with pytest.raises(ConfigError, match="at most 107 bytes"):
-        NodeServer(node, path)
-    node.close()
-
-
 def test_socket_can_be_made_again_after_a_failure(tmp_path: Path) -> None:
     node = CacheNode(config_of(tmp_path), CpuDevice())
     path = tmp_path / "there" / "node.sock"
@@ -103,8 +99,67 @@ def test_full_shared_memory_is_one_sentence() -> None:
         assert not (directory / "memory").exists()
         NodeMemory(directory, 1 << 20, 1 << 20, CpuDevice()).close()
     finally:
-        (directory / "lock").unlink(missing_ok=True)
-        directory.rmdir()
+        assert not directory.exists()
+
+
+def test_node_that_ends_leaves_nothing(tmp_path: Path) -> None:
+    node = LocalNode(config_of(tmp_path))
+    with bare(node.config.socket) as engine:
+        engine.enter()
+        assert list(tmp_path.iterdir())
+    node.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_lock_that_was_released_meanwhile_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file was removed, so a lock on it would keep nobody out."""
+    path, lock = tmp_path / "lock", fcntl.flock
+    first = LockFile(path)
+    with pytest.raises(BlockingIOError):
+        LockFile(path)
+
+    def release_first(fd: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        first.release()
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", release_first)
+    second = LockFile(path)
+    with pytest.raises(BlockingIOError):
+        LockFile(path)
+    second.release()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("num_bytes", [100, 107, 108, 200])
+def test_long_socket_is_refused_before_anything_is_made(tmp_path: Path, num_bytes: int) -> None:
+    """The control socket beside it has a longer name, and is refused as well."""
+    folder = tmp_path / "there"
+    path = folder / ("s" * (num_bytes - len(str(folder)) - 1))
+    command = ["node", "run", "--socket", str(path), f"--memory-path={tmp_path / 'memory'}"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert "that of a Unix socket at most 107; name a shorter one" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_longest_socket_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / ("s" * (107 - len(".control") - len(str(tmp_path)) - 1))
+    config = NodeConfig(path, "1MiB", "64KiB", tmp_path / "memory")
+    assert len(str(config.control_socket)) == 107
+    node = CacheNode(config, CpuDevice())
+    NodeServer(node, path).close()
+    node.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_node_ends_in_order_by_each_signal(tmp_path: Path, number: signal.Signals) -> None:
+    with running(tmp_path) as node:
+        assert (tmp_path / "memory").exists()
+        assert node.stop(number) == 0, node.log
+    assert {each.name for each in tmp_path.iterdir()} == {"log"}
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770])

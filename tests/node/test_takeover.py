@@ -79,7 +79,9 @@ class World:
 
     def kill(self) -> None:
         """Leave everything as if this node's process had been killed."""
-        self.node.memory._unlock()
+        locks = self.node.memory._locks
+        while locks:
+            os.close(locks.popitem()[1]._fd)
         self.node.records.close()
 
     def crash(self) -> None:

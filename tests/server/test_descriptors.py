@@ -53,10 +53,10 @@ def test_a_flood_of_connections_leaves_descriptors_for_the_rest(tmp_path: Path) 
 
 
 def test_a_connection_that_cant_be_accepted_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    from kvtier.server.run import _on_loop_error
+    from kvtier.control.doorman import on_loop_error
 
     loop = asyncio.new_event_loop()
-    loop.set_exception_handler(_on_loop_error)
+    loop.set_exception_handler(on_loop_error)
     told = {"message": "socket.accept() out of system resource", "socket": None}
     loop.call_exception_handler({**told, "exception": OSError(errno.EMFILE, "Too many open files")})
     assert caplog.messages == ["connections not accepted error=Too many open files"]

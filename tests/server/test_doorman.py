@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from kvtier.control.doorman import NUM_RESERVED, Doorman, possible_connections
 from kvtier.errors import ConfigError
-from kvtier.server.doorman import NUM_RESERVED, Doorman, possible_connections
 
 
 class Clock:
@@ -152,7 +152,7 @@ def test_too_few_open_files_for_a_server_are_told(monkeypatch: pytest.MonkeyPatc
 
 def test_the_limit_of_open_files_is_raised_as_far_as_it_goes() -> None:
     code = (
-        "import resource as r; from kvtier.server import raise_descriptor_limit\n"
+        "import resource as r; from kvtier.control.doorman import raise_descriptor_limit\n"
         "hard = r.getrlimit(r.RLIMIT_NOFILE)[1]\n"
         "r.setrlimit(r.RLIMIT_NOFILE, (200, hard)); raise_descriptor_limit()\n"
         "assert r.getrlimit(r.RLIMIT_NOFILE) == (hard, hard)"

@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 from threading import Thread
 
 import httpx
@@ -111,7 +112,12 @@ def test_requests_in_flight_are_finished_and_no_new_ones_taken() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("grace", "signals"), [("0.2", [signal.SIGTERM]), ("1000", [signal.SIGINT, signal.SIGINT])]
+    ("grace", "signals"),
+    [
+        ("0.2", [signal.SIGTERM]),
+        ("0.2", [signal.SIGHUP]),
+        ("1000", [signal.SIGINT, signal.SIGINT]),
+    ],
 )
 def test_after_the_grace_or_a_second_signal_answers_are_cut_short_properly(
     grace: str, signals: list[signal.Signals]
@@ -147,6 +153,22 @@ def test_after_the_grace_or_a_second_signal_answers_are_cut_short_properly(
         assert whole[0].status_code == 503
         assert whole[0].json()["error"]["code"] == "shutting_down"
         assert "secret" not in end(process)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_ends_a_server_that_loads_its_model(number: signal.Signals) -> None:
+    """Without a handler process 1 of a container would lose it."""
+    command = [sys.executable, "-m", "kvtier.cli", "serve", "--port", "0", "--threads", "1"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        while "loading model" not in (line := process.stderr.readline()):
+            assert line, "it ended"
+        process.send_signal(number)
+        said, errors = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, ""), errors
+    assert "Traceback" not in errors
 
 
 @pytest.mark.slow

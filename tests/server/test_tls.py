@@ -19,10 +19,10 @@ from cryptography.hazmat.primitives import serialization
 from typer.testing import CliRunner
 
 from kvtier.cli import app
+from kvtier.control.doorman import NUM_RESERVED
 from kvtier.engine import Engine
 from kvtier.errors import ConfigError
 from kvtier.server import ServerConfig
-from kvtier.server.doorman import NUM_RESERVED
 from kvtier.server.tls import Certificate
 
 from .certificates import Authority, Files

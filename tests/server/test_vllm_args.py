@@ -56,6 +56,10 @@ def test_engine_over_a_node_has_no_tier_of_its_own() -> None:
         "node": "/run/kvtier/node.sock",
         "node_tenant": "team-a",
     }
+    for command in ("vllm-args", "sglang-args", "serve"):
+        long = CliRunner().invoke(app, [command, "--node", "/run/" + "d" * 110 + "/node.sock"])
+        assert long.exit_code == 2
+        assert "has 125 bytes, and that of a Unix socket at most 107" in long.stderr
     both = CliRunner().invoke(app, ["vllm-args", *options, "--storage", "valkey://host"])
     assert both.exit_code == 2
     assert "node: '/run/kvtier/node.sock' has the disk and the stores" in both.stderr

@@ -161,7 +161,7 @@ def run(
         typer.Option(help="Format of the log: text or json.", show_default="text"),
     ] = None,
 ) -> None:
-    """Run the node until SIGTERM or SIGINT."""
+    """Run the node until SIGTERM, SIGINT or SIGHUP."""
     with starting("node run") as on_start:
         from kvtier.telemetry.logs import format_of, log_to_stderr
 
@@ -351,7 +351,8 @@ def quota(
     change: Annotated[
         str | None,
         typer.Argument(
-            help='New floor and ceiling of a tenant, until the node ends: "team-a=10GiB:40GiB".',
+            help='New floor and ceiling of a tenant, until the node ends: "team-a=10GiB:40GiB". '
+            'One that is missing stays as it is; "team-a=:none" removes the ceiling.',
             show_default="show all",
         ),
     ] = None,
@@ -367,12 +368,11 @@ def quota(
     """
     client = _client(socket)
     if change is not None:
-        from kvtier.node.config import parse_bounds
+        from kvtier.node.config import split_bounds
 
-        tenant, (floor, most) = parse_bounds(change)
+        tenant, floor, ceiling = split_bounds(change)
         prefix = "disk_" if of_disk else ""
-        ceiling = None if most is None else str(most)
-        bounds = {f"{prefix}floor": str(floor), f"{prefix}ceiling": ceiling}
+        bounds = {f"{prefix}floor": floor, f"{prefix}ceiling": ceiling}
         client.post("/quota", tenant=tenant, **bounds)
     told = client.get("/quota")
     if as_json:

@@ -11,11 +11,13 @@ import typer
 from kvtier import __version__, server
 from kvtier.cli.api_keys import KEY_VARIABLE
 from kvtier.config import parse_size
+from kvtier.control.doorman import raise_descriptor_limit, room_for_connections
 from kvtier.engine import EngineConfig
 from kvtier.engine.model_names import find_model
 from kvtier.recording import check_recording, salt_from_environment
 from kvtier.server import ServerConfig
 from kvtier.system.plugins import find_plugin
+from kvtier.system.signals import ended_by_signals
 from kvtier.system.user_paths import user_path
 from kvtier.telemetry.block_events import BlockLog
 from kvtier.telemetry.publisher import Publisher, is_local
@@ -32,10 +34,10 @@ def serve_until_ended(
 
     on_ready: called as soon as clients can connect.
     """
-    server.raise_descriptor_limit()
-    server.room_for_connections()
+    raise_descriptor_limit()
+    room_for_connections()
     _check(engine_config, server_config)
-    with ExitStack() as opened:
+    with ended_by_signals() as ending, ExitStack() as opened:
         bound = server.bind(server_config.host, server_config.port)
         listeners = [opened.enter_context(listener) for listener in bound]
         if server_config.ssl_certfile is not None:
@@ -52,7 +54,8 @@ def serve_until_ended(
                 name = server_config.served_model_name or engine.info.model_name
                 typer.echo(f"kvtier serves {name} on {engine.info.device} at {url}")
 
-            server.HttpServer(engine, server_config, listeners).run(tell, handle_signals=True)
+            if not ending.is_asked:
+                server.HttpServer(engine, server_config, listeners).run(tell, handle_signals=True)
 
 
 def _check(config: EngineConfig, server_config: ServerConfig) -> None:

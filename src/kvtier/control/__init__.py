@@ -3,5 +3,6 @@
 ``contract.py``  what is asked and answered
 ``routes.py``    routes of the changes and look-ups
 ``page.py``      routes of the live page
+``connection.py``  one HTTP connection, and ``doorman.py``  the limits on all of them
 ``client.py``    a client of both
 """

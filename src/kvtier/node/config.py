@@ -12,7 +12,7 @@ from pathlib import Path
 from kvtier.config import check_storage, parse_size
 from kvtier.errors import ConfigError
 from kvtier.index.policies.replayed import POLICIES, RUNS
-from kvtier.system.user_paths import user_path
+from kvtier.system.user_paths import check_socket, user_path
 from kvtier.tiers.codecs import CodingOptions
 
 DEFAULT_SOCKET = Path("/run/kvtier/node.sock")
@@ -69,29 +69,40 @@ def check_tenant(name: str) -> None:
 
 Bounds = tuple[int, int | None]
 """Floor and ceiling."""
+NO_CEILING = "none"
+"""Text of a ceiling that is to be removed."""
 
 
-def parse_bounds(text: str) -> tuple[str, Bounds]:
+def split_bounds(text: str) -> tuple[str, str | None, str | None]:
     """Return the tenant, the floor and the ceiling of "team-a=10GiB:40GiB".
 
-    Either may be missing: "team-a=10GiB" has no ceiling, "team-a=:40GiB" no floor. Raises
-    ``ConfigError``.
+    Either may be missing, which is None. Raises ``ConfigError``.
     """
     tenant, equals, bounds = text.partition("=")
-    if not equals or not bounds.strip(": "):
+    floor, _, ceiling = map(str.strip, bounds.partition(":"))
+    if not equals or not (floor or ceiling):
         raise ConfigError(
             f'quota: {text!r} names no bounds; write "team-a=10GiB:40GiB" for a floor and a ceiling'
         )
     check_tenant(tenant)
-    floor, _, ceiling = bounds.partition(":")
-    return tenant, (
-        parse_size(floor, "quota") if floor.strip() else 0,
-        parse_size(ceiling, "quota") if ceiling.strip() else None,
-    )
+    return tenant, floor or None, ceiling or None
+
+
+def change_bounds(bounds: Bounds, floor: str | None, ceiling: str | None) -> Bounds:
+    """Return bounds with another floor, or ceiling. What is None stays as it is.
+
+    ceiling: ``NO_CEILING`` for none. Raises ``ConfigError`` for text that is no size.
+    """
+    lowest, highest = bounds
+    if floor is not None:
+        lowest = parse_size(floor, "quota")
+    if ceiling is not None:
+        highest = None if ceiling == NO_CEILING else parse_size(ceiling, "quota")
+    return lowest, highest
 
 
 def parse_quotas(host: Iterable[str], disk: Iterable[str] = ()) -> dict[str, TenantQuota]:
-    """Return the quotas by tenant. host, disk: bounds of each, as texts of ``parse_bounds``."""
+    """Return the quotas by tenant. host, disk: bounds of each, as texts of ``split_bounds``."""
     of_host, of_disk = _all_bounds(host), _all_bounds(disk)
     quotas = {
         tenant: TenantQuota(*of_host.get(tenant, (0, None)), *of_disk.get(tenant, (0, None)))
@@ -104,10 +115,10 @@ def parse_quotas(host: Iterable[str], disk: Iterable[str] = ()) -> dict[str, Ten
 
 def _all_bounds(texts: Iterable[str]) -> dict[str, Bounds]:
     found: dict[str, Bounds] = {}
-    for tenant, bounds in map(parse_bounds, texts):
+    for tenant, floor, ceiling in map(split_bounds, texts):
         if tenant in found:
             raise ConfigError(f"quota: {tenant!r} is named twice; give it one quota")
-        found[tenant] = bounds
+        found[tenant] = change_bounds((0, None), floor, ceiling)
     return found
 
 
@@ -221,6 +232,8 @@ class NodeConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "socket", user_path(self.socket))
+        for path in self.socket, self.control_socket:
+            check_socket(path, "socket")
         if self.memory_path is not None:
             object.__setattr__(self, "memory_path", user_path(self.memory_path))
         if self.disk_path:

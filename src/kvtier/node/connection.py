@@ -265,7 +265,8 @@ class Connection:
                 self._begin(self._fetch(message.id, keys, until_s, held), engine)
             case protocol.FindRequest():
                 keys, until_s = _keys(message.keys, room), _until(message.timeout_s)
-                self._begin(self._find(message.id, keys, until_s, room), engine)
+                began_s = self._frames.received_s
+                self._begin(self._find(message.id, keys, until_s, room, began_s), engine)
             case protocol.DeleteRequest():
                 self._begin(self._delete(message.id, _keys(message.keys, room), room), engine)
             case protocol.WatchNotice():
@@ -360,16 +361,28 @@ class Connection:
             self.hang_up()
 
     async def _find(
-        self, request: int, keys: Sequence[bytes], until_s: float, room: NodeRoom
+        self,
+        request: int,
+        keys: Sequence[bytes],
+        until_s: float,
+        room: NodeRoom,
+        began_s: float,
     ) -> None:
+        waited_s = 0.0
         while True:
             places, pending = room.begin_lookup(keys)
-            if not pending or not await self._registry.all_over(pending, until_s):
+            if not pending:
+                break
+            waits_from_s = time.monotonic()
+            are_over = await self._registry.all_over(pending, until_s)
+            waited_s += time.monotonic() - waits_from_s
+            if not are_over:
                 break
         room.looked_up.add_places(places)
         told = {BlockLocation.NOWHERE: protocol.MISSING, BlockLocation.UNKNOWN: protocol.FAILED}
         found = bytes(told.get(place, protocol.THERE) for place in places)
         self.send(protocol.OutcomesAnswer(request, found))
+        self._registry.lookups.add(time.monotonic() - began_s - waited_s)
 
     async def _watch(
         self, watch: int, awaited: Sequence[Awaited], patience_s: float = LONGEST_WAIT_S

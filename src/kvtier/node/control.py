@@ -6,14 +6,14 @@ Rooms are named by ``RoomKey.name``, and prompts by the keys that engines give t
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvtier import __version__
-from kvtier.config import parse_size
 from kvtier.control.contract import (
     ControlError,
     Deleted,
@@ -24,14 +24,18 @@ from kvtier.control.contract import (
     check_wait,
 )
 from kvtier.keyed.cache import BlockLocation
-from kvtier.node.config import DEFAULT_TENANT, check_tenant
+from kvtier.keys import PackedKeys
+from kvtier.node.config import DEFAULT_TENANT, TenantQuota, change_bounds, check_tenant
 from kvtier.node.connection import bring
 from kvtier.node.deleting import RoomDeletion, delete_blocks, delete_room
 from kvtier.node.lookups import TimeCounts
+from kvtier.node.protocol import MOST_KEYS
 from kvtier.node.registry import Registry
 from kvtier.node.room import NodeRoom
 
 Result = TypeVar("Result")
+BoundTexts = tuple[str | None, str | None]
+HEXADECIMAL = re.compile("[0-9a-fA-F]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,23 +305,16 @@ class NodeControl:
         """Return quota and use of each tenant."""
         return self._tenants()
 
-    async def set_quota(
-        self,
-        tenant: str,
-        host: tuple[str, str | None] | None,
-        disk: tuple[str, str | None] | None = None,
-    ) -> TenantState:
+    async def set_quota(self, tenant: str, host: BoundTexts, disk: BoundTexts) -> TenantState:
         """Change the quota of a tenant.
 
-        host, disk: floor and ceiling as text, None for no ceiling; None to leave both as they are.
+        host, disk: floor and ceiling, as ``change_bounds`` has them.
         """
         quota = self._node.quota(tenant)
-        if host is not None:
-            floor, ceiling = _bounds(*host)
-            quota = replace(quota, host_floor=floor, host_ceiling=ceiling)
-        if disk is not None:
-            floor, ceiling = _bounds(*disk)
-            quota = replace(quota, disk_floor=floor, disk_ceiling=ceiling)
+        quota = TenantQuota(
+            *change_bounds((quota.host_floor, quota.host_ceiling), *host),
+            *change_bounds((quota.disk_floor, quota.disk_ceiling), *disk),
+        )
         self._node.set_quota(tenant, quota)
         self._registry.wake_all()
         return self._tenant(tenant)
@@ -335,11 +332,6 @@ class NodeControl:
         names = ", ".join(sorted(self._room_tenants())) or "none"
         what = f"no room is called {name!r}" if name else "name a room"
         raise ControlError(f"{what}; rooms: {names}", is_unknown=bool(name))
-
-
-def _bounds(floor: str, ceiling: str | None) -> tuple[int, int | None]:
-    most = None if ceiling is None else parse_size(ceiling, "ceiling")
-    return parse_size(floor, "floor"), most
 
 
 def _open_room(room: NodeRoom) -> RoomState:
@@ -365,20 +357,20 @@ def _open_room(room: NodeRoom) -> RoomState:
 def _keys(room: NodeRoom, keys: Sequence[str]) -> list[bytes]:
     """Return keys that are written in hexadecimal, each once."""
     size = room.key.key_bytes
-    found: dict[bytes, None] = {}
-    for text in keys:
-        try:
-            key = bytes.fromhex(text)
-        except ValueError:
-            raise ControlError(f"key {text[:80]!r} is not hexadecimal") from None
-        if len(key) != size:
-            raise ControlError(
-                f"key {text[:80]!r} has {len(key)} bytes; keys of room {room.key.name} have {size}"
-            )
-        found[key] = None
-    if not found:
+    if not keys:
         raise ControlError("no keys are named")
-    return list(found)
+    if len(keys) > MOST_KEYS:
+        raise ControlError(f"{len(keys)} keys are named; name at most {MOST_KEYS} at a time")
+    for text in keys:
+        if not HEXADECIMAL.fullmatch(text):
+            raise ControlError(f"key {text[:80]!r} is not hexadecimal")
+        if len(text) != 2 * size:
+            raise ControlError(
+                f"key {text[:80]!r} has {len(text) / 2:g} bytes; keys of room {room.key.name} "
+                f"have {size}"
+            )
+    packed = bytes.fromhex("".join(keys))
+    return list(dict.fromkeys(PackedKeys(packed, size)))
 
 
 def _found(room: NodeRoom, places: Sequence[BlockLocation]) -> PromptPlaces:

@@ -7,12 +7,14 @@ every page in a browser on it, can reach that.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric
 from pydantic import BaseModel
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier import __version__
 from kvtier.control.contract import (
@@ -30,11 +32,18 @@ from kvtier.node.control import LoopCalls, NodeControl, NodeState, TenantState
 from kvtier.node.metrics import NodeMetrics
 from kvtier.node.node import CacheNode
 
+MOST_BODY_BYTES = 8 << 20
+"""Longest body of a request: the keys of 65,536 blocks, of 32 bytes each, take five eighths."""
+DISCARDED_BYTES = 64 << 20
+"""So much of a longer one is read, since a client that still sends does not see the answer."""
+BODY_S = 30.0
+"""Longest time in which a body has to arrive."""
+
 
 class QuotaBody(BaseModel):
-    """Bounds of a tenant's host memory and of its slabs, as sizes. No ceiling: None.
+    """New bounds of a tenant's host memory and of its slabs, as sizes. What is None stays as it is.
 
-    What has neither floor nor ceiling is left as it is.
+    ceiling, disk_ceiling: "none" for no ceiling.
     """
 
     tenant: str
@@ -71,6 +80,46 @@ class OnLoop(CacheControl):
 
     async def clear(self, room: str, memory_only: bool, timeout_s: float) -> Deleted:
         return await self._call(lambda: self._control.clear(room, memory_only, timeout_s))
+
+
+class ShortBodies:
+    """Middleware that reads the body of a request, with limits on its length and time."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, num_bytes, is_whole = bytearray(), 0, False
+        refusal: Response | None = None
+        try:
+            async with asyncio.timeout(BODY_S):
+                while not is_whole and num_bytes <= DISCARDED_BYTES:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return
+                    part: bytes = message.get("body", b"")
+                    is_whole = not message.get("more_body", False)
+                    num_bytes += len(part)
+                    if num_bytes <= MOST_BODY_BYTES:
+                        body += part
+            if num_bytes > MOST_BODY_BYTES:
+                refusal = _refused(f"the body has more than {MOST_BODY_BYTES} bytes", 413)
+        except TimeoutError:
+            refusal = _refused(f"the body did not arrive within {BODY_S:.0f} s", 408)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        messages: list[Message] = [{"type": "http.request", "body": bytes(body)}]
+
+        async def again() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, again, send)
+
+
+def _refused(reason: str, status: int) -> Response:
+    """Return the answer to a request whose body is not read to its end."""
+    return JSONResponse({"error": reason}, status, {"Connection": "close"})
 
 
 def reading_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastAPI:
@@ -114,6 +163,7 @@ def reading_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastA
 
     app.include_router(page_router(collect))
     app.add_middleware(HeadAsGet)
+    app.add_middleware(ShortBodies)
     return app
 
 
@@ -126,12 +176,7 @@ def control_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastA
     @app.post("/quota")
     async def set_quota(body: QuotaBody) -> TenantState:
         """Change a tenant's quota until the node ends."""
-        host = _bounds(body.floor, body.ceiling)
-        disk = _bounds(body.disk_floor, body.disk_ceiling)
+        host, disk = (body.floor, body.ceiling), (body.disk_floor, body.disk_ceiling)
         return await call(lambda: control.set_quota(body.tenant, host, disk))
 
     return app
-
-
-def _bounds(floor: str | None, ceiling: str | None) -> tuple[str, str | None] | None:
-    return None if floor is None and ceiling is None else (floor or "0", ceiling)

@@ -78,10 +78,10 @@ class NodeMemory:
                 "memory; lower it, or raise host_capacity"
             )
         beside = _beside(directory)
-        self._locks = [_lock(directory)]
+        self._locks = {directory: _lock(directory)}
         try:
             if beside != directory:
-                self._locks.append(_lock(beside))
+                self._locks[beside] = _lock(beside)
             self._open(directory / "memory", beside, device, disk)
         except OSError as error:
             self._unlock()
@@ -182,8 +182,12 @@ class NodeMemory:
         self._unlock()
 
     def _unlock(self) -> None:
+        """Release the directories, and remove those that are empty."""
         while self._locks:
-            os.close(self._locks.pop())
+            directory, lock = self._locks.popitem()
+            lock.release()
+            with suppress(OSError):  # a killed node's memory is in it, or it is mounted
+                directory.rmdir()
 
 
 def _leave(address: int, num_bytes: int, threads: int, is_wanted: Callable[[], bool]) -> bool:
@@ -191,18 +195,31 @@ def _leave(address: int, num_bytes: int, threads: int, is_wanted: Callable[[], b
     return True
 
 
-def lock_file(path: Path) -> int:
-    """Return an open lock file that only this process holds.
+class LockFile:
+    """File that only this process holds. It is removed when it is released.
 
     Raises ``BlockingIOError`` if another process holds it.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+        while self._fd < 0:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(fd), path.lstat()):
+                    self._fd = fd
+            except FileNotFoundError:  # its holder has released it meanwhile
+                pass
+            finally:
+                if self._fd < 0:
+                    os.close(fd)
+
+    def release(self) -> None:
+        """Remove the file, and let another process make it."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._fd)
 
 
 def _beside(directory: Path) -> Path:
@@ -217,8 +234,8 @@ def _beside(directory: Path) -> Path:
     return SHARED_MEMORY / f"kvtier-records-{name}"
 
 
-def _lock(directory: Path) -> int:
-    """Return an open lock file in ``directory`` that only this process holds."""
+def _lock(directory: Path) -> LockFile:
+    """Return a lock file in ``directory``."""
     lock = directory / "lock"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -231,7 +248,7 @@ def _lock(directory: Path) -> int:
         with suppress(FileNotFoundError):
             if not S_ISREG(lock.lstat().st_mode):  # no node can have locked it
                 remove(lock)
-        return lock_file(lock)
+        return LockFile(lock)
     except BlockingIOError:
         raise ConfigError(
             f"memory_path: another node uses {directory}; stop it, or name another directory"

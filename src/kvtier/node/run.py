@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
+from typing import cast
 
 import uvicorn
 import uvloop
 from fastapi import FastAPI
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+from kvtier.control.connection import HttpConnection
+from kvtier.control.doorman import BACKLOG, Doorman, on_loop_error, raise_descriptor_limit
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError
 from kvtier.node.config import NodeConfig
@@ -23,34 +26,44 @@ from kvtier.node.control import LoopCalls, NodeControl
 from kvtier.node.http import control_app, reading_app
 from kvtier.node.node import CacheNode
 from kvtier.node.server import NodeServer, listen
+from kvtier.system.signals import ended_by_signals, ending_signals, signals_ignored
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = (LOOPBACK, "localhost")
-MOST_CONNECTIONS = 64
+MOST_CONNECTIONS = 32
+"""Connections to the control socket, and to its port, beyond which idle ones are closed."""
+HEADER_S = 10.0
+WRITE_S = 30.0
+"""Longest time in which a request's header has to arrive, and parts of an answer to be read."""
 CLOSE_WAIT_S = 5.0
 
 
 def run_node(config: NodeConfig, on_ready: Callable[[int | None], object]) -> None:
-    """Run a node until SIGTERM or SIGINT, and close it.
+    """Run a node until SIGTERM, SIGINT or SIGHUP, and close it.
 
     on_ready: called with the control API's TCP port as soon as engines can attach.
 
     Raises ``ConfigError`` if it can't start.
     """
-    node = CacheNode(config, CpuDevice())
-    try:
-        uvloop.run(_serve(node, on_ready))  # less CPU time per message than asyncio's own loop
-    finally:
-        node.close()
-        logger.info("stopped")
+    raise_descriptor_limit()
+    with ended_by_signals() as ending:
+        node = CacheNode(config, CpuDevice())
+        try:
+            if not ending.is_asked:
+                # Less CPU time per message than asyncio's own loop.
+                uvloop.run(_serve(node, on_ready))
+        finally:
+            with signals_ignored():
+                node.close()
+            logger.info("stopped")
 
 
 async def _serve(node: CacheNode, on_ready: Callable[[int | None], object]) -> None:
     config = node.config
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending_signals():
         loop.add_signal_handler(number, stop.set)
     server = NodeServer(node, config.socket)
     serving = asyncio.create_task(server.serve())
@@ -96,7 +109,8 @@ class ControlServer:
         self._path = path
         self.port: int | None = None
         self._sockets = [listen(path)]
-        self._servers = [_server(control_app(node, control, call))]
+        self._doormen = [_doorman()]
+        self._servers = [_server(control_app(node, control, call), self._doormen[0])]
         if port is not None:
             try:
                 self._sockets.append(_loopback(port))
@@ -107,7 +121,8 @@ class ControlServer:
             loopback = reading_app(node, control, call)
             # So that a page from elsewhere can't read it by a name of its own (DNS rebinding).
             loopback.add_middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK_NAMES))
-            self._servers.append(_server(loopback))
+            self._doormen.append(_doorman())  # idle clients here keep nobody from the socket
+            self._servers.append(_server(loopback, self._doormen[-1]))
         self._thread = Thread(target=self._run, name="kvtier node control", daemon=True)
         self._thread.start()
 
@@ -115,8 +130,17 @@ class ControlServer:
         asyncio.run(self._serve())
 
     async def _serve(self) -> None:
+        asyncio.get_running_loop().set_exception_handler(on_loop_error)
+        sweeping = asyncio.create_task(self._sweep())
         pairs = zip(self._servers, self._sockets, strict=True)
         await asyncio.gather(*(server.serve(sockets=[own]) for server, own in pairs))
+        sweeping.cancel()
+
+    async def _sweep(self) -> None:
+        while True:
+            for doorman in self._doormen:
+                doorman.sweep()
+            await asyncio.sleep(self._doormen[0].tick_s)
 
     async def close(self) -> None:
         """Answer what was asked, and end."""
@@ -131,17 +155,28 @@ class ControlServer:
         self._path.unlink(missing_ok=True)
 
 
-def _server(app: FastAPI) -> uvicorn.Server:
+def _doorman() -> Doorman:
+    return Doorman(
+        MOST_CONNECTIONS,
+        HEADER_S,
+        WRITE_S,
+        lambda reason: logger.debug("control connection closed reason=%s", reason),
+    )
+
+
+def _server(app: FastAPI, doorman: Doorman) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             app,
+            # uvicorn calls this like a class, to create a protocol.
+            http=cast(type[asyncio.Protocol], partial(HttpConnection, doorman=doorman)),
+            backlog=BACKLOG,
             loop="asyncio",
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=MOST_CONNECTIONS,
             timeout_graceful_shutdown=int(CLOSE_WAIT_S),
         )
     )

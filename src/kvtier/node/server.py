@@ -13,7 +13,7 @@ from weakref import WeakSet
 from kvtier.errors import ConfigError
 from kvtier.node.connection import Connection
 from kvtier.node.engines import AttachError, peer_of
-from kvtier.node.memory import lock_file
+from kvtier.node.memory import LockFile
 from kvtier.node.node import CacheNode
 from kvtier.node.registry import Registry
 
@@ -45,7 +45,7 @@ class NodeServer:
         try:
             self._socket = listen(path)
         except BaseException:
-            os.close(self._lock)
+            self._lock.release()
             raise
 
     async def serve(self) -> None:
@@ -79,7 +79,7 @@ class NodeServer:
         if self._socket.fileno() >= 0:
             self._socket.close()
             self.path.unlink(missing_ok=True)
-            os.close(self._lock)
+            self._lock.release()
 
     def _accept(self) -> None:
         try:
@@ -107,11 +107,11 @@ class NodeServer:
             asyncio.get_running_loop().add_reader(self._socket, self._accept)
 
 
-def _lock(path: Path) -> int:
-    """Return an open lock file beside the socket that only this process holds."""
+def _lock(path: Path) -> LockFile:
+    """Return a lock file beside the socket."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return lock_file(path.with_name(f"{path.name}.lock"))
+        return LockFile(path.with_name(f"{path.name}.lock"))
     except BlockingIOError:
         raise ConfigError(
             f"socket: another node listens at {path}; stop it, or name another path"

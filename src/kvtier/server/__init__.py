@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvtier.server.app import make_app
     from kvtier.server.config import ServerConfig
-    from kvtier.server.doorman import raise_descriptor_limit, room_for_connections
     from kvtier.server.listener import bind, is_loopback
     from kvtier.server.run import HttpServer
     from kvtier.server.service import Service
@@ -26,8 +25,6 @@ else:
         "is_loopback": "listener",
         "make_app": "app",
         "open_certificate": "tls",
-        "raise_descriptor_limit": "doorman",
-        "room_for_connections": "doorman",
     }
 
     def __getattr__(name: str) -> object:
@@ -44,6 +41,4 @@ __all__ = [
     "is_loopback",
     "make_app",
     "open_certificate",
-    "raise_descriptor_limit",
-    "room_for_connections",
 ]

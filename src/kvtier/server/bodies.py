@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Receive, Scope
 
-from kvtier.server.connection import HttpConnection
+from kvtier.control.connection import HttpConnection
 from kvtier.server.errors import ApiError, body_late, body_too_long, crowded
 from kvtier.server.pace import Pace
 from kvtier.server.scan import Bounds, Scan

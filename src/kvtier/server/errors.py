@@ -89,14 +89,6 @@ def body_too_long(limit_bytes: int) -> ApiError:
     )
 
 
-def header_too_long(limit_bytes: int) -> ApiError:
-    return ApiError(
-        431,
-        f"The request's header is longer than {limit_bytes} bytes; shorten its path or its fields.",
-        code="header_too_large",
-    )
-
-
 def body_compressed(encoding: str) -> ApiError:
     return ApiError(
         415,

@@ -14,10 +14,10 @@ from hashlib import sha256
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvtier.control.doorman import MONITOR_PATHS
 from kvtier.control.routes import PATHS
 from kvtier.live.files import LIVE_PATH, name_of
 from kvtier.server.bodies import Body
-from kvtier.server.doorman import MONITOR_PATHS
 from kvtier.server.errors import (
     ApiError,
     body_compressed,

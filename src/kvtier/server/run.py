@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import signal
 import socket
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import uvicorn
 
+from kvtier.control.doorman import BACKLOG, Doorman, on_loop_error
 from kvtier.engine import Engine
 from kvtier.errors import ConfigError
 from kvtier.server.app import make_app
 from kvtier.server.config import ServerConfig
-from kvtier.server.connection import HttpConnection
-from kvtier.server.doorman import BACKLOG, Doorman
+from kvtier.server.connection import ApiConnection
 from kvtier.server.listener import listen, url_of
 from kvtier.server.service import Service
 from kvtier.server.tls import Certificate, Handshake, open_certificate
+from kvtier.system.signals import ending_signals
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ class HttpServer:
         self._stop_at_once = asyncio.Event()
 
     def run(self, on_ready: Callable[[str], None], handle_signals: bool = False) -> None:
-        """Serve until ``stop``, or SIGTERM or SIGINT if ``handle_signals`` is set.
+        """Serve until ``stop``; with ``handle_signals`` also until SIGTERM, SIGINT or SIGHUP.
 
         The first signal begins the shutdown, a second one cuts it short. Returns when the last
         request has its answer.
@@ -93,9 +92,9 @@ class HttpServer:
 
     async def _serve(self, on_ready: Callable[[str], None], handle_signals: bool) -> None:
         self._loop = asyncio.get_running_loop()
-        self._loop.set_exception_handler(_on_loop_error)
+        self._loop.set_exception_handler(on_loop_error)
         if handle_signals:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in ending_signals():
                 self._loop.add_signal_handler(number, self._on_stop)
         service = Service(self._engine, self._config)
         grace_s = self._config.shutdown_grace_s
@@ -135,7 +134,7 @@ class HttpServer:
 
     def _protocol(self, doorman: Doorman) -> Callable[..., asyncio.Protocol]:
         if self._certificate is None:
-            return partial(HttpConnection, doorman=doorman)
+            return partial(ApiConnection, doorman=doorman)
         timeout_s = self._config.write_timeout_s
         return partial(
             Handshake, doorman=doorman, certificate=self._certificate, timeout_s=timeout_s
@@ -150,15 +149,6 @@ class HttpServer:
             service.cut_short()
         hurry.cancel()
         await finish
-
-
-def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log in one line that no connection could be accepted; asyncio retries by itself."""
-    error = context.get("exception")
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        logger.error("connections not accepted error=%s", error.strerror)
-    else:
-        loop.default_exception_handler(context)
 
 
 async def _watch(doorman: Doorman, certificate: Certificate | None) -> None:

@@ -17,12 +17,12 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from kvtier import __version__
+from kvtier.control.doorman import Doorman, possible_connections
 from kvtier.engine import Engine, Grammar, SamplingParams
 from kvtier.recording import Chains, Recorder, salt_from_environment
 from kvtier.server.asking import wants_explanation
 from kvtier.server.bodies import Bodies, Body
 from kvtier.server.config import ServerConfig
-from kvtier.server.doorman import Doorman, possible_connections
 from kvtier.server.errors import (
     ApiError,
     ClientGone,

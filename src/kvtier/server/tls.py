@@ -16,10 +16,10 @@ from typing import Any
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from kvtier.control.doorman import Doorman
 from kvtier.errors import ConfigError
 from kvtier.server.config import ServerConfig
-from kvtier.server.connection import HttpConnection
-from kvtier.server.doorman import Doorman
+from kvtier.server.connection import ApiConnection
 from kvtier.system.private_files import read_key_file
 from kvtier.system.user_paths import user_path
 
@@ -122,9 +122,9 @@ def _reason(error: ssl.SSLError) -> str:
 
 
 class Handshake(asyncio.Protocol):
-    """A connection until it is encrypted; then ``HttpConnection`` takes over.
+    """A connection until it is encrypted; then ``ApiConnection`` takes over.
 
-    config, server_state, app_state: uvicorn's, for the ``HttpConnection``.
+    config, server_state, app_state: uvicorn's, for the ``ApiConnection``.
     timeout_s: limit for the last bytes of a connection that is being closed.
     """
 
@@ -142,7 +142,7 @@ class Handshake(asyncio.Protocol):
         self._doorman = doorman
         self._certificate = certificate
         self._timeout_s = timeout_s
-        self._connect: Callable[[asyncio.Transport], HttpConnection] = lambda raw: HttpConnection(
+        self._connect: Callable[[asyncio.Transport], ApiConnection] = lambda raw: ApiConnection(
             config, server_state, app_state, _loop, doorman=doorman, raw=raw
         )
         self._early = bytearray()

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError
 
+MOST_SOCKET_BYTES = 107
+"""Longest path of a Unix socket."""
+
 
 def user_path(given: str | Path) -> Path:
     """Return the path that a user means: a leading ``~`` is a home directory.
@@ -20,6 +23,16 @@ def user_path(given: str | Path) -> Path:
         return Path(given).expanduser()
     except RuntimeError:
         raise ConfigError(f"{given}: there is no such home directory; write the path out") from None
+
+
+def check_socket(path: str | Path, field: str) -> None:
+    """Raise ``ConfigError`` if a path is too long for a Unix socket. field: name of the setting."""
+    num = len(os.fsencode(user_path(path)))
+    if num > MOST_SOCKET_BYTES:
+        raise ConfigError(
+            f"{field}: the path {path} has {num} bytes, and that of a Unix socket at most "
+            f"{MOST_SOCKET_BYTES}; name a shorter one"
+        )
 
 
 def cache_folder() -> Path:

@@ -292,7 +292,7 @@ NODE_ENGINE_PAUSES = _counter(
 )
 NODE_LOOKUP_SECONDS = _histogram(
     "kvtier_node_lookup_seconds",
-    "Time from the arrival of a look-up to its answer.",
+    "Time from the arrival of a look-up to its answer, without waits for stores.",
     buckets=(2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.25),
 )
 NODE_LOOKUP_BLOCKS = _counter(

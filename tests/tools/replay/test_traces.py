@@ -66,6 +66,48 @@ def test_mooncake(read: Callable[..., Trace]) -> None:
     assert shared(trace) == [0, 2, 0]  # the last one's 2 has another parent
 
 
+def in_session(name: str, ids: list[int], **times: float) -> str:
+    fields = {"session_id": name, "hash_ids": ids, "input_length": 1000, "output_length": 7}
+    return json.dumps(fields | times)
+
+
+def test_mooncake_with_sessions_and_delays(read: Callable[..., Trace]) -> None:
+    trace = read(
+        in_session("a", [1, 2], timestamp=500),
+        in_session("b", [7], timestamp=1000),
+        in_session("a", [1, 2, 3], delay=2000),
+        in_session("b", [7, 8], timestamp=4000),
+        in_session("a", [1, 2, 3, 4], delay=0),
+    )
+    assert trace.times.tolist() == [0.0, 0.5, 2.0, 2.0, 3.5]
+    assert trace.lengths.tolist() == [2, 1, 3, 4, 2]
+    assert shared(trace) == [0, 0, 2, 3, 1]
+    assert any("2 requests have a delay" in note for note in trace.notes)
+
+
+def test_sessions_without_a_start_are_begun_at_random(read: Callable[..., Trace]) -> None:
+    lines = [in_session("a", [1]), in_session("b", [7]), in_session("a", [1, 2], delay=1000)]
+    trace = read(*lines, options=agentic(hours=0.5))
+    assert trace.times.tolist() == read(*lines, options=agentic(hours=0.5)).times.tolist()
+    assert 0 < trace.times[-1] < 1801
+    assert any("2 sessions have no start of their own" in note for note in trace.notes)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (in_session("a", [1]), ":2: timestamp and delay are missing"),
+        (in_session("a", [1], delay=float("nan")), ":2: delay is nan: out of range"),
+        ('{"hash_ids": [1], "input_length": 9, "delay": 5}', ":2: timestamp is missing, and there"),
+    ],
+)
+def test_request_whose_time_is_unknown_is_refused(
+    read: Callable[..., Trace], line: str, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read(in_session("a", [1], timestamp=5), line)
+
+
 def test_bailian(read: Callable[..., Trace]) -> None:
     trace = read(bailian(1.25, [5, 6, 7], chat=1), bailian(2.0, [5, 6, 8], chat=2))
     assert trace.times.tolist() == [0.0, 0.75]
@@ -689,7 +731,7 @@ def hashed(num: int, tokens: int, every: float = 1000, **fields: object) -> list
             hashed(300, 512, every=1),
             "read in ms, 300 requests .* come within 0.299 s, more than .* unit",
         ),
-        (hashed(300, 512, timestamp=None), ":1: timestamp is missing, and should be a number"),
+        (hashed(300, 512, timestamp=None), ":1: timestamp is missing, and there is no session_id"),
         (hashed(300, 512, input_length=None), ":1: input_length is missing: say how many tokens"),
         (hashed(300, 512, hash_ids=None), ":1: hash_ids is missing"),
         (hashed(2, 512, every=4e10), "the first and the last request are 463 days apart, so some"),

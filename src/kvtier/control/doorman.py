@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
 import math
 import os
 import resource
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvtier.errors import ConfigError
 from kvtier.live.files import PATHS
@@ -191,3 +193,12 @@ def possible_connections(wanted: int, num_others: int = 0) -> int:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         logger.warning("connections limited max=%d wanted=%d open_files=%d", room, wanted, limit)
     return int(min(room, wanted))
+
+
+def on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log in one line that no connection could be accepted; asyncio retries by itself."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        logger.error("connections not accepted error=%s", error.strerror)
+    else:
+        loop.default_exception_handler(context)
