@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,9 @@ from kvtier.devices.paths import BATCH_VARIABLE
 from kvtier.layout import (
     DType,
     KVGroup,
-    Layout,
-    TensorSlice,
     full_attention,
     latent_attention,
     named_layout,
-    over_tensors,
     repack,
 )
 from kvtier.testing import host_memory, memory_bytes
@@ -54,12 +50,7 @@ GROUPS = st.one_of(
         block_size=st.integers(1, 4),
     ),
 )
-TENSORS = "a tensor per layer and part"
-POOLS = st.sampled_from(
-    ["layer_first", "part_first", "block_first", "page_first_kv_split", TENSORS]
-)
-GAP = 96
-"""Bytes between two tensors: somebody else's."""
+POOLS = st.sampled_from(["layer_first", "part_first", "block_first", "page_first_kv_split"])
 
 
 @dataclass(frozen=True)
@@ -121,26 +112,8 @@ class Bench:
         self.engine.close()
 
 
-def pool_layout(group: KVGroup, name: str, begin: int) -> Layout:
-    """A pool that begins at the address ``begin``."""
-    if name != TENSORS:
-        return named_layout(name, group, NUM_DEVICE)
-    places: list[list[TensorSlice]] = [[] for _ in group.parts]
-    address = begin
-    for layer, part in product(reversed(range(group.num_layers)), range(len(group.parts))):
-        kind, size = group.parts[part], group.dtype.itemsize
-        head, token = kind.dim * size, kind.num_heads * kind.dim * size
-        block = group.tokens_of(kind) * token
-        places[part].insert(0, TensorSlice(address, block, token, head))
-        address += NUM_DEVICE * block + GAP * (layer + part > 0)
-    found, layout = over_tensors(group, places, NUM_DEVICE)
-    assert found == begin
-    return layout
-
-
 def pool_bytes(group: KVGroup) -> int:
-    """Enough for any arrangement."""
-    return NUM_DEVICE * group.bytes_per_block + GAP * group.num_layers * len(group.parts)
+    return NUM_DEVICE * group.bytes_per_block
 
 
 def _bench(group: KVGroup, layout: str, device: Device, pool: Memory) -> Bench:
@@ -149,7 +122,7 @@ def _bench(group: KVGroup, layout: str, device: Device, pool: Memory) -> Bench:
     sizes = (pool_bytes(group), NUM_HOST * group.bytes_per_block)
     in_pool, in_host = (rng.integers(0, 256, size, np.uint8) for size in sizes)
     memory_bytes(host.memory)[: len(in_host)] = in_host
-    tier = DeviceTier(pool, pool_layout(group, layout, pool.address))
+    tier = DeviceTier(pool, named_layout(layout, group, NUM_DEVICE))
     return Bench(device, tier, host, TransferEngine(device), in_pool, in_host)
 
 

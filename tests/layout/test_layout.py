@@ -20,13 +20,11 @@ from kvtier.layout import (
     KVGroup,
     Layout,
     Part,
-    TensorSlice,
     arrange,
     fragments,
     full_attention,
     latent_attention,
     named_layout,
-    over_tensors,
     part_view,
     recurrent_state,
     repack,
@@ -334,31 +332,3 @@ def test_equal_groups_have_one_fingerprint_however_they_are_written() -> None:
     dtype: Any = "float16"
     other = full_attention(2, 4, 8, dtype, size)
     assert other.fingerprint == group.fingerprint
-
-
-# -- pools of several tensors ----------------------------------------------------------------------
-
-
-def _place(address: int, block: int = 64) -> TensorSlice:
-    return TensorSlice(address, block, 16, 8)
-
-
-def test_a_pool_of_tensors_is_the_memory_around_them() -> None:
-    group = full_attention(2, 2, 4, DType.BFLOAT16, 4)
-    places = [[_place(5000), _place(1000)], [_place(9000), _place(3000)]]
-    begin, layout = over_tensors(group, places, num_blocks=3)
-    assert begin == 1000
-    assert layout.nbytes == 9000 + 3 * 64 - 1000
-    assert layout.block_bytes == 3 * group.bytes_per_block
-    assert spans(layout, block=2, layer=0).tolist() == [[4000 + 128, 64], [8000 + 128, 64]]
-
-
-def test_a_pool_of_tensors_needs_one_for_each_layer_and_part_with_equal_strides() -> None:
-    group = full_attention(2, 2, 4, DType.BFLOAT16, 4)
-    with pytest.raises(LayoutError, match=r"2 parts and 2 layers .* got \[2\]"):
-        over_tensors(group, [[_place(0), _place(500)]], 3)
-    with pytest.raises(LayoutError, match="'k' differ in strides"):
-        over_tensors(group, [[_place(0), _place(500, 80)], [_place(900), _place(1500)]], 3)
-    _, layout = over_tensors(group, [[_place(0), _place(500)], [_place(900), _place(1500)]], 3)
-    with pytest.raises(LayoutError, match="layer_view"):
-        part_view(np.zeros(4000, np.uint8), layout, 0)

@@ -65,6 +65,11 @@ def is_open(connection: socket.socket) -> bool:
     return False
 
 
+def num_peers(made: Publisher) -> list[int]:
+    """Connections per socket: those of events, and those of replays."""
+    return [len(door.peers) for door in made._peers._doors]
+
+
 def test_readers_that_read_nothing_use_up_neither_memory_nor_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -78,14 +83,14 @@ def test_readers_that_read_nothing_use_up_neither_memory_nor_descriptors(
     made.start(BlockEvents([DEVICE, HOST], [], 2))
     with idle_readers(made, 200):
         full = [event_peers.MOST_PEERS] * 2
-        wait_until(lambda: made._peers.num_peers == full, "the limit is reached")
+        wait_until(lambda: num_peers(made) == full, "the limit is reached")
         wait_until(lambda: len(made._answers) == event_peers.MOST_PEERS, "they don't read")
         most = descriptors + sum(full) + 2  # the pipes to the readers
         wait_until(lambda: num_descriptors() <= most, "the others were refused")
         with dial(made.endpoints[1]) as late:
             assert not is_open(late), "it is one too many"
         assert resident_bytes() - memory < 100 << 20
-    wait_until(lambda: made._peers.num_peers == [0, 0], "they have gone")
+    wait_until(lambda: num_peers(made) == [0, 0], "they have gone")
     wait_until(lambda: not made._answers, "nothing is kept for them")
     with router(made.endpoints) as reads:
         reads.replay(MOST_KEPT)
@@ -97,12 +102,12 @@ def test_one_that_leaves_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_peers, "MOST_PEERS", 3)
     with publisher(BlockLog()) as made:
         those = [dial(made.endpoints[0]) for _ in range(3)]
-        wait_until(lambda: made._peers.num_peers == [3, 0], "they are let in")
+        wait_until(lambda: num_peers(made) == [3, 0], "they are let in")
         refused = dial(made.endpoints[0])
         assert not is_open(refused)
         assert all(map(is_open, those))
         those.pop().close()
-        wait_until(lambda: made._peers.num_peers == [2, 0], "it has left")
+        wait_until(lambda: num_peers(made) == [2, 0], "it has left")
         those.append(dial(made.endpoints[0]))
         assert is_open(those[-1])
         for each in (*those, refused):
@@ -115,14 +120,14 @@ def test_a_subscriber_far_behind_is_disconnected(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(event_peers, "SWEEP_S", 0.02)
     log = BlockLog()
     with publisher(log) as made, router(made.endpoints) as reads, idle_readers(made, 1):
-        wait_until(lambda: made._peers.num_peers == [2, 2], "all are there")
+        wait_until(lambda: num_peers(made) == [2, 2], "all are there")
         monkeypatch.setattr(made, "_encode", lambda batch: bytes(1 << 18))
         monkeypatch.setattr(reads, "_take", lambda number, payload: reads.batches.update({0: []}))
 
         def falls_behind() -> bool:
             send(log, made, made._num_sent % 250)
             reads.receive()
-            return made._peers.num_peers[0] == 1
+            return num_peers(made)[0] == 1
 
         wait_until(falls_behind, "it is disconnected")
         reads.batches.clear()
@@ -141,7 +146,7 @@ def test_one_that_asks_and_takes_nothing_is_disconnected(monkeypatch: pytest.Mon
     with idle_readers(made, 1):
         wait_until(lambda: bool(made._answers), "it has asked")
         wait_until(lambda: not made._answers, "it is given up")
-        wait_until(lambda: made._peers.num_peers[1] == 0, "it is disconnected")
+        wait_until(lambda: num_peers(made)[1] == 0, "it is disconnected")
     made.close()
 
 
@@ -151,7 +156,7 @@ def test_connections_that_say_nothing_leave(monkeypatch: pytest.MonkeyPatch) -> 
         silent = dial(made.endpoints[1])
         while silent.recv(64):  # the greeting, and then the end
             pass
-        wait_until(lambda: made._peers.num_peers == [0, 0], "it has left")
+        wait_until(lambda: num_peers(made) == [0, 0], "it has left")
         silent.close()
 
 

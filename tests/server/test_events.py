@@ -206,7 +206,7 @@ def test_an_engine_tells_routers_what_it_has() -> None:
         events_replay=ANY_PORT,
     )
     prompt = [at % 250 for at in range(700)]
-    with Engine(config) as engine, router(engine.events_endpoints) as reads:
+    with Engine(config) as engine, router(engine._publisher.endpoints) as reads:
         for salt in ("", "", "other"):
             completion = engine.submit(prompt, SamplingParams(max_tokens=1), salt=salt).result(60)
             assert completion.finish_reason == "length"
@@ -247,6 +247,6 @@ def _has(reads: Router, wanted: dict[str, int]) -> bool:
 
 
 def test_without_a_listener_nothing_is_noted(engine: Engine) -> None:
-    assert engine.events_endpoints == []
+    assert engine._publisher is None
     assert engine.cache._observer._events is None
     assert engine.cache._ladder.transfers.on_change is None

@@ -261,11 +261,6 @@ class Engine:
         return max(0, self._inbox.num_unfinished - len(self._scheduler.running))
 
     @property
-    def events_endpoints(self) -> list[str]:
-        """The endpoints of events and of their replay."""
-        return [] if self._publisher is None else self._publisher.endpoints
-
-    @property
     def max_event_descriptors(self) -> int:
         """Descriptors that readers of events may use."""
         return 0 if self._publisher is None else self._publisher.max_descriptors

@@ -18,7 +18,6 @@ from kvtier.layout.layout import Axis, Layout, PartStrides, arrange
 from kvtier.layout.named import ORDERS, named_layout
 from kvtier.layout.repack import layer_view, part_view, repack
 from kvtier.layout.spans import Fragments, SteppedFragments, fragments, spans, stepped_fragments
-from kvtier.layout.tensors import TensorSlice, over_tensors
 
 __all__ = [
     "ORDERS",
@@ -32,7 +31,6 @@ __all__ = [
     "Part",
     "PartStrides",
     "SteppedFragments",
-    "TensorSlice",
     "arrange",
     "fragments",
     "full_attention",
@@ -40,7 +38,6 @@ __all__ = [
     "layer_view",
     "named_layout",
     "opaque",
-    "over_tensors",
     "part_view",
     "recurrent_state",
     "repack",

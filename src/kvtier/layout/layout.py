@@ -29,10 +29,7 @@ class Axis(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PartStrides:
-    """Strides of one part along each axis, in bytes, and its offset.
-
-    layers: offset of each layer instead, for pools with a tensor per layer.
-    """
+    """Strides of one part along each axis, in bytes, and its offset."""
 
     offset: int
     layer: int
@@ -40,20 +37,19 @@ class PartStrides:
     token: int
     head: int
     dim: int
-    layers: tuple[int, ...] = ()
 
     def begin(self, layer: int) -> int:
         """Return the offset of block 0 of ``layer``, in bytes."""
-        return self.layers[layer] if self.layers else self.offset + layer * self.layer
+        return self.offset + layer * self.layer
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """``num_blocks`` blocks of a group, arranged in one memory of ``nbytes`` bytes.
 
-    order: outermost axis first; () for a pool of several tensors.
+    order: outermost axis first.
     parts: strides, in the order of ``group.parts``.
-    Create it by ``arrange`` or ``over_tensors``. Equal layouts have equal addresses.
+    Create it by ``arrange``. Equal layouts have equal addresses.
     """
 
     group: KVGroup

@@ -20,11 +20,8 @@ def part_view(memory: Bytes, layout: Layout, part: int) -> Bytes:
     The view is uint8 [num_blocks, num_layers, num_tokens, num_heads, dim * itemsize].
 
     memory: uint8 [>= layout.nbytes], contiguous.
-    Raises ``LayoutError`` for a pool of several tensors, whose layers have arbitrary addresses.
     """
     strides = layout.parts[part]
-    if strides.layers:
-        raise LayoutError("the layers of this pool are tensors of their own: use layer_view")
     one = layer_view(memory, layout, part, 0)
     shape = (len(one), layout.group.num_layers, *one.shape[1:])
     steps = (one.strides[0], strides.layer, *one.strides[1:])

@@ -126,15 +126,12 @@ def _rows(src: Layout, dst: Layout, layers: range) -> list[Row]:
     rows: list[Row] = []
     for index, (src_part, dst_part) in enumerate(zip(src.parts, dst.parts, strict=True)):
         axes = ("layer", "token", "head")
-        # Layers of a pool of several tensors have arbitrary addresses: iterate over each.
-        is_alone = bool(src_part.layers or dst_part.layers)
-        for some in [range(at, at + 1) for at in layers] if is_alone else [layers]:
-            run, rest = _common_run(src, index, src_part, dst_part, axes, len(some))
-            src_start, dst_start = src_part.begin(some.start), dst_part.begin(some.start)
-            rows += [
-                (dst_start + to, dst_part.block, src_start + at, src_part.block, run)
-                for at, to in _offsets(rest, src_part, dst_part)
-            ]
+        run, rest = _common_run(src, index, src_part, dst_part, axes, len(layers))
+        src_start, dst_start = src_part.begin(layers.start), dst_part.begin(layers.start)
+        rows += [
+            (dst_start + to, dst_part.block, src_start + at, src_part.block, run)
+            for at, to in _offsets(rest, src_part, dst_part)
+        ]
     return _merged(sorted(rows))
 
 

@@ -79,11 +79,6 @@ class EventPeers:
         """Descriptors that all connections may use."""
         return len(self._doors) * (MOST_PEERS + NUM_REFUSED)
 
-    @property
-    def num_peers(self) -> list[int]:
-        """Number of connections per socket, in the order of ``watch``."""
-        return [len(door.peers) for door in self._doors]
-
     def watch(self, watched: zmq.Socket[bytes], is_replay: bool) -> None:
         """Limit the connections of ``watched``, which is not bound yet."""
         import zmq
