@@ -23,7 +23,7 @@ from benchmarks.node.processes import (
 )
 from benchmarks.report.targets import judged
 from benchmarks.scale.keyed import new_keys
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.node.cache import NodeCache
 from kvtier.node.host import NodeHost
 from kvtier.tools.report.stats import exactly
@@ -54,7 +54,7 @@ def store(cache: NodeCache, host: NodeHost, keys: Sequence[bytes]) -> bool:
     reserved = cache.reserve(keys)
     if reserved is None:
         return False
-    blocks = blocks_of(host.memory_of(cache.guard(reserved.keys)), BLOCK_BYTES)
+    blocks = blocks_of(host.memory_of(reserved.guard), BLOCK_BYTES)
     for key, slot in zip(reserved.keys, reserved.slots, strict=True):
         blocks[slot] = content_of(key)
     cache.commit(reserved.keys, range(len(reserved.keys)))
@@ -63,16 +63,17 @@ def store(cache: NodeCache, host: NodeHost, keys: Sequence[bytes]) -> bool:
 
 def check(cache: NodeCache, host: NodeHost, keys: Sequence[bytes]) -> Checked:
     """Look blocks up, and compare the bytes of those in memory."""
-    places, _ = cache.begin_lookup(keys)
-    ready = [k for k, place in zip(keys, places, strict=True) if place is BlockLocation.MEMORY]
+    places, _ = cache.lookup(keys)
+    ready = [k for k, place in zip(keys, places, strict=True) if place is BlockState.MEMORY]
     wrong = 0
     if ready:
-        slots = cache.hold(ready)
-        guard = cache.guard(ready)
+        held = cache.hold(ready)
+        slots, guard = held.slots, held.guard
         memory = host.memory_of(guard)
         copied = blocks_of(memory, BLOCK_BYTES)[slots]
         assert memory is not None
         assert memory.generations is not None
+        assert guard is not None
         is_right = memory.generations[slots] == guard.generations
         for key, block, is_same in zip(ready, copied, is_right.tolist(), strict=True):
             wrong += not is_same or not np.array_equal(block, content_of(key))
@@ -91,7 +92,7 @@ def _engine(socket: Path, pipe: Connection) -> None:
             keys = new_keys(PROMPT_BLOCKS)
             pipe.send((False, keys))
             until(lambda keys=keys: store(cache, host, keys))  # type: ignore[misc]
-            if cache.locate(keys[-1]) is BlockLocation.MEMORY:
+            if cache.lookup_again(keys[-1]) is BlockState.MEMORY:
                 pipe.send((True, keys))
             cache.poll()
 

@@ -19,10 +19,10 @@ from kvtier._hot import NATIVE
 from kvtier.assembly import build_ladder
 from kvtier.devices.cpu import CpuDevice
 from kvtier.index import make_key_index
-from kvtier.keyed.cache import KeyedCache
+from kvtier.keyed.block_cache import BlockCache
+from kvtier.keyed.cache import LocalBlockCache
 from kvtier.ladder import LadderOptions
 from kvtier.node import protocol
-from kvtier.node.cache import NodeCache
 from kvtier.node.config import NodeConfig
 from kvtier.node.engines import Holdings
 from kvtier.node.node import CacheNode
@@ -43,8 +43,6 @@ NODE, IN_PROCESS = "node", "in process"
 P50_MS, P99_MS = 0.1, 1.0
 NAMESPACE = b"n" * 32
 
-Cache = NodeCache | KeyedCache
-
 
 class Requests(NamedTuple):
     """Requests of one client in one round.
@@ -58,7 +56,7 @@ class Requests(NamedTuple):
     wall_s: float
 
 
-def cache_in_process(num_blocks: int) -> KeyedCache:
+def cache_in_process(num_blocks: int) -> LocalBlockCache:
     """Return a cache of this process with room for ``num_blocks`` blocks, and no storage."""
     host = DistantRoom(num_blocks)
     host.open(num_blocks)
@@ -67,10 +65,12 @@ def cache_in_process(num_blocks: int) -> KeyedCache:
     ladder = build_ladder(
         index, {HOST: host}, mover, LadderOptions(BLOCK_BYTES), clock=time.monotonic
     )
-    return KeyedCache(index, ladder, lambda: NAMESPACE, time.monotonic)
+    return LocalBlockCache(index, ladder, lambda: NAMESPACE, time.monotonic)
 
 
-def ask(cache: Cache, keys: Sequence[bytes], num_requests: int, rate: float = RATE) -> Requests:
+def ask(
+    cache: BlockCache, keys: Sequence[bytes], num_requests: int, rate: float = RATE
+) -> Requests:
     """Look a prompt up again and again, at a rate."""
     seconds = []
     began, cpu_s = time.perf_counter(), time.thread_time()
@@ -79,7 +79,7 @@ def ask(cache: Cache, keys: Sequence[bytes], num_requests: int, rate: float = RA
         if left_s > 0:
             time.sleep(left_s)
         start = time.perf_counter()
-        places, _ = cache.begin_lookup(keys)
+        places, _ = cache.lookup(keys)
         cache.poll()
         seconds.append(time.perf_counter() - start)
         check_all_there(places)

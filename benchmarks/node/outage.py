@@ -28,7 +28,7 @@ from benchmarks.node.processes import (
 from benchmarks.report.targets import judged
 from benchmarks.scale.keyed import new_keys
 from kvtier.devices.cpu import CpuDevice
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.node.cache import NodeCache
 from kvtier.node.client import NodeClient
 from kvtier.node.control_client import ControlClient
@@ -117,7 +117,7 @@ def _look_for(socket: Path, keys: Sequence[bytes]) -> Counter[str]:
         attached(socket, BLOCK_BYTES, "reader") as cache,
         mapped(socket, BLOCK_BYTES, "reader") as host,
     ):
-        until(lambda: host.memory_of(cache.guard([])))
+        until(lambda: host.memory_of(cache.hold([]).guard))
         num, wrong, _ = _load(cache, host, keys)
     return Counter(sealed=len(keys), found=num, wrong=wrong)
 
@@ -126,16 +126,16 @@ def _load(
     cache: NodeCache, host: NodeHost, keys: Sequence[bytes]
 ) -> tuple[int, int, Sequence[bytes]]:
     """Load blocks. Return how many were there, how many of these are wrong, and the others."""
-    places, _ = cache.begin_lookup(keys)
-    ready = [k for k, place in zip(keys, places, strict=True) if place is BlockLocation.MEMORY]
+    places, _ = cache.lookup(keys)
+    ready = [k for k, place in zip(keys, places, strict=True) if place is BlockState.MEMORY]
     right, wrong = set[bytes](), 0
     if ready:
-        slots, guard = cache.hold(ready), cache.guard(ready)
-        memory = host.memory_of(guard)
-        if memory is not None:
+        held = cache.hold(ready)
+        slots, memory = held.slots, host.memory_of(held.guard)
+        if memory is not None and held.guard is not None:
             copied = blocks_of(memory, BLOCK_BYTES)[slots]
             assert memory.generations is not None
-            are_right = memory.generations[slots] == guard.generations
+            are_right = memory.generations[slots] == held.guard.generations
             for key, block, is_right in zip(ready, copied, are_right.tolist(), strict=True):
                 if is_right:  # else a miss
                     right.add(key)
@@ -148,7 +148,7 @@ def _store(cache: NodeCache, host: NodeHost, keys: Sequence[bytes]) -> None:
     reserved = cache.reserve(keys)
     if reserved is None:
         return
-    memory = host.memory_of(cache.guard(reserved.keys))
+    memory = host.memory_of(reserved.guard)
     if memory is None:  # the node is gone
         cache.abort(reserved.keys)
         return

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from benchmarks.scale.keyed import new_keys
 from kvtier.devices.cpu import CpuDevice
-from kvtier.keyed.cache import BlockLocation, KeyedCache
+from kvtier.keyed.block_cache import BlockCache, BlockState
 from kvtier.node.cache import NodeCache
 from kvtier.node.client import NodeClient
 from kvtier.node.config import NodeConfig
@@ -105,10 +105,16 @@ def attached(socket: Path, block_bytes: int, engine: str = "") -> Iterator[NodeC
     """A client whose deadline nothing misses, with its room opened."""
     cache = NodeCache(NodeClient(socket, engine=engine), lambda: SCOPE, block_bytes, PATIENCE_S)
     try:
-        until(lambda: cache.begin_lookup(new_keys(1)) and cache.guard([]).instance)
+        until(lambda: cache.lookup(new_keys(1)) and _instance(cache))
         yield cache
     finally:
         cache.close()
+
+
+def _instance(cache: NodeCache) -> str:
+    """Return the name of the memory whose slots the cache names; "" while it has none."""
+    guard = cache.hold([]).guard
+    return "" if guard is None else guard.instance
 
 
 @contextmanager
@@ -129,13 +135,13 @@ def blocks_of(memory: SlotMemory | None, block_bytes: int) -> Bytes:
     return found[:num_bytes].reshape(memory.num_slots, block_bytes)
 
 
-def store(cache: NodeCache | KeyedCache, keys: Sequence[bytes]) -> None:
+def store(cache: BlockCache, keys: Sequence[bytes]) -> None:
     """Store new blocks, whatever their bytes are."""
     for at in range(0, len(keys), STORED_AT_ONCE):
         until(partial(_store, cache, keys[at : at + STORED_AT_ONCE]))
 
 
-def _store(cache: NodeCache | KeyedCache, keys: Sequence[bytes]) -> bool:
+def _store(cache: BlockCache, keys: Sequence[bytes]) -> bool:
     """Reserve and commit blocks; False while the node prepares its memory."""
     reserved = cache.reserve(keys)
     if reserved is not None:
@@ -143,9 +149,9 @@ def _store(cache: NodeCache | KeyedCache, keys: Sequence[bytes]) -> bool:
     return reserved is not None
 
 
-def check_all_there(places: list[BlockLocation]) -> None:
+def check_all_there(places: list[BlockState]) -> None:
     """Raise RuntimeError unless every block was found in memory."""
-    num = places.count(BlockLocation.MEMORY)
+    num = places.count(BlockState.MEMORY)
     if num < len(places):
         raise RuntimeError(f"{len(places) - num} of {len(places)} stored blocks were not found")
 

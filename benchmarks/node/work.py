@@ -72,7 +72,7 @@ def _requests(
 
     def look_up() -> None:
         for _ in range(num_requests):
-            check_all_there(cache.begin_lookup(known)[0])
+            check_all_there(cache.lookup(known)[0])
             cache.poll()
 
     def reserve() -> None:
@@ -94,7 +94,7 @@ def _requests(
         for name, work in kinds.items():
             began = node.cpu_s
             work()
-            cache.locate(known[0])  # answered when all before it is done
+            cache.lookup_again(known[0])  # answered when all before it is done
             if number:
                 found[name].append(1e6 * (node.cpu_s - began) / num_requests)
     return found
@@ -122,7 +122,7 @@ def _memory(num_blocks: int) -> JsonRow:
         before = node.own_bytes
         with attached(node.config.socket, BLOCK_BYTES) as cache:
             keys = _fill(cache, num_slots)
-            places, _ = cache.begin_lookup(keys)
+            places, _ = cache.lookup(keys)
             check_all_there(places)
             cache.poll()
             grown = node.own_bytes - before

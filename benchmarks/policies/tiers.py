@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from benchmarks.policies.traces import Keys
 from kvtier.assembly import build_ladder
 from kvtier.index import make_key_index
-from kvtier.keyed.cache import BlockLocation, KeyedCache
+from kvtier.keyed.block_cache import BlockState
+from kvtier.keyed.cache import LocalBlockCache
 from kvtier.ladder import LadderOptions
 from kvtier.tiers import DistantRoom, Quota, Room, StorageFacts
 from kvtier.transfer import FindJob, Job, Move, Mover
@@ -18,7 +19,7 @@ BLOCK_BYTES = 1 << 20
 KEY_BYTES = 8
 DAY_S = 86_400.0
 NAMESPACE = bytes(32)
-PREFIX = (BlockLocation.MEMORY, BlockLocation.STORAGE)
+PREFIX = (BlockState.MEMORY, BlockState.STORAGE)
 
 
 class TierReplay:
@@ -66,7 +67,7 @@ class TierReplay:
         )
         if doubles_at_blocks:
             self._index.set_recompute_slope(doubles_at_blocks)
-        self._cache = KeyedCache(self._index, self._ladder, lambda: NAMESPACE, self._clock)
+        self._cache = LocalBlockCache(self._index, self._ladder, lambda: NAMESPACE, self._clock)
 
     def _clock(self) -> float:
         return self._now
@@ -79,7 +80,7 @@ class TierReplay:
         self._cache.on_request(path)
         found = next((at for at, it in enumerate(places) if it not in PREFIX), len(path))
         hits = self._bring(path[:found])
-        self.num_from_host += places[:hits].count(BlockLocation.MEMORY)
+        self.num_from_host += places[:hits].count(BlockState.MEMORY)
         room = self._cache.reserve(path[hits:])  # as vLLM, which does not hold what was found
         if room is None:  # more than there is: from its beginning on
             room = self._cache.reserve(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.assembly import build_ladder
 from kvtier.index import make_key_index
-from kvtier.keyed.cache import KeyedCache
+from kvtier.keyed.cache import LocalBlockCache
 from kvtier.ladder import LadderOptions
 from kvtier.tiers import DistantRoom, Quota, StorageFacts
 from kvtier.transfer.ranks import Done, Hello, RankMover, Report
@@ -46,7 +46,7 @@ class World:
             LadderOptions(BLOCK_BYTES, piece_blocks=NUM_TO_MOVE),
             clock=time.monotonic,
         )
-        self.cache = KeyedCache(self.index, self.ladder, lambda: NAMESPACE, time.monotonic)
+        self.cache = LocalBlockCache(self.index, self.ladder, lambda: NAMESPACE, time.monotonic)
         self.hear(Report(hellos={0: Hello(num_blocks)}))
         self.last: list[bytes] = []
         for at in range(0, num_blocks, FILL):

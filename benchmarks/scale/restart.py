@@ -26,7 +26,8 @@ from benchmarks.scale.slabs import GROUP, abandoned, random_keys, write_slab
 from kvtier.assembly import build_ladder
 from kvtier.devices import find_device
 from kvtier.index import make_key_index
-from kvtier.keyed.cache import BlockLocation, KeyedCache
+from kvtier.keyed.block_cache import BlockState
+from kvtier.keyed.cache import LocalBlockCache
 from kvtier.keys import next_key
 from kvtier.ladder import LadderOptions
 from kvtier.tiers import DistantRoom, HostTier, KeptKeys, Quota
@@ -142,7 +143,7 @@ class _Decider:
     """The deciding process: seconds of its steps, CPU time and on the wall."""
 
     mover: RankMover
-    cache: KeyedCache
+    cache: LocalBlockCache
     host: DistantRoom
     cpu_s: list[float] = field(default_factory=list)
     wall_s: list[float] = field(default_factory=list)
@@ -170,7 +171,7 @@ def _decider(num_blocks: int) -> _Decider:
     index = make_key_index(tuple(rooms), lambda: NAMESPACE)
     options = LadderOptions(GROUP.bytes_per_block)
     ladder = build_ladder(index, rooms, mover, options, clock=clock)
-    cache = KeyedCache(index, ladder, lambda: NAMESPACE, clock, lambda: mover.is_complete)
+    cache = LocalBlockCache(index, ladder, lambda: NAMESPACE, clock, lambda: mover.is_complete)
     return _Decider(mover, cache, host)
 
 
@@ -222,11 +223,11 @@ def _check(here: _Decider, is_over: bool) -> None:
     keys = [_label(number) for number in (*range(NUM_ASKED), -1)]
     here.cache.adopt_recovered(keys, stops_at_gap=False)
     places = here.cache.locate_all(keys)
-    unknown = BlockLocation.NOWHERE if is_over else BlockLocation.UNKNOWN
+    unknown = BlockState.NOWHERE if is_over else BlockState.UNKNOWN
     assert places[-1] is unknown, "a block that nobody has"
-    assert set(places[:-1]) <= {unknown, BlockLocation.STORAGE}, "a block is somewhere else"
+    assert set(places[:-1]) <= {unknown, BlockState.STORAGE}, "a block is somewhere else"
     if is_over:
-        num_there = places.count(BlockLocation.STORAGE)
+        num_there = places.count(BlockState.STORAGE)
         assert num_there >= NUM_ASKED - 5, f"{num_there} of {NUM_ASKED} blocks were found"
 
 

@@ -121,7 +121,7 @@ class Cache:
         """
         return len(labels) >= LONG_PROMPT and self._ladder.storage_lookup.has_unfound
 
-    def begin_lookup(self, namespace: bytes, labels: Sequence[Label]) -> bool:
+    def lookup(self, namespace: bytes, labels: Sequence[Label]) -> bool:
         """Look up a prompt in storage. Return whether an answer is still worth waiting for.
 
         A prompt whose look-up is in flight is not looked up again.
@@ -139,7 +139,7 @@ class Cache:
         patience_s = self.config.load_deadline_s
         if self.config.prefetch_policy is PrefetchPolicy.TIMEOUT:
             patience_s = self.config.prefetch_timeout_s
-        self.begin_lookup(namespace, labels)
+        self.lookup(namespace, labels)
         match = self._wanted(namespace, labels)
         return self._ladder.loads.prefetch(match, self._clock() + patience_s)
 
@@ -189,7 +189,7 @@ class Cache:
         """
         self._must_be_open()
         self._check_request(labels, num_tokens, num_blocks, grain_blocks)
-        self.begin_lookup(namespace, labels)
+        self.lookup(namespace, labels)
         match = self.match(namespace, labels)
         lease = self.lease(namespace, labels, match)
         decision = self.decide(match, num_tokens, grain_blocks, load)

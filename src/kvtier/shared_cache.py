@@ -292,7 +292,7 @@ class SharedCache:
             if num_blocks > cache.num_slots()[DEVICE]:
                 return None
             ends = time.monotonic() + cache.config.lookup_deadline_s
-            while cache.begin_lookup(prompt.namespace, prompt.labels) and time.monotonic() < ends:
+            while cache.lookup(prompt.namespace, prompt.labels) and time.monotonic() < ends:
                 self._wait(POLL_S)
             ends, loads = time.monotonic() + wait_s, True
             while True:
@@ -450,7 +450,7 @@ class SharedCache:
         """Read queued prompts ahead, in their order, as far as there is room."""
         while (queued := self._unread()) is not None:
             namespace, labels = queued.prompt.namespace, queued.prompt.labels
-            if self._cache.begin_lookup(namespace, labels):
+            if self._cache.lookup(namespace, labels):
                 return  # storage has not answered yet
             queued.begun = self._cache.prefetch(namespace, labels)
             if queued.begun is None:

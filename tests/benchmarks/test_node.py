@@ -15,7 +15,7 @@ from benchmarks.node.part import Part, table
 from benchmarks.node.processes import attached, blocks_of, check_all_there, mapped, store
 from benchmarks.node.tokens import Request, Tokens
 from benchmarks.scale.keyed import new_keys
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.layout import opaque
 from kvtier.node.client import NodeClient
 from kvtier.node.tier import NodeTier
@@ -61,10 +61,10 @@ def test_a_node_is_judged_by_what_it_adds_round_by_round() -> None:
 
 
 def test_missing_block_ends_the_benchmark() -> None:
-    there = [BlockLocation.MEMORY] * 3
+    there = [BlockState.MEMORY] * 3
     check_all_there(there)
     with pytest.raises(RuntimeError, match="1 of 4"):
-        check_all_there([*there, BlockLocation.NOWHERE])
+        check_all_there([*there, BlockState.NOWHERE])
 
 
 def test_both_caches_find_a_prompt(tmp_path: Path) -> None:
@@ -96,8 +96,8 @@ def test_wrong_byte_in_a_slot_is_noticed(tmp_path: Path) -> None:
     ):
         assert killed.store(cache, host, keys)
         assert killed.check(cache, host, [*keys, *new_keys(1)]) == (4, 3, 0)
-        slot = cache.hold(keys[1:2])[0]
-        memory = host.memory_of(cache.guard(keys[1:2]))
+        held = cache.hold(keys[1:2])
+        (slot,), memory = held.slots, host.memory_of(held.guard)
         blocks_of(memory, killed.BLOCK_BYTES)[slot, 100] ^= 1
         cache.release(keys[1:2])
         assert killed.check(cache, host, keys) == (3, 3, 1)

@@ -11,10 +11,10 @@ from hashlib import shake_128
 import numpy as np
 
 from kvtier.connectors.common.paged_pool import PagedPool, PoolShare
-from kvtier.connectors.common.pool_cache import Load, PoolCache, Store
+from kvtier.connectors.common.pool_copies import Load, PoolCopies, Store, open_cache
 from kvtier.devices.cpu import CpuDevice
 from kvtier.index.policies.replayed import LRU
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.layout import opaque
 from kvtier.testing import FaultyStorage, MemoryStorage, StoredBlocks
 from kvtier.tiers import HostTier, StorageTier
@@ -67,16 +67,14 @@ class PoolWorld:
         )
         self.digest = DIGEST
         host = HostTier(group, num_host * SLOT_BYTES, self.device)
-        self.pool = PoolCache(
-            pool,
-            ENDS,
+        self.pool = open_cache(
             host,
             storages or [self.storage],
-            self.engine,
             lambda: self.digest,
             lookup_deadline_s=lookup_deadline_s,
             policy=policy,
         )
+        self.copies = PoolCopies(self.pool, pool, ENDS, host, self.engine)
 
     def compute(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
         """The device has the blocks of ``keys`` in ``pages``."""
@@ -97,33 +95,33 @@ class PoolWorld:
 
     def store(self, keys: Sequence[bytes], pages: Sequence[int]) -> Store:
         self.compute(keys, pages)
-        return self.pool.store(keys, range(len(keys)), pages)
+        return self.copies.store(keys, range(len(keys)), pages)
 
     def keep(self, *numbers: int) -> bool:
         """Store a prompt, to its end."""
         store = self.store([key_of(number) for number in numbers], range(len(numbers)))
         if store.job is not None:
             store.job.wait()
-        return self.pool.end_store(store)
+        return self.copies.end_store(store)
 
     def finish(self, load: Load, pages: Sequence[int]) -> bool:
         """Whether it succeeded; its bytes are compared."""
         load.job.wait()
-        is_there = self.pool.end_load(load)
+        is_there = self.copies.end_load(load)
         if is_there:
             assert all(self.has(key, page) for key, page in zip(load.keys, pages, strict=True)), (
                 "a block is not what it was"
             )
         return is_there
 
-    def places(self, *numbers: int) -> list[BlockLocation]:
+    def places(self, *numbers: int) -> list[BlockState]:
         """Return the locations of blocks; those that storage recovered are adopted."""
         keys = [key_of(number) for number in numbers]
         self.pool.adopt_recovered(keys)
         return self.pool.locate_all(keys)
 
     def settle(self) -> None:
-        assert self.pool.drain(60)
+        assert self.pool.ladder.transfers.drain(60, self.pool.poll)
         self.pool.poll()
 
     def close(self) -> None:

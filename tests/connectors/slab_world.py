@@ -11,7 +11,7 @@ from hashlib import shake_128
 import numpy as np
 
 from kvtier.connectors.common.block_slab import BlockSlab, FinishedJob
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.layout import opaque
 from kvtier.telemetry import Metrics
 from kvtier.testing import host_memory, memory_bytes
@@ -79,7 +79,7 @@ class World:
         self._rows_of = dict(zip(keys, rows, strict=True))
         return self._next_job
 
-    def find(self, number: int) -> BlockLocation:
+    def find(self, number: int) -> BlockState:
         """Return the location of a block; one that a restart found is adopted."""
         self.slab.adopt_recovered([key_of(number)])
         return self.slab.locate(key_of(number))

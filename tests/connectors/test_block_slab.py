@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.keyed.cache import BlockLocation, Change
+from kvtier.keyed.block_cache import BlockState, Change
 from kvtier.telemetry.specs import REFUSED_BLOCKS
 from kvtier.testing.storage import StoredBlocks
 from tests.connectors.slab_world import (
@@ -26,11 +26,11 @@ def test_stored_block_is_found_when_it_is_on_disk_and_not_before(worlds: list[Wo
     world = open_world(worlds, tier)
     tier.open_writes.clear()
     world.submit(False, [1])
-    assert world.find(1) is BlockLocation.ARRIVING
+    assert world.find(1) is BlockState.ARRIVING
     assert world.slab.num_jobs == 1
     tier.open_writes.set()
     world.settle()
-    assert world.find(1) is BlockLocation.STORAGE
+    assert world.find(1) is BlockState.STORAGE
     assert world.slab.num_jobs == 0
     assert world.load(1) == [1]
 
@@ -169,8 +169,8 @@ def test_recovered_blocks_are_adopted_along_a_prompt_or_one_by_one(worlds: list[
     world = open_world(worlds, tier)
     keys = [key_of(number) for number in (1, 2, 3, 4, 5)]
     assert world.slab.adopt_recovered([key_of(9), *keys[:2]]) == keys[:2]
-    assert world.slab.locate(keys[0]) is BlockLocation.STORAGE
-    assert world.slab.locate(keys[2]) is BlockLocation.NOWHERE, "nobody has adopted it"
+    assert world.slab.locate(keys[0]) is BlockState.STORAGE
+    assert world.slab.locate(keys[2]) is BlockState.NOWHERE, "nobody has adopted it"
     assert world.slab.adopt_recovered(keys, stops_at_gap=False) == [keys[2], keys[4]]
     assert (world.slab.num_blocks, tier.num_unfound) == (4, 0)
     assert world.load(1, 2, 3, 5) == [1, 2, 3, 5]
@@ -201,7 +201,7 @@ def test_what_was_found_without_room_for_it_is_a_miss_and_leaves_nothing(
     tier.open_writes.clear()
     world.submit(False, [2, 3])
     assert tier.is_writing.wait(60)
-    assert world.find(1) is BlockLocation.NOWHERE
+    assert world.find(1) is BlockState.NOWHERE
     tier.open_writes.set()
     world.settle()
     assert tier.num_used == world.slab.num_blocks == 2
@@ -213,7 +213,7 @@ def test_other_namespace_finds_nothing(worlds: list[World]) -> None:
     before.store(1)
     before.slab.close()
     other = World(memory(4, stored_blocks), digest=b"e" * 32)
-    assert other.find(1) is BlockLocation.NOWHERE
+    assert other.find(1) is BlockState.NOWHERE
     other.slab.close()
 
 
@@ -239,11 +239,11 @@ def test_slab_is_left_alone_until_blocks_have_names(worlds: list[World]) -> None
     before.slab.close()
     world = open_world(worlds, memory(4, stored_blocks))
     world.slab.digest = b""
-    assert world.find(1) is BlockLocation.NOWHERE
+    assert world.find(1) is BlockState.NOWHERE
     world.store(2)
     assert world.load(1, 2) == []
     world.slab.digest = DIGEST
-    assert world.find(1) is BlockLocation.STORAGE
-    assert world.find(2) is BlockLocation.NOWHERE
+    assert world.find(1) is BlockState.STORAGE
+    assert world.find(2) is BlockState.NOWHERE
     world.store(2)
     assert world.load(1, 2) == [1, 2]

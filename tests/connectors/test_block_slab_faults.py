@@ -7,7 +7,7 @@ import pytest
 from kvtier.connectors.common.names import block_key
 from kvtier.connectors.common.opening import NoStorage
 from kvtier.errors import TierError
-from kvtier.keyed.cache import BlockLocation, Change
+from kvtier.keyed.block_cache import BlockState, Change
 from kvtier.telemetry.specs import FAILED_BLOCKS, REFUSED_BLOCKS, UNWRITTEN_BLOCKS
 from kvtier.testing.storage import StoredBlocks
 from kvtier.transfer import LocalMover
@@ -30,7 +30,7 @@ def test_damaged_block_is_lost_and_can_be_stored_again(worlds: list[World]) -> N
     world.store(1, 2, 3)
     tier.spoiled.add(block_key(DIGEST, key_of(2)))
     assert world.load(1, 2, 3) == [1, 3]
-    assert world.find(2) is BlockLocation.NOWHERE
+    assert world.find(2) is BlockState.NOWHERE
     assert world.slab.take_changes()[-1] == Change([key_of(2)], "disk", is_removed=True)
     tier.spoiled.clear()
     world.store(2)
@@ -58,7 +58,7 @@ def test_store_that_fails_leaves_nothing(worlds: list[World]) -> None:
     tier.refused.add(block_key(DIGEST, key_of(2)))
     finished = world.store(1, 2)
     assert (finished.keys, finished.is_whole) == ([key_of(1)], False)
-    assert world.find(2) is BlockLocation.NOWHERE
+    assert world.find(2) is BlockState.NOWHERE
     assert world.take_counted()(FAILED_BLOCKS, "host", "disk") == 1
     assert tier.num_used == 1
 
@@ -111,12 +111,12 @@ def test_what_a_disk_that_is_left_alone_has_is_a_miss_until_it_is_tried_again(
     world.store(1, 2)
     tier.unreachable = True
     for _ in range(3):
-        assert world.find(1) is BlockLocation.STORAGE
+        assert world.find(1) is BlockState.STORAGE
         assert world.load(1) == []
-    assert world.find(1) is BlockLocation.NOWHERE
+    assert world.find(1) is BlockState.NOWHERE
     tier.unreachable = False
     world.now_s += 60
-    assert world.find(1) is BlockLocation.STORAGE
+    assert world.find(1) is BlockState.STORAGE
     assert world.load(1, 2) == [1, 2]
 
 

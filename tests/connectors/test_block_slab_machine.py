@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier.connectors.common.names import block_key
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.testing.storage import StoredBlocks
 from tests.connectors.slab_world import DIGEST, World, key_of, memory
 
@@ -30,7 +30,7 @@ class Model(RuleBasedStateMachine):
     @rule(numbers=numbers)
     def load(self, numbers: list[int]) -> None:
         self.world.settle()
-        ready = {n for n in numbers if self.world.find(n) is BlockLocation.STORAGE}
+        ready = {n for n in numbers if self.world.find(n) is BlockState.STORAGE}
         good = {n for n in ready if block_key(DIGEST, key_of(n)) not in self.tier.spoiled}
         assert set(self.world.load(*numbers)) == good
 

@@ -14,7 +14,7 @@ from kvtier.connectors.vllm.kv_connector.messages import NOTHING
 from kvtier.devices import CopyBatch, Direction
 from kvtier.errors import DeviceError
 from kvtier.hints import Hint
-from kvtier.keyed.cache import Reserved
+from kvtier.keyed.block_cache import Reserved
 from kvtier.telemetry.specs import VLLM_HINT_ACTIONS, VLLM_MOVED_BYTES
 from kvtier.transfer import CopyJob, TransferEngine
 from kvtier.types import DEVICE, HOST
@@ -118,7 +118,7 @@ def test_clients_limits_hold(
 ) -> None:
     world = make()
     world.serve("first", TEXT, range(6), kv_transfer_params=params)
-    assert world.half.manager.ladder.used_slots()[HOST] == num_stored
+    assert world.half.manager.cache.usage()[HOST].num_used == num_stored
     world.serve("other", TEXT[::-1], range(6, 12))
     limited = world.request("limited", TEXT[::-1] + "s", kv_transfer_params=params)
     assert world.asks(limited) == num_loaded * PAGE
@@ -224,7 +224,7 @@ def test_request_that_is_aborted_while_another_connector_loads_its_pages_stores_
     request.num_computed_tokens = len(TEXT)
     assert world.half.finish(request, range(6)) is False
     world.step()
-    assert world.half.manager.ladder.used_slots()[HOST] == 0
+    assert world.half.manager.cache.usage()[HOST].num_used == 0
 
 
 def test_pages_that_another_connector_failed_to_load_are_stored_when_they_are_computed(
@@ -251,12 +251,12 @@ def test_preempted_request_stores_nothing_and_its_slots_wait_for_all_ranks(
     request = world.request("first", TEXT)
     world.asks(request)
     world.run(world.message((request, range(6), len(TEXT))), ends=False)
-    used = world.half.manager.ladder.used_slots()[HOST]
+    used = world.half.manager.cache.usage()[HOST].num_used
     world.run(world.message(preempted={"first"}), ends=False)
     world.hear(world.ranks[0])
-    assert world.half.manager.ladder.used_slots()[HOST] == used == 6, "one rank may still copy"
+    assert world.half.manager.cache.usage()[HOST].num_used == used == 6, "one rank may still copy"
     world.hear(world.ranks[1])
-    assert world.half.manager.ladder.used_slots()[HOST] == 0
+    assert world.half.manager.cache.usage()[HOST].num_used == 0
     assert world.asks(world.request("again", TEXT + "s")) == 0
 
 
@@ -285,15 +285,15 @@ def test_blocks_are_stored_as_they_become_full(make: Callable[..., KvWorld]) -> 
     request = world.request("first", TEXT)
     world.asks(request)
     world.step((request, [0, 1], PAGE + 1))
-    assert world.half.manager.ladder.used_slots()[HOST] == 1
+    assert world.half.manager.cache.usage()[HOST].num_used == 1
     for before, pages in ((PAGE + 1, None), (2 * PAGE, ([2],)), (2 * PAGE + 1, None)):
         num = 3 if before == PAGE + 1 else 1
         world.step(cached=_generates(before, pages), num_scheduled={"first": num})
-    assert world.half.manager.ladder.used_slots()[HOST] == 2
+    assert world.half.manager.cache.usage()[HOST].num_used == 2
     request.num_computed_tokens = 2 * PAGE + 2
     request.num_tokens = 2 * PAGE + 3
     assert world.half.finish(request, [0, 1, 2]) is False
-    assert world.half.manager.ladder.used_slots()[HOST] == 2
+    assert world.half.manager.cache.usage()[HOST].num_used == 2
 
 
 def test_step_in_which_nothing_moves_is_one_object_and_needs_no_answer(
@@ -373,7 +373,7 @@ def test_reset_forgets_all_and_the_ranks_end_their_copies_first(
     world.run(world.message((request, range(6, 12), len(TEXT))), ends=False)
     world.half.reset()
     world.half.manager.cache.check_invariants()
-    assert world.half.manager.ladder.used_slots()[HOST] == 0
+    assert world.half.manager.cache.usage()[HOST].num_used == 0
     after = world.message()
     assert after.waits
     world.ranks[0].begin_step(after)
@@ -390,18 +390,20 @@ def test_requests_that_began_before_new_weights_are_not_kept(make: Callable[...,
     world.gets_pages(first, range(6))
     world.half.reset()
     world.step((first, range(6), len(TEXT)))
-    assert world.half.manager.ladder.used_slots()[HOST] == 0
+    assert world.half.manager.cache.usage()[HOST].num_used == 0
     behind = world.request("behind", TEXT, num_computed_tokens=2 * PAGE)
     world.asks(behind, 2 * PAGE)
     world.step((behind, range(6, 12), len(TEXT) - 2 * PAGE))
-    assert world.half.manager.ladder.used_slots()[HOST] == 0, "vLLM found old KV in its own memory"
+    assert world.half.manager.cache.usage()[HOST].num_used == 0, (
+        "vLLM found old KV in its own memory"
+    )
     world.serve("anew", TEXT, range(12, 18))
-    assert world.half.manager.ladder.used_slots()[HOST] == 6
+    assert world.half.manager.cache.usage()[HOST].num_used == 6
     world.half.manager.pool_was_emptied()
     other = world.request("other", TEXT[::-1], num_computed_tokens=2 * PAGE)
     world.asks(other, 2 * PAGE)
     world.step((other, range(18, 24), len(TEXT) - 2 * PAGE))
-    assert world.half.manager.ladder.used_slots()[HOST] == 12
+    assert world.half.manager.cache.usage()[HOST].num_used == 12
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -418,13 +420,13 @@ def test_weights_that_a_rank_finds_changed_end_its_copies_and_all_that_is_kept(
     world.gets_pages(again, range(10, 17), len(TEXT))
     world.step()
     assert (world.loaded, world.failed) == ({"again"}, set(range(10, 16)))
-    assert world.half.manager.ladder.used_slots()[HOST] == 0
+    assert world.half.manager.cache.usage()[HOST].num_used == 0
     world.serve("other", TEXT[::-1], range(18, 24))
     model.weight.data.add_(1)
     more = world.request("more", TEXT)
     world.asks(more)
     world.step((more, range(6), len(TEXT)))
-    assert world.half.manager.ladder.used_slots()[HOST] == 0, "nor is what was being stored"
+    assert world.half.manager.cache.usage()[HOST].num_used == 0, "nor is what was being stored"
     world.serve("last", TEXT, range(6))
     assert world.asks(world.request("found", TEXT + "s")) == len(TEXT)
     assert world.half.manager.num_new_weights == 2
@@ -474,7 +476,7 @@ def test_requests_of_a_step_are_stored_by_one_call_each_block_once(
         scheduled.append((request, pages, request.num_tokens))
     world.step(*scheduled)
     assert calls == [6 + 5]
-    assert cache.ladder.used_slots()[HOST] == 6 + 2
+    assert cache.usage()[HOST].num_used == 6 + 2
     for request, right in zip(requests, before, strict=True):
         world.half.finish(request, [])
         pages = range(12, 12 + len(right[0][0]))

@@ -20,7 +20,7 @@ from kvtier.connectors.vllm.counts import Counts
 from kvtier.connectors.vllm.promotion import Promotion
 from kvtier.connectors.vllm.prompt import RequestBlocks, Shape
 from kvtier.connectors.vllm.request_state import Advice, RequestState
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.keyed.waiters import WaitState
 from kvtier.ladder import Ladder
 from kvtier.layout import opaque
@@ -93,7 +93,7 @@ class UnderVllm:
         learn(engine.ladder, case, keyed_world.BLOCK_BYTES)
         self._promotion = Promotion(
             cache,
-            lambda: engine.host.num_open,
+            cache.direct_reads,
             Shape((BLOCK_TOKENS,), keyed_world.BLOCK_BYTES),
             LoadPolicy.ALWAYS if case.always_loads else LoadPolicy.AUTO,
             lambda: True,
@@ -141,17 +141,17 @@ class UnderVllm:
         visit.begin_look_up(self._first)
         if self.waits_for == "its own copies":
             return None
-        places, visit.asked = self._engine.cache.begin_lookup(self._keys)
+        places, visit.asked = self._engine.cache.lookup(self._keys)
         for key, at in zip(self._keys, places, strict=True):
             end = visit.request.ends.get(key, 0)
             if visit.limit is not None and end > visit.limit:
                 break
-            if visit.is_impatient and at is not BlockLocation.MEMORY:
+            if visit.is_impatient and at is not BlockState.MEMORY:
                 break
             visit.places[key] = at
-            if at is BlockLocation.NOWHERE:
+            if at is BlockState.NOWHERE:
                 break
-            is_pending |= at is not BlockLocation.MEMORY
+            is_pending |= at is not BlockState.MEMORY
             num += 1
         return None if is_pending else num * BLOCK_TOKENS
 
@@ -186,11 +186,11 @@ class UnderVllm:
     def ask_for_window(self, num_blocks: int) -> int:
         """Return the number of tokens worth loading, where only the last blocks are needed."""
         self._visit.begin_look_up(self._first)
-        self._visit.places = dict.fromkeys(reversed(self._keys[-num_blocks:]), BlockLocation.MEMORY)
+        self._visit.places = dict.fromkeys(reversed(self._keys[-num_blocks:]), BlockState.MEMORY)
         end = self._end(len(self._keys))
         return self._promotion.num_worth_loading(self._visit, self._first, end, end + NUM_TOKENS)
 
-    def advise_on(self, place: BlockLocation, end: int) -> list[Advice]:
+    def advise_on(self, place: BlockState, end: int) -> list[Advice]:
         """Return the advice on a block that ends there, however often vLLM looks it up."""
         self._visit.places = {self._keys[0]: place}
         self._visit.request.ends = dict.fromkeys(self._keys, end)
@@ -220,7 +220,7 @@ def test_vllm_loads_a_window_whole_or_not_at_all() -> None:
 
 def test_vllm_does_not_look_for_ever_at_blocks_that_the_device_has() -> None:
     made = UnderVllm(Case("", "DDA"))
-    advice = made.advise_on(BlockLocation.ARRIVING, end=BLOCK_TOKENS)
+    advice = made.advise_on(BlockState.ARRIVING, end=BLOCK_TOKENS)
     assert advice == [Advice.LOOK_AGAIN, Advice.LOOK_AGAIN, Advice.COMPUTE]
 
 
@@ -279,7 +279,7 @@ class UnderSglang:
         storage = DISK if self._store is None else STORE
         learn(self._pools.pool.ladder, case, SLOT_BYTES, storage)
         self._promotion = PromptPromotion(
-            {KV: self._pools.pool}, BLOCK_TOKENS, case.always_loads, lambda: self.now_s
+            {KV: self._pools.pool}, BLOCK_TOKENS, SLOT_BYTES, case.always_loads, lambda: self.now_s
         )
         first = case.num_device * BLOCK_TOKENS
         num_tokens = first + len(self._keys) * BLOCK_TOKENS + NUM_TOKENS
@@ -287,11 +287,11 @@ class UnderSglang:
         self._is_new = True
 
     def _hear_of(self, keys: list[bytes]) -> None:
-        _, asked = self._cache.begin_lookup(keys)
+        _, asked = self._cache.lookup(keys)
         for question in asked:
             question.job.wait(PATIENCE_S)
         self._cache.poll()
-        assert all(place is BlockLocation.STORAGE for place in self._cache.locate_all(keys))
+        assert all(place is BlockState.STORAGE for place in self._cache.locate_all(keys))
 
     def ask(self) -> Answer:
         """As ``QueueGate`` and ``KvtierLinker.lookup``."""
@@ -305,7 +305,7 @@ class UnderSglang:
         return Answer(cuts[-1] if cuts else 0)
 
     def _look_up(self) -> list[int]:
-        places, self._pending = self._cache.begin_lookup(self._keys)
+        places, self._pending = self._cache.lookup(self._keys)
         return self._promotion.cuts(
             "r", self._prompt, self._keys, {KV: places}, {KV: 0}, self._pending
         )

@@ -36,13 +36,13 @@ class World:
         facts = StorageFacts(is_shared=True)
         self.store = MemoryStorage(opaque(SLOT_BYTES), 16, stored_blocks, "store", facts)
         self.pools = PoolWorld(storages=[self.store], lookup_deadline_s=lookup_deadline_s)
-        self.bringing = PromptPromotion({"kv": self.pools.pool}, PAGE, always=True)
+        self.bringing = PromptPromotion({"kv": self.pools.pool}, PAGE, SLOT_BYTES, always=True)
         self.gate = QueueGate(self.bringing)
         self.cuts: list[list[int]] = []
 
     def look(self, rid: str, *numbers: int) -> None:
         keys = [key_of(number) for number in numbers]
-        places, asked = self.pools.pool.begin_lookup(keys)
+        places, asked = self.pools.pool.lookup(keys)
         cuts = self.bringing.cuts(
             rid, WaitingPrompt(0, 160), keys, {"kv": places}, {"kv": 0}, asked
         )
@@ -163,9 +163,9 @@ def test_log_has_once_what_was_decided(caplog: pytest.LogCaptureFixture) -> None
     caplog.set_level(logging.DEBUG, logger="kvtier.connectors.sglang.promotion")
     pools = PoolWorld()
     assert pools.keep(0, 1)
-    bringing = PromptPromotion({"kv": pools.pool}, PAGE, always=False)
+    bringing = PromptPromotion({"kv": pools.pool}, PAGE, SLOT_BYTES, always=False)
     keys = [key_of(0), key_of(1)]
-    places = {"kv": pools.pool.begin_lookup(keys)[0]}
+    places = {"kv": pools.pool.lookup(keys)[0]}
     for _ in range(3):
         bringing.cuts("again\nforged", WaitingPrompt(0, 3 * PAGE), keys, places, {"kv": 0})
     (line,) = [record.getMessage() for record in caplog.records]

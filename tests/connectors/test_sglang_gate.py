@@ -11,9 +11,9 @@ import torch
 
 from kvtier.connectors.sglang.promotion import PromptPromotion, WaitingPrompt
 from kvtier.connectors.sglang.scheduler_hooks import NUM_AHEAD, QueueGate
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.testing import StoredBlocks
-from tests.connectors.pool_world import PoolWorld, key_of
+from tests.connectors.pool_world import SLOT_BYTES, PoolWorld, key_of
 
 PAGE = 16
 NUM_STORED = 6
@@ -33,13 +33,15 @@ class World:
         first.close()
         self.pools = PoolWorld(stored_blocks=stored_blocks)
         self.now_s = 0.0
-        self.bringing = PromptPromotion({"kv": self.pools.pool}, PAGE, always, lambda: self.now_s)
+        self.bringing = PromptPromotion(
+            {"kv": self.pools.pool}, PAGE, SLOT_BYTES, always, lambda: self.now_s
+        )
         self.gate = QueueGate(self.bringing)
         self.num_looked = 0
 
     def look(self, rid: str, *numbers: int, prompt: WaitingPrompt = PROMPT) -> list[int]:
         keys = [key_of(number) for number in numbers]
-        places = {"kv": self.pools.pool.begin_lookup(keys)[0]}
+        places = {"kv": self.pools.pool.lookup(keys)[0]}
         return self.bringing.cuts(rid, prompt, keys, places, {"kv": 0})
 
     def request(self, *numbers: int) -> Any:
@@ -149,8 +151,8 @@ def test_window_needs_only_what_lies_before_the_cut() -> None:
     caches = {"kv": full.pool, "swa": window.pool}
     keys = [key_of(number) for number in range(5)]
     places = {name: cache.locate_all(keys) for name, cache in caches.items()}
-    assert places["swa"][:2] == [BlockLocation.NOWHERE] * 2
-    bringing = PromptPromotion(caches, PAGE, always=True)
+    assert places["swa"][:2] == [BlockState.NOWHERE] * 2
+    bringing = PromptPromotion(caches, PAGE, SLOT_BYTES, always=True)
     assert bringing.cuts("r", PROMPT, keys, places, {"kv": 0, "swa": 2}) == [4]
     assert bringing.cuts("r", PROMPT, keys, places, {"kv": 0, "swa": 1}) == [3, 4]
     full.close()

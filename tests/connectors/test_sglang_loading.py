@@ -14,7 +14,7 @@ import torch
 from kvtier.connectors.sglang.device_pools import DevicePool
 from kvtier.connectors.sglang.layer_counter import LayerCounter
 from kvtier.connectors.sglang.loading import Loading
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.types import HOST
 from tests.connectors.pool_world import ENDS, PoolWorld, key_of
 
@@ -37,7 +37,9 @@ class World:
         self.pools = {name: PoolWorld(NUM_HOST) for name in names or (Name.KV,)}
         linked: dict[str, Any] = {
             name.value: SimpleNamespace(
-                pool=DevicePool(name.value, PAGE, len(ENDS), (), None), cache=world.pool
+                pool=DevicePool(name.value, PAGE, len(ENDS), (), None),
+                cache=world.pool,
+                copies=world.copies,
             )
             for name, world in self.pools.items()
         }
@@ -162,7 +164,7 @@ def test_pages_that_have_left_are_told_of_at_the_end_of_that_batch_alone(
 ) -> None:
     """Until then the rank goes on as the others do, whose pages are there."""
     world = worlds()
-    assert world.pools[Name.KV].places(99) == [BlockLocation.NOWHERE]
+    assert world.pools[Name.KV].places(99) == [BlockState.NOWHERE]
     world.queue("r", [*WANTED, 99])
     assert "its request fails rid=r" in caplog.text
     index = world.loading.begin()

@@ -35,7 +35,7 @@ def storage_of(world: World) -> MemoryStorage:
 
 
 def is_asking(world: World, tokens: list[int]) -> bool:
-    return world.cache.begin_lookup(NS, token_labels(tokens, BLOCK_SIZE))
+    return world.cache.lookup(NS, token_labels(tokens, BLOCK_SIZE))
 
 
 def ask_until_late(world: World, tokens: list[int]) -> None:

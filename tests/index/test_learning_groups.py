@@ -18,7 +18,8 @@ from kvtier.assembly import build_ladder
 from kvtier.index import KeyIndex, make_key_index
 from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.index.policies.replayed import LRU, RUNS
-from kvtier.keyed.cache import BlockLocation, KeyedCache
+from kvtier.keyed.block_cache import BlockState
+from kvtier.keyed.cache import LocalBlockCache
 from kvtier.ladder import LadderOptions
 from kvtier.tiers import DistantRoom, Room
 from kvtier.transfer.ranks import RankMover
@@ -145,7 +146,7 @@ class Groups:
         self.index = index
         mover = RankMover({}, 1, 1, 1, 0.0, lambda: self.now_s)
         ladder = build_ladder(index, rooms, mover, LadderOptions(1), clock=lambda: self.now_s)
-        self.cache = KeyedCache(index, ladder, lambda: NS, lambda: self.now_s)
+        self.cache = LocalBlockCache(index, ladder, lambda: NS, lambda: self.now_s)
 
     def request(self, path: Sequence[bytes], now_s: float) -> int:
         """The blocks of its beginning that are found in all groups."""
@@ -155,9 +156,7 @@ class Groups:
         if num_groups == 1:
             keys = list(path)
         self.cache.on_request(keys)
-        is_there = np.array(
-            [at is BlockLocation.MEMORY for at in self.cache.locate_all(keys)], bool
-        )
+        is_there = np.array([at is BlockState.MEMORY for at in self.cache.locate_all(keys)], bool)
         there = is_there.reshape(-1, num_groups)
         hits = next(cut for cut in range(len(path), -1, -1) if self._is_cut(there, cut))
         first = [0 if window is None else max(0, hits - window) for window in self.windows]

@@ -7,7 +7,8 @@ from itertools import count
 
 from kvtier.assembly import build_ladder
 from kvtier.index import State, make_key_index
-from kvtier.keyed.cache import BlockLocation, KeyedCache
+from kvtier.keyed.block_cache import BlockState
+from kvtier.keyed.cache import LocalBlockCache
 from kvtier.keys import next_key
 from kvtier.ladder import LadderOptions
 from kvtier.telemetry import Metrics
@@ -71,7 +72,7 @@ class Engine:
             device=DEVICE,
             metrics=Metrics(),
         )
-        self.cache = KeyedCache(
+        self.cache = LocalBlockCache(
             self.index, self.ladder, lambda: NS, clock, lambda: self.mover.is_complete
         )
         for rank in range(num_ranks if says_hello else 0):
@@ -111,12 +112,12 @@ class Engine:
             carried += orders
         return carried
 
-    def find(self, key: bytes) -> BlockLocation:
+    def find(self, key: bytes) -> BlockState:
         """Return the location of a block; one that storage recovered is adopted."""
         self.cache.adopt_recovered([key])
         return self.cache.locate(key)
 
-    def places(self, keys: Sequence[bytes]) -> list[BlockLocation]:
+    def places(self, keys: Sequence[bytes]) -> list[BlockState]:
         return [self.find(key) for key in keys]
 
     def in_tier(self, tier: str) -> set[bytes]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.transfer.ranks import Done, RankOrder, Verb
 from kvtier.types import DEVICE, DISK, HOST, Direct
 
@@ -23,7 +23,7 @@ def on_disk(direct: Direct = Direct.ON, **settings: Any) -> Engine:
         engine.carry_out()
     engine.store(KEYS[4:8])
     engine.carry_out()
-    assert engine.places(SOME) == [BlockLocation.STORAGE] * 3
+    assert engine.places(SOME) == [BlockState.STORAGE] * 3
     return engine
 
 
@@ -47,7 +47,7 @@ def test_a_read_goes_with_the_engines_load_and_memory_hears_nothing_of_it() -> N
     engine.finish(order, Done(num_bytes=2 * BLOCK_BYTES, seconds=0.5))
     assert not engine.ladder.is_busy
     assert engine.in_tier(HOST) == before
-    assert engine.places(SOME) == [BlockLocation.STORAGE] * 3
+    assert engine.places(SOME) == [BlockState.STORAGE] * 3
     costs = engine.ladder.cost_snapshot()
     assert costs.ways[DISK] == ((DISK, DEVICE),)
     assert costs.copy_s((DISK, DEVICE), 2 * BLOCK_BYTES) == pytest.approx(0.5)
@@ -72,9 +72,9 @@ def test_what_disk_has_not_is_not_asked_for_again() -> None:
     order = read(engine, 0, 1)
     engine.finish(order, Done(frozenset({0, 1}), frozenset({1}), num_damaged=1))
     assert engine.places(SOME) == [
-        BlockLocation.STORAGE,
-        BlockLocation.NOWHERE,
-        BlockLocation.STORAGE,
+        BlockState.STORAGE,
+        BlockState.NOWHERE,
+        BlockState.STORAGE,
     ]
     engine.carry_out()
     engine.check()
@@ -86,7 +86,7 @@ def test_a_cache_that_is_emptied_meanwhile_is_empty() -> None:
     engine.cache.clear()
     engine.finish(order, Done())
     engine.carry_out()
-    assert engine.places(SOME) == [BlockLocation.NOWHERE] * 3
+    assert engine.places(SOME) == [BlockState.NOWHERE] * 3
     assert engine.in_tier(DISK) == set()
     engine.check()
 
@@ -108,7 +108,7 @@ def test_what_one_rank_can_not_none_does() -> None:
     engine.hello(0, name(KEYS[0]))
     assert engine.cache.direct_reads.is_for_all
     engine.hello(1, name(KEYS[0]), direct=frozenset())
-    assert engine.find(KEYS[0]) is BlockLocation.STORAGE
+    assert engine.find(KEYS[0]) is BlockState.STORAGE
     assert engine.cache.direct_reads.how(KEYS[0]) is Direct.OFF
     assert not engine.cache.direct_reads.is_for_all
 
@@ -120,4 +120,4 @@ def test_all_ranks_have_to_read_it() -> None:
     assert engine.ladder.is_busy
     engine.finish(order, Done(frozenset({0}), frozenset({0})))
     assert not engine.ladder.is_busy
-    assert engine.places(KEYS[:1]) == [BlockLocation.NOWHERE], "one rank has lost its part"
+    assert engine.places(KEYS[:1]) == [BlockState.NOWHERE], "one rank has lost its part"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.transfer.ranks import Done, Verb
 from kvtier.types import DISK, HOST, Slot
 
@@ -17,13 +17,13 @@ def test_stored_block_goes_on_to_storage_and_comes_back() -> None:
     assert [key for order in written for key in names(order)] == [name(key) for key in KEYS[:2]]
     assert not engine.mover.is_busy
     engine.store(KEYS[2:4])
-    assert engine.places(KEYS[:2]) == [BlockLocation.STORAGE] * 2
+    assert engine.places(KEYS[:2]) == [BlockState.STORAGE] * 2
     engine.carry_out()
     assert engine.cache.promote(KEYS[:2]) == 2
-    assert engine.find(KEYS[0]) is BlockLocation.ARRIVING
+    assert engine.find(KEYS[0]) is BlockState.ARRIVING
     (order,) = engine.carry_out()
     assert (order.verb, set(order.slots)) == (Verb.READ, {0, 1})
-    assert engine.places(KEYS[:2]) == [BlockLocation.MEMORY] * 2
+    assert engine.places(KEYS[:2]) == [BlockState.MEMORY] * 2
     assert engine.cache.origins([KEYS[0]]) == [DISK]
     engine.cache.hold(KEYS[:1])
     engine.cache.release(KEYS[:1])
@@ -58,11 +58,11 @@ def test_damaged_block_is_nowhere_and_is_erased() -> None:
     engine.cache.promote(KEYS[:1])
     (read,) = engine.mover.take_orders()
     engine.finish(read, Done(frozenset({0}), frozenset({0}), num_damaged=1))
-    assert engine.find(KEYS[0]) is BlockLocation.NOWHERE
+    assert engine.find(KEYS[0]) is BlockState.NOWHERE
     (erase,) = engine.mover.take_orders()
     assert (erase.verb, names(erase)) == (Verb.ERASE, (name(KEYS[0]),))
     engine.store(KEYS[2:3])
-    assert engine.find(KEYS[2]) is BlockLocation.MEMORY, "its slot is free again"
+    assert engine.find(KEYS[2]) is BlockState.MEMORY, "its slot is free again"
 
 
 def test_block_whose_read_failed_stays_in_storage() -> None:
@@ -72,11 +72,11 @@ def test_block_whose_read_failed_stays_in_storage() -> None:
         engine.carry_out()
     engine.cache.promote(KEYS[:1])
     engine.carry_out(failed=[0])
-    assert engine.find(KEYS[0]) is BlockLocation.STORAGE
+    assert engine.find(KEYS[0]) is BlockState.STORAGE
     assert engine.mover.take_orders() == []
     engine.cache.promote(KEYS[:1])
     engine.carry_out()
-    assert engine.find(KEYS[0]) is BlockLocation.MEMORY, "another time it may be there"
+    assert engine.find(KEYS[0]) is BlockState.MEMORY, "another time it may be there"
     engine.check()
 
 
@@ -95,13 +95,13 @@ def test_only_what_all_ranks_found_is_there_after_a_restart() -> None:
     engine = Engine(num_host=2, num_disk=3, num_ranks=2, says_hello=False)
     found = [name(key) for key in KEYS]
     engine.hello(0, *found[:4])
-    assert engine.find(KEYS[1]) is BlockLocation.UNKNOWN
+    assert engine.find(KEYS[1]) is BlockState.UNKNOWN
     engine.hello(1, found[5], found[2], found[1], num_open=1)
     there = [
-        BlockLocation.NOWHERE,
-        BlockLocation.STORAGE,
-        BlockLocation.STORAGE,
-        BlockLocation.NOWHERE,
+        BlockState.NOWHERE,
+        BlockState.STORAGE,
+        BlockState.STORAGE,
+        BlockState.NOWHERE,
     ]
     assert engine.places(KEYS[:4]) == there
     assert engine.places(KEYS[:4]) == there, "as often as somebody asks"
@@ -123,7 +123,7 @@ def test_what_a_restart_found_is_not_written_again() -> None:
 def test_looking_for_what_is_nowhere_leaves_nothing_behind() -> None:
     engine = Engine(num_host=1, says_hello=False)
     engine.hello(0, name(KEYS[9]))
-    assert engine.places(KEYS[:5]) == [BlockLocation.NOWHERE] * 5
+    assert engine.places(KEYS[:5]) == [BlockState.NOWHERE] * 5
     assert engine.cache.reserve(KEYS[:3]) is None
     engine.cache.touch(KEYS)
     engine.cache.commit(KEYS[:1], [0])
@@ -178,7 +178,7 @@ def test_no_more_is_promoted_than_memory_has_room_for() -> None:
         engine.carry_out()
     engine.cache.hold([KEYS[3]])
     assert engine.cache.promote(KEYS[:2]) == 1
-    assert engine.find(KEYS[1]) is BlockLocation.STORAGE
+    assert engine.find(KEYS[1]) is BlockState.STORAGE
 
 
 def test_two_who_want_the_same_share_a_read() -> None:
@@ -195,9 +195,9 @@ def test_block_of_a_copy_that_failed_is_not_believed() -> None:
     engine = Engine()
     engine.store(KEYS[:1])
     engine.carry_out()
-    (slot,) = engine.cache.hold(KEYS[:1])
+    (slot,) = engine.cache.hold(KEYS[:1]).slots
     engine.cache.distrust([slot])
-    assert engine.find(KEYS[0]) is BlockLocation.STORAGE, "what was written before is good"
+    assert engine.find(KEYS[0]) is BlockState.STORAGE, "what was written before is good"
     engine.cache.promote(KEYS[:1])
     assert engine.mover.take_orders() == [], "it is in the way while it is held"
     engine.cache.release(KEYS[:1])
@@ -205,9 +205,9 @@ def test_block_of_a_copy_that_failed_is_not_believed() -> None:
     room = engine.cache.reserve(KEYS[1:2])
     assert room is not None
     engine.cache.distrust(room.slots)
-    assert engine.find(KEYS[1]) is BlockLocation.NOWHERE
+    assert engine.find(KEYS[1]) is BlockState.NOWHERE
     engine.cache.commit(KEYS[1:2], [0])
-    assert engine.find(KEYS[1]) is BlockLocation.NOWHERE
+    assert engine.find(KEYS[1]) is BlockState.NOWHERE
     assert engine.mover.take_orders() == []
     engine.check()
 
@@ -220,14 +220,14 @@ def test_slot_that_has_another_block_by_now_is_not_distrusted() -> None:
     engine.cache.promote(KEYS[:1])
     engine.carry_out()
     engine.cache.distrust([Slot(0)])
-    assert engine.find(KEYS[0]) is BlockLocation.MEMORY, "it was the other one that was copied"
+    assert engine.find(KEYS[0]) is BlockState.MEMORY, "it was the other one that was copied"
 
 
 def test_block_that_is_to_stay_in_memory_is_not_written() -> None:
     engine = Engine()
     assert engine.cache.reserve(KEYS[:1]) is not None
     engine.cache.commit(KEYS[:1], [0], to_storage=False)
-    assert engine.find(KEYS[0]) is BlockLocation.MEMORY
+    assert engine.find(KEYS[0]) is BlockState.MEMORY
     assert engine.mover.take_orders() == []
     assert not engine.ladder.is_busy
 
@@ -238,16 +238,16 @@ def test_a_block_over_the_budget_of_the_day_is_not_written() -> None:
     assert len(engine.carry_out()) == 1, "one is let through while anything is left"
     engine.store(KEYS[1:2])
     assert engine.carry_out() == []
-    assert engine.find(KEYS[1]) is BlockLocation.MEMORY
+    assert engine.find(KEYS[1]) is BlockState.MEMORY
 
 
 def test_emptied_cache_has_nothing_of_an_earlier_life_either() -> None:
     engine = Engine(num_ranks=2, says_hello=False)
     engine.hello(0, name(KEYS[0]), name(KEYS[1]))
     engine.hello(1, name(KEYS[0]), name(KEYS[1]))
-    assert engine.find(KEYS[0]) is BlockLocation.STORAGE
+    assert engine.find(KEYS[0]) is BlockState.STORAGE
     engine.cache.clear()
-    assert engine.places(KEYS) == [BlockLocation.NOWHERE] * len(KEYS)
+    assert engine.places(KEYS) == [BlockState.NOWHERE] * len(KEYS)
     told = [(order.verb, names(order)) for order in engine.carry_out()]
     assert told == [(Verb.ERASE, (name(KEYS[0]),)), (Verb.CLEAR, ())], "what nobody asked for, too"
 
@@ -257,7 +257,7 @@ def test_what_ranks_tell_of_after_the_cache_was_emptied_is_erased() -> None:
     engine.hello(0, name(KEYS[0]))
     engine.cache.clear()
     engine.hello(1, name(KEYS[0]))
-    assert engine.find(KEYS[0]) is BlockLocation.NOWHERE
+    assert engine.find(KEYS[0]) is BlockState.NOWHERE
     assert [order.verb for order in engine.carry_out()] == [Verb.CLEAR]
 
 
@@ -279,7 +279,7 @@ def test_deleted_block_that_is_being_read_is_not_written_later() -> None:
     engine.cache.delete(keys[2:])
     for _ in keys:
         engine.carry_out()
-    assert engine.find(keys[2]) is BlockLocation.NOWHERE
+    assert engine.find(keys[2]) is BlockState.NOWHERE
     assert engine.in_tier(DISK) == set(keys[:2])
     engine.cache.release(keys[2:])
     assert engine.in_tier(HOST) == set(keys[:2])

@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.transfer.ranks import Done, RankOrder, Verb
 from kvtier.types import DISK, HOST, Direct, Slot
 from tests.snapshot import snapshot
@@ -90,7 +90,7 @@ class KeyedMachine(RuleBasedStateMachine):
         else:
             self.cache.abort([key])
         if is_doubted or not success:
-            assert self.engine.find(key) is not BlockLocation.MEMORY
+            assert self.engine.find(key) is not BlockState.MEMORY
 
     @rule()
     def take_orders(self) -> None:
@@ -118,16 +118,14 @@ class KeyedMachine(RuleBasedStateMachine):
     def promote(self, keys: list[bytes]) -> None:
         lost = [key for key in keys if self.is_lost(key)]
         keys = [
-            key
-            for key in keys
-            if self.engine.find(key) is BlockLocation.STORAGE and key not in lost
+            key for key in keys if self.engine.find(key) is BlockState.STORAGE and key not in lost
         ]
         num = self.cache.promote(keys)
-        assert all(self.engine.find(key) is BlockLocation.ARRIVING for key in keys[:num])
+        assert all(self.engine.find(key) is BlockState.ARRIVING for key in keys[:num])
 
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True))
     def read_direct(self, keys: list[bytes]) -> None:
-        keys = [key for key in keys if self.engine.find(key) is BlockLocation.STORAGE]
+        keys = [key for key in keys if self.engine.find(key) is BlockState.STORAGE]
         self.cache.direct_reads.read(keys, range(PAGES, PAGES + len(keys)))
         for order in self.engine.mover.take_reads():
             self.under_way += [(order, 0), (order, 1)]
@@ -139,8 +137,8 @@ class KeyedMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS))
     def load(self, key: bytes) -> None:
-        if self.engine.find(key) is BlockLocation.MEMORY:
-            (slot,) = self.cache.hold([key])
+        if self.engine.find(key) is BlockState.MEMORY:
+            (slot,) = self.cache.hold([key]).slots
             assert all(rank.slots[slot] == key for rank in self.ranks), "another block's bytes"
             self.holding.append(key)
 
@@ -152,7 +150,7 @@ class KeyedMachine(RuleBasedStateMachine):
             found = self.engine.index.find(key)
             assert found is not None
             self.cache.distrust(self.engine.index.slots([found[0]], HOST))
-            assert self.engine.find(key) is not BlockLocation.MEMORY
+            assert self.engine.find(key) is not BlockState.MEMORY
         self.cache.release([key])
 
     @rule()
@@ -170,13 +168,13 @@ class KeyedMachine(RuleBasedStateMachine):
     def delete(self, keys: list[bytes]) -> None:
         self.cache.delete(keys)
         self.deleted.update(keys)
-        assert all(self.engine.find(key) is BlockLocation.NOWHERE for key in keys)
+        assert all(self.engine.find(key) is BlockState.NOWHERE for key in keys)
 
     @rule()
     def clear(self) -> None:
         self.cache.clear()
         self.holding, self.storing = [], []  # nobody hears of their end
-        assert all(self.engine.find(key) is BlockLocation.NOWHERE for key in KEYS)
+        assert all(self.engine.find(key) is BlockState.NOWHERE for key in KEYS)
 
     @invariant()
     def adds_up(self) -> None:
@@ -185,7 +183,7 @@ class KeyedMachine(RuleBasedStateMachine):
             for rank in self.ranks:
                 assert len(rank.disk) <= self.num_disk, "more than storage holds"
             for key in self.deleted:
-                assert self.engine.find(key) is BlockLocation.NOWHERE, "a deleted block is found"
+                assert self.engine.find(key) is BlockState.NOWHERE, "a deleted block is found"
 
     def teardown(self) -> None:
         """When everything has ended, ranks and cache agree about storage."""

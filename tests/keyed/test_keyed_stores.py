@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.ladder import PendingLookup
 from kvtier.transfer.ranks import Done, RankOrder, Report, Verb
 from kvtier.transfer.ranks.digests import keys_in
@@ -16,10 +16,10 @@ from tests.keyed.keyed_world import BLOCK_BYTES, KEYS, Engine, name, names
 
 STORE = "store"
 NOWHERE, MEMORY, STORAGE, UNKNOWN = (
-    BlockLocation.NOWHERE,
-    BlockLocation.MEMORY,
-    BlockLocation.STORAGE,
-    BlockLocation.UNKNOWN,
+    BlockState.NOWHERE,
+    BlockState.MEMORY,
+    BlockState.STORAGE,
+    BlockState.UNKNOWN,
 )
 LONG = [b"%03d" % number for number in range(200)]
 LATE = Done(num_ranks=0, is_late=True)
@@ -43,8 +43,8 @@ class Sharing(Engine):
         for rank in range(self.num_ranks) if ranks is None else ranks:
             self.stored[rank].update(map(name, keys))
 
-    def look(self, keys: Sequence[bytes], has_gaps: bool = False) -> list[BlockLocation]:
-        places, self.asked = self.cache.begin_lookup(keys, has_gaps)
+    def look(self, keys: Sequence[bytes], has_gaps: bool = False) -> list[BlockState]:
+        places, self.asked = self.cache.lookup(keys, has_gaps)
         return places
 
     def step(self) -> list[RankOrder]:

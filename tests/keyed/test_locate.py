@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.types import DISK
 from tests.snapshot import snapshot
 
 from .keyed_world import KEYS, Engine, name
 
-NOWHERE, ARRIVING, MEMORY, STORAGE, UNKNOWN = BlockLocation
+NOWHERE, ARRIVING, MEMORY, STORAGE, UNKNOWN = BlockState
 
 
 def world(num_ranks: int = 1) -> Engine:
@@ -23,13 +23,13 @@ def world(num_ranks: int = 1) -> Engine:
     return engine
 
 
-def locate_twice(engine: Engine) -> list[BlockLocation]:
+def locate_twice(engine: Engine) -> list[BlockState]:
     """Return where all blocks are; every query is asked twice, and the state is compared."""
     before = snapshot(engine)
     for _ in range(2):
         places = engine.cache.locate_all(KEYS)
         assert [engine.cache.locate(key) for key in KEYS] == places
-        engine.cache.locate_in_memory(KEYS)
+        engine.cache.lookup_private(KEYS)
         engine.cache.sources(KEYS)
         assert snapshot(engine) == before
     return places
@@ -39,7 +39,7 @@ def test_locating_blocks_changes_nothing() -> None:
     engine = world()
     assert locate_twice(engine) == [STORAGE, MEMORY, MEMORY, ARRIVING, *[NOWHERE] * 6]
     engine.cache.promote(KEYS[:1])
-    engine.cache.distrust(engine.cache.hold(KEYS[1:2]))
+    engine.cache.distrust(engine.cache.hold(KEYS[1:2]).slots)
     locate_twice(engine)
     assert engine.in_tier(DISK).isdisjoint(KEYS[4:7]), "a look adopted what storage recovered"
 
@@ -55,11 +55,11 @@ def test_blocks_are_adopted_when_somebody_says_so() -> None:
 
 def test_a_lookup_adopts_and_uses_what_it_finds() -> None:
     engine = world()
-    places, pending = engine.cache.begin_lookup(KEYS)
+    places, pending = engine.cache.lookup(KEYS)
     assert (places[4:8], pending) == ([STORAGE, STORAGE, STORAGE, NOWHERE], [])
     order = engine.index.keys(engine.index.order(DISK))
     assert order[-3:] == KEYS[6:3:-1], "the beginning of a prompt leaves last"
-    assert engine.cache.locate_in_memory(KEYS) == [
+    assert engine.cache.lookup_private(KEYS) == [
         NOWHERE,
         MEMORY,
         MEMORY,

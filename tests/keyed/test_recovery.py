@@ -7,7 +7,7 @@ from itertools import count, cycle
 
 import pytest
 
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.cache import BlockState
 from kvtier.keyed.reuse import Compute, FoundBlocks, Waited, decide
 from kvtier.transfer.ranks import Done, RankOrder, Report, Verb
 from kvtier.types import DEVICE, DISK, HOST, Direct
@@ -83,7 +83,7 @@ class Served:
         )
         decision = decide(found, Waited(), self.engine.ladder.cost_snapshot, self.now_s)
         num = 0 if isinstance(decision, Compute) else decision.end // BLOCK_TOKENS
-        stored = [key for key, at in zip(keys, places, strict=True) if at is BlockLocation.STORAGE]
+        stored = [key for key, at in zip(keys, places, strict=True) if at is BlockState.STORAGE]
         self._load(keys[:num], [key for key in stored if key in keys[:num]])
         cache.probe([key for key in stored if key not in keys[:num]])
         self._carry_out()
@@ -101,7 +101,7 @@ class Served:
         elif stored:
             assert cache.promote(stored) == len(stored)
             self._carry_out()
-        in_memory = [key for key in keys if cache.locate(key) is BlockLocation.MEMORY]
+        in_memory = [key for key in keys if cache.locate(key) is BlockState.MEMORY]
         if in_memory:
             num_bytes = len(in_memory) * BLOCK_BYTES
             seconds = self._seconds((HOST, DEVICE), len(in_memory))

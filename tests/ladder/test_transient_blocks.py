@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from tests.keyed.keyed_world import KEYS, Engine
 
 
@@ -28,7 +28,7 @@ class Picky(Engine):
         self.store([key])
         self.carry_out()
 
-    def place(self, key: bytes) -> BlockLocation:
+    def place(self, key: bytes) -> BlockState:
         (place,) = self.places([key])
         return place
 
@@ -45,14 +45,14 @@ def test_what_has_passed_leaves_before_all_others(engine: Picky) -> None:
     engine.unwanted = set(KEYS[2:])
     engine.put(KEYS[2])  # in the place of the first
     assert engine.places(KEYS[:3]) == [
-        BlockLocation.STORAGE,
-        BlockLocation.MEMORY,
-        BlockLocation.MEMORY,
+        BlockState.STORAGE,
+        BlockState.MEMORY,
+        BlockState.MEMORY,
     ]
     for key in KEYS[3:6]:
         engine.put(key)
-        assert engine.place(KEYS[1]) is BlockLocation.MEMORY, "though it was used longer ago"
-    assert engine.places(KEYS[2:6]) == [BlockLocation.STORAGE] * 3 + [BlockLocation.MEMORY]
+        assert engine.place(KEYS[1]) is BlockState.MEMORY, "though it was used longer ago"
+    assert engine.places(KEYS[2:6]) == [BlockState.STORAGE] * 3 + [BlockState.MEMORY]
 
 
 def test_what_is_read_and_not_worth_its_room_leaves_when_it_was_used(engine: Picky) -> None:
@@ -65,10 +65,10 @@ def test_what_is_read_and_not_worth_its_room_leaves_when_it_was_used(engine: Pic
         engine.cache.hold([key])
         engine.cache.release([key])
     assert engine.places(KEYS[:4]) == [
-        BlockLocation.STORAGE,
-        BlockLocation.MEMORY,
-        BlockLocation.STORAGE,
-        BlockLocation.MEMORY,
+        BlockState.STORAGE,
+        BlockState.MEMORY,
+        BlockState.STORAGE,
+        BlockState.MEMORY,
     ]
 
 
@@ -77,7 +77,7 @@ def test_what_has_passed_and_is_held_stays(engine: Picky) -> None:
     engine.put(KEYS[2])
     engine.cache.hold(KEYS[2:3])
     engine.put(KEYS[3])
-    assert engine.place(KEYS[2]) is BlockLocation.MEMORY
+    assert engine.place(KEYS[2]) is BlockState.MEMORY
     engine.cache.release(KEYS[2:3])
 
 
@@ -85,4 +85,4 @@ def test_blocks_of_a_prompt_do_not_leave_for_those_that_are_read_for_it(engine: 
     engine.put(KEYS[2])
     engine.put(KEYS[3])
     assert engine.cache.promote(KEYS[:2], KEYS[2:3]) == 1, "one may not leave"
-    assert engine.place(KEYS[2]) is BlockLocation.MEMORY
+    assert engine.place(KEYS[2]) is BlockState.MEMORY

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvtier.hints import Hint
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.node.cache import NodeCache
 from kvtier.node.client import Channel, NodeClient
 from kvtier.plan.worth import is_worth_loading
@@ -24,7 +24,7 @@ from tests.nodes import NodeProcess, running
 BLOCK_BYTES = 4096
 SCOPE = b"s" * 32
 KEYS = [bytes([number]) * 36 for number in range(8)]
-NOWHERE, MEMORY, STORAGE = BlockLocation.NOWHERE, BlockLocation.MEMORY, BlockLocation.STORAGE
+NOWHERE, MEMORY, STORAGE = BlockState.NOWHERE, BlockState.MEMORY, BlockState.STORAGE
 
 Make = Callable[..., NodeCache]
 
@@ -76,33 +76,33 @@ def test_block_is_visible_to_others_once_it_is_committed(make: Make) -> None:
     room = one.reserve(KEYS[:2])
     assert room is not None
     assert room.keys == KEYS[:2]
-    assert set(other.locate_all(KEYS[:2])) <= {BlockLocation.ARRIVING}
+    assert set(other.lookup(KEYS[:2]).states) <= {BlockState.ARRIVING}
     one.commit(KEYS[:1], [0])
     one.abort(KEYS[1:2])
-    one.locate_all(KEYS[:1])  # an answer: the notices were read
-    assert other.locate_all(KEYS[:2]) == [MEMORY, NOWHERE]
+    one.lookup(KEYS[:1])  # an answer: the notices were read
+    assert other.lookup(KEYS[:2]).states == [MEMORY, NOWHERE]
 
 
 def test_engines_of_other_namespaces_share_nothing(make: Make) -> None:
     one, other = make(), make(b"o" * 32)
     _store(one, KEYS[:2])
-    assert one.locate_all(KEYS[:2]) == [MEMORY, MEMORY]
-    assert other.locate_all(KEYS[:2]) == [NOWHERE, NOWHERE]
+    assert one.lookup(KEYS[:2]).states == [MEMORY, MEMORY]
+    assert other.lookup(KEYS[:2]).states == [NOWHERE, NOWHERE]
 
 
 def test_found_blocks_stay_until_the_next_poll(make: Make) -> None:
     """Sixteen slots: without the leases of the look-up the blocks would be evicted."""
     one, other = make(), make()
     _store(one, KEYS[:4])
-    assert one.locate_all(KEYS[:4]) == [MEMORY] * 4
+    assert one.lookup(KEYS[:4]).states == [MEMORY] * 4
     for number in range(8):
         other.reserve([bytes([100 + 4 * number + at]) * 36 for at in range(4)])
         other.end_copies()
         other.copies_have_ended()
-    slots = one.hold(KEYS[:4])
-    assert len(set(slots)) == 4
-    guard = one.guard(KEYS[:4])
-    assert min(guard.generations) > 0
+    held = one.hold(KEYS[:4])
+    assert len(set(held.slots)) == 4
+    assert held.guard is not None
+    assert min(held.guard.generations) > 0
     one.release(KEYS[:4])
     one.poll()
     one.check_invariants()
@@ -110,16 +110,20 @@ def test_found_blocks_stay_until_the_next_poll(make: Make) -> None:
 
 def test_block_that_is_not_leased_has_a_guard_that_fails(make: Make) -> None:
     cache = make()
-    assert cache.hold(KEYS[:1]) == [0]
-    assert cache.guard(KEYS[:1]).generations == [-1]
+    held = cache.hold(KEYS[:1])
+    assert held.slots == [0]
+    assert held.guard is not None
+    assert held.guard.generations == [-1]
 
 
 def test_block_that_is_being_stored_has_such_a_guard_too(make: Make) -> None:
     """Or a copy of another block's slot could seem right, where both have one generation."""
     cache = make()
     assert cache.reserve(KEYS[:1]) is not None
-    assert cache.hold(KEYS[:1]) == [0]
-    assert cache.guard(KEYS[:1]).generations == [-1]
+    held = cache.hold(KEYS[:1])
+    assert held.slots == [0]
+    assert held.guard is not None
+    assert held.guard.generations == [-1]
     cache.abort(KEYS[:1])
 
 
@@ -139,13 +143,13 @@ def test_engines_thread_never_connects(make: Make, monkeypatch: pytest.MonkeyPat
 def test_first_look_up_waits_until_the_room_is_open(make: Make, node: NodeProcess) -> None:
     _store(make(), KEYS[:2])
     late = NodeCache(NodeClient(node.socket), lambda: SCOPE, BLOCK_BYTES, deadline_s=5.0)
-    places, pending = late.begin_lookup(KEYS[:2])
+    places, pending = late.lookup(KEYS[:2])
     while pending:
-        assert places == [BlockLocation.UNKNOWN] * 2
+        assert places == [BlockState.UNKNOWN] * 2
         (opening,) = pending
         while not opening.is_over:
             time.sleep(0.01)
-        places, pending = late.begin_lookup(KEYS[:2])
+        places, pending = late.lookup(KEYS[:2])
     assert places == [MEMORY, MEMORY]
     late.close()
 
@@ -156,11 +160,11 @@ def test_nobody_waits_long_for_the_room_of_a_stopped_node(
     monkeypatch.setattr("kvtier.node.cache.OPEN_S", 2.0)
     node.pause()
     cache = NodeCache(NodeClient(node.socket), lambda: SCOPE, BLOCK_BYTES, deadline_s=5.0)
-    places, (opening,) = cache.begin_lookup(KEYS[:2])
-    assert places == [BlockLocation.UNKNOWN] * 2
+    places, (opening,) = cache.lookup(KEYS[:2])
+    assert places == [BlockState.UNKNOWN] * 2
     _wait(lambda: opening.is_over)
     assert "kvtier-node" in {each.name for each in enumerate_threads()}, "it waited for the opener"
-    assert cache.begin_lookup(KEYS[:2]) == ([NOWHERE, NOWHERE], [])
+    assert cache.lookup(KEYS[:2]) == ([NOWHERE, NOWHERE], [])
     cache.close()
     node.resume()
 
@@ -169,12 +173,12 @@ def test_slots_of_forgotten_copies_stay_in_use_until_these_have_ended(make: Make
     one, other = make(), make()
     assert one.reserve(KEYS[:2]) is not None
     one.end_copies()
-    one.locate_all(KEYS[4:5])
+    one.lookup(KEYS[4:5])
     room = other.reserve(KEYS[:2])
     assert room is not None
     assert room.keys == [], "a rank may still write to the slots of these"
     one.copies_have_ended()
-    one.locate_all(KEYS[4:5])
+    one.lookup(KEYS[4:5])
     room = other.reserve(KEYS[:2])
     assert room is not None
     assert room.keys == KEYS[:2]
@@ -185,7 +189,7 @@ def test_blocks_that_must_not_be_shared_are_given_up(make: Make) -> None:
     room = cache.reserve(KEYS[:1])
     assert room is not None
     cache.commit(room.keys, [0], to_storage=False)
-    assert cache.locate_all(KEYS[:1]) == [NOWHERE]
+    assert cache.lookup(KEYS[:1]).states == [NOWHERE]
 
 
 def test_blocks_come_back_from_disk_and_their_read_is_measured(
@@ -195,18 +199,18 @@ def test_blocks_come_back_from_disk_and_their_read_is_measured(
     _store(cache, KEYS[:3])
     _wait(lambda: _journal_bytes(tmp_path / "disk") == 64 * (2 + 3))
     node.lose()
-    assert set(cache.locate_all(KEYS[:3])) <= {NOWHERE, BlockLocation.UNKNOWN}
+    assert set(cache.lookup(KEYS[:3]).states) <= {NOWHERE, BlockState.UNKNOWN}
     node.start()
-    _wait(lambda: STORAGE in cache.locate_all(KEYS[:3]))
+    _wait(lambda: STORAGE in cache.lookup(KEYS[:3]).states)
     cache.poll()
-    assert cache.locate_all(KEYS[:3]) == [STORAGE] * 3
+    assert cache.lookup(KEYS[:3]).states == [STORAGE] * 3
     assert cache.sources(KEYS[:3]) == [DISK] * 3
     assert cache.promote(KEYS[:3]) == 3
     waiter = cache.wait_for_reads(KEYS[:3])
     _wait(lambda: waiter.is_over)
     cache.poll()
-    assert cache.ladder.costs.has_seen((DISK, HOST))
-    assert cache.locate_all(KEYS[:3]) == [MEMORY] * 3
+    assert (DISK, HOST) in cache.cost_snapshot().seconds_per_byte
+    assert cache.lookup(KEYS[:3]).states == [MEMORY] * 3
     assert cache.origins(KEYS[:3]) == [DISK] * 3
 
 
@@ -218,7 +222,7 @@ def test_hints_and_use_are_taken(make: Make) -> None:
     cache.hint(KEYS[:3], Hint(ended=True), 16)
     cache.wait(KEYS[:3], True)
     cache.wait(KEYS[:3], False)
-    assert cache.locate_all(KEYS[:3]) == [MEMORY] * 3, "the connection lives"
+    assert cache.lookup(KEYS[:3]).states == [MEMORY] * 3, "the connection lives"
 
 
 class Disk:
@@ -236,7 +240,7 @@ class Disk:
             _wait(partial(self._has_records, folder, 2 + at + 4))
             self.cache.poll()
         self._on_disk = iter(self.keys[:48])
-        self.cache.ladder.account.observe_prefill(0, 1600, 100.0)
+        self.cache.costs.observe_prefill(0, 1600, 100.0)
 
     @staticmethod
     def _has_records(folder: Path, num_records: int) -> bool:
@@ -246,8 +250,8 @@ class Disk:
         """Decide on the next prompt of two blocks. Return whether they are to be loaded."""
         self.now_s += 0.1
         keys = [next(self._on_disk) for _ in range(2)]
-        assert self.cache.locate_all(keys) == [STORAGE] * 2
-        costs = self.cache.ladder.cost_snapshot()
+        assert self.cache.lookup(keys).states == [STORAGE] * 2
+        costs = self.cache.cost_snapshot()
         loads = is_worth_loading(costs, {DISK: 2 * BLOCK_BYTES}, 0, 32)
         if not loads:
             self.cache.probe(keys)
@@ -264,7 +268,7 @@ def test_disk_of_a_node_that_was_slow_is_read_again_within_twenty_prompts(
 ) -> None:
     disk = Disk(make, tmp_path / "disk")
     for _ in range(30):
-        disk.cache.ladder.costs.observe_copy((DISK, HOST), 4 * BLOCK_BYTES, 1000.0)
+        disk.cache._model.observe_copy((DISK, HOST), 4 * BLOCK_BYTES, 1000.0)
     decisions = [disk.decide() for _ in range(24)]
     assert not decisions[0]
     assert all(decisions[20:])
@@ -274,10 +278,10 @@ def test_a_read_lasts_as_long_as_the_node_says(make: Make, tmp_path: Path) -> No
     """The engine notices its end in the next step, which may be much later."""
     disk = Disk(make, tmp_path / "disk")
     keys = disk.keys[:4]
-    assert disk.cache.locate_all(keys) == [STORAGE] * 4
+    assert disk.cache.lookup(keys).states == [STORAGE] * 4
     assert disk.cache.promote(keys) == 4
     disk.cache.wait_for_reads(keys)
     _wait(disk.has_read)
     disk.now_s += 1000.0
     disk.cache.poll()
-    assert 0 < disk.cache.ladder.costs.expected_copy_s((DISK, HOST), 4 * BLOCK_BYTES) < 100
+    assert 0 < disk.cache._model.expected_copy_s((DISK, HOST), 4 * BLOCK_BYTES) < 100

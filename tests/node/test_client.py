@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtier.keyed.guard import RoomFacts
 from kvtier.node import protocol
 from kvtier.node.cache import NodeSignal
 from kvtier.node.client import Channel, NodeClient, NodeError, OpenedRoom
 from kvtier.node.frame_socket import FrameSocket
-from kvtier.node.guard import RoomFacts
 from kvtier.node.tier import NodeTier
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User

@@ -106,7 +106,7 @@ def test_slab_keeps_its_size_over_restarts(tmp_path: Path) -> None:
     with node_with(tmp_path) as node:
         assert slab_bytes(node, tmp_path, "a") == MIB
         room = room_of(node, "a")
-        room.begin_lookup([keys(number) for number in range(8)])
+        room.lookup([keys(number) for number in range(8)])
         assert on_disk(room) == 8
         assert slab_bytes(node, tmp_path, "a") == MIB
 

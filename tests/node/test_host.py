@@ -10,9 +10,9 @@ import pytest
 
 from kvtier.devices.base import Memory
 from kvtier.devices.cpu import CpuDevice
+from kvtier.keyed.guard import SlotGuard
 from kvtier.node.cache import NodeCache
 from kvtier.node.client import NodeClient
-from kvtier.node.guard import SlotGuard
 from kvtier.node.host import NodeHost
 from tests.nodes import NodeProcess, running
 
@@ -59,7 +59,9 @@ def _stored(node: NodeProcess) -> tuple[NodeCache, list[int], SlotGuard]:
     cache = NodeCache(NodeClient(node.socket), lambda: b"s" * 32, BLOCK_BYTES, deadline_s=5.0)
     _wait(lambda: cache.reserve(KEYS) is not None)
     cache.commit(KEYS, list(range(len(KEYS))))
-    return cache, [*cache.hold(KEYS)], cache.guard(KEYS)
+    held = cache.hold(KEYS)
+    assert held.guard is not None
+    return cache, [*held.slots], held.guard
 
 
 def test_segments_are_registered_once_and_those_of_an_earlier_node_released(

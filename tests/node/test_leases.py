@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtier.devices.cpu import CpuDevice
 from kvtier.index.slot_leases import PythonSlotLeases
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.node.cache import NodeCache
 from kvtier.node.client import NodeClient
 from kvtier.node.connection import _look_up
@@ -227,8 +227,8 @@ def test_look_up_that_leads_to_no_copy_is_released_by_poll(
     node: LocalNode, cache: NodeCache
 ) -> None:
     for _ in range(2):
-        places, pending = cache.begin_lookup([*KEYS, b"unknown!"])
-        assert places == [BlockLocation.MEMORY] * 6 + [BlockLocation.NOWHERE]
+        places, pending = cache.lookup([*KEYS, b"unknown!"])
+        assert places == [BlockState.MEMORY] * 6 + [BlockState.NOWHERE]
         assert not pending
     node.until(lambda: leased(node) == 12)
     cache.poll()
@@ -237,20 +237,21 @@ def test_look_up_that_leads_to_no_copy_is_released_by_poll(
 
 def test_held_blocks_outlive_poll_and_the_others_do_not(node: LocalNode, cache: NodeCache) -> None:
     asked = list(KEYS)
-    cache.begin_lookup(asked)
+    cache.lookup(asked)
     asked.clear()  # the caller may do with its list what it likes
-    cache.begin_lookup(KEYS[:3])
-    slots = cache.hold(KEYS[2:4])
-    assert cache.guard(KEYS[2:4]).generations == [1, 1]
-    assert cache.locate(KEYS[5]) is BlockLocation.MEMORY
+    cache.lookup(KEYS[:3])
+    held = cache.hold(KEYS[2:4])
+    assert held.guard is not None
+    assert held.guard.generations == [1, 1]
+    assert cache.lookup_again(KEYS[5]) is BlockState.MEMORY
     assert cache.sources(KEYS) == [HOST] * 6
     cache.poll()
     node.until(lambda: leased(node) == 2)
-    assert cache.hold(KEYS[2:4]) == slots, "by another copy at the same time"
+    assert cache.hold(KEYS[2:4]).slots == held.slots, "by another copy at the same time"
     cache.poll()
     cache.check_invariants()
     cache.release(KEYS[2:4])
-    cache.locate(KEYS[0])  # answered when the node has heard what was said before
+    cache.lookup_again(KEYS[0])  # answered when the node has heard what was said before
     cache.poll()
     node.until(lambda: leased(node) == 2)
     cache.release(KEYS[2:4])

@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from kvtier.keyed.guard import RoomFacts
 from kvtier.node import protocol
 from kvtier.node.client import Channel, NodeClient, NodeError, OpenedRoom
 from kvtier.node.engines import EngineProcess
-from kvtier.node.guard import RoomFacts
 from kvtier.node.protocol import FromEngine
 from kvtier.types import Slot
 from tests.node.world import SCOPE, LocalNode, config_of, keys, wait_until

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.node.cache import NodeCache
 from kvtier.node.client import NodeClient
 from kvtier.node.reservations import OVERDUE_S, Reservations
@@ -18,7 +18,7 @@ from kvtier.types import Slot
 from tests.node.world import BLOCK, SCOPE, LocalNode, local_node, wait_until
 
 KEYS = [bytes([number]) * 36 for number in range(3)]
-NOWHERE, ARRIVING, MEMORY = BlockLocation.NOWHERE, BlockLocation.ARRIVING, BlockLocation.MEMORY
+NOWHERE, ARRIVING, MEMORY = BlockState.NOWHERE, BlockState.ARRIVING, BlockState.MEMORY
 
 
 @pytest.fixture
@@ -43,13 +43,13 @@ def test_nobody_waits_for_an_engine_that_does_not_fill_its_slots(
         room = late.reserve(KEYS)
         assert room is not None
         late.commit(KEYS[:1], [0])
-        wait_until(lambda: MEMORY in other.locate_all(KEYS))
+        wait_until(lambda: MEMORY in other.lookup(KEYS).states)
         waiter = other.wait_for_reads(KEYS)
         wait_until(lambda: waiter.is_over)
-        wait_until(lambda: other.locate_all(KEYS) == [MEMORY, NOWHERE, NOWHERE])
+        wait_until(lambda: other.lookup(KEYS).states == [MEMORY, NOWHERE, NOWHERE])
         assert other.reserve(KEYS[1:]) is None, "two engines fill one block"
         late.commit(KEYS[1:], [1, 2])
-        wait_until(lambda: other.locate_all(KEYS) == [MEMORY] * 3)
+        wait_until(lambda: other.lookup(KEYS).states == [MEMORY] * 3)
 
 
 def test_a_slot_that_is_reserved_again_is_not_overdue() -> None:

@@ -14,7 +14,7 @@ from kvtier.control.contract import ControlError
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError
 from kvtier.index.native_key_index import NativeKeyIndex
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.node import node as node_module
 from kvtier.node.config import DEFAULT_TENANT, TenantQuota
 from kvtier.node.engines import Holdings
@@ -28,7 +28,7 @@ from tests.node.world import BLOCK, SEGMENT, config_of
 
 NUM_SEGMENTS = 16
 USER = SlotUser(1, 0, "engine")
-MEMORY, NOWHERE = BlockLocation.MEMORY, BlockLocation.NOWHERE
+MEMORY, NOWHERE = BlockState.MEMORY, BlockState.NOWHERE
 
 
 class Clock:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.layout import opaque
 from kvtier.testing import MemoryStorage, StoredBlocks
 from kvtier.tiers import KeptKeys
@@ -250,9 +250,9 @@ def test_request_may_wait_while_it_is_not_known_what_storage_has(
     engine = Engine(num_ranks=1, says_hello=False)
     labels = [bytes([number]) * 3 for number in range(20)]
     kept = Telling(DISK, 0, KeptKeys([name(label) for label in labels]), 1)
-    assert engine.find(labels[0]) is BlockLocation.UNKNOWN
+    assert engine.find(labels[0]) is BlockState.UNKNOWN
     engine.hear(Report(hellos={0: Hello(4, {DISK: kept.hello()})}))
-    assert engine.find(labels[0]) is BlockLocation.UNKNOWN
+    assert engine.find(labels[0]) is BlockState.UNKNOWN
     (order,) = engine.mover.take_orders()
     kept.begin(order)
     places = []
@@ -260,12 +260,12 @@ def test_request_may_wait_while_it_is_not_known_what_storage_has(
         engine.hear(Report(pieces=(piece,)))
         places.append(engine.find(labels[8]))
     assert places == [
-        BlockLocation.UNKNOWN,
-        BlockLocation.UNKNOWN,
-        BlockLocation.STORAGE,
-        BlockLocation.STORAGE,
+        BlockState.UNKNOWN,
+        BlockState.UNKNOWN,
+        BlockState.STORAGE,
+        BlockState.STORAGE,
     ]
-    assert engine.find(b"never") is BlockLocation.NOWHERE
+    assert engine.find(b"never") is BlockState.NOWHERE
 
 
 def test_read_of_a_block_that_was_found_need_not_wait_for_the_others(
@@ -281,7 +281,7 @@ def test_read_of_a_block_that_was_found_need_not_wait_for_the_others(
     piece = kept.take()
     assert piece is not None
     engine.hear(Report(pieces=(piece,)))
-    assert engine.find(labels[-1]) is BlockLocation.STORAGE
+    assert engine.find(labels[-1]) is BlockState.STORAGE
     assert engine.cache.promote(labels[-1:]) == 1
     assert [each.verb for each in engine.mover.take_orders()] == [Verb.READ]
 

@@ -75,7 +75,7 @@ def test_where_it_is_on_a_block_on_disk_is_a_hit_at_once() -> None:
     }
     assert loaded == {(DISK,): 2}
     assert scheduler.look_up(scheduler.request("other", KEYS[:1]), KEYS[:1]) == [HIT]
-    assert manager.ladder.used_slots()[HOST] == 4, "host memory has what it had"
+    assert manager.cache.usage()[HOST].num_used == 4, "host memory has what it had"
     manager.cache.check_invariants()
 
 
@@ -183,7 +183,7 @@ def test_blocks_of_two_groups_are_read_by_one_load() -> None:
     for number in (1, 2, 3, 4):  # host memory has room for two
         serve(scheduler, [number])
         scheduler.carry_out()
-    assert scheduler.manager.ladder.used_slots()[DISK] == 8
+    assert scheduler.manager.cache.usage()[DISK].num_used == 8
     request = ReqContext("again")
     for at, key in enumerate(keys):
         request.set_offload_key_position(key, (at % 2 + 1) * STEP)

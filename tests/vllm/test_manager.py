@@ -26,7 +26,8 @@ from kvtier.connectors.vllm.offloading.spec import KvtierSpec
 from kvtier.connectors.vllm.prompt import Shape
 from kvtier.connectors.vllm.request_state import Advice
 from kvtier.connectors.vllm.tiers import rank_tiers
-from kvtier.keyed.cache import BlockLocation, KeyedCache
+from kvtier.keyed.block_cache import BlockState
+from kvtier.keyed.cache import LocalBlockCache
 from kvtier.telemetry.specs import VLLM_LOADED_CHUNKS
 from kvtier.tiers.disk import DiskTier
 from kvtier.transfer.ranks import Done, Hello, RankMover, RankOrder, RecoveredBlocks, Report, Verb
@@ -63,9 +64,9 @@ class Scheduler:
         self.manager = OffloadedTiers(
             tiers, mover, names, shape, policy, publishes_events=True, follows_hints=follows_hints
         )
-        assert isinstance(tiers.cache, KeyedCache)
+        assert isinstance(tiers.cache, LocalBlockCache)
         self.ladder = tiers.cache.ladder
-        self.costs = self.manager.ladder.costs
+        self.costs = self.ladder.costs
         hello = Hello(num_host, {DISK: RecoveredBlocks()}, frozenset({DISK}))
         self.manager.hear(Report(hellos={0: hello}))
 
@@ -416,8 +417,8 @@ def test_full_disk_of_the_smallest_rank_gives_up_the_oldest_blocks(scheduler: Sc
     for at, key in enumerate(KEYS[:3]):
         scheduler.store(scheduler.request(f"request {at}", [key]), [key])
         scheduler.carry_out()
-    assert scheduler.manager.ladder.used_slots()[DISK] == 2
-    assert scheduler.manager.ladder.open_slots()[DISK] == 2
+    assert scheduler.manager.cache.usage()[DISK].num_used == 2
+    assert scheduler.manager.cache.usage()[DISK].num_open == 2
 
 
 def test_pause_keeps_the_tiers_and_gives_up_copies_under_way(scheduler: Scheduler) -> None:
@@ -478,8 +479,8 @@ def test_with_two_groups_an_answer_leaves_before_its_question() -> None:
     scheduler = Scheduler(num_host=12, num_disk=0, block_sizes=(STEP, STEP))
     serve(scheduler, (1, 2), answer=(3, 4))
     serve(scheduler, (11, 12, 13, 14))
-    kept = scheduler.manager.cache.locate_all(two_groups((1, 2, 3, 4)))
-    assert [each is BlockLocation.MEMORY for each in kept] == [True, True, False, False] * 2
+    kept = scheduler.manager.cache.lookup(two_groups((1, 2, 3, 4))).states
+    assert [each is BlockState.MEMORY for each in kept] == [True, True, False, False] * 2
 
 
 def test_groups_that_are_cut_otherwise_have_least_recently_used_first() -> None:

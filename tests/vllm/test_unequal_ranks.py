@@ -35,8 +35,7 @@ def _pipeline(folder: Path) -> dict[str, object]:
 
 def _num_disk_blocks(made: Replica) -> tuple[int, int]:
     """Return the blocks on the disk, and the room that may be used."""
-    ladder = made.manager.ladder
-    return ladder.used_slots()["disk"], ladder.open_slots()["disk"]
+    return made.manager.cache.usage()["disk"]
 
 
 def test_oldest_prompts_leave_the_disk_of_the_rank_with_the_largest_blocks(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ class WaitingRequests:
 
     def _waits_for_storage(self, request: Request) -> bool:
         may_load = request.may_load and request.labels
-        if may_load and self._cache.begin_lookup(request.namespace, request.labels):
+        if may_load and self._cache.lookup(request.namespace, request.labels):
             return True
         if self._cache.config.prefetch_policy is PrefetchPolicy.BEST_EFFORT:
             return False

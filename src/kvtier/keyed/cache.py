@@ -1,9 +1,7 @@
-"""Cache for engines that bring their own block keys and manage the device's blocks themselves.
+"""``BlockCache`` over a ladder of this process.
 
-    begin_lookup --> promote, while the request waits --> hold --> the engine copies --> release
-    reserve --> the engine copies --> commit --> a queued write to storage
-
-A key identifies a whole prefix, so there is no trie to walk. The ladder decides everything else.
+A committed block is queued for a write to storage. A key identifies a whole prefix, so there is no
+trie to walk. The ladder decides everything else.
 
 Queries change nothing (``locate``, ``locate_all``, ``sources``). Changes have methods of their own:
 ``adopt_recovered`` adopts blocks of an earlier run, ``touch`` notes a use.
@@ -11,107 +9,80 @@ Queries change nothing (``locate``, ``locate_all``, ``sources``). Changes have m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.hints import Hint, waits
 from kvtier.index import KeyIndex, State
-from kvtier.index.key_index import UNKNOWN
+from kvtier.index.key_index import UNKNOWN as UNINDEXED
 from kvtier.index.selection import as_array, select
+from kvtier.keyed.block_cache import (
+    BlockCache,
+    BlockLookup,
+    BlockState,
+    Change,
+    Held,
+    Reserved,
+    TierUsage,
+)
 from kvtier.keyed.direct import DirectReads
 from kvtier.keyed.engine_copies import EngineCopies
 from kvtier.keyed.storage_lookup import KeyedLookup
 from kvtier.keyed.waiters import StorageWaiter
 from kvtier.keys import select_keys
 from kvtier.ladder import Ladder, PendingLookup
+from kvtier.plan import Costs
 from kvtier.types import NO_BLOCK, BlockId, Slot
 
 ABSENT, WRITING, READY = State.ABSENT, State.WRITING, State.READY
+NOWHERE, ARRIVING, MEMORY, STORAGE, UNKNOWN = BlockState
 ABSENT_BYTE, WRITING_BYTE, READY_BYTE = int(ABSENT), int(WRITING), int(READY)
 """For arrays, which compare themselves with members of an ``Enum`` slowly."""
-
-
-class BlockLocation(Enum):
-    """Location of a block."""
-
-    NOWHERE = "nowhere"
-    ARRIVING = "arriving"
-    """Being copied into memory."""
-    MEMORY = "memory"
-    STORAGE = "storage"
-    UNKNOWN = "unknown"
-    """A look-up of the block in storage is in flight, or storage is still recovering its blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Blocks that entered a tier, or left it."""
-
-    keys: list[bytes]
-    tier: str
-    is_removed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """Slots in memory for new blocks.
-
-    keys, slots: of the new blocks. evicted: keys of the blocks evicted for them.
-    """
-
-    keys: Sequence[bytes]
-    slots: Sequence[Slot]
-    evicted: list[bytes]
-
-
-PLACES = (
-    BlockLocation.NOWHERE,
-    BlockLocation.ARRIVING,
-    BlockLocation.MEMORY,
-    BlockLocation.STORAGE,
-    BlockLocation.UNKNOWN,
-)
-"""Locations by their code, as look-ups of many blocks have them."""
-NOWHERE_CODE, ARRIVING_CODE, MEMORY_CODE, STORAGE_CODE, UNKNOWN_CODE = range(len(PLACES))
-PLACE_OF_CODE = np.array(PLACES, object)
+STATES = np.array(list(BlockState), object)
+"""States by their code."""
+CLOSE_WAIT_S = 10.0
 
 
 def _codes_of_states(unknown: int) -> bytes:
-    """Return the code of a location by the state of a block in memory, to translate bytes.
+    """Return the code of a ``BlockState`` by the state of a block in memory, to translate bytes.
 
     unknown: code of blocks that the index does not know.
     """
     codes = bytearray(256)
-    codes[UNKNOWN], codes[READY] = unknown, MEMORY_CODE
-    codes[WRITING] = codes[State.EVICTING] = ARRIVING_CODE
+    codes[UNINDEXED], codes[READY] = unknown, MEMORY
+    codes[WRITING] = codes[State.EVICTING] = ARRIVING
     return bytes(codes)
 
 
-IN_MEMORY = (_codes_of_states(UNKNOWN_CODE), _codes_of_states(NOWHERE_CODE))
+IN_MEMORY = (_codes_of_states(UNKNOWN), _codes_of_states(NOWHERE))
 """Codes by state, while unknown blocks may be in storage, and when they can't be."""
-NOWHERE_TO_UNKNOWN = bytes.maketrans(bytes([NOWHERE_CODE]), bytes([UNKNOWN_CODE]))
+NOWHERE_TO_UNKNOWN = bytes.maketrans(bytes([NOWHERE]), bytes([UNKNOWN]))
 
 Codes = npt.NDArray[np.uint8]
 
 
-def places_of(codes: bytes) -> list[BlockLocation]:
-    """Return the locations with these codes. Fastest if all are the same, as they usually are."""
+def states_of(codes: bytes) -> list[BlockState]:
+    """Return the states with these codes. Fastest if all are the same, as they usually are."""
     if codes and codes.count(codes[0]) == len(codes):
-        return [PLACES[codes[0]]] * len(codes)
-    found: list[BlockLocation] = PLACE_OF_CODE[np.frombuffer(codes, np.uint8)].tolist()
+        return [BlockState(codes[0])] * len(codes)
+    found: list[BlockState] = STATES[np.frombuffer(codes, np.uint8)].tolist()
     return found
+
+
+class Closable(Protocol):
+    """A tier that is closed with its cache."""
+
+    def close(self) -> None: ...
 
 
 class LocatedBlocks(NamedTuple):
     """Blocks of a prompt, as the index knows them.
 
-    codes: per key, its position in ``PLACES``. They are bytes, since searching these is faster than
-    making an array. blocks: ``NO_BLOCK`` for an unknown one. states: per key one byte per tier.
+    codes: per key, its ``BlockState``. They are bytes, since searching these is faster than making
+    an array. blocks: ``NO_BLOCK`` for an unknown one. states: per key one byte per tier.
     """
 
     codes: bytes
@@ -121,7 +92,7 @@ class LocatedBlocks(NamedTuple):
     @property
     def are_all_in_memory(self) -> bool:
         """Whether every block is ready in memory."""
-        return self.codes.count(MEMORY_CODE) == len(self.codes)
+        return self.codes.count(MEMORY) == len(self.codes)
 
     @property
     def by_tier(self) -> Codes:
@@ -129,18 +100,19 @@ class LocatedBlocks(NamedTuple):
         return np.frombuffer(self.states, np.uint8).reshape(len(self.codes), -1)
 
     @property
-    def places(self) -> list[BlockLocation]:
-        """The location of each block."""
-        return places_of(self.codes)
+    def block_states(self) -> list[BlockState]:
+        """The state of each block."""
+        return states_of(self.codes)
 
-    def positions(self, *codes: int) -> npt.NDArray[np.int64]:
-        """Return the positions of the keys with one of some codes."""
+    def positions(self, *states: BlockState) -> npt.NDArray[np.int64]:
+        """Return the positions of the blocks in one of some states."""
         of_keys = np.frombuffer(self.codes, np.uint8)
+        codes = list(map(int, states))
         return np.flatnonzero(np.isin(of_keys, codes) if len(codes) > 1 else of_keys == codes[0])
 
 
-class KeyedCache:
-    """Cache for engines that bring their own keys. Owned by one thread.
+class LocalBlockCache(BlockCache):
+    """Cache of blocks by an engine's keys, in this process. Owned by one thread.
 
     Keys are the engine's, as bytes. The engine copies from and to the fastest tier of ``ladder``,
     which is called memory here.
@@ -153,6 +125,7 @@ class KeyedCache:
         clock: the ladder's.
         knows_storage: return whether storage has recovered all its blocks. Some may be found
             earlier.
+        owned: tiers by name that ``close`` closes.
     """
 
     def __init__(
@@ -162,8 +135,13 @@ class KeyedCache:
         namespace: Callable[[], bytes],
         clock: Callable[[], float],
         knows_storage: Callable[[], bool] = lambda: True,
+        owned: Mapping[str, Closable] | None = None,
     ) -> None:
         self.ladder = ladder
+        self.metrics = ladder.metrics
+        self.costs = ladder.account
+        self.learns = bool(index.learning)
+        self._owned = owned or {}
         self.memory = ladder.fastest
         self._index = index
         self._lost = ladder.transfers.lost
@@ -182,29 +160,25 @@ class KeyedCache:
 
     # -- locations ---------------------------------------------------------------------------------
 
-    def locate(self, key: bytes) -> BlockLocation:
+    def locate(self, key: bytes) -> BlockState:
         """Return the location of one block. Changes nothing; see ``locate_all``."""
         found = self._index.find(key)
         if found is None:
             is_complete = self._lookup.is_complete
-            return BlockLocation.NOWHERE if is_complete else BlockLocation.UNKNOWN
+            return NOWHERE if is_complete else UNKNOWN
         return self._place(*found)
 
-    def locate_all(self, keys: Sequence[bytes]) -> list[BlockLocation]:
+    def locate_all(self, keys: Sequence[bytes]) -> list[BlockState]:
         """Return the location of each block, as far as the index knows. Changes nothing.
 
         The index knows a block that storage recovered from an earlier run only once it was adopted.
         Cost: one look-up in the index per key.
         """
-        return self._locate(keys).places
+        return self._locate(keys).block_states
 
-    def locate_in_memory(self, keys: Sequence[bytes]) -> list[BlockLocation]:
-        """Return the locations of blocks that must not be read from storage. Changes nothing.
-
-        A block that only storage has is ``NOWHERE``.
-        """
-        here = (BlockLocation.MEMORY, BlockLocation.ARRIVING)
-        return [at if at in here else BlockLocation.NOWHERE for at in self._locate(keys).places]
+    def lookup_private(self, keys: Sequence[bytes]) -> list[BlockState]:
+        here = (MEMORY, ARRIVING)
+        return [at if at in here else NOWHERE for at in self._locate(keys).block_states]
 
     def _locate(self, keys: Sequence[bytes]) -> LocatedBlocks:
         """Find blocks in the index. While storage recovers its blocks, unknown ones may be there.
@@ -215,16 +189,16 @@ class KeyedCache:
         in_memory = states[:: len(self._tiers)]
         is_doubtful = self.is_doubtful
         if in_memory.count(READY_BYTE) == len(in_memory) and not is_doubtful:
-            return LocatedBlocks(bytes([MEMORY_CODE]) * len(in_memory), blocks, states)
+            return LocatedBlocks(bytes([MEMORY]) * len(in_memory), blocks, states)
         by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
         if is_doubtful:
             by_tier = self._without_doubted(blocks, by_tier)
             in_memory = by_tier[:, 0].tobytes()
         codes = in_memory.translate(IN_MEMORY[self._lookup.is_complete])
-        if len(self._tiers) > 1 and NOWHERE_CODE in codes:
+        if len(self._tiers) > 1 and NOWHERE in codes:
             of_keys = np.frombuffer(codes, np.uint8).copy()
             is_stored = (by_tier[:, 1:] == READY_BYTE).any(axis=1)
-            of_keys[(of_keys == NOWHERE_CODE) & is_stored] = STORAGE_CODE
+            of_keys[(of_keys == NOWHERE) & is_stored] = STORAGE
             codes = of_keys.tobytes()
         return LocatedBlocks(codes, blocks, states)
 
@@ -245,35 +219,33 @@ class KeyedCache:
         blocks, states = self._index.find_all(keys)
         return blocks, np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
 
-    def _place(self, block: BlockId, states: Sequence[State]) -> BlockLocation:
+    def _place(self, block: BlockId, states: Sequence[State]) -> BlockState:
         if states[0] is not ABSENT and not self._is_doubted(block):
-            return BlockLocation.MEMORY if states[0] is READY else BlockLocation.ARRIVING
-        return (
-            BlockLocation.NOWHERE
-            if self._storage_of(block, states) is None
-            else BlockLocation.STORAGE
-        )
+            return MEMORY if states[0] is READY else ARRIVING
+        return NOWHERE if self._storage_of(block, states) is None else STORAGE
 
     # -- look-ups in storage -----------------------------------------------------------------------
 
-    def begin_lookup(
-        self, keys: Sequence[bytes], has_gaps: bool = False
-    ) -> tuple[list[BlockLocation], list[PendingLookup]]:
-        """Adopt a prompt's recovered blocks, and look up the missing ones in storage.
+    def lookup(self, keys: Sequence[bytes], has_gaps: bool = False) -> BlockLookup[PendingLookup]:
+        """Look up a prompt's blocks; see ``BlockCache``.
 
-        Adopted blocks count as used. Storage that does not answer at once gets one look-up per
-        prompt, however many requests wait for it.
-
-        Args:
-            keys: the blocks of one prompt, in its order.
-            has_gaps: whether blocks behind a missing one may be of use.
-
-        Returns:
-            The locations, as by ``locate_all``, and the look-ups in storage that are worth waiting
-            for. While there are any, each missing block is ``UNKNOWN``.
+        Storage that does not answer at once gets one look-up per prompt, however many requests wait
+        for it. While there are ``answers``, each missing block is ``UNKNOWN``.
         """
         found, pending = self._begin_lookup(keys, has_gaps)
-        return found.places, pending
+        return BlockLookup(found.block_states, pending)
+
+    def lookup_again(self, key: bytes, before: BlockState | None = None) -> BlockState:
+        """Return the state of one block; see ``BlockCache``.
+
+        A missing block is looked up again if storage may have recovered it since.
+        """
+        if before is NOWHERE and not self.ladder.storage_lookup.has_unfound_at_once:
+            return before
+        state = self.locate(key)
+        if state in (NOWHERE, UNKNOWN) and self.adopt_recovered([key]):
+            state = self.locate(key)
+        return state
 
     def _begin_lookup(
         self, keys: Sequence[bytes], has_gaps: bool
@@ -281,14 +253,14 @@ class KeyedCache:
         found = self._locate(keys)
         if found.are_all_in_memory:
             return found, []
-        if self.has_unfound_at_once:
-            unknown = np.flatnonzero(found.by_tier[:, 0] == UNKNOWN)
+        if self.ladder.storage_lookup.has_unfound_at_once:
+            unknown = np.flatnonzero(found.by_tier[:, 0] == UNINDEXED)
             if len(unknown) and (adopted := self.adopt_recovered(select_keys(keys, unknown))):
                 self.touch(adopted)
                 found = self._locate(keys)
         if not self._lookup.has_to_ask:
             return found, []
-        wanted = select_keys(keys, found.positions(NOWHERE_CODE, UNKNOWN_CODE))
+        wanted = select_keys(keys, found.positions(NOWHERE, UNKNOWN))
         pending = self._lookup.begin(wanted, has_gaps) if len(wanted) else []
         if pending:
             found = found._replace(codes=found.codes.translate(NOWHERE_TO_UNKNOWN))
@@ -341,57 +313,25 @@ class KeyedCache:
         return found
 
     def origins(self, keys: Sequence[bytes]) -> list[str]:
-        """Return the tier that each block in memory was read from.
-
-        After its first use it is memory.
-        """
         slots = self._index.slots(self._known(keys), self.memory)
         return [self._tiers[tier] for tier in self._came_from[as_array(slots)].tolist()]
 
-    @property
-    def has_unfound_at_once(self) -> bool:
-        """Whether storage that answers at once may have blocks that the index does not know."""
-        return self.ladder.storage_lookup.has_unfound_at_once
-
-    @property
-    def learns(self) -> bool:
-        """Whether a policy learns from requests."""
-        return bool(self._index.learning)
-
     def on_request(self, keys: Iterable[bytes]) -> None:
-        """Report a new request to policies that learn.
-
-        keys: all blocks of its prompt, in its order. Call it once per request, before anything is
-        reserved for it.
-        """
         self._index.on_request(keys, self._clock())
 
     def continues(self, keys: Iterable[bytes], before: bytes) -> None:
-        """Tell the index that an answer's blocks follow ``before``; see ``KeyIndex.continues``."""
         self._index.continues(keys, before)
 
     def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> None:
-        """Apply a hint to the blocks of a prompt, from now on.
-
-        Args:
-            keys: all blocks of the prompt.
-            hint: the hint.
-            block_size: tokens per block.
-        """
         now = self._clock()
         for said in hint.said(block_size, now):
             self._index.retain(keys, said, now)
 
     def wait(self, keys: Collection[bytes], is_waiting: bool) -> None:
-        """Note that a request has been queued (True), or is queued no longer (False).
-
-        Call it once with each value per request.
-        """
         now = self._clock()
         self._index.retain(keys, waits(is_waiting, now), now)
 
     def touch(self, keys: Collection[bytes]) -> None:
-        """Note a use of blocks, given in prompt order. The first ones are evicted last."""
         self._use(self._index.find_all(keys).known)
 
     def _use(self, blocks: Sequence[BlockId]) -> None:
@@ -405,11 +345,7 @@ class KeyedCache:
     # -- between the engine's device and memory ----------------------------------------------------
 
     def reserve(self, keys: Collection[bytes]) -> Reserved | None:
-        """Reserve slots for those of ``keys`` that are not in memory and that it admits.
-
-        The blocks count as used, and the first ones are evicted last. Returns None if there is too
-        little room.
-        """
+        """Reserve slots for those of ``keys`` that are not in memory and that it admits."""
         new, ready = self._index.missing(keys, self.memory)
         self._grow(len(new))
         num_changes = len(self._changes)
@@ -438,15 +374,7 @@ class KeyedCache:
         """Add memory until ``num_slots`` slots are free, if it can grow. Nothing by default."""
 
     def commit(self, keys: Sequence[bytes], depths: Sequence[int], to_storage: bool = True) -> None:
-        """Note that blocks have been copied into their slots, and queue their writes to storage.
-
-        A block that was distrusted meanwhile is given up. One that was cleared is skipped.
-
-        Args:
-            keys: in prompt order.
-            depths: position of each block in its prompt.
-            to_storage: whether to queue the writes.
-        """
+        """Note that blocks have been copied into their slots, and queue their writes to storage."""
         blocks, by_tier = self._find_all(keys)
         coming = by_tier[:, 0] == WRITING_BYTE
         if not coming.all():
@@ -467,7 +395,6 @@ class KeyedCache:
         self.ladder.storage_writer.enqueue(blocks)
 
     def abort(self, keys: Iterable[bytes]) -> None:
-        """Give up blocks that were not copied into their slots."""
         self._copies.abort(self._coming(list(keys)))
 
     def _coming(self, keys: Sequence[bytes]) -> Sequence[BlockId]:
@@ -475,32 +402,20 @@ class KeyedCache:
         blocks, by_tier = self._find_all(keys)
         return select(blocks, by_tier[:, 0] == WRITING_BYTE)
 
-    def hold(self, keys: Sequence[bytes]) -> Sequence[Slot]:
-        """Return the slots of blocks in memory, to copy from. They are held until ``release``."""
-        return self._copies.hold(self._known(keys))
+    def hold(self, keys: Sequence[bytes]) -> Held:
+        return Held(self._copies.hold(self._known(keys)))
 
     def release(self, keys: Collection[bytes]) -> None:
-        """Release blocks whose copies have ended. Those cleared meanwhile are skipped."""
         slots = self._copies.release(self._index.find_all(keys).known)
         self._came_from[as_array(slots)] = 0
         self.ladder.transfers.drop_lost()
 
-    def guard(self, keys: Sequence[bytes]) -> None:
-        """Return nothing: slots of this process's own memory need no check after a copy."""
-
     def distrust(self, slots: Collection[Slot]) -> None:
-        """Give up the blocks in slots for which one of the engine's copies failed."""
         self._copies.distrust(slots)
 
     # -- between memory and storage ----------------------------------------------------------------
 
     def promote(self, keys: Sequence[bytes], beside: Sequence[bytes] = ()) -> int:
-        """Begin to read blocks from storage into memory.
-
-        If there is no room for all, only the first ones are read. Returns how many.
-
-        beside: blocks of the same prompt in memory, which must not be evicted for these.
-        """
         kept = self._ready(beside)
         self._index.lease(kept, self.memory)
         num = self._promote(keys)
@@ -535,13 +450,6 @@ class KeyedCache:
             self._fill(begun, slots, self._tiers.index(storage))
 
     def probe(self, keys: Sequence[bytes]) -> None:
-        """Read a few of the blocks that a request computes although storage has them.
-
-        No request waits for them. The reads show how long storage takes now; see
-        ``kvtier.plan.probe``.
-
-        keys: in prompt order.
-        """
         for storage, blocks in self._in_storage(keys).items():
             num = self.ladder.loads.num_to_probe(storage, len(blocks))
             num = min(num, self.ladder.eviction.num_available(self.memory))
@@ -571,7 +479,6 @@ class KeyedCache:
         return waiter
 
     def poll(self) -> None:
-        """Notice transfers that have ended."""
         self.ladder.write_queues.is_open = bool(self._namespace())
         self.ladder.poll()
 
@@ -597,12 +504,40 @@ class KeyedCache:
     def end_copies(self) -> None:
         """End the engine's own copies. Keep all blocks but those that were being stored.
 
-        The engine must wait for its copies first, and must not report their end.
+        The engine's later copies must begin after these have ended.
         """
         self._copies.clear()
 
+    def copies_have_ended(self) -> None:
+        """Do nothing: the slots are free already, since an engine's ranks copy in order."""
+
+    @property
+    def storages(self) -> Sequence[str]:
+        return self.ladder.storages
+
+    @property
+    def is_busy(self) -> bool:
+        return self.ladder.is_busy
+
+    def usage(self) -> Mapping[str, TierUsage]:
+        rooms = self.ladder.topology.rooms
+        return {name: TierUsage(room.num_used, room.num_open) for name, room in rooms.items()}
+
+    def cost_snapshot(self) -> Costs:
+        return self.ladder.cost_snapshot()
+
+    def close(self) -> bool:
+        """Finish transfers, and close the tiers that are owned; see ``BlockCache``."""
+        if not self._owned:
+            return True
+        self.ladder.transfers.drain(CLOSE_WAIT_S, self.poll)
+        in_use = self.ladder.close()
+        for name, tier in self._owned.items():
+            if name not in in_use:
+                tier.close()
+        return not in_use
+
     def check_invariants(self) -> None:
-        """Raise AssertionError if slots, blocks and the engine's copies don't add up."""
         self.ladder.check_invariants(self._num_private)
         self._copies.check_invariants()
 

@@ -21,7 +21,7 @@ class KeyedLookup:
     Blocks that are found are added to the index. Nothing is looked up while the namespace is
     unknown.
 
-    namespace, knows_storage: see ``KeyedCache``.
+    namespace, knows_storage: see ``LocalBlockCache``.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class KeyedLookup:
         return self._knows_storage() or not (self._ladder.storages and self._namespace())
 
     def adopt(self, keys: Collection[bytes], stops_at_gap: bool) -> list[bytes]:
-        """Adopt blocks from storage that answers at once; see ``KeyedCache.adopt_recovered``."""
+        """Adopt recovered blocks; see ``LocalBlockCache.adopt_recovered``."""
         namespace = self._namespace()
         if not namespace or not self._ladder.storage_lookup.has_unfound_at_once:
             return []
@@ -87,7 +87,7 @@ class KeyedLookup:
 
         Returns the look-ups that are worth waiting for.
 
-        has_gaps: see ``KeyedCache.begin_lookup``.
+        has_gaps: see ``LocalBlockCache.lookup``.
         """
         names = partial(child_keys, self._namespace())
         return self._ladder.storage_lookup.begin_by_keys(keys, names, self._index.make, has_gaps)

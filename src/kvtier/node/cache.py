@@ -1,7 +1,4 @@
-"""Client of a node in place of a ``KeyedCache``: the cache of one engine that brings its own keys.
-
-    begin_lookup --> promote, while the request waits --> hold --> the ranks copy --> release
-    reserve --> the ranks copy --> commit
+"""``BlockCache`` of one engine in a node: the node's client.
 
 A look-up leases the blocks that it finds in memory until the next ``poll``, so that ``hold`` can't
 fail. The ranks map the node's memory and copy themselves (``host.py``). Each request has a
@@ -12,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
@@ -22,17 +19,26 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from kvtier.hints import Hint, Said, waits
-from kvtier.keyed.cache import BlockLocation, Change, Reserved, places_of
+from kvtier.keyed.block_cache import (
+    BlockCache,
+    BlockLookup,
+    BlockState,
+    Change,
+    Held,
+    Reserved,
+    TierUsage,
+)
+from kvtier.keyed.cache import states_of
+from kvtier.keyed.guard import RoomFacts, SlotGuard
 from kvtier.keyed.waiters import Awaited, Signal
 from kvtier.ladder import CostMetrics
 from kvtier.node import protocol
 from kvtier.node.client import Channel, NodeClient, NodeError, OpenedRoom
-from kvtier.node.guard import RoomFacts, SlotGuard
 from kvtier.node.protocol import FromEngine
 from kvtier.plan import CostModel, Costs, num_to_probe, ways_of
 from kvtier.telemetry import Metrics
 from kvtier.telemetry.specs import PROBED_BLOCKS
-from kvtier.types import DEVICE, HOST, Direct, Slot
+from kvtier.types import DEVICE, HOST, Slot
 
 Answer = TypeVar("Answer")
 
@@ -77,53 +83,7 @@ class RoomOpening:
         return not self.thread.is_alive() or time.monotonic() >= self.until_s
 
 
-class NoDirectReads:
-    """Direct reads of a cache that has none: an engine does not reach the node's storage."""
-
-    is_for_all = False
-
-    def how(self, key: bytes) -> Direct:
-        return Direct.OFF
-
-    def read(self, keys: Sequence[bytes], places: Sequence[int]) -> list[str]:
-        return []
-
-
-class NodeLadder:
-    """Costs and metrics of an engine whose tiers are in a node, as ``Ladder`` has them.
-
-    What moves within the node is in the node's own metrics.
-    """
-
-    is_busy = False
-
-    def __init__(self, block_bytes: int, clock: Callable[[], float]) -> None:
-        self.metrics = Metrics(is_exposed=False)
-        self.costs = CostModel()
-        self.account = CostMetrics(self.metrics, self.costs, clock)
-        self.storages: list[str] = []
-        self._block_bytes = block_bytes
-        self._clock = clock
-
-    def cost_snapshot(self) -> Costs:
-        """Return current costs of copies and prefill."""
-        return self.costs.snapshot(
-            ways=ways_of((DEVICE, HOST), self.storages, ()),
-            witnesses={(HOST, DEVICE): None},
-            trial_bytes=self._block_bytes,
-            now_s=self._clock(),
-        )
-
-    def used_slots(self) -> dict[str, int]:
-        """Return nothing: the node counts its slots."""
-        return {}
-
-    def open_slots(self) -> dict[str, int]:
-        """Return nothing: the node counts its slots."""
-        return {}
-
-
-class NodeCache:
+class NodeCache(BlockCache):
     """Cache of one engine in a node. Owned by one thread.
 
     Keys are the engine's, of one length. Nothing raises because of the node: without it every block
@@ -139,7 +99,8 @@ class NodeCache:
     """
 
     learns = True
-    has_unfound_at_once = False
+    is_busy = False
+    """The node's own thread carries out what moves there; an engine need not poll for it."""
 
     def __init__(
         self,
@@ -149,9 +110,10 @@ class NodeCache:
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.memory = HOST
-        self.ladder = NodeLadder(block_bytes, clock)
-        self.direct_reads = NoDirectReads()
+        self.metrics = Metrics(is_exposed=False)
+        self._model = CostModel()
+        self.costs = CostMetrics(self.metrics, self._model, clock)
+        self._storages: list[str] = []
         self._client = client
         self._namespace = namespace
         self._block_bytes = block_bytes
@@ -160,7 +122,7 @@ class NodeCache:
         self._room = _Room(RoomFacts(b"", block_bytes, 0), "", 0)
         self._opening: RoomOpening | None = None
         self._watches = count(1 << 32)
-        self._places: dict[bytes, BlockLocation] = {}  # of the last look-ups
+        self._states: dict[bytes, BlockState] = {}  # of the last look-ups
         self._sources: dict[bytes, str] = {}
         self._unread: list[_LookedUp] = []
         self._reads: list[_Read] = []
@@ -169,27 +131,10 @@ class NodeCache:
 
     # -- locations ---------------------------------------------------------------------------------
 
-    def locate(self, key: bytes) -> BlockLocation:
-        """Return the location of one block, as the last look-up found it."""
-        self._read_answers()
-        place = self._places.get(key)
-        return self.begin_lookup([key])[0][0] if place is None else place
-
-    def locate_all(self, keys: Sequence[bytes]) -> list[BlockLocation]:
-        """Return the location of each block, by a look-up."""
-        return self.begin_lookup(keys)[0] if keys else []
-
-    def locate_in_memory(self, keys: Sequence[bytes]) -> list[BlockLocation]:
-        """Return ``NOWHERE`` for each block: a node keeps none that must stay in one process."""
-        return [BlockLocation.NOWHERE] * len(keys)
-
-    def begin_lookup(
-        self, keys: Sequence[bytes], has_gaps: bool = False
-    ) -> tuple[list[BlockLocation], Sequence[Awaited]]:
+    def lookup(self, keys: Sequence[bytes], has_gaps: bool = False) -> BlockLookup[Awaited]:
         """Look up a prompt's blocks, and lease those in memory until the next ``poll``.
 
-        While the room is being opened, all blocks are ``UNKNOWN`` for a short time. See
-        ``KeyedCache.begin_lookup``.
+        While the room is being opened, all blocks are ``UNKNOWN`` for a short time.
         """
         told = b"".join(keys)
         found = self._ask(
@@ -200,23 +145,39 @@ class NodeCache:
         if found is None:
             opening = self._opening
             if opening is None or opening.is_over:
-                return [BlockLocation.NOWHERE] * len(keys), []
-            return [BlockLocation.UNKNOWN] * len(keys), [opening]
+                return BlockLookup([BlockState.NOWHERE] * len(keys), [])
+            return BlockLookup([BlockState.UNKNOWN] * len(keys), [opening])
         answer, channel = found
-        places = places_of(answer.places)
-        self._unread.append(_LookedUp(list(keys), places, answer))
-        return places, [NodeSignal(self._client, channel, answer.id)] if answer.pending else []
+        states = states_of(answer.places)
+        self._unread.append(_LookedUp(list(keys), states, answer))
+        answers = [NodeSignal(self._client, channel, answer.id)] if answer.pending else []
+        return BlockLookup(states, answers)
+
+    def lookup_again(self, key: bytes, before: BlockState | None = None) -> BlockState:
+        """Return the state of one block, as the last look-up since ``poll`` found it.
+
+        A look-up adopts all that the node's storage has recovered, so ``NOWHERE`` stays.
+        """
+        if before is BlockState.NOWHERE:
+            return before
+        self._read_answers()
+        state = self._states.get(key)
+        return self.lookup([key]).states[0] if state is None else state
+
+    def lookup_private(self, keys: Sequence[bytes]) -> list[BlockState]:
+        """Return ``NOWHERE`` for each block: a node keeps none that must stay in one process."""
+        return [BlockState.NOWHERE] * len(keys)
 
     def _read_answers(self) -> None:
         """Note by key what the last look-ups have found.
 
         It is done when a block is asked for, since most look-ups lead to no copy.
         """
-        tiers = (HOST, *self.ladder.storages)
+        tiers = (HOST, *self._storages)
         leases = self._room.leases
         unread, self._unread = self._unread, []
-        for keys, places, answer in unread:
-            self._places.update(zip(keys, places, strict=True))
+        for keys, states, answer in unread:
+            self._states.update(zip(keys, states, strict=True))
             self._sources.update(zip(keys, map(tiers.__getitem__, answer.sources), strict=True))
             codes = np.frombuffer(answer.places, np.uint8)
             ready = [keys[at] for at in np.flatnonzero(codes == protocol.MEMORY).tolist()]
@@ -224,10 +185,6 @@ class NodeCache:
             generations = protocol.unpack(answer.generations).tolist()
             for key, slot, generation in zip(ready, slots, generations, strict=True):
                 leases.setdefault(key, _Lease(slot, generation)).num += 1
-
-    def adopt_recovered(self, keys: Collection[bytes]) -> list[bytes]:
-        """Return nothing: a look-up adopts what the node's storage has recovered."""
-        return []
 
     def sources(self, keys: Sequence[bytes]) -> list[str]:
         """Return the tier that each block would be read from, as the last look-up found it."""
@@ -240,28 +197,25 @@ class NodeCache:
 
     # -- slots -------------------------------------------------------------------------------------
 
-    def hold(self, keys: Sequence[bytes]) -> list[Slot]:
+    def hold(self, keys: Sequence[bytes]) -> Held:
         """Return the slots of blocks in memory, to copy from. They are held until ``release``.
 
         A block that is not leased any more has a slot whose copy is found to be wrong.
         """
         self._read_answers()
         if any(key not in self._room.leases for key in keys):
-            self.begin_lookup(list(keys))
+            self.lookup(list(keys))
             self._read_answers()
         room = self._room
-        slots = []
-        for key in keys:
-            lease = room.leases.get(key)
-            if lease is None:
-                slots.append(Slot(0))
-                continue
-            lease.num_holds += 1
-            slots.append(lease.slot)
-        return slots
+        leases = [room.leases.get(key) for key in keys]
+        for lease in leases:
+            if lease is not None:
+                lease.num_holds += 1
+        slots = [Slot(0) if lease is None else lease.slot for lease in leases]
+        generations = [-1 if lease is None else lease.generation for lease in leases]
+        return Held(slots, SlotGuard(room.instance, room.facts, generations))
 
     def release(self, keys: Collection[bytes]) -> None:
-        """Release blocks whose copies have ended."""
         given_back = []
         for key in keys:
             lease = self._room.leases.get(key)
@@ -275,19 +229,7 @@ class NodeCache:
                     del self._room.leases[key]
         self._give_back(given_back)
 
-    def guard(self, keys: Sequence[bytes]) -> SlotGuard:
-        """Return what the ranks need to copy from leased slots, and to reserved ones.
-
-        Only copies from slots are checked, so a block that is not leased has a generation that no
-        slot has.
-        """
-        self._read_answers()
-        room = self._room
-        leases = [room.leases.get(key, _NO_LEASE) for key in keys]
-        return SlotGuard(room.instance, room.facts, [lease.generation for lease in leases])
-
     def reserve(self, keys: Collection[bytes]) -> Reserved | None:
-        """Reserve slots for those of ``keys`` that are new. None if there is too little room."""
         wanted = list(dict.fromkeys(keys))
         told = b"".join(wanted)
         found = self._ask(
@@ -305,7 +247,8 @@ class NodeCache:
         generations = protocol.unpack(answer.generations).tolist()
         for key, slot, generation in zip(new, slots, generations, strict=True):
             self._room.reserved[key] = _Lease(slot, generation)
-        return Reserved(new, slots, [])
+        room = self._room
+        return Reserved(new, slots, [], SlotGuard(room.instance, room.facts, ()))
 
     def commit(self, keys: Sequence[bytes], depths: Sequence[int], to_storage: bool = True) -> None:
         """Note that blocks have been copied into their slots.
@@ -323,14 +266,12 @@ class NodeCache:
             self._tell(lambda number: protocol.CommitNotice(number, *told))
 
     def abort(self, keys: Iterable[bytes]) -> None:
-        """Give up blocks that were not copied into their slots."""
         reserved = self._room.reserved
         slots = protocol.pack([reserved.pop(key).slot for key in keys if key in reserved])
         if slots:
             self._tell(lambda number: protocol.AbortNotice(number, slots))
 
     def distrust(self, slots: Collection[Slot]) -> None:
-        """Give up the blocks in slots for which a copy failed."""
         if slots:
             told = protocol.pack(list(slots))
             self._tell(lambda number: protocol.DistrustNotice(number, told))
@@ -345,7 +286,6 @@ class NodeCache:
     # -- between memory and storage ----------------------------------------------------------------
 
     def promote(self, keys: Sequence[bytes], beside: Sequence[bytes] = ()) -> int:
-        """Begin to read blocks from storage into memory; see ``KeyedCache.promote``."""
         told, kept = b"".join(keys), b"".join(beside)
         found = self._ask(
             keys,
@@ -359,14 +299,13 @@ class NodeCache:
         return len(begun)
 
     def probe(self, keys: Sequence[bytes]) -> None:
-        """Have a few blocks read that a request computes; see ``KeyedCache.probe``."""
         wanted: dict[str, list[bytes]] = {}
         for key, tier in zip(keys, self.sources(keys), strict=True):
             if tier != HOST:
                 wanted.setdefault(tier, []).append(key)
         now_s, reading = self._clock(), {read.tier for read in self._reads}
         for tier, some in wanted.items():
-            last = self.ladder.costs.last_copy((tier, HOST))
+            last = self._model.last_copy((tier, HOST))
             if last is None:
                 continue
             seen_s, last_s = last
@@ -374,12 +313,11 @@ class NodeCache:
             num = num_to_probe(len(some), self._block_bytes, quiet_s, last_s)
             if num and tier not in reading:
                 self._probed_s[tier] = now_s
-                self.ladder.metrics.count(PROBED_BLOCKS, num, src=tier)
+                self.metrics.count(PROBED_BLOCKS, num, src=tier)
                 if num := self.promote(some[:num]):
                     self.wait_for_reads(some[:num])
 
     def wait_for_reads(self, keys: Sequence[bytes]) -> NodeSignal | Signal:
-        """Return a signal that is over when none of the blocks is in flight to memory."""
         watch, told = next(self._watches), b"".join(keys)
         channel = self._tell(lambda room: protocol.WatchNotice(room, watch, told))
         if channel is None:
@@ -394,27 +332,22 @@ class NodeCache:
     # -- use ---------------------------------------------------------------------------------------
 
     def touch(self, keys: Collection[bytes]) -> None:
-        """Note a use of blocks, given in prompt order."""
         if keys:
             told = b"".join(keys)
             self._tell(lambda number: protocol.UseNotice(number, told))
 
     def on_request(self, keys: Iterable[bytes]) -> None:
-        """Report a new request; see ``KeyedCache.on_request``."""
         if told := b"".join(keys):
             self._tell(lambda number: protocol.PromptNotice(number, told))
 
     def continues(self, keys: Iterable[bytes], before: bytes) -> None:
-        """Report that an answer's blocks follow ``before``."""
         if told := b"".join(keys):
             self._tell(lambda number: protocol.ContinueNotice(number, told, before))
 
     def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> None:
-        """Apply a hint to the blocks of a prompt, from now on."""
         self._say(keys, hint.said(block_size, 0.0))
 
     def wait(self, keys: Collection[bytes], is_waiting: bool) -> None:
-        """Note that a request has been queued (True), or is queued no longer (False)."""
         self._say(keys, [waits(is_waiting, 0.0)])
 
     def _say(self, keys: Collection[bytes], said: Sequence[Said]) -> None:
@@ -428,14 +361,14 @@ class NodeCache:
     def poll(self) -> None:
         """Release the leases of look-ups that were not held, and note reads that have ended."""
         self._release_unheld()
-        self._places.clear()
+        self._states.clear()
         self._sources.clear()
         now_s = self._clock()
         for read in [read for read in self._reads if read.signal.is_over]:
             self._reads.remove(read)
             # The node's own measure: here the end is noticed only in the engine's next step.
             seconds = read.signal.channel.take_seconds(read.signal.watch) or now_s - read.since_s
-            self.ladder.costs.observe_copy((read.tier, HOST), read.num_bytes, seconds, now_s)
+            self._model.observe_copy((read.tier, HOST), read.num_bytes, seconds, now_s)
 
     def _release_unheld(self) -> None:
         for each in self._unread:
@@ -451,11 +384,23 @@ class NodeCache:
                 del leases[key]
         self._give_back(given_back)
 
-    def clear(self) -> None:
-        """Give up everything that this engine uses. The engine's blocks stay in the node.
+    @property
+    def storages(self) -> Sequence[str]:
+        return self._storages
 
-        The caller gives other blocks other names from now on. See ``end_copies``.
-        """
+    def cost_snapshot(self) -> Costs:
+        return self._model.snapshot(
+            ways=ways_of((DEVICE, HOST), self._storages, ()),
+            witnesses={(HOST, DEVICE): None},
+            trial_bytes=self._block_bytes,
+            now_s=self._clock(),
+        )
+
+    def usage(self) -> Mapping[str, TierUsage]:
+        return {}
+
+    def clear(self) -> None:
+        """Give up everything that this engine uses. The engine's blocks stay in the node."""
         self.end_copies()
 
     def end_copies(self) -> None:
@@ -483,7 +428,6 @@ class NodeCache:
             self._client.tell(instance, notice)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if leases and copies don't add up."""
         room = self._room
         assert all(each.num > 0 and each.num_holds >= 0 for each in room.leases.values())
         assert room.leases.keys().isdisjoint(room.reserved), "copied to and from at a time"
@@ -492,13 +436,13 @@ class NodeCache:
         """Return nothing: the node publishes which blocks enter and leave its tiers."""
         return []
 
-    def close(self) -> None:
-        """Say goodbye to the node. No copy may be in flight."""
+    def close(self) -> bool:
         if self._opening is not None:
             self._opening.thread.join()
         self.end_copies()
         self.copies_have_ended()
         self._client.close()
+        return True
 
     # -- the node ----------------------------------------------------------------------------------
 
@@ -573,7 +517,7 @@ class NodeCache:
         failure: NodeError | None = None
         try:
             channel.room(facts, until_s)
-            self.ladder.storages = list(channel.mapped.storages)
+            self._storages = list(channel.mapped.storages)
         except NodeError as error:
             failure = error
         finally:
@@ -597,10 +541,6 @@ class _Lease:
     num_holds: int = 0
 
 
-_NO_LEASE = _Lease(Slot(0), -1)
-"""Stands for a block that is not leased: the check of its copy fails."""
-
-
 @dataclass(slots=True)
 class _Room:
     """State of this engine in a room.
@@ -620,7 +560,7 @@ class _LookedUp(NamedTuple):
     """A look-up whose answer was not noted by key yet."""
 
     keys: Sequence[bytes]
-    places: Sequence[BlockLocation]
+    states: Sequence[BlockState]
     answer: protocol.LookupAnswer
 
 

@@ -27,8 +27,8 @@ import numpy as np
 from kvtier.devices.base import Memory
 from kvtier.errors import CacheError
 from kvtier.index.selection import Int64s
+from kvtier.keyed.guard import RoomFacts
 from kvtier.node import protocol
-from kvtier.node.guard import RoomFacts
 from kvtier.node.protocol import FromEngine, FromNode
 from kvtier.system.process import OwnerProcess
 from kvtier.system.user_paths import user_path

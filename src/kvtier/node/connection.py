@@ -15,7 +15,7 @@ import numpy as np
 
 from kvtier.errors import CacheError
 from kvtier.index.selection import Int64s
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.keyed.waiters import Awaited
 from kvtier.keys import PackedKeys, select_keys
 from kvtier.ladder import PendingLookup
@@ -55,7 +55,7 @@ SLOT_NOTICES = (
     protocol.ReleaseNotice,
     protocol.DetachNotice,
 )
-COMING = (BlockLocation.ARRIVING, BlockLocation.STORAGE, BlockLocation.UNKNOWN)
+COMING = (BlockState.ARRIVING, BlockState.STORAGE, BlockState.UNKNOWN)
 
 
 class Connection:
@@ -370,7 +370,7 @@ class Connection:
     ) -> None:
         waited_s = 0.0
         while True:
-            places, pending = room.begin_lookup(keys)
+            places, pending = room.lookup(keys)
             if not pending:
                 break
             waits_from_s = time.monotonic()
@@ -379,7 +379,7 @@ class Connection:
             if not are_over:
                 break
         room.looked_up.add_places(places)
-        told = {BlockLocation.NOWHERE: protocol.MISSING, BlockLocation.UNKNOWN: protocol.FAILED}
+        told = {BlockState.NOWHERE: protocol.MISSING, BlockState.UNKNOWN: protocol.FAILED}
         found = bytes(told.get(place, protocol.THERE) for place in places)
         self.send(protocol.OutcomesAnswer(request, found))
         self._registry.lookups.add(time.monotonic() - began_s - waited_s)
@@ -405,7 +405,7 @@ class Connection:
         """Read a prompt's blocks into memory, as many as there is room for, and lease them."""
         room = held.room
         places = await bring(room, keys, self._registry, until_s)
-        there = np.array([place is BlockLocation.MEMORY for place in places], bool)
+        there = np.array([place is BlockState.MEMORY for place in places], bool)
         ready = select_keys(keys, np.flatnonzero(there))
         slots, generations = np.full(len(keys), -1), np.zeros(len(keys), np.int64)
         leased, its_generations = map(unpack, held.lease(room.ready_blocks(ready)))
@@ -426,18 +426,18 @@ def _until(timeout_s: float) -> float:
 
 async def bring(
     room: NodeRoom, keys: Sequence[bytes], registry: Registry, until_s: float
-) -> list[BlockLocation]:
+) -> list[BlockState]:
     """Read a prompt's blocks from storage into memory, as many as there is room for.
 
     Returns the locations of the blocks when all have arrived, or at ``until_s``.
     """
     promoted: set[bytes] = set()
     while True:
-        places, pending = room.begin_lookup(keys)
+        places, pending = room.lookup(keys)
         stored = [
             key
             for key, place in zip(keys, places, strict=True)
-            if place is BlockLocation.STORAGE and key not in promoted
+            if place is BlockState.STORAGE and key not in promoted
         ]
         for at in turns_of(len(stored)):
             begun = stored[at][: room.promote(stored[at])]

@@ -23,7 +23,7 @@ from kvtier.control.contract import (
     check_pin,
     check_wait,
 )
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.keys import PackedKeys
 from kvtier.node.config import DEFAULT_TENANT, TenantQuota, change_bounds, check_tenant
 from kvtier.node.connection import bring
@@ -209,7 +209,7 @@ class NodeControl:
         until_s = time.monotonic() + check_wait(timeout_s)
         self._registry.wake_all()
         while True:
-            places, pending = found.begin_lookup(wanted)
+            places, pending = found.lookup(wanted)
             if all(each.is_over for each in pending) or not await self._registry.wait(until_s):
                 return _found(found, places)
 
@@ -220,7 +220,7 @@ class NodeControl:
 
     async def _bring(
         self, room: NodeRoom, keys: Sequence[bytes], timeout_s: float
-    ) -> list[BlockLocation]:
+    ) -> list[BlockState]:
         until_s = time.monotonic() + check_wait(timeout_s)
         self._registry.wake_all()
         return await bring(room, keys, self._registry, until_s)
@@ -373,8 +373,8 @@ def _keys(room: NodeRoom, keys: Sequence[str]) -> list[bytes]:
     return list(dict.fromkeys(PackedKeys(packed, size)))
 
 
-def _found(room: NodeRoom, places: Sequence[BlockLocation]) -> PromptPlaces:
-    return PromptPlaces.of(room.key.name, [place.value for place in places])
+def _found(room: NodeRoom, places: Sequence[BlockState]) -> PromptPlaces:
+    return PromptPlaces.of(room.key.name, [place.name.lower() for place in places])
 
 
 def _hexed(prompt: PromptName) -> Sequence[str]:

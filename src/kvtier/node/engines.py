@@ -19,7 +19,7 @@ import numpy as np
 
 from kvtier.errors import CacheError
 from kvtier.index.selection import Int64s, as_array, as_numbers
-from kvtier.keyed.cache import Reserved
+from kvtier.keyed.block_cache import Reserved
 from kvtier.node.frame_socket import FrameSocket
 from kvtier.node.protocol import Turns, turns_of
 from kvtier.node.room import NodeRoom
@@ -142,7 +142,7 @@ class Holdings:
         self.room.note_released(self._leases.release(slots))
 
     def reserve(self, keys: Sequence[bytes]) -> tuple[Reserved, bytes] | None:
-        """Reserve slots for new blocks; see ``KeyedCache.reserve``.
+        """Reserve slots for new blocks; see ``LocalBlockCache.reserve``.
 
         Returns also the slots' generations, as ``protocol.pack`` has them.
         """

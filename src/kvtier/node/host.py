@@ -13,8 +13,8 @@ import numpy as np
 
 from kvtier.devices.base import Device, Finding, Memory
 from kvtier.index.selection import Int64s
+from kvtier.keyed.guard import SlotGuard
 from kvtier.node.client import Channel, MappedMemory, NodeClient, NodeError
-from kvtier.node.guard import SlotGuard
 from kvtier.types import Slot
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtier.keyed.cache import PLACES, BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.telemetry.specs import NODE_LOOKUP_SECONDS
 
 
@@ -16,28 +16,28 @@ class PlaceCounts:
     """Number of looked-up blocks by their place.
 
     Attributes:
-        numbers: int64 [num_places], in the order of ``PLACES``.
+        numbers: int64 [num_places], in the order of ``BlockState``.
     """
 
     def __init__(self) -> None:
-        self.numbers = np.zeros(len(PLACES), np.int64)
+        self.numbers = np.zeros(len(BlockState), np.int64)
 
     def add(self, codes: bytes) -> None:
         """Count blocks by the codes of their places, one byte each."""
         if codes and codes.count(codes[0]) == len(codes):  # as they usually are
             self.numbers[codes[0]] += len(codes)
         else:
-            self.numbers += np.bincount(np.frombuffer(codes, np.uint8), minlength=len(PLACES))
+            self.numbers += np.bincount(np.frombuffer(codes, np.uint8), minlength=len(BlockState))
 
-    def add_places(self, places: Sequence[BlockLocation]) -> None:
+    def add_places(self, places: Sequence[BlockState]) -> None:
         """Count blocks by their places."""
         found = Counter(places)
-        self.numbers += [found[place] for place in PLACES]
+        self.numbers += [found[place] for place in BlockState]
 
     def by_place(self) -> dict[str, int]:
         """Return the numbers by the names of the places."""
-        named = zip(PLACES, self.numbers.tolist(), strict=True)
-        return {place.value: num for place, num in named}
+        named = zip(BlockState, self.numbers.tolist(), strict=True)
+        return {place.name.lower(): num for place, num in named}
 
 
 class TimeCounts:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtier.control.contract import ControlError
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 
 if TYPE_CHECKING:
     from kvtier.node.room import NodeRoom
@@ -73,11 +73,11 @@ class Pins:
         self._num_made += 1
         pin = Pin(self._num_made, self._clock() + seconds)
         places = self._room.locate_all(keys)
-        missing = (at for at, place in enumerate(places) if place is not BlockLocation.MEMORY)
+        missing = (at for at, place in enumerate(places) if place is not BlockState.MEMORY)
         wanted = list(dict.fromkeys(keys[: next(missing, len(keys))]))
         if not wanted:
             return pin
-        slots = self._room.hold(wanted)
+        slots = self._room.hold(wanted).slots
         at = self._room.tier.segments_of(np.asarray(slots, np.int64)).tolist()
         staying, pinned = set(self._room.tier.segments), set(self.segments)
         for num, (key, segment) in enumerate(zip(wanted, at, strict=True)):

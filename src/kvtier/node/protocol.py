@@ -398,7 +398,7 @@ class EndedNotice(_Message):
 
 
 ABSENT, ARRIVING, MEMORY, STORAGE, UNKNOWN = range(5)
-"""Bytes of ``LookupAnswer.places``: the codes of ``kvtier.keyed.cache.PLACES``."""
+"""Bytes of ``LookupAnswer.places``: the numbers of ``BlockState``."""
 MISSING, THERE, FAILED = range(3)
 """Bytes of ``OutcomesAnswer.outcomes``."""
 

@@ -21,13 +21,10 @@ from kvtier.index import State, make_key_index
 from kvtier.index.policies.replayed import RUNS
 from kvtier.index.selection import Int64s, are_neighbours, as_array, as_numbers, select
 from kvtier.index.slot_leases import SlotArrays, SlotLeases
+from kvtier.keyed.block_cache import BlockState, Held, Reserved
 from kvtier.keyed.cache import (
-    ARRIVING_CODE,
-    MEMORY_CODE,
-    NOWHERE_CODE,
-    KeyedCache,
+    LocalBlockCache,
     LocatedBlocks,
-    Reserved,
 )
 from kvtier.ladder import LadderOptions, PendingLookup
 from kvtier.node.checksums import RecordWriter, Verifier
@@ -72,7 +69,7 @@ class RoomOptions:
 class FoundInRoom(NamedTuple):
     """Result of ``NodeRoom.look_up``.
 
-    codes: one byte per key, see ``kvtier.keyed.cache.PLACES``. ready: the blocks in memory.
+    codes: one byte per key, its ``BlockState``. ready: the blocks in memory.
     sources: one byte per key, position of the tier that the block would be read from. pending:
     look-ups in storage that are in flight.
     """
@@ -83,7 +80,7 @@ class FoundInRoom(NamedTuple):
     pending: list[PendingLookup]
 
 
-class NodeRoom(KeyedCache):
+class NodeRoom(LocalBlockCache):
     """Keyed cache in segments of a node's memory, and in storage of its own.
 
     Args:
@@ -159,25 +156,25 @@ class NodeRoom(KeyedCache):
     def _locate(self, keys: Sequence[bytes]) -> LocatedBlocks:
         """Locate blocks. Those that an engine is late to store are nowhere."""
         found = super()._locate(keys)
-        if ARRIVING_CODE not in found.codes or not self.reservations.has_overdue():
+        if BlockState.ARRIVING not in found.codes or not self.reservations.has_overdue():
             return found
-        at = found.positions(ARRIVING_CODE)
+        at = found.positions(BlockState.ARRIVING)
         slots = as_array(self._index.slots(select(found.blocks, at), self.memory))
         codes = np.frombuffer(found.codes, np.uint8).copy()
-        codes[at[self.reservations.are_overdue(slots)]] = NOWHERE_CODE
+        codes[at[self.reservations.are_overdue(slots)]] = BlockState.NOWHERE
         return found._replace(codes=codes.tobytes())
 
-    def hold(self, keys: Sequence[bytes]) -> Sequence[Slot]:
-        slots = super().hold(keys)
-        self._note_use(slots)
-        return slots
+    def hold(self, keys: Sequence[bytes]) -> Held:
+        held = super().hold(keys)
+        self._note_use(held.slots)
+        return held
 
     def look_up(self, keys: Sequence[bytes], has_gaps: bool) -> FoundInRoom:
-        """Look up a prompt's blocks; see ``begin_lookup``. Cost: one look-up in the index."""
+        """Look up a prompt's blocks; see ``lookup``. Cost: one look-up in the index."""
         found, asked = self._begin_lookup(keys, has_gaps)
         if found.are_all_in_memory:
             return FoundInRoom(found.codes, found.blocks, bytes(len(keys)), [])
-        ready = select(found.blocks, found.positions(MEMORY_CODE))
+        ready = select(found.blocks, found.positions(BlockState.MEMORY))
         sources = self._source_tiers(found.by_tier).tobytes()
         pending = [each for each in asked if not each.is_over]
         return FoundInRoom(found.codes, ready, sources, pending)
@@ -379,7 +376,7 @@ class NodeRoom(KeyedCache):
     # -- deletion ----------------------------------------------------------------------------------
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Delete blocks; see ``KeyedCache.delete``. Storage confirms it later (``undeleted``)."""
+        """Delete blocks from every tier. Storage confirms it later (``undeleted``)."""
         self.pins.forget(keys)
         self.kept.forget(keys)
         self._forget_records(keys)

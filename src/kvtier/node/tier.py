@@ -16,9 +16,9 @@ from kvtier._hot import copy_batch
 from kvtier.devices.base import Finding
 from kvtier.errors import ConfigError, TierError
 from kvtier.index.selection import Int64s
+from kvtier.keyed.guard import RoomFacts
 from kvtier.node import protocol
 from kvtier.node.client import Channel, NodeClient, NodeError, OpenedRoom
-from kvtier.node.guard import RoomFacts
 from kvtier.system.user_paths import user_path
 from kvtier.tiers import Outcome, Pieces, StorageFacts, StorageSite, StorageTier
 from kvtier.tiers.breaker import BreakerState

@@ -87,7 +87,7 @@ class ServerControl(CacheControl):
     async def lookup(self, prompt: PromptName, timeout_s: float) -> PromptPlaces:
         namespace, labels = await self._prompt(prompt)
         until_s = time.monotonic() + check_wait(timeout_s)
-        await self._until(lambda cache: not cache.begin_lookup(namespace, labels), until_s)
+        await self._until(lambda cache: not cache.lookup(namespace, labels), until_s)
         places = await self._call(lambda cache: cache.locate(namespace, labels))
         return PromptPlaces.of(_room(prompt.tenant), places)
 
@@ -99,7 +99,7 @@ class ServerControl(CacheControl):
         return PromptPlaces.of(_room(prompt.tenant), places)
 
     async def _bring(self, namespace: bytes, labels: Labels, until_s: float) -> None:
-        await self._until(lambda cache: not cache.begin_lookup(namespace, labels), until_s)
+        await self._until(lambda cache: not cache.lookup(namespace, labels), until_s)
         found = None
         while found is None:
             found = await self._call(lambda cache: cache.prefetch(namespace, labels))

@@ -112,13 +112,13 @@ class SnapshotCache(StatefulCache):
             match.num_asked + self._size,
         )
 
-    def begin_lookup(self, namespace: bytes, labels: Sequence[Label]) -> bool:
+    def lookup(self, namespace: bytes, labels: Sequence[Label]) -> bool:
         """Look up a prompt's blocks in storage, and snapshots where they are likely.
 
         These are the end of what is known of the prompt, where an earlier prompt may have ended,
         and the regular ones before it. Later ones make earlier ones superfluous.
         """
-        waits = super().begin_lookup(namespace, labels)
+        waits = super().lookup(namespace, labels)
         lookup = self._ladder.storage_lookup
         if not lookup.has_unfound:
             return waits

@@ -204,9 +204,9 @@ class WindowCache(StatefulCache):
             return match
         return _joined([match, match.snapshots[0].match])
 
-    def begin_lookup(self, namespace: bytes, labels: Sequence[Label]) -> bool:
+    def lookup(self, namespace: bytes, labels: Sequence[Label]) -> bool:
         """Look up a prompt's blocks in storage, and the cells of its longest possible cut."""
-        waits = super().begin_lookup(namespace, labels)
+        waits = super().lookup(namespace, labels)
         lookup = self._ladder.storage_lookup
         if not lookup.has_unfound:
             return waits

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.layout import opaque
 from kvtier.tiers import StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
@@ -19,7 +19,7 @@ from tests.proxy import Proxy
 from tests.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.bucket import Bucket
 
-MEMORY, STORAGE, UNKNOWN = BlockLocation.MEMORY, BlockLocation.STORAGE, BlockLocation.UNKNOWN
+MEMORY, STORAGE, UNKNOWN = BlockState.MEMORY, BlockState.STORAGE, BlockState.UNKNOWN
 GROUP = opaque(SLOT_BYTES)
 PATIENCE_S = 30.0
 DEADLINE_S = 0.5
@@ -58,17 +58,17 @@ def replica(*storages: StorageTier) -> Iterator[PoolWorld]:
     world.close()
 
 
-def places(world: PoolWorld, *numbers: int) -> list[BlockLocation]:
+def places(world: PoolWorld, *numbers: int) -> list[BlockState]:
     """Return the locations of blocks once stores have answered, or timed out."""
     keys = [key_of(number) for number in numbers]
     end_s = time.monotonic() + PATIENCE_S
-    found, asked = world.pool.begin_lookup(keys)
+    found, asked = world.pool.lookup(keys)
     while asked:
         assert time.monotonic() < end_s, "it is asked for ever"
         while not any(question.is_over for question in asked):
             time.sleep(0.001)
             world.pool.poll()
-        found, asked = world.pool.begin_lookup(keys)
+        found, asked = world.pool.lookup(keys)
     return found
 
 
@@ -92,7 +92,7 @@ def load(world: PoolWorld, numbers: Sequence[int], pages: Sequence[int]) -> list
     world.settle()
     assert world.places(*numbers) == [MEMORY] * len(keys)
     origins = world.pool.origins(keys)
-    assert world.finish(world.pool.load(keys, pages), pages)
+    assert world.finish(world.copies.load(keys, pages), pages)
     return origins
 
 
@@ -105,7 +105,7 @@ def test_replica_loads_what_another_has_computed(store: Store) -> None:
         else:
             until_stored(second, 1, 2, 3)
             asked_for = second.places(1, 2, 3, 4)
-        assert asked_for == [STORAGE] * 3 + [BlockLocation.NOWHERE]
+        assert asked_for == [STORAGE] * 3 + [BlockState.NOWHERE]
         assert load(second, [1, 2, 3], [40, 7, 41]) == second.pool.ladder.storages * 3
 
 
@@ -123,7 +123,7 @@ def test_disk_comes_before_the_store(server: ValkeyServer, tmp_path: Path) -> No
         assert first.keep(1)
         first.settle()
     with replica(disk(), store()) as second:
-        assert places(second, 1, 2, 3) == [STORAGE, STORAGE, BlockLocation.NOWHERE]
+        assert places(second, 1, 2, 3) == [STORAGE, STORAGE, BlockState.NOWHERE]
         assert load(second, [1, 2], [30, 31]) == ["disk", "valkey"]
 
 
@@ -136,10 +136,10 @@ def test_store_that_answers_nobody_is_waited_for_once(server: ValkeyServer) -> N
     with replica(valkey(proxy.port)()) as world:
         proxy.hold()
         began_s = time.monotonic()
-        assert places(world, 1, 2) == [BlockLocation.NOWHERE] * 2
+        assert places(world, 1, 2) == [BlockState.NOWHERE] * 2
         assert DEADLINE_S <= time.monotonic() - began_s < PATIENCE_S / 2
         for number in range(10, 20):
-            _, asked = world.pool.begin_lookup([key_of(number)])
+            _, asked = world.pool.lookup([key_of(number)])
             assert not asked, "others wait for a store that is late"
         assert world.keep(30, 31), "what is computed is kept in host memory"
         proxy.let_go()
@@ -163,7 +163,7 @@ def test_store_that_dies_costs_its_blocks_only(server: ValkeyServer) -> None:
         world.pool.promote([key_of(1), key_of(2)])
         world.settle()
         assert MEMORY not in world.places(1, 2), "it came from nowhere"
-        assert places(world, 5, 6) == [BlockLocation.NOWHERE] * 2
+        assert places(world, 5, 6) == [BlockState.NOWHERE] * 2
         assert world.keep(7, 8)
         world.settle()
         assert world.places(7, 8) == [MEMORY] * 2

@@ -21,7 +21,8 @@ from kvtier.connectors.common.holds import Holds
 from kvtier.errors import ConfigError, TierError
 from kvtier.index import State, make_key_index
 from kvtier.index.policies.replayed import LRU
-from kvtier.keyed.cache import BlockLocation, KeyedCache
+from kvtier.keyed.block_cache import BlockLookup, BlockState
+from kvtier.keyed.cache import LocalBlockCache
 from kvtier.ladder import LadderOptions, PendingLookup
 from kvtier.plan import Copy
 from kvtier.telemetry import Metrics
@@ -151,7 +152,7 @@ class _Job:
         self.waiting = deque(self.moving)
 
 
-class BlockSlab(KeyedCache):
+class BlockSlab(LocalBlockCache):
     """Keyed cache of one storage tier, used through asynchronous jobs.
 
     A block is in memory only while a job runs, in the row that the job names. So ``reserve`` finds
@@ -261,24 +262,24 @@ class BlockSlab(KeyedCache):
 
     # -- look-ups ----------------------------------------------------------------------------------
 
-    def locate(self, key: bytes) -> BlockLocation:
+    def locate(self, key: bytes) -> BlockState:
         """Return the location of a block, as far as the index knows. Changes nothing.
 
         It is ``STORAGE`` if the block can be loaded, ``ARRIVING`` if it is in flight to the slab.
         """
         if not self.is_readable:
-            return BlockLocation.NOWHERE
+            return BlockState.NOWHERE
         location = super().locate(key)
-        if location not in (BlockLocation.MEMORY, BlockLocation.ARRIVING):
+        if location not in (BlockState.MEMORY, BlockState.ARRIVING):
             return location
         # Some job has it.
         found = self._index.find(key)
         assert found is not None, "a block in memory that the index does not know"
         block, states = found
         if self._storage_of(block, states) is not None:
-            return BlockLocation.STORAGE
+            return BlockState.STORAGE
         is_moving = states[0] is State.WRITING or self.ladder.write_queues.has(block)
-        return BlockLocation.ARRIVING if is_moving else BlockLocation.NOWHERE
+        return BlockState.ARRIVING if is_moving else BlockState.NOWHERE
 
     def look(self, keys: Sequence[bytes]) -> LookupResult:
         """Look up which blocks can be loaded, as far as the index knows. Changes nothing."""
@@ -310,12 +311,10 @@ class BlockSlab(KeyedCache):
     def adopt_recovered(self, keys: Collection[bytes], stops_at_gap: bool = True) -> list[bytes]:
         return super().adopt_recovered(keys, stops_at_gap) if self.is_readable else []
 
-    def begin_lookup(
-        self, keys: Sequence[bytes], has_gaps: bool = False
-    ) -> tuple[list[BlockLocation], list[PendingLookup]]:
+    def lookup(self, keys: Sequence[bytes], has_gaps: bool = False) -> BlockLookup[PendingLookup]:
         if not self.is_readable:
-            return [BlockLocation.NOWHERE] * len(keys), []
-        return super().begin_lookup(keys, has_gaps)
+            return BlockLookup([BlockState.NOWHERE] * len(keys), [])
+        return super().lookup(keys, has_gaps)
 
     def hold_until(self, blocks: Sequence[BlockId], until_s: float) -> None:
         """Keep blocks in the slab until ``until_s``, by ``clock``, or until ``let_go``."""
@@ -489,7 +488,7 @@ class BlockSlab(KeyedCache):
         while self._poll():
             self.ladder.transfers.wait(END_WAIT_S)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Finish reads and writes, and close the slab, so that another process may open it.
 
         Stores that are still queued after ``CLOSE_WAIT_S`` are dropped.
@@ -506,6 +505,7 @@ class BlockSlab(KeyedCache):
             raise TierError(self._tier.name, "close", reason)
         self.ladder.close()
         self._tier.close()
+        return True
 
     def check_invariants(self) -> None:
         """Raise AssertionError if rows, blocks and leases don't add up."""

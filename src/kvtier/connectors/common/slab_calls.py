@@ -161,7 +161,7 @@ class SlabCalls:
         while not self._finds_at_once:
             with self._lock:
                 self._glance()
-                _, questions = self._slab.begin_lookup(keys, has_gaps)
+                _, questions = self._slab.lookup(keys, has_gaps)
             for each in questions:
                 each.job.wait(max(0.0, ends_s - time.monotonic()))
             if not questions or time.monotonic() >= ends_s:
@@ -200,9 +200,9 @@ class SlabCalls:
         now_s, alone = self._clock(), Waited(may_wait=False)
         decision = decide(found, alone, self._costs, now_s, always_loads=self._always_loads)
         if isinstance(decision, LoadUpTo):
-            self._slab.ladder.account.planned(num_found, 0)
+            self._slab.costs.planned(num_found, 0)
             return num_found
-        self._slab.ladder.account.planned(0, num_found)
+        self._slab.costs.planned(0, num_found)
         self.num_recomputed += num_found
         if not self._probes:
             self._probe(keys[: self._slab.ladder.loads.num_to_probe(self._tier_name, num_found)])
@@ -243,8 +243,8 @@ class SlabCalls:
         num = done.index(False) if False in done else len(done)
         first, end = (self._block_tokens * each for each in (len(before), len(before) + num))
         with self._lock:
-            self._slab.ladder.account.hit(self._tier_name, sum(done))
-            self._slab.ladder.account.saved(first, end, self._clock() - began_s)
+            self._slab.costs.hit(self._tier_name, sum(done))
+            self._slab.costs.saved(first, end, self._clock() - began_s)
         return done
 
     def _load(self, keys: Sequence[bytes], blocks: Pieces, before: Sequence[bytes]) -> list[bool]:
@@ -332,14 +332,14 @@ class SlabCalls:
         """Process prefill reports, the namespace's digest, and finished jobs."""
         self._tended_s, self._num_heard, self._snapshot = self._clock(), self._num_rings, None
         while self._prefills:
-            self._slab.ladder.account.observe_prefill(*self._prefills.popleft())
+            self._slab.costs.observe_prefill(*self._prefills.popleft())
         self._slab.digest = self._digest()
         self._collect()
 
     def _costs(self) -> Costs:
         """Return the costs of reading and computing, as of the last ``_tend``."""
         if self._snapshot is None:
-            self._snapshot = self._slab.ladder.cost_snapshot()
+            self._snapshot = self._slab.cost_snapshot()
         return self._snapshot
 
     def _collect(self) -> None:

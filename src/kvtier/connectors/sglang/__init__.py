@@ -8,7 +8,7 @@ Storage back end:
 
 Linker:
     linker.py            SGLang's ``UnifiedCacheLinker``: between device pools and kvtier's tiers
-    pool_tiers.py        one device pool, and the tiers that keep its pages (common/pool_cache.py)
+    pool_tiers.py        one device pool, and the tiers that keep its pages (common/pool_copies.py)
     device_pools.py      addresses of a device pool's pages
     promotion.py         promotion of pages from storage to host memory, and waiting requests
     scheduler_hooks.py   holds waiting requests in SGLang's queue

@@ -22,7 +22,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from kvtier.connectors.common.pool_cache import Store
+from kvtier.connectors.common.pool_copies import Store
 from kvtier.connectors.sglang import new_weights, prefill, scheduler_hooks
 from kvtier.connectors.sglang.device_pools import KV, DevicePool, find_pools
 from kvtier.connectors.sglang.hooks import tell_missing
@@ -109,7 +109,10 @@ class KvtierLinker(UnifiedCacheLinker):
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         caches = {name: each.cache for name, each in self._linked.items()}
-        self._promotion = PromptPromotion(caches, self._page_size, settings.always_loads)
+        block_bytes = sum(each.copies.bytes_per_block for each in self._linked.values())
+        self._promotion = PromptPromotion(
+            caches, self._page_size, block_bytes, settings.always_loads
+        )
         self.gate = scheduler_hooks.QueueGate(self._promotion)
         self.asking = PromptReporter(caches[KV], self._page_size)
         self._prompt = WaitingPrompt(0, 0)
@@ -141,7 +144,7 @@ class KvtierLinker(UnifiedCacheLinker):
 
     @property
     def _account(self) -> CostMetrics:
-        return self._linked[KV].cache.ladder.account
+        return self._linked[KV].cache.costs
 
     def note_prompt(self, num_cached: int, num_tokens: int) -> None:
         """Note the prompt of the next look-up.
@@ -166,7 +169,7 @@ class KvtierLinker(UnifiedCacheLinker):
         keys = page_keys(next(each for each in transfers if each.name == PoolName.KV).keys)
         self.asking.look_up(keys)
         looks = {
-            name: each.cache.begin_lookup(keys, has_gaps=name != KV)
+            name: each.cache.lookup(keys, has_gaps=name != KV)
             for name, each in self._linked.items()
         }
         places = {name: found for name, (found, _) in looks.items()}
@@ -231,7 +234,7 @@ class KvtierLinker(UnifiedCacheLinker):
                         self.asking.store(keys, self._depths)
                         depths = dict(zip(keys, self._depths_of(keys), strict=True))
                     pages, at = linked.pool.pages(each.device_indices), [depths[k] for k in keys]
-                    offload.stores.append((linked, linked.cache.store(keys, at, pages)))
+                    offload.stores.append((linked, linked.copies.store(keys, at, pages)))
             offload.is_whole = True
         except Exception:
             logger.exception("kvtier: pages could not be stored")
@@ -262,7 +265,7 @@ class KvtierLinker(UnifiedCacheLinker):
 
     def pop_completed_offload(self) -> bool:
         offload = self._offloads.popleft()
-        stored = [linked.cache.end_store(store) for linked, store in offload.stores]
+        stored = [linked.copies.end_store(store) for linked, store in offload.stores]
         return offload.is_whole and all(stored)
 
     # -- upkeep ------------------------------------------------------------------------------------

@@ -17,11 +17,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvtier.connectors.common.pool_cache import Load
+from kvtier.connectors.common.pool_copies import Load
 from kvtier.connectors.sglang.device_pools import KV
 from kvtier.connectors.sglang.identity import page_keys
 from kvtier.connectors.sglang.layer_counter import LayerCounter
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.transfer import CopyJob
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Loading:
         self._page_size = page_size
         self._layers = layers
         self._after_forward = after_forward
-        self._account = linked[KV].cache.ladder.account
+        self._account = linked[KV].cache.costs
         self._num_cached = 0  # tokens on the device of the prompt that was looked up last
         self._promised: dict[str, Sequence[bytes]] = {}  # by pool
         self._queued: dict[str, QueuedLoad] = {}  # by request
@@ -123,7 +123,7 @@ class Loading:
         self._let_go()
         self._num_cached = num_cached
 
-    def promise(self, keys: Sequence[bytes], places: Mapping[str, Sequence[BlockLocation]]) -> None:
+    def promise(self, keys: Sequence[bytes], places: Mapping[str, Sequence[BlockState]]) -> None:
         """Hold the pages that SGLang may load now, until it loads them or looks up another prompt.
 
         Other ranks may have fewer pages, so all pages in memory are held.
@@ -132,7 +132,7 @@ class Loading:
         """
         for name, linked in self._linked.items():
             pairs = zip(keys, places[name], strict=False)
-            self._promised[name] = [key for key, place in pairs if place is BlockLocation.MEMORY]
+            self._promised[name] = [key for key, place in pairs if place is BlockState.MEMORY]
             linked.cache.hold(self._promised[name])
 
     def _let_go(self) -> None:
@@ -166,8 +166,8 @@ class Loading:
     def _hold(self, transfer: PoolTransfer) -> LoadPart:
         linked, keys = self._linked[transfer.name.value], page_keys(transfer.keys)
         pages = linked.pool.pages(transfer.device_indices)
-        places = linked.cache.locate_all(keys)
-        if any(place is not BlockLocation.MEMORY for place in places):
+        places = linked.cache.lookup(keys).states
+        if any(place is not BlockState.MEMORY for place in places):
             raise LookupError(f"pages of pool {transfer.name} have left host memory")
         if linked.pool.name == KV:
             for tier, num in Counter(linked.cache.origins(keys)).items():
@@ -200,7 +200,7 @@ class Loading:
         try:
             with self._after_forward():
                 for part in _by_pool(parts):
-                    load = part.linked.cache.load(part.keys, part.pages)
+                    load = part.linked.copies.load(part.keys, part.pages)
                     batch.loads.append((part.linked, load))
         except Exception:
             logger.exception("kvtier: a load could not be begun")
@@ -220,7 +220,7 @@ class Loading:
         are_there = batch.is_whole
         for linked, load in batch.loads:
             load.job.wait()
-            are_there &= linked.cache.end_load(load)
+            are_there &= linked.copies.end_load(load)
         took_s = sum(load.job.seconds for _, load in batch.loads)
         for each in batch.given if are_there else ():
             share = took_s / len(batch.given)

@@ -9,7 +9,7 @@ from blake3 import blake3
 
 from kvtier.connectors.common.names import BlockNames
 from kvtier.connectors.common.opening import open_disk, open_store
-from kvtier.connectors.common.pool_cache import PoolCache
+from kvtier.connectors.common.pool_copies import PoolCopies, open_cache
 from kvtier.connectors.sglang.capacity import room, slot_bytes
 from kvtier.connectors.sglang.device_pools import DevicePool
 from kvtier.connectors.sglang.identity import folder_of, pool_facts
@@ -18,6 +18,7 @@ from kvtier.connectors.sglang.ranks import RankConfig, replica_of
 from kvtier.connectors.sglang.settings import LinkerSettings
 from kvtier.connectors.sglang.shards import device_shards, num_kv_heads, refuse_several
 from kvtier.devices import Device
+from kvtier.keyed.block_cache import BlockCache
 from kvtier.layout import opaque
 from kvtier.tiers import HostTier, StorageTier
 from kvtier.transfer import TransferEngine
@@ -27,11 +28,12 @@ from kvtier.transfer import TransferEngine
 class PoolTiers:
     """One of SGLang's device pools with the tiers that keep its pages.
 
-    pool: SGLang's pool. cache: cache of its pages.
+    pool: SGLang's pool. cache: cache of its pages. copies: between the two.
     """
 
     pool: DevicePool
-    cache: PoolCache
+    cache: BlockCache
+    copies: PoolCopies
 
 
 def link(
@@ -88,19 +90,18 @@ def link(
         for location in settings.stores:
             capacity = in_stores[pool.name]
             storages.append(open_store(location, group, capacity, host.ready_memory, shards))
-        cache = PoolCache(
-            pool.paged(group.bytes_per_block),
-            pool.ends,
+        cache = open_cache(
             host,
             storages,
-            engine,
             names.digest_of_part(_facts(config, pool, num_shards > 0)),
             settings.bytes_per_day,
             settings.lookup_deadline_s,
             policy,
             pool_metrics(config, pool.name),
         )
-        linked[pool.name] = PoolTiers(pool, cache)
+        paged = pool.paged(group.bytes_per_block)
+        copies = PoolCopies(cache, paged, pool.ends, host, engine)
+        linked[pool.name] = PoolTiers(pool, cache, copies)
     return linked
 
 

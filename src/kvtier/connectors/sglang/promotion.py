@@ -14,19 +14,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvtier.connectors.common.pool_cache import PoolCache
 from kvtier.connectors.sglang.device_pools import KV
 from kvtier.connectors.sglang.prefix_hits import SidePool, common_hits
 from kvtier.errors import printable
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockCache, BlockState
 from kvtier.keyed.reuse import FoundBlocks, LoadUpTo, Waited, WaitUntil, decide
-from kvtier.keyed.waiters import StorageWaiter, Wait, WaitState
-from kvtier.ladder import PendingLookup
+from kvtier.keyed.waiters import Awaited, Wait, WaitState
 from kvtier.plan import Decision, Tell, explain
+from kvtier.types import HOST
 
 logger = logging.getLogger(__name__)
 
-NOWHERE, MEMORY, UNKNOWN = BlockLocation.NOWHERE, BlockLocation.MEMORY, BlockLocation.UNKNOWN
+NOWHERE, MEMORY, UNKNOWN = BlockState.NOWHERE, BlockState.MEMORY, BlockState.UNKNOWN
 MOST_VISITS = 4096
 """Most requests remembered, since SGLang does not report all that end."""
 
@@ -57,19 +56,22 @@ class PromptPromotion:
     Args:
         caches: caches by pool, that of the KV first.
         page_size: tokens per page.
+        block_bytes: bytes of a page, of all pools.
         always: whether all pages found are loaded, at any cost.
         clock: seconds.
     """
 
     def __init__(
         self,
-        caches: Mapping[str, PoolCache],
+        caches: Mapping[str, BlockCache],
         page_size: int,
+        block_bytes: int,
         always: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._caches = caches
         self._page_size = page_size
+        self._block_bytes = block_bytes
         self._always = always
         self._clock = clock
         self._visits: dict[str, PromptState] = {}
@@ -95,9 +97,9 @@ class PromptPromotion:
         rid: str,
         prompt: WaitingPrompt,
         keys: Sequence[bytes],
-        places: Mapping[str, Sequence[BlockLocation]],
+        places: Mapping[str, Sequence[BlockState]],
         needs: Mapping[str, int],
-        asked: Sequence[PendingLookup] = (),
+        asked: Sequence[Awaited] = (),
     ) -> list[int]:
         """Return the lengths of prefixes of ``keys``, in pages, whose load can begin now.
 
@@ -119,7 +121,7 @@ class PromptPromotion:
         decision = decide(
             self._found(prompt, keys, ready, reachable),
             Waited(began_s, may_wait=may_wait),
-            self._caches[KV].ladder.cost_snapshot,
+            self._caches[KV].cost_snapshot,
             now_s,
             always_loads=self._always,
             tell=self._tell(rid),
@@ -154,18 +156,18 @@ class PromptPromotion:
         return max(0, end - prompt.num_cached) // self._page_size
 
     def _probe(
-        self, keys: Sequence[bytes], places: Mapping[str, Sequence[BlockLocation]], first: int
+        self, keys: Sequence[bytes], places: Mapping[str, Sequence[BlockState]], first: int
     ) -> None:
         """Probe the storage of pages that are computed. first: their place in ``places``."""
         for name, cache in self._caches.items():
             pairs = zip(keys, places[name][first:], strict=False)
-            cache.probe([key for key, place in pairs if place is BlockLocation.STORAGE])
+            cache.probe([key for key, place in pairs if place is BlockState.STORAGE])
 
     def _note_declined(self, rid: str, num_pages: int) -> None:
         """Count a request's declined pages once, though it is looked up several times."""
         if num_pages > 0 and rid not in self._declined:
             self._declined[rid] = None
-            self._caches[KV].ladder.account.planned(0, num_pages)
+            self._caches[KV].costs.planned(0, num_pages)
             while len(self._declined) > MOST_VISITS:
                 self._declined.pop(next(iter(self._declined)))
 
@@ -191,7 +193,6 @@ class PromptPromotion:
     ) -> FoundBlocks:
         """Describe the pages of a look-up. ready, reachable: lengths of prefixes, in pages."""
         first, page_size = prompt.num_cached, self._page_size
-        caches = list(self._caches.values())
         kv = self._caches[KV]
         return FoundBlocks(
             first,
@@ -199,25 +200,25 @@ class PromptPromotion:
             _ends(ready, first, page_size),
             _ends(reachable, first, page_size),
             lambda end: kv.sources(keys[: self._num_pages(prompt, end)]),
-            page_size if len(caches) == 1 else 0,
-            sum(cache.bytes_per_block for cache in caches),
-            caches[0].host.num_open,
+            page_size if len(self._caches) == 1 else 0,
+            self._block_bytes,
+            kv.usage()[HOST].num_open,
         )
 
     def _promote(
         self,
         keys: Sequence[bytes],
-        places: Mapping[str, Sequence[BlockLocation]],
+        places: Mapping[str, Sequence[BlockState]],
         needs: Mapping[str, int],
-    ) -> list[StorageWaiter]:
+    ) -> list[Awaited]:
         """Begin to promote the pages that all pools need for a cut after ``keys``."""
-        reads: list[StorageWaiter] = []
+        reads: list[Awaited] = []
         for name, cache in self._caches.items():
             first = max(0, len(keys) - needs[name]) if needs[name] else 0
             there = zip(keys[first:], places[name][first:], strict=False)
             coming = [key for key, place in there if place is not MEMORY]
             stored = zip(keys[first:], places[name][first:], strict=False)
-            cache.promote([key for key, place in stored if place is BlockLocation.STORAGE])
+            cache.promote([key for key, place in stored if place is BlockState.STORAGE])
             reads.append(cache.wait_for_reads(coming))
         return reads
 
@@ -252,7 +253,7 @@ class PromptPromotion:
 
 
 def _ready_cuts(
-    places: Mapping[str, Sequence[BlockLocation]], needs: Mapping[str, int]
+    places: Mapping[str, Sequence[BlockState]], needs: Mapping[str, int]
 ) -> Sequence[int]:
     """Return the lengths of prefixes, ascending, whose pages are in memory in every pool."""
     kv = places[KV]
@@ -262,7 +263,7 @@ def _ready_cuts(
 
 
 def _reachable_cuts(
-    places: Mapping[str, Sequence[BlockLocation]], needs: Mapping[str, int]
+    places: Mapping[str, Sequence[BlockState]], needs: Mapping[str, int]
 ) -> Sequence[int]:
     """Return ``_ready_cuts`` as they will be if all pages arrive in memory that may."""
     kv = places[KV]

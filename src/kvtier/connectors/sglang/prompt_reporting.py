@@ -21,7 +21,7 @@ from kvtier.connectors.common.settings import StoreSettings
 from kvtier.connectors.sglang.hooks import Hooks, missing
 from kvtier.connectors.sglang.identity import page_keys
 from kvtier.index.policies.replayed import LRU
-from kvtier.keyed.cache import KeyedCache
+from kvtier.keyed.block_cache import BlockCache
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class PromptReporter:
     cache: the cache of the KV pool. page_size: tokens per page.
     """
 
-    def __init__(self, cache: KeyedCache, page_size: int) -> None:
+    def __init__(self, cache: BlockCache, page_size: int) -> None:
         self._cache = cache
         self._page_size = page_size
         self._told: dict[int, weakref.ref[Any]] = {}  # reported requests, by their ``id``

@@ -2,7 +2,7 @@
 
     scheduler's process                          one process per rank
     manager.py   what a front asks, to the       worker.py   copies, device <-> host slots
-                 ladder below it (KeyedCache)                orders, to a RankExecutor
+                 cache below it (BlockCache)                 orders, to a RankExecutor
     promotion.py what keyed/reuse.py decides,    (blocks: common/paged_pool.py)
                  for one request
 

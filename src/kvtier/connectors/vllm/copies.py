@@ -12,7 +12,7 @@ from kvtier.connectors.common.paged_pool import GroupPages
 from kvtier.connectors.vllm.rank_weights import Look
 from kvtier.devices import Direction
 from kvtier.errors import CacheError, TierError
-from kvtier.node.guard import SlotGuard
+from kvtier.keyed.guard import SlotGuard
 from kvtier.node.host import SlotMemory
 from kvtier.transfer import Job
 from kvtier.transfer.ranks import RankOrder

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvtier.keyed.block_cache import TierUsage
 from kvtier.telemetry import Metrics, MetricSpec, specs
 
 METRICS = tuple(spec for spec in specs.UNDER_VLLM if spec is not specs.VLLM_UNCLAIMED_CHUNKS)
@@ -59,11 +60,11 @@ class MetricValues:
 
 
 def take_values(
-    counts: Counts, metrics: Metrics, used: Mapping[str, int], room: Mapping[str, int]
+    counts: Counts, metrics: Metrics, usage: Mapping[str, TierUsage]
 ) -> MetricValues | None:
     """Return the metric values since the last call; None if there are none.
 
-    metrics: metrics of the core. used, room: slots by tier.
+    metrics: metrics of the core. usage: slots by tier.
     """
     counts.add_all(metrics.take_recent())
     counted, levels = counts.take(), metrics.take_levels()
@@ -71,8 +72,9 @@ def take_values(
         return None
     shared = specs.SHARED_WITH_VLLM
     gauges = {(shared[core], at): level for (core, at), level in levels.items() if core in shared}
-    for gauge, slots in (specs.VLLM_USED_CHUNKS, used), (specs.VLLM_CHUNKS, room):
-        gauges.update({(gauge, (tier,)): num for tier, num in slots.items()})
+    for tier, slots in usage.items():
+        gauges[specs.VLLM_USED_CHUNKS, (tier,)] = slots.num_used
+        gauges[specs.VLLM_CHUNKS, (tier,)] = slots.num_open
     observed = {
         (shared[core], at): seen for (core, at), seen in metrics.take_observations().items()
     }

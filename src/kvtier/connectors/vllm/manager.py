@@ -20,15 +20,13 @@ from kvtier.connectors.vllm.promotion import Promotion
 from kvtier.connectors.vllm.prompt import RequestBlocks, Shape, depth
 from kvtier.connectors.vllm.request_state import Advice, RequestState
 from kvtier.connectors.vllm.tiers import EngineTiers
-from kvtier.keyed.cache import BlockLocation, Change, Reserved
+from kvtier.keyed.block_cache import BlockState, Change, Reserved
 from kvtier.plan import StepClock
 from kvtier.telemetry import specs
 from kvtier.transfer.ranks import RankMover, RankOrder, Report
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 
 logger = logging.getLogger(__name__)
-
-MISSING = (BlockLocation.NOWHERE, BlockLocation.UNKNOWN)
 
 
 class Found(Enum):
@@ -44,16 +42,16 @@ class Found(Enum):
 
 
 FOUND = {
-    BlockLocation.NOWHERE: Found.NOTHING,
-    BlockLocation.ARRIVING: Found.ARRIVING,
-    BlockLocation.MEMORY: Found.READY,
-    BlockLocation.STORAGE: Found.LATER,
-    BlockLocation.UNKNOWN: Found.LATER,
+    BlockState.NOWHERE: Found.NOTHING,
+    BlockState.ARRIVING: Found.ARRIVING,
+    BlockState.MEMORY: Found.READY,
+    BlockState.STORAGE: Found.LATER,
+    BlockState.UNKNOWN: Found.LATER,
 }
 
 
 class TierManager:
-    """The scheduler's side of both fronts: answers for requests what ``KeyedCache`` knows.
+    """The scheduler's side of both fronts: answers for requests what its ``BlockCache`` knows.
 
     Used on the scheduler's thread.
 
@@ -77,16 +75,16 @@ class TierManager:
         self._mover = mover
         self._tiers = tiers
         self.cache = tiers.cache
-        self.ladder = self.cache.ladder
-        self.ladder.metrics.keep_observations(specs.SHARED_WITH_VLLM)
+        self._direct_reads = tiers.direct_reads
+        self.cache.metrics.keep_observations(specs.SHARED_WITH_VLLM)
 
         def knows_storage() -> bool:
             return mover.is_complete
 
         self.bringing = Promotion(
-            self.cache, tiers.num_host_slots, shape, policy, knows_storage, self.counts
+            self.cache, self._direct_reads, shape, policy, knows_storage, self.counts
         )
-        self.steps = StepClock(self.ladder.account.observe_prefill)
+        self.steps = StepClock(self.cache.costs.observe_prefill)
         self._shape = shape
         self._publishes_events = publishes_events
         self._visits: dict[str, RequestState] = {}
@@ -99,7 +97,7 @@ class TierManager:
     @property
     def has_storage(self) -> bool:
         """Whether blocks may be kept outside of this engine."""
-        return self._tiers.is_shared or bool(self.ladder.storages)
+        return self._tiers.is_shared or bool(self.cache.storages)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -160,14 +158,14 @@ class TierManager:
         (tier,) = self.bringing.sources({key: place})
         if not request.limits.allows(tier):
             return Found.NOTHING
-        if visit.is_impatient and place is not BlockLocation.MEMORY:
+        if visit.is_impatient and place is not BlockState.MEMORY:
             return Found.NOTHING
         visit.places[key] = place
-        if place is BlockLocation.STORAGE and self.bringing.goes_direct(key, visit):
+        if place is BlockState.STORAGE and self.bringing.goes_direct(key, visit):
             return Found.READY
         return FOUND[place]
 
-    def _find(self, key: bytes, visit: RequestState) -> BlockLocation:
+    def _find(self, key: bytes, visit: RequestState) -> BlockState:
         """Return the location of a block.
 
         All blocks of a request are looked up when vLLM asks for the first. A block that was missing
@@ -180,18 +178,16 @@ class TierManager:
             has_gaps = not self._shape.has_one_group
             visit.found = {}
             if shared:
-                places, visit.asked = self.cache.begin_lookup(shared, has_gaps)
+                places, visit.asked = self.cache.lookup(shared, has_gaps)
                 visit.found.update(zip(shared, places, strict=True))
             if len(shared) < len(keys):
                 own = [each for each in keys if not visit.is_shared(each)]
-                visit.found.update(zip(own, self.cache.locate_in_memory(own), strict=True))
+                visit.found.update(zip(own, self.cache.lookup_private(own), strict=True))
         place = visit.found.get(key)
         if not visit.is_shared(key):
-            return self.cache.locate_in_memory([key])[0] if place is None else place
-        if place is None or (place is BlockLocation.NOWHERE and self.cache.has_unfound_at_once):
-            place = self.cache.locate(key)
-            if place in MISSING and self.cache.adopt_recovered([key]):
-                place = self.cache.locate(key)
+            return self.cache.lookup_private([key])[0] if place is None else place
+        if place is None or place is BlockState.NOWHERE:
+            return self.cache.lookup_again(key, place)
         return place
 
     def origin(self, key: bytes, visit: RequestState | None) -> str:
@@ -204,15 +200,17 @@ class TierManager:
     def begin_load(self, keys: Collection[bytes], visit: RequestState) -> BlockSlots:
         """Hold blocks that were found, for a copy to the device. Return where they are."""
         read = visit.begin_load(keys)
-        held = [key for key in keys if key not in read]
-        sources = self.cache.direct_reads.read(list(read), list(read.values()))
-        for tier, num in Counter([*self.cache.origins(held), *sources]).items():
+        via_memory = [key for key in keys if key not in read]
+        sources: list[str] = []
+        if self._direct_reads is not None:
+            sources = self._direct_reads.read(list(read), list(read.values()))
+        for tier, num in Counter([*self.cache.origins(via_memory), *sources]).items():
             self.counts.add(specs.VLLM_LOADED_CHUNKS, num, tier)
         self._note_load(keys, visit)
         visit.used.update(dict.fromkeys(keys))
         direct = [at for at, key in enumerate(keys) if key in read] if read else []
-        slots = self.cache.hold(held)
-        return BlockSlots(slots, direct, self._mover.take_reads(), self.cache.guard(held))
+        held = self.cache.hold(via_memory)
+        return BlockSlots(held.slots, direct, self._mover.take_reads(), held.guard)
 
     def end_load(self, keys: Collection[bytes], visit: RequestState | None) -> None:
         """Release blocks whose copy to the device has ended, well or not."""
@@ -221,19 +219,19 @@ class TierManager:
         if visit is not None and visit.loading is not None:
             first, end, since_s = visit.loading
             waited_s = visit.waited_s + time.monotonic() - since_s
-            self.ladder.account.saved(first, end, waited_s)
+            self.cache.costs.saved(first, end, waited_s)
             visit.loading, visit.waited_s = None, 0.0
 
     def _note_load(self, keys: Collection[bytes], visit: RequestState) -> None:
         """vLLM begins to copy blocks to the device, as it was decided."""
-        self.ladder.account.planned(len(keys), 0)
+        self.cache.costs.planned(len(keys), 0)
         self._note_declined(visit)
         end = max((visit.request.ends.get(key, 0) for key in keys), default=0)
         visit.loading = (visit.num_computed, end, time.monotonic())
 
     def _note_declined(self, visit: RequestState) -> None:
         """A request is asked about again and again; what was decided last is what counts."""
-        self.ladder.account.planned(0, visit.declined_ahead + visit.declined)
+        self.cache.costs.planned(0, visit.declined_ahead + visit.declined)
         visit.declined_ahead = visit.declined = 0
 
     def begin_store(self, keys: Collection[bytes], visit: RequestState | None) -> Reserved | None:
@@ -259,7 +257,7 @@ class TierManager:
         found: list[Reserved | None] = []
         for keys, visit in asked:
             new = [key for key in keys if key in slots]
-            found.append(Reserved(new, [slots.pop(key) for key in new], []))
+            found.append(Reserved(new, [slots.pop(key) for key in new], [], room.guard))
             visit.used.update(dict.fromkeys(keys))
         return found
 
@@ -278,7 +276,7 @@ class TierManager:
 
     def slots_of(self, room: Reserved) -> BlockSlots:
         """Return the slots of new blocks, to copy to."""
-        return BlockSlots(room.slots, guard=self.cache.guard(room.keys))
+        return BlockSlots(room.slots, guard=room.guard)
 
     def _begin(self, visit: RequestState) -> None:
         """The first time that its blocks matter: tell the policy of the request."""
@@ -346,7 +344,7 @@ class TierManager:
             self._events += changes
 
     def has_pending_work(self) -> bool:
-        return self.ladder.is_busy or self._mover.is_busy or not self._mover.is_complete
+        return self.cache.is_busy or self._mover.is_busy or not self._mover.is_complete
 
     @contextmanager
     def keeping(self, keeps: bool) -> Iterator[None]:
@@ -389,13 +387,12 @@ class TierManager:
     def take_values(self) -> MetricValues | None:
         """Return the metrics that are new since the last call; None for nothing."""
         self._note_changes()
-        used, room = self.ladder.used_slots(), self.ladder.open_slots()
-        return take_values(self.counts, self.ladder.metrics, used, room)
+        return take_values(self.counts, self.cache.metrics, self.cache.usage())
 
     def shutdown(self) -> None:
         if self.has_storage:
             self.names.close()
-        self._tiers.close()
+        self.cache.close()
 
     # -- what the fronts tell ----------------------------------------------------------------------
 
@@ -411,7 +408,7 @@ class TierManager:
         """Copies to the device, of so many bytes each, took so long together."""
         total = sum(sizes)
         for size in sizes if total else ():
-            self.ladder.account.observe_copy((HOST, DEVICE), int(size), seconds * size / total)
+            self.cache.costs.observe_copy((HOST, DEVICE), int(size), seconds * size / total)
 
     def hear(self, report: Report) -> None:
         """Take in reports of the ranks, before vLLM hears which of its jobs are done."""
@@ -425,5 +422,5 @@ class TierManager:
         if self._reset_at is not None and max(report.steps, default=0) > self._reset_at:
             # The ranks ended their older copies before this step, which is of all of them.
             self._reset_at = None
-            self._tiers.copies_have_ended()
+            self.cache.copies_have_ended()
         self._note_changes()

@@ -18,7 +18,8 @@ from kvtier.connectors.vllm.counts import Counts
 from kvtier.connectors.vllm.prompt import Shape
 from kvtier.connectors.vllm.request_state import Advice, RequestState
 from kvtier.errors import printable
-from kvtier.keyed.cache import BlockLocation, KeyedCache
+from kvtier.keyed.block_cache import BlockCache, BlockState
+from kvtier.keyed.direct import DirectReads
 from kvtier.keyed.reuse import (
     FoundBlocks,
     GivenUp,
@@ -30,26 +31,25 @@ from kvtier.keyed.reuse import (
     reads_directly,
 )
 from kvtier.keyed.waiters import OVER, Awaited, Signal, Wait
-from kvtier.node.cache import NodeCache
-from kvtier.plan import Costs, Tell, explain
+from kvtier.plan import Tell, explain
 from kvtier.telemetry.specs import VLLM_IMPATIENT_REQUESTS, VLLM_RECOMPUTED_CHUNKS
-from kvtier.types import HOST, LoadPolicy
+from kvtier.types import HOST, Direct, LoadPolicy
 
 logger = logging.getLogger(__name__)
 
-COMING = (BlockLocation.ARRIVING, BlockLocation.STORAGE)
+COMING = (BlockState.ARRIVING, BlockState.STORAGE)
 
 
 @dataclass(frozen=True, slots=True)
 class DiskAnswer:
     """Over when the ranks' disks have said whether they have a block."""
 
-    cache: KeyedCache | NodeCache
+    cache: BlockCache
     key: bytes
 
     @property
     def is_over(self) -> bool:
-        return self.cache.locate(self.key) is not BlockLocation.UNKNOWN
+        return self.cache.lookup_again(self.key, BlockState.UNKNOWN) is not BlockState.UNKNOWN
 
 
 class Promotion:
@@ -57,15 +57,15 @@ class Promotion:
 
     A request is described by the blocks that its last look-up met.
 
-    num_host_slots: return the open slots of host memory; None if unknown. knows_storage: return
-    whether the ranks' disks have said all that they have. counts: counts blocks that are computed
-    although they were there. clock: seconds.
+    direct_reads: of the engine's ranks; None if they do not reach the storage. knows_storage:
+    return whether the ranks' disks have said all that they have. counts: counts blocks that are
+    computed although they were there. clock: seconds.
     """
 
     def __init__(
         self,
-        cache: KeyedCache | NodeCache,
-        num_host_slots: Callable[[], int | None],
+        cache: BlockCache,
+        direct_reads: DirectReads | None,
         shape: Shape,
         policy: LoadPolicy,
         knows_storage: Callable[[], bool],
@@ -73,8 +73,7 @@ class Promotion:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
-        self._direct_reads = cache.direct_reads
-        self._num_host_slots = num_host_slots
+        self._direct_reads = direct_reads
         self._shape = shape
         self._always_loads = policy is LoadPolicy.ALWAYS
         self._knows_storage = knows_storage
@@ -87,18 +86,18 @@ class Promotion:
         self._next_load.is_over = True
         self._next_load = Signal()
 
-    def sources(self, places: Mapping[bytes, BlockLocation]) -> list[str]:
+    def sources(self, places: Mapping[bytes, BlockState]) -> list[str]:
         """Return the tier that each block would be read from.
 
         Host memory also for blocks on their way there.
         """
-        if BlockLocation.STORAGE not in places.values():
+        if BlockState.STORAGE not in places.values():
             return [HOST] * len(places)
-        storages = self._cache.ladder.storages
+        storages = self._cache.storages
         if len(storages) > 1:
             return self._cache.sources(list(places))
         (storage,) = storages
-        return [storage if place is BlockLocation.STORAGE else HOST for place in places.values()]
+        return [storage if place is BlockState.STORAGE else HOST for place in places.values()]
 
     def goes_direct(self, key: bytes, visit: RequestState) -> bool:
         """Whether a request's block in storage is to be read directly to the device.
@@ -113,7 +112,7 @@ class Promotion:
         return True
 
     def _reads_directly(self, key: bytes, visit: RequestState, *, lacks_room: bool) -> bool:
-        how = self._direct_reads.how(key)
+        how = Direct.OFF if self._direct_reads is None else self._direct_reads.how(key)
         return reads_directly(how, lacks_room=lacks_room, was_read=key in visit.read)
 
     # -- to wait or not ----------------------------------------------------------------------------
@@ -126,11 +125,9 @@ class Promotion:
         """
         if visit.wait is None:
             return False
-        if visit.unknown is not None:
-            self._cache.adopt_recovered([visit.unknown])
         if first == visit.num_computed and visit.wait.state(self._clock()) is not OVER:
             return True
-        visit.wait = visit.unknown = None
+        visit.wait = None
         return False
 
     def advise(self, visit: RequestState, first: int, num_tokens: int) -> Advice:
@@ -153,7 +150,7 @@ class Promotion:
                 has_failed=has_failed,
                 is_weighed=visit.is_ready(ends) or (bool(visit.promoted) and not stored),
             ),
-            self._costs,
+            self._cache.cost_snapshot,
             now_s,
             always_loads=self._always_loads,
         )
@@ -184,7 +181,7 @@ class Promotion:
         limit = wait.end
         wanted = [key for key in stored if ends[key] <= limit]
         if wanted:
-            beside = [key for key, at in visit.places.items() if at is BlockLocation.MEMORY]
+            beside = [key for key, at in visit.places.items() if at is BlockState.MEMORY]
             num = self._cache.promote(wanted, beside)
             visit.promoted.update(wanted[:num])
             for key in wanted[num:]:
@@ -209,7 +206,7 @@ class Promotion:
         """Count the blocks that end beyond ``limit``, and probe the storage that has them."""
         declined = [key for key, end in ends.items() if end > limit]
         self._counts.add(VLLM_RECOMPUTED_CHUNKS, len(declined))
-        stored = [key for key in declined if visit.places[key] is BlockLocation.STORAGE]
+        stored = [key for key in declined if visit.places[key] is BlockState.STORAGE]
         if stored:
             self._cache.probe(stored)
         return len(declined)
@@ -222,14 +219,13 @@ class Promotion:
         """
         coming, unknown = [], None
         for key, at in visit.places.items():
-            if at is BlockLocation.UNKNOWN:
+            if at is BlockState.UNKNOWN:
                 unknown = key if unknown is None else unknown
             elif at in COMING and key not in visit.direct:
                 coming.append(key)
         answers: list[Awaited] = [] if unknown is None else list(visit.asked)
-        visit.unknown = None if self._knows_storage() else unknown
-        if visit.unknown is not None:
-            answers.append(DiskAnswer(self._cache, visit.unknown))
+        if unknown is not None and not self._knows_storage():
+            answers.append(DiskAnswer(self._cache, unknown))
         reads: list[Awaited] = []
         if coming:
             reads.append(self._cache.wait_for_reads(coming))
@@ -252,7 +248,7 @@ class Promotion:
         decision = decide(
             blocks,
             Waited(may_wait=False),
-            self._costs,
+            self._cache.cost_snapshot,
             now_s,
             always_loads=self._always_loads,
             tell=self._logs_decision(visit),
@@ -316,11 +312,15 @@ class Promotion:
             sources,
             block_size,
             self._shape.bytes_per_block,
-            None if self._direct_reads.is_for_all else self._num_host_slots(),
+            self._num_host_slots(),
         )
 
-    def _costs(self) -> Costs:
-        return self._cache.ladder.cost_snapshot()
+    def _num_host_slots(self) -> int | None:
+        """Return how many slots limit a promotion; None if none do, or if a node counts them."""
+        if self._direct_reads is not None and self._direct_reads.is_for_all:
+            return None
+        host = self._cache.usage().get(HOST)
+        return None if host is None else host.num_open
 
 
 def _is_prefix(ends: Sequence[int], first: int, block_size: int) -> bool:

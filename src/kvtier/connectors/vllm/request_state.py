@@ -9,7 +9,7 @@ from enum import Enum
 from kvtier.connectors.vllm.adapters import AdapterLoad
 from kvtier.connectors.vllm.key_scope import ALL, EVERYWHERE, NOWHERE, KeyScope
 from kvtier.connectors.vllm.prompt import RequestBlocks
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.keyed.waiters import Awaited, Wait
 
 
@@ -19,8 +19,7 @@ class RequestState:
 
     request: its blocks. num_computed: tokens that it had at its last look-up. found: where its
     blocks are, all of those behind these tokens; None before the first is asked for. asked: what
-    stores were asked about them. wait: what it waits for, if it does. unknown: a block that it
-    waits to hear of from the ranks' disks.
+    stores were asked about them. wait: what it waits for, if it does.
 
     places: of the blocks that its last look-up met, in that look-up's order. promoted: blocks that
     were brought from storage for it. limit: no block that ends beyond this token is loaded.
@@ -41,11 +40,10 @@ class RequestState:
 
     request: RequestBlocks
     num_computed: int = 0
-    found: dict[bytes, BlockLocation] | None = None
+    found: dict[bytes, BlockState] | None = None
     asked: Sequence[Awaited] = ()
     wait: Wait | None = None
-    unknown: bytes | None = None
-    places: dict[bytes, BlockLocation] = field(default_factory=dict)
+    places: dict[bytes, BlockState] = field(default_factory=dict)
     promoted: set[bytes] = field(default_factory=set)
     direct: set[bytes] = field(default_factory=set)
     read: set[bytes] = field(default_factory=set)
@@ -74,12 +72,12 @@ class RequestState:
 
     def ends(self) -> dict[bytes, int]:
         """Return the token at which each block found by the last look-up ends."""
-        end_of, nowhere = self.request.ends.get, BlockLocation.NOWHERE
+        end_of, nowhere = self.request.ends.get, BlockState.NOWHERE
         return {key: end_of(key, 0) for key, at in self.places.items() if at is not nowhere}
 
     def num_ready(self, keys: Iterable[bytes]) -> int:
         """Return how many of the first of ``keys`` can be loaded at once."""
-        num, memory, places, direct = 0, BlockLocation.MEMORY, self.places, self.direct
+        num, memory, places, direct = 0, BlockState.MEMORY, self.places, self.direct
         for key in keys:
             if places[key] is not memory and key not in direct:
                 break
@@ -92,7 +90,7 @@ class RequestState:
 
     def to_bring(self) -> list[bytes]:
         """Return the blocks of the last look-up that have to come from storage to memory."""
-        there = (key for key, place in self.places.items() if place is BlockLocation.STORAGE)
+        there = (key for key, place in self.places.items() if place is BlockState.STORAGE)
         return [key for key in there if key not in self.direct]
 
     def begin_load(self, keys: Collection[bytes]) -> dict[bytes, int]:
@@ -103,7 +101,7 @@ class RequestState:
         read = {
             key: at
             for at, key in enumerate(keys)
-            if key in self.direct and self.places.get(key) is BlockLocation.STORAGE
+            if key in self.direct and self.places.get(key) is BlockState.STORAGE
         }
         self.direct.clear()
         self.read.difference_update(keys)

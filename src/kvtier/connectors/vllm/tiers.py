@@ -11,7 +11,9 @@ from kvtier.assembly import build_ladder
 from kvtier.connectors.vllm.names import VllmNames
 from kvtier.connectors.vllm.prompt import GROUP_BYTES, Shape
 from kvtier.index import make_key_index
-from kvtier.keyed.cache import KeyedCache
+from kvtier.keyed.block_cache import BlockCache
+from kvtier.keyed.cache import LocalBlockCache
+from kvtier.keyed.direct import DirectReads
 from kvtier.ladder import LadderOptions
 from kvtier.node.cache import NodeCache
 from kvtier.node.client import NodeClient
@@ -25,37 +27,25 @@ PIECE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class EngineTiers:
-    """Cache of an engine's blocks, and the room of host memory.
+    """Cache of an engine's blocks, and what only an engine with tiers of its own has.
 
-    host: slots in the memory of the ranks; None if they are a node's.
+    host: slots in the memory of the ranks; None if they are a node's. direct_reads: from storage
+    to the engine's own pages; None if its ranks do not reach the storage.
     """
 
-    cache: KeyedCache | NodeCache
+    cache: BlockCache
     host: DistantRoom | None = None
+    direct_reads: DirectReads | None = None
 
     @property
     def is_shared(self) -> bool:
         """Whether other engines share the tiers."""
         return self.host is None
 
-    def num_host_slots(self) -> int | None:
-        """Return how many slots of host memory are open; None if that is not known."""
-        return None if self.host is None else self.host.num_open
-
     def open(self, num_slots: int) -> None:
         """Note that every rank has opened so many slots."""
         if self.host is not None:
             self.host.open(num_slots)
-
-    def copies_have_ended(self) -> None:
-        """Note that all copies that began before a reset have ended on every rank."""
-        if isinstance(self.cache, NodeCache):
-            self.cache.copies_have_ended()
-
-    def close(self) -> None:
-        """Leave the node. No copy may be in flight."""
-        if isinstance(self.cache, NodeCache):
-            self.cache.close()
 
 
 def rank_tiers(
@@ -107,10 +97,10 @@ def rank_tiers(
         clock=time.monotonic,
         device=DEVICE,
     )
-    cache = KeyedCache(
+    cache = LocalBlockCache(
         index, ladder, lambda: names.digest, time.monotonic, lambda: mover.is_complete
     )
-    return EngineTiers(cache, host)
+    return EngineTiers(cache, host, cache.direct_reads)
 
 
 def node_tiers(

@@ -27,9 +27,9 @@ from kvtier.connectors.vllm.settings import VllmSettings
 from kvtier.devices import CopyBatch, Device, Direction, Finding
 from kvtier.errors import TierError
 from kvtier.grouping import runs_of
+from kvtier.keyed.guard import SlotGuard
 from kvtier.layout import opaque
 from kvtier.node.client import NodeClient
-from kvtier.node.guard import SlotGuard
 from kvtier.node.host import NodeHost, SlotMemory
 from kvtier.tiers import HostTier, StorageTier
 from kvtier.tiers.arena import ArenaOptions

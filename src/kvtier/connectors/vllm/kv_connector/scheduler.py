@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from kvtier.connectors.vllm.engine_facts import EngineFacts
     from kvtier.connectors.vllm.request_state import RequestState
-    from kvtier.keyed.cache import Reserved
+    from kvtier.keyed.block_cache import Reserved
 
 logger = logging.getLogger(__name__)
 

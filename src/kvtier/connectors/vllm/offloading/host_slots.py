@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
 
 from kvtier.connectors.vllm.copies import BlockSlots
-from kvtier.node.guard import SlotGuard
+from kvtier.keyed.guard import SlotGuard
 from kvtier.transfer.ranks import RankOrder
 from kvtier.types import Slot
 

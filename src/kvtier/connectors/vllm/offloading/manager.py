@@ -26,7 +26,7 @@ from kvtier.connectors.vllm.offloading.host_slots import HostSlots
 from kvtier.connectors.vllm.offloading.stats import stats_of
 from kvtier.connectors.vllm.offloading.translation import request_of, source_of
 from kvtier.connectors.vllm.request_state import RequestState
-from kvtier.keyed.cache import Reserved
+from kvtier.keyed.block_cache import Reserved
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource

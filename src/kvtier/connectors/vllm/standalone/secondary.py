@@ -47,7 +47,7 @@ from kvtier.connectors.vllm.prompt import depth
 from kvtier.connectors.vllm.standalone.settings import TierSettings
 from kvtier.connectors.vllm.standalone.unsupported import current_engine, refuse
 from kvtier.devices.base import Memory
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState, TierUsage
 from kvtier.layout import opaque
 from kvtier.telemetry import Metrics, specs
 from kvtier.tiers import LentMemory
@@ -56,9 +56,9 @@ from kvtier.types import DISK, HOST, Slot
 logger = logging.getLogger(__name__)
 
 FOUND = {
-    BlockLocation.NOWHERE: LookupResult.MISS,
-    BlockLocation.ARRIVING: LookupResult.RETRY,
-    BlockLocation.STORAGE: LookupResult.HIT,
+    BlockState.NOWHERE: LookupResult.MISS,
+    BlockState.ARRIVING: LookupResult.RETRY,
+    BlockState.STORAGE: LookupResult.HIT,
 }
 QUEUED_SHARE = 2
 """At most one block in this many of the host tier waits for the disk: it can't leave meanwhile."""
@@ -143,7 +143,7 @@ class KvtierTier(SecondaryTierManager):
         self.slab.digest = self._names.digest
 
         place = self.slab.locate(key)
-        if place is BlockLocation.NOWHERE and self.slab.adopt_recovered([key]):
+        if place is BlockState.NOWHERE and self.slab.adopt_recovered([key]):
             place = self.slab.locate(key)
             self._adopt_behind(key, request_of(req_context).in_order())
         return FOUND[place]
@@ -163,7 +163,7 @@ class KvtierTier(SecondaryTierManager):
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
-        self.slab.ladder.account.planned(len(keys), 0)  # vLLM decides, and loads whatever there is
+        self.slab.costs.planned(len(keys), 0)  # vLLM decides, and loads whatever there is
         self.slab.load(job_metadata.job_id, keys, _rows_of(job_metadata))
 
     def _depth(self, key: OffloadKey, context: ReqContext) -> int:
@@ -222,8 +222,8 @@ class KvtierTier(SecondaryTierManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return statistics of the disk. vLLM reports those of its own host tier."""
-        used, room = {DISK: self.slab.num_blocks}, {DISK: self._disk.num_blocks}
-        numbers = take_values(self._counts, self._metrics, used, room)
+        usage = {DISK: TierUsage(self.slab.num_blocks, self._disk.num_blocks)}
+        numbers = take_values(self._counts, self._metrics, usage)
         if numbers is None:
             return None
         stats = stats_of(numbers)

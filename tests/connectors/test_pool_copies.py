@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.connectors.common.pool_cache import Load, Store
+from kvtier.connectors.common.pool_copies import Load, Store
 from kvtier.devices import Direction
 from kvtier.devices.cpu import CpuDevice
-from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.block_cache import BlockState
 from kvtier.testing import FaultyDevice, StoredBlocks
 from kvtier.transfer import TransferEngine
 from tests.connectors.pool_world import ENDS, NUM_PAGES, PoolWorld, key_of
@@ -29,7 +29,7 @@ def test_prompt_comes_back_to_other_pages_layer_by_layer(world: PoolWorld) -> No
     assert world.keep(1, 2, 3)
     world.scribble(range(NUM_PAGES))
     keys, pages = [key_of(2), key_of(3), key_of(1)], [40, 7, 41]
-    load = world.pool.load(keys, pages)
+    load = world.copies.load(keys, pages)
     for layer, num_buffers in enumerate(ENDS):
         load.job.hold_compute(layer // load.job.layers_per_step)
         assert world.has(key_of(2), 40, num_buffers)
@@ -43,18 +43,18 @@ def test_what_left_host_memory_comes_back_from_storage(world: PoolWorld) -> None
     for first in (10, 20):
         assert world.keep(*range(first, first + 4))
         world.settle()
-    assert world.places(1, 2, 3) == [BlockLocation.STORAGE] * 3
+    assert world.places(1, 2, 3) == [BlockState.STORAGE] * 3
     keys = [key_of(1), key_of(2), key_of(3)]
     assert world.pool.promote(keys) == 3
     world.settle()
-    assert world.places(1, 2, 3) == [BlockLocation.MEMORY] * 3
-    assert world.finish(world.pool.load(keys, [9, 8, 7]), [9, 8, 7])
+    assert world.places(1, 2, 3) == [BlockState.MEMORY] * 3
+    assert world.finish(world.copies.load(keys, [9, 8, 7]), [9, 8, 7])
 
 
 def test_prompt_larger_than_host_memory_keeps_its_beginning(world: PoolWorld) -> None:
     assert not world.keep(*range(12))
-    assert world.places(*range(8)) == [BlockLocation.MEMORY] * 8
-    assert world.places(8, 9) == [BlockLocation.NOWHERE] * 2
+    assert world.places(*range(8)) == [BlockState.MEMORY] * 8
+    assert world.places(8, 9) == [BlockState.NOWHERE] * 2
 
 
 def test_copy_to_host_memory_that_fails_leaves_nothing() -> None:
@@ -62,7 +62,7 @@ def test_copy_to_host_memory_that_fails_leaves_nothing() -> None:
     world = PoolWorld(engine=TransferEngine(device))
     device.fail(Direction.STORE, 1)
     assert not world.keep(1, 2)
-    assert world.places(1, 2) == [BlockLocation.NOWHERE] * 2
+    assert world.places(1, 2) == [BlockState.NOWHERE] * 2
     assert world.keep(1, 2)
     world.close()
 
@@ -72,9 +72,9 @@ def test_load_that_fails_is_told_of_and_leaves_host_memory_as_it_is() -> None:
     world = PoolWorld(engine=TransferEngine(device))
     assert world.keep(1, 2)
     device.fail(Direction.LOAD, 1)
-    load = world.pool.load([key_of(1)], [30])
+    load = world.copies.load([key_of(1)], [30])
     assert not world.finish(load, [30])
-    assert world.finish(world.pool.load([key_of(1)], [30]), [30])
+    assert world.finish(world.copies.load([key_of(1)], [30]), [30])
     world.close()
 
 
@@ -85,14 +85,14 @@ def test_another_process_finds_what_storage_has() -> None:
     first.close()
     second = PoolWorld(stored_blocks=stored_blocks)
     assert second.places(1, 2, 3) == [
-        BlockLocation.STORAGE,
-        BlockLocation.STORAGE,
-        BlockLocation.NOWHERE,
+        BlockState.STORAGE,
+        BlockState.STORAGE,
+        BlockState.NOWHERE,
     ]
     second.close()
     stranger = PoolWorld(stored_blocks=stored_blocks)
     stranger.digest = b"x" * 32
-    assert stranger.places(1, 2) == [BlockLocation.NOWHERE] * 2
+    assert stranger.places(1, 2) == [BlockState.NOWHERE] * 2
     stranger.close()
 
 
@@ -120,17 +120,17 @@ class PoolMachine(RuleBasedStateMachine):
     def load(self, first: int, num: int) -> None:
         keys = [key_of(number) for number in range(first, first + num)]
         places = self.world.pool.locate_all(keys)
-        num_there = next((at for at, p in enumerate(places) if p is not BlockLocation.MEMORY), num)
+        num_there = next((at for at, p in enumerate(places) if p is not BlockState.MEMORY), num)
         pages = self._free_pages()[:num_there]
         if num_there and len(pages) == num_there:
-            self.loads.append((self.world.pool.load(keys[:num_there], pages), pages))
+            self.loads.append((self.world.copies.load(keys[:num_there], pages), pages))
 
     @rule(first=st.integers(0, 20), num=st.integers(1, 5))
     def promote(self, first: int, num: int) -> None:
         keys = [key_of(number) for number in range(first, first + num)]
         places = self.world.pool.locate_all(keys)
         pairs = zip(keys, places, strict=True)
-        self.world.pool.promote([key for key, place in pairs if place is BlockLocation.STORAGE])
+        self.world.pool.promote([key for key, place in pairs if place is BlockState.STORAGE])
 
     @rule(call=st.sampled_from(["get", "put"]))
     def break_storage(self, call: str) -> None:
@@ -143,7 +143,7 @@ class PoolMachine(RuleBasedStateMachine):
             store, _ = self.stores.pop(at)
             if store.job is not None:
                 store.job.wait()
-            self.world.pool.end_store(store)
+            self.world.copies.end_store(store)
 
     @rule(data=st.data())
     def end_load(self, data: st.DataObject) -> None:
@@ -167,7 +167,7 @@ class PoolMachine(RuleBasedStateMachine):
         for store, _ in self.stores:
             if store.job is not None:
                 store.job.wait()
-            self.world.pool.end_store(store)
+            self.world.copies.end_store(store)
         for load, pages in self.loads:
             assert self.world.finish(load, pages)
         self.world.close()

@@ -1,4 +1,4 @@
-"""Cache of an engine's device pool in host memory and storage, by the engine's keys.
+"""Copies between an engine's device pool and a cache in host memory and storage.
 
     store: device pages --> host slots --> storage, by a write queue
     load:  storage --> host slots, by a promotion --> device pages, layer by layer
@@ -18,7 +18,8 @@ from kvtier.connectors.common.paged_pool import GroupPages, LayerSteps, PagedPoo
 from kvtier.devices import Direction
 from kvtier.index import make_key_index
 from kvtier.index.policies.replayed import LRU
-from kvtier.keyed.cache import BlockLocation, KeyedCache
+from kvtier.keyed.block_cache import BlockState
+from kvtier.keyed.cache import LocalBlockCache
 from kvtier.ladder import LadderOptions
 from kvtier.telemetry import Metrics
 from kvtier.tiers import HostTier, MemoryTier, StorageTier
@@ -28,7 +29,6 @@ from kvtier.types import DEVICE, DISK, HOST
 
 PIECE_BYTES = 16 << 20
 """Bytes per read from storage, and per write to it."""
-CLOSE_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,62 +60,75 @@ class Load:
     job: CopyJob
 
 
-class PoolCache(KeyedCache):
-    """Keyed cache that itself copies the pages of a device pool. A block is a page.
+def open_cache(
+    host: HostTier,
+    storages: Sequence[StorageTier],
+    digest: Callable[[], bytes],
+    bytes_per_day: int = 0,
+    lookup_deadline_s: float = 0.0,
+    policy: str = LRU,
+    metrics: Metrics | None = None,
+) -> LocalBlockCache:
+    """Return a cache of a device pool's pages, which closes its tiers. A block is a page.
 
     Args:
-        pool: the device pool, of one group.
-        ends: per layer of the engine, the number of the pool's shares that belong to it or to
-            earlier layers.
         host: host memory.
         storages: storage tiers, fastest first.
-        engine: copies between the device and ``host``.
         digest: return the digest of the namespace; b"" while it is unknown.
         bytes_per_day: limit of writes to the disk.
         lookup_deadline_s: longest wait of a request for a store's answer to a look-up.
         policy: eviction policy of all tiers; all but LRU need ``on_request`` to be called.
         metrics: by default, metrics that are counted but not exposed.
     """
+    tiers: dict[str, MemoryTier | StorageTier] = {host.name: host}
+    tiers |= {each.name: each for each in storages}
+    bytes_per_block = host.layout.group.bytes_per_block
+    mover = LocalMover(tiers, None)
+    mover.start()
+    index = make_key_index(tuple(tiers), digest, tuple(tiers), policy)
+    ladder = build_ladder(
+        index,
+        tiers,
+        mover,
+        LadderOptions(
+            bytes_per_block,
+            bytes_per_day={DISK: bytes_per_day},
+            piece_blocks=max(1, PIECE_BYTES // bytes_per_block),
+            lookup_patience_s=lookup_deadline_s,
+        ),
+        clock=time.monotonic,
+        device=DEVICE,
+        metrics=metrics,
+    )
+    return LocalBlockCache(index, ladder, digest, time.monotonic, owned=tiers)
+
+
+class PoolCopies:
+    """Copies between the pages of a device pool and the slots of a cache of this process.
+
+    Args:
+        cache: cache of the pages.
+        pool: the device pool, of one group.
+        ends: per layer of the engine, the number of the pool's shares that belong to it or to
+            earlier layers.
+        host: memory of the cache.
+        engine: copies between the device and ``host``.
+    """
 
     def __init__(
         self,
+        cache: LocalBlockCache,
         pool: PagedPool,
         ends: Sequence[int],
         host: HostTier,
-        storages: Sequence[StorageTier],
         engine: TransferEngine,
-        digest: Callable[[], bytes],
-        bytes_per_day: int = 0,
-        lookup_deadline_s: float = 0.0,
-        policy: str = LRU,
-        metrics: Metrics | None = None,
     ) -> None:
-        tiers: dict[str, MemoryTier | StorageTier] = {host.name: host}
-        tiers |= {each.name: each for each in storages}
         self.bytes_per_block = host.layout.group.bytes_per_block
-        self.host = host
+        self._cache = cache
+        self._host = host
         self._pool = pool
         self._ends = ends
-        self._storages = storages
         self._engine = engine
-        self._mover = LocalMover(tiers, None)
-        self._mover.start()
-        index = make_key_index(tuple(tiers), digest, tuple(tiers), policy)
-        ladder = build_ladder(
-            index,
-            tiers,
-            self._mover,
-            LadderOptions(
-                self.bytes_per_block,
-                bytes_per_day={DISK: bytes_per_day},
-                piece_blocks=max(1, PIECE_BYTES // self.bytes_per_block),
-                lookup_patience_s=lookup_deadline_s,
-            ),
-            clock=time.monotonic,
-            device=DEVICE,
-            metrics=metrics,
-        )
-        super().__init__(index, ladder, digest, time.monotonic)
 
     # -- from the device --------------------------------------------------------------------------
 
@@ -129,41 +142,41 @@ class PoolCache(KeyedCache):
             depths: position of each block in its prompt.
             pages: page of each block on the device.
         """
-        room = self.reserve(keys)
+        room = self._cache.reserve(keys)
         if room is None:
-            num = min(len(keys), self.ladder.eviction.num_available(HOST))
-            room = self.reserve(keys[:num])
+            num = min(len(keys), self._cache.ladder.eviction.num_available(HOST))
+            room = self._cache.reserve(keys[:num])
         if room is None or not room.keys:
             return Store(keys, depths, (), None)
         page_of = dict(zip(keys, pages, strict=True))
         at = GroupPages([page_of[key] for key in room.keys], room.slots, 0)
-        batch = self._pool.stage([at], self.host.memory, Direction.STORE, self.host.seams)
+        batch = self._pool.stage([at], self._host.memory, Direction.STORE, self._host.seams)
         return Store(keys, depths, room.keys, self._engine.submit([batch], Direction.STORE))
 
     def end_store(self, store: Store) -> bool:
         """End a store that is done. Return whether all its blocks are in host memory or storage."""
         if store.job is not None and store.job.succeeded:
             num_bytes = store.job.num_bytes
-            self.ladder.account.moved((DEVICE, HOST), num_bytes, store.job.seconds)
+            self._cache.costs.moved((DEVICE, HOST), num_bytes, store.job.seconds)
             new = set(store.new)
             mine = [
                 (key, depth)
                 for key, depth in zip(store.asked, store.depths, strict=True)
                 if key in new
             ]
-            self.commit([key for key, _ in mine], [depth for _, depth in mine])
+            self._cache.commit([key for key, _ in mine], [depth for _, depth in mine])
         else:
-            self.abort(store.new)
-        self.adopt_recovered(store.asked)
-        self.touch(store.asked)
-        there = (BlockLocation.MEMORY, BlockLocation.STORAGE)
-        return all(place in there for place in self.locate_all(store.asked))
+            self._cache.abort(store.new)
+        self._cache.adopt_recovered(store.asked)
+        self._cache.touch(store.asked)
+        there = (BlockState.MEMORY, BlockState.STORAGE)
+        return all(place in there for place in self._cache.locate_all(store.asked))
 
     # -- to the device ----------------------------------------------------------------------------
 
     def load(self, keys: Sequence[bytes], pages: Sequence[int]) -> Load:
         """Begin to copy blocks that are in host memory to ``pages``, layer by layer."""
-        slots = self.hold(keys)
+        slots = self._cache.hold(keys).slots
         num_bytes = len(keys) * self.bytes_per_block
         num_layers = len(self._ends)
         width = layers_per_step(num_layers, num_bytes)
@@ -171,8 +184,8 @@ class PoolCache(KeyedCache):
         steps = LayerSteps(
             self._pool,
             GroupPages(pages, slots, 0),
-            self.host.memory,
-            self.host.seams,
+            self._host.memory,
+            self._host.seams,
             ends,
             width,
             num_bytes,
@@ -183,26 +196,7 @@ class PoolCache(KeyedCache):
         """End a load that is done. Return whether all its blocks have arrived."""
         if load.job.succeeded:
             seconds = load.job.seconds
-            self.ladder.account.moved((HOST, DEVICE), load.job.num_bytes, seconds)
-            self.ladder.account.observe_copy((HOST, DEVICE), load.job.num_bytes, seconds)
-        self.release(load.keys)
+            self._cache.costs.moved((HOST, DEVICE), load.job.num_bytes, seconds)
+            self._cache.costs.observe_copy((HOST, DEVICE), load.job.num_bytes, seconds)
+        self._cache.release(load.keys)
         return load.job.succeeded
-
-    # -- upkeep -----------------------------------------------------------------------------------
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until no transfer between host memory and storage is in flight."""
-        return self.ladder.transfers.drain(timeout_s, self.poll)
-
-    def close(self) -> bool:
-        """Finish transfers, and close the tiers. No copy from or to the device may be in flight.
-
-        Returns False if that takes too long; the memory must not be freed then.
-        """
-        self.drain(CLOSE_WAIT_S)
-        if self._mover.close(CLOSE_WAIT_S):
-            return False
-        for storage in self._storages:
-            storage.close()
-        self.host.close()
-        return True
