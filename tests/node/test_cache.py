@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from kvtier.hints import Hint
 from kvtier.keyed.block_cache import BlockState
 from kvtier.node.cache import NodeCache
 from kvtier.node.client import Channel, NodeClient
@@ -182,47 +181,6 @@ def test_slots_of_forgotten_copies_stay_in_use_until_these_have_ended(make: Make
     room = other.reserve(KEYS[:2])
     assert room is not None
     assert room.keys == KEYS[:2]
-
-
-def test_blocks_that_must_not_be_shared_are_given_up(make: Make) -> None:
-    cache = make()
-    room = cache.reserve(KEYS[:1])
-    assert room is not None
-    cache.commit(room.keys, [0], to_storage=False)
-    assert cache.lookup(KEYS[:1]).states == [NOWHERE]
-
-
-def test_blocks_come_back_from_disk_and_their_read_is_measured(
-    make: Make, node: NodeProcess, tmp_path: Path
-) -> None:
-    cache = make()
-    _store(cache, KEYS[:3])
-    _wait(lambda: _journal_bytes(tmp_path / "disk") == 64 * (2 + 3))
-    node.lose()
-    assert set(cache.lookup(KEYS[:3]).states) <= {NOWHERE, BlockState.UNKNOWN}
-    node.start()
-    _wait(lambda: STORAGE in cache.lookup(KEYS[:3]).states)
-    cache.poll()
-    assert cache.lookup(KEYS[:3]).states == [STORAGE] * 3
-    assert cache.sources(KEYS[:3]) == [DISK] * 3
-    assert cache.promote(KEYS[:3]) == 3
-    waiter = cache.wait_for_reads(KEYS[:3])
-    _wait(lambda: waiter.is_over)
-    cache.poll()
-    assert (DISK, HOST) in cache.cost_snapshot().seconds_per_byte
-    assert cache.lookup(KEYS[:3]).states == [MEMORY] * 3
-    assert cache.origins(KEYS[:3]) == [DISK] * 3
-
-
-def test_hints_and_use_are_taken(make: Make) -> None:
-    cache = make()
-    _store(cache, KEYS[:3])
-    cache.touch(KEYS[:3])
-    cache.continues(KEYS[3:4], KEYS[2])
-    cache.hint(KEYS[:3], Hint(ended=True), 16)
-    cache.wait(KEYS[:3], True)
-    cache.wait(KEYS[:3], False)
-    assert cache.lookup(KEYS[:3]).states == [MEMORY] * 3, "the connection lives"
 
 
 class Disk:

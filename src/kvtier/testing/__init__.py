@@ -11,6 +11,7 @@ The package requires pytest.
 
 from __future__ import annotations
 
+from kvtier.testing.block_cache_suite import BlockCacheHarness, BlockCacheSuite
 from kvtier.testing.codec_suite import CodecSuite
 from kvtier.testing.device_suite import DeviceSuite
 from kvtier.testing.faulty import FaultyDevice
@@ -24,6 +25,8 @@ from kvtier.testing.tier_suite import MemoryTierSuite, RoomSuite
 
 __all__ = [
     "BlockBytes",
+    "BlockCacheHarness",
+    "BlockCacheSuite",
     "CodecSuite",
     "DeviceSuite",
     "FaultyDevice",
