@@ -7,7 +7,7 @@ from itertools import count, cycle
 
 import pytest
 
-from kvtier.keyed.cache import BlockState
+from kvtier.keyed.block_cache import BlockState
 from kvtier.keyed.reuse import Compute, FoundBlocks, Waited, decide
 from kvtier.transfer.ranks import Done, RankOrder, Report, Verb
 from kvtier.types import DEVICE, DISK, HOST, Direct
