@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -24,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report.machine import machine_facts
+from benchmarks.report.output import report
 from kvtier.devices.base import Memory
 from kvtier.layout import DType, full_attention
 from kvtier.tiers import Outcome
@@ -190,12 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
             {"id": "S4", "value": round(worst, 3), "target": TARGET_S, "met": worst <= TARGET_S}
         ],
     }
-    Console(stderr=options.json == "-").print(table(rows))
-    if options.json == "-":
-        json.dump(result, sys.stdout, indent=1)
-        print()
-    elif options.json:
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    report(result, options.json, table(rows))
 
 
 if __name__ == "__main__":

@@ -27,10 +27,10 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report.machine import machine_facts
+from benchmarks.report.output import report
 from benchmarks.report.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier._hot import crc32c_many
 from kvtier.devices import Memory
@@ -239,7 +239,7 @@ def _rate(row: Row) -> Estimate:
     return estimate(row.gb_per_s, row.gb_per_s_between)
 
 
-def show(console: Console, rows: list[Row]) -> None:
+def table_of(rows: list[Row]) -> Table:
     table = Table(title="64-block batches, O_DIRECT, random places")
     for heading in ("block", "direction", "engine", "verify", "GB/s", "CPU s/GB"):
         table.add_column(heading, justify="right" if heading[0] in "GC" else "left")
@@ -253,7 +253,7 @@ def show(console: Console, rows: list[Row]) -> None:
             f"{row.gb_per_s:.2f}",
             cpu,
         )
-    console.print(table)
+    return table
 
 
 def main() -> None:
@@ -274,21 +274,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvtier-disk-", dir=options.folder) as folder:
         file_bytes = int(options.file_gib * (1 << 30))
         rows = measure(Path(folder), file_bytes, options.rounds, options.batches)
-    show(Console(stderr=options.json == "-"), rows)
-    found = targets(rows)
-    for target in found:
-        print(target, file=sys.stderr)
-    if options.json:
-        made = [
-            {k: None if isinstance(v, float) and np.isnan(v) else v for k, v in asdict(row).items()}
-            for row in rows
-        ]
-        result = {"benchmark": "disk", "machine": machine, "rows": made, "targets": found}
-        text = json.dumps(result, indent=2)
-        if options.json == "-":
-            print(text)
-        else:
-            Path(options.json).write_text(text + "\n", encoding="utf-8")
+    made = [
+        {k: None if isinstance(v, float) and np.isnan(v) else v for k, v in asdict(row).items()}
+        for row in rows
+    ]
+    result = {"benchmark": "disk", "machine": machine, "rows": made, "targets": targets(rows)}
+    report(result, options.json, table_of(rows))
 
 
 if __name__ == "__main__":

@@ -11,23 +11,20 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import mmap
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.micro.copy_plan import PlanRow, plan_targets, run_plan
 from benchmarks.report.machine import machine_facts
+from benchmarks.report.output import report
 from benchmarks.report.targets import Bounds, bounds, estimate, judged
 from kvtier import _hot
 from kvtier._reference.copy import copy_batch as reference_copy_batch
@@ -42,18 +39,12 @@ from kvtier.layout import (
     named_layout,
 )
 
-try:
-    import torch
-except ImportError:
-    torch = None  # type: ignore[assignment]
-
 BLOCK_SIZE = 16
 UNTOUCHED = 0xAB  # every byte of the blocks that no copy names
 CONTIGUOUS = "contiguous memcpy"
 OURS = "copy_batch"
 OURS_FLAT = "copy_batch, flat"
 PLAN_ROUNDS = 500
-SLOW_ROUNDS = 3  # for methods that take many times as long as the others
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
@@ -184,48 +175,22 @@ def contiguous(to: Bytes, at: Bytes, threads: int, pool: ThreadPoolExecutor) -> 
         job.result()
 
 
-def numpy_index(src: Pool, dst: Pool) -> None:
-    at, to = src.view, dst.view
-    if dst.block_axis == 0:
-        for row in range(to.shape[1]):
-            to[dst.blocks, row] = at[row, src.blocks]
-    else:
-        for row in range(to.shape[0]):
-            to[row, dst.blocks] = at[src.blocks, row]
-
-
-def torch_index(src: Pool, dst: Pool) -> Callable[[], None]:
-    at = torch.from_numpy(src.view.view(np.int16))
-    to = torch.from_numpy(dst.view.view(np.int16))
-    src_blocks, dst_blocks = torch.from_numpy(src.blocks), torch.from_numpy(dst.blocks)
-
-    def copy() -> None:
-        for row in range(to.shape[1 - dst.block_axis]):
-            from_, into = at.select(1 - src.block_axis, row), to.select(1 - dst.block_axis, row)
-            into.index_copy_(0, dst_blocks, from_.index_select(0, src_blocks))
-
-    return copy
-
-
 def methods(
     src: Pool, dst: Pool, flat: tuple[Bytes, Bytes], threads: int, pool: ThreadPoolExecutor
-) -> Iterator[tuple[str, Callable[[], object], bool]]:
-    """Name, call, and whether it is slow: the contestants of one direction and thread count."""
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Name and call: the contestants of one direction and thread count."""
     words = copy_list(src, dst)
     flat_words = (
         np.array([flat[0].ctypes.data], np.uint64),
         np.array([flat[1].ctypes.data], np.uint64),
         np.array([len(flat[0])], np.uint64),
     )
-    yield CONTIGUOUS, lambda: contiguous(flat[0], flat[1], threads, pool), False
+    yield CONTIGUOUS, lambda: contiguous(flat[0], flat[1], threads, pool)
     if _hot.NATIVE:
-        yield OURS, lambda: _hot.copy_batch(*words, threads), False
-        yield OURS_FLAT, lambda: _hot.copy_batch(*flat_words, threads), False
+        yield OURS, lambda: _hot.copy_batch(*words, threads)
+        yield OURS_FLAT, lambda: _hot.copy_batch(*flat_words, threads)
     if threads == 1:
-        yield "Python twin", lambda: reference_copy_batch(*words), False
-        yield "numpy index", lambda: numpy_index(src, dst), True
-    if torch is not None:
-        yield "torch index_select", torch_index(src, dst), True
+        yield "Python twin", lambda: reference_copy_batch(*words)
 
 
 def measure(
@@ -234,21 +199,17 @@ def measure(
     """All methods once per round, in turn; before that once to warm up and to check the bytes."""
     num_bytes = len(src.blocks) * case.group.bytes_per_block
     flat = allocate(num_bytes), allocate(num_bytes)
-    if torch is not None:
-        torch.set_num_threads(threads)
     times: dict[str, list[float]] = {}
     with ThreadPoolExecutor(threads) as pool:
         contestants = list(methods(src, dst, flat, threads, pool))
-        for name, copy, _ in contestants:
+        for name, copy in contestants:
             fill(dst, None)
             copy()
             if name not in (CONTIGUOUS, OURS_FLAT):
                 check(src, dst, name)
             times[name] = []
-        for done in range(rounds):
-            for name, copy, slow in contestants:
-                if slow and done >= SLOW_ROUNDS:
-                    continue
+        for _ in range(rounds):
+            for name, copy in contestants:
                 began = time.perf_counter()
                 copy()
                 times[name].append(time.perf_counter() - began)
@@ -354,16 +315,8 @@ def main(arguments: list[str] | None = None) -> None:
         "rows": [asdict(row) for row in (*rows, *plans)],
         "targets": targets(rows) + (plan_targets(plans) if plans else []),
     }
-    console = Console(stderr=options.json == "-")
-    if rows:
-        console.print(table(rows))
-    if plans:
-        console.print(plan_table(plans))
-    if options.json == "-":
-        json.dump(result, sys.stdout, indent=1)
-        print()
-    elif options.json:
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    tables = ([table(rows)] if rows else []) + ([plan_table(plans)] if plans else [])
+    report(result, options.json, *tables)
 
 
 if __name__ == "__main__":

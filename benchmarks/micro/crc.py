@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.micro.copy import allocate
 from benchmarks.report.machine import machine_facts
+from benchmarks.report.output import report
 from benchmarks.report.targets import Bounds, bounds, estimate, judged
 from kvtier import _hot
 from kvtier._reference import crc as reference
@@ -34,10 +31,6 @@ MIB = 1 << 20
 TARGET_GB_PER_S = 10.0
 OURS = "crc32c_many"
 READING = "memcpy into the cache"
-NO_INSTRUCTION = "native tables"
-TWIN = "Python twin"
-SLOW_ROUNDS = 3
-SLOW_BYTES = 16 * MIB  # read per round by the slow ones
 SMALL = 128 * 1024  # the buffer that memcpy writes again and again
 
 Uint64s = npt.NDArray[np.uint64]
@@ -45,22 +38,17 @@ Uint64s = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Blocks of one size, all of them read once or more per round.
-
-    target: whether S3 is measured here.
-    """
+    """Blocks of one size, all of them read once or more per round."""
 
     name: str
     block_bytes: int
     num_blocks: int
-    target: bool
 
 
 CASES = (
-    Case("64 KiB, in the second cache", 64 * 1024, 1, True),
-    Case("1 MiB, in the last cache", MIB, 1, True),
-    Case("1 MiB blocks, from memory", MIB, 256, True),
-    Case("64-byte records, from memory", 64, 1 << 20, False),
+    Case("64 KiB, in the second cache", 64 * 1024, 1),
+    Case("1 MiB, in the last cache", MIB, 1),
+    Case("1 MiB blocks, from memory", MIB, 256),
 )
 
 
@@ -89,38 +77,23 @@ def memcpy_pieces(target: int, blocks: list[tuple[int, int]]) -> None:
 
 def contestants(
     case: Case, memory: npt.NDArray[np.uint8], round_bytes: int, rng: np.random.Generator
-) -> dict[str, tuple[Callable[[], object], int]]:
-    """Method -> (call, bytes that it reads). Blocks in random order, as a cache gives them out."""
+) -> tuple[dict[str, Callable[[], object]], int]:
+    """Calls by method, and the bytes that each reads.
+
+    Blocks are in random order, as a cache gives them out.
+    """
     order = rng.permutation(case.num_blocks)
     order = np.tile(order, max(1, round_bytes // (case.block_bytes * case.num_blocks)))
     addresses = (memory.ctypes.data + order * case.block_bytes).astype(np.uint64)
     sizes = np.full(len(order), case.block_bytes, np.uint64)
-    if case.block_bytes == 64:
-        records = memory.reshape(-1, 64)[:, 4:]
-        return {
-            "crc32c_rows": (lambda: _hot.crc32c_rows(records), records.size),
-            "Python twin": (lambda: reference.crc32c_rows(records[: 1 << 17]), 60 << 17),
-        }
     small = np.zeros(SMALL, np.uint8)
     blocks = list(zip(addresses.tolist(), sizes.tolist(), strict=True))
-    num_bytes = int(sizes.sum())
-    few = max(1, SLOW_BYTES // case.block_bytes)
-    found: dict[str, tuple[Callable[[], object], int]] = {
-        READING: (lambda: memcpy_pieces(small.ctypes.data, blocks), num_bytes)
+    found: dict[str, Callable[[], object]] = {
+        READING: lambda: memcpy_pieces(small.ctypes.data, blocks)
     }
     if _hot.NATIVE:
-        from kvtier import _native
-
-        found[OURS] = (lambda: _hot.crc32c_many(addresses, sizes), num_bytes)
-        found[NO_INSTRUCTION] = (
-            lambda: [_native.crc32c_table(*block) for block in blocks[:few]],
-            int(sizes[:few].sum()),
-        )
-    found[TWIN] = (
-        lambda: reference.crc32c_many(addresses[:few], sizes[:few]),
-        int(sizes[:few].sum()),
-    )
-    return found
+        found[OURS] = lambda: _hot.crc32c_many(addresses, sizes)
+    return found, int(sizes.sum())
 
 
 def check(memory: npt.NDArray[np.uint8], block_bytes: int) -> None:
@@ -138,18 +111,15 @@ def run_case(case: Case, rounds: int, round_bytes: int) -> list[Row]:
     memory = allocate(case.block_bytes * case.num_blocks)
     memory[:] = rng.integers(0, 256, memory.size, np.uint8)
     check(memory, case.block_bytes)
-    calls = contestants(case, memory, round_bytes, rng)
+    calls, num_bytes = contestants(case, memory, round_bytes, rng)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for done in range(rounds + 1):  # the first round warms up
-        for name, (call, _) in calls.items():
-            if name in (TWIN, NO_INSTRUCTION) and done > SLOW_ROUNDS:
-                continue
+        for name, call in calls.items():
             began = time.thread_time()
             call()
             if done:
                 times[name].append(time.thread_time() - began)
-    rates = {name: calls[name][1] / statistics.median(taken) for name, taken in times.items()}
-    base = rates.get(READING, max(rates.values()))
+    rates = {name: num_bytes / statistics.median(taken) for name, taken in times.items()}
     return [
         Row(
             case.name,
@@ -158,10 +128,10 @@ def run_case(case: Case, rounds: int, round_bytes: int) -> list[Row]:
             min(taken),
             max(taken),
             rates[name] / 1e9,
-            rates[name] / base,
-            calls[name][1],
+            rates[name] / rates[READING],
+            num_bytes,
             len(taken),
-            bounds([calls[name][1] / each / 1e9 for each in taken]),
+            bounds([num_bytes / each / 1e9 for each in taken]),
         )
         for name, taken in times.items()
     ]
@@ -169,8 +139,7 @@ def run_case(case: Case, rounds: int, round_bytes: int) -> list[Row]:
 
 def targets(rows: list[Row]) -> list[dict[str, object]]:
     """S3: the slowest case of blocks."""
-    measured = [case.name for case in CASES if case.target]
-    ours = [row for row in rows if row.method == OURS and row.case in measured]
+    ours = [row for row in rows if row.method == OURS]
     if not ours:
         return []
     worst = min(ours, key=lambda row: row.gb_per_s)
@@ -215,12 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
         "rows": [asdict(row) for row in rows],
         "targets": targets(rows),
     }
-    Console(stderr=options.json == "-").print(table(rows))
-    if options.json == "-":
-        json.dump(result, sys.stdout, indent=1)
-        print()
-    elif options.json:
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    report(result, options.json, table(rows))
 
 
 if __name__ == "__main__":

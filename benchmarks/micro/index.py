@@ -17,10 +17,10 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report.machine import machine_facts
+from benchmarks.report.output import report
 from benchmarks.report.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier import _hot
 from kvtier.tools.report.stats import Estimate, exactly
@@ -230,15 +230,7 @@ def main(arguments: list[str] | None = None) -> None:
         "memory": facts,
         "targets": targets(rows, facts),
     }
-    console = Console(stderr=options.json == "-")
-    console.print(table(rows))
-    for target in result["targets"]:
-        console.print(target)
-    if options.json == "-":
-        json.dump(result, sys.stdout, indent=1)
-        print()
-    elif options.json:
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    report(result, options.json, table(rows))
 
 
 if __name__ == "__main__":

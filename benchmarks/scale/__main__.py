@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from importlib import import_module
-from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report.machine import machine_facts
+from benchmarks.report.output import report
 from benchmarks.scale.part import Part
 
 PARTS = ("deciding", "learned", "long_prompt", "restart", "compaction", "engine")
@@ -38,11 +35,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     machine = machine_facts()
-    console = Console(stderr=options.json == "-")
     parts = {}
     for name in options.parts:
         parts[name] = import_module(f"benchmarks.scale.{name}").measure(options.quick)
-        console.print(table(name, parts[name]))
     result = {
         "benchmark": "scale",
         "machine": machine,
@@ -50,13 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
         "rows": [{"part": name, **row.as_json()} for name in parts for row in parts[name].rows],
         "targets": [target for part in parts.values() for target in part.targets],
     }
-    for target in result["targets"]:
-        console.print(target)
-    if options.json == "-":
-        json.dump(result, sys.stdout, indent=1)
-        print()
-    elif options.json:
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    report(result, options.json, *(table(name, part) for name, part in parts.items()))
 
 
 if __name__ == "__main__":

@@ -17,18 +17,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report.machine import machine_facts
+from benchmarks.report.output import report
 from benchmarks.report.targets import judged
 from kvtier.engine import Engine, SamplingParams
 from kvtier.telemetry import specs
@@ -201,7 +199,6 @@ def main(arguments: list[str] | None = None) -> None:
         ttft_tokens=given.tokens,
     )
     rounds = measure(options, given.rounds)
-    Console(stderr=given.json == "-").print(table(rounds))
     targets = [
         judged("T1'", median_with_interval(rounds.ratios(tier)), WANTED, at_least=False, tier=tier)
         for tier in rounds.hits
@@ -219,11 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
         "rows": rows,
         "targets": targets,
     }
-    if given.json == "-":
-        json.dump(result, sys.stdout, indent=1)
-        print()
-    elif given.json:
-        Path(given.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    report(result, given.json, table(rounds))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from kvtier.index import BlockIndex, State
 from kvtier.ladder.admission import Admission
 from kvtier.ladder.cost_metrics import CostMetrics
-from kvtier.ladder.direct import DirectLoads
 from kvtier.ladder.eviction import Eviction
 from kvtier.ladder.gauges import Gauges
-from kvtier.ladder.loads import Loads
+from kvtier.ladder.loads import DirectLoads, Loads
 from kvtier.ladder.options import LadderOptions
 from kvtier.ladder.probes import Probes
 from kvtier.ladder.recompute_weight import RecomputeWeight
