@@ -1,7 +1,5 @@
 """M1 with real engines: two vLLM replicas behind random routing, over one node or each by itself.
 
-Two replicas over a server of LMCache's are a third pair (`make peers-vllm-lmcache`).
-
     python -m benchmarks.node --parts replicas
 
 Requests go to one replica at a time, since a machine of two cores can't run more at once.
@@ -24,11 +22,11 @@ from benchmarks.engines.servers import Server, Size
 from benchmarks.node.part import JsonRow, Part
 from benchmarks.node.processes import running_node
 from benchmarks.report.targets import judged
-from benchmarks.vllm.servers import BLOCK, with_kvtier, with_lmcache
+from benchmarks.vllm.servers import BLOCK, with_kvtier
 from kvtier.tools.report.stats import median_with_interval
 
 NUM_REPLICAS = 2
-NODE, APART, PEER = "one node", "a cache in each", "one server of LMCache"
+NODE, APART = "one node", "a cache in each"
 NUM_CONVERSATIONS = 16
 NUM_TURNS = 5
 OPENING_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 1500, 130, 4
@@ -40,7 +38,6 @@ HOST_BYTES = (
 """Memory of all replicas together, for nine tenths of the conversations."""
 SEGMENT_BYTES = 8 * BLOCK * KV_BYTES_PER_TOKEN
 LEAST_RATIO, MOST_TTFT = 1.8, 0.6
-GIB = 1 << 30
 
 
 class Answered(NamedTuple):
@@ -53,16 +50,14 @@ class Answered(NamedTuple):
 
 @contextmanager
 def replicas(way: str, model: Path, folder: Path, node: Path) -> Iterator[list[Server]]:
-    """Start the replicas; none if they need a peer that is not installed. node: its socket."""
+    """Start the replicas. node: its socket."""
     if way == APART:
         made = with_kvtier(str(HOST_BYTES // NUM_REPLICAS), APART)
-    elif way == NODE:
-        made = with_kvtier(None, NODE, node=str(node), node_deadline_s=1.0)
     else:
-        made = with_lmcache(HOST_BYTES / GIB)
+        made = with_kvtier(None, NODE, node=str(node), node_deadline_s=1.0)
     servers: list[Server] = []
     try:
-        for number in range(NUM_REPLICAS):  # one by one: the first one starts LMCache's server
+        for number in range(NUM_REPLICAS):
             servers += start([made], model, folder / str(number), Size(DEVICE_BLOCKS))
         yield servers
     finally:
@@ -103,11 +98,10 @@ def measure(quick: bool) -> Part:
         model = make_model(folder / "model")
         node = stack.enter_context(running_node(HOST_BYTES, SEGMENT_BYTES))
         pairs: dict[str, list[Server]] = {}
-        for way in (NODE, APART, PEER):
+        for way in (NODE, APART):
             made = replicas(way, model, folder / way.replace(" ", "-"), node.config.socket)
-            if servers := stack.enter_context(made):
-                pairs[way], of[way] = servers, []
-            for server in servers:  # all attach before the clock runs
+            pairs[way], of[way] = stack.enter_context(made), []
+            for server in pairs[way]:  # all attach before the clock runs
                 server.ask(tokens(7, BLOCK + 1), 1)
                 server.settle()
         for number in range(num_rounds):
@@ -136,21 +130,16 @@ def _row(way: str, rounds: Sequence[Sequence[Answered]]) -> JsonRow:
 
 
 def _targets(of: dict[str, list[list[Answered]]]) -> list[dict[str, object]]:
-    """M1, and the node against the peer. Answers of both of our ways must be the same."""
+    """M1. Answers of both ways must be the same."""
     for one, other in zip(of[NODE], of[APART], strict=True):
         num = sum(a.texts != b.texts for a, b in zip(one, other, strict=True))
         if num:
             raise AssertionError(f"{num} of {len(one)} answers differ between the two ways")
-    made = []
-    for way in (APART, PEER):
-        pairs = list(zip(of[NODE], of.get(way, ()), strict=False))
-        if pairs:
-            more = median_with_interval([_found(a) / max(1, _found(b)) for a, b in pairs])
-            time = median_with_interval([_mean_ms(a) / _mean_ms(b) for a, b in pairs])
-            facts = {"engines": NUM_REPLICAS, "against": way}
-            least, most = (LEAST_RATIO, MOST_TTFT) if way == APART else (1.0, 1.0)
-            made += [
-                judged("M1", more, least, at_least=True, of="prompt tokens found", **facts),
-                judged("M1", time, most, at_least=False, of="mean TTFT", **facts),
-            ]
-    return made
+    pairs = list(zip(of[NODE], of[APART], strict=True))
+    more = median_with_interval([_found(a) / max(1, _found(b)) for a, b in pairs])
+    time = median_with_interval([_mean_ms(a) / _mean_ms(b) for a, b in pairs])
+    facts = {"engines": NUM_REPLICAS, "against": APART}
+    return [
+        judged("M1", more, LEAST_RATIO, at_least=True, of="prompt tokens found", **facts),
+        judged("M1", time, MOST_TTFT, at_least=False, of="mean TTFT", **facts),
+    ]

@@ -26,11 +26,6 @@ MOST_SLOT_S = 5e-6
 MOST_BYTES = 100
 OURS = "kvtier"
 ROOT = Path(__file__).parents[2]
-PAGE, PROMPT_TOKENS = 16, 1024
-GROUP_BLOCKS = 32 + 100 * 32
-"""Blocks of 100 prompts that share their first half."""
-SGLANG_PHASES = {"hit": "look up a prompt of 64 blocks", "evict": "evict 512 blocks"}
-SGLANG = ROOT / ".peers" / "sglang" / "bin" / "python"
 VLLM = ROOT / ".peers" / "vllm" / "bin" / "python"
 
 
@@ -46,7 +41,6 @@ def measure(quick: bool) -> Part:
     bytes_per_block = _memory(worlds[sizes[-1]]) / sizes[-1]
     del worlds, all_steps
     rows += (others := _under_vllm(sizes))
-    rows += [row for num in sizes[:3] for row in _sglang(num)]  # larger trees do not fit
     targets = [*_growth(rows), _slot_target(rows), _waiting_target(others)]
     targets.append(judged("N4", exactly(bytes_per_block), MOST_BYTES, at_least=False))
     return Part(rows, [target for target in targets if target])
@@ -114,27 +108,6 @@ def _under_vllm(sizes: tuple[int, ...]) -> list[Row]:
     return [
         Row(each["operation"], each["contestant"], "blocks", each["num"], each["seconds"])
         for each in json.loads(done.stdout.splitlines()[-1])
-    ]
-
-
-def _sglang(num: int) -> list[Row]:
-    """SGLang's tree of as many blocks, with its Rust core; nothing where it is not there."""
-    if not SGLANG.exists():
-        return []
-    num_prompts = 100 * round(num / GROUP_BLOCKS)
-    arguments = {"index": "sglang rust", "num": num_prompts, "length": PROMPT_TOKENS, "page": PAGE}
-    command = [str(SGLANG), "-m", "benchmarks.micro.index_worker"]
-    command += [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
-    asked = [{"phase": "insert", "start": 0, "stop": num_prompts}]
-    asked += [{"phase": phase, "start": 0, "stop": CALLS} for phase in SGLANG_PHASES]
-    lines = "".join(json.dumps(each) + "\n" for each in asked)
-    done = subprocess.run(
-        command, cwd=ROOT, input=lines, check=True, capture_output=True, text=True
-    )
-    answers = [json.loads(line) for line in done.stdout.splitlines()[2:]]
-    return [
-        Row(name, "SGLang", "blocks", num, [1e-6 * each for each in answer["us"]])
-        for name, answer in zip(SGLANG_PHASES.values(), answers, strict=True)
     ]
 
 
