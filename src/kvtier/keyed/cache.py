@@ -41,8 +41,9 @@ ABSENT, WRITING, READY = State.ABSENT, State.WRITING, State.READY
 NOWHERE, ARRIVING, MEMORY, STORAGE, UNKNOWN = BlockState
 ABSENT_BYTE, WRITING_BYTE, READY_BYTE = int(ABSENT), int(WRITING), int(READY)
 """For arrays, which compare themselves with members of an ``Enum`` slowly."""
-STATES = np.array(list(BlockState), object)
-"""States by their code."""
+STATES = tuple(BlockState)
+STATE_OF_CODE = np.array(STATES, object)
+"""States by their code: indexing a tuple is faster than calling an ``Enum``."""
 CLOSE_WAIT_S = 10.0
 
 
@@ -67,8 +68,8 @@ Codes = npt.NDArray[np.uint8]
 def states_of(codes: bytes) -> list[BlockState]:
     """Return the states with these codes. Fastest if all are the same, as they usually are."""
     if codes and codes.count(codes[0]) == len(codes):
-        return [BlockState(codes[0])] * len(codes)
-    found: list[BlockState] = STATES[np.frombuffer(codes, np.uint8)].tolist()
+        return [STATES[codes[0]]] * len(codes)
+    found: list[BlockState] = STATE_OF_CODE[np.frombuffer(codes, np.uint8)].tolist()
     return found
 
 
