@@ -31,6 +31,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3 import modeling_qwen3
 
+from kvtier.cache_layers import cache_argument
 from tests.transformers import models
 from tests.transformers.models import answer, are_equal, small_model
 from tests.transformers.test_attach import attached, on_grid_of_a_copy
@@ -727,7 +728,8 @@ def test_outputs_that_a_configuration_asks_for_are_passed_through(setting: str) 
     with attached(model) as cache, torch.no_grad():
         answer(model, IDS)
         setattr(model.config, setting, True)
-        found = model(IDS, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
+        held = {cache_argument(type(model).forward): DynamicCache(config=model.config)}
+        found = model(IDS, logits_to_keep=1, **held)
         assert all(IDS.shape[1] in tensor.shape or len(tensor) >= 100 for tensor in found[part])
         assert dict(cache.stats().passed) == {f"config.{setting} is set": 1}
         setattr(model.config, setting, False)
