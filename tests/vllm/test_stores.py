@@ -20,6 +20,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.connectors.vllm.key_scope import KeyScope
 from kvtier.errors import ConfigError
+from kvtier.telemetry.specs import VLLM_LOADED_CHUNKS
 from tests.proxy import Proxy
 from tests.servers import (
     BUCKET,
@@ -177,7 +178,7 @@ def test_disk_comes_before_the_store_and_a_second_store_after_it(
         loaded = {
             labels[0]: num
             for (metric, labels), num in second.manager.counts.take().items()
-            if metric.name == "vllm:kvtier_loaded_chunks"
+            if metric is VLLM_LOADED_CHUNKS
         }
         assert loaded == {"disk": 1, "valkey": 1, "far": 1}
     assert server.num_values == 2 * 2

@@ -63,10 +63,14 @@ def _hooks(options: object) -> Iterator[str]:
 
 
 def _uses_transformers(options: object) -> bool:
+    """Whether the code of Transformers may run the model: also if its configuration can't be read."""
     if not hasattr(options, "model_path"):
         return True
     if getattr(options, "model_impl", "") == "transformers":
         return True
-    names = ModelConfig.from_server_args(options).hf_config.architectures or ()
+    try:
+        names = ModelConfig.from_server_args(options).hf_config.architectures or ()
+    except Exception:  # of a hub that does not answer, or of a model's own code
+        return True  # a version too many in the name shares less, never too much
     classes = (ModelRegistry.models.get(name) for name in names)
     return any(each is None or each.__module__ == TRANSFORMERS for each in classes)
