@@ -63,7 +63,7 @@ def _hooks(options: object) -> Iterator[str]:
 
 
 def _uses_transformers(options: object) -> bool:
-    """Whether the code of Transformers may run the model: also if its configuration can't be read."""
+    """Whether Transformers' code may run the model: also if its configuration can't be read."""
     if not hasattr(options, "model_path"):
         return True
     if getattr(options, "model_impl", "") == "transformers":
