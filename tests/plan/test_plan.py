@@ -450,6 +450,13 @@ def test_one_step_of_a_stopped_engine_moves_no_estimate() -> None:
     assert model.snapshot().prefill_s(0, 2048) == pytest.approx(before)
 
 
+def test_a_first_step_with_one_time_costs_is_forgotten_at_the_second() -> None:
+    model = CostModel()
+    model.observe_prefill(0, 128, 50 * _seconds(0, 128))
+    model.observe_prefill(0, 128, _seconds(0, 128))
+    assert model.snapshot().prefill_s(0, 128) == pytest.approx(_seconds(0, 128))
+
+
 def test_few_blocks_are_probed_and_not_all_the_time() -> None:
     assert num_to_probe(1000, 1 << 20, PROBE_S) == 4
     assert num_to_probe(3, 1 << 20, PROBE_S) == 3

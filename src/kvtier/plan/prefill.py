@@ -75,9 +75,11 @@ class _Pieces:
         if self.seconds.num_seen:
             expected_s = self.seconds.value * num_tokens / self.num_tokens.value
             judgement = self._outliers.judge(seconds / expected_s)
-            if judgement is Judgement.HELD:
+            # The first piece often has one-time costs: a second one that is faster replaces it.
+            is_late_start = self.seconds.num_seen == 1 and seconds < expected_s
+            if judgement is Judgement.HELD and not is_late_start:
                 return
-            if judgement is Judgement.CHANGED:
+            if judgement is not Judgement.USUAL:
                 self._begin()
         self.num_tokens.add(num_tokens)
         self.num_before.add(num_before)
