@@ -230,6 +230,7 @@ class Cache:
         size, num_bytes = self.group.block_size, self.group.bytes_per_block
         match = match if load else match.on_device()
         costs = self._ladder.cost_snapshot(is_free=not self._weighs_costs)
+        costs = costs.with_trials_of(grain_blocks * num_bytes)
         plan = plan_load(
             match,
             costs,

@@ -55,3 +55,26 @@ def test_slow_copies_keep_a_tier_from_being_read_for_few_prompts(
     assert num_loaded[20:] == [NUM_BLOCKS] * 10
     if kind != "disk":  # a piece is read from an idle disk for each prompt
         assert count(world.cache.metrics, "kvtier_probed_blocks_total", src=route[0]) > 0
+
+
+def test_a_request_does_not_wait_for_blocks_that_are_read_beside_it(make_world: MakeWorld) -> None:
+    """It is fetched again while its own first blocks are read from the slow disk."""
+    world = make_world(host_blocks=6, disk_blocks=200)
+    for number in (1, 2, 3):
+        world.serve(prompt(number))
+    world.lose_the_device()
+    costs = world.cache._ladder.costs
+    for route in ((DISK, HOST), (HOST, DEVICE)):
+        for _ in range(5):
+            costs.observe_copy(route, NUM_BLOCKS * GROUP.bytes_per_block, 1e6, world.clock.now)
+    world.cache.observe_prefill(0, 1000, 1.0)
+    world.clock.now += 10.0
+    assert world.storage is not None
+    world.storage.open_reads.clear()
+    first, again = world.ask(prompt(1)), world.ask(prompt(1))
+    assert world.storage.is_reading.wait(60)
+    for request in (first, again):
+        assert request.lease.ready
+        assert request.lease.num_shared == 0
+    world.open_storage()
+    assert world.cache.drain()

@@ -162,6 +162,7 @@ class Ladder:
                 queues.offer(transfer.blocks)
             elif transfer.src == staging:
                 self.transient_blocks.passed(transfer.blocks)
+            self.loads.arrived(transfer)
         self.storage_writer.write()
         self.storage_lookup.hear()
         self.transfers.drop_lost()

@@ -65,6 +65,7 @@ class Loads:
         self._admission = admission
         self._first_blocks = first_blocks
         self._probes = probes
+        self._ahead: set[Transfer] = set()  # reads that no request waits for
         self._prefetches = Prefetches(topology, index)
 
     def load(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
@@ -109,11 +110,7 @@ class Loads:
             at += size
 
     def promote(
-        self,
-        blocks: Sequence[BlockId],
-        src: str,
-        urgent: bool = True,
-        dst: str | None = None,
+        self, blocks: Sequence[BlockId], src: str, urgent: bool = True
     ) -> list[tuple[Transfer, Sequence[BlockId]]]:
         """Begin to copy blocks one tier up, or join the transfers that are already in flight.
 
@@ -121,12 +118,11 @@ class Loads:
             blocks: the blocks, in prompt order.
             src: the tier to copy from.
             urgent: whether a scheduled request waits for them.
-            dst: the memory tier to copy to; None for the one above ``src``.
 
         Returns:
             The transfers, each with the blocks that it brings, in the order given.
         """
-        dst = self._topology.above(src) if dst is None else dst
+        dst = self._topology.above(src)
         legs: list[tuple[Transfer, Sequence[BlockId]]] = []
         for state, run in runs_of(self._index.states_of(blocks, dst)):
             part = blocks[run.start : run.stop]
@@ -146,7 +142,7 @@ class Loads:
                 self._transfers.hurry(leg)
             yield leg, blocks[run.start : run.stop]
 
-    def _begin(self, copy: Copy, urgent: bool, after: Transfer | None = None) -> Transfer:
+    def _begin(self, copy: Copy, urgent: bool) -> Transfer:
         room = self._topology.rooms[copy.dst]
         if copy.dst == self._topology.staging:
             self._admission.admit_read(copy.blocks, copy.dst)
@@ -154,7 +150,7 @@ class Loads:
         slots = room.allocate(len(copy.blocks))
         if slots is None:
             return self._transfers.refuse(copy, "no room, everything there is in use")
-        return self._transfers.begin(copy, slots, after, urgent)
+        return self._transfers.begin(copy, slots, urgent=urgent)
 
     # -- reads ahead -------------------------------------------------------------------------------
 
@@ -168,36 +164,40 @@ class Loads:
         topology = self._topology
         left = match.blocks[num_reused_blocks:], match.tiers[num_reused_blocks:]
         for name in topology.storages if topology.is_staged else ():
-            if name not in topology.direct and self._mover.is_idle(name):
-                room = min(self._first_blocks, self._eviction.num_available(topology.staging))
-                legs = self.promote(_in_tier(name, *left)[:room], name, urgent=False)
-                self._probe_memory(legs)
-        for name, way in topology.ways().items():
-            blocks = _in_tier(name, *left)
-            if blocks and way[0][1] == topology.fastest:
-                num = self._num_to_probe(name, len(blocks))
-                self.promote(blocks[:num], name, urgent=False, dst=topology.fastest)
+            blocks, num = _in_tier(name, *left), 0
+            if name in topology.direct:
+                num = self.num_to_probe(name, len(blocks))
+            elif self._mover.is_idle(name):
+                num = self._first_blocks
+            room = min(num, self._eviction.num_available(topology.staging))
+            self._ahead.update(leg for leg, _ in self.promote(blocks[:room], name, urgent=False))
+        self._probe_memory(_in_tier(topology.staging, *left))
 
-    def _probe_memory(self, legs: Sequence[tuple[Transfer, Sequence[BlockId]]]) -> None:
-        """Copy a few of the blocks that ``legs`` bring on to the fastest tier, as a probe.
+    def arrived(self, transfer: Transfer) -> None:
+        """Copy a few blocks that were read ahead on to the fastest tier, as a probe.
 
-        It may be the copies from memory that are believed to be slow.
+        It may be the copies from memory that are believed to be slow. They begin only now: a
+        request joins blocks that are in flight to the device, and would wait for storage.
         """
-        staging, fastest = self._topology.staging, self._topology.fastest
-        if self._topology.above(staging) != fastest:
-            return
-        num = self._num_to_probe(staging, sum(len(part) for _, part in legs))
-        for leg, part in legs:
-            states = self._index.states_of(part, fastest)
-            some = [block for block, at in zip(part, states, strict=True) if at is State.ABSENT]
-            if some := some[:num]:
-                num -= len(some)
-                self._begin(Copy(staging, fastest, some), urgent=False, after=leg)
+        if transfer in self._ahead:
+            self._ahead.remove(transfer)
+            self._probe_memory(transfer.blocks)
 
-    def _num_to_probe(self, src: str, num_declined: int) -> int:
-        fastest = self._topology.fastest
-        num = self._probes.take(src, fastest, num_declined)
-        return min(num, self._eviction.num_available(fastest))
+    def _probe_memory(self, blocks: Sequence[BlockId]) -> None:
+        """Copy a few of the blocks in staging memory to the fastest tier, if a probe is due."""
+        staging, fastest = self._topology.staging, self._topology.fastest
+        if not blocks or staging == fastest or self._topology.above(staging) != fastest:
+            return
+        here = self._index.states_of(blocks, staging)
+        there = self._index.states_of(blocks, fastest)
+        some = [
+            block
+            for block, at, above in zip(blocks, here, there, strict=True)
+            if at is State.READY and above is State.ABSENT
+        ]
+        num = self._probes.take(staging, fastest, len(some))
+        num = min(num, self._eviction.num_available(fastest))
+        self.promote(some[:num], staging, urgent=False)
 
     def num_to_probe(self, storage: str, num_declined: int) -> int:
         """Return how many blocks to read now from storage as a probe, and count them.

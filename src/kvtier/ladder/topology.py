@@ -73,8 +73,10 @@ class Topology:
         return ways_of(memories, self.storages, self.direct)
 
     def witnesses(self) -> Witnesses:
-        """Return the routes that end in an engine's own memory, where no probe can read to."""
-        if self.device is None:
-            return {}
-        direct = {(name, self.device): (name, self.staging) for name in self.direct}
-        return {(self.fastest, self.device): None, **direct}
+        """Return the routes without probes: direct reads, and copies to an engine's own memory.
+
+        A request joins blocks that are in flight to the device, and would wait for a probe.
+        """
+        device = self.fastest if self.device is None else self.device
+        direct = {(name, device): (name, self.staging) for name in self.direct}
+        return direct if self.device is None else {(self.fastest, device): None, **direct}
