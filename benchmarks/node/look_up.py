@@ -26,8 +26,8 @@ from kvtier.node import protocol
 from kvtier.node.config import NodeConfig
 from kvtier.node.engines import Holdings
 from kvtier.node.node import CacheNode
-from kvtier.node.room import NodeRoom
-from kvtier.node.room_key import RoomKey
+from kvtier.node.partition import Partition
+from kvtier.node.partition_key import PartitionKey
 from kvtier.node.users import SlotUser
 from kvtier.tiers import DistantRoom
 from kvtier.tools.report.stats import median_with_interval
@@ -179,9 +179,9 @@ def targets(node: Sequence[Round], in_process: Sequence[Round]) -> list[dict[str
 # -- where the time goes ---------------------------------------------------------------------------
 
 
-def room_in_process(node: CacheNode, keys: Sequence[bytes], block_bytes: int) -> NodeRoom:
+def room_in_process(node: CacheNode, keys: Sequence[bytes], block_bytes: int) -> Partition:
     """Return a room of a node in this process that has the blocks."""
-    _, room = node.room(RoomKey("", NAMESPACE, block_bytes, len(keys[0])))
+    _, room = node.room(PartitionKey("", NAMESPACE, block_bytes, len(keys[0])))
     store(room, keys)
     return room
 
@@ -202,7 +202,7 @@ def _steps(num_blocks: int, num_calls: int) -> list[JsonRow]:
         told = b"".join(keys)
         frame = protocol.frame(protocol.LookupRequest(1, 0, told))
         split = protocol.split_keys(told, len(keys[0]))
-        ready = held.room.look_up(split, has_gaps=False).ready
+        ready = held.room.locate(split).ready
         slots = protocol.unpack(held.lease(ready)[0])
         held.release(slots)
         codes = bytes([protocol.MEMORY]) * len(keys)
@@ -224,7 +224,7 @@ def _steps(num_blocks: int, num_calls: int) -> list[JsonRow]:
             "make the frame": lambda: protocol.frame(protocol.LookupRequest(1, 0, told)),
             "take the frame": lambda: protocol.decode_engine(frame[4:]),
             "split the keys": lambda: protocol.split_keys(told, len(keys[0])),
-            "find in the index": lambda: held.room.look_up(split, has_gaps=False),
+            "find in the index": lambda: held.room.lookup(split),
             "lease and release": lease,
             "serve both in one call each": serve,
             "make and take the answer": lambda: protocol.decode_node(protocol.frame(answer)[4:]),

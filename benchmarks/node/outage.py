@@ -33,8 +33,8 @@ from kvtier.node.cache import NodeCache
 from kvtier.node.client import NodeClient
 from kvtier.node.control_client import ControlClient
 from kvtier.node.host import NodeHost
+from kvtier.node.partition_key import PartitionKey
 from kvtier.node.records import FOLDER, RoomRows
-from kvtier.node.room_key import RoomKey
 from kvtier.tools.report.stats import exactly
 
 HOST_BYTES, SEGMENT_BYTES = 128 << 20, 4 << 20
@@ -102,7 +102,7 @@ def _verified(node: Node) -> None:
 def _sealed(node: Node) -> list[bytes]:
     """Return the keys of the blocks whose checksums a node had when it was killed."""
     config = node.config
-    name = RoomKey("default", SCOPE, BLOCK_BYTES, KEY_BYTES).folder
+    name = PartitionKey("default", SCOPE, BLOCK_BYTES, KEY_BYTES).folder
     num_slots = config.host_bytes // BLOCK_BYTES
     rows = RoomRows(config.directory / FOLDER, name, KEY_BYTES, num_slots)
     valid = np.flatnonzero(rows.are_valid(range(num_slots)))

@@ -16,8 +16,8 @@ from kvtier.node import node as node_module
 from kvtier.node.config import NodeConfig, TenantQuota, parse_quotas
 from kvtier.node.disk_space import LEAST_BLOCKS, DiskSpace
 from kvtier.node.node import CacheNode
-from kvtier.node.room import NodeRoom
-from kvtier.node.room_key import RoomKey
+from kvtier.node.partition import Partition
+from kvtier.node.partition_key import PartitionKey
 from kvtier.tiers import StorageTier
 from kvtier.types import DISK
 from tests.node.world import BLOCK, SEGMENT, config_of, keys
@@ -43,9 +43,9 @@ def node_with(folder: Path, **quotas: TenantQuota) -> Iterator[CacheNode]:
         node.close()
 
 
-def room_of(node: CacheNode, tenant: str, number: int = 0) -> NodeRoom:
+def room_of(node: CacheNode, tenant: str, number: int = 0) -> Partition:
     scope = bytes([number]) * 32
-    return node.room(RoomKey(tenant, scope, BLOCK, 8))[1]
+    return node.room(PartitionKey(tenant, scope, BLOCK, 8))[1]
 
 
 def slab_bytes(node: CacheNode, folder: Path, tenant: str) -> int:
@@ -55,12 +55,12 @@ def slab_bytes(node: CacheNode, folder: Path, tenant: str) -> int:
     return found
 
 
-def store(node: CacheNode, room: NodeRoom, *numbers: int) -> None:
+def store(node: CacheNode, room: Partition, *numbers: int) -> None:
     """Store blocks, and wait until they are on disk."""
     for number in numbers:
         reserved = room.reserve([keys(number)])
         if reserved is not None and reserved.keys:
-            room.commit(reserved.keys, [0])
+            room.cache.commit(reserved.keys, [0])
     end_s = time.monotonic() + 20
     while room.has_work and time.monotonic() < end_s:
         room.poll()
@@ -68,7 +68,7 @@ def store(node: CacheNode, room: NodeRoom, *numbers: int) -> None:
     node.poll()
 
 
-def on_disk(room: NodeRoom) -> int:
+def on_disk(room: Partition) -> int:
     return room.used_bytes_by_tier().get(DISK, 0) // BLOCK
 
 
@@ -113,19 +113,19 @@ def test_slab_keeps_its_size_over_restarts(tmp_path: Path) -> None:
 
 def test_space_of_a_slab_that_can_not_be_made_is_free_again(tmp_path: Path) -> None:
     space = DiskSpace(str(tmp_path), MIB, MIB, dict)
-    key = RoomKey("a", b"s", BLOCK, 8)
+    key = PartitionKey("a", b"s", BLOCK, 8)
     with space.slab_of(key) as size:
         assert size == MIB
-        with space.slab_of(RoomKey("b", b"s", BLOCK, 8)) as other:
+        with space.slab_of(PartitionKey("b", b"s", BLOCK, 8)) as other:
             assert other == 0
-    with space.slab_of(RoomKey("b", b"s", BLOCK, 8)) as other:
+    with space.slab_of(PartitionKey("b", b"s", BLOCK, 8)) as other:
         assert other == MIB
-    with space.slab_of(RoomKey("b", b"s", MIB // LEAST_BLOCKS + 1, 8)) as other:
+    with space.slab_of(PartitionKey("b", b"s", MIB // LEAST_BLOCKS + 1, 8)) as other:
         assert other == 0, "it would have too few blocks"
 
 
 def test_slab_that_can_not_be_read_stops_no_node(tmp_path: Path) -> None:
-    key = RoomKey("a", bytes(32), BLOCK, 8)
+    key = PartitionKey("a", bytes(32), BLOCK, 8)
     folder = tmp_path / "disk" / key.folder
     folder.mkdir(parents=True)
     (folder / "data.slab").symlink_to(folder / "data.slab")
@@ -142,7 +142,7 @@ def test_room_that_is_refused_takes_no_disk_space(
     monkeypatch.setattr(memory, "MOST_SLOTS", 1 << 19)
     with node_with(tmp_path) as node:
         with pytest.raises(ConfigError, match=sentence):
-            node.room(RoomKey("a", bytes(32), block_bytes, 8))
+            node.room(PartitionKey("a", bytes(32), block_bytes, 8))
         assert slab_bytes(node, tmp_path, "a") == 0
         assert not list((tmp_path / "disk").glob("*"))
 

@@ -19,6 +19,7 @@ from kvtier.node.client import NodeClient
 from kvtier.node.connection import _look_up
 from kvtier.node.engines import Holdings
 from kvtier.node.node import CacheNode
+from kvtier.node.partition_key import PartitionKey
 from kvtier.node.protocol import (
     CommitNotice,
     FromEngine,
@@ -31,7 +32,6 @@ from kvtier.node.protocol import (
     unpack,
 )
 from kvtier.node.protocol import frame as frame_of
-from kvtier.node.room_key import RoomKey
 from kvtier.node.users import SlotUser
 from kvtier.types import HOST
 from tests.node.world import BLOCK, PATIENCE_S, SCOPE, LocalNode, config_of, local_node, wait_until
@@ -46,17 +46,17 @@ def held(
     """The leases of one engine in a room with six blocks."""
     node = CacheNode(config_of(tmp_path_factory.mktemp("node")), CpuDevice())
     wait_until(lambda: node.memory.num_free == node.memory.num_segments)
-    _, room = node.room(RoomKey("", SCOPE, BLOCK, 8))
+    _, room = node.room(PartitionKey("", SCOPE, BLOCK, 8))
     reserved = room.reserve(KEYS)
     assert reserved is not None
-    room.commit(reserved.keys, range(6))
+    room.cache.commit(reserved.keys, range(6))
     user = SlotUser(1, 5, "engine")
     held = Holdings(room, user)
     if request.param == "in Python":
         held._leases = PythonSlotLeases(
             room._index,
             HOST,
-            room._arrays,
+            room.slot_arrays,
             held.num_leases,
             held.is_reserved,
             user.mask,
@@ -79,19 +79,19 @@ def test_each_lease_is_released_once_whatever_is_named(
     room, model = held.room, Counter[int]()
     list(held.end())  # of an example that has failed
     for asked, named in steps:
-        found = room.look_up([KEYS[at] for at in asked], has_gaps=False)
-        room._last_use[:] = 0
+        found = room.locate([KEYS[at] for at in asked])
+        room.last_use[:] = 0
         slots, generations = map(unpack, held.lease(found.ready))
         assert slots.tolist() == list(room._index.slots(found.ready, HOST))
-        assert generations.tolist() == room.generations(slots).tolist()
+        assert generations.tolist() == room.tier.generations[slots].tolist()
         used = room.tier.segments_of(slots).tolist()
-        assert set(np.flatnonzero(room._last_use).tolist()) == set(used)
+        assert set(np.flatnonzero(room.last_use).tolist()) == set(used)
         model.update(slots.tolist())
         held.release(np.array(named, np.int64))
         model -= Counter(named) & model
         assert np.flatnonzero(room.tier.users == 1 << 5).tolist() == sorted(model)
         assert {at: num for at, num in enumerate(held.num_leases.tolist()) if num} == dict(model)
-        blocks = room.ready_blocks(KEYS)
+        blocks = room.locate(KEYS).ready
         assert model.keys() <= set(room._index.slots(blocks, HOST))
         assert room._index.num_evictable(HOST) == len(KEYS) - len(model)
     assert held.num_slots == len(model)
@@ -111,20 +111,20 @@ def test_each_reserved_slot_ends_once_whatever_is_named(
     assert found is not None
     reserved, generations = found
     model = list(reserved.slots)
-    assert unpack(generations).tolist() == room.generations(reserved.slots).tolist()
+    assert unpack(generations).tolist() == room.tier.generations[list(reserved.slots)].tolist()
     for named in steps:
         assert np.flatnonzero(room.tier.users == 1 << 5).tolist() == sorted(model)
         assert np.flatnonzero(held.is_reserved).tolist() == sorted(model)
         assert held.num_slots == len(model)
         slots = np.array(named, np.int64)
         before = [slot for slot in dict.fromkeys(named) if slot in model]
-        blocks = room._blocks_in(np.array(before, np.int64))
+        blocks = room.cache.slots.blocks_in(np.array(before, np.int64))
         which, ended = held._leases.end_reserved(slots)
         assert list(which) == [named.index(slot) for slot in before]
         assert list(ended) == list(blocks)
         held.num_reserved -= len(which)
         model = [slot for slot in model if slot not in before]
-        room.abort_blocks(ended)
+        room.cache.abort_blocks(ended)
     list(held.end())
     room.check_invariants()
     assert not room.tier.users.any()
@@ -172,7 +172,7 @@ def test_simple_messages_are_answered_as_all_are(
     released = held._leases.serve(again, at, key_bytes, is_alone, 0.0)
     assert released is not None
     assert released[:2] == (b"", b"")
-    assert list(released[2]) == 2 * list(room.ready_blocks([key for key in asked if key in KEYS]))
+    assert list(released[2]) == 2 * list(room.locate([key for key in asked if key in KEYS]).ready)
     assert held.num_slots == 0
     assert room._index.num_evictable(HOST) == len(KEYS)
 

@@ -311,7 +311,7 @@ class Machine(RuleBasedStateMachine):
             names = [(1000 + number).to_bytes(8, "little") for number in range(NUM_SLOTS)]
             reserved = room.reserve(names)
             num = 0 if reserved is None else len(reserved.slots)
-            room.abort(names)
+            room.cache.abort(names)
             return num
 
         assert self.node.do(reserve_all) == NUM_SLOTS, "a slot is lost"

@@ -11,7 +11,7 @@ import pytest
 from kvtier.errors import TierError
 from kvtier.node import protocol
 from kvtier.node.node import CacheNode
-from kvtier.node.room_key import RoomKey
+from kvtier.node.partition_key import PartitionKey
 from kvtier.tiers import StorageTier
 from tests.node.test_engines import places, store
 from tests.node.world import PATIENCE_S, LocalNode, bare, config_of, keys, local_node, wait_until
@@ -27,7 +27,7 @@ class Disk:
         self.fails = False
         plain = CacheNode.open_storages
 
-        def slow(node: CacheNode, key: RoomKey) -> Mapping[str, StorageTier]:
+        def slow(node: CacheNode, key: PartitionKey) -> Mapping[str, StorageTier]:
             if key.scope == b"slow":
                 self.num_begun += 1
                 assert self.may_open.wait(PATIENCE_S)

@@ -19,10 +19,10 @@ from kvtier.node import node as node_module
 from kvtier.node.config import DEFAULT_TENANT, TenantQuota
 from kvtier.node.engines import Holdings
 from kvtier.node.node import LINGER_S, MOST_ROOMS_OF_TENANT, SWEEP_S, CacheNode
+from kvtier.node.partition import Partition
+from kvtier.node.partition_key import PartitionKey
 from kvtier.node.pins import MOST_PINS
 from kvtier.node.protocol import unpack
-from kvtier.node.room import NodeRoom
-from kvtier.node.room_key import RoomKey
 from kvtier.node.users import SlotUser
 from tests.node.world import BLOCK, SEGMENT, config_of
 
@@ -43,8 +43,8 @@ class World:
     def __init__(self, node: CacheNode, clock: Clock) -> None:
         self.node, self.clock = node, clock
 
-    def room(self, tenant: str = "a", block_bytes: int = BLOCK) -> NodeRoom:
-        number, _ = self.node.room(RoomKey(tenant, b"s" * 32, block_bytes, 8))
+    def room(self, tenant: str = "a", block_bytes: int = BLOCK) -> Partition:
+        number, _ = self.node.room(PartitionKey(tenant, b"s" * 32, block_bytes, 8))
         room = self.node.room_of(number, tenant)
         assert room is not None
         return room
@@ -75,22 +75,22 @@ def names(*numbers: int) -> list[bytes]:
     return [number.to_bytes(8, "little") for number in numbers]
 
 
-def fill(room: NodeRoom, *numbers: int) -> int:
+def fill(room: Partition, *numbers: int) -> int:
     """Store blocks one by one; return how many had room."""
     num = 0
     for number in numbers:
         reserved = room.reserve(names(number))
         if reserved is not None and reserved.keys:
-            room.commit(reserved.keys, [0])
+            room.cache.commit(reserved.keys, [0])
             num += 1
     return num
 
 
-def use(room: NodeRoom, *numbers: int) -> None:
+def use(room: Partition, *numbers: int) -> None:
     """Copy blocks, as far as they are in memory."""
-    known = [key for key in names(*numbers) if room.locate(key) is MEMORY]
+    known = [key for key in names(*numbers) if room.cache.locate(key) is MEMORY]
     room.hold(known)
-    room.release(known)
+    room.cache.release(known)
 
 
 # -- growth ----------------------------------------------------------------------------------------
@@ -102,9 +102,9 @@ def test_room_grows_to_the_whole_memory_before_it_evicts(tmp_path: Path) -> None
         assert room.tier.num_segments == 0
         assert fill(room, *range(64)) == 64
         assert room.tier.num_segments == NUM_SEGMENTS
-        assert set(room.locate_all(names(*range(64)))) == {MEMORY}
+        assert set(room.cache.locate_all(names(*range(64)))) == {MEMORY}
         assert fill(room, 64) == 1
-        assert room.locate_all(names(*range(65))).count(MEMORY) == 64
+        assert room.cache.locate_all(names(*range(65))).count(MEMORY) == 64
 
 
 def test_segments_move_between_block_sizes(tmp_path: Path) -> None:
@@ -114,15 +114,15 @@ def test_segments_move_between_block_sizes(tmp_path: Path) -> None:
         fill(old, *range(64))
         here.clock.now_s += 10
         old.hold(names(60, 61, 62, 63))
-        old.release(names(60, 61, 62, 63))
+        old.cache.release(names(60, 61, 62, 63))
         assert fill(new, 1) == 0
         for _ in range(20):
             here.turn()
             fill(new, *range(8))
         assert new.tier.num_segments > 0
         assert old.tier.num_segments + new.tier.num_segments <= NUM_SEGMENTS
-        assert old.locate_all(names(60, 61, 62, 63)) == [MEMORY] * 4, "they were used last"
-        assert MEMORY in new.locate_all(names(*range(8)))
+        assert old.cache.locate_all(names(60, 61, 62, 63)) == [MEMORY] * 4, "they were used last"
+        assert MEMORY in new.cache.locate_all(names(*range(8)))
 
 
 def test_rooms_that_are_equally_busy_keep_what_they_have(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_policy_knows_the_memory_that_a_room_has_by_now(tmp_path: Path) -> None:
             for first in range(0, 8_000, 100):
                 prompt = names(*range(first, first + 100))
                 if is_reported:
-                    room.on_request(prompt)
+                    room.cache.on_request(prompt)
                 fill(room, *range(first, first + 100))
                 assert isinstance(room._index, NativeKeyIndex)
                 sizes.append(room._index.num_bytes)
@@ -180,12 +180,12 @@ def test_retired_segment_waits_for_its_last_user(tmp_path: Path, use: str) -> No
         held = Holdings(old, USER)
         if use == "leased":
             fill(old, *range(64))
-            slots = unpack(held.lease(old.look_up(names(*range(64)), False).ready)[0]).tolist()
+            slots = unpack(held.lease(old.locate(names(*range(64))).ready)[0]).tolist()
         else:
             found = held.reserve(names(*range(64)))
             assert found is not None
             slots = list(found[0].slots)
-        generations = old.generations(slots)
+        generations = old.tier.generations[slots]
         here.clock.now_s += 10
         for _ in range(10):
             fill(new, 1)
@@ -193,11 +193,11 @@ def test_retired_segment_waits_for_its_last_user(tmp_path: Path, use: str) -> No
         assert new.tier.num_segments == 0
         retired = list(old.tier.retired_segments)
         assert retired, "it was told to go"
-        assert (old.generations(slots) == generations).all(), "nobody else has got the slots"
+        assert (old.tier.generations[slots] == generations).all(), "nobody else has got the slots"
         list(held.end())
         here.turn(num=20)
         fill(new, 1)
-        assert new.locate_all(names(1)) == [MEMORY]
+        assert new.cache.locate_all(names(1)) == [MEMORY]
         assert set(new.tier.segments) <= set(retired)
 
 
@@ -241,7 +241,7 @@ def test_floor_is_kept_free_from_the_start(tmp_path: Path) -> None:
         fill(flooding, *range(200))
         assert here.num_held("a") == NUM_SEGMENTS - 4
         assert fill(late, *range(16)) == 16
-        assert late.locate_all(names(*range(16))) == [MEMORY] * 16
+        assert late.cache.locate_all(names(*range(16))) == [MEMORY] * 16
 
 
 def test_ceiling_counts_segments_that_are_still_in_use(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_ceiling_counts_segments_that_are_still_in_use(tmp_path: Path) -> None:
         fill(other, *range(32))
         assert here.num_held("a") == 8
         held = Holdings(room, USER)
-        held.lease(room.look_up(names(*range(32)), False).ready)
+        held.lease(room.locate(names(*range(32))).ready)
         here.clock.now_s += 10
         for turn in range(10):
             use(other, *range(200))
@@ -264,20 +264,20 @@ def test_ceiling_counts_segments_that_are_still_in_use(tmp_path: Path) -> None:
         assert room.tier.num_segments + len(room.tier.retired_segments) <= 8
 
 
-Attack = Callable[[NodeRoom, int], object]
+Attack = Callable[[Partition, int], object]
 
 
-def _flood(room: NodeRoom, turn: int) -> object:
+def _flood(room: Partition, turn: int) -> object:
     return fill(room, *range(1000 * turn, 1000 * turn + 100))
 
 
-def _lease(room: NodeRoom, turn: int) -> object:
+def _lease(room: Partition, turn: int) -> object:
     fill(room, *range(1000 * turn, 1000 * turn + 20))
     numbers = range(1000 * turn, 1000 * turn + 20)
-    return room.hold([key for key in names(*numbers) if room.locate(key) is MEMORY])
+    return room.hold([key for key in names(*numbers) if room.cache.locate(key) is MEMORY])
 
 
-def _reserve(room: NodeRoom, turn: int) -> object:
+def _reserve(room: Partition, turn: int) -> object:
     return [room.reserve(names(number)) for number in range(1000 * turn, 1000 * turn + 20)]
 
 
@@ -292,9 +292,9 @@ def test_hostile_tenant_leaves_others_their_floor(tmp_path: Path, attack: Attack
             attack(hostile, turn)
             here.turn(1.0)
         assert here.num_held("b") >= 4
-        assert early.locate_all(names(*range(16))) == [MEMORY] * 16
+        assert early.cache.locate_all(names(*range(16))) == [MEMORY] * 16
         assert fill(late, *range(16)) == 16
-        assert late.locate_all(names(*range(16))) == [MEMORY] * 16
+        assert late.cache.locate_all(names(*range(16))) == [MEMORY] * 16
 
 
 def test_tenant_that_holds_what_it_must_give_back_delays_no_other(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_rooms_of_a_tenant_are_bounded(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_room_of_another_tenant_is_not_found(tmp_path: Path) -> None:
     with world(tmp_path) as here:
-        number, _ = here.node.room(RoomKey("a", b"s", BLOCK, 8))
+        number, _ = here.node.room(PartitionKey("a", b"s", BLOCK, 8))
         assert here.node.room_of(number, "a") is not None
         assert here.node.room_of(number, "b") is None
         assert here.node.room_of(-1, "a") is None
@@ -340,13 +340,13 @@ def test_room_of_another_tenant_is_not_found(tmp_path: Path) -> None:
 def test_idle_rooms_are_not_polled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A poll costs the same however many rooms there are."""
     polled: list[str] = []
-    poll = NodeRoom.poll
+    poll = Partition.poll
 
-    def note(room: NodeRoom) -> None:
+    def note(room: Partition) -> None:
         polled.append(room.key.tenant)
         poll(room)
 
-    monkeypatch.setattr(NodeRoom, "poll", note)
+    monkeypatch.setattr(Partition, "poll", note)
     with world(tmp_path) as here:
         for tenant in "abcdefgh":
             here.room(tenant)
@@ -366,12 +366,15 @@ def test_idle_rooms_are_not_polled(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_names_in_a_store_of_two_tenants_and_scopes_are_never_the_same() -> None:
     """Some stores have the blocks of all rooms in one place."""
     scope = bytes(range(32))
-    default = RoomKey(DEFAULT_TENANT, scope, BLOCK, 8)
+    default = PartitionKey(DEFAULT_TENANT, scope, BLOCK, 8)
     pairs = [
-        (RoomKey("ab", scope, BLOCK, 8), RoomKey("b", scope + b"a", BLOCK, 8)),
-        (RoomKey("bc", scope[:31] + b"a", BLOCK, 8), RoomKey("abc", scope[:31], BLOCK, 8)),
-        (default, RoomKey(DEFAULT_TENANT, scope[:31], BLOCK, 8)),
-        (default, RoomKey(DEFAULT_TENANT, scope + scope, BLOCK, 8)),
+        (PartitionKey("ab", scope, BLOCK, 8), PartitionKey("b", scope + b"a", BLOCK, 8)),
+        (
+            PartitionKey("bc", scope[:31] + b"a", BLOCK, 8),
+            PartitionKey("abc", scope[:31], BLOCK, 8),
+        ),
+        (default, PartitionKey(DEFAULT_TENANT, scope[:31], BLOCK, 8)),
+        (default, PartitionKey(DEFAULT_TENANT, scope + scope, BLOCK, 8)),
     ]
     for one, other in pairs:
         assert one.namespace != other.namespace
@@ -380,5 +383,5 @@ def test_names_in_a_store_of_two_tenants_and_scopes_are_never_the_same() -> None
 
 def test_names_of_blocks_of_32_byte_scopes_stay_as_they_were_stored() -> None:
     scope = bytes(range(32))
-    assert RoomKey(DEFAULT_TENANT, scope, BLOCK, 8).namespace == scope
-    assert RoomKey("a", scope, BLOCK, 8).namespace == blake3(scope + b"a").digest()
+    assert PartitionKey(DEFAULT_TENANT, scope, BLOCK, 8).namespace == scope
+    assert PartitionKey("a", scope, BLOCK, 8).namespace == blake3(scope + b"a").digest()

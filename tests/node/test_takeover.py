@@ -21,8 +21,8 @@ import pytest
 from kvtier.devices.cpu import CpuDevice
 from kvtier.node import protocol, records
 from kvtier.node.node import CacheNode
-from kvtier.node.room import NodeRoom
-from kvtier.node.room_key import RoomKey
+from kvtier.node.partition import Partition
+from kvtier.node.partition_key import PartitionKey
 from kvtier.system.private_files import read_checked_file, replace_checked_file
 from tests.node.test_engines import store
 from tests.node.world import BLOCK, SCOPE, bare, config_of, keys, node_process, wait_until
@@ -48,8 +48,8 @@ class World:
         self.made.append(self.node)
 
     @property
-    def room(self) -> NodeRoom:
-        number, _ = self.node.room(RoomKey("", SCOPE, BLOCK, 8))
+    def room(self) -> Partition:
+        number, _ = self.node.room(PartitionKey("", SCOPE, BLOCK, 8))
         room = self.node.room_of(number, "default")
         assert room is not None
         return room
@@ -72,7 +72,7 @@ class World:
         assert reserved is not None
         for key, slot in zip(reserved.keys, reserved.slots, strict=True):
             self.write(slot, content_of(key))
-        self.room.commit(reserved.keys, list(range(len(reserved.keys))))
+        self.room.cache.commit(reserved.keys, list(range(len(reserved.keys))))
         return list(reserved.slots)
 
     def seal(self) -> None:
@@ -97,7 +97,7 @@ class World:
         wanted = [keys(number) for number in numbers]
         there = []
         for number, key in zip(numbers, wanted, strict=True):
-            found = room.look_up([key], False).ready
+            found = room.locate([key]).ready
             if found:
                 slots = room.lease(found)
                 assert self.read(int(slots[0])) == content_of(key), "wrong bytes"
@@ -171,9 +171,9 @@ def test_deleted_and_evicted_blocks_do_not_come_back(tmp_path: Path) -> None:
     with world(tmp_path) as here:
         here.store(*range(6))
         here.seal()
-        leased = here.room.lease(here.room.look_up([keys(0)], False).ready)
+        leased = here.room.lease(here.room.locate([keys(0)]).ready)
         here.room.delete([keys(0), keys(1)])
-        here.room.distrust_slots(here.room.lease(here.room.look_up([keys(2)], False).ready))
+        here.room.distrust_slots(here.room.lease(here.room.locate([keys(2)]).ready))
         here.crash()
         assert here.found(*range(6)) == [3, 4, 5]
         assert len(leased) == 1
@@ -190,7 +190,7 @@ def test_block_that_is_deleted_while_its_record_is_written_does_not_come_back(
     with world(tmp_path) as here:
         rows = here.room.tier.rows
         (slot,) = here.store(1)
-        here.room.lease(here.room.look_up([keys(1)], False).ready)
+        here.room.lease(here.room.locate([keys(1)]).ready)
         before = rows.generations[[slot]]
         here.seal()
         here.room.delete([keys(1)])

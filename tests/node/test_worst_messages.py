@@ -17,10 +17,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvtier.keyed.cache import LocalBlockCache
 from kvtier.node import protocol
 from kvtier.node.engines import Holdings
+from kvtier.node.partition import Partition
 from kvtier.node.protocol import MOST_AT_ONCE, MOST_KEYS, MOST_STATEMENTS, FromEngine, pack
-from kvtier.node.room import NodeRoom
 from tests.node.world import Bare, LocalNode, bare, local_node
 
 KEY_BYTES = 8
@@ -193,8 +194,8 @@ def test_message_that_changes_many_blocks_is_handled_in_turns(
 
     for name in "reserve", "commit", "abort":
         counted(Holdings, name)
-    counted(NodeRoom, "distrust_slots")
-    counted(NodeRoom, "promote")
+    counted(Partition, "distrust_slots")
+    counted(LocalBlockCache, "promote")
     world.fill()
     world.engine.send(protocol.ReleaseNotice(world.room, world.leased))
     slots = world.ask(protocol.ReserveRequest(9, world.room, shuffled(1))).slots

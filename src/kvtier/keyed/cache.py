@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvtier.hints import Hint, waits
 from kvtier.index import KeyIndex, State
 from kvtier.index.key_index import UNKNOWN as UNINDEXED
-from kvtier.index.selection import as_array, select
+from kvtier.index.selection import Int64s, as_array, as_numbers, select
 from kvtier.keyed.block_cache import (
     BlockCache,
     BlockLookup,
@@ -73,6 +73,14 @@ def states_of(codes: bytes) -> list[BlockState]:
     return found
 
 
+def _sources(by_tier: Codes) -> Codes:
+    found = np.zeros(len(by_tier), np.uint8)
+    for tier in range(by_tier.shape[1] - 1, 0, -1):
+        is_there = (by_tier[:, tier] == READY_BYTE) & (by_tier[:, 0] <= ABSENT_BYTE)
+        found[is_there] = tier
+    return found
+
+
 class Closable(Protocol):
     """A tier that is closed with its cache."""
 
@@ -105,11 +113,48 @@ class LocatedBlocks(NamedTuple):
         """The state of each block."""
         return states_of(self.codes)
 
+    @property
+    def ready(self) -> Sequence[BlockId]:
+        """The blocks that are ready in memory."""
+        is_ready = self.are_all_in_memory
+        return self.blocks if is_ready else select(self.blocks, self.positions(MEMORY))
+
+    @property
+    def sources(self) -> Codes:
+        """Position of the tier that each block would be read from: uint8 [num_keys].
+
+        It is 0, memory, for a block in flight to memory, and for one that is nowhere.
+        """
+        return _sources(self.by_tier)
+
     def positions(self, *states: BlockState) -> npt.NDArray[np.int64]:
         """Return the positions of the blocks in one of some states."""
         of_keys = np.frombuffer(self.codes, np.uint8)
         codes = list(map(int, states))
         return np.flatnonzero(np.isin(of_keys, codes) if len(codes) > 1 else of_keys == codes[0])
+
+
+class MemorySlots:
+    """Arrays with an entry per slot of memory, which change as blocks are copied to it.
+
+    Attributes:
+        blocks: int64 [num_slots], the block that was last copied to each slot, plus 1; 0 for none.
+        sources: int8 [num_slots], position of the tier that it came from, until its first use.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.blocks = np.zeros(num_slots, np.int64)
+        self.sources = np.zeros(num_slots, np.int8)
+
+    def fill(self, blocks: Sequence[BlockId], slots: Sequence[Slot], source: int) -> None:
+        """Note that blocks are about to be copied to slots. source: position of their tier."""
+        filled = as_array(slots)
+        self.blocks[filled] = as_array(blocks) + 1
+        self.sources[filled] = source
+
+    def blocks_in(self, slots: Int64s) -> Sequence[BlockId]:
+        """Return the blocks that were last copied to slots."""
+        return as_numbers(self.blocks[slots] - 1)
 
 
 class LocalBlockCache(BlockCache):
@@ -127,6 +172,14 @@ class LocalBlockCache(BlockCache):
         knows_storage: return whether storage has recovered all its blocks. Some may be found
             earlier.
         owned: tiers by name that ``close`` closes.
+        grow: called with the number of slots that will be reserved; adds memory if it can.
+        on_change: called with the tier, blocks that entered or left it, and whether they left. By
+            default ``take_changes`` returns them.
+
+    Attributes:
+        ladder: see above.
+        memory: name of the fastest tier.
+        slots: what lies in each slot of memory.
     """
 
     def __init__(
@@ -137,6 +190,8 @@ class LocalBlockCache(BlockCache):
         clock: Callable[[], float],
         knows_storage: Callable[[], bool] = lambda: True,
         owned: Mapping[str, Closable] | None = None,
+        grow: Callable[[int], object] | None = None,
+        on_change: Callable[[str, Sequence[BlockId], bool], None] | None = None,
     ) -> None:
         self.ladder = ladder
         self.metrics = ladder.metrics
@@ -150,14 +205,15 @@ class LocalBlockCache(BlockCache):
         self._clock = clock
         self._tiers = self._index.tiers  # memory, then storage
         room = ladder.topology.rooms[self.memory]
-        num_slots = room.num_slots
         index.expect(room.capacity)
-        self._came_from = np.zeros(num_slots, np.int8)  # by slot: position in ``_tiers``
-        self._copies = EngineCopies(index, ladder, num_slots)
+        self.slots = MemorySlots(room.num_slots)
+        self._copies = EngineCopies(index, ladder, room.num_slots)
         self._lookup = KeyedLookup(index, ladder, namespace, knows_storage)
         self.direct_reads = DirectReads(index, ladder, self._storage_of)
+        self._grow = grow or (lambda num_slots: None)
         self._changes: list[Change] = []
-        ladder.transfers.on_change = self._note
+        self._on_change = on_change or self._record
+        ladder.transfers.on_change = self._on_change
 
     # -- locations ---------------------------------------------------------------------------------
 
@@ -175,16 +231,16 @@ class LocalBlockCache(BlockCache):
         The index knows a block that storage recovered from an earlier run only once it was adopted.
         Cost: one look-up in the index per key.
         """
-        return self._locate(keys).block_states
+        return self.locate_blocks(keys).block_states
 
     def lookup_private(self, keys: Sequence[bytes]) -> list[BlockState]:
         here = (MEMORY, ARRIVING)
-        return [at if at in here else NOWHERE for at in self._locate(keys).block_states]
+        return [at if at in here else NOWHERE for at in self.locate_blocks(keys).block_states]
 
-    def _locate(self, keys: Sequence[bytes]) -> LocatedBlocks:
-        """Find blocks in the index. While storage recovers its blocks, unknown ones may be there.
+    def locate_blocks(self, keys: Sequence[bytes]) -> LocatedBlocks:
+        """Find blocks in the index; see ``locate_all``. Changes nothing.
 
-        Cost: one look-up in the index per key.
+        While storage recovers its blocks, unknown ones may be there.
         """
         blocks, states = self._index.find_all(keys)
         in_memory = states[:: len(self._tiers)]
@@ -233,7 +289,7 @@ class LocalBlockCache(BlockCache):
         Storage that does not answer at once gets one look-up per prompt, however many requests wait
         for it. While there are ``answers``, each missing block is ``UNKNOWN``.
         """
-        found, pending = self._begin_lookup(keys, has_gaps)
+        found, pending = self.lookup_blocks(keys, has_gaps)
         return BlockLookup(found.block_states, pending)
 
     def lookup_again(self, key: bytes, before: BlockState | None = None) -> BlockState:
@@ -248,17 +304,18 @@ class LocalBlockCache(BlockCache):
             state = self.locate(key)
         return state
 
-    def _begin_lookup(
+    def lookup_blocks(
         self, keys: Sequence[bytes], has_gaps: bool
     ) -> tuple[LocatedBlocks, list[PendingLookup]]:
-        found = self._locate(keys)
+        """Look up a prompt's blocks; see ``lookup``. Return also what the index knows of them."""
+        found = self.locate_blocks(keys)
         if found.are_all_in_memory:
             return found, []
         if self.ladder.storage_lookup.has_unfound_at_once:
             unknown = np.flatnonzero(found.by_tier[:, 0] == UNINDEXED)
             if len(unknown) and (adopted := self.adopt_recovered(select_keys(keys, unknown))):
                 self.touch(adopted)
-                found = self._locate(keys)
+                found = self.locate_blocks(keys)
         if not self._lookup.has_to_ask:
             return found, []
         wanted = select_keys(keys, found.positions(NOWHERE, UNKNOWN))
@@ -302,20 +359,11 @@ class LocalBlockCache(BlockCache):
         It is memory for a block in flight to memory, and for a block that is nowhere.
         """
         _, by_tier = self._find_all(keys)
-        return [self._tiers[tier] for tier in self._source_tiers(by_tier).tolist()]
-
-    @staticmethod
-    def _source_tiers(by_tier: Codes) -> Codes:
-        """Return the position of the tier that each block would be read from: uint8 [num_keys]."""
-        found = np.zeros(len(by_tier), np.uint8)
-        for tier in range(by_tier.shape[1] - 1, 0, -1):
-            is_there = (by_tier[:, tier] == READY_BYTE) & (by_tier[:, 0] <= ABSENT_BYTE)
-            found[is_there] = tier
-        return found
+        return [self._tiers[tier] for tier in _sources(by_tier).tolist()]
 
     def origins(self, keys: Sequence[bytes]) -> list[str]:
         slots = self._index.slots(self._known(keys), self.memory)
-        return [self._tiers[tier] for tier in self._came_from[as_array(slots)].tolist()]
+        return [self._tiers[tier] for tier in self.slots.sources[as_array(slots)].tolist()]
 
     def on_request(self, keys: Iterable[bytes]) -> None:
         self._index.on_request(keys, self._clock())
@@ -366,13 +414,10 @@ class LocalBlockCache(BlockCache):
             named = zip(new, blocks, strict=True)
             transient = [block for key, block in named if key in passing]
         self.ladder.transient_blocks.note(blocks, transient)
-        self._fill(blocks, slots, 0)
+        self.slots.fill(blocks, slots, 0)
         self.ladder.reuse_sampler.on_admit(hashes, blocks)
         left = [key for each in self._changes[num_changes:] for key in each.keys]
         return Reserved(new, slots, left)
-
-    def _grow(self, num_slots: int) -> None:
-        """Add memory until ``num_slots`` slots are free, if it can grow. Nothing by default."""
 
     def commit(self, keys: Sequence[bytes], depths: Sequence[int], to_storage: bool = True) -> None:
         """Note that blocks have been copied into their slots, and queue their writes to storage."""
@@ -381,12 +426,15 @@ class LocalBlockCache(BlockCache):
         if not coming.all():
             blocks = select(blocks, coming)
             depths = [depths[at] for at in np.flatnonzero(coming).tolist()]
-        self._commit(blocks, depths, to_storage)
+        self.commit_blocks(blocks, depths, to_storage)
 
-    def _commit(self, blocks: Sequence[BlockId], depths: Sequence[int], to_storage: bool) -> None:
+    def commit_blocks(
+        self, blocks: Sequence[BlockId], depths: Sequence[int], to_storage: bool
+    ) -> None:
         """Like ``commit``, for blocks that are being written in memory."""
         kept = self._copies.commit(blocks, depths, self._clock())
-        self._note(self.memory, kept, is_removed=False)
+        if kept:
+            self._on_change(self.memory, kept, False)
         if to_storage:
             self._archive(kept)
 
@@ -395,8 +443,25 @@ class LocalBlockCache(BlockCache):
         self.ladder.write_queues.is_open = bool(self._namespace())
         self.ladder.storage_writer.enqueue(blocks)
 
+    def add_present(
+        self, keys: Sequence[bytes], slots: Sequence[Slot], depths: Sequence[int]
+    ) -> Sequence[BlockId]:
+        """Add new blocks that lie in slots already, and queue their writes to storage. Return them.
+
+        No change is reported: the caller knows them.
+        """
+        now = self._clock()
+        blocks, _ = self._copies.reserve(keys, slots, now)
+        self.slots.fill(blocks, slots, 0)
+        self._archive(self._copies.commit(blocks, depths, now))
+        return blocks
+
     def abort(self, keys: Iterable[bytes]) -> None:
-        self._copies.abort(self._coming(list(keys)))
+        self.abort_blocks(self._coming(list(keys)))
+
+    def abort_blocks(self, blocks: Sequence[BlockId]) -> None:
+        """Like ``abort``, for blocks that are being written in memory."""
+        self._copies.abort(blocks)
 
     def _coming(self, keys: Sequence[bytes]) -> Sequence[BlockId]:
         """Return those of the blocks that are being written in memory."""
@@ -408,18 +473,25 @@ class LocalBlockCache(BlockCache):
 
     def release(self, keys: Collection[bytes]) -> None:
         slots = self._copies.release(self._index.find_all(keys).known)
-        self._came_from[as_array(slots)] = 0
+        self.slots.sources[as_array(slots)] = 0
         self.ladder.transfers.drop_lost()
 
     def distrust(self, slots: Collection[Slot]) -> None:
         self._copies.distrust(slots)
+
+    def distrust_blocks(self, blocks: Sequence[BlockId]) -> None:
+        """Like ``distrust``, for blocks that are reserved or leased in memory."""
+        self._copies.distrust_blocks(blocks)
 
     # -- between memory and storage ----------------------------------------------------------------
 
     def promote(self, keys: Sequence[bytes], beside: Sequence[bytes] = ()) -> int:
         kept = self._ready(beside)
         self._index.lease(kept, self.memory)
-        num = self._promote(keys)
+        self._grow(len(keys))
+        num = min(len(keys), self.ladder.eviction.num_available(self.memory))
+        for storage, blocks in self._in_storage(keys[:num]).items():
+            self._read(blocks, storage)
         self._index.release(kept, self.memory)
         return num
 
@@ -427,12 +499,6 @@ class LocalBlockCache(BlockCache):
         """Return the blocks that are ready in memory."""
         blocks, by_tier = self._find_all(keys)
         return select(blocks, by_tier[:, 0] == READY_BYTE)
-
-    def _promote(self, keys: Sequence[bytes]) -> int:
-        num = min(len(keys), self.ladder.eviction.num_available(self.memory))
-        for storage, blocks in self._in_storage(keys[:num]).items():
-            self._read(blocks, storage)
-        return num
 
     def _in_storage(self, keys: Sequence[bytes]) -> dict[str, list[BlockId]]:
         """Return those of the blocks that are to be read from each storage tier."""
@@ -448,7 +514,7 @@ class LocalBlockCache(BlockCache):
         self.ladder.reuse_sampler.on_admit(self._index.hashes(blocks), blocks)
         for _, begun in self.ladder.loads.promote(blocks, storage, urgent):
             slots = self._index.slots(begun, self.memory)
-            self._fill(begun, slots, self._tiers.index(storage))
+            self.slots.fill(begun, slots, self._tiers.index(storage))
 
     def probe(self, keys: Sequence[bytes]) -> None:
         for storage, blocks in self._in_storage(keys).items():
@@ -456,10 +522,6 @@ class LocalBlockCache(BlockCache):
             num = min(num, self.ladder.eviction.num_available(self.memory))
             if num:
                 self._read(blocks[:num], storage, urgent=False)
-
-    def _fill(self, blocks: Sequence[BlockId], slots: Sequence[Slot], tier: int) -> None:
-        """Note that blocks are about to fill slots in memory. tier: position of their source."""
-        self._came_from[as_array(slots)] = tier
 
     def _found(self, keys: Sequence[bytes]) -> Iterator[tuple[BlockId, tuple[State, ...]]]:
         """Yield the blocks that the index knows, with their state in each tier."""
@@ -538,14 +600,13 @@ class LocalBlockCache(BlockCache):
                 tier.close()
         return not in_use
 
-    def check_invariants(self) -> None:
-        self.ladder.check_invariants(self._num_private)
-        self._copies.check_invariants()
+    def check_invariants(self, num_private: int = 0) -> None:
+        """Raise AssertionError; see ``BlockCache``.
 
-    @property
-    def _num_private(self) -> int:
-        """Number of slots in memory that are used by no block of the index."""
-        return 0
+        num_private: slots in memory that are used by no block of the index.
+        """
+        self.ladder.check_invariants(num_private)
+        self._copies.check_invariants()
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -554,6 +615,6 @@ class LocalBlockCache(BlockCache):
         changes, self._changes = self._changes, []
         return changes
 
-    def _note(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
+    def _record(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
         if blocks:
             self._changes.append(Change(self._index.keys(blocks), tier, is_removed))

@@ -16,6 +16,7 @@ import numpy as np
 from kvtier.errors import CacheError
 from kvtier.index.selection import Int64s
 from kvtier.keyed.block_cache import BlockState
+from kvtier.keyed.cache import LocatedBlocks
 from kvtier.keyed.waiters import Awaited
 from kvtier.keys import PackedKeys, select_keys
 from kvtier.ladder import PendingLookup
@@ -23,6 +24,8 @@ from kvtier.node import protocol
 from kvtier.node.deleting import delete_blocks
 from kvtier.node.engines import AttachedEngine, AttachError, EngineProcess, Holdings
 from kvtier.node.frame_socket import FrameSocket
+from kvtier.node.partition import Partition
+from kvtier.node.partition_key import PartitionKey
 from kvtier.node.protocol import (
     FromEngine,
     FromNode,
@@ -34,8 +37,6 @@ from kvtier.node.protocol import (
 )
 from kvtier.node.registry import Registry
 from kvtier.node.reservations import OVERDUE_S
-from kvtier.node.room import NodeRoom
-from kvtier.node.room_key import RoomKey
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,13 @@ SLOT_NOTICES = (
     protocol.ReleaseNotice,
     protocol.DetachNotice,
 )
+OUTCOMES = bytes(
+    {BlockState.NOWHERE: protocol.MISSING, BlockState.UNKNOWN: protocol.FAILED}.get(
+        state, protocol.THERE
+    )
+    for state in BlockState
+).ljust(256, b"\0")
+"""Outcomes of a ``FindRequest`` by the code of a block's state, to translate bytes."""
 COMING = (BlockState.ARRIVING, BlockState.STORAGE, BlockState.UNKNOWN)
 
 
@@ -209,7 +217,7 @@ class Connection:
         self.send(protocol.RefusedAnswer(request, reason))
 
     async def _open_room(self, message: protocol.OpenRequest, engine: AttachedEngine) -> None:
-        key = RoomKey(engine.tenant, message.scope, message.block_bytes, message.key_bytes)
+        key = PartitionKey(engine.tenant, message.scope, message.block_bytes, message.key_bytes)
         try:
             number, room = await self._registry.opener.open(key)
         except CacheError as error:
@@ -270,7 +278,7 @@ class Connection:
             case protocol.DeleteRequest():
                 self._begin(self._delete(message.id, _keys(message.keys, room), room), engine)
             case protocol.WatchNotice():
-                reads = room.wait_for_reads(_keys(message.keys, room))
+                reads = room.cache.wait_for_reads(_keys(message.keys, room))
                 patience_s = OVERDUE_S if reads.waits_for_store else LONGEST_WAIT_S
                 self._begin(self._watch(message.watch, [reads], patience_s), engine)
             case protocol.AbortNotice():
@@ -278,11 +286,11 @@ class Connection:
             case protocol.DistrustNotice():
                 return held.distrust(unpack(message.slots))
             case protocol.UseNotice():
-                room.touch(_keys(message.keys, room))
+                room.cache.touch(_keys(message.keys, room))
             case protocol.PromptNotice():
-                room.on_request(_keys(message.keys, room))
+                room.cache.on_request(_keys(message.keys, room))
             case protocol.ContinueNotice():
-                room.continues(_keys(message.keys, room), message.before)
+                room.cache.continues(_keys(message.keys, room), message.before)
             case protocol.HintNotice():
                 return room.apply(_keys(message.keys, room), message.said)
         return None
@@ -328,13 +336,13 @@ class Connection:
             yield
         self._registry.note_writes()
 
-    def _promote(self, message: protocol.PromoteRequest, room: NodeRoom) -> Turns:
+    def _promote(self, message: protocol.PromoteRequest, room: Partition) -> Turns:
         keys, beside = _keys(message.keys, room), _keys(message.beside, room)
         num = 0
         for at in turns_of(len(keys)):
             if num:
                 yield
-            begun = room.promote(keys[at], beside)
+            begun = room.cache.promote(keys[at], beside)
             num += begun
             if begun < at.stop - at.start:
                 break
@@ -365,12 +373,12 @@ class Connection:
         request: int,
         keys: Sequence[bytes],
         until_s: float,
-        room: NodeRoom,
+        room: Partition,
         began_s: float,
     ) -> None:
         waited_s = 0.0
         while True:
-            places, pending = room.lookup(keys)
+            found, pending = room.lookup(keys)
             if not pending:
                 break
             waits_from_s = time.monotonic()
@@ -378,10 +386,8 @@ class Connection:
             waited_s += time.monotonic() - waits_from_s
             if not are_over:
                 break
-        room.looked_up.add_places(places)
-        told = {BlockState.NOWHERE: protocol.MISSING, BlockState.UNKNOWN: protocol.FAILED}
-        found = bytes(told.get(place, protocol.THERE) for place in places)
-        self.send(protocol.OutcomesAnswer(request, found))
+        room.looked_up.add(found.codes)
+        self.send(protocol.OutcomesAnswer(request, found.codes.translate(OUTCOMES)))
         self._registry.lookups.add(time.monotonic() - began_s - waited_s)
 
     async def _watch(
@@ -391,7 +397,7 @@ class Connection:
         await self._registry.all_over(awaited, began_s + patience_s)
         self.send(protocol.EndedNotice(watch, time.monotonic() - began_s))
 
-    async def _delete(self, request: int, keys: Sequence[bytes], room: NodeRoom) -> None:
+    async def _delete(self, request: int, keys: Sequence[bytes], room: Partition) -> None:
         until_s = time.monotonic() + DELETE_S
         left = await delete_blocks(room, keys, self._registry.wait, until_s)
         outcomes = (
@@ -403,14 +409,12 @@ class Connection:
         self, request: int, keys: Sequence[bytes], until_s: float, held: Holdings
     ) -> None:
         """Read a prompt's blocks into memory, as many as there is room for, and lease them."""
-        room = held.room
-        places = await bring(room, keys, self._registry, until_s)
-        there = np.array([place is BlockState.MEMORY for place in places], bool)
-        ready = select_keys(keys, np.flatnonzero(there))
+        found = await bring(held.room, keys, self._registry, until_s)
+        there = found.positions(BlockState.MEMORY)
         slots, generations = np.full(len(keys), -1), np.zeros(len(keys), np.int64)
-        leased, its_generations = map(unpack, held.lease(room.ready_blocks(ready)))
+        leased, its_generations = map(unpack, held.lease(found.ready))
         slots[there], generations[there] = leased, its_generations
-        failed = bytes(place in COMING for place in places)
+        failed = bytes(code in COMING for code in found.codes)
         answer = protocol.FetchAnswer(
             request, protocol.pack(slots), protocol.pack(generations), failed
         )
@@ -425,37 +429,34 @@ def _until(timeout_s: float) -> float:
 
 
 async def bring(
-    room: NodeRoom, keys: Sequence[bytes], registry: Registry, until_s: float
-) -> list[BlockState]:
+    room: Partition, keys: Sequence[bytes], registry: Registry, until_s: float
+) -> LocatedBlocks:
     """Read a prompt's blocks from storage into memory, as many as there is room for.
 
-    Returns the locations of the blocks when all have arrived, or at ``until_s``.
+    Returns the blocks as they are when all have arrived, or at ``until_s``.
     """
     promoted: set[bytes] = set()
     while True:
-        places, pending = room.lookup(keys)
-        stored = [
-            key
-            for key, place in zip(keys, places, strict=True)
-            if place is BlockState.STORAGE and key not in promoted
-        ]
+        found, pending = room.lookup(keys)
+        in_storage = select_keys(keys, found.positions(BlockState.STORAGE))
+        stored = [key for key in in_storage if key not in promoted]
         for at in turns_of(len(stored)):
-            begun = stored[at][: room.promote(stored[at])]
+            begun = stored[at][: room.cache.promote(stored[at])]
             promoted.update(begun)
             if len(begun) < at.stop - at.start:
                 break
             await asyncio.sleep(0)
-        reads = room.wait_for_reads(keys)
+        reads = room.cache.wait_for_reads(keys)
         awaited: list[Awaited] = [*pending, reads]
         if reads.waits_for_store:
             until_s = min(until_s, time.monotonic() + OVERDUE_S)
         if all(each.is_over for each in awaited):
-            return room.locate_all(keys)
+            return room.locate(keys)
         if not await registry.all_over(awaited, until_s):
-            return room.locate_all(keys)
+            return room.locate(keys)
 
 
-def _keys(keys: bytes, room: NodeRoom) -> PackedKeys:
+def _keys(keys: bytes, room: Partition) -> PackedKeys:
     return split_keys(keys, room.key.key_bytes)
 
 
@@ -463,14 +464,17 @@ def _look_up(
     message: protocol.LookupRequest, held: Holdings
 ) -> tuple[protocol.LookupAnswer, list[PendingLookup]]:
     room = held.room
-    found = room.look_up(_keys(message.keys, room), message.has_gaps)
+    found, begun = room.lookup(_keys(message.keys, room), message.has_gaps)
     if message.counts:
         room.looked_up.add(found.codes)
+    num = len(found.codes)
+    sources = bytes(num) if found.are_all_in_memory else found.sources.tobytes()
     slots, generations = held.lease(found.ready)
+    pending = [lookup for lookup in begun if not lookup.is_over]
     answer = protocol.LookupAnswer(
-        message.id, found.codes, slots, generations, found.sources, len(found.pending)
+        message.id, found.codes, slots, generations, sources, len(pending)
     )
-    return answer, found.pending
+    return answer, pending
 
 
 def _undo_lookup(held: Holdings, frame: bytes) -> None:
@@ -488,10 +492,10 @@ def _which(new: Sequence[bytes], keys: Sequence[bytes]) -> bytes:
     return bytes(left.pop(key, False) for key in keys)
 
 
-def _which_are_known(keys: Sequence[bytes], are_new: bytes, room: NodeRoom) -> bytes:
+def _which_are_known(keys: Sequence[bytes], are_new: bytes, room: Partition) -> bytes:
     """Return one byte per key: 1 if memory has the block, or another engine is writing it."""
     if 0 not in are_new:
         return bytes(len(keys))
     here = (protocol.MEMORY, protocol.ARRIVING)
-    pairs = zip(room.codes(keys), are_new, strict=True)
+    pairs = zip(room.locate(keys).codes, are_new, strict=True)
     return bytes(code in here and not is_new for code, is_new in pairs)

@@ -1,6 +1,6 @@
 """Control of a running node: its state, and changes that a person or a router asks for.
 
-Rooms are named by ``RoomKey.name``, and prompts by the keys that engines give their blocks.
+Rooms are named by ``PartitionKey.name``, and prompts by the keys that engines give their blocks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kvtier.control.contract import (
     check_pin,
     check_wait,
 )
-from kvtier.keyed.block_cache import BlockState
+from kvtier.keyed.cache import LocatedBlocks
 from kvtier.keys import PackedKeys
 from kvtier.node.config import DEFAULT_TENANT, TenantQuota, change_bounds, check_tenant
 from kvtier.node.connection import bring
 from kvtier.node.deleting import RoomDeletion, delete_blocks, delete_room
 from kvtier.node.lookups import TimeCounts
+from kvtier.node.partition import Partition
 from kvtier.node.protocol import MOST_KEYS
 from kvtier.node.registry import Registry
-from kvtier.node.room import NodeRoom
 
 Result = TypeVar("Result")
 BoundTexts = tuple[str | None, str | None]
@@ -209,9 +209,9 @@ class NodeControl:
         until_s = time.monotonic() + check_wait(timeout_s)
         self._registry.wake_all()
         while True:
-            places, pending = found.lookup(wanted)
+            blocks, pending = found.lookup(wanted)
             if all(each.is_over for each in pending) or not await self._registry.wait(until_s):
-                return _found(found, places)
+                return _found(found, blocks)
 
     async def prefetch(self, prompt: PromptName, timeout_s: float) -> PromptPlaces:
         """Read the blocks of a prompt from storage into memory. Return where they are then."""
@@ -219,8 +219,8 @@ class NodeControl:
         return _found(found, await self._bring(found, _keys(found, _hexed(prompt)), timeout_s))
 
     async def _bring(
-        self, room: NodeRoom, keys: Sequence[bytes], timeout_s: float
-    ) -> list[BlockState]:
+        self, room: Partition, keys: Sequence[bytes], timeout_s: float
+    ) -> LocatedBlocks:
         until_s = time.monotonic() + check_wait(timeout_s)
         self._registry.wake_all()
         return await bring(room, keys, self._registry, until_s)
@@ -321,7 +321,7 @@ class NodeControl:
 
     # -- names -------------------------------------------------------------------------------------
 
-    async def _room(self, name: str) -> NodeRoom:
+    async def _room(self, name: str) -> Partition:
         """Return a room by its name; the only one for ""."""
         rooms = self._node.rooms
         if not name and len(rooms) == 1:
@@ -334,7 +334,7 @@ class NodeControl:
         raise ControlError(f"{what}; rooms: {names}", is_unknown=bool(name))
 
 
-def _open_room(room: NodeRoom) -> RoomState:
+def _open_room(room: Partition) -> RoomState:
     key = room.key
     return RoomState(
         name=key.name,
@@ -354,7 +354,7 @@ def _open_room(room: NodeRoom) -> RoomState:
     )
 
 
-def _keys(room: NodeRoom, keys: Sequence[str]) -> list[bytes]:
+def _keys(room: Partition, keys: Sequence[str]) -> list[bytes]:
     """Return keys that are written in hexadecimal, each once."""
     size = room.key.key_bytes
     if not keys:
@@ -373,8 +373,8 @@ def _keys(room: NodeRoom, keys: Sequence[str]) -> list[bytes]:
     return list(dict.fromkeys(PackedKeys(packed, size)))
 
 
-def _found(room: NodeRoom, places: Sequence[BlockState]) -> PromptPlaces:
-    return PromptPlaces.of(room.key.name, [place.name.lower() for place in places])
+def _found(room: Partition, blocks: LocatedBlocks) -> PromptPlaces:
+    return PromptPlaces.of(room.key.name, [state.name.lower() for state in blocks.block_states])
 
 
 def _hexed(prompt: PromptName) -> Sequence[str]:

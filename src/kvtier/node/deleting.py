@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvtier.config import without_password
 from kvtier.errors import CacheError
 from kvtier.node import stores
-from kvtier.node.room import DELETED_AT_ONCE, NodeRoom
+from kvtier.node.partition import DELETED_AT_ONCE, Partition
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ Wait = Callable[[float], Awaitable[bool]]
 
 
 async def delete_blocks(
-    room: NodeRoom, keys: Sequence[bytes], wait: Wait, until_s: float
+    room: Partition, keys: Sequence[bytes], wait: Wait, until_s: float
 ) -> set[int]:
     """Delete blocks from every tier, and wait until storage has confirmed it.
 
@@ -53,7 +53,7 @@ class RoomDeletion:
 
 
 async def delete_room(
-    name: str, room: NodeRoom | None, locations: Sequence[str], wait: Wait, until_s: float
+    name: str, room: Partition | None, locations: Sequence[str], wait: Wait, until_s: float
 ) -> RoomDeletion:
     """Delete all blocks of a room from every tier, and wait until storage has confirmed it.
 
@@ -87,6 +87,6 @@ async def delete_room(
     return done
 
 
-def _late(room: NodeRoom) -> str:
+def _late(room: Partition) -> str:
     reasons = (f"{name}: {why}" for name, why in room.storage_errors().items() if why)
     return "; ".join(reasons) or "it takes too long; the deletion is retried"

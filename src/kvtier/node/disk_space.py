@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 
 from kvtier.node.config import TenantQuota
-from kvtier.node.room_key import RoomKey
+from kvtier.node.partition_key import PartitionKey
 from kvtier.tiers.disk.format.folder import DATA
 
 logger = logging.getLogger(__name__)
@@ -44,15 +44,15 @@ class DiskSpace:
         self._total_bytes = total_bytes
         self._quotas = quotas
         self._lock = Lock()
-        self._sizes: dict[RoomKey, int] = {}
+        self._sizes: dict[PartitionKey, int] = {}
         for data in self._folder.glob(f"*/{DATA}") if folder else ():
-            key = RoomKey.of_folder(data.parent.name)
+            key = PartitionKey.of_folder(data.parent.name)
             if key is not None:
                 with suppress(OSError):  # the room is served without the disk
                     self._sizes[key] = data.stat().st_size
 
     @contextmanager
-    def slab_of(self, key: RoomKey) -> Iterator[int]:
+    def slab_of(self, key: PartitionKey) -> Iterator[int]:
         """Yield the size of a room's slab, which may be made meanwhile; 0 if there is no room.
 
         A slab that is there keeps its size. If it can't be made, its space is free again.
@@ -69,7 +69,7 @@ class DiskSpace:
                 with self._lock:
                     self._sizes.pop(key, None)
 
-    def _new_size(self, key: RoomKey) -> int:
+    def _new_size(self, key: PartitionKey) -> int:
         held = self._held()
         size = self._slab_bytes
         quotas = self._quotas()

@@ -21,8 +21,8 @@ from kvtier.errors import CacheError
 from kvtier.index.selection import Int64s, as_array, as_numbers
 from kvtier.keyed.block_cache import Reserved
 from kvtier.node.frame_socket import FrameSocket
+from kvtier.node.partition import Partition
 from kvtier.node.protocol import Turns, turns_of
-from kvtier.node.room import NodeRoom
 from kvtier.node.users import SlotUser
 from kvtier.types import BlockId
 
@@ -102,12 +102,12 @@ class Holdings:
         num_reserved: number of reserved slots.
     """
 
-    def __init__(self, room: NodeRoom, user: SlotUser) -> None:
+    def __init__(self, room: Partition, user: SlotUser) -> None:
         self.room = room
         self.num_leases = np.zeros(room.tier.num_slots, np.uint32)
         self.is_reserved = np.zeros(room.tier.num_slots, bool)
         self._leases = room.slot_leases(user, self.num_leases, self.is_reserved)
-        self._key_bytes, self._is_alone = room.key.key_bytes, not room.ladder.storages
+        self._key_bytes, self._is_alone = room.key.key_bytes, not room.cache.storages
         self.num_reserved = 0
 
     def lease(self, blocks: Sequence[BlockId]) -> tuple[bytes, bytes]:
@@ -124,7 +124,7 @@ class Holdings:
         as a look-up. None if the message is to be served otherwise.
         """
         its = self.room
-        if its.is_doubtful:
+        if its.cache.is_doubtful:
             return None
         is_alone = self._is_alone and not its.reservations.has_overdue()
         served = self._leases.serve(content, number, self._key_bytes, is_alone, its.now_s)
@@ -142,7 +142,7 @@ class Holdings:
         self.room.note_released(self._leases.release(slots))
 
     def reserve(self, keys: Sequence[bytes]) -> tuple[Reserved, bytes] | None:
-        """Reserve slots for new blocks; see ``LocalBlockCache.reserve``.
+        """Reserve slots for new blocks; see ``BlockCache.reserve``.
 
         Returns also the slots' generations, as ``protocol.pack`` has them.
         """
@@ -162,13 +162,13 @@ class Holdings:
         which, blocks = self._end_reserved(slots)
         if blocks:
             its = depths if len(which) == len(depths) else depths[as_array(which)]
-            self.room.commit_blocks(blocks, as_numbers(its), to_storage)
+            self.room.cache.commit_blocks(blocks, as_numbers(its), to_storage)
 
     def abort(self, slots: Int64s) -> None:
         """Give up reserved slots. Others are ignored."""
         _, blocks = self._end_reserved(slots)
         if blocks:
-            self.room.abort_blocks(blocks)
+            self.room.cache.abort_blocks(blocks)
 
     def _end_reserved(self, slots: Int64s) -> tuple[Sequence[int], Sequence[BlockId]]:
         which, blocks = self._leases.end_reserved(slots)
@@ -238,7 +238,7 @@ class AttachedEngine:
     num_failures: int = 0
     num_pauses: int = 0
 
-    def holdings(self, number: int, room: NodeRoom) -> Holdings:
+    def holdings(self, number: int, room: Partition) -> Holdings:
         """Return what the engine uses of a room."""
         held = self.rooms.get(number)
         if held is None:

@@ -154,7 +154,8 @@ def reading_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastA
     async def read() -> NodeMetrics:
         state, lookups = await call(control.status), await call(control.lookup_times)
         rooms: dict[tuple[str, str], CollectorRegistry] = {
-            (room.key.tenant, room.key.name): room.metrics.registry for room in list(node.rooms)
+            (room.key.tenant, room.key.name): room.cache.metrics.registry
+            for room in list(node.rooms)
         }
         return NodeMetrics(state, lookups, rooms)
 

@@ -15,7 +15,7 @@ from kvtier.node.users import SHARED_BIT, SlotUser
 from kvtier.types import BlockId, Slot
 
 if TYPE_CHECKING:
-    from kvtier.node.room import NodeRoom
+    from kvtier.node.partition import Partition
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class KeptSlots:
         writer: writes records of stored blocks.
     """
 
-    def __init__(self, room: NodeRoom, address: int, writer: RecordWriter) -> None:
+    def __init__(self, room: Partition, address: int, writer: RecordWriter) -> None:
         self._room = room
         self._rows = room.tier.rows
         self._slots = BlockRows(self._rows, address, room.key.block_bytes)
@@ -111,7 +111,7 @@ class KeptSlots:
                 self._discard(slot)
         if not good:
             return
-        taken = self._room.adopt_kept(
+        taken = self._room.cache.add_present(
             [key for key, _, _ in good], [slot for _, slot, _ in good], [at for _, _, at in good]
         )
         for (_, slot, _), block in zip(good, taken, strict=True):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,11 +26,6 @@ class PlaceCounts:
             self.numbers[codes[0]] += len(codes)
         else:
             self.numbers += np.bincount(np.frombuffer(codes, np.uint8), minlength=len(BlockState))
-
-    def add_places(self, places: Sequence[BlockState]) -> None:
-        """Count blocks by their places."""
-        found = Counter(places)
-        self.numbers += [found[place] for place in BlockState]
 
     def by_place(self) -> dict[str, int]:
         """Return the numbers by the names of the places."""

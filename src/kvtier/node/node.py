@@ -33,9 +33,9 @@ from kvtier.node.config import (
 )
 from kvtier.node.disk_space import DiskSpace
 from kvtier.node.memory import NodeMemory
+from kvtier.node.partition import Partition, PartitionOptions
+from kvtier.node.partition_key import PartitionKey
 from kvtier.node.pins import Pin
-from kvtier.node.room import NodeRoom, RoomOptions
-from kvtier.node.room_key import RoomKey
 from kvtier.node.stores import room_location
 from kvtier.tiers import StorageTier
 from kvtier.tiers.codecs import check_coding
@@ -91,7 +91,7 @@ class CacheNode:
         self.memory = NodeMemory(
             config.directory, config.host_bytes, config.segment_bytes, device, config.disk_path
         )
-        self._options = RoomOptions(config.eviction_policy, config.lookup_deadline_s)
+        self._options = PartitionOptions(config.eviction_policy, config.lookup_deadline_s)
         self.quotas = dict(config.quotas)
         self.disk_space = DiskSpace(
             config.disk_path,
@@ -100,8 +100,8 @@ class CacheNode:
             lambda: self.quotas,
         )
         self._shrinking: set[str] = set()  # tenants above a ceiling that was lowered
-        self._numbers: dict[RoomKey, int] = {}
-        self.rooms: list[NodeRoom] = []
+        self._numbers: dict[PartitionKey, int] = {}
+        self.rooms: list[Partition] = []
         self._wanting: dict[int, None] = {}  # rooms that asked for a segment in vain
         self._num_held: Counter[str] = Counter()  # by tenant: segments
         self._num_retiring: Counter[str] = Counter()  # by tenant: segments on their way back
@@ -113,12 +113,12 @@ class CacheNode:
         self._next_left_s = 0.0
         self._kept = self._keep()  # segments of rooms that were not opened yet
 
-    def _keep(self) -> dict[RoomKey, list[int]]:
+    def _keep(self) -> dict[PartitionKey, list[int]]:
         """Return the segments that an earlier node has left, by room."""
         records = self.memory.records
-        kept: dict[RoomKey, list[int]] = {}
+        kept: dict[PartitionKey, list[int]] = {}
         for name in records.rooms():
-            key, segments = RoomKey.of_folder(name), records.segments_of(name)
+            key, segments = PartitionKey.of_folder(name), records.segments_of(name)
             if key is not None and segments:
                 kept[key] = segments
                 self._num_held[key.tenant] += len(segments)
@@ -126,7 +126,7 @@ class CacheNode:
 
     # -- rooms -------------------------------------------------------------------------------------
 
-    def check_key(self, key: RoomKey, opening: Collection[RoomKey] = ()) -> RoomKey:
+    def check_key(self, key: PartitionKey, opening: Collection[PartitionKey] = ()) -> PartitionKey:
         """Return the key of a room that exists or may be made, with a tenant.
 
         opening: rooms that are being made. Raises ``ConfigError``.
@@ -146,11 +146,11 @@ class CacheNode:
             )
         return key
 
-    def number_of(self, key: RoomKey) -> int | None:
+    def number_of(self, key: PartitionKey) -> int | None:
         """Return the number of a room; None if it is not open."""
         return self._numbers.get(key)
 
-    def room(self, key: RoomKey) -> tuple[int, NodeRoom]:
+    def room(self, key: PartitionKey) -> tuple[int, Partition]:
         """Return the number of a room, and the room; open it, and its storage, at its first use.
 
         Waits for storage; see ``RoomOpener``. Raises ``ConfigError`` if it can't be made.
@@ -163,13 +163,15 @@ class CacheNode:
             else (number, self.rooms[number])
         )
 
-    def enter(self, key: RoomKey, storages: Mapping[str, StorageTier]) -> tuple[int, NodeRoom]:
+    def enter(
+        self, key: PartitionKey, storages: Mapping[str, StorageTier]
+    ) -> tuple[int, Partition]:
         """Return the number of a new room, and the room. It takes over what is left of its memory.
 
         storages: its storage tiers. Raises ``ConfigError``.
         """
         number = len(self.rooms)
-        room = NodeRoom(
+        room = Partition(
             key,
             self.memory,
             storages,
@@ -188,7 +190,7 @@ class CacheNode:
         return number, room
 
     @property
-    def kept_rooms(self) -> Sequence[RoomKey]:
+    def kept_rooms(self) -> Sequence[PartitionKey]:
         """Rooms whose memory an earlier node has left, and that are not open yet."""
         return list(self._kept)
 
@@ -202,7 +204,7 @@ class CacheNode:
         """Number of slots that engines of earlier nodes may use."""
         return sum(room.kept.num_aside for room in self.rooms)
 
-    def keys_on_disk(self) -> list[RoomKey]:
+    def keys_on_disk(self) -> list[PartitionKey]:
         """Return the rooms that have a slab, opened or not."""
         if not self.config.disk_path:
             return []
@@ -210,9 +212,9 @@ class CacheNode:
             folders = sorted(os.listdir(self.config.disk_path))
         except FileNotFoundError:  # no room was made yet
             return []
-        return [key for key in map(RoomKey.of_folder, folders) if key is not None]
+        return [key for key in map(PartitionKey.of_folder, folders) if key is not None]
 
-    def room_of(self, number: int, tenant: str) -> NodeRoom | None:
+    def room_of(self, number: int, tenant: str) -> Partition | None:
         """Return a room by its number, and poll it for a while; None if it is not the tenant's."""
         if not 0 <= number < len(self.rooms) or self.rooms[number].key.tenant != tenant:
             return None
@@ -228,7 +230,7 @@ class CacheNode:
         if self.on_end is not None:
             self.on_end()
 
-    def open_storages(self, key: RoomKey) -> dict[str, StorageTier]:
+    def open_storages(self, key: PartitionKey) -> dict[str, StorageTier]:
         """Open the storage tiers of a room, fastest first. A failure leaves nothing open.
 
         Any thread may call it.
@@ -247,7 +249,7 @@ class CacheNode:
             undo.pop_all()
         return {each.name: each for each in made}
 
-    def _disk(self, key: RoomKey) -> DiskTier | None:
+    def _disk(self, key: PartitionKey) -> DiskTier | None:
         """Open a room's slab. A disk that can't be read, or has no room, is left out."""
         folder = Path(self.config.disk_path) / key.folder
         with self.disk_space.slab_of(key) as size:
@@ -309,7 +311,7 @@ class CacheNode:
         for number in wanting:
             self._retire_for(self.rooms[number])
 
-    def _retire_for(self, room: NodeRoom) -> None:
+    def _retire_for(self, room: Partition) -> None:
         """Retire the coldest segment of another room, if it is colder than all of this one's.
 
         A tenant below its floor gets one of another tenant's however warm it is, a tenant at its
@@ -336,7 +338,7 @@ class CacheNode:
             return
         self._retire(other, segment)
 
-    def _retire(self, room: NodeRoom, segment: int) -> None:
+    def _retire(self, room: Partition, segment: int) -> None:
         """Begin to take a segment from a room."""
         room.retire(segment)
         self._num_held[room.key.tenant] -= 1
@@ -353,7 +355,7 @@ class CacheNode:
             if coldest is not None:
                 self._retire(coldest[2], coldest[1])
 
-    def _may_lose(self, room: NodeRoom, wanting: str) -> bool:
+    def _may_lose(self, room: Partition, wanting: str) -> bool:
         """Whether a segment may be taken from a room for the tenant ``wanting``."""
         tenant = room.key.tenant
         if self._num_retiring[tenant] >= MOST_RETIRING:
@@ -390,7 +392,7 @@ class CacheNode:
         half = max(0, self.memory.num_segments - others) // 2
         return min(max(self._num_floor(tenant), half), self._num_ceiling(tenant))
 
-    def pin(self, room: NodeRoom, keys: Sequence[bytes], seconds: float) -> Pin:
+    def pin(self, room: Partition, keys: Sequence[bytes], seconds: float) -> Pin:
         """Keep the first blocks of a prompt in memory for a time, as far as its tenant may."""
         tenant = room.key.tenant
         elsewhere = self._num_pinned(tenant) - len(room.pins.segments)
@@ -487,9 +489,9 @@ class CacheNode:
             self.memory.close()
 
 
-def _coldest(rooms: Iterable[NodeRoom]) -> tuple[float, int, NodeRoom] | None:
+def _coldest(rooms: Iterable[Partition]) -> tuple[float, int, Partition] | None:
     """Return the time of the last use of the coldest segment of all rooms, it, and its room."""
-    coldest: tuple[float, int, NodeRoom] | None = None
+    coldest: tuple[float, int, Partition] | None = None
     for room in rooms:
         found = room.coldest_segment()
         if found is not None and (coldest is None or found[0] < coldest[0]):

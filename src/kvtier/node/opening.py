@@ -10,8 +10,8 @@ from threading import Lock, Thread
 
 from kvtier.errors import CacheError
 from kvtier.node.node import CacheNode
-from kvtier.node.room import NodeRoom
-from kvtier.node.room_key import RoomKey
+from kvtier.node.partition import Partition
+from kvtier.node.partition_key import PartitionKey
 from kvtier.tiers import StorageTier
 
 logger = logging.getLogger(__name__)
@@ -30,11 +30,11 @@ class RoomOpener:
 
     def __init__(self, node: CacheNode) -> None:
         self._node = node
-        self._opening: dict[RoomKey, asyncio.Task[tuple[int, NodeRoom]]] = {}
+        self._opening: dict[PartitionKey, asyncio.Task[tuple[int, Partition]]] = {}
         self._lock = Lock()
         self._is_closed = False
 
-    async def open(self, key: RoomKey) -> tuple[int, NodeRoom]:
+    async def open(self, key: PartitionKey) -> tuple[int, Partition]:
         """Return the number of a room, and the room; open it at its first use.
 
         Raises ``CacheError`` if it can't be opened.
@@ -49,12 +49,12 @@ class RoomOpener:
             task.add_done_callback(lambda done: self._end(key, done))
         return await asyncio.shield(task)
 
-    def _end(self, key: RoomKey, task: asyncio.Task[tuple[int, NodeRoom]]) -> None:
+    def _end(self, key: PartitionKey, task: asyncio.Task[tuple[int, Partition]]) -> None:
         del self._opening[key]
         if not task.cancelled():
             task.exception()  # those who wait have it
 
-    async def _open(self, key: RoomKey) -> tuple[int, NodeRoom]:
+    async def _open(self, key: PartitionKey) -> tuple[int, Partition]:
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[Storages] = loop.create_future()
 
@@ -73,7 +73,7 @@ class RoomOpener:
         with _closed_unless_used(opened):
             return self._node.enter(key, await opened)
 
-    async def named(self, name: str) -> NodeRoom | None:
+    async def named(self, name: str) -> Partition | None:
         """Return the room of this name, and poll it for a while; None if there is no such room.
 
         A room that only the disk has is opened. Raises ``CacheError`` if that fails.

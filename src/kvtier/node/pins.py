@@ -14,7 +14,7 @@ from kvtier.control.contract import ControlError
 from kvtier.keyed.block_cache import BlockState
 
 if TYPE_CHECKING:
-    from kvtier.node.room import NodeRoom
+    from kvtier.node.partition import Partition
 
 MOST_PINS = 1024
 """Most pins of a room."""
@@ -41,7 +41,7 @@ class Pins:
         num_blocks: number of pinned blocks; one that was pinned twice counts twice.
     """
 
-    def __init__(self, room: NodeRoom, clock: Callable[[], float]) -> None:
+    def __init__(self, room: Partition, clock: Callable[[], float]) -> None:
         self._room = room
         self._clock = clock
         self._pins: dict[int, Pin] = {}
@@ -72,9 +72,9 @@ class Pins:
             )
         self._num_made += 1
         pin = Pin(self._num_made, self._clock() + seconds)
-        places = self._room.locate_all(keys)
-        missing = (at for at, place in enumerate(places) if place is not BlockState.MEMORY)
-        wanted = list(dict.fromkeys(keys[: next(missing, len(keys))]))
+        found = self._room.locate(keys).codes
+        num_ready = len(found) - len(found.lstrip(bytes([BlockState.MEMORY])))
+        wanted = list(dict.fromkeys(keys[:num_ready]))
         if not wanted:
             return pin
         slots = self._room.hold(wanted).slots
@@ -83,7 +83,7 @@ class Pins:
         for num, (key, segment) in enumerate(zip(wanted, at, strict=True)):
             pinned.add(segment)
             if segment not in staying or len(pinned) > most_segments:
-                self._room.release(wanted[num:])
+                self._room.cache.release(wanted[num:])
                 break
             pin.segment_of[key] = segment
             self._of_key.setdefault(key, []).append(pin)
@@ -104,7 +104,7 @@ class Pins:
             if not self._of_key[key]:
                 del self._of_key[key]
         self.num_blocks -= len(keys)
-        self._room.release(keys)
+        self._room.cache.release(keys)
         if not pin.segment_of:
             del self._pins[pin.number]
 

@@ -37,7 +37,7 @@ from blake3 import blake3
 from kvtier._hot import crc32c_rows
 from kvtier.errors import ConfigError
 from kvtier.index.selection import Int64s
-from kvtier.node.room_key import RoomKey
+from kvtier.node.partition_key import PartitionKey
 from kvtier.node.users import SlotUsers
 from kvtier.system.private_files import (
     open_file,
@@ -315,7 +315,7 @@ class ArenaRecords:
 
     def _check_rows(self, name: str, num_bytes: int) -> None:
         """Raise ``ValueError`` or ``OSError`` if a room's files are not of the right size."""
-        key = RoomKey.of_folder(name)
+        key = PartitionKey.of_folder(name)
         if key is None:
             raise ValueError(f"{name} is no room")
         sizes = row_bytes(key.key_bytes, num_bytes // key.block_bytes)

@@ -217,7 +217,7 @@ class BlockSlab(LocalBlockCache):
             clock=clock,
             metrics=metrics,
         )
-        super().__init__(index, ladder, lambda: self.digest, clock)
+        super().__init__(index, ladder, lambda: self.digest, clock, on_change=self._note)
         self._most_queued = max(1, most_queued)
         self._num_queued = 0
         self._tells_changes = tells_changes
@@ -329,7 +329,7 @@ class BlockSlab(LocalBlockCache):
         """Record changes of storage. Changes of rows concern only the jobs."""
         is_stored = tier != self.memory
         if is_stored and self._tells_changes:
-            super()._note(tier, blocks, is_removed)
+            self._record(tier, blocks, is_removed)
         if is_removed:
             return
         self._use(blocks)
@@ -507,8 +507,8 @@ class BlockSlab(LocalBlockCache):
         self._tier.close()
         return True
 
-    def check_invariants(self) -> None:
+    def check_invariants(self, num_private: int = 0) -> None:
         """Raise AssertionError if rows, blocks and leases don't add up."""
-        super().check_invariants()
+        super().check_invariants(num_private)
         num_queued = sum(len(job.moving) for job in self._jobs if not job.is_load)
         assert self._num_queued == num_queued, "queued blocks belong to no job"

@@ -1,7 +1,8 @@
 """Cache of one tenant's blocks of one namespace, in a node.
 
-A *room* is a keyed cache whose memory is those segments of the node's arena that it has now. It
-asks for further segments before it evicts, and gives segments back when the node retires them.
+A *partition* holds a ``LocalBlockCache`` whose memory is those segments of the node's arena that it
+has now. It asks for further segments before it evicts, and gives segments back when the node
+retires them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,22 +20,20 @@ from kvtier.assembly import build_ladder
 from kvtier.hints import Said
 from kvtier.index import State, make_key_index
 from kvtier.index.policies.replayed import RUNS
-from kvtier.index.selection import Int64s, are_neighbours, as_array, as_numbers, select
+from kvtier.index.selection import Int64s, are_neighbours, as_array, select
 from kvtier.index.slot_leases import SlotArrays, SlotLeases
 from kvtier.keyed.block_cache import BlockState, Held, Reserved
-from kvtier.keyed.cache import (
-    LocalBlockCache,
-    LocatedBlocks,
-)
+from kvtier.keyed.cache import LocalBlockCache, LocatedBlocks
+from kvtier.keys import child_keys
 from kvtier.ladder import LadderOptions, PendingLookup
 from kvtier.node.checksums import RecordWriter, Verifier
 from kvtier.node.kept import KeptSlots
 from kvtier.node.lookups import PlaceCounts
 from kvtier.node.memory import NodeMemory, SegmentTier
+from kvtier.node.partition_key import PartitionKey
 from kvtier.node.pins import Pins
 from kvtier.node.protocol import Turns
 from kvtier.node.reservations import Reservations
-from kvtier.node.room_key import RoomKey
 from kvtier.node.users import SlotUser
 from kvtier.telemetry import Metrics
 from kvtier.tiers import MemoryTier, StorageTier
@@ -52,11 +51,10 @@ DELETED_AT_ONCE = 512
 """Blocks that are deleted per call of ``delete`` and ``clear_further``."""
 REST_S = 0.1
 """Seconds until a retired segment is examined again, some of whose blocks are still in use."""
-CLOSE_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class RoomOptions:
+class PartitionOptions:
     """Options of all rooms of a node.
 
     policy: eviction policy. lookup_patience_s: longest wait for a store's answer to a look-up.
@@ -66,39 +64,36 @@ class RoomOptions:
     lookup_patience_s: float = 0.0
 
 
-class FoundInRoom(NamedTuple):
-    """Result of ``NodeRoom.look_up``.
+class Partition:
+    """Cache of blocks in segments of a node's memory, and in storage of its own.
 
-    codes: one byte per key, its ``BlockState``. ready: the blocks in memory.
-    sources: one byte per key, position of the tier that the block would be read from. pending:
-    look-ups in storage that are in flight.
-    """
-
-    codes: bytes
-    ready: Sequence[BlockId]
-    sources: bytes
-    pending: list[PendingLookup]
-
-
-class NodeRoom(LocalBlockCache):
-    """Keyed cache in segments of a node's memory, and in storage of its own.
+    What follows from segments, takeover and deletion is here; ``cache`` has the rest. Blocks that
+    engines copy are named by their slots, since each engine leases and reserves for itself.
 
     Args:
         key: its identity.
         memory: the node's memory.
-        storages: storage tiers by name, fastest first; the room closes them.
-        options: see ``RoomOptions``.
-        take_segment: return a further segment for this room, or None.
+        storages: storage tiers by name, fastest first; the partition closes them.
+        options: see ``PartitionOptions``.
+        take_segment: return a further segment for this partition, or None.
         writer: writes records of stored blocks, for the next node.
         clock: seconds.
+
+    Attributes:
+        key: its identity.
+        cache: its blocks. Call it for everything that this class does not do.
+        tier: its slots in memory.
+        pins, reservations, kept: blocks and slots that are treated differently.
+        looked_up: counts of blocks that engines looked up.
+        last_use: float64 [num_segments], time of the last use of each segment.
     """
 
     def __init__(
         self,
-        key: RoomKey,
+        key: PartitionKey,
         memory: NodeMemory,
         storages: Mapping[str, StorageTier],
-        options: RoomOptions,
+        options: PartitionOptions,
         take_segment: Callable[[], int | None],
         writer: RecordWriter,
         clock: Callable[[], float] = time.monotonic,
@@ -110,11 +105,11 @@ class NodeRoom(LocalBlockCache):
         tiers: dict[str, MemoryTier | StorageTier] = {HOST: self.tier, **storages}
         self._mover = LocalMover(tiers, None, clock)
         self._mover.start()
+        self._clock = clock
         namespace = key.namespace
-        index = make_key_index(tuple(tiers), lambda: namespace, tuple(tiers), options.policy)
-        self.metrics = Metrics()
+        self._index = make_key_index(tuple(tiers), lambda: namespace, tuple(tiers), options.policy)
         ladder = build_ladder(
-            index,
+            self._index,
             tiers,
             self._mover,
             LadderOptions(
@@ -124,68 +119,66 @@ class NodeRoom(LocalBlockCache):
             ),
             clock=clock,
             device=DEVICE,
-            metrics=self.metrics,
+            metrics=Metrics(),
         )
-        super().__init__(index, ladder, lambda: namespace, clock)
+        self.cache = LocalBlockCache(
+            self._index,
+            ladder,
+            lambda: namespace,
+            clock,
+            owned=tiers,
+            grow=self._grow,
+            on_change=self._note,
+        )
+        self._ladder = ladder
         self.pins = Pins(self, clock)
         self.looked_up = PlaceCounts()
         self.reservations = Reservations(self.tier.generations, clock)
         self.kept = KeptSlots(self, memory.memory.address, writer)
-        self._are_recorded = False  # whether they have records already
-        self._block_at = np.zeros(self.tier.num_slots, np.int64)  # by slot: block + 1, or 0
-        self._last_use = np.full(memory.num_segments, -np.inf)  # by segment
-        self._arrays = SlotArrays(
-            self._block_at,
-            self._came_from,
-            self.tier.generations,
-            self.tier.users,
-            self._last_use,
-            key.block_bytes,
-            memory.segment_bytes,
-        )
+        self.last_use = np.full(memory.num_segments, -np.inf)
+        self._segment_bytes = memory.segment_bytes
         self._retiring: dict[int, tuple[int, float]] = {}  # segment: next slot to examine, and when
 
-    # -- slots -------------------------------------------------------------------------------------
+    # -- look-ups ----------------------------------------------------------------------------------
 
-    def reserve(self, keys: Collection[bytes]) -> Reserved | None:
-        room = super().reserve(keys)
-        if room is not None:
-            self._note_use(room.slots)
-        return room
+    def lookup(
+        self, keys: Sequence[bytes], has_gaps: bool = False
+    ) -> tuple[LocatedBlocks, list[PendingLookup]]:
+        """Look up a prompt's blocks, also in storage; see ``LocalBlockCache.lookup_blocks``.
 
-    def _locate(self, keys: Sequence[bytes]) -> LocatedBlocks:
-        """Locate blocks. Those that an engine is late to store are nowhere."""
-        found = super()._locate(keys)
+        Cost: one look-up in the index.
+        """
+        found, pending = self.cache.lookup_blocks(keys, has_gaps)
+        return self._without_overdue(found), pending
+
+    def locate(self, keys: Sequence[bytes]) -> LocatedBlocks:
+        """Return what the index knows of blocks. Changes nothing."""
+        return self._without_overdue(self.cache.locate_blocks(keys))
+
+    def _without_overdue(self, found: LocatedBlocks) -> LocatedBlocks:
+        """Return what was found; blocks that an engine is late to store are nowhere."""
         if BlockState.ARRIVING not in found.codes or not self.reservations.has_overdue():
             return found
         at = found.positions(BlockState.ARRIVING)
-        slots = as_array(self._index.slots(select(found.blocks, at), self.memory))
+        slots = as_array(self._index.slots(select(found.blocks, at), HOST))
         codes = np.frombuffer(found.codes, np.uint8).copy()
         codes[at[self.reservations.are_overdue(slots)]] = BlockState.NOWHERE
         return found._replace(codes=codes.tobytes())
 
+    # -- slots -------------------------------------------------------------------------------------
+
+    def reserve(self, keys: Collection[bytes]) -> Reserved | None:
+        """Reserve slots for new blocks; see ``BlockCache.reserve``."""
+        reserved = self.cache.reserve(keys)
+        if reserved is not None:
+            self._note_use(reserved.slots)
+        return reserved
+
     def hold(self, keys: Sequence[bytes]) -> Held:
-        held = super().hold(keys)
+        """Hold blocks in memory; see ``BlockCache.hold``."""
+        held = self.cache.hold(keys)
         self._note_use(held.slots)
         return held
-
-    def look_up(self, keys: Sequence[bytes], has_gaps: bool) -> FoundInRoom:
-        """Look up a prompt's blocks; see ``lookup``. Cost: one look-up in the index."""
-        found, asked = self._begin_lookup(keys, has_gaps)
-        if found.are_all_in_memory:
-            return FoundInRoom(found.codes, found.blocks, bytes(len(keys)), [])
-        ready = select(found.blocks, found.positions(BlockState.MEMORY))
-        sources = self._source_tiers(found.by_tier).tobytes()
-        pending = [each for each in asked if not each.is_over]
-        return FoundInRoom(found.codes, ready, sources, pending)
-
-    def codes(self, keys: Sequence[bytes]) -> bytes:
-        """Return the code of each block's location. Changes nothing."""
-        return self._locate(keys).codes
-
-    def ready_blocks(self, keys: Sequence[bytes]) -> Sequence[BlockId]:
-        """Return the blocks of keys that are in memory."""
-        return self._known(keys)
 
     def lease(self, blocks: Sequence[BlockId]) -> Int64s:
         """Lease blocks in memory, for copies by an engine. Return their slots: int64 [n]."""
@@ -196,9 +189,9 @@ class NodeRoom(LocalBlockCache):
 
     def end_leases(self, slots: Int64s) -> None:
         """End one lease of the block in each slot. slots: int64 [n], all leased by ``lease``."""
-        blocks = self._blocks_in(slots)
+        blocks = self.cache.slots.blocks_in(slots)
         self._index.release(blocks, HOST)
-        self._came_from[slots] = 0
+        self.cache.slots.sources[slots] = 0
         self.note_released(blocks)
 
     def slot_leases(
@@ -208,38 +201,33 @@ class NodeRoom(LocalBlockCache):
         is_reserved: npt.NDArray[np.bool_],
     ) -> SlotLeases:
         """Return the leases of an engine; see ``PythonSlotLeases`` for the arrays."""
-        return self._index.slot_leases(
-            HOST, self._arrays, num_leases, is_reserved, user.mask, user.keeps
+        arrays = self.slot_arrays
+        return self._index.slot_leases(HOST, arrays, num_leases, is_reserved, user.mask, user.keeps)
+
+    @property
+    def slot_arrays(self) -> SlotArrays:
+        """Arrays with an entry per slot, which all engines share."""
+        slots, tier = self.cache.slots, self.tier
+        return SlotArrays(
+            slots.blocks,
+            slots.sources,
+            tier.generations,
+            tier.users,
+            self.last_use,
+            self.key.block_bytes,
+            self._segment_bytes,
         )
 
     def note_released(self, blocks: Sequence[BlockId]) -> None:
         """Note that leases of blocks have ended."""
-        self.ladder.transient_blocks.passed(blocks)
-        if self._lost:
-            self.ladder.transfers.drop_lost()
-
-    def commit_blocks(
-        self, blocks: Sequence[BlockId], depths: Sequence[int], to_storage: bool
-    ) -> None:
-        """Note that blocks have been written into reserved slots; see ``commit``."""
-        self._commit(blocks, depths, to_storage)
-
-    def abort_blocks(self, blocks: Sequence[BlockId]) -> None:
-        """Give up blocks that were not written into reserved slots."""
-        self._copies.abort(blocks)
+        self._ladder.transient_blocks.passed(blocks)
+        if self._ladder.transfers.lost:
+            self._ladder.transfers.drop_lost()
 
     def distrust_slots(self, slots: Int64s) -> None:
         """Give up the blocks in slots that are leased or reserved. slots: int64 [n]."""
         self.tier.rows.renew(slots)
-        self._copies.distrust_blocks(self._blocks_in(slots))
-
-    def _blocks_in(self, slots: Int64s) -> Sequence[BlockId]:
-        """Return the blocks that were last copied to slots."""
-        return as_numbers(self._block_at[slots] - 1)
-
-    def _promote(self, keys: Sequence[bytes]) -> int:
-        self._grow(len(keys))
-        return super()._promote(keys)
+        self.cache.distrust_blocks(self.cache.slots.blocks_in(slots))
 
     def _grow(self, num_slots: int) -> None:
         """Add segments until ``num_slots`` slots are free, or no segment is to be had."""
@@ -247,35 +235,26 @@ class NodeRoom(LocalBlockCache):
             segment = self._take_segment()
             if segment is None:
                 return
-            self._last_use[segment] = self._clock()
+            self.last_use[segment] = self._clock()
             self.tier.add(segment)
 
-    def _fill(self, blocks: Sequence[BlockId], slots: Sequence[Slot], tier: int) -> None:
-        super()._fill(blocks, slots, tier)
-        self._block_at[as_array(slots)] = as_array(blocks) + 1
-
     def _note(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
-        """Have records written for blocks that entered memory. Nobody reads other changes."""
-        if is_removed or tier != HOST or self._are_recorded or not len(blocks):
-            return
-        self.kept.note(as_array(self._index.slots(blocks, HOST)), *self._index.facts(blocks))
+        """Have records written for blocks that entered memory."""
+        if not is_removed and tier == HOST and len(blocks):
+            self.kept.note(as_array(self._index.slots(blocks, HOST)), *self._index.facts(blocks))
 
     def _note_use(self, slots: Sequence[Slot] | Int64s) -> None:
         used = as_array(slots)
         if are_neighbours(used):  # as they usually are
             first, last = (self.tier.segments_of(used[at]) for at in (0, -1))
-            self._last_use[first : last + 1] = self._clock()
+            self.last_use[first : last + 1] = self._clock()
         elif len(used):
-            self._last_use[self.tier.segments_of(used)] = self._clock()
+            self.last_use[self.tier.segments_of(used)] = self._clock()
 
     @property
     def now_s(self) -> float:
-        """The time, by the room's clock."""
+        """The time, by the partition's clock."""
         return self._clock()
-
-    def generations(self, slots: Sequence[Slot] | Int64s) -> Int64s:
-        """Return the generation of each slot: int64 [n]."""
-        return self.tier.generations[as_array(slots)]
 
     def apply(
         self, keys: Sequence[bytes], said: Sequence[tuple[int, int, int, int, float]]
@@ -302,7 +281,7 @@ class NodeRoom(LocalBlockCache):
         segments = np.asarray(list(set(self.tier.segments) - self.pins.segments), np.int64)
         if not len(segments):
             return None
-        times = self._last_use[segments]
+        times = self.last_use[segments]
         at = int(times.argmin())
         return float(times[at]), int(segments[at])
 
@@ -333,8 +312,9 @@ class NodeRoom(LocalBlockCache):
 
     def _evict(self, slots: Int64s) -> None:
         """Evict the blocks in these slots from memory, as far as nothing uses them."""
-        slots = slots[self._block_at[slots] > 0]
-        blocks = self._blocks_in(slots)
+        its = self.cache.slots
+        slots = slots[its.blocks[slots] > 0]
+        blocks = its.blocks_in(slots)
         states = self._index.states_of(blocks, HOST)
         known = [
             (b, s)
@@ -343,7 +323,7 @@ class NodeRoom(LocalBlockCache):
         ]
         lies_at = self._index.slots([block for block, _ in known], HOST)
         here = [block for (block, slot), at in zip(known, lies_at, strict=True) if slot == at]
-        self.ladder.eviction.remove(here, HOST)
+        self._ladder.eviction.remove(here, HOST)
 
     @property
     def is_retiring(self) -> bool:
@@ -354,24 +334,13 @@ class NodeRoom(LocalBlockCache):
 
     def restore(self, segments: Sequence[int], left_mask: int, verifier: Verifier) -> None:
         """Take over segments of an earlier node; see ``KeptSlots.restore``."""
-        self._last_use[segments] = self._clock()
+        self.last_use[segments] = self._clock()
         self.kept.restore(segments, left_mask, verifier)
 
     def has_in_memory(self, key: bytes) -> bool:
         """Whether a block is in memory, or arrives there."""
         found = self._index.find(key)
         return found is not None and found[1][0] is not State.ABSENT
-
-    def adopt_kept(
-        self, keys: Sequence[bytes], slots: Sequence[Slot], depths: Sequence[int]
-    ) -> Sequence[BlockId]:
-        """Take over blocks that lie in slots, and that are not in memory yet. Return them."""
-        blocks, _ = self._copies.reserve(keys, slots, self._clock())
-        self._fill(blocks, slots, 0)
-        self._are_recorded = True
-        self.commit(keys, depths)
-        self._are_recorded = False
-        return blocks
 
     # -- deletion ----------------------------------------------------------------------------------
 
@@ -380,7 +349,7 @@ class NodeRoom(LocalBlockCache):
         self.pins.forget(keys)
         self.kept.forget(keys)
         self._forget_records(keys)
-        super().delete(keys)
+        self.cache.delete(keys)
 
     def _forget_records(self, keys: Sequence[bytes]) -> None:
         """Let the next node find none of these blocks in memory."""
@@ -394,11 +363,12 @@ class NodeRoom(LocalBlockCache):
     def undeleted(self, keys: Sequence[bytes]) -> set[int]:
         """Return the positions of deleted keys for which some storage has not confirmed it yet."""
         blocks, _ = self._index.find_all(keys)
-        names = self._lookup.names(keys)
+        names = child_keys(self.key.namespace, keys)
+        lost = self._ladder.transfers.lost
         found: set[int] = set()
-        for name in self.ladder.storages:
+        for name in self.cache.storages:
             found |= self._mover.owed(name, names)
-            found.update(at for at, block in enumerate(blocks) if (block, name) in self._lost)
+            found.update(at for at, block in enumerate(blocks) if (block, name) in lost)
         return found
 
     def delete_all(self) -> Iterator[None]:
@@ -410,10 +380,10 @@ class NodeRoom(LocalBlockCache):
         """
         self.pins.clear()
         self.kept.forget_all()
-        self.ladder.begin_clear()
-        for tier in (HOST, *self.ladder.storages):
+        self._ladder.begin_clear()
+        for tier in (HOST, *self.cache.storages):
             for _ in range(self._index.num_held(tier) // DELETED_AT_ONCE + 1):
-                if not self.ladder.eviction.delete(tier, DELETED_AT_ONCE):
+                if not self._ladder.eviction.delete(tier, DELETED_AT_ONCE):
                     break
                 yield
         for keys in _pieces([each.key for each in self._index.known()]):
@@ -427,26 +397,27 @@ class NodeRoom(LocalBlockCache):
     @property
     def has_undeleted(self) -> bool:
         """Whether some storage has deleted blocks yet to drop."""
-        storages = self.ladder.storages
+        storages = self.cache.storages
         if any(self._mover.num_owed(name) for name in storages):
             return True
-        return any(tier in storages for _, tier in self._lost)
+        return any(tier in storages for _, tier in self._ladder.transfers.lost)
 
     def evict_all(self) -> Iterator[None]:
         """Evict every block from memory that nothing uses. Yields between steps."""
         self.kept.forget_all()
-        while self.ladder.eviction.make(HOST, DELETED_AT_ONCE):
+        while self._ladder.eviction.make(HOST, DELETED_AT_ONCE):
             yield
 
     # -- upkeep ------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        super().poll()
+        """Notice what has ended."""
+        self.cache.poll()
         self.pins.expire()
 
     def used_bytes_by_tier(self) -> dict[str, int]:
         """Return the bytes that blocks take in each tier, as far as the index knows them."""
-        used = self.ladder.used_slots()
+        used = self._ladder.used_slots()
         return {name: num * self.key.block_bytes for name, num in used.items()}
 
     def capacity_by_storage(self) -> dict[str, int]:
@@ -456,7 +427,7 @@ class NodeRoom(LocalBlockCache):
 
     def breakers(self) -> dict[str, str]:
         """Return the state of each storage tier's breaker."""
-        return {name: self._mover.breaker(name).name.lower() for name in self.ladder.storages}
+        return {name: self._mover.breaker(name).name.lower() for name in self.cache.storages}
 
     def storage_errors(self) -> dict[str, str]:
         """Return the last error of each storage tier; "" for none."""
@@ -466,7 +437,7 @@ class NodeRoom(LocalBlockCache):
     def is_busy(self) -> bool:
         """Whether ``poll`` has work to do soon."""
         now_s = self._clock()
-        is_moving = self.ladder.is_busy or self.ladder.storage_lookup.is_waiting
+        is_moving = self._ladder.is_busy or self._ladder.storage_lookup.is_waiting
         return is_moving or any(due_s <= now_s for _, due_s in self._retiring.values())
 
     @property
@@ -481,30 +452,19 @@ class NodeRoom(LocalBlockCache):
 
     def tell_of_ends(self, tell: Callable[[], object]) -> None:
         """Call ``tell``, on any thread, when a transfer has ended."""
-        self.ladder.transfers.tell_of_ends(tell)
-
-    @property
-    def _num_private(self) -> int:
-        return self.kept.num_private
+        self._ladder.transfers.tell_of_ends(tell)
 
     def check_invariants(self) -> None:
         """Raise AssertionError also if a slot is not known to have the block that lies in it."""
-        super().check_invariants()
+        self.cache.check_invariants(self.kept.num_private)
         for each in self._index.known():
             state, slot, _ = each.places[0]
             if state is not State.ABSENT:
-                assert self._block_at[slot] == each.block + 1, "a slot has another block"
+                assert self.cache.slots.blocks[slot] == each.block + 1, "a slot has another block"
 
     def close(self) -> bool:
-        """Finish transfers, and close the storage tiers. Return False if that takes too long."""
-        self.ladder.transfers.drain(CLOSE_WAIT_S, self.poll)
-        in_use = self._mover.close(CLOSE_WAIT_S)
-        for name, storage in self._storages.items():
-            if name not in in_use:
-                storage.close()
-        if not in_use:
-            self.tier.close()
-        return not in_use
+        """Finish transfers, and close the tiers. Return False if that takes too long."""
+        return self.cache.close()
 
 
 def _pieces(keys: Sequence[Key]) -> Iterator[Sequence[Key]]:

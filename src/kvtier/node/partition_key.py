@@ -20,7 +20,7 @@ OTHER_SCOPES = "kvtier room whose scope has another length"
 
 
 @dataclass(frozen=True, slots=True)
-class RoomKey:
+class PartitionKey:
     """Identity of a room.
 
     tenant: whose quota counts. scope: digest of the namespace. block_bytes: bytes of a block.
@@ -61,7 +61,7 @@ class RoomKey:
         return f"{self.tenant}-{self.scope.hex()}-{self.block_bytes}-{self.key_bytes}"
 
     @classmethod
-    def of_folder(cls, folder: str) -> RoomKey | None:
+    def of_folder(cls, folder: str) -> PartitionKey | None:
         """Return the key of a folder's name; None for a name that no room's folder has."""
         found = FOLDER.fullmatch(folder)
         if found is None:
