@@ -179,11 +179,11 @@ def targets(node: Sequence[Round], in_process: Sequence[Round]) -> list[dict[str
 # -- where the time goes ---------------------------------------------------------------------------
 
 
-def room_in_process(node: CacheNode, keys: Sequence[bytes], block_bytes: int) -> Partition:
-    """Return a room of a node in this process that has the blocks."""
-    _, room = node.room(PartitionKey("", NAMESPACE, block_bytes, len(keys[0])))
-    store(room, keys)
-    return room
+def partition_in_process(node: CacheNode, keys: Sequence[bytes], block_bytes: int) -> Partition:
+    """Return a partition of a node in this process that has the blocks."""
+    _, partition = node.partition(PartitionKey("", NAMESPACE, block_bytes, len(keys[0])))
+    store(partition, keys)
+    return partition
 
 
 def _steps(num_blocks: int, num_calls: int) -> list[JsonRow]:
@@ -198,11 +198,11 @@ def _steps(num_blocks: int, num_calls: int) -> list[JsonRow]:
             segment_capacity=str(SEGMENT_BYTES),
         )
         node = CacheNode(config, CpuDevice())
-        held = Holdings(room_in_process(node, keys, BLOCK_BYTES), SlotUser(1, 0, "engine"))
+        held = Holdings(partition_in_process(node, keys, BLOCK_BYTES), SlotUser(1, 0, "engine"))
         told = b"".join(keys)
         frame = protocol.frame(protocol.LookupRequest(1, 0, told))
         split = protocol.split_keys(told, len(keys[0]))
-        ready = held.room.locate(split).ready
+        ready = held.partition.locate(split).ready
         slots = protocol.unpack(held.lease(ready)[0])
         held.release(slots)
         codes = bytes([protocol.MEMORY]) * len(keys)
@@ -224,7 +224,7 @@ def _steps(num_blocks: int, num_calls: int) -> list[JsonRow]:
             "make the frame": lambda: protocol.frame(protocol.LookupRequest(1, 0, told)),
             "take the frame": lambda: protocol.decode_engine(frame[4:]),
             "split the keys": lambda: protocol.split_keys(told, len(keys[0])),
-            "find in the index": lambda: held.room.lookup(split),
+            "find in the index": lambda: held.partition.lookup(split),
             "lease and release": lease,
             "serve both in one call each": serve,
             "make and take the answer": lambda: protocol.decode_node(protocol.frame(answer)[4:]),

@@ -34,7 +34,7 @@ from kvtier.node.client import NodeClient
 from kvtier.node.control_client import ControlClient
 from kvtier.node.host import NodeHost
 from kvtier.node.partition_key import PartitionKey
-from kvtier.node.records import FOLDER, RoomRows
+from kvtier.node.records import FOLDER, PartitionRows
 from kvtier.tools.report.stats import exactly
 
 HOST_BYTES, SEGMENT_BYTES = 128 << 20, 4 << 20
@@ -104,7 +104,7 @@ def _sealed(node: Node) -> list[bytes]:
     config = node.config
     name = PartitionKey("default", SCOPE, BLOCK_BYTES, KEY_BYTES).folder
     num_slots = config.host_bytes // BLOCK_BYTES
-    rows = RoomRows(config.directory / FOLDER, name, KEY_BYTES, num_slots)
+    rows = PartitionRows(config.directory / FOLDER, name, KEY_BYTES, num_slots)
     valid = np.flatnonzero(rows.are_valid(range(num_slots)))
     rows.close()
     keys: list[bytes] = rows.records["key"][valid].tolist()

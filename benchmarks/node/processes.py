@@ -102,7 +102,7 @@ def running_node(host_bytes: int, segment_bytes: int) -> Iterator[Node]:
 
 @contextmanager
 def attached(socket: Path, block_bytes: int, engine: str = "") -> Iterator[NodeCache]:
-    """A client whose deadline nothing misses, with its room opened."""
+    """A client whose deadline nothing misses, with its partition opened."""
     cache = NodeCache(NodeClient(socket, engine=engine), lambda: SCOPE, block_bytes, PATIENCE_S)
     try:
         until(lambda: cache.lookup(new_keys(1)) and _instance(cache))

@@ -48,7 +48,7 @@ class BareEngine:
         self._bytes = np.frombuffer(self._memory, np.uint8)
         opened = self.ask(lambda number: protocol.OpenRequest(number, SCOPE, BLOCK_BYTES, 32))
         os.close(self._fds.pop())
-        self.room = opened.room
+        self.partition = opened.partition
 
     def __enter__(self) -> Self:
         return self
@@ -82,13 +82,13 @@ class BareEngine:
 
     def reserve(self, wanted: Sequence[bytes]) -> list[int]:
         answer = self.ask(
-            lambda number: protocol.ReserveRequest(number, self.room, b"".join(wanted))
+            lambda number: protocol.ReserveRequest(number, self.partition, b"".join(wanted))
         )
         return protocol.unpack(answer.slots).tolist()
 
     def commit(self, slots: Sequence[int]) -> None:
         depths = protocol.pack(range(len(slots)))
-        self.tell(protocol.CommitNotice(self.room, protocol.pack(slots), depths))
+        self.tell(protocol.CommitNotice(self.partition, protocol.pack(slots), depths))
 
     def store(self, *numbers: int) -> None:
         """Store blocks, each filled with its number."""
@@ -103,7 +103,7 @@ class BareEngine:
         while True:
             answer = self.ask(
                 lambda number: protocol.LookupRequest(
-                    number, self.room, b"".join(keys(*numbers)), has_gaps=True
+                    number, self.partition, b"".join(keys(*numbers)), has_gaps=True
                 )
             )
             self.release(answer.slots)
@@ -114,20 +114,20 @@ class BareEngine:
     def lease(self, *numbers: int) -> bytes:
         """Lease blocks that are in memory. Return their slots."""
         answer = self.ask(
-            lambda number: protocol.LookupRequest(number, self.room, b"".join(keys(*numbers)))
+            lambda number: protocol.LookupRequest(number, self.partition, b"".join(keys(*numbers)))
         )
         assert list(answer.places) == [protocol.MEMORY] * len(numbers)
         found: bytes = answer.slots
         return found
 
     def release(self, slots: bytes) -> None:
-        self.tell(protocol.ReleaseNotice(self.room, slots))
+        self.tell(protocol.ReleaseNotice(self.partition, slots))
 
     def fetch(self, *numbers: int, timeout_s: float = 10.0) -> list[int | None]:
         """Read blocks to memory. Return the number that each is filled with; None if absent."""
         answer = self.ask(
             lambda number: protocol.FetchRequest(
-                number, self.room, b"".join(keys(*numbers)), timeout_s
+                number, self.partition, b"".join(keys(*numbers)), timeout_s
             )
         )
         slots = protocol.unpack(answer.slots).tolist()
@@ -139,14 +139,14 @@ class BareEngine:
     def promote(self, *numbers: int) -> int:
         """Begin to read blocks from storage. Return how many."""
         answer = self.ask(
-            lambda number: protocol.PromoteRequest(number, self.room, b"".join(keys(*numbers)))
+            lambda number: protocol.PromoteRequest(number, self.partition, b"".join(keys(*numbers)))
         )
         found: int = answer.num
         return found
 
     def delete(self, *numbers: int) -> list[int]:
         answer = self.ask(
-            lambda number: protocol.DeleteRequest(number, self.room, b"".join(keys(*numbers)))
+            lambda number: protocol.DeleteRequest(number, self.partition, b"".join(keys(*numbers)))
         )
         return list(answer.outcomes)
 

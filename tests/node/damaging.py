@@ -29,7 +29,7 @@ class StoppedEngine:
         self.inode = os.fstat(fd).st_ino
         self._memory = mmap.mmap(fd, here.node.memory.num_bytes)
         os.close(fd)
-        reserved = Holdings(here.room, user).reserve([keys(number) for number in RESERVED])
+        reserved = Holdings(here.partition, user).reserve([keys(number) for number in RESERVED])
         assert reserved is not None
         self.slots = reserved[0].slots
 

@@ -65,16 +65,16 @@ def _journal_bytes(disk: Path) -> int:
 
 def _store(cache: NodeCache, keys: list[bytes]) -> None:
     cache.on_request(keys)
-    room = cache.reserve(keys)
-    assert room is not None
-    cache.commit(room.keys, list(range(len(room.keys))))
+    partition = cache.reserve(keys)
+    assert partition is not None
+    cache.commit(partition.keys, list(range(len(partition.keys))))
 
 
 def test_block_is_visible_to_others_once_it_is_committed(make: Make) -> None:
     one, other = make(), make()
-    room = one.reserve(KEYS[:2])
-    assert room is not None
-    assert room.keys == KEYS[:2]
+    partition = one.reserve(KEYS[:2])
+    assert partition is not None
+    assert partition.keys == KEYS[:2]
     assert set(other.lookup(KEYS[:2]).states) <= {BlockState.ARRIVING}
     one.commit(KEYS[:1], [0])
     one.abort(KEYS[1:2])
@@ -139,7 +139,7 @@ def test_engines_thread_never_connects(make: Make, monkeypatch: pytest.MonkeyPat
     assert set(connecting) == {"kvtier-node"}
 
 
-def test_first_look_up_waits_until_the_room_is_open(make: Make, node: NodeProcess) -> None:
+def test_first_look_up_waits_until_the_partition_is_open(make: Make, node: NodeProcess) -> None:
     _store(make(), KEYS[:2])
     late = NodeCache(NodeClient(node.socket), lambda: SCOPE, BLOCK_BYTES, deadline_s=5.0)
     places, pending = late.lookup(KEYS[:2])
@@ -153,7 +153,7 @@ def test_first_look_up_waits_until_the_room_is_open(make: Make, node: NodeProces
     late.close()
 
 
-def test_nobody_waits_long_for_the_room_of_a_stopped_node(
+def test_nobody_waits_long_for_the_partition_of_a_stopped_node(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtier.node.cache.OPEN_S", 2.0)
@@ -173,14 +173,14 @@ def test_slots_of_forgotten_copies_stay_in_use_until_these_have_ended(make: Make
     assert one.reserve(KEYS[:2]) is not None
     one.end_copies()
     one.lookup(KEYS[4:5])
-    room = other.reserve(KEYS[:2])
-    assert room is not None
-    assert room.keys == [], "a rank may still write to the slots of these"
+    partition = other.reserve(KEYS[:2])
+    assert partition is not None
+    assert partition.keys == [], "a rank may still write to the slots of these"
     one.copies_have_ended()
     one.lookup(KEYS[4:5])
-    room = other.reserve(KEYS[:2])
-    assert room is not None
-    assert room.keys == KEYS[:2]
+    partition = other.reserve(KEYS[:2])
+    assert partition is not None
+    assert partition.keys == KEYS[:2]
 
 
 class Disk:

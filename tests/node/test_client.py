@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.keyed.guard import RoomFacts
+from kvtier.keyed.guard import PartitionFacts
 from kvtier.node import protocol
 from kvtier.node.cache import NodeSignal
-from kvtier.node.client import Channel, NodeClient, NodeError, OpenedRoom
+from kvtier.node.client import Channel, NodeClient, NodeError, OpenedPartition
 from kvtier.node.frame_socket import FrameSocket
 from kvtier.node.tier import NodeTier
 from kvtier.testing.storage_suite import GROUP
@@ -39,7 +39,7 @@ from tests.node.world import (
 )
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
-FACTS = RoomFacts(SCOPE, BLOCK, 8)
+FACTS = PartitionFacts(SCOPE, BLOCK, 8)
 SOME = keys(1, 2, 3)
 SOON_S = 30.0
 SLACK_S = 5.0
@@ -87,24 +87,24 @@ def soon() -> float:
     return time.monotonic() + SOON_S
 
 
-def enter(client: NodeClient) -> tuple[Channel, OpenedRoom]:
+def enter(client: NodeClient) -> tuple[Channel, OpenedPartition]:
     channel = client.take(soon())
-    return channel, channel.room(FACTS, soon())
+    return channel, channel.partition(FACTS, soon())
 
 
-def look_up(channel: Channel, room: OpenedRoom, some: bytes) -> protocol.LookupAnswer:
+def look_up(channel: Channel, partition: OpenedPartition, some: bytes) -> protocol.LookupAnswer:
     return channel.request(
-        lambda number: protocol.LookupRequest(number, room.number, some),
+        lambda number: protocol.LookupRequest(number, partition.number, some),
         protocol.LookupAnswer,
         soon(),
     )
 
 
 def reserve(
-    channel: Channel, room: OpenedRoom, some: bytes, until_s: float | None = None
+    channel: Channel, partition: OpenedPartition, some: bytes, until_s: float | None = None
 ) -> protocol.ReserveAnswer:
     return channel.request(
-        lambda number: protocol.ReserveRequest(number, room.number, some),
+        lambda number: protocol.ReserveRequest(number, partition.number, some),
         protocol.ReserveAnswer,
         soon() if until_s is None else until_s,
     )
@@ -130,16 +130,18 @@ def break_all(node: LocalNode) -> None:
 
 def test_commit_outlives_the_connection(node: LocalNode) -> None:
     client = NodeClient(node.config.socket)
-    channel, room = enter(client)
-    told = reserve(channel, room, SOME)
+    channel, partition = enter(client)
+    told = reserve(channel, partition, SOME)
     break_all(node)
     with pytest.raises(NodeError):
-        channel.notify(protocol.CommitNotice(room.number, told.slots, protocol.pack([0, 1, 2])))
+        channel.notify(
+            protocol.CommitNotice(partition.number, told.slots, protocol.pack([0, 1, 2]))
+        )
     client.put_back(channel)
-    channel, room = enter(client)
-    found = look_up(channel, room, SOME)
+    channel, partition = enter(client)
+    found = look_up(channel, partition, SOME)
     assert found.places == bytes([protocol.MEMORY] * 3)
-    channel.notify(protocol.ReleaseNotice(room.number, found.slots))
+    channel.notify(protocol.ReleaseNotice(partition.number, found.slots))
     client.put_back(channel)
     client.close()
     wait_until(lambda: node.num_used == 0)
@@ -147,12 +149,12 @@ def test_commit_outlives_the_connection(node: LocalNode) -> None:
 
 def test_notice_without_a_connection_waits_for_one(node: LocalNode) -> None:
     client = NodeClient(node.config.socket)
-    channel, room = enter(client)
-    told = reserve(channel, room, SOME)
+    channel, partition = enter(client)
+    told = reserve(channel, partition, SOME)
     instance = channel.mapped.instance
     channel.close()
     client.put_back(channel)
-    assert client.tell(instance, protocol.AbortNotice(room.number, told.slots)) is None
+    assert client.tell(instance, protocol.AbortNotice(partition.number, told.slots)) is None
     assert node.num_used == 3
     client.put_back(enter(client)[0])
     wait_until(lambda: node.num_used == 0)
@@ -161,10 +163,10 @@ def test_notice_without_a_connection_waits_for_one(node: LocalNode) -> None:
 
 def test_notice_goes_over_a_free_connection_at_once(node: LocalNode) -> None:
     client = NodeClient(node.config.socket)
-    channel, room = enter(client)
-    told = reserve(channel, room, SOME)
+    channel, partition = enter(client)
+    told = reserve(channel, partition, SOME)
     client.put_back(channel)
-    notice = protocol.AbortNotice(room.number, told.slots)
+    notice = protocol.AbortNotice(partition.number, told.slots)
     assert client.tell(channel.mapped.instance, notice) is channel
     wait_until(lambda: node.num_used == 0)
     client.close()
@@ -174,20 +176,20 @@ def test_notice_on_memory_that_is_gone_is_forgotten(tmp_path: Path) -> None:
     """The slots with these numbers are others' in the new memory."""
     with local_node(tmp_path) as node:
         client = NodeClient(node.config.socket)
-        channel, room = enter(client)
-        told = reserve(channel, room, SOME)
+        channel, partition = enter(client)
+        told = reserve(channel, partition, SOME)
         old = channel.mapped
     with pytest.raises(NodeError):
-        look_up(channel, room, SOME)
+        look_up(channel, partition, SOME)
     client.put_back(channel)
-    client.tell(old.instance, protocol.AbortNotice(room.number, told.slots))
+    client.tell(old.instance, protocol.AbortNotice(partition.number, told.slots))
     with local_node(tmp_path) as node:
-        channel, room = enter(client)
+        channel, partition = enter(client)
         assert channel.mapped is not old
-        again = reserve(channel, room, SOME)
+        again = reserve(channel, partition, SOME)
         assert again.slots == told.slots, "the case that this is about"
         client.put_back(channel)
-        client.tell(old.instance, protocol.AbortNotice(room.number, told.slots))
+        client.tell(old.instance, protocol.AbortNotice(partition.number, told.slots))
         client.put_back(enter(client)[0])
         assert node.num_used == 3
         client.close()
@@ -195,12 +197,12 @@ def test_notice_on_memory_that_is_gone_is_forgotten(tmp_path: Path) -> None:
 
 def test_answer_that_comes_too_late_is_undone(node: LocalNode) -> None:
     client = NodeClient(node.config.socket)
-    channel, room = enter(client)
+    channel, partition = enter(client)
     with busy(node), pytest.raises(NodeError, match="in time"):
-        reserve(channel, room, SOME, time.monotonic() + 0.01)
+        reserve(channel, partition, SOME, time.monotonic() + 0.01)
     assert channel.is_open
     wait_until(lambda: node.num_used == 3)
-    assert look_up(channel, room, SOME).places == bytes([protocol.ARRIVING] * 3)
+    assert look_up(channel, partition, SOME).places == bytes([protocol.ARRIVING] * 3)
     wait_until(lambda: node.num_used == 0)
     client.put_back(channel)
     client.close()
@@ -211,10 +213,10 @@ def test_late_answer_is_undone_though_the_client_asks_nothing_more(
 ) -> None:
     monkeypatch.setattr("kvtier.node.client.LISTEN_S", 0.5)  # so that the slots are seen in use
     client = NodeClient(node.config.socket)
-    channel, room = enter(client)
+    channel, partition = enter(client)
     with busy(node):
         with pytest.raises(NodeError, match="in time") as caught:
-            reserve(channel, room, SOME, time.monotonic() + 0.01)
+            reserve(channel, partition, SOME, time.monotonic() + 0.01)
         client.put_back(channel, caught.value)
     wait_until(lambda: node.num_used == 3)
     wait_until(lambda: node.num_used == 0)
@@ -239,11 +241,11 @@ def test_no_two_threads_hear_a_connection_at_a_time(
 
     monkeypatch.setattr("kvtier.node.client.LISTEN_S", 0.0)
     client = NodeClient(node.config.socket)
-    channel, room = enter(client)
+    channel, partition = enter(client)
     monkeypatch.setattr(Channel, "hear", slow_hear)
     with busy(node):
         with pytest.raises(NodeError, match="in time") as caught:
-            reserve(channel, room, SOME, time.monotonic() + 0.01)
+            reserve(channel, partition, SOME, time.monotonic() + 0.01)
         client.put_back(channel, caught.value)
         signal = NodeSignal(client, channel, 1)
         for _ in range(50):
@@ -252,14 +254,14 @@ def test_no_two_threads_hear_a_connection_at_a_time(
     client.close()
 
 
-def test_room_that_opens_too_late_is_there_next_time(node: LocalNode) -> None:
+def test_partition_that_opens_too_late_is_there_next_time(node: LocalNode) -> None:
     client = NodeClient(node.config.socket)
     channel = client.take(soon())
     with busy(node), pytest.raises(NodeError, match="in time"):
-        channel.room(FACTS, time.monotonic() + 0.01)
-    other = RoomFacts(SCOPE, 2 * BLOCK, 8)
-    assert len(channel.room(other, soon()).generations) == 32
-    assert len(channel.room(FACTS, time.monotonic()).generations) == 64
+        channel.partition(FACTS, time.monotonic() + 0.01)
+    other = PartitionFacts(SCOPE, 2 * BLOCK, 8)
+    assert len(channel.partition(other, soon()).generations) == 32
+    assert len(channel.partition(FACTS, time.monotonic()).generations) == 64
     client.put_back(channel)
     client.close()
 
@@ -268,10 +270,10 @@ def test_late_answers_before_a_goodbye_are_undone(node: LocalNode) -> None:
     """An engine of two processes keeps nothing of the one that leaves."""
     first, second = (NodeClient(node.config.socket, engine="both") for _ in range(2))
     second.put_back(enter(second)[0])
-    channel, room = enter(first)
+    channel, partition = enter(first)
     with busy(node):
         with pytest.raises(NodeError):
-            reserve(channel, room, SOME, time.monotonic() + 0.01)
+            reserve(channel, partition, SOME, time.monotonic() + 0.01)
         first.put_back(channel)
         closing = threading.Thread(target=first.close)
         closing.start()
@@ -284,8 +286,8 @@ def test_late_answers_before_a_goodbye_are_undone(node: LocalNode) -> None:
 
 def test_close_after_a_lost_connection_says_goodbye_over_a_new_one(node: LocalNode) -> None:
     client = NodeClient(node.config.socket)
-    channel, room = enter(client)
-    reserve(channel, room, SOME)
+    channel, partition = enter(client)
+    reserve(channel, partition, SOME)
     client.put_back(channel)
     break_all(node)
     assert node.num_used == 3
@@ -295,8 +297,8 @@ def test_close_after_a_lost_connection_says_goodbye_over_a_new_one(node: LocalNo
 
 def test_connection_in_use_at_the_close_says_goodbye_later(node: LocalNode) -> None:
     client = NodeClient(node.config.socket)
-    channel, room = enter(client)
-    reserve(channel, room, SOME)
+    channel, partition = enter(client)
+    reserve(channel, partition, SOME)
     client.close()
     assert node.num_used == 3
     client.put_back(channel)
@@ -311,8 +313,8 @@ def test_lost_connections_are_not_tried_one_by_one(node: LocalNode) -> None:
     for channel in channels:
         client.put_back(channel)
     break_all(node)
-    channel, room = enter(client)
-    assert look_up(channel, room, SOME).places == bytes(3)
+    channel, partition = enter(client)
+    assert look_up(channel, partition, SOME).places == bytes(3)
     assert client.breaker.state is BreakerState.CLOSED
     client.put_back(channel)
     client.close()
@@ -330,8 +332,8 @@ def test_slot_that_was_given_to_another_block_is_not_used(
     def reassign(frames: FrameSocket, frame: bytes, *args: object, **kw: object) -> None:
         message = protocol.decode_node(frame[protocol.FRAME_HEADER.size :])
         if isinstance(message, protocol.LookupAnswer) and message.slots:
-            (room,) = node.node.rooms
-            room.tier.generations[protocol.unpack(message.slots)[:1]] += 1
+            (partition,) = node.node.partitions
+            partition.tier.generations[protocol.unpack(message.slots)[:1]] += 1
         send(frames, frame, *args, **kw)  # type: ignore[arg-type]
 
     monkeypatch.setattr(FrameSocket, "send", reassign)
@@ -375,21 +377,21 @@ def test_node_that_was_killed_is_a_miss_and_is_found_again(process: NodeProcess)
 def test_stopped_node_delays_no_call_beyond_its_deadline(process: NodeProcess) -> None:
     """Neither requests, nor notices, nor new connections, nor the close."""
     client = NodeClient(process.socket)
-    channel, room = enter(client)
-    told = reserve(channel, room, SOME)
+    channel, partition = enter(client)
+    told = reserve(channel, partition, SOME)
     process.send(signal.SIGSTOP)
     began_s = time.monotonic()
     with pytest.raises(NodeError, match="in time"):
-        reserve(channel, room, SOME, time.monotonic() + 0.02)
-    channel.notify(protocol.AbortNotice(room.number, told.slots))
-    notice = protocol.UseNotice(room.number, keys(*range(4000)))
+        reserve(channel, partition, SOME, time.monotonic() + 0.02)
+    channel.notify(protocol.AbortNotice(partition.number, told.slots))
+    notice = protocol.UseNotice(partition.number, keys(*range(4000)))
     for _ in range(200):  # more than the socket takes
         channel.notify(notice)
     with pytest.raises(NodeError, match="in time"):
         Channel(process.socket, client._hello, time.monotonic() + 0.02, lambda _: None)
     assert time.monotonic() - began_s < SLACK_S
     process.send(signal.SIGCONT)
-    found = look_up(channel, room, SOME)
+    found = look_up(channel, partition, SOME)
     assert found.places == bytes(3), "the notice has arrived"
     process.send(signal.SIGSTOP)
     client.put_back(channel)
@@ -445,13 +447,15 @@ def test_breaker_opens_and_closes_again(process: NodeProcess) -> None:
 def test_notice_tells_the_breaker_nothing(process: NodeProcess) -> None:
     """A stopped node takes a notice: that is no sign of life."""
     client = NodeClient(process.socket)
-    channel, room = enter(client)
+    channel, partition = enter(client)
     client.put_back(channel)
     process.send(signal.SIGSTOP)
     for _ in range(3):
         client.note(NodeError("late"))
     assert client.breaker.is_open
-    client.tell(channel.mapped.instance, protocol.ReleaseNotice(room.number, protocol.pack([1])))
+    client.tell(
+        channel.mapped.instance, protocol.ReleaseNotice(partition.number, protocol.pack([1]))
+    )
     assert client.breaker.is_open
     process.send(signal.SIGCONT)
     client.close()
@@ -459,15 +463,15 @@ def test_notice_tells_the_breaker_nothing(process: NodeProcess) -> None:
 
 def test_forked_child_uses_nothing_of_its_parent(node: LocalNode) -> None:
     client = NodeClient(node.config.socket)
-    channel, room = enter(client)
-    told = reserve(channel, room, SOME)
+    channel, partition = enter(client)
+    told = reserve(channel, partition, SOME)
     client.put_back(channel)
     child = os.fork()
     if child == 0:
         try:
             with pytest.raises(NodeError):
                 client.take(soon())
-            client.tell(channel.mapped.instance, protocol.AbortNotice(room.number, told.slots))
+            client.tell(channel.mapped.instance, protocol.AbortNotice(partition.number, told.slots))
             client.close()
             os._exit(0)
         finally:
@@ -487,14 +491,14 @@ def test_node_of_another_version_is_refused(node: LocalNode) -> None:
 
 def test_memory_that_was_mapped_is_the_nodes(node: LocalNode) -> None:
     client = NodeClient(node.config.socket)
-    channel, room = enter(client)
-    told = reserve(channel, room, keys(5))
+    channel, partition = enter(client)
+    told = reserve(channel, partition, keys(5))
     (slot,) = protocol.unpack(told.slots).tolist()
     mapped = np.frombuffer(channel.mapped.memory.owner, np.uint8)  # type: ignore[call-overload]
     mapped[slot * BLOCK : (slot + 1) * BLOCK] = 7
     own = np.frombuffer(node.node.memory.memory.owner, np.uint8)  # type: ignore[call-overload]
     assert (own[slot * BLOCK : (slot + 1) * BLOCK] == 7).all()
-    assert room.generations[slot] == protocol.unpack(told.generations)[0]
+    assert partition.generations[slot] == protocol.unpack(told.generations)[0]
     assert config_of(node.config.socket.parent).host_bytes == channel.mapped.memory.nbytes
     client.put_back(channel)
     client.close()
@@ -521,8 +525,8 @@ def test_memory_that_does_not_arrive_is_a_failed_call(
     client = NodeClient(node.config.socket)
     with pytest.raises(NodeError, match="too many files"):
         enter(client)
-    channel, room = enter(client)
-    assert len(room.generations)
+    channel, partition = enter(client)
+    assert len(partition.generations)
     client.put_back(channel)
     client.close()
 

@@ -234,7 +234,7 @@ def test_look_ups_of_a_server_are_counted_and_timed(node: NodeProcess) -> None:
         before = node.control.get("/status")["rooms"][0]["looked_up"]["memory"]
         engine.ask(
             lambda number: protocol.FindRequest(
-                number, engine.room, key(1) + key(2) + key(3), timeout_s=1.0
+                number, engine.partition, key(1) + key(2) + key(3), timeout_s=1.0
             )
         )
         assert node.control.get("/status")["rooms"][0]["looked_up"]["memory"] == before + 2

@@ -78,12 +78,12 @@ def test_record_of_before_never_counts_again_if_generations_were_lost(tmp_path: 
     with world(tmp_path) as here:
         (slot,) = here.store(1)
         here.seal()
-        before = int(here.room.tier.generations[slot])
+        before = int(here.partition.tier.generations[slot])
         here.kill()
         find(here.node.config.directory, "generations").write_bytes(bytes(4096))
         here.start()
         assert here.found(1) == []
-        assert here.room.tier.generations[slot] > before
+        assert here.partition.tier.generations[slot] > before
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,9 @@ def node_with(folder: Path, **quotas: TenantQuota) -> Iterator[CacheNode]:
         node.close()
 
 
-def room_of(node: CacheNode, tenant: str, number: int = 0) -> Partition:
+def partition_of(node: CacheNode, tenant: str, number: int = 0) -> Partition:
     scope = bytes([number]) * 32
-    return node.room(PartitionKey(tenant, scope, BLOCK, 8))[1]
+    return node.partition(PartitionKey(tenant, scope, BLOCK, 8))[1]
 
 
 def slab_bytes(node: CacheNode, folder: Path, tenant: str) -> int:
@@ -55,35 +55,35 @@ def slab_bytes(node: CacheNode, folder: Path, tenant: str) -> int:
     return found
 
 
-def store(node: CacheNode, room: Partition, *numbers: int) -> None:
+def store(node: CacheNode, partition: Partition, *numbers: int) -> None:
     """Store blocks, and wait until they are on disk."""
     for number in numbers:
-        reserved = room.reserve([keys(number)])
+        reserved = partition.reserve([keys(number)])
         if reserved is not None and reserved.keys:
-            room.cache.commit(reserved.keys, [0])
+            partition.cache.commit(reserved.keys, [0])
     end_s = time.monotonic() + 20
-    while room.has_work and time.monotonic() < end_s:
-        room.poll()
+    while partition.has_work and time.monotonic() < end_s:
+        partition.poll()
         time.sleep(0.001)
     node.poll()
 
 
-def on_disk(room: Partition) -> int:
-    return room.used_bytes_by_tier().get(DISK, 0) // BLOCK
+def on_disk(partition: Partition) -> int:
+    return partition.used_bytes_by_tier().get(DISK, 0) // BLOCK
 
 
 def test_tenant_that_floods_the_disk_leaves_the_others_their_floor(tmp_path: Path) -> None:
     with node_with(tmp_path, b=TenantQuota(4 * SEGMENT, disk_floor=MIB)) as node:
-        hostile = [room_of(node, "a", number) for number in range(6)]
+        hostile = [partition_of(node, "a", number) for number in range(6)]
         assert slab_bytes(node, tmp_path, "a") == 3 * MIB
         store(node, hostile[0], *range(300))
-        late = room_of(node, "b")
+        late = partition_of(node, "b")
         assert slab_bytes(node, tmp_path, "b") == MIB
         store(node, late, *range(16))
         num = on_disk(late)
         assert num == 16
-        for room in hostile:
-            store(node, room, *range(1000, 1200))
+        for partition in hostile:
+            store(node, partition, *range(1000, 1200))
         assert on_disk(late) == num
         assert slab_bytes(node, tmp_path, "a") == 3 * MIB
         assert DISK not in hostile[-1].used_bytes_by_tier(), "it is served without the disk"
@@ -91,23 +91,23 @@ def test_tenant_that_floods_the_disk_leaves_the_others_their_floor(tmp_path: Pat
 
 def test_tenant_gets_no_more_than_its_ceiling(tmp_path: Path) -> None:
     with node_with(tmp_path, a=TenantQuota(disk_ceiling=MIB)) as node:
-        room_of(node, "a"), room_of(node, "a", 1)
+        partition_of(node, "a"), partition_of(node, "a", 1)
         assert slab_bytes(node, tmp_path, "a") == MIB
-        room_of(node, "b")
+        partition_of(node, "b")
         assert slab_bytes(node, tmp_path, "b") == 2 * MIB
         node.set_quota("a", TenantQuota(disk_ceiling=3 * MIB))
-        room_of(node, "a", 2)
+        partition_of(node, "a", 2)
         assert slab_bytes(node, tmp_path, "a") == 2 * MIB, "what is left"
 
 
 def test_slab_keeps_its_size_over_restarts(tmp_path: Path) -> None:
     with node_with(tmp_path, a=TenantQuota(disk_ceiling=MIB)) as node:
-        store(node, room_of(node, "a"), *range(8))
+        store(node, partition_of(node, "a"), *range(8))
     with node_with(tmp_path) as node:
         assert slab_bytes(node, tmp_path, "a") == MIB
-        room = room_of(node, "a")
-        room.lookup([keys(number) for number in range(8)])
-        assert on_disk(room) == 8
+        partition = partition_of(node, "a")
+        partition.lookup([keys(number) for number in range(8)])
+        assert on_disk(partition) == 8
         assert slab_bytes(node, tmp_path, "a") == MIB
 
 
@@ -130,24 +130,24 @@ def test_slab_that_can_not_be_read_stops_no_node(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "data.slab").symlink_to(folder / "data.slab")
     with node_with(tmp_path) as node:
-        assert DISK not in room_of(node, "a").used_bytes_by_tier()
+        assert DISK not in partition_of(node, "a").used_bytes_by_tier()
 
 
 @pytest.mark.parametrize(
     ("block_bytes", "sentence"), [(SEGMENT + 1, "does not fit"), (1, "too small")]
 )
-def test_room_that_is_refused_takes_no_disk_space(
+def test_partition_that_is_refused_takes_no_disk_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, sentence: str
 ) -> None:
     monkeypatch.setattr(memory, "MOST_SLOTS", 1 << 19)
     with node_with(tmp_path) as node:
         with pytest.raises(ConfigError, match=sentence):
-            node.room(PartitionKey("a", bytes(32), block_bytes, 8))
+            node.partition(PartitionKey("a", bytes(32), block_bytes, 8))
         assert slab_bytes(node, tmp_path, "a") == 0
         assert not list((tmp_path / "disk").glob("*"))
 
 
-def test_room_that_a_store_refuses_takes_no_disk_space(
+def test_partition_that_a_store_refuses_takes_no_disk_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> StorageTier:
@@ -157,7 +157,7 @@ def test_room_that_a_store_refuses_takes_no_disk_space(
     config = config_of(tmp_path, disk_path=str(tmp_path / "disk"), storage=["s3://bucket"])
     node = CacheNode(config, CpuDevice())
     with pytest.raises(ConfigError, match="no such bucket"):
-        room_of(node, "a")
+        partition_of(node, "a")
     assert not list(tmp_path.glob("disk/*"))
     node.close()
 

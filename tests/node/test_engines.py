@@ -29,16 +29,16 @@ def node(tmp_path: Path) -> Iterator[LocalNode]:
         yield node
 
 
-def store(engine: Bare, room: int, some: bytes) -> None:
-    told = engine.ask(protocol.ReserveRequest(3, room, some))
+def store(engine: Bare, partition: int, some: bytes) -> None:
+    told = engine.ask(protocol.ReserveRequest(3, partition, some))
     num = len(protocol.unpack(told.slots))
-    engine.send(protocol.CommitNotice(room, told.slots, protocol.pack(range(num))))
+    engine.send(protocol.CommitNotice(partition, told.slots, protocol.pack(range(num))))
 
 
-def places(engine: Bare, room: int, some: bytes) -> list[int]:
+def places(engine: Bare, partition: int, some: bytes) -> list[int]:
     """Return where blocks are; nothing is leased afterwards."""
-    found = engine.ask(protocol.LookupRequest(9, room, some))
-    engine.send(protocol.ReleaseNotice(room, found.slots))
+    found = engine.ask(protocol.LookupRequest(9, partition, some))
+    engine.send(protocol.ReleaseNotice(partition, found.slots))
     return list(found.places)
 
 
@@ -49,17 +49,17 @@ from kvtier.node import protocol
 from pathlib import Path
 from tempfile import TemporaryDirectory
 engine = Bare(Path(sys.argv[1]))
-room = engine.enter("holder", client=sys.argv[2])
+partition = engine.enter("holder", client=sys.argv[2])
 if "reserve" in sys.argv:
-    engine.ask(protocol.ReserveRequest(3, room, keys(1, 2, 3)))
+    engine.ask(protocol.ReserveRequest(3, partition, keys(1, 2, 3)))
 if "lease" in sys.argv:
-    engine.ask(protocol.LookupRequest(3, room, keys(1, 2, 3)))
+    engine.ask(protocol.LookupRequest(3, partition, keys(1, 2, 3)))
 if "silent" in sys.argv:  # leaves an answer unread, and says much while the node is held up
-    engine.send(protocol.LookupRequest(4, room, keys(4)))
+    engine.send(protocol.LookupRequest(4, partition, keys(4)))
     engine.socket.recv(1, socket.MSG_PEEK)
     print("asked", flush=True)
     sys.stdin.readline()
-    engine.send(protocol.UseNotice(room, bytes(2 * protocol.RECEIVED_AT_ONCE)))
+    engine.send(protocol.UseNotice(partition, bytes(2 * protocol.RECEIVED_AT_ONCE)))
 if "close" in sys.argv:
     engine.socket.close()
 if "fork" in sys.argv and os.fork() == 0:
@@ -104,11 +104,11 @@ def test_connection_closed_with_an_unread_answer_is_noticed(node: LocalNode) -> 
     """Its process lives on. The event loop reports such an end once, whatever is left to read."""
     for num_bytes in 8, MUCH:
         engine = Bare(node.config.socket)
-        room = engine.enter()
-        engine.send(protocol.LookupRequest(4, room, keys(4)))
+        partition = engine.enter()
+        engine.send(protocol.LookupRequest(4, partition, keys(4)))
         assert engine.socket.recv(1, socket.MSG_PEEK)
         with node.held_up():
-            engine.send(protocol.UseNotice(room, bytes(num_bytes)))
+            engine.send(protocol.UseNotice(partition, bytes(num_bytes)))
             engine.close()
         node.until(lambda: not node.server.registry._open)
 
@@ -131,18 +131,18 @@ def test_process_killed_with_an_unread_answer_leaves_nothing(node: LocalNode) ->
 def test_killed_writer_leaves_nothing(node: LocalNode, words: tuple[str, ...]) -> None:
     """Also one whose connection had broken before."""
     with holder(node, *words) as process, bare(node.config.socket) as other:
-        room = other.enter()
-        assert places(other, room, SOME) == [protocol.ARRIVING] * 3
+        partition = other.enter()
+        assert places(other, partition, SOME) == [protocol.ARRIVING] * 3
         process.kill()
         process.wait()
-        wait_until(lambda: places(other, room, SOME) == [protocol.ABSENT] * 3)
+        wait_until(lambda: places(other, partition, SOME) == [protocol.ABSENT] * 3)
     node.until(lambda: len(node.server.registry.engines) == 1)
 
 
 def test_killed_reader_leaves_blocks_that_can_be_evicted(node: LocalNode) -> None:
     with bare(node.config.socket) as other:
-        room = other.enter()
-        store(other, room, SOME)
+        partition = other.enter()
+        store(other, partition, SOME)
         with holder(node, "lease", "close"):
             node.until(lambda: node.server.registry.engines)
             assert node.num_used == 3
@@ -153,25 +153,25 @@ def test_killed_reader_leaves_blocks_that_can_be_evicted(node: LocalNode) -> Non
 def test_stopped_process_keeps_what_it_uses(node: LocalNode, words: tuple[str, ...]) -> None:
     """It may resume, and write: neither time nor a lost connection ends that."""
     with holder(node, *words) as process, bare(node.config.socket) as other:
-        room = other.enter()
+        partition = other.enter()
         process.send_signal(signal.SIGSTOP)
-        store(other, room, keys(*range(10, 120)))
+        store(other, partition, keys(*range(10, 120)))
         node.do(lambda: [node.node.poll() for _ in range(100)])
-        assert places(other, room, SOME) == [protocol.ARRIVING] * 3
+        assert places(other, partition, SOME) == [protocol.ARRIVING] * 3
         assert node.num_used == 3
 
 
 def test_process_that_lives_in_its_child_keeps_what_it_uses(node: LocalNode) -> None:
     """A forked child has the mapping, too: its socket is open, though its parent is dead."""
     with holder(node, "reserve", "fork") as process, bare(node.config.socket) as other:
-        room = other.enter()
+        partition = other.enter()
         process.kill()
         process.wait()
         node.do(lambda: [node.node.poll() for _ in range(100)])
-        assert places(other, room, SOME) == [protocol.ARRIVING] * 3
+        assert places(other, partition, SOME) == [protocol.ARRIVING] * 3
         assert process.stdin is not None
         process.stdin.close()
-        wait_until(lambda: places(other, room, SOME) == [protocol.ABSENT] * 3)
+        wait_until(lambda: places(other, partition, SOME) == [protocol.ABSENT] * 3)
 
 
 def test_engine_lives_as_long_as_one_of_its_processes(node: LocalNode) -> None:
@@ -209,8 +209,8 @@ def _is_idle(node: LocalNode) -> bool:
 
 def test_goodbye_after_a_lost_connection_frees_what_was_left(node: LocalNode) -> None:
     with bare(node.config.socket) as lost:
-        room = lost.enter("engine", client="c")
-        lost.ask(protocol.ReserveRequest(3, room, SOME))
+        partition = lost.enter("engine", client="c")
+        lost.ask(protocol.ReserveRequest(3, partition, SOME))
     node.until(lambda: _is_idle(node))
     assert node.num_used == 3
     with bare(node.config.socket) as again:
@@ -222,9 +222,9 @@ def test_goodbye_after_a_lost_connection_frees_what_was_left(node: LocalNode) ->
 
 def test_goodbye_on_one_of_two_connections_ends_nothing(node: LocalNode) -> None:
     with bare(node.config.socket) as first, bare(node.config.socket) as second:
-        room = first.enter("engine", client="c")
+        partition = first.enter("engine", client="c")
         second.attach("engine", client="c")
-        first.ask(protocol.ReserveRequest(3, room, SOME))
+        first.ask(protocol.ReserveRequest(3, partition, SOME))
         first.send(protocol.DetachNotice())
         assert first.is_closed()
         assert node.num_used == 3
@@ -233,15 +233,15 @@ def test_goodbye_on_one_of_two_connections_ends_nothing(node: LocalNode) -> None
         assert node.num_used == 0
 
 
-def test_room_can_be_named_over_a_later_connection(node: LocalNode) -> None:
-    """A notice on a slot may come after a reconnect, on which the room was not opened."""
+def test_partition_can_be_named_over_a_later_connection(node: LocalNode) -> None:
+    """A notice on a slot may come after a reconnect, on which the partition was not opened."""
     with bare(node.config.socket) as lost:
-        room = lost.enter("engine", client="c")
-        told = lost.ask(protocol.ReserveRequest(3, room, SOME))
+        partition = lost.enter("engine", client="c")
+        told = lost.ask(protocol.ReserveRequest(3, partition, SOME))
     with bare(node.config.socket) as again:
         again.attach("engine", client="c")
-        again.send(protocol.CommitNotice(room, told.slots, protocol.pack([0, 1, 2])))
-        assert places(again, room, SOME) == [protocol.MEMORY] * 3
+        again.send(protocol.CommitNotice(partition, told.slots, protocol.pack([0, 1, 2])))
+        assert places(again, partition, SOME) == [protocol.MEMORY] * 3
         again.send(protocol.DetachNotice())
         assert again.is_closed()
 
@@ -249,11 +249,11 @@ def test_room_can_be_named_over_a_later_connection(node: LocalNode) -> None:
 def test_answer_that_was_never_read_leaves_no_lease(node: LocalNode) -> None:
     """Leases of answers that the node could not send are given back, though the process lives."""
     with bare(node.config.socket) as engine:
-        room = engine.enter("engine", client="c")
-        store(engine, room, keys(*range(32)))
+        partition = engine.enter("engine", client="c")
+        store(engine, partition, keys(*range(32)))
         num = 0
         engine.socket.setblocking(False)
-        frame = protocol.frame(protocol.LookupRequest(3, room, keys(*range(32))))
+        frame = protocol.frame(protocol.LookupRequest(3, partition, keys(*range(32))))
         while num < 20_000:
             try:
                 engine.socket.send(frame)
@@ -268,7 +268,9 @@ def test_answer_that_was_never_read_leaves_no_lease(node: LocalNode) -> None:
             assert isinstance(answer, protocol.LookupAnswer)
             sizes.append(len(answer.slots) // 8)
         (state,) = node.server.registry.engines.values()
-        leased = node.do(lambda: sum(int(held.num_leases.sum()) for held in state.rooms.values()))
+        leased = node.do(
+            lambda: sum(int(held.num_leases.sum()) for held in state.partitions.values())
+        )
         assert leased == sum(sizes), "what was told of, and nothing else"
         assert len(sizes) < num
 
@@ -276,10 +278,10 @@ def test_answer_that_was_never_read_leaves_no_lease(node: LocalNode) -> None:
 def test_notices_before_the_end_of_a_connection_count(node: LocalNode) -> None:
     """Even if the process reads no answer any more."""
     with bare(node.config.socket) as engine:
-        room = engine.enter("engine", client="c")
-        told = engine.ask(protocol.ReserveRequest(3, room, SOME))
-        lookups = [protocol.LookupRequest(3, room, keys(*range(2000)))] * 20
-        engine.send(*lookups, protocol.AbortNotice(room, told.slots))
+        partition = engine.enter("engine", client="c")
+        told = engine.ask(protocol.ReserveRequest(3, partition, SOME))
+        lookups = [protocol.LookupRequest(3, partition, keys(*range(2000)))] * 20
+        engine.send(*lookups, protocol.AbortNotice(partition, told.slots))
     node.until(lambda: _is_idle(node))
     assert node.num_used == 0
 
@@ -293,11 +295,11 @@ def test_notices_after_a_message_that_failed_count(
         raise RuntimeError("a bug")
 
     with bare(node.config.socket) as engine:
-        room = engine.enter("engine", client="c")
-        told = engine.ask(protocol.ReserveRequest(3, room, SOME))
+        partition = engine.enter("engine", client="c")
+        told = engine.ask(protocol.ReserveRequest(3, partition, SOME))
         monkeypatch.setattr("kvtier.node.engines.Holdings.serve", fail)
-        lookup = protocol.LookupRequest(4, room, SOME)
-        engine.send(lookup, protocol.AbortNotice(room, told.slots), lookup)
+        lookup = protocol.LookupRequest(4, partition, SOME)
+        engine.send(lookup, protocol.AbortNotice(partition, told.slots), lookup)
         assert engine.is_closed()
         wait_until(lambda: node.num_used == 0)
 
@@ -309,7 +311,7 @@ def test_connection_that_never_attaches_is_closed(
     with bare(node.config.socket) as silent, bare(node.config.socket) as good:
         good.attach()
         assert silent.is_closed()
-        assert good.open().room == 0
+        assert good.open().partition == 0
 
 
 def test_connections_of_a_process_are_bounded(
@@ -348,16 +350,16 @@ def test_clients_that_a_process_left_without_a_goodbye_are_bounded(
 def test_reader_hears_of_a_writers_commit_at_once(node: LocalNode) -> None:
     """It waits for what it needs, and is not woken by anything else."""
     with bare(node.config.socket) as writer, bare(node.config.socket) as reader:
-        room = writer.enter("writer")
+        partition = writer.enter("writer")
         reader.enter("reader")
-        told = writer.ask(protocol.ReserveRequest(3, room, SOME))
-        reader.send(protocol.FetchRequest(4, room, SOME, 600.0))
+        told = writer.ask(protocol.ReserveRequest(3, partition, SOME))
+        reader.send(protocol.FetchRequest(4, partition, SOME, 600.0))
         node.until(lambda: node.server.registry._waits)
         for _ in range(3):
             node.do(node.server.registry.changed)
         (wait,) = node.server.registry._waits
         assert not wait.signal.is_set()
-        writer.send(protocol.CommitNotice(room, told.slots, protocol.pack([0, 1, 2])))
+        writer.send(protocol.CommitNotice(partition, told.slots, protocol.pack([0, 1, 2])))
         found = reader.receive()
         assert isinstance(found, protocol.FetchAnswer)
         assert found.slots == told.slots
@@ -366,11 +368,11 @@ def test_reader_hears_of_a_writers_commit_at_once(node: LocalNode) -> None:
 
 def test_wait_of_a_lost_connection_is_forgotten(node: LocalNode) -> None:
     with bare(node.config.socket) as writer:
-        room = writer.enter("writer")
-        writer.ask(protocol.ReserveRequest(3, room, SOME))
+        partition = writer.enter("writer")
+        writer.ask(protocol.ReserveRequest(3, partition, SOME))
         with bare(node.config.socket) as reader:
             reader.enter("reader")
-            reader.send(protocol.FetchRequest(4, room, SOME, 600.0))
+            reader.send(protocol.FetchRequest(4, partition, SOME, 600.0))
             node.until(lambda: node.server.registry._waits)
         node.until(lambda: not node.server.registry._waits)
 
@@ -378,10 +380,10 @@ def test_wait_of_a_lost_connection_is_forgotten(node: LocalNode) -> None:
 def test_requests_that_wait_are_bounded(node: LocalNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.node.connection.MOST_WAITING", 10)
     with bare(node.config.socket) as writer, bare(node.config.socket) as reader:
-        room = writer.enter("writer")
-        writer.ask(protocol.ReserveRequest(3, room, SOME))
+        partition = writer.enter("writer")
+        writer.ask(protocol.ReserveRequest(3, partition, SOME))
         reader.enter("reader")
-        reader.send(*[protocol.FetchRequest(4, room, SOME, 600.0)] * 11)
+        reader.send(*[protocol.FetchRequest(4, partition, SOME, 600.0)] * 11)
         assert reader.is_closed()
         node.until(lambda: not node.server.registry._waits)
 
@@ -406,7 +408,7 @@ def test_node_without_descriptors_serves_on(
 
         monkeypatch.setattr(node.server, "_socket", Full())
         with bare(node.config.socket) as late:
-            assert good.open().room == 0
+            assert good.open().partition == 0
             assert isinstance(late.attach(), protocol.AttachAnswer)
         assert len(tries) < 10, "it does not try without end"
         monkeypatch.undo()

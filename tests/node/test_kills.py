@@ -95,19 +95,19 @@ def forker(folder: Path) -> Iterator[Forker]:
 
 
 def num_free(folder: Path) -> int:
-    """Return how many slots of the room can be had. They are given back."""
+    """Return how many slots of the partition can be had. They are given back."""
     with bare(folder / "node.sock") as engine:
         engine.attach("last", client=str(time.monotonic()))
-        room = engine.open(BLOCK, KEY_BYTES, SCOPE).room
-        num = len(protocol.unpack(_reserved(engine, room)))
+        partition = engine.open(BLOCK, KEY_BYTES, SCOPE).partition
+        num = len(protocol.unpack(_reserved(engine, partition)))
         engine.send(protocol.DetachNotice())
         assert engine.is_closed()
         return num
 
 
-def _reserved(engine: Bare, room: int) -> bytes:
+def _reserved(engine: Bare, partition: int) -> bytes:
     names = b"".join(b"last".ljust(KEY_BYTES - 1) + bytes([at]) for at in range(NUM_SLOTS))
-    told = engine.ask(protocol.ReserveRequest(3, room, names))
+    told = engine.ask(protocol.ReserveRequest(3, partition, names))
     return bytes(told.slots)
 
 

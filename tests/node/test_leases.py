@@ -43,20 +43,20 @@ KEYS = [bytes([number]) * 8 for number in range(6)]
 def held(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Holdings]:
-    """The leases of one engine in a room with six blocks."""
+    """The leases of one engine in a partition with six blocks."""
     node = CacheNode(config_of(tmp_path_factory.mktemp("node")), CpuDevice())
     wait_until(lambda: node.memory.num_free == node.memory.num_segments)
-    _, room = node.room(PartitionKey("", SCOPE, BLOCK, 8))
-    reserved = room.reserve(KEYS)
+    _, partition = node.partition(PartitionKey("", SCOPE, BLOCK, 8))
+    reserved = partition.reserve(KEYS)
     assert reserved is not None
-    room.cache.commit(reserved.keys, range(6))
+    partition.cache.commit(reserved.keys, range(6))
     user = SlotUser(1, 5, "engine")
-    held = Holdings(room, user)
+    held = Holdings(partition, user)
     if request.param == "in Python":
         held._leases = PythonSlotLeases(
-            room._index,
+            partition._index,
             HOST,
-            room.slot_arrays,
+            partition.slot_arrays,
             held.num_leases,
             held.is_reserved,
             user.mask,
@@ -76,28 +76,28 @@ SLOTS = st.lists(st.integers(-2, 9) | st.sampled_from([63, 64, 1 << 40, -(1 << 6
 def test_each_lease_is_released_once_whatever_is_named(
     held: Holdings, steps: list[tuple[list[int], list[int]]]
 ) -> None:
-    room, model = held.room, Counter[int]()
+    partition, model = held.partition, Counter[int]()
     list(held.end())  # of an example that has failed
     for asked, named in steps:
-        found = room.locate([KEYS[at] for at in asked])
-        room.last_use[:] = 0
+        found = partition.locate([KEYS[at] for at in asked])
+        partition.last_use[:] = 0
         slots, generations = map(unpack, held.lease(found.ready))
-        assert slots.tolist() == list(room._index.slots(found.ready, HOST))
-        assert generations.tolist() == room.tier.generations[slots].tolist()
-        used = room.tier.segments_of(slots).tolist()
-        assert set(np.flatnonzero(room.last_use).tolist()) == set(used)
+        assert slots.tolist() == list(partition._index.slots(found.ready, HOST))
+        assert generations.tolist() == partition.tier.generations[slots].tolist()
+        used = partition.tier.segments_of(slots).tolist()
+        assert set(np.flatnonzero(partition.last_use).tolist()) == set(used)
         model.update(slots.tolist())
         held.release(np.array(named, np.int64))
         model -= Counter(named) & model
-        assert np.flatnonzero(room.tier.users == 1 << 5).tolist() == sorted(model)
+        assert np.flatnonzero(partition.tier.users == 1 << 5).tolist() == sorted(model)
         assert {at: num for at, num in enumerate(held.num_leases.tolist()) if num} == dict(model)
-        blocks = room.locate(KEYS).ready
-        assert model.keys() <= set(room._index.slots(blocks, HOST))
-        assert room._index.num_evictable(HOST) == len(KEYS) - len(model)
+        blocks = partition.locate(KEYS).ready
+        assert model.keys() <= set(partition._index.slots(blocks, HOST))
+        assert partition._index.num_evictable(HOST) == len(KEYS) - len(model)
     assert held.num_slots == len(model)
     list(held.end())
     assert held.num_slots == 0
-    assert room._index.num_evictable(HOST) == len(KEYS)
+    assert partition._index.num_evictable(HOST) == len(KEYS)
 
 
 @given(steps=st.lists(SLOTS, max_size=4))
@@ -105,29 +105,29 @@ def test_each_lease_is_released_once_whatever_is_named(
 def test_each_reserved_slot_ends_once_whatever_is_named(
     held: Holdings, steps: list[list[int]]
 ) -> None:
-    room = held.room
+    partition = held.partition
     list(held.end())
     found = held.reserve([bytes([200 + number]) * 8 for number in range(3)])
     assert found is not None
     reserved, generations = found
     model = list(reserved.slots)
-    assert unpack(generations).tolist() == room.tier.generations[list(reserved.slots)].tolist()
+    assert unpack(generations).tolist() == partition.tier.generations[list(reserved.slots)].tolist()
     for named in steps:
-        assert np.flatnonzero(room.tier.users == 1 << 5).tolist() == sorted(model)
+        assert np.flatnonzero(partition.tier.users == 1 << 5).tolist() == sorted(model)
         assert np.flatnonzero(held.is_reserved).tolist() == sorted(model)
         assert held.num_slots == len(model)
         slots = np.array(named, np.int64)
         before = [slot for slot in dict.fromkeys(named) if slot in model]
-        blocks = room.cache.slots.blocks_in(np.array(before, np.int64))
+        blocks = partition.cache.slots.blocks_in(np.array(before, np.int64))
         which, ended = held._leases.end_reserved(slots)
         assert list(which) == [named.index(slot) for slot in before]
         assert list(ended) == list(blocks)
         held.num_reserved -= len(which)
         model = [slot for slot in model if slot not in before]
-        room.cache.abort_blocks(ended)
+        partition.cache.abort_blocks(ended)
     list(held.end())
-    room.check_invariants()
-    assert not room.tier.users.any()
+    partition.check_invariants()
+    assert not partition.tier.users.any()
 
 
 @given(
@@ -147,7 +147,7 @@ def test_simple_messages_are_answered_as_all_are(
     if isinstance(held._leases, PythonSlotLeases):
         assert held._leases.serve(memoryview(b""), 0, 8, True, 0.0) is None
         return
-    room, key_bytes = held.room, held.room.key.key_bytes
+    partition, key_bytes = held.partition, held.partition.key.key_bytes
     list(held.end())
     number, at = numbers
     request = LookupRequest(number, at, b"".join(asked), *flags)
@@ -155,7 +155,7 @@ def test_simple_messages_are_answered_as_all_are(
     if not asked or (b"unknown!" in asked and not is_alone):
         assert served is None
         assert held.num_slots == 0
-        assert room._index.num_evictable(HOST) == len(KEYS)
+        assert partition._index.num_evictable(HOST) == len(KEYS)
         return
     assert served is not None
     frame, looked_up, ended = served
@@ -172,9 +172,11 @@ def test_simple_messages_are_answered_as_all_are(
     released = held._leases.serve(again, at, key_bytes, is_alone, 0.0)
     assert released is not None
     assert released[:2] == (b"", b"")
-    assert list(released[2]) == 2 * list(room.locate([key for key in asked if key in KEYS]).ready)
+    assert list(released[2]) == 2 * list(
+        partition.locate([key for key in asked if key in KEYS]).ready
+    )
     assert held.num_slots == 0
-    assert room._index.num_evictable(HOST) == len(KEYS)
+    assert partition._index.num_evictable(HOST) == len(KEYS)
 
 
 @given(content=st.binary(max_size=40), cut=st.integers(0, 60), at=st.integers(0, 60))
@@ -215,7 +217,7 @@ def node(tmp_path: Path) -> Iterator[LocalNode]:
 
 @pytest.fixture
 def cache(node: LocalNode) -> Iterator[NodeCache]:
-    """A client in a room with six blocks."""
+    """A client in a partition with six blocks."""
     cache = NodeCache(NodeClient(node.config.socket), lambda: SCOPE, BLOCK, PATIENCE_S)
     wait_until(lambda: cache.reserve(KEYS) is not None)
     cache.commit(KEYS, range(6))
@@ -261,4 +263,6 @@ def test_held_blocks_outlive_poll_and_the_others_do_not(node: LocalNode, cache: 
 def leased(node: LocalNode) -> int:
     """Return the number of leases of all engines. Called on the node's thread."""
     engines = node.server.registry.engines.values()
-    return sum(int(each.num_leases.sum()) for engine in engines for each in engine.rooms.values())
+    return sum(
+        int(each.num_leases.sum()) for engine in engines for each in engine.partitions.values()
+    )

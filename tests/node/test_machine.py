@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kvtier.keyed.guard import RoomFacts
+from kvtier.keyed.guard import PartitionFacts
 from kvtier.node import protocol
-from kvtier.node.client import Channel, NodeClient, NodeError, OpenedRoom
+from kvtier.node.client import Channel, NodeClient, NodeError, OpenedPartition
 from kvtier.node.engines import EngineProcess
 from kvtier.node.protocol import FromEngine
 from kvtier.types import Slot
@@ -32,7 +32,7 @@ from tests.node.world import SCOPE, LocalNode, config_of, keys, wait_until
 BLOCK = 1024
 NUM_SLOTS = 16
 NUM_KEYS = 24
-FACTS = RoomFacts(SCOPE, BLOCK, 8)
+FACTS = PartitionFacts(SCOPE, BLOCK, 8)
 
 some_keys = st.lists(st.integers(0, NUM_KEYS - 1), min_size=1, max_size=6, unique=True)
 
@@ -81,11 +81,11 @@ class Machine(RuleBasedStateMachine):
 
     # -- one call of an engine ---------------------------------------------------------------------
 
-    def take(self, engine: Engine) -> tuple[Channel, OpenedRoom]:
+    def take(self, engine: Engine) -> tuple[Channel, OpenedPartition]:
         self.connecting = engine.process
         until_s = time.monotonic() + 30
         channel = engine.client.take(until_s)
-        return channel, channel.room(FACTS, until_s)
+        return channel, channel.partition(FACTS, until_s)
 
     def tell(self, engine: Engine, notice: FromEngine) -> None:
         assert engine.client._mapped is not None
@@ -113,9 +113,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(engine=engines, wanted=some_keys)
     def look_up(self, engine: Engine, wanted: list[int]) -> None:
-        channel, room = self.take(engine)
+        channel, partition = self.take(engine)
         found = channel.request(
-            lambda number: protocol.LookupRequest(number, room.number, keys(*wanted)),
+            lambda number: protocol.LookupRequest(number, partition.number, keys(*wanted)),
             protocol.LookupAnswer,
             time.monotonic() + 30,
         )
@@ -135,9 +135,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(engine=engines, wanted=some_keys)
     def reserve(self, engine: Engine, wanted: list[int]) -> None:
-        channel, room = self.take(engine)
+        channel, partition = self.take(engine)
         told = channel.request(
-            lambda number: protocol.ReserveRequest(number, room.number, keys(*wanted)),
+            lambda number: protocol.ReserveRequest(number, partition.number, keys(*wanted)),
             protocol.ReserveAnswer,
             time.monotonic() + 30,
         )
@@ -187,31 +187,31 @@ class Machine(RuleBasedStateMachine):
     @rule(engine=engines, wanted=some_keys)
     def give_up_a_request(self, engine: Engine, wanted: list[int]) -> None:
         """The answer is late, and undone."""
-        channel, room = self.take(engine)
+        channel, partition = self.take(engine)
         look_up, reserve = protocol.LookupRequest, protocol.ReserveRequest
         with suppress(NodeError):
             found = channel.request(
-                lambda number: look_up(number, room.number, keys(*wanted)),
+                lambda number: look_up(number, partition.number, keys(*wanted)),
                 protocol.LookupAnswer,
                 -1.0,
             )  # it may be in time nevertheless
-            channel.notify(protocol.ReleaseNotice(room.number, found.slots))
+            channel.notify(protocol.ReleaseNotice(partition.number, found.slots))
         with suppress(NodeError):
             told = channel.request(
-                lambda number: reserve(number, room.number, keys(*wanted)),
+                lambda number: reserve(number, partition.number, keys(*wanted)),
                 protocol.ReserveAnswer,
                 -1.0,
             )
-            channel.notify(protocol.AbortNotice(room.number, told.slots))
+            channel.notify(protocol.AbortNotice(partition.number, told.slots))
         wait_until(lambda: not self._listen(channel))
         engine.client.put_back(channel)
 
     @rule(engine=engines)
     def settle(self, engine: Engine) -> None:
         """Once the engine is connected, the node knows exactly what it uses, or will soon."""
-        channel, room = self.take(engine)
+        channel, partition = self.take(engine)
         channel.request(
-            lambda number: protocol.FindRequest(number, room.number, b"", 0.0),
+            lambda number: protocol.FindRequest(number, partition.number, b"", 0.0),
             protocol.OutcomesAnswer,
             time.monotonic() + 30,
         )
@@ -280,8 +280,8 @@ class Machine(RuleBasedStateMachine):
         def count() -> dict[str, tuple[int, int]]:
             return {
                 name: (
-                    sum(int(held.num_leases.sum()) for held in each.rooms.values()),
-                    sum(held.num_reserved for held in each.rooms.values()),
+                    sum(int(held.num_leases.sum()) for held in each.partitions.values()),
+                    sum(held.num_reserved for held in each.partitions.values()),
                 )
                 for each in self.node.server.registry.engines.values()
                 for name in each.clients
@@ -303,15 +303,15 @@ class Machine(RuleBasedStateMachine):
     def _check_all_slots(self) -> None:
         """Nothing is in use any more, so that all slots can be had again."""
         assert self.node.num_used == 0
-        if not self.node.node.rooms:
+        if not self.node.node.partitions:
             return
 
         def reserve_all() -> int:
-            (room,) = self.node.node.rooms
+            (partition,) = self.node.node.partitions
             names = [(1000 + number).to_bytes(8, "little") for number in range(NUM_SLOTS)]
-            reserved = room.reserve(names)
+            reserved = partition.reserve(names)
             num = 0 if reserved is None else len(reserved.slots)
-            room.cache.abort(names)
+            partition.cache.abort(names)
             return num
 
         assert self.node.do(reserve_all) == NUM_SLOTS, "a slot is lost"

@@ -1,4 +1,4 @@
-"""Opening of a room's storage, which takes long: other rooms are served meanwhile."""
+"""Opening of a partition's storage, which takes long: other partitions are served meanwhile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.node.world import PATIENCE_S, LocalNode, bare, config_of, keys, local
 
 
 class Disk:
-    """Lets the storage of some rooms open only when it is told to."""
+    """Lets the storage of some partitions open only when it is told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may_open = Event()
@@ -45,7 +45,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(monkeypatch)
 
 
-def test_other_rooms_are_served_while_one_opens(tmp_path: Path, disk: Disk) -> None:
+def test_other_partitions_are_served_while_one_opens(tmp_path: Path, disk: Disk) -> None:
     options = {"disk_path": str(tmp_path / "disk"), "disk_capacity": "1MiB"}
     with (
         local_node(tmp_path, **options) as node,
@@ -57,20 +57,22 @@ def test_other_rooms_are_served_while_one_opens(tmp_path: Path, disk: Disk) -> N
         for engine in slow, second:
             engine.send(protocol.OpenRequest(2, b"slow", 16 << 10, 8))
         wait_until(lambda: disk.num_begun)
-        room = other.enter("other")
-        store(other, room, keys(1))
-        assert places(other, room, keys(1)) == [protocol.MEMORY]
+        partition = other.enter("other")
+        store(other, partition, keys(1))
+        assert places(other, partition, keys(1)) == [protocol.MEMORY]
         assert disk.num_begun == 1, "it is opened once"
         disk.may_open.set()
         for engine in slow, second:
             answer = engine.receive()
             assert isinstance(answer, protocol.OpenAnswer)
-            store(engine, answer.room, keys(2))
-            assert places(engine, answer.room, keys(2)) == [protocol.MEMORY]
+            store(engine, answer.partition, keys(2))
+            assert places(engine, answer.partition, keys(2)) == [protocol.MEMORY]
         assert len(disk.opened) == 2
 
 
-def test_room_that_fails_to_open_is_refused_and_tried_again(tmp_path: Path, disk: Disk) -> None:
+def test_partition_that_fails_to_open_is_refused_and_tried_again(
+    tmp_path: Path, disk: Disk
+) -> None:
     disk.fails = True
     disk.may_open.set()
     with local_node(tmp_path) as node, bare(node.config.socket) as engine:

@@ -27,11 +27,11 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNode]:
 def is_well(node: LocalNode) -> bool:
     """Whether another engine stores a block and finds it."""
     with bare(node.config.socket) as other:
-        room = other.enter("well")
-        told = other.ask(protocol.ReserveRequest(3, room, keys(7)))
+        partition = other.enter("well")
+        told = other.ask(protocol.ReserveRequest(3, partition, keys(7)))
         if told.new == b"\1":
-            other.send(protocol.CommitNotice(room, told.slots, protocol.pack([0])))
-        found = other.ask(protocol.LookupRequest(4, room, keys(7)))
+            other.send(protocol.CommitNotice(partition, told.slots, protocol.pack([0])))
+        found = other.ask(protocol.LookupRequest(4, partition, keys(7)))
         other.send(protocol.DetachNotice())
         other.is_closed()
         return bool(found.places == bytes([protocol.MEMORY]))
@@ -131,23 +131,25 @@ def test_first_message_that_is_wrong_ends_the_connection(node: LocalNode, conten
 @pytest.mark.parametrize(
     "make",
     [
-        lambda room: protocol.AttachRequest(9, protocol.VERSION, "again"),
-        lambda room: protocol.LookupRequest(9, room + 1000, keys(1)),
-        lambda room: protocol.LookupRequest(9, -1, keys(1)),
-        lambda room: protocol.LookupRequest(9, room, keys(1)[1:]),
-        lambda room: protocol.ReserveRequest(9, room, keys(1) + b"x"),
-        lambda room: protocol.FetchRequest(9, room, keys(1), math.nan),
-        lambda room: protocol.FindRequest(9, room, b"xyz", 1.0),
-        lambda room: protocol.ReleaseNotice(room, bytes(7)),
-        lambda room: protocol.CommitNotice(room, protocol.pack([1, 2]), protocol.pack([0])),
-        lambda room: protocol.CommitNotice(room, protocol.pack([1]), protocol.pack([-1])),
-        lambda room: protocol.WatchNotice(room, 1, b"abc"),
-        lambda room: protocol.LookupRequest(9, room, bytes(8 * (protocol.MOST_KEYS + 1))),
+        lambda partition: protocol.AttachRequest(9, protocol.VERSION, "again"),
+        lambda partition: protocol.LookupRequest(9, partition + 1000, keys(1)),
+        lambda partition: protocol.LookupRequest(9, -1, keys(1)),
+        lambda partition: protocol.LookupRequest(9, partition, keys(1)[1:]),
+        lambda partition: protocol.ReserveRequest(9, partition, keys(1) + b"x"),
+        lambda partition: protocol.FetchRequest(9, partition, keys(1), math.nan),
+        lambda partition: protocol.FindRequest(9, partition, b"xyz", 1.0),
+        lambda partition: protocol.ReleaseNotice(partition, bytes(7)),
+        lambda partition: protocol.CommitNotice(
+            partition, protocol.pack([1, 2]), protocol.pack([0])
+        ),
+        lambda partition: protocol.CommitNotice(partition, protocol.pack([1]), protocol.pack([-1])),
+        lambda partition: protocol.WatchNotice(partition, 1, b"abc"),
+        lambda partition: protocol.LookupRequest(9, partition, bytes(8 * (protocol.MOST_KEYS + 1))),
     ],
     ids=[
         "attach twice",
-        "no room",
-        "negative room",
+        "no partition",
+        "negative partition",
         "cut key",
         "key and a half",
         "no number",
@@ -171,43 +173,43 @@ def test_message_that_is_wrong_ends_the_connection(
 def test_slots_of_others_are_left_alone(node: LocalNode) -> None:
     """An engine can't end another one's leases and reservations, whatever slots it names."""
     with bare(node.config.socket) as good, bare(node.config.socket) as bad:
-        room = good.enter("good")
-        slots = good.ask(protocol.ReserveRequest(3, room, keys(31, 32))).slots
-        assert bad.enter("bad") == room
+        partition = good.enter("good")
+        slots = good.ask(protocol.ReserveRequest(3, partition, keys(31, 32))).slots
+        assert bad.enter("bad") == partition
         anything = protocol.pack([*protocol.unpack(slots).tolist(), -1, 10**15])
         none = protocol.pack([0] * 4)
         bad.send(
-            protocol.ReleaseNotice(room, anything),
-            protocol.AbortNotice(room, anything),
-            protocol.CommitNotice(room, anything, none),
-            protocol.DistrustNotice(room, anything),
+            protocol.ReleaseNotice(partition, anything),
+            protocol.AbortNotice(partition, anything),
+            protocol.CommitNotice(partition, anything, none),
+            protocol.DistrustNotice(partition, anything),
         )
-        found = bad.ask(protocol.LookupRequest(4, room, keys(31, 32)))
+        found = bad.ask(protocol.LookupRequest(4, partition, keys(31, 32)))
         assert found.places == bytes([protocol.ARRIVING] * 2)
-        good.send(protocol.CommitNotice(room, slots, protocol.pack([0, 1])))
-        found = good.ask(protocol.LookupRequest(5, room, keys(31, 32)))
+        good.send(protocol.CommitNotice(partition, slots, protocol.pack([0, 1])))
+        found = good.ask(protocol.LookupRequest(5, partition, keys(31, 32)))
         assert found.places == bytes([protocol.MEMORY] * 2)
 
 
 def test_key_that_is_named_twice_has_one_slot(node: LocalNode) -> None:
     with bare(node.config.socket) as engine:
-        room = engine.enter()
-        told = engine.ask(protocol.ReserveRequest(3, room, keys(41, 42, 41)))
+        partition = engine.enter()
+        told = engine.ask(protocol.ReserveRequest(3, partition, keys(41, 42, 41)))
         assert (told.new, told.known) == (b"\1\1\0", b"\0\0\1")
         assert len(protocol.unpack(told.slots)) == 2
-        engine.send(protocol.CommitNotice(room, told.slots, protocol.pack([0, 1])))
-        found = engine.ask(protocol.LookupRequest(4, room, keys(41, 41)))
-        engine.send(protocol.ReleaseNotice(room, found.slots))
-        assert engine.ask(protocol.LookupRequest(5, room, keys(41))).places == b"\2"
+        engine.send(protocol.CommitNotice(partition, told.slots, protocol.pack([0, 1])))
+        found = engine.ask(protocol.LookupRequest(4, partition, keys(41, 41)))
+        engine.send(protocol.ReleaseNotice(partition, found.slots))
+        assert engine.ask(protocol.LookupRequest(5, partition, keys(41))).places == b"\2"
         node.check()
 
 
 def test_process_that_reads_no_answers_is_not_read_either(node: LocalNode) -> None:
     """The node keeps few answers for it, and serves the others meanwhile."""
     with bare(node.config.socket) as engine:
-        room = engine.enter()
+        partition = engine.enter()
         engine.socket.setblocking(False)
-        frame = protocol.frame(protocol.LookupRequest(3, room, keys(*range(1000))))
+        frame = protocol.frame(protocol.LookupRequest(3, partition, keys(*range(1000))))
         with suppress(BlockingIOError):
             while True:
                 engine.socket.send(frame)
@@ -219,7 +221,7 @@ def test_process_that_reads_no_answers_is_not_read_either(node: LocalNode) -> No
 def test_many_small_messages_do_not_keep_others_waiting(node: LocalNode) -> None:
     """Messages of one process are handled in turns."""
     with bare(node.config.socket) as busy:
-        room = busy.enter("busy")
+        partition = busy.enter("busy")
         turns: list[int] = []
         frames = next(
             each._frames
@@ -233,8 +235,8 @@ def test_many_small_messages_do_not_keep_others_waiting(node: LocalNode) -> None
             take_turn()
 
         node.do(lambda: setattr(frames, "_take_turn", count))
-        busy.send(*[protocol.UseNotice(room, keys(*range(500)))] * 200)
-        assert busy.ask(protocol.LookupRequest(9, room, keys(1))).places
+        busy.send(*[protocol.UseNotice(partition, keys(*range(500)))] * 200)
+        assert busy.ask(protocol.LookupRequest(9, partition, keys(1))).places
         assert len(turns) > 3
         assert is_well(node)
 
@@ -257,7 +259,7 @@ _contents = st.one_of(
 
 
 def _field(name: str, kind: object) -> st.SearchStrategy[object]:
-    if name == "room":
+    if name == "partition":
         return st.sampled_from([0, 0, 0, 1, -1])
     if kind in (bytes, protocol.Keys, protocol.OneKey):
         return _contents

@@ -40,8 +40,8 @@ def test_nobody_waits_for_an_engine_that_does_not_fill_its_slots(
     for module in ("reservations", "connection"):
         monkeypatch.setattr(f"kvtier.node.{module}.OVERDUE_S", 0.3)
     with closing(_cache(node)) as late, closing(_cache(node)) as other:
-        room = late.reserve(KEYS)
-        assert room is not None
+        partition = late.reserve(KEYS)
+        assert partition is not None
         late.commit(KEYS[:1], [0])
         wait_until(lambda: MEMORY in other.lookup(KEYS).states)
         waiter = other.wait_for_reads(KEYS)

@@ -48,11 +48,11 @@ class World:
         self.made.append(self.node)
 
     @property
-    def room(self) -> Partition:
-        number, _ = self.node.room(PartitionKey("", SCOPE, BLOCK, 8))
-        room = self.node.room_of(number, "default")
-        assert room is not None
-        return room
+    def partition(self) -> Partition:
+        number, _ = self.node.partition(PartitionKey("", SCOPE, BLOCK, 8))
+        partition = self.node.partition_of(number, "default")
+        assert partition is not None
+        return partition
 
     @property
     def memory(self) -> mmap.mmap:
@@ -68,11 +68,11 @@ class World:
 
     def store(self, *numbers: int) -> list[int]:
         """Store blocks. Return their slots."""
-        reserved = self.room.reserve([keys(number) for number in numbers])
+        reserved = self.partition.reserve([keys(number) for number in numbers])
         assert reserved is not None
         for key, slot in zip(reserved.keys, reserved.slots, strict=True):
             self.write(slot, content_of(key))
-        self.room.cache.commit(reserved.keys, list(range(len(reserved.keys))))
+        self.partition.cache.commit(reserved.keys, list(range(len(reserved.keys))))
         return list(reserved.slots)
 
     def seal(self) -> None:
@@ -92,16 +92,16 @@ class World:
 
     def found(self, *numbers: int) -> list[int]:
         """Verify everything; return those of the blocks that are there, with the right bytes."""
-        room = self.room
+        partition = self.partition
         wait_until(lambda: self.node.poll() or not self.node.num_unverified)
         wanted = [keys(number) for number in numbers]
         there = []
         for number, key in zip(numbers, wanted, strict=True):
-            found = room.locate([key]).ready
+            found = partition.locate([key]).ready
             if found:
-                slots = room.lease(found)
+                slots = partition.lease(found)
                 assert self.read(int(slots[0])) == content_of(key), "wrong bytes"
-                room.end_leases(slots)
+                partition.end_leases(slots)
                 there.append(number)
         self.node.check_invariants()
         return there
@@ -171,13 +171,13 @@ def test_deleted_and_evicted_blocks_do_not_come_back(tmp_path: Path) -> None:
     with world(tmp_path) as here:
         here.store(*range(6))
         here.seal()
-        leased = here.room.lease(here.room.locate([keys(0)]).ready)
-        here.room.delete([keys(0), keys(1)])
-        here.room.distrust_slots(here.room.lease(here.room.locate([keys(2)]).ready))
+        leased = here.partition.lease(here.partition.locate([keys(0)]).ready)
+        here.partition.delete([keys(0), keys(1)])
+        here.partition.distrust_slots(here.partition.lease(here.partition.locate([keys(2)]).ready))
         here.crash()
         assert here.found(*range(6)) == [3, 4, 5]
         assert len(leased) == 1
-        for _ in here.room.evict_all():
+        for _ in here.partition.evict_all():
             pass
         here.crash()
         assert here.found(*range(6)) == []
@@ -188,18 +188,18 @@ def test_block_that_is_deleted_while_its_record_is_written_does_not_come_back(
 ) -> None:
     """Its record comes after the deletion, and is of a generation that is over."""
     with world(tmp_path) as here:
-        rows = here.room.tier.rows
+        rows = here.partition.tier.rows
         (slot,) = here.store(1)
-        here.room.lease(here.room.locate([keys(1)]).ready)
+        here.partition.lease(here.partition.locate([keys(1)]).ready)
         before = rows.generations[[slot]]
         here.seal()
-        here.room.delete([keys(1)])
+        here.partition.delete([keys(1)])
         rows.write(
             np.array([slot]),
             before,
             np.frombuffer(keys(1), "V8"),
             np.zeros(1, np.int64),
-            here.room.kept._slots.crcs(np.array([slot])),
+            here.partition.kept._slots.crcs(np.array([slot])),
         )
         here.crash()
         assert here.found(1) == []
@@ -210,13 +210,13 @@ def test_unverified_block_can_be_stored_anew_and_deleted(tmp_path: Path) -> None
         here.store(1, 2, 3)
         here.seal()
         here.crash()
-        room = here.room
+        partition = here.partition
         assert here.node.num_unverified == 3
         here.store(1)
-        room.delete([keys(2)])
+        partition.delete([keys(2)])
         assert here.found(1, 2, 3) == [1, 3]
         here.crash()
-        for _ in here.room.delete_all():
+        for _ in here.partition.delete_all():
             pass
         assert here.found(1, 2, 3) == []
 
@@ -239,13 +239,13 @@ def test_every_step_of_a_crash_leaves_right_blocks(tmp_path: Path) -> None:
         with world(folder) as here:
             here.store(*range(100, 100 + NUM))  # full: every store evicts
             here.seal()
-            rows, room = here.room.tier.rows, here.room
+            rows, partition = here.partition.tier.rows, here.partition
             stops = Steps(step)
             _watch(here, stops)
             try:
                 here.store(1, 2)
                 _write_records(here, rows, stops)
-                room.delete([keys(1)])
+                partition.delete([keys(1)])
                 here.store(3)
                 _write_records(here, rows, stops)
                 is_over = True
@@ -296,14 +296,14 @@ class Watched(np.ndarray):
 
 
 def _watch(here: World, steps: Steps) -> None:
-    tier, room = here.room.tier, here.room
+    tier, partition = here.partition.tier, here.partition
     for name in "generations", "users", "records":
         watched = getattr(tier.rows, name).view(Watched)
         watched.steps = steps
         setattr(tier.rows, name, watched)
     tier.generations, tier.users = tier.rows.generations, tier.rows.users
     here.node.records.close()  # records are written by the test, step by step
-    plain, delete = here.write, room.delete
+    plain, delete = here.write, partition.delete
 
     def write(slot: int, content: bytes) -> None:
         steps()
@@ -317,7 +317,7 @@ def _watch(here: World, steps: Steps) -> None:
         steps()
 
     here.write = write  # type: ignore[method-assign]
-    room.delete = deleted  # type: ignore[method-assign]
+    partition.delete = deleted  # type: ignore[method-assign]
 
 
 def _write_records(here: World, rows: Any, steps: Steps) -> None:
@@ -339,10 +339,10 @@ engine = Bare(Path(sys.argv[1]))
 told = engine.attach("user", client="user")
 memory = mmap.mmap(engine.fds[0], told.memory_bytes)
 os.close(engine.fds.pop(0))
-room = engine.open().room
+partition = engine.open().partition
 kind = sys.argv[2]
 ask = protocol.ReserveRequest if kind == "reserved" else protocol.LookupRequest
-slots = protocol.unpack(engine.ask(ask(3, room, keys(*map(int, sys.argv[3:])))).slots).tolist()
+slots = protocol.unpack(engine.ask(ask(3, partition, keys(*map(int, sys.argv[3:])))).slots).tolist()
 print(*slots, flush=True)
 for line in sys.stdin:
     if line.strip() == "unmap":
@@ -383,9 +383,9 @@ def told(process: subprocess.Popen[str], word: str = "") -> str:
 def stored_and_sealed(node: Any, *numbers: int) -> None:
     """Store blocks in a node's process, as an engine that has ended since."""
     with bare(node.socket) as engine:
-        room = engine.enter("first", client="first")
+        partition = engine.enter("first", client="first")
         for number in numbers:
-            store(engine, room, keys(number))
+            store(engine, partition, keys(number))
         engine.send(protocol.DetachNotice())
         assert engine.is_closed()
 
@@ -393,11 +393,12 @@ def stored_and_sealed(node: Any, *numbers: int) -> None:
 def num_free(socket: Path) -> int:
     """Return how many slots can be had. They are given back."""
     with bare(socket) as engine:
-        room = engine.enter("last", client="last")
+        partition = engine.enter("last", client="last")
         found = b"".join(
-            engine.ask(protocol.ReserveRequest(3, room, keys(1000 + at))).slots for at in range(NUM)
+            engine.ask(protocol.ReserveRequest(3, partition, keys(1000 + at))).slots
+            for at in range(NUM)
         )
-        engine.send(protocol.AbortNotice(room, found), protocol.DetachNotice())
+        engine.send(protocol.AbortNotice(partition, found), protocol.DetachNotice())
         assert engine.is_closed()
         return len(protocol.unpack(found))
 
@@ -479,4 +480,4 @@ def test_memory_is_not_taken_over_while_a_slab_is_open_for_writing(
         assert not records._is_unused(data)
         here.crash()
         assert "may be in flight still" in caplog.text
-        assert not here.node.kept_rooms
+        assert not here.node.kept_partitions

@@ -57,7 +57,7 @@ def engine_of(node: NodeProcess, name: str) -> Any:
     return found
 
 
-def test_top_shows_engines_tenants_and_rooms_of_a_node(
+def test_top_shows_engines_tenants_and_partitions_of_a_node(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtier.cli.top.FIRST_S", 0.9)
@@ -85,8 +85,8 @@ def test_top_shows_engines_tenants_and_rooms_of_a_node(
         )
         assert (first["memory_bytes"], second["memory_bytes"]) == (SEGMENT_BYTES, 0)
         assert first["used_bytes"] == {"host": 3 * BLOCK_BYTES}
-        (room, _) = seen["node"]["rooms"]
-        assert (room["block_bytes"], room["segments"]) == (BLOCK_BYTES, 1)
+        (partition, _) = seen["node"]["rooms"]
+        assert (partition["block_bytes"], partition["segments"]) == (BLOCK_BYTES, 1)
         (host,) = seen["tiers"]
         assert (host["used_bytes"], host["capacity_bytes"]) == (3 * BLOCK_BYTES, 8 * SEGMENT_BYTES)
         one.release(slots)

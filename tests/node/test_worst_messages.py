@@ -58,23 +58,23 @@ class World:
     def __init__(self, node: LocalNode, clock: Clock, engine: Bare) -> None:
         self.node, self.clock, self.engine = node, clock, engine
         engine.attach("worst")
-        self.room = engine.open(BLOCK_BYTES, KEY_BYTES).room
+        self.partition = engine.open(BLOCK_BYTES, KEY_BYTES).partition
         self.known = shuffled(0)
         self.leased = b""
         self.usual_s = 0.0
 
     def fill(self) -> None:
-        told = self.ask(protocol.ReserveRequest(9, self.room, self.known))
+        told = self.ask(protocol.ReserveRequest(9, self.partition, self.known))
         depths = pack(range(len(told.slots) // 8))
-        self.engine.send(protocol.CommitNotice(self.room, told.slots, depths))
-        self.leased = self.ask(protocol.LookupRequest(9, self.room, self.known)).slots
+        self.engine.send(protocol.CommitNotice(self.partition, told.slots, depths))
+        self.leased = self.ask(protocol.LookupRequest(9, self.partition, self.known)).slots
         assert len(self.leased) == 8 * MOST_KEYS
         others = np.random.default_rng(9).permutation(np.frombuffer(self.known, "<i8")).tobytes()
         for _ in range(3):
             self.usual_s = max(
-                self.usual_s, self.time_of(protocol.LookupRequest(9, self.room, others, True))
+                self.usual_s, self.time_of(protocol.LookupRequest(9, self.partition, others, True))
             )
-            self.engine.send(protocol.ReleaseNotice(self.room, self.leased))
+            self.engine.send(protocol.ReleaseNotice(self.partition, self.leased))
 
     def ask(self, message: Any) -> Any:
         """Return the answer to a request; a notice may come before it."""
@@ -86,7 +86,7 @@ class World:
     def time_of(self, message: FromEngine) -> float:
         """Send a message. Return the longest time that it holds up the node."""
         self.clock.longest_s = 0.0
-        if isinstance(message, protocol.RoomRequest):
+        if isinstance(message, protocol.PartitionRequest):
             self.ask(message)
         else:
             self.engine.send(message)
@@ -121,48 +121,50 @@ SAID = [(at % 5, 7, at * 100, MOST_KEYS, 100.0) for at in range(MOST_STATEMENTS)
 SLOT_OF_ALL = pack([0] * MOST_SLOTS)
 WORST: dict[type[FromEngine], Callable[[World], list[FromEngine]]] = {
     protocol.OpenRequest: lambda its: [protocol.OpenRequest(9, b"t", BLOCK_BYTES, 120)],
-    protocol.LookupRequest: lambda its: [protocol.LookupRequest(9, its.room, shuffled(1), True)],
+    protocol.LookupRequest: lambda its: [
+        protocol.LookupRequest(9, its.partition, shuffled(1), True)
+    ],
     protocol.FetchRequest: lambda its: [
-        protocol.FetchRequest(9, its.room, keys, 1.0) for keys in (its.known, shuffled(1))
+        protocol.FetchRequest(9, its.partition, keys, 1.0) for keys in (its.known, shuffled(1))
     ],
     protocol.ReserveRequest: lambda its: [
-        protocol.ReserveRequest(9, its.room, shuffled(1)),  # all are in use
-        protocol.ReleaseNotice(its.room, its.leased),
-        protocol.ReserveRequest(9, its.room, shuffled(2)),  # all are evicted
+        protocol.ReserveRequest(9, its.partition, shuffled(1)),  # all are in use
+        protocol.ReleaseNotice(its.partition, its.leased),
+        protocol.ReserveRequest(9, its.partition, shuffled(2)),  # all are evicted
     ],
     protocol.PromoteRequest: lambda its: [
-        protocol.PromoteRequest(9, its.room, shuffled(1), its.known),
-        protocol.PromoteRequest(9, its.room, its.known, its.known),
+        protocol.PromoteRequest(9, its.partition, shuffled(1), its.known),
+        protocol.PromoteRequest(9, its.partition, its.known, its.known),
     ],
-    protocol.FindRequest: lambda its: [protocol.FindRequest(9, its.room, its.known, 1.0)],
+    protocol.FindRequest: lambda its: [protocol.FindRequest(9, its.partition, its.known, 1.0)],
     protocol.DeleteRequest: lambda its: [
-        protocol.DeleteRequest(9, its.room, its.known),  # while they are in use
-        protocol.LookupRequest(9, its.room, its.known),
-        protocol.ReleaseNotice(its.room, its.leased),
-        protocol.DeleteRequest(9, its.room, its.known),
+        protocol.DeleteRequest(9, its.partition, its.known),  # while they are in use
+        protocol.LookupRequest(9, its.partition, its.known),
+        protocol.ReleaseNotice(its.partition, its.leased),
+        protocol.DeleteRequest(9, its.partition, its.known),
     ],
     protocol.CommitNotice: lambda its: [
         protocol.CommitNotice(
-            its.room, SLOT_OF_ALL[: MOST_SLOTS // 2 * 8], bytes(MOST_SLOTS // 2 * 8)
+            its.partition, SLOT_OF_ALL[: MOST_SLOTS // 2 * 8], bytes(MOST_SLOTS // 2 * 8)
         ),
     ],
-    protocol.AbortNotice: lambda its: [protocol.AbortNotice(its.room, SLOT_OF_ALL)],
-    protocol.ReleaseNotice: lambda its: [protocol.ReleaseNotice(its.room, SLOT_OF_ALL)],
+    protocol.AbortNotice: lambda its: [protocol.AbortNotice(its.partition, SLOT_OF_ALL)],
+    protocol.ReleaseNotice: lambda its: [protocol.ReleaseNotice(its.partition, SLOT_OF_ALL)],
     protocol.DistrustNotice: lambda its: [
-        protocol.DistrustNotice(its.room, its.leased * 4),
-        protocol.LookupRequest(9, its.room, its.known),
-        protocol.ReleaseNotice(its.room, its.leased),
+        protocol.DistrustNotice(its.partition, its.leased * 4),
+        protocol.LookupRequest(9, its.partition, its.known),
+        protocol.ReleaseNotice(its.partition, its.leased),
     ],
-    protocol.WatchNotice: lambda its: [protocol.WatchNotice(its.room, 1, its.known)],
-    protocol.UseNotice: lambda its: [protocol.UseNotice(its.room, its.known)],
+    protocol.WatchNotice: lambda its: [protocol.WatchNotice(its.partition, 1, its.known)],
+    protocol.UseNotice: lambda its: [protocol.UseNotice(its.partition, its.known)],
     protocol.PromptNotice: lambda its: [
-        protocol.PromptNotice(its.room, shuffled(seed)) for seed in (0, 1)
+        protocol.PromptNotice(its.partition, shuffled(seed)) for seed in (0, 1)
     ],
     protocol.ContinueNotice: lambda its: [
-        protocol.ContinueNotice(its.room, shuffled(seed), its.known[:8]) for seed in (0, 1)
+        protocol.ContinueNotice(its.partition, shuffled(seed), its.known[:8]) for seed in (0, 1)
     ],
     protocol.HintNotice: lambda its: [
-        protocol.HintNotice(its.room, shuffled(seed), SAID) for seed in (0, 1)
+        protocol.HintNotice(its.partition, shuffled(seed), SAID) for seed in (0, 1)
     ],
     protocol.ReportNotice: lambda its: [protocol.ReportNotice(1 << 63, 1 << 63)],
 }
@@ -197,12 +199,13 @@ def test_message_that_changes_many_blocks_is_handled_in_turns(
     counted(Partition, "distrust_slots")
     counted(LocalBlockCache, "promote")
     world.fill()
-    world.engine.send(protocol.ReleaseNotice(world.room, world.leased))
-    slots = world.ask(protocol.ReserveRequest(9, world.room, shuffled(1))).slots
+    world.engine.send(protocol.ReleaseNotice(world.partition, world.leased))
+    slots = world.ask(protocol.ReserveRequest(9, world.partition, shuffled(1))).slots
     world.engine.send(
-        protocol.DistrustNotice(world.room, slots), protocol.AbortNotice(world.room, slots)
+        protocol.DistrustNotice(world.partition, slots),
+        protocol.AbortNotice(world.partition, slots),
     )
-    world.ask(protocol.PromoteRequest(9, world.room, shuffled(1), b""))
+    world.ask(protocol.PromoteRequest(9, world.partition, shuffled(1), b""))
     names = {"reserve", "commit", "abort", "distrust_slots", "promote"}
     assert {name for name, _ in turns} == names
     assert max(num for _, num in turns) == MOST_AT_ONCE
@@ -212,7 +215,7 @@ def test_end_of_an_engine_does_not_hold_up_the_node(world: World) -> None:
     """It uses all slots, and has leased them many times."""
     world.fill()
     for _ in range(3):
-        world.ask(protocol.LookupRequest(9, world.room, world.known))
+        world.ask(protocol.LookupRequest(9, world.partition, world.known))
     world.clock.longest_s = 0.0
     world.engine.send(protocol.DetachNotice())
     world.node.until(lambda: not world.node.server.registry.engines)

@@ -212,9 +212,9 @@ class Bare:
         return self.ask(protocol.OpenRequest(2, scope, block_bytes, key_bytes))
 
     def enter(self, engine: str = "bare", tenant: str = "", client: str = "") -> int:
-        """Attach, and open a room. Return its number."""
+        """Attach, and open a partition. Return its number."""
         self.attach(engine, tenant, client)
-        return int(self.open().room)
+        return int(self.open().partition)
 
     def is_closed(self) -> bool:
         """Whether the node closes the connection, after what it has sent."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class RoomFacts:
-    """Identity of a room for one tenant; see ``OpenRequest``."""
+class PartitionFacts:
+    """Identity of a partition for one tenant; see ``OpenRequest``."""
 
     scope: bytes
     block_bytes: int
@@ -21,11 +21,11 @@ class SlotGuard:
 
     Attributes:
         instance: name of the node's memory.
-        room: the room.
+        partition: the partition.
         generations: one per slot to copy from; a load is wrong if they differ after its copy. A
             slot without a lease gets -1, which never matches. Copies to slots need none.
     """
 
     instance: str
-    room: RoomFacts
+    partition: PartitionFacts
     generations: Sequence[int]

@@ -29,11 +29,11 @@ from kvtier.keyed.block_cache import (
     TierUsage,
 )
 from kvtier.keyed.cache import states_of
-from kvtier.keyed.guard import RoomFacts, SlotGuard
+from kvtier.keyed.guard import PartitionFacts, SlotGuard
 from kvtier.keyed.waiters import Awaited, Signal
 from kvtier.ladder import CostMetrics
 from kvtier.node import protocol
-from kvtier.node.client import Channel, NodeClient, NodeError, OpenedRoom
+from kvtier.node.client import Channel, NodeClient, NodeError, OpenedPartition
 from kvtier.node.protocol import FromEngine
 from kvtier.plan import CostModel, Costs, num_to_probe, ways_of
 from kvtier.telemetry import Metrics
@@ -46,9 +46,9 @@ BLOCK_S = 2e-6
 """Time that a request may take longer per block. A busy node needs a tenth to a half of it, and the
 longer a prompt is, the more it costs to compute."""
 OPEN_S = 10.0
-"""Longest wait for a room, off the engine's thread."""
+"""Longest wait for a partition, off the engine's thread."""
 OPEN_WAIT_S = 0.25
-"""Longest wait of requests for a room that is being opened."""
+"""Longest wait of requests for a partition that is being opened."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,10 +69,10 @@ class NodeSignal:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RoomOpening:
-    """Signal that ends when a room is open or can't be opened, and in any case at ``until_s``.
+class PartitionOpening:
+    """Signal that ends when a partition is open or can't be opened, and in any case at ``until_s``.
 
-    thread: opens the room. until_s: by ``time.monotonic``.
+    thread: opens the partition. until_s: by ``time.monotonic``.
     """
 
     thread: Thread
@@ -92,7 +92,7 @@ class NodeCache(BlockCache):
     Args:
         client: connections to the node.
         namespace: return the digest of everything else that decides on the bytes of a block; b""
-            while it is unknown. A new digest is a new room, and forgets all leases.
+            while it is unknown. A new digest is a new partition, and forgets all leases.
         block_bytes: bytes of a block, of all ranks together.
         deadline_s: longest wait for an answer, and ``BLOCK_S`` more per block.
         clock: seconds.
@@ -119,8 +119,8 @@ class NodeCache(BlockCache):
         self._block_bytes = block_bytes
         self._deadline_s = deadline_s
         self._clock = clock
-        self._room = _Room(RoomFacts(b"", block_bytes, 0), "", 0)
-        self._opening: RoomOpening | None = None
+        self._partition = _Partition(PartitionFacts(b"", block_bytes, 0), "", 0)
+        self._opening: PartitionOpening | None = None
         self._watches = count(1 << 32)
         self._states: dict[bytes, BlockState] = {}  # of the last look-ups
         self._sources: dict[bytes, str] = {}
@@ -134,12 +134,12 @@ class NodeCache(BlockCache):
     def lookup(self, keys: Sequence[bytes], has_gaps: bool = False) -> BlockLookup[Awaited]:
         """Look up a prompt's blocks, and lease those in memory until the next ``poll``.
 
-        While the room is being opened, all blocks are ``UNKNOWN`` for a short time.
+        While the partition is being opened, all blocks are ``UNKNOWN`` for a short time.
         """
         told = b"".join(keys)
         found = self._ask(
             keys,
-            lambda request, room: protocol.LookupRequest(request, room, told, has_gaps),
+            lambda request, partition: protocol.LookupRequest(request, partition, told, has_gaps),
             protocol.LookupAnswer,
         )
         if found is None:
@@ -174,7 +174,7 @@ class NodeCache(BlockCache):
         It is done when a block is asked for, since most look-ups lead to no copy.
         """
         tiers = (HOST, *self._storages)
-        leases = self._room.leases
+        leases = self._partition.leases
         unread, self._unread = self._unread, []
         for keys, states, answer in unread:
             self._states.update(zip(keys, states, strict=True))
@@ -193,7 +193,7 @@ class NodeCache(BlockCache):
 
     def origins(self, keys: Sequence[bytes]) -> list[str]:
         """Return the tier from which each block in memory was brought for this engine."""
-        return [self._room.brought.get(key, HOST) for key in keys]
+        return [self._partition.brought.get(key, HOST) for key in keys]
 
     # -- slots -------------------------------------------------------------------------------------
 
@@ -203,30 +203,30 @@ class NodeCache(BlockCache):
         A block that is not leased any more has a slot whose copy is found to be wrong.
         """
         self._read_answers()
-        if any(key not in self._room.leases for key in keys):
+        if any(key not in self._partition.leases for key in keys):
             self.lookup(list(keys))
             self._read_answers()
-        room = self._room
-        leases = [room.leases.get(key) for key in keys]
+        partition = self._partition
+        leases = [partition.leases.get(key) for key in keys]
         for lease in leases:
             if lease is not None:
                 lease.num_holds += 1
         slots = [Slot(0) if lease is None else lease.slot for lease in leases]
         generations = [-1 if lease is None else lease.generation for lease in leases]
-        return Held(slots, SlotGuard(room.instance, room.facts, generations))
+        return Held(slots, SlotGuard(partition.instance, partition.facts, generations))
 
     def release(self, keys: Collection[bytes]) -> None:
         given_back = []
         for key in keys:
-            lease = self._room.leases.get(key)
+            lease = self._partition.leases.get(key)
             if lease is not None and lease.num_holds:
                 lease.num_holds -= 1
                 if lease.num > lease.num_holds:
                     lease.num -= 1
                     given_back.append(lease.slot)
-                self._room.brought.pop(key, None)
+                self._partition.brought.pop(key, None)
                 if not lease.num:
-                    del self._room.leases[key]
+                    del self._partition.leases[key]
         self._give_back(given_back)
 
     def reserve(self, keys: Collection[bytes]) -> Reserved | None:
@@ -234,7 +234,7 @@ class NodeCache(BlockCache):
         told = b"".join(wanted)
         found = self._ask(
             wanted,
-            lambda request, room: protocol.ReserveRequest(request, room, told),
+            lambda request, partition: protocol.ReserveRequest(request, partition, told),
             protocol.ReserveAnswer,
         )
         if found is None:
@@ -246,9 +246,9 @@ class NodeCache(BlockCache):
         slots = protocol.unpack(answer.slots).tolist()
         generations = protocol.unpack(answer.generations).tolist()
         for key, slot, generation in zip(new, slots, generations, strict=True):
-            self._room.reserved[key] = _Lease(slot, generation)
-        room = self._room
-        return Reserved(new, slots, [], SlotGuard(room.instance, room.facts, ()))
+            self._partition.reserved[key] = _Lease(slot, generation)
+        partition = self._partition
+        return Reserved(new, slots, [], SlotGuard(partition.instance, partition.facts, ()))
 
     def commit(self, keys: Sequence[bytes], depths: Sequence[int], to_storage: bool = True) -> None:
         """Note that blocks have been copied into their slots.
@@ -258,7 +258,7 @@ class NodeCache(BlockCache):
         if not to_storage:
             self.abort(keys)
             return
-        reserved = self._room.reserved
+        reserved = self._partition.reserved
         mine = [(key, at) for key, at in zip(keys, depths, strict=True) if key in reserved]
         slots = [reserved.pop(key).slot for key, _ in mine]
         if slots:
@@ -266,7 +266,7 @@ class NodeCache(BlockCache):
             self._tell(lambda number: protocol.CommitNotice(number, *told))
 
     def abort(self, keys: Iterable[bytes]) -> None:
-        reserved = self._room.reserved
+        reserved = self._partition.reserved
         slots = protocol.pack([reserved.pop(key).slot for key in keys if key in reserved])
         if slots:
             self._tell(lambda number: protocol.AbortNotice(number, slots))
@@ -289,13 +289,13 @@ class NodeCache(BlockCache):
         told, kept = b"".join(keys), b"".join(beside)
         found = self._ask(
             keys,
-            lambda request, room: protocol.PromoteRequest(request, room, told, kept),
+            lambda request, partition: protocol.PromoteRequest(request, partition, told, kept),
             protocol.PromoteAnswer,
         )
         if found is None:
             return 0
         begun = keys[: found[0].num]
-        self._room.brought.update(zip(begun, self.sources(begun), strict=True))
+        self._partition.brought.update(zip(begun, self.sources(begun), strict=True))
         return len(begun)
 
     def probe(self, keys: Sequence[bytes]) -> None:
@@ -319,7 +319,7 @@ class NodeCache(BlockCache):
 
     def wait_for_reads(self, keys: Sequence[bytes]) -> NodeSignal | Signal:
         watch, told = next(self._watches), b"".join(keys)
-        channel = self._tell(lambda room: protocol.WatchNotice(room, watch, told))
+        channel = self._tell(lambda partition: protocol.WatchNotice(partition, watch, told))
         if channel is None:
             return Signal(is_over=True)
         signal, now_s = NodeSignal(self._client, channel, watch), self._clock()
@@ -375,7 +375,7 @@ class NodeCache(BlockCache):
             self._tell_of_release(each.answer.slots)
         self._unread.clear()
         given_back: list[Slot] = []
-        leases = self._room.leases
+        leases = self._partition.leases
         for key in [key for key, lease in leases.items() if lease.num > lease.num_holds]:
             lease = leases[key]
             given_back += [lease.slot] * (lease.num - lease.num_holds)
@@ -409,17 +409,23 @@ class NodeCache(BlockCache):
         Their slots stay in use until ``copies_have_ended``: a rank may still copy from or to them.
         """
         self._release_unheld()
-        room = self._room
-        if reserved := [lease.slot for lease in room.reserved.values()]:
+        partition = self._partition
+        if reserved := [lease.slot for lease in partition.reserved.values()]:
             self._ending.append(
-                (room.instance, protocol.AbortNotice(room.number, protocol.pack(reserved)))
+                (
+                    partition.instance,
+                    protocol.AbortNotice(partition.number, protocol.pack(reserved)),
+                )
             )
-        if leased := [lease.slot for lease in room.leases.values() for _ in range(lease.num)]:
+        if leased := [lease.slot for lease in partition.leases.values() for _ in range(lease.num)]:
             self._ending.append(
-                (room.instance, protocol.ReleaseNotice(room.number, protocol.pack(leased)))
+                (
+                    partition.instance,
+                    protocol.ReleaseNotice(partition.number, protocol.pack(leased)),
+                )
             )
-        room.reserved.clear()
-        room.leases.clear()
+        partition.reserved.clear()
+        partition.leases.clear()
 
     def copies_have_ended(self) -> None:
         """Give back the slots of copies that ``end_copies`` forgot. All must have ended by now."""
@@ -428,9 +434,11 @@ class NodeCache(BlockCache):
             self._client.tell(instance, notice)
 
     def check_invariants(self) -> None:
-        room = self._room
-        assert all(each.num > 0 and each.num_holds >= 0 for each in room.leases.values())
-        assert room.leases.keys().isdisjoint(room.reserved), "copied to and from at a time"
+        partition = self._partition
+        assert all(each.num > 0 and each.num_holds >= 0 for each in partition.leases.values())
+        assert partition.leases.keys().isdisjoint(partition.reserved), (
+            "copied to and from at a time"
+        )
 
     def take_changes(self) -> list[Change]:
         """Return nothing: the node publishes which blocks enter and leave its tiers."""
@@ -454,27 +462,27 @@ class NodeCache(BlockCache):
     ) -> tuple[Answer, Channel] | None:
         """Return the answer to a request, and the connection it came by. None without one.
 
-        keys: some keys. make: return the message, from the numbers of the request and the room.
+        keys: some keys. make: return the message, from the numbers of request and partition.
         """
         scope = self._namespace()
         if not scope or not keys:
             return None
-        facts = RoomFacts(scope, self._block_bytes, len(keys[0]))
+        facts = PartitionFacts(scope, self._block_bytes, len(keys[0]))
         until_s = time.monotonic() + self._deadline_s + BLOCK_S * len(keys)
         try:
             channel = self._client.take_idle()
         except NodeError:
             return None
-        if channel is None or not channel.has_room(facts):
+        if channel is None or not channel.has_partition(facts):
             if channel is not None:
                 self._client.keep(channel)
             self._open(facts)
             return None
         failure: NodeError | None = None
         try:
-            room = channel.room(facts, until_s)
-            self._enter(facts, room)
-            answer = channel.request(lambda number: make(number, room.number), kind, until_s)
+            partition = channel.partition(facts, until_s)
+            self._enter(facts, partition)
+            answer = channel.request(lambda number: make(number, partition.number), kind, until_s)
             return answer, channel
         except NodeError as error:
             failure = error
@@ -483,22 +491,26 @@ class NodeCache(BlockCache):
             self._client.put_back(channel, failure)
 
     def _tell(self, make: Callable[[int], FromEngine]) -> Channel | None:
-        """Send a notice on the room; return its connection. None if it is sent later, or never.
+        """Send a notice on the partition; return its connection. None if it is sent later or never.
 
-        make: return the message, from the number of the room.
+        make: return the message, from the number of the partition.
         """
-        room = self._room
-        return self._client.tell(room.instance, make(room.number)) if room.instance else None
+        partition = self._partition
+        return (
+            self._client.tell(partition.instance, make(partition.number))
+            if partition.instance
+            else None
+        )
 
-    def _enter(self, facts: RoomFacts, room: OpenedRoom) -> None:
-        """Forget all leases if they are of another room, or of a memory that is gone."""
-        instance = room.mapped.instance
-        if (self._room.facts, self._room.instance) != (facts, instance):
+    def _enter(self, facts: PartitionFacts, partition: OpenedPartition) -> None:
+        """Forget all leases if they are of another partition, or of a memory that is gone."""
+        instance = partition.mapped.instance
+        if (self._partition.facts, self._partition.instance) != (facts, instance):
             self.end_copies()
-            self._room = _Room(facts, instance, room.number)
+            self._partition = _Partition(facts, instance, partition.number)
 
-    def _open(self, facts: RoomFacts) -> None:
-        """Connect and open the room on a thread of its own: both may take longer than a step.
+    def _open(self, facts: PartitionFacts) -> None:
+        """Connect and open the partition on a thread of its own: both may take longer than a step.
 
         The thread uses no other connection, since waiting requests listen to those.
         """
@@ -506,9 +518,9 @@ class NodeCache(BlockCache):
         if not is_opening and self._client.breaker.is_passable:
             opener = Thread(target=self._open_now, args=(facts,), name="kvtier-node", daemon=True)
             opener.start()
-            self._opening = RoomOpening(opener, time.monotonic() + OPEN_WAIT_S)
+            self._opening = PartitionOpening(opener, time.monotonic() + OPEN_WAIT_S)
 
-    def _open_now(self, facts: RoomFacts) -> None:
+    def _open_now(self, facts: PartitionFacts) -> None:
         until_s = time.monotonic() + OPEN_S
         try:
             channel = self._client.connect(until_s)
@@ -516,7 +528,7 @@ class NodeCache(BlockCache):
             return
         failure: NodeError | None = None
         try:
-            channel.room(facts, until_s)
+            channel.partition(facts, until_s)
             self._storages = list(channel.mapped.storages)
         except NodeError as error:
             failure = error
@@ -542,13 +554,13 @@ class _Lease:
 
 
 @dataclass(slots=True)
-class _Room:
-    """State of this engine in a room.
+class _Partition:
+    """State of this engine in a partition.
 
     brought: by key, the tier from which a block was brought for this engine, until its first use.
     """
 
-    facts: RoomFacts
+    facts: PartitionFacts
     instance: str
     number: int
     leases: dict[bytes, _Lease] = field(default_factory=dict)

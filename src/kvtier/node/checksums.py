@@ -18,7 +18,7 @@ import numpy as np
 
 from kvtier._hot import crc32c_many
 from kvtier.index.selection import Int64s
-from kvtier.node.records import Bools, Records, RoomRows
+from kvtier.node.records import Bools, PartitionRows, Records
 from kvtier.system.process import num_cores
 
 logger = logging.getLogger(__name__)
@@ -34,9 +34,9 @@ CLOSE_WAIT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class BlockRows:
-    """Memory of a room's slots, and their rows. address: of slot 0."""
+    """Memory of a partition's slots, and their rows. address: of slot 0."""
 
-    rows: RoomRows
+    rows: PartitionRows
     address: int
     block_bytes: int
 
@@ -59,7 +59,7 @@ class WrittenBlocks:
     generations: int64 [n], of their slots at that time. keys: concatenated.
     """
 
-    room: BlockRows
+    partition: BlockRows
     slots: Int64s
     generations: Int64s
     keys: bytes
@@ -108,16 +108,16 @@ class RecordWriter:
                 self._wakes.wait()
 
     def _write(self, blocks: WrittenBlocks) -> None:
-        rows = blocks.room.rows
+        rows = blocks.partition.rows
         keys = np.frombuffer(blocks.keys, rows.records.dtype["key"])
         depths = np.asarray(blocks.depths, np.int64)
-        for at in range(0, len(keys), blocks.room.piece):
-            piece = slice(at, at + blocks.room.piece)
+        for at in range(0, len(keys), blocks.partition.piece):
+            piece = slice(at, at + blocks.partition.piece)
             slots, generations = blocks.slots[piece], blocks.generations[piece]
             is_there = rows.generations[slots] == generations
             if not is_there.any() or not self._is_wanted:
                 continue
-            crcs = blocks.room.crcs(slots)
+            crcs = blocks.partition.crcs(slots)
             rows.write(slots, generations, keys[piece], depths[piece], crcs)
 
     def close(self) -> None:
@@ -131,16 +131,16 @@ class RecordWriter:
 class LeftBlocks:
     """Blocks that an earlier node has left. records: [n], of ``slots``."""
 
-    room: BlockRows
+    partition: BlockRows
     slots: Int64s
     records: Records
 
     def pieces(self) -> Iterator[LeftBlocks]:
         """Yield the blocks in groups that are verified, and taken over, at once."""
-        step = min(self.room.piece, 256)
+        step = min(self.partition.piece, 256)
         for at in range(0, len(self.slots), step):
             piece = slice(at, at + step)
-            yield LeftBlocks(self.room, self.slots[piece], self.records[piece])
+            yield LeftBlocks(self.partition, self.slots[piece], self.records[piece])
 
 
 class Verifier:
@@ -175,7 +175,7 @@ class Verifier:
             self._wakes.clear()
             while self._waiting and self._is_wanted:
                 then, blocks = self._waiting.popleft()
-                crcs = blocks.room.crcs(blocks.slots, self._num_threads)
+                crcs = blocks.partition.crcs(blocks.slots, self._num_threads)
                 are_right = np.asarray(crcs == blocks.records["data_crc"])
                 self._done.append((then, blocks, are_right))
                 self._tell()

@@ -27,7 +27,7 @@ import numpy as np
 from kvtier.devices.base import Memory
 from kvtier.errors import CacheError
 from kvtier.index.selection import Int64s
-from kvtier.keyed.guard import RoomFacts
+from kvtier.keyed.guard import PartitionFacts
 from kvtier.node import protocol
 from kvtier.node.protocol import FromEngine, FromNode
 from kvtier.system.process import OwnerProcess
@@ -72,10 +72,10 @@ class MappedMemory:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OpenedRoom:
-    """A room of a node, as one connection knows it.
+class OpenedPartition:
+    """A partition of a node, as one connection knows it.
 
-    number: of the room in messages. generations: int64 [num_slots], shared with the node.
+    number: of the partition in messages. generations: int64 [num_slots], shared with the node.
     """
 
     number: int
@@ -111,7 +111,7 @@ class Channel:
         self._fds: deque[int] = deque()
         self._unsent: deque[_Unsent] = deque()
         self._num_requests = 0
-        self._rooms: dict[RoomFacts, OpenedRoom] = {}
+        self._partitions: dict[PartitionFacts, OpenedPartition] = {}
         self._requests: dict[int, FromEngine] = {}  # that the node will answer
         self._watches: set[int] = set()
         self._seconds: dict[int, float] = {}
@@ -135,13 +135,13 @@ class Channel:
             self.close()
             raise
 
-    def has_room(self, facts: RoomFacts) -> bool:
-        """Whether a room was opened on this connection."""
-        return facts in self._rooms
+    def has_partition(self, facts: PartitionFacts) -> bool:
+        """Whether a partition was opened on this connection."""
+        return facts in self._partitions
 
-    def room(self, facts: RoomFacts, until_s: float) -> OpenedRoom:
-        """Return a room; open it at its first use."""
-        if facts not in self._rooms:
+    def partition(self, facts: PartitionFacts, until_s: float) -> OpenedPartition:
+        """Return a partition; open it at its first use."""
+        if facts not in self._partitions:
             self.request(
                 lambda number: protocol.OpenRequest(
                     number, facts.scope, facts.block_bytes, facts.key_bytes
@@ -149,7 +149,7 @@ class Channel:
                 protocol.OpenAnswer,
                 until_s,
             )
-        return self._rooms[facts]
+        return self._partitions[facts]
 
     def request(
         self, make: Callable[[int], FromEngine], kind: type[Answer], until_s: float
@@ -319,15 +319,17 @@ class Channel:
         return answer
 
     def _enter(self, opened: protocol.OpenAnswer) -> None:
-        """Map the generations of a room, also if the answer comes too late for its request."""
+        """Map the generations of a partition, also if the answer comes too late for its request."""
         message = self._requests.get(opened.id)
         with self._next_fd() as fd:
             if isinstance(message, protocol.OpenRequest):
                 size = max(8 * opened.num_slots, mmap.PAGESIZE)
                 mapped = _map_file(fd, size, mmap.PROT_READ)
                 generations = np.frombuffer(mapped, "<i8")[: opened.num_slots]
-                facts = RoomFacts(message.scope, message.block_bytes, message.key_bytes)
-                self._rooms[facts] = OpenedRoom(opened.room, self.mapped, generations)
+                facts = PartitionFacts(message.scope, message.block_bytes, message.key_bytes)
+                self._partitions[facts] = OpenedPartition(
+                    opened.partition, self.mapped, generations
+                )
 
     @contextmanager
     def _next_fd(self) -> Iterator[int]:
@@ -359,15 +361,15 @@ class Channel:
         if isinstance(answer, protocol.EndedNotice):
             return
         message = self._requests.pop(answer.id, None)
-        if not isinstance(message, protocol.RoomRequest):
+        if not isinstance(message, protocol.PartitionRequest):
             return
         if isinstance(answer, protocol.LookupAnswer | protocol.FetchAnswer):
             slots = protocol.unpack(answer.slots)
             slots = slots[slots >= 0]
             if len(slots):
-                self._push(protocol.ReleaseNotice(message.room, protocol.pack(slots)))
+                self._push(protocol.ReleaseNotice(message.partition, protocol.pack(slots)))
         elif isinstance(answer, protocol.ReserveAnswer) and answer.slots:
-            self._push(protocol.AbortNotice(message.room, answer.slots))
+            self._push(protocol.AbortNotice(message.partition, answer.slots))
 
 
 @dataclass(slots=True)
@@ -503,7 +505,7 @@ class NodeClient:
         )
 
     def tell(self, instance: str, notice: FromEngine) -> Channel | None:
-        """Send a notice on a room of a memory. Never waits, and tells the breaker nothing.
+        """Send a notice on a partition of a memory. Never waits, and tells the breaker nothing.
 
         Returns the connection that it was sent over. None if there is no connection: then a notice
         on slots is sent as soon as there is one, and any other is left out.

@@ -85,7 +85,7 @@ class Connection:
         self._client = ""
         self._engine: AttachedEngine | None = None
         self._memory_fd = -1
-        self._recent: tuple[int, Holdings] | None = None  # room of the last message
+        self._recent: tuple[int, Holdings] | None = None  # partition of the last message
         self._tasks: set[asyncio.Task[None]] = set()
         self._expiry = self._loop.call_later(HELLO_S, self._expire)
         self._frames = FrameSocket(connection, self._take, self._fail, self.close)
@@ -163,14 +163,16 @@ class Connection:
         if self._frames.is_hung_up and not isinstance(message, SLOT_NOTICES):
             return None
         match message:
-            case protocol.RoomRequest() | protocol.RoomNotice() if self._engine is not None:
+            case protocol.PartitionRequest() | protocol.PartitionNotice() if (
+                self._engine is not None
+            ):
                 return self._serve(message, self._engine)
             case protocol.AttachRequest():
                 self._hello(message)
             case _ if self._engine is None:
                 raise ProtocolError("the first message is no AttachRequest")
             case protocol.OpenRequest():
-                self._begin(self._open_room(message, self._engine), self._engine)
+                self._begin(self._open_partition(message, self._engine), self._engine)
             case protocol.DetachNotice():
                 self.close(is_goodbye=True)
             case protocol.ReportNotice():
@@ -216,17 +218,19 @@ class Connection:
     def _refuse(self, request: int, reason: str) -> None:
         self.send(protocol.RefusedAnswer(request, reason))
 
-    async def _open_room(self, message: protocol.OpenRequest, engine: AttachedEngine) -> None:
+    async def _open_partition(self, message: protocol.OpenRequest, engine: AttachedEngine) -> None:
         key = PartitionKey(engine.tenant, message.scope, message.block_bytes, message.key_bytes)
         try:
-            number, room = await self._registry.opener.open(key)
+            number, partition = await self._registry.opener.open(key)
         except CacheError as error:
             self._refuse(message.id, str(error))
             return
-        self.send(protocol.OpenAnswer(message.id, number, room.tier.num_slots), [room.tier.fd])
+        self.send(
+            protocol.OpenAnswer(message.id, number, partition.tier.num_slots), [partition.tier.fd]
+        )
 
     def _serve_simply(self, content: memoryview) -> bool:
-        """Serve a message on the room of the message before, if one native call can.
+        """Serve a message on the partition of the message before, if one native call can.
 
         Returns False if it is to be decoded, and nothing has changed.
         """
@@ -245,13 +249,13 @@ class Connection:
         return True
 
     def _serve(
-        self, message: protocol.RoomRequest | protocol.RoomNotice, engine: AttachedEngine
+        self, message: protocol.PartitionRequest | protocol.PartitionNotice, engine: AttachedEngine
     ) -> Turns | None:
-        room = self._node.room_of(message.room, engine.tenant)
-        if room is None:
+        partition = self._node.partition_of(message.partition, engine.tenant)
+        if partition is None:
             raise ProtocolError("a message names a room that the tenant has not opened")
-        held = engine.holdings(message.room, room)
-        self._recent = message.room, held
+        held = engine.holdings(message.partition, partition)
+        self._recent = message.partition, held
         match message:
             case protocol.LookupRequest():
                 found, pending = _look_up(message, held)
@@ -267,18 +271,20 @@ class Connection:
             case protocol.CommitNotice():
                 return self._commit(message, held)
             case protocol.PromoteRequest():
-                return self._promote(message, room)
+                return self._promote(message, partition)
             case protocol.FetchRequest():
-                keys, until_s = _keys(message.keys, room), _until(message.timeout_s)
+                keys, until_s = _keys(message.keys, partition), _until(message.timeout_s)
                 self._begin(self._fetch(message.id, keys, until_s, held), engine)
             case protocol.FindRequest():
-                keys, until_s = _keys(message.keys, room), _until(message.timeout_s)
+                keys, until_s = _keys(message.keys, partition), _until(message.timeout_s)
                 began_s = self._frames.received_s
-                self._begin(self._find(message.id, keys, until_s, room, began_s), engine)
+                self._begin(self._find(message.id, keys, until_s, partition, began_s), engine)
             case protocol.DeleteRequest():
-                self._begin(self._delete(message.id, _keys(message.keys, room), room), engine)
+                self._begin(
+                    self._delete(message.id, _keys(message.keys, partition), partition), engine
+                )
             case protocol.WatchNotice():
-                reads = room.cache.wait_for_reads(_keys(message.keys, room))
+                reads = partition.cache.wait_for_reads(_keys(message.keys, partition))
                 patience_s = OVERDUE_S if reads.waits_for_store else LONGEST_WAIT_S
                 self._begin(self._watch(message.watch, [reads], patience_s), engine)
             case protocol.AbortNotice():
@@ -286,20 +292,20 @@ class Connection:
             case protocol.DistrustNotice():
                 return held.distrust(unpack(message.slots))
             case protocol.UseNotice():
-                room.cache.touch(_keys(message.keys, room))
+                partition.cache.touch(_keys(message.keys, partition))
             case protocol.PromptNotice():
-                room.cache.on_request(_keys(message.keys, room))
+                partition.cache.on_request(_keys(message.keys, partition))
             case protocol.ContinueNotice():
-                room.cache.continues(_keys(message.keys, room), message.before)
+                partition.cache.continues(_keys(message.keys, partition), message.before)
             case protocol.HintNotice():
-                return room.apply(_keys(message.keys, room), message.said)
+                return partition.apply(_keys(message.keys, partition), message.said)
         return None
 
     # -- messages in turns -------------------------------------------------------------------------
 
     def _reserve(self, message: protocol.ReserveRequest, held: Holdings) -> Turns:
         """Reserve slots for new blocks, up to the first turn for which there is too little room."""
-        keys = _keys(message.keys, held.room)
+        keys = _keys(message.keys, held.partition)
         new, known, slots, generations = (bytearray() for _ in range(4))
         for at in turns_of(len(keys)):
             if at.start:
@@ -309,13 +315,13 @@ class Connection:
                 break
             are_new = _which(reserved[0].keys, keys[at])
             new += are_new
-            known += _which_are_known(keys[at], are_new, held.room)
+            known += _which_are_known(keys[at], are_new, held.partition)
             slots += protocol.pack(reserved[0].slots)
             generations += reserved[1]
         if left := keys[len(new) :]:
             none = bytes(len(left))
             new += none
-            known += _which_are_known(left, none, held.room)
+            known += _which_are_known(left, none, held.partition)
         answer = protocol.ReserveAnswer(
             message.id, bytes(new), bytes(known), bytes(slots), bytes(generations)
         )
@@ -336,13 +342,13 @@ class Connection:
             yield
         self._registry.note_writes()
 
-    def _promote(self, message: protocol.PromoteRequest, room: Partition) -> Turns:
-        keys, beside = _keys(message.keys, room), _keys(message.beside, room)
+    def _promote(self, message: protocol.PromoteRequest, partition: Partition) -> Turns:
+        keys, beside = _keys(message.keys, partition), _keys(message.beside, partition)
         num = 0
         for at in turns_of(len(keys)):
             if num:
                 yield
-            begun = room.cache.promote(keys[at], beside)
+            begun = partition.cache.promote(keys[at], beside)
             num += begun
             if begun < at.stop - at.start:
                 break
@@ -373,12 +379,12 @@ class Connection:
         request: int,
         keys: Sequence[bytes],
         until_s: float,
-        room: Partition,
+        partition: Partition,
         began_s: float,
     ) -> None:
         waited_s = 0.0
         while True:
-            found, pending = room.lookup(keys)
+            found, pending = partition.lookup(keys)
             if not pending:
                 break
             waits_from_s = time.monotonic()
@@ -386,7 +392,7 @@ class Connection:
             waited_s += time.monotonic() - waits_from_s
             if not are_over:
                 break
-        room.looked_up.add(found.codes)
+        partition.looked_up.add(found.codes)
         self.send(protocol.OutcomesAnswer(request, found.codes.translate(OUTCOMES)))
         self._registry.lookups.add(time.monotonic() - began_s - waited_s)
 
@@ -397,9 +403,9 @@ class Connection:
         await self._registry.all_over(awaited, began_s + patience_s)
         self.send(protocol.EndedNotice(watch, time.monotonic() - began_s))
 
-    async def _delete(self, request: int, keys: Sequence[bytes], room: Partition) -> None:
+    async def _delete(self, request: int, keys: Sequence[bytes], partition: Partition) -> None:
         until_s = time.monotonic() + DELETE_S
-        left = await delete_blocks(room, keys, self._registry.wait, until_s)
+        left = await delete_blocks(partition, keys, self._registry.wait, until_s)
         outcomes = (
             protocol.FAILED if at in left else protocol.MISSING for at, _ in enumerate(keys)
         )
@@ -409,7 +415,7 @@ class Connection:
         self, request: int, keys: Sequence[bytes], until_s: float, held: Holdings
     ) -> None:
         """Read a prompt's blocks into memory, as many as there is room for, and lease them."""
-        found = await bring(held.room, keys, self._registry, until_s)
+        found = await bring(held.partition, keys, self._registry, until_s)
         there = found.positions(BlockState.MEMORY)
         slots, generations = np.full(len(keys), -1), np.zeros(len(keys), np.int64)
         leased, its_generations = map(unpack, held.lease(found.ready))
@@ -429,7 +435,7 @@ def _until(timeout_s: float) -> float:
 
 
 async def bring(
-    room: Partition, keys: Sequence[bytes], registry: Registry, until_s: float
+    partition: Partition, keys: Sequence[bytes], registry: Registry, until_s: float
 ) -> LocatedBlocks:
     """Read a prompt's blocks from storage into memory, as many as there is room for.
 
@@ -437,36 +443,36 @@ async def bring(
     """
     promoted: set[bytes] = set()
     while True:
-        found, pending = room.lookup(keys)
+        found, pending = partition.lookup(keys)
         in_storage = select_keys(keys, found.positions(BlockState.STORAGE))
         stored = [key for key in in_storage if key not in promoted]
         for at in turns_of(len(stored)):
-            begun = stored[at][: room.cache.promote(stored[at])]
+            begun = stored[at][: partition.cache.promote(stored[at])]
             promoted.update(begun)
             if len(begun) < at.stop - at.start:
                 break
             await asyncio.sleep(0)
-        reads = room.cache.wait_for_reads(keys)
+        reads = partition.cache.wait_for_reads(keys)
         awaited: list[Awaited] = [*pending, reads]
         if reads.waits_for_store:
             until_s = min(until_s, time.monotonic() + OVERDUE_S)
         if all(each.is_over for each in awaited):
-            return room.locate(keys)
+            return partition.locate(keys)
         if not await registry.all_over(awaited, until_s):
-            return room.locate(keys)
+            return partition.locate(keys)
 
 
-def _keys(keys: bytes, room: Partition) -> PackedKeys:
-    return split_keys(keys, room.key.key_bytes)
+def _keys(keys: bytes, partition: Partition) -> PackedKeys:
+    return split_keys(keys, partition.key.key_bytes)
 
 
 def _look_up(
     message: protocol.LookupRequest, held: Holdings
 ) -> tuple[protocol.LookupAnswer, list[PendingLookup]]:
-    room = held.room
-    found, begun = room.lookup(_keys(message.keys, room), message.has_gaps)
+    partition = held.partition
+    found, begun = partition.lookup(_keys(message.keys, partition), message.has_gaps)
     if message.counts:
-        room.looked_up.add(found.codes)
+        partition.looked_up.add(found.codes)
     num = len(found.codes)
     sources = bytes(num) if found.are_all_in_memory else found.sources.tobytes()
     slots, generations = held.lease(found.ready)
@@ -492,10 +498,10 @@ def _which(new: Sequence[bytes], keys: Sequence[bytes]) -> bytes:
     return bytes(left.pop(key, False) for key in keys)
 
 
-def _which_are_known(keys: Sequence[bytes], are_new: bytes, room: Partition) -> bytes:
+def _which_are_known(keys: Sequence[bytes], are_new: bytes, partition: Partition) -> bytes:
     """Return one byte per key: 1 if memory has the block, or another engine is writing it."""
     if 0 not in are_new:
         return bytes(len(keys))
     here = (protocol.MEMORY, protocol.ARRIVING)
-    pairs = zip(room.locate(keys).codes, are_new, strict=True)
+    pairs = zip(partition.locate(keys).codes, are_new, strict=True)
     return bytes(code in here and not is_new for code, is_new in pairs)

@@ -1,6 +1,7 @@
 """Control of a running node: its state, and changes that a person or a router asks for.
 
-Rooms are named by ``PartitionKey.name``, and prompts by the keys that engines give their blocks.
+A partition is called a room here, as in the API, the CLI and the metrics. Rooms are named by
+``PartitionKey.name``, and prompts by the keys that engines give their blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvtier.keyed.cache import LocatedBlocks
 from kvtier.keys import PackedKeys
 from kvtier.node.config import DEFAULT_TENANT, TenantQuota, change_bounds, check_tenant
 from kvtier.node.connection import bring
-from kvtier.node.deleting import RoomDeletion, delete_blocks, delete_room
+from kvtier.node.deleting import PartitionDeletion, delete_blocks, delete_partition
 from kvtier.node.lookups import TimeCounts
 from kvtier.node.partition import Partition
 from kvtier.node.protocol import MOST_KEYS
@@ -58,7 +59,7 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class RoomState:
-    """State of a room.
+    """State of a partition.
 
     used_bytes: by tier, as far as the index knows the blocks. capacity_bytes, breakers, errors: by
     storage tier. looked_up: blocks by the place where engines found them.
@@ -103,9 +104,9 @@ class TenantState:
 class NodeState:
     """State of a node.
 
-    free_segments: those that belong to no room, and whose pages are ready. unverified_blocks: of
-    the node before, which are yet to be verified. slots_aside: slots that engines of the node
-    before may use.
+    free_segments: those that belong to no partition, and whose pages are ready. unverified_blocks:
+    of the previous process, that are not verified yet. slots_aside: slots that engines of the
+    previous process may use.
     """
 
     version: str
@@ -133,7 +134,7 @@ class NodeControl:
     # -- state -------------------------------------------------------------------------------------
 
     async def status(self) -> NodeState:
-        """Return the state of the node, its engines, tenants and rooms."""
+        """Return the state of the node, its engines, tenants and partitions."""
         node = self._node
         memory = node.memory
         return NodeState(
@@ -157,28 +158,28 @@ class NodeControl:
                 for engine in self._registry.engines.values()
             ],
             tenants=self._tenants(),
-            rooms=[*map(_open_room, node.rooms), *self._closed_rooms()],
+            rooms=[*map(_open_partition, node.partitions), *self._closed_partitions()],
             unverified_blocks=node.num_unverified,
             slots_aside=node.num_aside,
         )
 
     def _tenants(self) -> dict[str, TenantState]:
         node = self._node
-        names = {*node.quotas, *(room.key.tenant for room in node.rooms)}
+        names = {*node.quotas, *(partition.key.tenant for partition in node.partitions)}
         return {name: self._tenant(name) for name in sorted(names)}
 
     def _tenant(self, name: str) -> TenantState:
         node = self._node
-        rooms = [room for room in node.rooms if room.key.tenant == name]
+        partitions = [partition for partition in node.partitions if partition.key.tenant == name]
         used: Counter[str] = Counter()
-        for room in rooms:
-            used.update(room.used_bytes_by_tier())
+        for partition in partitions:
+            used.update(partition.used_bytes_by_tier())
         quota = node.quota(name)
         return TenantState(
             floor_bytes=quota.host_floor,
             ceiling_bytes=quota.host_ceiling,
-            segments=sum(len(room.tier.segments) for room in rooms),
-            pinned_segments=sum(len(room.pins.segments) for room in rooms),
+            segments=sum(len(partition.tier.segments) for partition in partitions),
+            pinned_segments=sum(len(partition.pins.segments) for partition in partitions),
             pinnable_segments=node.pinnable_segments(name),
             used_bytes=dict(used),
             disk_floor_bytes=quota.disk_floor,
@@ -186,8 +187,8 @@ class NodeControl:
             slab_bytes=node.disk_space.held_by(name),
         )
 
-    def _closed_rooms(self) -> list[RoomState]:
-        is_open = {room.key for room in self._node.rooms}
+    def _closed_partitions(self) -> list[RoomState]:
+        is_open = {partition.key for partition in self._node.partitions}
         return [
             RoomState(
                 key.name, key.tenant, key.scope.hex(), key.block_bytes, key.key_bytes, is_open=False
@@ -204,7 +205,7 @@ class NodeControl:
 
     async def lookup(self, prompt: PromptName, timeout_s: float) -> PromptPlaces:
         """Find the blocks of a prompt, and wait for the answers of stores."""
-        found = await self._room(prompt.room)
+        found = await self._partition(prompt.room)
         wanted = _keys(found, _hexed(prompt))
         until_s = time.monotonic() + check_wait(timeout_s)
         self._registry.wake_all()
@@ -215,20 +216,20 @@ class NodeControl:
 
     async def prefetch(self, prompt: PromptName, timeout_s: float) -> PromptPlaces:
         """Read the blocks of a prompt from storage into memory. Return where they are then."""
-        found = await self._room(prompt.room)
+        found = await self._partition(prompt.room)
         return _found(found, await self._bring(found, _keys(found, _hexed(prompt)), timeout_s))
 
     async def _bring(
-        self, room: Partition, keys: Sequence[bytes], timeout_s: float
+        self, partition: Partition, keys: Sequence[bytes], timeout_s: float
     ) -> LocatedBlocks:
         until_s = time.monotonic() + check_wait(timeout_s)
         self._registry.wake_all()
-        return await bring(room, keys, self._registry, until_s)
+        return await bring(partition, keys, self._registry, until_s)
 
     async def pin(self, prompt: PromptName, seconds: float, timeout_s: float) -> PinnedBlocks:
         """Read the blocks of a prompt into memory, and keep the first ones there for a time."""
         check_pin(seconds)
-        found = await self._room(prompt.room)
+        found = await self._partition(prompt.room)
         wanted = _keys(found, _hexed(prompt))
         await self._bring(found, wanted, timeout_s)
         pin = self._node.pin(found, wanted, seconds)
@@ -237,7 +238,7 @@ class NodeControl:
 
     async def unpin(self, room: str, number: int) -> None:
         """End a pin before its time."""
-        found = await self._room(room)
+        found = await self._partition(room)
         if not found.pins.remove(number):
             raise ControlError(f"room {found.key.name} has no pin {number}", is_unknown=True)
 
@@ -245,7 +246,7 @@ class NodeControl:
 
     async def delete(self, prompt: PromptName, timeout_s: float) -> Deleted:
         """Delete the blocks of a prompt from every tier."""
-        found = await self._room(prompt.room)
+        found = await self._partition(prompt.room)
         wanted = _keys(found, _hexed(prompt))
         until_s = time.monotonic() + check_wait(timeout_s)
         self._registry.wake_all()
@@ -257,45 +258,47 @@ class NodeControl:
         return Deleted(not left, [found.key.name], len(wanted), problems)
 
     async def delete_rooms(self, room: str, tenant: str, timeout_s: float) -> Deleted:
-        """Delete all blocks of one room, or of all rooms of a tenant, from every tier."""
+        """Delete all blocks of one partition, or of all partitions of a tenant, from every tier."""
         if bool(room) == bool(tenant):
             raise ControlError("name a room or a tenant, and not both")
         if room:
             return await self._delete({room}, timeout_s)
         check_tenant(tenant)
-        names = {name for name, each in self._room_tenants().items() if each == tenant}
+        names = {name for name, each in self._partition_tenants().items() if each == tenant}
         if not names:
             raise ControlError(f"tenant {tenant!r} has no room here", is_unknown=True)
         return await self._delete(names, timeout_s)
 
     async def clear(self, room: str, memory_only: bool, timeout_s: float) -> Deleted:
-        """Delete all blocks of one room, or of all rooms; or only evict them from memory."""
-        names = {room} if room else set(self._room_tenants())
+        """Delete all blocks of one or all partitions, or only evict them from memory."""
+        names = {room} if room else set(self._partition_tenants())
         if not memory_only:
             return await self._delete(names, timeout_s)
-        rooms = [each for each in self._node.rooms if each.key.name in names]
-        if room and not rooms:
+        partitions = [each for each in self._node.partitions if each.key.name in names]
+        if room and not partitions:
             raise ControlError(f"no room is called {room!r}", is_unknown=True)
-        for each in rooms:
+        for each in partitions:
             for _ in each.evict_all():
                 await asyncio.sleep(0)
-        return Deleted(True, [each.key.name for each in rooms], None, [])
+        return Deleted(True, [each.key.name for each in partitions], None, [])
 
-    def _room_tenants(self) -> dict[str, str]:
-        """Return the tenant of each room by its name."""
-        keys = {*(room.key for room in self._node.rooms), *self._node.keys_on_disk()}
+    def _partition_tenants(self) -> dict[str, str]:
+        """Return the tenant of each partition by its name."""
+        keys = {*(partition.key for partition in self._node.partitions), *self._node.keys_on_disk()}
         return {key.name: key.tenant for key in keys}
 
     async def _delete(self, names: set[str], timeout_s: float) -> Deleted:
         until_s = time.monotonic() + check_wait(timeout_s)
         locations = self._node.config.storage
-        done: list[RoomDeletion] = []
+        done: list[PartitionDeletion] = []
         for name in sorted(names):
-            room = await self._registry.opener.named(name)
-            if room is None and not locations:
+            partition = await self._registry.opener.named(name)
+            if partition is None and not locations:
                 raise ControlError(f"no room is called {name!r}", is_unknown=True)
             self._registry.wake_all()
-            done.append(await delete_room(name, room, locations, self._registry.wait, until_s))
+            done.append(
+                await delete_partition(name, partition, locations, self._registry.wait, until_s)
+            )
         problems = [f"{each.name}: {problem}" for each in done for problem in each.problems]
         return Deleted(not problems, [each.name for each in done], None, problems)
 
@@ -321,21 +324,21 @@ class NodeControl:
 
     # -- names -------------------------------------------------------------------------------------
 
-    async def _room(self, name: str) -> Partition:
-        """Return a room by its name; the only one for ""."""
-        rooms = self._node.rooms
-        if not name and len(rooms) == 1:
-            name = rooms[0].key.name
+    async def _partition(self, name: str) -> Partition:
+        """Return a partition by its name; the only one for ""."""
+        partitions = self._node.partitions
+        if not name and len(partitions) == 1:
+            name = partitions[0].key.name
         found = await self._registry.opener.named(name) if name else None
         if found is not None:
             return found
-        names = ", ".join(sorted(self._room_tenants())) or "none"
+        names = ", ".join(sorted(self._partition_tenants())) or "none"
         what = f"no room is called {name!r}" if name else "name a room"
         raise ControlError(f"{what}; rooms: {names}", is_unknown=bool(name))
 
 
-def _open_room(room: Partition) -> RoomState:
-    key = room.key
+def _open_partition(partition: Partition) -> RoomState:
+    key = partition.key
     return RoomState(
         name=key.name,
         tenant=key.tenant,
@@ -343,20 +346,20 @@ def _open_room(room: Partition) -> RoomState:
         block_bytes=key.block_bytes,
         key_bytes=key.key_bytes,
         is_open=True,
-        segments=len(room.tier.segments),
-        pinned_segments=len(room.pins.segments),
-        pinned_blocks=room.pins.num_blocks,
-        used_bytes=room.used_bytes_by_tier(),
-        capacity_bytes=room.capacity_by_storage(),
-        looked_up=room.looked_up.by_place(),
-        breakers=room.breakers(),
-        errors={name: why for name, why in room.storage_errors().items() if why},
+        segments=len(partition.tier.segments),
+        pinned_segments=len(partition.pins.segments),
+        pinned_blocks=partition.pins.num_blocks,
+        used_bytes=partition.used_bytes_by_tier(),
+        capacity_bytes=partition.capacity_by_storage(),
+        looked_up=partition.looked_up.by_place(),
+        breakers=partition.breakers(),
+        errors={name: why for name, why in partition.storage_errors().items() if why},
     )
 
 
-def _keys(room: Partition, keys: Sequence[str]) -> list[bytes]:
+def _keys(partition: Partition, keys: Sequence[str]) -> list[bytes]:
     """Return keys that are written in hexadecimal, each once."""
-    size = room.key.key_bytes
+    size = partition.key.key_bytes
     if not keys:
         raise ControlError("no keys are named")
     if len(keys) > MOST_KEYS:
@@ -366,15 +369,17 @@ def _keys(room: Partition, keys: Sequence[str]) -> list[bytes]:
             raise ControlError(f"key {text[:80]!r} is not hexadecimal")
         if len(text) != 2 * size:
             raise ControlError(
-                f"key {text[:80]!r} has {len(text) / 2:g} bytes; keys of room {room.key.name} "
+                f"key {text[:80]!r} has {len(text) / 2:g} bytes; keys of room {partition.key.name} "
                 f"have {size}"
             )
     packed = bytes.fromhex("".join(keys))
     return list(dict.fromkeys(PackedKeys(packed, size)))
 
 
-def _found(room: Partition, blocks: LocatedBlocks) -> PromptPlaces:
-    return PromptPlaces.of(room.key.name, [state.name.lower() for state in blocks.block_states])
+def _found(partition: Partition, blocks: LocatedBlocks) -> PromptPlaces:
+    return PromptPlaces.of(
+        partition.key.name, [state.name.lower() for state in blocks.block_states]
+    )
 
 
 def _hexed(prompt: PromptName) -> Sequence[str]:

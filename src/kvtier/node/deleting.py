@@ -1,4 +1,4 @@
-"""Deletion of blocks and of whole rooms: complete only once every tier has confirmed it."""
+"""Deletion of blocks and of whole partitions: complete only once every tier has confirmed it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Wait = Callable[[float], Awaitable[bool]]
 
 
 async def delete_blocks(
-    room: Partition, keys: Sequence[bytes], wait: Wait, until_s: float
+    partition: Partition, keys: Sequence[bytes], wait: Wait, until_s: float
 ) -> set[int]:
     """Delete blocks from every tier, and wait until storage has confirmed it.
 
@@ -28,12 +28,12 @@ async def delete_blocks(
     """
     begins = range(0, len(keys), DELETED_AT_ONCE)
     for at in begins:
-        room.delete(keys[at : at + DELETED_AT_ONCE])
+        partition.delete(keys[at : at + DELETED_AT_ONCE])
         await asyncio.sleep(0)
     left: set[int] = set()
     for at in begins:
         some = keys[at : at + DELETED_AT_ONCE]
-        while unconfirmed := room.undeleted(some):
+        while unconfirmed := partition.undeleted(some):
             if not await wait(until_s):
                 left.update(at + position for position in unconfirmed)
                 break
@@ -42,35 +42,35 @@ async def delete_blocks(
 
 
 @dataclass(slots=True)
-class RoomDeletion:
-    """Result of the deletion of a whole room.
+class PartitionDeletion:
+    """Result of the deletion of a whole partition.
 
-    name: of the room. problems: storage that has not confirmed it, with the reason.
+    name: of the partition. problems: storage that has not confirmed it, with the reason.
     """
 
     name: str
     problems: list[str] = field(default_factory=list)
 
 
-async def delete_room(
-    name: str, room: Partition | None, locations: Sequence[str], wait: Wait, until_s: float
-) -> RoomDeletion:
-    """Delete all blocks of a room from every tier, and wait until storage has confirmed it.
+async def delete_partition(
+    name: str, partition: Partition | None, locations: Sequence[str], wait: Wait, until_s: float
+) -> PartitionDeletion:
+    """Delete all blocks of a partition from every tier, and wait until storage has confirmed it.
 
     Args:
-        name: of the room.
-        room: the room; None if it exists in stores only.
+        name: of the partition.
+        partition: the partition; None if it exists in stores only.
         locations: of the stores.
         wait: see ``Wait``.
         until_s: deadline of the wait, without that for stores that list their blocks.
     """
-    done = RoomDeletion(name)
-    if room is not None:
-        for _ in room.delete_all():
+    done = PartitionDeletion(name)
+    if partition is not None:
+        for _ in partition.delete_all():
             await asyncio.sleep(0)
-        while room.has_undeleted:
+        while partition.has_undeleted:
             if not await wait(until_s):
-                done.problems.append(f"storage has not confirmed it: {_late(room)}")
+                done.problems.append(f"storage has not confirmed it: {_late(partition)}")
                 break
     for location in locations:
         where = without_password(location)
@@ -87,6 +87,6 @@ async def delete_room(
     return done
 
 
-def _late(room: Partition) -> str:
-    reasons = (f"{name}: {why}" for name, why in room.storage_errors().items() if why)
+def _late(partition: Partition) -> str:
+    reasons = (f"{name}: {why}" for name, why in partition.storage_errors().items() if why)
     return "; ".join(reasons) or "it takes too long; the deletion is retried"

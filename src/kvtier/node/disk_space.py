@@ -1,4 +1,4 @@
-"""Division of a node's disk space over the slabs of its rooms.
+"""Division of a node's disk space over the slabs of its partitions.
 
 A slab has its full size from the start, and keeps it. So quotas decide how large a new slab may be.
 """
@@ -48,12 +48,12 @@ class DiskSpace:
         for data in self._folder.glob(f"*/{DATA}") if folder else ():
             key = PartitionKey.of_folder(data.parent.name)
             if key is not None:
-                with suppress(OSError):  # the room is served without the disk
+                with suppress(OSError):  # the partition is served without the disk
                     self._sizes[key] = data.stat().st_size
 
     @contextmanager
     def slab_of(self, key: PartitionKey) -> Iterator[int]:
-        """Yield the size of a room's slab, which may be made meanwhile; 0 if there is no room.
+        """Yield the size of a partition's slab, which may be made meanwhile; 0 if there is no room.
 
         A slab that is there keeps its size. If it can't be made, its space is free again.
         """

@@ -88,12 +88,12 @@ def peer_of(connection: socket.socket) -> EngineProcess:
 
 
 class Holdings:
-    """Slots of one room that one engine uses.
+    """Slots of one partition that one engine uses.
 
     Pages of the arrays cost memory once a slot in them was used.
 
     Args:
-        room: the room.
+        partition: the partition.
         user: the engine, as the next node will find it.
 
     Attributes:
@@ -102,12 +102,12 @@ class Holdings:
         num_reserved: number of reserved slots.
     """
 
-    def __init__(self, room: Partition, user: SlotUser) -> None:
-        self.room = room
-        self.num_leases = np.zeros(room.tier.num_slots, np.uint32)
-        self.is_reserved = np.zeros(room.tier.num_slots, bool)
-        self._leases = room.slot_leases(user, self.num_leases, self.is_reserved)
-        self._key_bytes, self._is_alone = room.key.key_bytes, not room.cache.storages
+    def __init__(self, partition: Partition, user: SlotUser) -> None:
+        self.partition = partition
+        self.num_leases = np.zeros(partition.tier.num_slots, np.uint32)
+        self.is_reserved = np.zeros(partition.tier.num_slots, bool)
+        self._leases = partition.slot_leases(user, self.num_leases, self.is_reserved)
+        self._key_bytes, self._is_alone = partition.key.key_bytes, not partition.cache.storages
         self.num_reserved = 0
 
     def lease(self, blocks: Sequence[BlockId]) -> tuple[bytes, bytes]:
@@ -115,15 +115,15 @@ class Holdings:
 
         Returns their slots and generations, as ``protocol.pack`` has them.
         """
-        return self._leases.lease(blocks, self.room.now_s)
+        return self._leases.lease(blocks, self.partition.now_s)
 
     def serve(self, content: memoryview, number: int) -> tuple[bytes, bool] | None:
-        """Serve a simple message on this room in one call; see ``SlotLeases.serve``.
+        """Serve a simple message on this partition in one call; see ``SlotLeases.serve``.
 
-        number: of this room. Returns the frame of the answer, b"" for none, and whether it counts
-        as a look-up. None if the message is to be served otherwise.
+        number: of this partition. Returns the frame of the answer, b"" for none, and whether it
+        counts as a look-up. None if the message is to be served otherwise.
         """
-        its = self.room
+        its = self.partition
         if its.cache.is_doubtful:
             return None
         is_alone = self._is_alone and not its.reservations.has_overdue()
@@ -139,19 +139,19 @@ class Holdings:
 
     def release(self, slots: Int64s) -> None:
         """Release one lease of each slot. Slots that the engine has not leased are ignored."""
-        self.room.note_released(self._leases.release(slots))
+        self.partition.note_released(self._leases.release(slots))
 
     def reserve(self, keys: Sequence[bytes]) -> tuple[Reserved, bytes] | None:
         """Reserve slots for new blocks; see ``BlockCache.reserve``.
 
         Returns also the slots' generations, as ``protocol.pack`` has them.
         """
-        reserved = self.room.reserve(keys)
+        reserved = self.partition.reserve(keys)
         if reserved is None:
             return None
         self.num_reserved += len(reserved.slots)
         generations = self._leases.reserve(reserved.slots)
-        self.room.reservations.add(self.is_reserved, reserved.slots, generations)
+        self.partition.reservations.add(self.is_reserved, reserved.slots, generations)
         return reserved, generations
 
     def commit(self, slots: Int64s, depths: Int64s, to_storage: bool) -> None:
@@ -162,18 +162,18 @@ class Holdings:
         which, blocks = self._end_reserved(slots)
         if blocks:
             its = depths if len(which) == len(depths) else depths[as_array(which)]
-            self.room.cache.commit_blocks(blocks, as_numbers(its), to_storage)
+            self.partition.cache.commit_blocks(blocks, as_numbers(its), to_storage)
 
     def abort(self, slots: Int64s) -> None:
         """Give up reserved slots. Others are ignored."""
         _, blocks = self._end_reserved(slots)
         if blocks:
-            self.room.cache.abort_blocks(blocks)
+            self.partition.cache.abort_blocks(blocks)
 
     def _end_reserved(self, slots: Int64s) -> tuple[Sequence[int], Sequence[BlockId]]:
         which, blocks = self._leases.end_reserved(slots)
         self.num_reserved -= len(blocks)
-        self.room.reservations.end(slots[as_array(which)])
+        self.partition.reservations.end(slots[as_array(which)])
         return which, blocks
 
     def distrust(self, slots: Int64s) -> Turns:
@@ -181,7 +181,9 @@ class Holdings:
         for at in turns_of(len(slots)):
             some = np.unique(slots[at])
             some = some[(some >= 0) & (some < len(self.num_leases))]
-            self.room.distrust_slots(some[self.is_reserved[some] | (self.num_leases[some] > 0)])
+            self.partition.distrust_slots(
+                some[self.is_reserved[some] | (self.num_leases[some] > 0)]
+            )
             yield
 
     def end(self) -> Turns:
@@ -223,9 +225,9 @@ class AttachedEngine:
     """One engine, of one or several clients.
 
     name, uid: the same in all of its processes. tenant: whose quota counts. user: what the next
-    node will know of it. clients: by name, those that are not known to have ended. rooms: by room
-    number, what it uses there. num_waiting: its requests that wait. num_failures, num_pauses: sums
-    of its ``ReportNotice``.
+    node will know of it. clients: by name, those that are not known to have ended. partitions: by
+    number, what it uses of each. num_waiting: its requests that wait. num_failures, num_pauses:
+    sums of its ``ReportNotice``.
     """
 
     name: str
@@ -233,25 +235,25 @@ class AttachedEngine:
     tenant: str
     user: SlotUser
     clients: dict[str, AttachedClient] = field(default_factory=dict)
-    rooms: dict[int, Holdings] = field(default_factory=dict)
+    partitions: dict[int, Holdings] = field(default_factory=dict)
     num_waiting: int = 0
     num_failures: int = 0
     num_pauses: int = 0
 
-    def holdings(self, number: int, room: Partition) -> Holdings:
-        """Return what the engine uses of a room."""
-        held = self.rooms.get(number)
+    def holdings(self, number: int, partition: Partition) -> Holdings:
+        """Return what the engine uses of a partition."""
+        held = self.partitions.get(number)
         if held is None:
-            held = self.rooms[number] = Holdings(room, self.user)
+            held = self.partitions[number] = Holdings(partition, self.user)
         return held
 
     def end(self) -> Turns:
         """Take everything back. No process of the engine may live."""
-        for holdings in self.rooms.values():
+        for holdings in self.partitions.values():
             yield from holdings.end()
-        self.rooms.clear()
+        self.partitions.clear()
 
     @property
     def num_slots(self) -> int:
         """Number of slots in use."""
-        return sum(each.num_slots for each in self.rooms.values())
+        return sum(each.num_slots for each in self.partitions.values())

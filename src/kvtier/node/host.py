@@ -76,7 +76,7 @@ class NodeHost:
             return None
         until_s = time.monotonic() + ATTACH_S
         try:
-            room = self._attached(guard.instance, until_s).room(guard.room, until_s)
+            partition = self._attached(guard.instance, until_s).partition(guard.partition, until_s)
         except NodeError as error:
             logger.warning("the node's memory can't be used: %s", error)
             if self._channel is not None:
@@ -84,16 +84,16 @@ class NodeHost:
                 self._client.put_back(self._channel, error)
                 self._channel = None
             return None
-        if room.mapped.instance != guard.instance:
+        if partition.mapped.instance != guard.instance:
             return None
-        mapped = room.mapped
+        mapped = partition.mapped
         step = mapped.segment_bytes
         seams = np.arange(step, mapped.memory.nbytes, step, dtype=np.int64)
-        return SlotMemory(mapped.memory, seams, len(room.generations), room.generations)
+        return SlotMemory(mapped.memory, seams, len(partition.generations), partition.generations)
 
     def _fits(self, guard: SlotGuard) -> bool:
-        """Return whether the blocks of a room are as many parts of this rank's size."""
-        if guard.room.block_bytes == self._block_bytes:
+        """Return whether the blocks of a partition are as many parts of this rank's size."""
+        if guard.partition.block_bytes == self._block_bytes:
             return True
         if not self._is_refused:
             self._is_refused = True
@@ -101,7 +101,7 @@ class NodeHost:
                 "the node is not used: this rank's part of a block has %d bytes, and that of the "
                 "first rank %d; give all pipeline stages the same layers",
                 self._block_bytes // self._num_shards,
-                guard.room.block_bytes // self._num_shards,
+                guard.partition.block_bytes // self._num_shards,
             )
         return False
 

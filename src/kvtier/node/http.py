@@ -138,7 +138,7 @@ def reading_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastA
 
     @app.get("/status")
     async def status() -> NodeState:
-        """Return the state of the node, its engines, tenants and rooms."""
+        """Return the state of the node, its engines, tenants and partitions."""
         return await call(control.status)
 
     @app.get("/quota")
@@ -148,16 +148,16 @@ def reading_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastA
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Return the metrics of the node and of all rooms."""
+        """Return the metrics of the node and of all partitions."""
         return Response((await read()).text(), media_type=CONTENT_TYPE_LATEST)
 
     async def read() -> NodeMetrics:
         state, lookups = await call(control.status), await call(control.lookup_times)
-        rooms: dict[tuple[str, str], CollectorRegistry] = {
-            (room.key.tenant, room.key.name): room.cache.metrics.registry
-            for room in list(node.rooms)
+        partitions: dict[tuple[str, str], CollectorRegistry] = {
+            (partition.key.tenant, partition.key.name): partition.cache.metrics.registry
+            for partition in list(node.partitions)
         }
-        return NodeMetrics(state, lookups, rooms)
+        return NodeMetrics(state, lookups, partitions)
 
     async def collect() -> Iterable[Metric]:
         return (await read()).collect()

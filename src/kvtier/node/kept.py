@@ -1,4 +1,4 @@
-"""Slots of a room that an earlier node has left: blocks to take over, and slots still in use."""
+"""Slots of a partition that an earlier node has left: blocks to take over, and slots in use."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ logger = logging.getLogger(__name__)
 
 
 class KeptSlots:
-    """Slots of one room that outlive a node.
+    """Slots of one partition that outlive a node.
 
     A block is *unverified* until its checksum was found right; then it is a block like all others.
     A slot is *aside* while an engine of an earlier node may use it: it is not given out. If a
     verified block lies in it, other engines may read that, and it is leased.
 
     Args:
-        room: the room.
+        partition: the partition.
         address: of slot 0.
         writer: writes records of stored blocks.
     """
 
-    def __init__(self, room: Partition, address: int, writer: RecordWriter) -> None:
-        self._room = room
-        self._rows = room.tier.rows
-        self._slots = BlockRows(self._rows, address, room.key.block_bytes)
+    def __init__(self, partition: Partition, address: int, writer: RecordWriter) -> None:
+        self._partition = partition
+        self._rows = partition.tier.rows
+        self._slots = BlockRows(self._rows, address, partition.key.block_bytes)
         self._writer = writer
         self._unverified: dict[bytes, Slot] = {}
         self._aside: dict[Slot, BlockId | None] = {}
@@ -70,14 +70,14 @@ class KeptSlots:
         verifier.add(LeftBlocks(self._slots, slots, records), self._adopt)
         logger.info(
             "memory taken over room=%s blocks=%d slots_in_use=%d",
-            self._room.key.name,
+            self._partition.key.name,
             len(self._unverified),
             len(self._aside),
         )
 
     def _restore(self, segment: int) -> Int64s:
         """Add a segment to the tier. Return the slots with valid records."""
-        tier, rows = self._room.tier, self._rows
+        tier, rows = self._partition.tier, self._rows
         span = tier.slots_of(segment)
         slots = np.arange(span.start, span.stop)
         are_valid = rows.are_valid(span)
@@ -103,7 +103,7 @@ class KeptSlots:
             if self._unverified.get(key) != slot:
                 continue
             del self._unverified[key]
-            if is_right and not self._room.has_in_memory(key):
+            if is_right and not self._partition.has_in_memory(key):
                 good.append((key, slot, depth))
             else:
                 if not is_right:
@@ -111,12 +111,12 @@ class KeptSlots:
                 self._discard(slot)
         if not good:
             return
-        taken = self._room.cache.add_present(
+        taken = self._partition.cache.add_present(
             [key for key, _, _ in good], [slot for _, slot, _ in good], [at for _, _, at in good]
         )
         for (_, slot, _), block in zip(good, taken, strict=True):
             if self._is_in_use(slot):
-                self._room.lease([block])
+                self._partition.lease([block])
                 self._aside[slot] = block
 
     def _is_in_use(self, slot: Slot) -> bool:
@@ -128,7 +128,7 @@ class KeptSlots:
             self._rows.renew(np.array([slot]))
             self._aside[slot] = None
         else:
-            self._room.tier.free([slot])
+            self._partition.tier.free([slot])
 
     def let_go(self, user: SlotUser, left_mask: int) -> None:
         """Note that an engine of an earlier node uses no slot any more.
@@ -144,9 +144,9 @@ class KeptSlots:
                 continue
             block = self._aside.pop(slot)
             if block is None:
-                self._room.tier.free([slot])
+                self._partition.tier.free([slot])
             else:
-                self._room.end_leases(np.array([slot]))
+                self._partition.end_leases(np.array([slot]))
 
     # -- deletion ----------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class KeptSlots:
 
     def forget_segment(self, segment: int) -> None:
         """Give up the unverified blocks of a segment."""
-        span = self._room.tier.slots_of(segment)
+        span = self._partition.tier.slots_of(segment)
         self.forget([key for key, slot in self._unverified.items() if slot in span])
 
     @property

@@ -162,7 +162,7 @@ class NodeMemory:
             logger.warning("no memory for the records of segment %d", segment)
             heappush(self._free, segment)
             return None
-        self.records.owners[segment] = tag_of(tier.room)
+        self.records.owners[segment] = tag_of(tier.partition)
         return segment
 
     def give_back(self, segment: int) -> None:
@@ -271,7 +271,7 @@ class SegmentTier(MemoryTier):
 
     Args:
         node: the arena.
-        room: name of the room, for the files of its slots.
+        partition: name of the partition, for the files of its slots.
         block_bytes: bytes of a block.
         key_bytes: length of a block's key.
 
@@ -282,7 +282,7 @@ class SegmentTier(MemoryTier):
         users: uint64 [num_slots], engines that use each slot; see ``SlotUsers``.
     """
 
-    def __init__(self, node: NodeMemory, room: str, block_bytes: int, key_bytes: int) -> None:
+    def __init__(self, node: NodeMemory, partition: str, block_bytes: int, key_bytes: int) -> None:
         node.check_block(block_bytes)
         num_slots = node.num_bytes // block_bytes
         layout = named_layout("block_first", opaque(block_bytes), num_slots)
@@ -294,8 +294,8 @@ class SegmentTier(MemoryTier):
         self._retired: dict[int, int] = {}  # segment: slots that are still in use
         self._with_free: dict[int, None] = {}
         self._num_free = self._num_open = self._num_used = 0
-        self.room = room
-        self.rows = node.records.rows(room, key_bytes, num_slots)
+        self.partition = partition
+        self.rows = node.records.rows(partition, key_bytes, num_slots)
         self.fd = self.rows.fd
         self.generations, self.users = self.rows.generations, self.rows.users
 

@@ -1,4 +1,4 @@
-"""Metrics of a node: those of its rooms with their names as labels, and its own."""
+"""Metrics of a node: those of its partitions with their names as labels, and its own."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvtier.node.lookups import TimeCounts
 from kvtier.telemetry import MetricSpec, specs
 from kvtier.types import HOST
 
-RoomRegistries = Mapping[tuple[str, str], CollectorRegistry]
-"""By tenant and name of the room, its registry."""
+PartitionRegistries = Mapping[tuple[str, str], CollectorRegistry]
+"""By tenant and name of the partition, its registry."""
 
 Values = dict[tuple[str, ...], float]
 """Values of one metric by its labels."""
@@ -29,13 +29,15 @@ Values = dict[tuple[str, ...], float]
 class NodeMetrics(Collector):
     """All metrics of a node at one moment.
 
-    state: of the node. lookups: times of look-ups. rooms: registries of its rooms.
+    state: of the node. lookups: times of look-ups. partitions: registries of its partitions.
     """
 
-    def __init__(self, state: NodeState, lookups: TimeCounts, rooms: RoomRegistries) -> None:
+    def __init__(
+        self, state: NodeState, lookups: TimeCounts, partitions: PartitionRegistries
+    ) -> None:
         self._state = state
         self._lookups = lookups
-        self._rooms = rooms
+        self._partitions = partitions
 
     def text(self) -> bytes:
         """Return them in Prometheus' text format."""
@@ -57,7 +59,7 @@ class NodeMetrics(Collector):
             for labels, value in values[spec].items():
                 family.add_metric(labels, value)
             yield family
-        yield from _labelled(self._rooms)
+        yield from _labelled(self._partitions)
 
 
 def _histogram(spec: MetricSpec, lookups: TimeCounts) -> Metric:
@@ -68,16 +70,16 @@ def _histogram(spec: MetricSpec, lookups: TimeCounts) -> Metric:
     )
 
 
-def _labelled(rooms: RoomRegistries) -> Iterable[Metric]:
-    """Return the rooms' metrics, each once, with the labels tenant and room."""
+def _labelled(partitions: PartitionRegistries) -> Iterable[Metric]:
+    """Return the partitions' metrics, each once, with the labels tenant and room."""
     merged: dict[str, Metric] = {}
-    for (tenant, room), registry in rooms.items():
+    for (tenant, partition), registry in partitions.items():
         for family in registry.collect():
             one = merged.setdefault(
                 family.name, Metric(family.name, family.documentation, family.type)
             )
             one.samples += [
-                sample._replace(labels={**sample.labels, "tenant": tenant, "room": room})
+                sample._replace(labels={**sample.labels, "tenant": tenant, "room": partition})
                 for sample in family.samples
             ]
     return merged.values()
@@ -94,7 +96,7 @@ def _values(state: NodeState) -> dict[MetricSpec, Values]:
         specs.NODE_UNVERIFIED_BLOCKS: {(): state.unverified_blocks},
         specs.NODE_SLOTS_ASIDE: {(): state.slots_aside},
         **_of_engines(state),
-        **_of_rooms(state),
+        **_of_partitions(state),
         **_of_tenants(state),
     }
 
@@ -118,23 +120,26 @@ def _of_engines(state: NodeState) -> dict[MetricSpec, Values]:
     return {specs.NODE_ENGINES: dict(engines), **{k: dict(v) for k, v in numbers.items()}}
 
 
-def _of_rooms(state: NodeState) -> dict[MetricSpec, Values]:
+def _of_partitions(state: NodeState) -> dict[MetricSpec, Values]:
     capacity: Counter[tuple[str, ...]] = Counter({(HOST,): state.memory_bytes})
     places: Counter[tuple[str, ...]] = Counter()
     used: Values = {}
-    rooms = [each for each in state.rooms if each.is_open]
-    for room in rooms:
+    partitions = [each for each in state.rooms if each.is_open]
+    for partition in partitions:
         used |= {
-            (room.tenant, room.name, tier): num for tier, num in (room.used_bytes or {}).items()
+            (partition.tenant, partition.name, tier): num
+            for tier, num in (partition.used_bytes or {}).items()
         }
-        capacity.update({(tier,): num for tier, num in (room.capacity_bytes or {}).items()})
-        places.update({(room.tenant, place): num for place, num in (room.looked_up or {}).items()})
+        capacity.update({(tier,): num for tier, num in (partition.capacity_bytes or {}).items()})
+        places.update(
+            {(partition.tenant, place): num for place, num in (partition.looked_up or {}).items()}
+        )
     return {
         specs.NODE_CAPACITY_BYTES: dict(capacity),
         specs.NODE_LOOKUP_BLOCKS: dict(places),
         specs.NODE_ROOM_BYTES: used,
-        specs.NODE_ROOM_SEGMENTS: {(each.tenant, each.name): each.segments for each in rooms},
-        specs.NODE_BLOCK_BYTES: {(each.tenant, each.name): each.block_bytes for each in rooms},
+        specs.NODE_ROOM_SEGMENTS: {(each.tenant, each.name): each.segments for each in partitions},
+        specs.NODE_BLOCK_BYTES: {(each.tenant, each.name): each.block_bytes for each in partitions},
     }
 
 

@@ -1,4 +1,4 @@
-"""Rooms are opened beside the node's event loop, since a disk or a store may take long to open."""
+"""Opens partitions beside the node's event loop, since a disk or a store may take long to open."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 Storages = Mapping[str, StorageTier]
 
 
-class RoomOpener:
-    """Opens rooms of a node. The event loop's thread owns it.
+class PartitionOpener:
+    """Opens partitions of a node. The event loop's thread owns it.
 
-    The storage of each room is opened on a thread of its own, so that one disk that hangs delays
-    no other room.
+    The storage of each partition is opened on a thread of its own, so that one disk that hangs
+    delays no other partition.
 
     node: the node.
     """
@@ -35,14 +35,14 @@ class RoomOpener:
         self._is_closed = False
 
     async def open(self, key: PartitionKey) -> tuple[int, Partition]:
-        """Return the number of a room, and the room; open it at its first use.
+        """Return the number of a partition, and the partition; open it at its first use.
 
         Raises ``CacheError`` if it can't be opened.
         """
         key = self._node.check_key(key, self._opening)
         number = self._node.number_of(key)
         if number is not None:
-            return number, self._node.rooms[number]
+            return number, self._node.partitions[number]
         task = self._opening.get(key)
         if task is None:
             task = self._opening[key] = asyncio.create_task(self._open(key))
@@ -74,26 +74,29 @@ class RoomOpener:
             return self._node.enter(key, await opened)
 
     async def named(self, name: str) -> Partition | None:
-        """Return the room of this name, and poll it for a while; None if there is no such room.
+        """Return the partition of this name, and poll it for a while; None if there is none.
 
-        A room that only the disk has is opened. Raises ``CacheError`` if that fails.
+        A partition that only the disk has is opened. Raises ``CacheError`` if that fails.
         """
-        for key in (*(room.key for room in self._node.rooms), *self._node.keys_on_disk()):
+        for key in (
+            *(partition.key for partition in self._node.partitions),
+            *self._node.keys_on_disk(),
+        ):
             if key.name == name:
                 number, _ = await self.open(key)
-                return self._node.room_of(number, key.tenant)
+                return self._node.partition_of(number, key.tenant)
         return None
 
     async def open_kept(self) -> None:
-        """Open the rooms whose memory an earlier node has left."""
-        for key in self._node.kept_rooms:
+        """Open the partitions whose memory an earlier node has left."""
+        for key in self._node.kept_partitions:
             try:
                 await self.open(key)
             except CacheError as error:
                 logger.error("room %s of the node before is not opened: %s", key.name, error)
 
     async def close(self) -> None:
-        """Open no further room. What is opened later by threads is closed by them."""
+        """Open no further partition. What is opened later by threads is closed by them."""
         with self._lock:
             self._is_closed = True
         for task in list(self._opening.values()):
@@ -113,7 +116,7 @@ def _settle(opened: asyncio.Future[Storages], storages: Storages, error: Excepti
 
 @contextmanager
 def _closed_unless_used(opened: asyncio.Future[Storages]) -> Iterator[None]:
-    """Close storage that was opened for a room that could not be made."""
+    """Close storage that was opened for a partition that could not be made."""
     try:
         yield
     except BaseException:

@@ -55,7 +55,7 @@ REST_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class PartitionOptions:
-    """Options of all rooms of a node.
+    """Options of all partitions of a node.
 
     policy: eviction policy. lookup_patience_s: longest wait for a store's answer to a look-up.
     """
@@ -276,7 +276,7 @@ class Partition:
     def coldest_segment(self) -> tuple[float, int] | None:
         """Return the time of the last use of the segment that was not used for longest, and it.
 
-        None if the room has none. Segments with pinned blocks are left out.
+        None if the partition has none. Segments with pinned blocks are left out.
         """
         segments = np.asarray(list(set(self.tier.segments) - self.pins.segments), np.int64)
         if not len(segments):
@@ -421,7 +421,7 @@ class Partition:
         return {name: num * self.key.block_bytes for name, num in used.items()}
 
     def capacity_by_storage(self) -> dict[str, int]:
-        """Return the bytes that each storage tier has for this room's blocks."""
+        """Return the bytes that each storage tier has for this partition's blocks."""
         size = self.key.block_bytes
         return {name: each.num_blocks * size for name, each in self._storages.items()}
 

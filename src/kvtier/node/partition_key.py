@@ -1,4 +1,4 @@
-"""Identity of a room, and its name on disk."""
+"""Identity of a partition, which users know as a room, and its name on disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHER_SCOPES = "kvtier room whose scope has another length"
 
 @dataclass(frozen=True, slots=True)
 class PartitionKey:
-    """Identity of a room.
+    """Identity of a partition.
 
     tenant: whose quota counts. scope: digest of the namespace. block_bytes: bytes of a block.
     key_bytes: length of the engines' keys.
@@ -33,7 +33,7 @@ class PartitionKey:
     key_bytes: int
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for a key that no room can have."""
+        """Raise ``ConfigError`` for a key that no partition can have."""
         check_tenant(self.tenant)
         if self.block_bytes < 1:
             raise ConfigError(f"a room can't have blocks of {self.block_bytes} bytes")
@@ -57,12 +57,12 @@ class PartitionKey:
 
     @property
     def folder(self) -> str:
-        """Name of the room's folder on disk, from which ``of_folder`` makes the key again."""
+        """Name of the partition's folder on disk, from which ``of_folder`` makes the key again."""
         return f"{self.tenant}-{self.scope.hex()}-{self.block_bytes}-{self.key_bytes}"
 
     @classmethod
     def of_folder(cls, folder: str) -> PartitionKey | None:
-        """Return the key of a folder's name; None for a name that no room's folder has."""
+        """Return the key of a folder's name; None for a name that no partition's folder has."""
         found = FOLDER.fullmatch(folder)
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""Blocks of a room that stay in memory for a time."""
+"""Blocks of a partition that stay in memory for a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvtier.node.partition import Partition
 
 MOST_PINS = 1024
-"""Most pins of a room."""
+"""Most pins of a partition."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,16 +33,16 @@ class Pin:
 
 
 class Pins:
-    """Pins of one room, ``MOST_PINS`` at most.
+    """Pins of one partition, ``MOST_PINS`` at most.
 
-    A pinned block keeps its whole segment from other rooms, so pins are counted in segments.
+    A pinned block keeps its whole segment from other partitions, so pins are counted in segments.
 
     Attributes:
         num_blocks: number of pinned blocks; one that was pinned twice counts twice.
     """
 
-    def __init__(self, room: Partition, clock: Callable[[], float]) -> None:
-        self._room = room
+    def __init__(self, partition: Partition, clock: Callable[[], float]) -> None:
+        self._partition = partition
         self._clock = clock
         self._pins: dict[int, Pin] = {}
         self._of_key: dict[bytes, list[Pin]] = {}
@@ -61,29 +61,29 @@ class Pins:
     def add(self, keys: Sequence[bytes], seconds: float, most_segments: int) -> Pin:
         """Pin the first blocks of a prompt that are in memory, up to the first that is not.
 
-        most_segments: how many segments may hold pinned blocks of this room afterwards.
+        most_segments: how many segments may hold pinned blocks of this partition afterwards.
 
-        Raises ``ControlError`` if the room has too many pins.
+        Raises ``ControlError`` if the partition has too many pins.
         """
         if len(self._pins) >= MOST_PINS:
             raise ControlError(
-                f"room {self._room.key.name} has {MOST_PINS} pins already; end some of them with "
-                "--end, or wait until their time is over"
+                f"room {self._partition.key.name} has {MOST_PINS} pins already; end some of them "
+                "with --end, or wait until their time is over"
             )
         self._num_made += 1
         pin = Pin(self._num_made, self._clock() + seconds)
-        found = self._room.locate(keys).codes
+        found = self._partition.locate(keys).codes
         num_ready = len(found) - len(found.lstrip(bytes([BlockState.MEMORY])))
         wanted = list(dict.fromkeys(keys[:num_ready]))
         if not wanted:
             return pin
-        slots = self._room.hold(wanted).slots
-        at = self._room.tier.segments_of(np.asarray(slots, np.int64)).tolist()
-        staying, pinned = set(self._room.tier.segments), set(self.segments)
+        slots = self._partition.hold(wanted).slots
+        at = self._partition.tier.segments_of(np.asarray(slots, np.int64)).tolist()
+        staying, pinned = set(self._partition.tier.segments), set(self.segments)
         for num, (key, segment) in enumerate(zip(wanted, at, strict=True)):
             pinned.add(segment)
             if segment not in staying or len(pinned) > most_segments:
-                self._room.cache.release(wanted[num:])
+                self._partition.cache.release(wanted[num:])
                 break
             pin.segment_of[key] = segment
             self._of_key.setdefault(key, []).append(pin)
@@ -104,7 +104,7 @@ class Pins:
             if not self._of_key[key]:
                 del self._of_key[key]
         self.num_blocks -= len(keys)
-        self._room.cache.release(keys)
+        self._partition.cache.release(keys)
         if not pin.segment_of:
             del self._pins[pin.number]
 

@@ -67,20 +67,20 @@ class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
     """Base class of all messages."""
 
 
-class RoomRequest(_Message):
-    """Base class of requests about a room that was opened.
+class PartitionRequest(_Message):
+    """Base class of requests about a partition that was opened.
 
-    id: number of the request. room: number of the room.
+    id: number of the request. partition: number of the partition.
     """
 
     id: int
-    room: int
+    partition: int
 
 
-class RoomNotice(_Message):
-    """Base class of notices about a room that was opened."""
+class PartitionNotice(_Message):
+    """Base class of notices about a partition that was opened."""
 
-    room: int
+    partition: int
 
 
 # -- requests of an engine -------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class OpenRequest(_Message):
     scope: digest of the namespace of all keys; the same bytes for keys that contain it already.
     block_bytes: bytes of a whole block. key_bytes: length of each key.
 
-    Work: one slab and one connection per store, opened by a thread; ``MOST_ROOMS`` of them.
+    Work: one slab and one connection per store, opened by a thread; ``MOST_PARTITIONS`` of them.
     """
 
     id: int
@@ -119,7 +119,7 @@ class OpenRequest(_Message):
     key_bytes: int
 
 
-class LookupRequest(RoomRequest):
+class LookupRequest(PartitionRequest):
     """Find a prompt's blocks, in its order. Blocks in memory are leased until ``ReleaseNotice``.
 
     keys: concatenated. has_gaps: whether blocks behind a missing one may be of use. counts: whether
@@ -133,7 +133,7 @@ class LookupRequest(RoomRequest):
     counts: bool = True
 
 
-class FetchRequest(RoomRequest):
+class FetchRequest(PartitionRequest):
     """Find a prompt's blocks, read those in storage, and lease all that are in memory then.
 
     Work: as of a ``LookupRequest`` and a ``PromoteRequest``.
@@ -143,7 +143,7 @@ class FetchRequest(RoomRequest):
     timeout_s: float
 
 
-class ReserveRequest(RoomRequest):
+class ReserveRequest(PartitionRequest):
     """Reserve slots for those of the blocks that are new.
 
     Work: one eviction per key, in turns.
@@ -152,7 +152,7 @@ class ReserveRequest(RoomRequest):
     keys: Keys
 
 
-class PromoteRequest(RoomRequest):
+class PromoteRequest(PartitionRequest):
     """Begin to read blocks from storage. beside: blocks that must not be evicted for them.
 
     Work: one eviction per key, in turns; in each of them one look-up per key of ``beside``.
@@ -162,7 +162,7 @@ class PromoteRequest(RoomRequest):
     beside: Keys = b""
 
 
-class FindRequest(RoomRequest):
+class FindRequest(PartitionRequest):
     """Report which blocks exist, after waiting for stores at most ``timeout_s``.
 
     Work: as of a ``LookupRequest``.
@@ -172,7 +172,7 @@ class FindRequest(RoomRequest):
     timeout_s: float
 
 
-class DeleteRequest(RoomRequest):
+class DeleteRequest(PartitionRequest):
     """Delete blocks from every tier; answered once no tier will return them.
 
     Work: one deletion per key, in turns.
@@ -184,7 +184,7 @@ class DeleteRequest(RoomRequest):
 # -- notices of an engine --------------------------------------------------------------------------
 
 
-class CommitNotice(RoomNotice):
+class CommitNotice(PartitionNotice):
     """Reserved slots have been written. depths: int64, position of each block in its prompt.
 
     Work: one queued write per slot and storage tier, in turns.
@@ -195,7 +195,7 @@ class CommitNotice(RoomNotice):
     to_storage: bool = True
 
 
-class AbortNotice(RoomNotice):
+class AbortNotice(PartitionNotice):
     """Reserved slots have not been written, and nothing writes to them any more.
 
     Work: one free slot per slot, in turns.
@@ -204,7 +204,7 @@ class AbortNotice(RoomNotice):
     slots: Slots
 
 
-class ReleaseNotice(RoomNotice):
+class ReleaseNotice(PartitionNotice):
     """Leased slots are no longer read. A slot that was leased twice is named twice.
 
     Work: the end of one lease per slot.
@@ -213,7 +213,7 @@ class ReleaseNotice(RoomNotice):
     slots: Slots
 
 
-class DistrustNotice(RoomNotice):
+class DistrustNotice(PartitionNotice):
     """Leased or reserved slots have wrong contents.
 
     Work: one eviction per slot, in turns.
@@ -222,7 +222,7 @@ class DistrustNotice(RoomNotice):
     slots: Slots
 
 
-class WatchNotice(RoomNotice):
+class WatchNotice(PartitionNotice):
     """Request an ``EndedNotice`` once none of the blocks is in flight to memory.
 
     Work: one look-up per key.
@@ -232,7 +232,7 @@ class WatchNotice(RoomNotice):
     keys: Keys
 
 
-class UseNotice(RoomNotice):
+class UseNotice(PartitionNotice):
     """Blocks were used, in the order of their prompt.
 
     Work: one move in an order per key.
@@ -241,7 +241,7 @@ class UseNotice(RoomNotice):
     keys: Keys
 
 
-class PromptNotice(RoomNotice):
+class PromptNotice(PartitionNotice):
     """A new request, by all blocks of its prompt.
 
     Work: one use of the policy's history per key.
@@ -250,7 +250,7 @@ class PromptNotice(RoomNotice):
     keys: Keys
 
 
-class ContinueNotice(RoomNotice):
+class ContinueNotice(PartitionNotice):
     """Blocks of an answer follow the block ``before``, in order.
 
     Work: as of a ``PromptNotice``.
@@ -264,7 +264,7 @@ Statement: TypeAlias = tuple[int, int, int, int, float]
 """Fields of ``kvtier.hints.Said``; the time is in seconds from now."""
 
 
-class HintNotice(RoomNotice):
+class HintNotice(PartitionNotice):
     """Statements on a prompt's blocks.
 
     Work: one statement a turn, each with one look-up per key.
@@ -325,7 +325,7 @@ class OpenAnswer(_Message):
     """
 
     id: int
-    room: int
+    partition: int
     num_slots: int
 
 

@@ -1,12 +1,12 @@
 """Files beside a node's arena, from which the next node takes its blocks over after a crash.
 
-    memory                       the arena
-    lock                         locked by the node that owns the directory
-    records/header               what the files are for; any other header means new memory
-    records/segments             uint64 [num_segments], tag of the room that each segment is of
-    records/ROOM.generations     int64 [num_slots], mapped by engines, too
-    records/ROOM.slots           uint64 [num_slots], engines that use each slot; a record per slot
-    records/engine-NUMBER        an engine, see ``users``
+    memory                 the arena
+    lock                   locked by the node that owns the directory
+    records/header         what the files are for; any other header means new memory
+    records/segments       uint64 [num_segments], tag of the partition that each segment is of
+    records/*.generations  per partition int64 [num_slots], mapped by engines, too
+    records/*.slots        per partition uint64 [num_slots], engines that use each slot, and records
+    records/engine-NUMBER  an engine, see ``users``
 
 Header and engines have a checksum, and a segment's tag is one of a few 64-bit hashes. If any of
 them is wrong, or a file is missing or has another size, nothing of the memory is taken over: slots
@@ -97,7 +97,7 @@ def record_type(key_bytes: int) -> np.dtype[np.void]:
 
 
 def row_bytes(key_bytes: int, num_slots: int) -> tuple[int, int]:
-    """Return the sizes of a room's two files."""
+    """Return the sizes of a partition's two files."""
     sizes = 8 * num_slots, (8 + record_type(key_bytes).itemsize) * num_slots
     return max(sizes[0], mmap.PAGESIZE), max(sizes[1], mmap.PAGESIZE)
 
@@ -107,8 +107,8 @@ def _crcs(records: Records) -> npt.NDArray[np.uint32]:
     return crc32c_rows(records.view(np.uint8).reshape(len(records), size)[:, CRC_BYTES:])
 
 
-class RoomRows:
-    """Rows of one room's slots, in files that outlive the node.
+class PartitionRows:
+    """Rows of one partition's slots, in files that outlive the node.
 
     Attributes:
         fd: descriptor of the generations, for reading only.
@@ -216,7 +216,7 @@ class ArenaRecords:
 
     Attributes:
         is_kept: whether the arena of an earlier node is taken over.
-        owners: uint64 [num_segments], tag of the room that each segment belongs to, or ``FREE``.
+        owners: uint64 [num_segments], tag of the partition of each segment, or ``FREE``.
         users: engines that may use slots.
 
     Raises:
@@ -300,13 +300,13 @@ class ArenaRecords:
         return ""
 
     def _check_segments(self, found: ArenaHeader) -> None:
-        """Raise ``ValueError`` or ``OSError`` if a segment is of no room whose rows are whole."""
+        """Raise ``ValueError`` or ``OSError`` if the rows of a segment are not whole."""
         with os.fdopen(open_file(self._folder / SEGMENTS, os.O_RDONLY), "rb") as file:
             content = file.read(8 * found.num_segments + 1)
         if len(content) != 8 * found.num_segments:
             raise ValueError(f"{SEGMENTS} has another size")
         tags = set(np.frombuffer(content, np.uint64).tolist()) - {FREE}
-        for name in self.rooms():
+        for name in self.partitions():
             if tag_of(name) in tags:
                 tags.remove(tag_of(name))
                 self._check_rows(name, found.num_segments * found.segment_bytes)
@@ -314,7 +314,7 @@ class ArenaRecords:
             raise ValueError(f"{SEGMENTS} names rooms that are not there")
 
     def _check_rows(self, name: str, num_bytes: int) -> None:
-        """Raise ``ValueError`` or ``OSError`` if a room's files are not of the right size."""
+        """Raise ``ValueError`` or ``OSError`` if a partition's files are not of the right size."""
         key = PartitionKey.of_folder(name)
         if key is None:
             raise ValueError(f"{name} is no room")
@@ -345,18 +345,18 @@ class ArenaRecords:
             content = msgspec.json.encode(header).decode()
             replace_checked_file(self._folder / HEADER, content)
 
-    def rooms(self) -> list[str]:
-        """Return the names of the rooms that have rows."""
+    def partitions(self) -> list[str]:
+        """Return the names of the partitions that have rows."""
         names = (path.name for path in self._folder.glob(f"*{GENERATIONS}"))
         return sorted(name.removesuffix(GENERATIONS) for name in names)
 
-    def rows(self, name: str, key_bytes: int, num_slots: int) -> RoomRows:
-        """Open the rows of a room. Raises ``ConfigError``."""
+    def rows(self, name: str, key_bytes: int, num_slots: int) -> PartitionRows:
+        """Open the rows of a partition. Raises ``ConfigError``."""
         try:
             if not self.segments_of(name):  # rows of an earlier node, which say nothing any more
                 for ending in GENERATIONS, SLOTS:
                     remove(self._folder / f"{name}{ending}")
-            return RoomRows(self._folder, name, key_bytes, num_slots)
+            return PartitionRows(self._folder, name, key_bytes, num_slots)
         except OSError as error:
             raise ConfigError(
                 f"memory_path: rows of {num_slots} slots can't be made in {self._folder}: "
@@ -364,7 +364,7 @@ class ArenaRecords:
             ) from error
 
     def segments_of(self, name: str) -> list[int]:
-        """Return the segments that belong to a room."""
+        """Return the segments that belong to a partition."""
         found: list[int] = np.flatnonzero(self.owners == np.uint64(tag_of(name))).tolist()
         return found
 
@@ -375,12 +375,12 @@ class ArenaRecords:
 
 
 def tag_of(name: str) -> int:
-    """Return the number that stands for a room in ``ArenaRecords.owners``."""
+    """Return the number that stands for a partition in ``ArenaRecords.owners``."""
     return int.from_bytes(blake3(name.encode()).digest(8), "little") | 1
 
 
 FREE = tag_of("")
-"""Owner of a segment that is of no room. It is not 0, so that memory that was lost is no tag."""
+"""Owner of a segment of no partition. It is not 0, so that memory that was lost is no tag."""
 
 
 def _unreadable(error: Exception) -> str:

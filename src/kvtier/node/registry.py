@@ -21,7 +21,7 @@ from kvtier.node.engines import AttachedClient, AttachedEngine, AttachError, Eng
 from kvtier.node.frame_socket import FrameSocket
 from kvtier.node.lookups import TimeCounts
 from kvtier.node.node import CacheNode
-from kvtier.node.opening import RoomOpener
+from kvtier.node.opening import PartitionOpener
 from kvtier.node.protocol import AttachRequest
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Registry:
     node: the node. Owned by the event loop's thread.
 
     Attributes:
-        opener: opens rooms.
+        opener: opens partitions.
         engines: by user, tenant and name. So nobody can use, or occupy, another user's name.
         lookups: times of look-ups.
         wake: called when a request waits for something that only a poll can notice.
@@ -63,7 +63,7 @@ class Registry:
 
     def __init__(self, node: CacheNode) -> None:
         self.node = node
-        self.opener = RoomOpener(node)
+        self.opener = PartitionOpener(node)
         self.engines: dict[EngineKey, AttachedEngine] = {}
         self._num_connections = 0
         self._open: Counter[tuple[int, int]] = Counter()  # connections by process
@@ -203,7 +203,7 @@ class Registry:
     # -- changes -----------------------------------------------------------------------------------
 
     def wake_all(self) -> None:
-        """Poll every room soon, since any of them may have been changed."""
+        """Poll every partition soon, since any of them may have been changed."""
         self.node.poll_all()
         self.wake()
 

@@ -1,4 +1,4 @@
-"""Reservations of a room: slots that engines are to fill, and those that they are late to fill."""
+"""Reservations of a partition: slots that engines are to fill, or are late to fill."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Reservation(NamedTuple):
     """Slots that an engine is to fill.
 
     since_s: time of the reservation. is_reserved: bool [num_slots], whether the engine still is to
-    fill each slot of the room. slots, generations: int64 [n], of the reservation.
+    fill each slot of the partition. slots, generations: int64 [n], of the reservation.
     """
 
     since_s: float
@@ -31,9 +31,9 @@ class Reservation(NamedTuple):
 
 
 class Reservations:
-    """Reservations of all engines in one room.
+    """Reservations of all engines in one partition.
 
-    generations: int64 [num_slots], of the room's slots. clock: seconds.
+    generations: int64 [num_slots], of the partition's slots. clock: seconds.
     """
 
     def __init__(self, generations: Int64s, clock: Callable[[], float]) -> None:

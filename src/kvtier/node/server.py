@@ -1,4 +1,4 @@
-"""Serves a node on a Unix socket: accepts connections, and polls the rooms."""
+"""Serves a node on a Unix socket: accepts connections, and polls the partitions."""
 
 from __future__ import annotations
 

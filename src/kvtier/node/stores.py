@@ -1,6 +1,6 @@
-"""Stores of a node's rooms: each room has a place of its own in every store that can list blocks.
+"""Stores of a node: each partition has a place of its own in every store that lists blocks.
 
-So all blocks of a room can be found and deleted, also those that no index knows.
+So all blocks of a partition can be found and deleted, also those that no index knows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BY_PATH = ("s3",)
 
 
 def is_listed(location: str) -> bool:
-    """Return whether the blocks of a room can be listed in this store."""
+    """Return whether the blocks of a partition can be listed in this store."""
     return _scheme(location) in BY_PREFIX + BY_PATH
 
 
@@ -24,24 +24,24 @@ def _scheme(location: str) -> str:
     return location.partition(":")[0].rpartition("=")[2]
 
 
-def room_location(location: str, room: str) -> str:
-    """Return the location of a room's blocks in a store. room: its name."""
+def partition_location(location: str, partition: str) -> str:
+    """Return the location of a partition's blocks in a store. partition: its name."""
     url, mark, query = location.partition("?")
     if _scheme(location) in BY_PATH:
-        return f"{url.rstrip('/')}/{quote(room)}{mark}{query}"
+        return f"{url.rstrip('/')}/{quote(partition)}{mark}{query}"
     if _scheme(location) not in BY_PREFIX:
         return location
     options = dict(parse_qsl(query, keep_blank_values=True))
-    options["prefix"] = f"{options.get('prefix', ValkeyOptions().prefix)}{room}:"
+    options["prefix"] = f"{options.get('prefix', ValkeyOptions().prefix)}{partition}:"
     return f"{url}?{urlencode(options)}"
 
 
-def delete_all(location: str, room: str) -> int:
-    """Delete all blocks of a room from a store. Return how many entries were deleted.
+def delete_all(location: str, partition: str) -> int:
+    """Delete all blocks of a partition from a store. Return how many entries were deleted.
 
     Raises ``CacheError`` if the store does not answer. Takes as long as the store does.
     """
-    keeper = make_keeper(room_location(location, room))
+    keeper = make_keeper(partition_location(location, partition))
     try:
         return prune(keeper, inf, -1).num_entries
     finally:

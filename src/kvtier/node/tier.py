@@ -16,9 +16,9 @@ from kvtier._hot import copy_batch
 from kvtier.devices.base import Finding
 from kvtier.errors import ConfigError, TierError
 from kvtier.index.selection import Int64s
-from kvtier.keyed.guard import RoomFacts
+from kvtier.keyed.guard import PartitionFacts
 from kvtier.node import protocol
-from kvtier.node.client import Channel, NodeClient, NodeError, OpenedRoom
+from kvtier.node.client import Channel, NodeClient, NodeError, OpenedPartition
 from kvtier.system.user_paths import user_path
 from kvtier.tiers import Outcome, Pieces, StorageFacts, StorageSite, StorageTier
 from kvtier.tiers.breaker import BreakerState
@@ -31,7 +31,7 @@ KEY_BYTES = 32
 ANSWER_S = 0.25
 """Longest wait for an answer that needs no storage."""
 OPEN_S = 5.0
-"""Longest wait for a room, for which the node may have to open a slab."""
+"""Longest wait for a partition, for which the node may have to open a slab."""
 GRACE_S = 0.5
 """A request is given up so much later than the node was asked to answer by."""
 DROP_S = 10.0
@@ -68,7 +68,7 @@ class NodeTier(StorageTier):
         self.bytes_per_block = site.group.bytes_per_block
         self._num_blocks = site.capacity_bytes // self.bytes_per_block
         self._client = client
-        self._facts = RoomFacts(SCOPE, self.bytes_per_block, KEY_BYTES)
+        self._facts = PartitionFacts(SCOPE, self.bytes_per_block, KEY_BYTES)
 
     @property
     def num_blocks(self) -> int:
@@ -85,9 +85,11 @@ class NodeTier(StorageTier):
     def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
         told = {protocol.MISSING: ABSENT, protocol.THERE: THERE}
 
-        def ask(channel: Channel, room: OpenedRoom, until_s: float) -> list[Outcome]:
+        def ask(channel: Channel, partition: OpenedPartition, until_s: float) -> list[Outcome]:
             answer = channel.request(
-                lambda number: protocol.FindRequest(number, room.number, b"".join(keys), timeout_s),
+                lambda number: protocol.FindRequest(
+                    number, partition.number, b"".join(keys), timeout_s
+                ),
                 protocol.OutcomesAnswer,
                 until_s,
             )
@@ -104,12 +106,12 @@ class NodeTier(StorageTier):
         blocks: Pieces,
         timeout_s: float,
         channel: Channel,
-        room: OpenedRoom,
+        partition: OpenedPartition,
         until_s: float,
     ) -> list[Outcome]:
         found = channel.request(
             lambda number: protocol.LookupRequest(
-                number, room.number, b"".join(keys), counts=False
+                number, partition.number, b"".join(keys), counts=False
             ),
             protocol.LookupAnswer,
             min(until_s, time.monotonic() + ANSWER_S),
@@ -117,13 +119,13 @@ class NodeTier(StorageTier):
         places = np.frombuffer(found.places, np.uint8)
         outcomes = [ABSENT] * len(keys)
         here = np.flatnonzero(places == protocol.MEMORY)
-        self._load(channel, room, (found.slots, found.generations), here, blocks, outcomes)
+        self._load(channel, partition, (found.slots, found.generations), here, blocks, outcomes)
         elsewhere = np.flatnonzero((places != protocol.MEMORY) & (places != protocol.ABSENT))
         if not len(elsewhere):
             return outcomes
         wanted = b"".join(keys[at] for at in elsewhere.tolist())
         fetched = channel.request(
-            lambda number: protocol.FetchRequest(number, room.number, wanted, timeout_s),
+            lambda number: protocol.FetchRequest(number, partition.number, wanted, timeout_s),
             protocol.FetchAnswer,
             until_s,
         )
@@ -132,13 +134,13 @@ class NodeTier(StorageTier):
             outcomes[at] = FAILED
         there = slots >= 0
         leased = protocol.pack(slots[there]), protocol.pack(generations[there])
-        self._load(channel, room, leased, elsewhere[there], blocks, outcomes)
+        self._load(channel, partition, leased, elsewhere[there], blocks, outcomes)
         return outcomes
 
     def _load(
         self,
         channel: Channel,
-        room: OpenedRoom,
+        partition: OpenedPartition,
         leased: tuple[bytes, bytes],
         at: Int64s,
         blocks: Pieces,
@@ -152,10 +154,10 @@ class NodeTier(StorageTier):
         if not len(slots):
             return
         try:
-            _copy(blocks.pick(at), self._pieces(room, slots, blocks))
-            is_right = room.generations[slots] == generations
+            _copy(blocks.pick(at), self._pieces(partition, slots, blocks))
+            is_right = partition.generations[slots] == generations
         finally:
-            channel.notify(protocol.ReleaseNotice(room.number, leased[0]))
+            channel.notify(protocol.ReleaseNotice(partition.number, leased[0]))
         for number, is_there in zip(at.tolist(), is_right.tolist(), strict=True):
             outcomes[number] = THERE if is_there else DAMAGED
 
@@ -167,12 +169,12 @@ class NodeTier(StorageTier):
         names: Sequence[BlockName],
         blocks: Pieces,
         channel: Channel,
-        room: OpenedRoom,
+        partition: OpenedPartition,
         until_s: float,
     ) -> list[Outcome]:
         keys = b"".join(name.key for name in names)
         reserved = channel.request(
-            lambda number: protocol.ReserveRequest(number, room.number, keys),
+            lambda number: protocol.ReserveRequest(number, partition.number, keys),
             protocol.ReserveAnswer,
             min(until_s, time.monotonic() + ANSWER_S),
         )
@@ -180,12 +182,12 @@ class NodeTier(StorageTier):
         slots = protocol.unpack(reserved.slots)
         if len(slots):
             try:
-                _copy(self._pieces(room, slots, blocks), blocks.pick(new))
+                _copy(self._pieces(partition, slots, blocks), blocks.pick(new))
             except BaseException:
-                channel.notify(protocol.AbortNotice(room.number, reserved.slots))
+                channel.notify(protocol.AbortNotice(partition.number, reserved.slots))
                 raise
             depths = protocol.pack([names[at].depth for at in new.tolist()])
-            channel.notify(protocol.CommitNotice(room.number, reserved.slots, depths))
+            channel.notify(protocol.CommitNotice(partition.number, reserved.slots, depths))
         known = np.frombuffer(reserved.known, bool).copy()
         known[new] = True
         return [THERE if each else FAILED for each in known.tolist()]
@@ -194,9 +196,9 @@ class NodeTier(StorageTier):
         if not keys or not for_good:
             return  # other engines may still use it, and the node evicts by itself
 
-        def ask(channel: Channel, room: OpenedRoom, until_s: float) -> list[Outcome]:
+        def ask(channel: Channel, partition: OpenedPartition, until_s: float) -> list[Outcome]:
             answer = channel.request(
-                lambda number: protocol.DeleteRequest(number, room.number, b"".join(keys)),
+                lambda number: protocol.DeleteRequest(number, partition.number, b"".join(keys)),
                 protocol.OutcomesAnswer,
                 until_s,
             )
@@ -205,15 +207,15 @@ class NodeTier(StorageTier):
         if self._call(ask, DROP_S, 1) != [THERE]:
             raise TierError(self.name, "drop", self.last_error or "no answer")
 
-    def _pieces(self, room: OpenedRoom, slots: Int64s, blocks: Pieces) -> Pieces:
+    def _pieces(self, partition: OpenedPartition, slots: Int64s, blocks: Pieces) -> Pieces:
         """Return the places of blocks in the node's memory, cut like ``blocks``."""
-        address = np.uint64(room.mapped.memory.address)
+        address = np.uint64(partition.mapped.memory.address)
         begins = address + slots.astype(np.uint64) * np.uint64(self.bytes_per_block)
         return Pieces.whole(begins, self.bytes_per_block).cut(blocks.sizes)
 
     def _call(
         self,
-        ask: Callable[[Channel, OpenedRoom, float], list[Outcome]],
+        ask: Callable[[Channel, OpenedPartition, float], list[Outcome]],
         timeout_s: float,
         num_keys: int,
     ) -> list[Outcome]:
@@ -225,8 +227,8 @@ class NodeTier(StorageTier):
             return [FAILED] * num_keys
         failure: NodeError | None = None
         try:
-            room = channel.room(self._facts, min(until_s, time.monotonic() + OPEN_S))
-            return ask(channel, room, until_s)
+            partition = channel.partition(self._facts, min(until_s, time.monotonic() + OPEN_S))
+            return ask(channel, partition, until_s)
         except NodeError as error:
             failure = error
             return [FAILED] * num_keys

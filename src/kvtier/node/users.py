@@ -77,7 +77,7 @@ def _stat(pid: int) -> tuple[str, int, int]:
 class SlotUser:
     """An engine that may use slots.
 
-    number: unique in this arena. bit: its bit in ``RoomRows.users``. clients: by number.
+    number: unique in this arena. bit: its bit in ``PartitionRows.users``. clients: by number.
     """
 
     number: int

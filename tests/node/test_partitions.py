@@ -1,4 +1,4 @@
-"""Rooms of a node: growth, segments that change hands, quotas, and a tenant that is hostile."""
+"""Partitions of a node: growth, segments that change hands, quotas, and a hostile tenant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtier.keyed.block_cache import BlockState
 from kvtier.node import node as node_module
 from kvtier.node.config import DEFAULT_TENANT, TenantQuota
 from kvtier.node.engines import Holdings
-from kvtier.node.node import LINGER_S, MOST_ROOMS_OF_TENANT, SWEEP_S, CacheNode
+from kvtier.node.node import LINGER_S, MOST_PARTITIONS_OF_TENANT, SWEEP_S, CacheNode
 from kvtier.node.partition import Partition
 from kvtier.node.partition_key import PartitionKey
 from kvtier.node.pins import MOST_PINS
@@ -43,11 +43,11 @@ class World:
     def __init__(self, node: CacheNode, clock: Clock) -> None:
         self.node, self.clock = node, clock
 
-    def room(self, tenant: str = "a", block_bytes: int = BLOCK) -> Partition:
-        number, _ = self.node.room(PartitionKey(tenant, b"s" * 32, block_bytes, 8))
-        room = self.node.room_of(number, tenant)
-        assert room is not None
-        return room
+    def partition(self, tenant: str = "a", block_bytes: int = BLOCK) -> Partition:
+        number, _ = self.node.partition(PartitionKey(tenant, b"s" * 32, block_bytes, 8))
+        partition = self.node.partition_of(number, tenant)
+        assert partition is not None
+        return partition
 
     def turn(self, seconds: float = 0.2, num: int = 1) -> None:
         for _ in range(num):
@@ -56,8 +56,8 @@ class World:
             self.node.check_invariants()
 
     def num_held(self, tenant: str) -> int:
-        mine = [room for room in self.node.rooms if room.key.tenant == tenant]
-        return sum(room.tier.num_segments for room in mine)
+        mine = [partition for partition in self.node.partitions if partition.key.tenant == tenant]
+        return sum(partition.tier.num_segments for partition in mine)
 
 
 @contextmanager
@@ -75,42 +75,42 @@ def names(*numbers: int) -> list[bytes]:
     return [number.to_bytes(8, "little") for number in numbers]
 
 
-def fill(room: Partition, *numbers: int) -> int:
+def fill(partition: Partition, *numbers: int) -> int:
     """Store blocks one by one; return how many had room."""
     num = 0
     for number in numbers:
-        reserved = room.reserve(names(number))
+        reserved = partition.reserve(names(number))
         if reserved is not None and reserved.keys:
-            room.cache.commit(reserved.keys, [0])
+            partition.cache.commit(reserved.keys, [0])
             num += 1
     return num
 
 
-def use(room: Partition, *numbers: int) -> None:
+def use(partition: Partition, *numbers: int) -> None:
     """Copy blocks, as far as they are in memory."""
-    known = [key for key in names(*numbers) if room.cache.locate(key) is MEMORY]
-    room.hold(known)
-    room.cache.release(known)
+    known = [key for key in names(*numbers) if partition.cache.locate(key) is MEMORY]
+    partition.hold(known)
+    partition.cache.release(known)
 
 
 # -- growth ----------------------------------------------------------------------------------------
 
 
-def test_room_grows_to_the_whole_memory_before_it_evicts(tmp_path: Path) -> None:
+def test_partition_grows_to_the_whole_memory_before_it_evicts(tmp_path: Path) -> None:
     with world(tmp_path) as here:
-        room = here.room()
-        assert room.tier.num_segments == 0
-        assert fill(room, *range(64)) == 64
-        assert room.tier.num_segments == NUM_SEGMENTS
-        assert set(room.cache.locate_all(names(*range(64)))) == {MEMORY}
-        assert fill(room, 64) == 1
-        assert room.cache.locate_all(names(*range(65))).count(MEMORY) == 64
+        partition = here.partition()
+        assert partition.tier.num_segments == 0
+        assert fill(partition, *range(64)) == 64
+        assert partition.tier.num_segments == NUM_SEGMENTS
+        assert set(partition.cache.locate_all(names(*range(64)))) == {MEMORY}
+        assert fill(partition, 64) == 1
+        assert partition.cache.locate_all(names(*range(65))).count(MEMORY) == 64
 
 
 def test_segments_move_between_block_sizes(tmp_path: Path) -> None:
-    """A room of another block size gets the segments that were not used for longest."""
+    """A partition of another block size gets the segments that were not used for longest."""
     with world(tmp_path) as here:
-        old, new = here.room(), here.room(block_bytes=3 * BLOCK // 2)
+        old, new = here.partition(), here.partition(block_bytes=3 * BLOCK // 2)
         fill(old, *range(64))
         here.clock.now_s += 10
         old.hold(names(60, 61, 62, 63))
@@ -125,9 +125,9 @@ def test_segments_move_between_block_sizes(tmp_path: Path) -> None:
         assert MEMORY in new.cache.locate_all(names(*range(8)))
 
 
-def test_rooms_that_are_equally_busy_keep_what_they_have(tmp_path: Path) -> None:
+def test_partitions_that_are_equally_busy_keep_what_they_have(tmp_path: Path) -> None:
     with world(tmp_path) as here:
-        first, second = here.room(), here.room("b")
+        first, second = here.partition(), here.partition("b")
         fill(first, *range(32))
         fill(second, *range(32))
         for turn in range(20):
@@ -141,7 +141,11 @@ def test_rooms_that_are_equally_busy_keep_what_they_have(tmp_path: Path) -> None
 
 def test_segments_move_within_a_tenant_at_its_ceiling(tmp_path: Path) -> None:
     with world(tmp_path, a=TenantQuota(0, 8 * SEGMENT)) as here:
-        old, new, other = here.room(), here.room(block_bytes=2 * BLOCK), here.room("b")
+        old, new, other = (
+            here.partition(),
+            here.partition(block_bytes=2 * BLOCK),
+            here.partition("b"),
+        )
         fill(other, *range(32))
         fill(old, *range(32))
         here.clock.now_s += 10
@@ -155,20 +159,20 @@ def test_segments_move_within_a_tenant_at_its_ceiling(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not NATIVE, reason="only native policies learn")
-def test_policy_knows_the_memory_that_a_room_has_by_now(tmp_path: Path) -> None:
+def test_policy_knows_the_memory_that_a_partition_has_by_now(tmp_path: Path) -> None:
     """A policy that thinks of one slot forgets each request before its blocks are stored."""
     grown = []
     for is_reported in True, False:
         with world(tmp_path / str(is_reported)) as here:
-            room = here.room(block_bytes=64)
+            partition = here.partition(block_bytes=64)
             sizes = []
             for first in range(0, 8_000, 100):
                 prompt = names(*range(first, first + 100))
                 if is_reported:
-                    room.cache.on_request(prompt)
-                fill(room, *range(first, first + 100))
-                assert isinstance(room._index, NativeKeyIndex)
-                sizes.append(room._index.num_bytes)
+                    partition.cache.on_request(prompt)
+                fill(partition, *range(first, first + 100))
+                assert isinstance(partition._index, NativeKeyIndex)
+                sizes.append(partition._index.num_bytes)
             grown.append(sizes[-1] - sizes[len(sizes) // 2 - 1])
     assert grown[0] < 0.8 * grown[1], "blocks of a known prompt need no entries of their own"
 
@@ -176,7 +180,7 @@ def test_policy_knows_the_memory_that_a_room_has_by_now(tmp_path: Path) -> None:
 @pytest.mark.parametrize("use", ["leased", "reserved"])
 def test_retired_segment_waits_for_its_last_user(tmp_path: Path, use: str) -> None:
     with world(tmp_path) as here:
-        old, new = here.room(), here.room("b")
+        old, new = here.partition(), here.partition("b")
         held = Holdings(old, USER)
         if use == "leased":
             fill(old, *range(64))
@@ -206,30 +210,30 @@ def test_retired_segment_waits_for_its_last_user(tmp_path: Path, use: str) -> No
 
 def test_pins_of_the_same_blocks_are_counted_and_end_one_by_one(tmp_path: Path) -> None:
     with world(tmp_path) as here:
-        room = here.room()
-        fill(room, 1, 2, 3)
-        first = here.node.pin(room, names(1, 2), 60.0)
-        second = here.node.pin(room, names(1, 2, 3), 5.0)
-        assert (len(room.pins), room.pins.num_blocks) == (2, 5)
-        room.delete(names(3))
-        assert (room.pins.num_blocks, len(room.pins.segments)) == (4, 1)
+        partition = here.partition()
+        fill(partition, 1, 2, 3)
+        first = here.node.pin(partition, names(1, 2), 60.0)
+        second = here.node.pin(partition, names(1, 2, 3), 5.0)
+        assert (len(partition.pins), partition.pins.num_blocks) == (2, 5)
+        partition.delete(names(3))
+        assert (partition.pins.num_blocks, len(partition.pins.segments)) == (4, 1)
         here.turn(6.0)
-        assert not room.pins.remove(second.number), "its time is over"
-        assert room.pins.num_blocks == 2
-        room.delete(names(1, 2))
-        assert not room.pins.remove(first.number)
-        assert (room.pins.num_blocks, len(room.pins.segments)) == (0, 0)
+        assert not partition.pins.remove(second.number), "its time is over"
+        assert partition.pins.num_blocks == 2
+        partition.delete(names(1, 2))
+        assert not partition.pins.remove(first.number)
+        assert (partition.pins.num_blocks, len(partition.pins.segments)) == (0, 0)
 
 
-def test_a_room_has_a_limited_number_of_pins(tmp_path: Path) -> None:
+def test_a_partition_has_a_limited_number_of_pins(tmp_path: Path) -> None:
     with world(tmp_path) as here:
-        room = here.room()
-        fill(room, 1)
-        made = [here.node.pin(room, names(1), 60.0).number for _ in range(MOST_PINS)]
+        partition = here.partition()
+        fill(partition, 1)
+        made = [here.node.pin(partition, names(1), 60.0).number for _ in range(MOST_PINS)]
         with pytest.raises(ControlError, match=f"{MOST_PINS} pins already"):
-            here.node.pin(room, names(1), 60.0)
-        assert room.pins.remove(made[0])
-        assert here.node.pin(room, names(1), 60.0).segment_of
+            here.node.pin(partition, names(1), 60.0)
+        assert partition.pins.remove(made[0])
+        assert here.node.pin(partition, names(1), 60.0).segment_of
 
 
 # -- quotas ----------------------------------------------------------------------------------------
@@ -237,7 +241,7 @@ def test_a_room_has_a_limited_number_of_pins(tmp_path: Path) -> None:
 
 def test_floor_is_kept_free_from_the_start(tmp_path: Path) -> None:
     with world(tmp_path, b=TenantQuota(4 * SEGMENT)) as here:
-        flooding, late = here.room("a"), here.room("b")
+        flooding, late = here.partition("a"), here.partition("b")
         fill(flooding, *range(200))
         assert here.num_held("a") == NUM_SEGMENTS - 4
         assert fill(late, *range(16)) == 16
@@ -248,37 +252,37 @@ def test_ceiling_counts_segments_that_are_still_in_use(tmp_path: Path) -> None:
     """A tenant can't have more by leasing what it is to give back."""
     ceiling = TenantQuota(0, 8 * SEGMENT)
     with world(tmp_path, a=ceiling) as here:
-        room, other = here.room("a"), here.room("b")
-        fill(room, *range(32))
+        partition, other = here.partition("a"), here.partition("b")
+        fill(partition, *range(32))
         fill(other, *range(32))
         assert here.num_held("a") == 8
-        held = Holdings(room, USER)
-        held.lease(room.locate(names(*range(32))).ready)
+        held = Holdings(partition, USER)
+        held.lease(partition.locate(names(*range(32))).ready)
         here.clock.now_s += 10
         for turn in range(10):
             use(other, *range(200))
             fill(other, 100 + turn)
             here.turn()
-        assert room.tier.retired_segments
-        fill(room, *range(200, 300))
-        assert room.tier.num_segments + len(room.tier.retired_segments) <= 8
+        assert partition.tier.retired_segments
+        fill(partition, *range(200, 300))
+        assert partition.tier.num_segments + len(partition.tier.retired_segments) <= 8
 
 
 Attack = Callable[[Partition, int], object]
 
 
-def _flood(room: Partition, turn: int) -> object:
-    return fill(room, *range(1000 * turn, 1000 * turn + 100))
+def _flood(partition: Partition, turn: int) -> object:
+    return fill(partition, *range(1000 * turn, 1000 * turn + 100))
 
 
-def _lease(room: Partition, turn: int) -> object:
-    fill(room, *range(1000 * turn, 1000 * turn + 20))
+def _lease(partition: Partition, turn: int) -> object:
+    fill(partition, *range(1000 * turn, 1000 * turn + 20))
     numbers = range(1000 * turn, 1000 * turn + 20)
-    return room.hold([key for key in names(*numbers) if room.cache.locate(key) is MEMORY])
+    return partition.hold([key for key in names(*numbers) if partition.cache.locate(key) is MEMORY])
 
 
-def _reserve(room: Partition, turn: int) -> object:
-    return [room.reserve(names(number)) for number in range(1000 * turn, 1000 * turn + 20)]
+def _reserve(partition: Partition, turn: int) -> object:
+    return [partition.reserve(names(number)) for number in range(1000 * turn, 1000 * turn + 20)]
 
 
 @pytest.mark.parametrize("attack", [_flood, _lease, _reserve])
@@ -286,7 +290,7 @@ def test_hostile_tenant_leaves_others_their_floor(tmp_path: Path, attack: Attack
     """Before and after the others have used their memory."""
     floor = TenantQuota(4 * SEGMENT)
     with world(tmp_path, b=floor, c=floor) as here:
-        hostile, early, late = here.room("a"), here.room("b"), here.room("c")
+        hostile, early, late = here.partition("a"), here.partition("b"), here.partition("c")
         assert fill(early, *range(16)) == 16
         for turn in range(1, 20):
             attack(hostile, turn)
@@ -300,7 +304,7 @@ def test_hostile_tenant_leaves_others_their_floor(tmp_path: Path, attack: Attack
 def test_tenant_that_holds_what_it_must_give_back_delays_no_other(tmp_path: Path) -> None:
     """Segments go on moving between the others."""
     with world(tmp_path) as here:
-        hostile, old, new = here.room("a"), here.room("b"), here.room("c")
+        hostile, old, new = here.partition("a"), here.partition("b"), here.partition("c")
         fill(hostile, *range(32))
         hostile.hold(names(*range(32)))
         here.clock.now_s += 10
@@ -316,43 +320,45 @@ def test_tenant_that_holds_what_it_must_give_back_delays_no_other(tmp_path: Path
 # -- bounds ----------------------------------------------------------------------------------------
 
 
-def test_rooms_of_a_tenant_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_module, "MOST_ROOMS_OF_TENANT", 4)
-    assert MOST_ROOMS_OF_TENANT > 4
+def test_partitions_of_a_tenant_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "MOST_PARTITIONS_OF_TENANT", 4)
+    assert MOST_PARTITIONS_OF_TENANT > 4
     with world(tmp_path) as here:
         for size in range(4):
-            here.room("a", BLOCK + size)
+            here.partition("a", BLOCK + size)
         with pytest.raises(ConfigError, match="has 4 rooms"):
-            here.room("a", 2 * BLOCK)
-        here.room("a", BLOCK)
-        here.room("b")
+            here.partition("a", 2 * BLOCK)
+        here.partition("a", BLOCK)
+        here.partition("b")
 
 
-def test_room_of_another_tenant_is_not_found(tmp_path: Path) -> None:
+def test_partition_of_another_tenant_is_not_found(tmp_path: Path) -> None:
     with world(tmp_path) as here:
-        number, _ = here.node.room(PartitionKey("a", b"s", BLOCK, 8))
-        assert here.node.room_of(number, "a") is not None
-        assert here.node.room_of(number, "b") is None
-        assert here.node.room_of(-1, "a") is None
-        assert here.node.room_of(number + 1, "a") is None
+        number, _ = here.node.partition(PartitionKey("a", b"s", BLOCK, 8))
+        assert here.node.partition_of(number, "a") is not None
+        assert here.node.partition_of(number, "b") is None
+        assert here.node.partition_of(-1, "a") is None
+        assert here.node.partition_of(number + 1, "a") is None
 
 
-def test_idle_rooms_are_not_polled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A poll costs the same however many rooms there are."""
+def test_idle_partitions_are_not_polled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A poll costs the same however many partitions there are."""
     polled: list[str] = []
     poll = Partition.poll
 
-    def note(room: Partition) -> None:
-        polled.append(room.key.tenant)
-        poll(room)
+    def note(partition: Partition) -> None:
+        polled.append(partition.key.tenant)
+        poll(partition)
 
     monkeypatch.setattr(Partition, "poll", note)
     with world(tmp_path) as here:
         for tenant in "abcdefgh":
-            here.room(tenant)
+            here.partition(tenant)
         here.turn(LINGER_S + 0.1, num=2)
         polled.clear()
-        here.room("c")
+        here.partition("c")
         here.turn(0.1)
         assert polled == ["c"]
         here.turn(LINGER_S, num=2)
@@ -364,7 +370,7 @@ def test_idle_rooms_are_not_polled(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_names_in_a_store_of_two_tenants_and_scopes_are_never_the_same() -> None:
-    """Some stores have the blocks of all rooms in one place."""
+    """Some stores have the blocks of all partitions in one place."""
     scope = bytes(range(32))
     default = PartitionKey(DEFAULT_TENANT, scope, BLOCK, 8)
     pairs = [
