@@ -26,6 +26,7 @@ from kvtier.plan import Decision, Plan, plan_load
 from kvtier.prompts.deletion import Deletion, PromptDeletion, PromptPins, used_by_namespace
 from kvtier.prompts.lease import Lease
 from kvtier.prompts.lease_metrics import LeaseObserver
+from kvtier.prompts.storage_lookup import begin_lookup
 from kvtier.system.process import OwnerProcess
 from kvtier.telemetry import Metrics
 from kvtier.telemetry.block_events import BlockEvents, BlockLog
@@ -119,7 +120,7 @@ class Cache:
         True for a long prompt, if storage may have blocks that are not known yet. Any thread may
         call this.
         """
-        return len(labels) >= LONG_PROMPT and self._ladder.storage_lookup.has_unfound
+        return len(labels) >= LONG_PROMPT and bool(self._ladder.storage_lookup.unfound())
 
     def lookup(self, namespace: bytes, labels: Sequence[Label]) -> bool:
         """Look up a prompt in storage. Return whether an answer is still worth waiting for.
@@ -127,7 +128,7 @@ class Cache:
         A prompt whose look-up is in flight is not looked up again.
         """
         self._must_be_open()
-        return self._ladder.storage_lookup.begin(self._index, namespace, labels)
+        return begin_lookup(self._ladder, self._index, namespace, labels)
 
     def prefetch(self, namespace: bytes, labels: Sequence[Label]) -> Prefetch | None:
         """Begin to read a queued request's blocks from storage into host memory.

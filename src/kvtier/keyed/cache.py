@@ -297,7 +297,7 @@ class LocalBlockCache(BlockCache):
 
         A missing block is looked up again if storage may have recovered it since.
         """
-        if before is NOWHERE and not self.ladder.storage_lookup.has_unfound_at_once:
+        if before is NOWHERE and not self.ladder.storage_lookup.unfound(finds_at_once=True):
             return before
         state = self.locate(key)
         if state in (NOWHERE, UNKNOWN) and self.adopt_recovered([key]):
@@ -311,7 +311,7 @@ class LocalBlockCache(BlockCache):
         found = self.locate_blocks(keys)
         if found.are_all_in_memory:
             return found, []
-        if self.ladder.storage_lookup.has_unfound_at_once:
+        if self.ladder.storage_lookup.unfound(finds_at_once=True):
             unknown = np.flatnonzero(found.by_tier[:, 0] == UNINDEXED)
             if len(unknown) and (adopted := self.adopt_recovered(select_keys(keys, unknown))):
                 self.touch(adopted)

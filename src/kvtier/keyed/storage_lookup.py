@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
 
 from kvtier.index import KeyIndex
 from kvtier.keys import child_keys
-from kvtier.ladder import Ladder, PendingLookup
+from kvtier.ladder import Ladder, PendingLookup, WantedBlocks
 from kvtier.types import NO_BLOCK, BlockId, BlockKey
-
-FIRST_PIECE = 16
-"""Keys of a prompt's first look-up in storage. Each further look-up is four times as long, so that
-few keys are hashed in vain if storage has none of a prompt's blocks."""
 
 
 class KeyedLookup:
@@ -43,44 +38,34 @@ class KeyedLookup:
 
     def adopt(self, keys: Collection[bytes], stops_at_gap: bool) -> list[bytes]:
         """Adopt recovered blocks; see ``LocalBlockCache.adopt_recovered``."""
-        namespace = self._namespace()
-        if not namespace or not self._ladder.storage_lookup.has_unfound_at_once:
+        lookup = self._ladder.storage_lookup
+        storages = lookup.unfound(finds_at_once=True)
+        if not self._namespace() or not storages:
             return []
         wanted = list(dict.fromkeys(keys))
-        blocks, _ = self._index.find_all(wanted)
-        unknown = [key for key, block in zip(wanted, blocks, strict=True) if block == NO_BLOCK]
-        adopted: list[bytes] = []
-        for piece in _growing(unknown) if stops_at_gap else [unknown] if unknown else []:
-            there = self._adopt(namespace, piece)
-            adopted += there
-            if len(there) < len(piece):
-                break
-        return adopted
+        unknown = [key for key, is_known in self._known(wanted) if not is_known]
+        if not unknown:
+            return []
+        for storage in storages:
+            lookup.begin(storage, self._wanted(unknown), has_gaps=not stops_at_gap)
+        return [key for key, is_known in self._known(unknown) if is_known]
+
+    def _known(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, bool]]:
+        """Yield each key, and whether the index knows its block."""
+        blocks, _ = self._index.find_all(keys)
+        return ((key, block != NO_BLOCK) for key, block in zip(keys, blocks, strict=True))
 
     def names(self, keys: Sequence[bytes]) -> list[BlockKey]:
         """Return the names of blocks in storage. The namespace must be known."""
         return child_keys(self._namespace(), keys)
 
-    def _adopt(self, namespace: bytes, unknown: Sequence[bytes]) -> list[bytes]:
-        found: set[bytes] = set()
-
-        def make(positions: Sequence[int]) -> Sequence[BlockId]:
-            there = [unknown[at] for at in positions]
-            found.update(there)
-            return self._index.make(there)
-
-        num = self._ladder.storage_lookup.adopt_recovered(child_keys(namespace, unknown), make)
-        adopted = [key for key in unknown if key in found]
-        if num < len(adopted):  # there was no room for all of them
-            blocks, _ = self._index.find_all(adopted)
-            pairs = zip(adopted, blocks, strict=True)
-            adopted = [key for key, block in pairs if block != NO_BLOCK]
-        return adopted
+    def _wanted(self, keys: Sequence[bytes]) -> WantedBlocks:
+        return _WantedKeys(self._index, keys, self._namespace())
 
     @property
     def has_to_ask(self) -> bool:
         """Whether some storage does not answer look-ups at once."""
-        return bool(self._namespace()) and self._ladder.storage_lookup.has_to_ask
+        return bool(self._namespace() and self._ladder.storage_lookup.unfound(finds_at_once=False))
 
     def begin(self, keys: Sequence[bytes], has_gaps: bool) -> list[PendingLookup]:
         """Look up unknown blocks of one prompt, in its order, in storage that answers later.
@@ -89,13 +74,25 @@ class KeyedLookup:
 
         has_gaps: see ``LocalBlockCache.lookup``.
         """
-        names = partial(child_keys, self._namespace())
-        return self._ladder.storage_lookup.begin_by_keys(keys, names, self._index.make, has_gaps)
+        lookup, wanted = self._ladder.storage_lookup, self._wanted(keys)
+        storages = lookup.unfound(finds_at_once=False)
+        asked = [lookup.begin(storage, wanted, has_gaps) for storage in storages]
+        return [pending for pending in asked if pending is not None]
 
 
-def _growing(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """Yield keys in pieces, each four times as long as the one before."""
-    at, num = 0, FIRST_PIECE
-    while at < len(keys):
-        yield keys[at : at + num]
-        at, num = at + num, 4 * num
+class _WantedKeys(WantedBlocks):
+    """Blocks of an engine's keys. namespace: the digest that their names in storage begin with."""
+
+    def __init__(self, index: KeyIndex, keys: Sequence[bytes], namespace: bytes) -> None:
+        self._index, self._keys, self._namespace = index, keys, namespace
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def names(self, first: int, num: int, before: BlockKey | None) -> Sequence[BlockKey]:
+        return child_keys(self._namespace, self._keys[first : first + num])
+
+    def make(
+        self, first: int, there: Sequence[int], names: Sequence[BlockKey]
+    ) -> Sequence[BlockId]:
+        return self._index.make([self._keys[first + at] for at in there])

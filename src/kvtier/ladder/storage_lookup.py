@@ -8,15 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 
-from kvtier.index import BlockIndex, PromptIndex, State
+from kvtier.index import BlockIndex, State
 from kvtier.ladder.eviction import Eviction
-from kvtier.ladder.lookup_batch import (
-    FIRST_KEYS,
-    GapsLookup,
-    KeyLookup,
-    Lookup,
-    PathLookup,
-)
+from kvtier.ladder.lookup_batch import FIRST_KEYS, Lookup, WantedBlocks
 from kvtier.ladder.topology import Topology
 from kvtier.ladder.transfers import Transfers
 from kvtier.plan import CostModel
@@ -25,7 +19,7 @@ from kvtier.telemetry import Metrics
 from kvtier.telemetry.specs import LOOKUP_SECONDS
 from kvtier.tiers import Outcome
 from kvtier.transfer import FindJob, Mover
-from kvtier.types import BlockId, BlockKey, Label, Slot, keys_of
+from kvtier.types import BlockId, BlockKey, Slot, keys_of
 
 THERE, ABSENT, _, FAILED = Outcome
 ABSENT_S = 5.0
@@ -105,79 +99,46 @@ class StorageLookup:
         self._late: set[str] = set()  # storage not waited for until it answers in time
         self._took_s: dict[str, float] = {}  # duration of the last first look-up
 
-    @property
-    def has_unfound(self) -> bool:
-        """Whether storage may have blocks that the index does not know yet."""
-        return any(self._mover.has_unfound(name) for name in self._topology.storages)
+    def unfound(self, finds_at_once: bool | None = None) -> list[str]:
+        """Return the storage tiers that may have blocks that the index does not know yet.
 
-    @property
-    def has_unfound_at_once(self) -> bool:
-        """Like ``has_unfound``, for storage that answers look-ups at once."""
-        return any(self._is_asked_at_once(name) for name in self._topology.storages)
-
-    @property
-    def has_to_ask(self) -> bool:
-        """Whether some storage does not answer look-ups at once."""
-        return any(not self._mover.storages[name].finds_at_once for name in self._topology.storages)
+        finds_at_once: only those that answer look-ups at once (True), or only the others (False).
+        """
+        facts = self._mover.storages
+        return [
+            name
+            for name in self._topology.storages
+            if finds_at_once in (None, facts[name].finds_at_once) and self._mover.has_unfound(name)
+        ]
 
     # -- a prompt ---------------------------------------------------------------------------------
 
-    def begin(self, paths: PromptIndex, namespace: bytes, labels: Sequence[Label]) -> bool:
-        """Look up a prompt in every storage tier that may have more of it than ``paths`` knows.
+    def begin(
+        self, storage: str, wanted: WantedBlocks, has_gaps: bool = False
+    ) -> PendingLookup | None:
+        """Look up blocks of one prompt in a storage tier, or join the look-up in flight.
 
-        On return the index knows the blocks found in storage that answers at once. Other answers
-        come later. Returns whether the prompt should wait for one.
+        On return the index knows the blocks of storage that answers at once. Other answers come
+        later.
+
+        Args:
+            storage: the tier, one of ``unfound``.
+            wanted: the blocks, one or more.
+            has_gaps: whether blocks behind a missing one may be of use.
+
+        Returns:
+            The look-up; None if its answer is not worth waiting for.
         """
-        is_asked = False
-        for storage in self._topology.storages:
-            if not self._mover.has_unfound(storage):
-                continue
-            known = paths.match(namespace, labels).blocks
-            above = known[-1] if known else None
-            before = namespace if above is None else paths.key(above)
-            nothing = PathLookup(storage, paths, namespace, labels[:], len(known), above, before)
-            if nothing.num_left:
-                asked = self._ask(nothing.next(above, FIRST_KEYS))
-                is_asked |= asked is not None and self._is_sooner(asked, len(known), len(labels))
-        self.hear()
-        return is_asked
+        (first,) = wanted.names(0, 1, None)
+        is_known = (storage, first) in self._asked or self._is_absent((storage, first))
+        return self._ask(Lookup(storage, wanted, has_gaps).next(1 if is_known else FIRST_KEYS))
 
-    def _is_sooner(self, asked: PendingLookup, first: int, end: int) -> bool:
+    def is_sooner(self, asked: PendingLookup, first: int, end: int) -> bool:
         """Whether the answer comes before blocks ``first`` to ``end`` could be computed."""
         if asked.job.done:
             return False
         usual_s = self._took_s.get(asked.question.storage, 0.0)
         return max(self._clock() - asked.began_s, usual_s) < self._patience.computing_s(first, end)
-
-    def begin_by_keys(
-        self,
-        wanted: Sequence[bytes],
-        names: Callable[[Sequence[bytes]], Sequence[BlockKey]],
-        make: Callable[[Sequence[bytes]], Sequence[BlockId]],
-        has_gaps: bool,
-    ) -> list[PendingLookup]:
-        """Look up unknown blocks of one prompt in storage that does not answer at once.
-
-        Args:
-            wanted: the engine's keys, in prompt order.
-            names: return the names of keys in storage.
-            make: add the blocks of keys to the index.
-            has_gaps: whether blocks behind a missing one may be of use.
-
-        Returns:
-            The look-ups that are worth waiting for.
-        """
-        (first,) = names(wanted[:1])
-        kind = GapsLookup if has_gaps else KeyLookup
-        waits: list[PendingLookup] = []
-        for storage in self._topology.storages:
-            if not self._is_asked_slowly(storage):
-                continue
-            known = (storage, first) in self._asked or self._is_absent((storage, first))
-            question = kind(storage, wanted, names, make).next(1 if known else FIRST_KEYS)
-            if (asked := self._ask(question)) is not None:
-                waits.append(asked)
-        return waits
 
     def _ask(self, question: Lookup) -> PendingLookup | None:
         """Begin a look-up, or join the one in flight. None if its answer is not waited for."""
@@ -185,6 +146,9 @@ class StorageLookup:
         if self._is_absent(name):
             return None
         asked = self._asked.get(name) or self._begin(question)
+        if self._mover.storages[question.storage].finds_at_once:
+            self._hear(asked)
+            return None
         if not self._patience.limit_s or question.storage in self._late or self._give_up(asked):
             return None
         return asked
@@ -238,7 +202,7 @@ class StorageLookup:
         question, job = asked.question, asked.job
         del self._asked[question.storage, question.name]
         adopt = partial(self._adopt, question.storage)
-        more = question.take_in(job.places_there, adopt, self._is_known)
+        more = question.take_in(job.places_there, adopt)
         if job.error is not None or FAILED in job.outcomes:
             more = None
         if not self._mover.storages[question.storage].finds_at_once and job.error is None:
@@ -255,17 +219,13 @@ class StorageLookup:
         if FAILED not in job.outcomes and job.seconds < self._patience.limit_s:
             self._late.discard(storage)
         missing = next((at for at, each in enumerate(job.outcomes) if each is not THERE), None)
-        lacked = question.lacked
+        lacked = question.missing
         if lacked is None and missing is not None and job.outcomes[missing] is ABSENT:
             lacked = question.keys[missing]
         if is_last and lacked is not None:
             self._absent[storage, lacked] = self._clock() + ABSENT_S
             while len(self._absent) > MOST_ABSENT:
                 self._absent.popitem(last=False)
-
-    def _is_known(self, block: BlockId) -> bool:
-        tiers = self._topology.rooms
-        return any(self._index.state(block, name) is not State.ABSENT for name in tiers)
 
     def forget(self) -> None:
         """Forget the look-ups in flight: their answers are not adopted."""
@@ -284,36 +244,15 @@ class StorageLookup:
                 asked.is_over = True
                 del self._asked[name]
 
-    # -- single blocks, where storage answers at once ---------------------------------------------
-
-    def adopt_recovered(
-        self, keys: Sequence[BlockKey], make: Callable[[Sequence[int]], Sequence[BlockId]]
-    ) -> int:
-        """Adopt single blocks of storage that answers at once. Return how many were adopted.
-
-        keys: names of the blocks in storage. make: add the blocks at these positions to the index.
-        """
-        num_known = 0
-        for name in self._topology.storages:
-            if self._is_asked_at_once(name):
-                there = self._mover.find(name, keys).places_there
-                num_known += self._adopt(name, make(there))
-        return num_known
+    # -- blocks that are about to be written -----------------------------------------------------
 
     def adopt_stored(self, blocks: Sequence[BlockId], storage: str) -> set[BlockId]:
         """Adopt those of ``blocks`` that storage recovered from an earlier run. Return them."""
-        if not blocks or not self._is_asked_at_once(storage):
+        if not blocks or storage not in self.unfound(finds_at_once=True):
             return set()
         keys = keys_of(self._index.names(blocks))
         found = [blocks[at] for at in self._mover.find(storage, keys).places_there]
         return set(found[: self._adopt(storage, found)])
-
-    def _is_asked_at_once(self, storage: str) -> bool:
-        return self._mover.storages[storage].finds_at_once and self._mover.has_unfound(storage)
-
-    def _is_asked_slowly(self, storage: str) -> bool:
-        takes_time = not self._mover.storages[storage].finds_at_once
-        return takes_time and self._mover.has_unfound(storage)
 
     # -- what was found ---------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from kvtier.devices import Device
 from kvtier.plan import Plan
 from kvtier.prompts.deletion import Deletion
 from kvtier.prompts.lease import Lease
+from kvtier.prompts.storage_lookup import begin_lookup
 from kvtier.snapshots.lease import Snapshot, SnapshotLease, SnapshotMatch, StateLease
 from kvtier.snapshots.stateful import StatefulCache
 from kvtier.telemetry.block_events import BlockLog
@@ -119,15 +120,14 @@ class SnapshotCache(StatefulCache):
         and the regular ones before it. Later ones make earlier ones superfluous.
         """
         waits = super().lookup(namespace, labels)
-        lookup = self._ladder.storage_lookup
-        if not lookup.has_unfound:
+        if not self._ladder.storage_lookup.unfound():
             return waits
         known = super().match(namespace, labels)
         last = known.num_blocks // self._grain * self._grain
         regular = range((last - 1) // self._every * self._every, 0, -self._every)
         for at in (last, *regular[: MOST_COMPARED - 1]):
             path = self._path(labels, at)
-            is_asked = at > 0 and lookup.begin(self._index, namespace, path)
+            is_asked = at > 0 and begin_lookup(self._ladder, self._index, namespace, path)
             if is_asked or super().match(namespace, path).num_blocks == len(path):
                 return waits or is_asked
         return waits

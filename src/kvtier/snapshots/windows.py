@@ -32,6 +32,7 @@ from kvtier.keys import keys_along, next_keys
 from kvtier.plan import Plan
 from kvtier.prompts.deletion import Deletion
 from kvtier.prompts.lease import Lease
+from kvtier.prompts.storage_lookup import begin_lookup
 from kvtier.snapshots.lease import Snapshot, SnapshotMatch, StateLease, WindowLease
 from kvtier.snapshots.stateful import StatefulCache
 from kvtier.telemetry.block_events import BlockLog
@@ -207,8 +208,7 @@ class WindowCache(StatefulCache):
     def lookup(self, namespace: bytes, labels: Sequence[Label]) -> bool:
         """Look up a prompt's blocks in storage, and the cells of its longest possible cut."""
         waits = super().lookup(namespace, labels)
-        lookup = self._ladder.storage_lookup
-        if not lookup.has_unfound:
+        if not self._ladder.storage_lookup.unfound():
             return waits
         known = super().match(namespace, labels)
         grain = self._shape.grain_blocks
@@ -216,7 +216,7 @@ class WindowCache(StatefulCache):
         num_there = 0
         for at in ends[: self._shape.num_cells + MOST_LOOKED_UP]:
             cell = self._cell(self._index.key(known.blocks[at - 1]))
-            is_asked = lookup.begin(self._index, namespace, cell)
+            is_asked = begin_lookup(self._ladder, self._index, namespace, cell)
             waits |= is_asked
             is_there = is_asked or super().match(namespace, cell).num_blocks == self._size
             num_there = num_there + 1 if is_there else 0
