@@ -29,12 +29,13 @@ class FileStore(StorageTier):
     are known in memory, so look-ups cost nothing. One process owns the folder.
     """
 
-    facts = StorageFacts(finds_at_once=True, num_readers=4, num_writers=2)
+    facts = StorageFacts(finds_at_once=True, num_readers=4, num_writers=2, sizes_vary=True)
 
     def __init__(self, site: StorageSite) -> None:
         self.name = site.name
         self.bytes_per_block = site.group.bytes_per_block
         self.folder = Path(site.location)
+        self._sizes_vary = site.sizes_vary
         self._num_blocks = site.capacity_bytes // self.bytes_per_block
         if not site.location:
             raise ConfigError(f'{self.name}: no folder; write it as "files:/path"')
@@ -109,11 +110,12 @@ class FileStore(StorageTier):
         except OSError:
             return Outcome.FAILED
         content = memoryview(whole)[HEADER.size :]
-        right = HEADER.pack(MAGIC, key, self.bytes_per_block, zlib.crc32(content))
-        if len(content) != self.bytes_per_block or whole[: HEADER.size] != right:
+        right = HEADER.pack(MAGIC, key, len(content), zlib.crc32(content))
+        is_short = len(content) < self.bytes_per_block and not self._sizes_vary
+        if is_short or len(content) > self.bytes_per_block or whole[: HEADER.size] != right:
             self.drop([key])
             return Outcome.DAMAGED
-        blocks.write(at, content)
+        blocks.part(0, len(content)).write(at, content)
         return Outcome.THERE
 
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:

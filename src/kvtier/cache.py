@@ -31,7 +31,7 @@ from kvtier.system.process import OwnerProcess
 from kvtier.telemetry import Metrics
 from kvtier.telemetry.block_events import BlockEvents, BlockLog
 from kvtier.tiers import ArenaOptions, DeviceTier, StorageTier
-from kvtier.tiers.row import lossy_codecs, make_tiers
+from kvtier.tiers.row import lossy_codec, make_tiers
 from kvtier.transfer import CopyJob, LayerGate, LocalMover
 from kvtier.types import (
     DEVICE,
@@ -61,7 +61,7 @@ class Cache:
             them.
         arena: how the host tier allocates its memory.
         events: records the blocks that enter and leave tiers.
-        names_codec: whether all namespaces have ``lossy_codecs(config)`` in them (see
+        names_codec: whether all namespaces have ``lossy_codec(config)`` in them (see
             ``Namespace.codec``). Without that a lossy codec is refused.
 
     Raises:
@@ -79,7 +79,7 @@ class Cache:
         events: BlockLog | None = None,
         names_codec: bool = False,
     ) -> None:
-        if not names_codec and (lossy := lossy_codecs(config)):
+        if not names_codec and (lossy := lossy_codec(config.coding, config.storage)):
             raise ConfigError(
                 f"codec: {lossy} changes KV, and only the embedded engine (kvtier serve) names "
                 "such KV differently; use codec=lossless"

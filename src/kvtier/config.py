@@ -70,23 +70,34 @@ def parse_capacity(text: str | int, device_bytes: int, field: str) -> int:
     return parse_size(text, field)
 
 
-def check_storage(locations: Sequence[str]) -> None:
-    """Raise ``ConfigError`` if a location has not the form "plug-in:location".
+@dataclass(frozen=True, slots=True)
+class CodingConfig:
+    """Codec and keys of what is stored."""
 
-    The socket of a node must have a possible path, too.
-    """
+    codec: str = "none"
+    encryption_key: str = field(default="", repr=False)  # a command may have a password in it
+
+
+DEFAULT_CODING = CodingConfig()
+
+
+def check_storage(locations: Sequence[str]) -> None:
+    """Raise ``ConfigError`` if a location has not the form "plug-in:location"."""
     for location in locations:
         found = re.fullmatch(r"([\w.-]+=)?([\w.-]+):(.*)", location)
         if found is not None and found[2] == "node":
-            check_socket(found[3].partition("?")[0], "node")
+            raise ConfigError(
+                "storage: a node is no store; give its socket as the setting node, and the tenant "
+                "as node_tenant (--node and --node-tenant on the command line)"
+            )
         if found is None:
             shown = f"{location!r} names" if "@" not in location else "a location names"
             raise ConfigError(f'storage: {shown} no plug-in; write it as "plug-in:location"')
 
 
-def node_location(socket: str, tenant: str = "") -> str:
+def node_location(socket: str) -> str:
     """Return the location of the storage tier in a node, by the path of its socket."""
-    return f"node:{socket}" + (f"?tenant={tenant}" if tenant else "")
+    return f"node:{socket}"
 
 
 def without_password(location: str) -> str:
@@ -151,7 +162,7 @@ class CacheConfig:
     """Codec of new blocks in ``storage``: ``none``, ``lossless`` (fewer bytes, the same bits),
     ``auto`` (``lossless`` for a store that is slow enough to gain by it), ``fp8`` or ``int8`` (a
     byte per element: lossy, under names of its own, and for the embedded engine only), or a plug-in
-    of ``kvtier.codecs``. A store's option ``codec`` goes before it."""
+    of ``kvtier.codecs``."""
     encryption_key: str = field(default="", repr=False)  # a command may have a password in it
     """Source of the keys with which blocks on disk and in ``storage`` are encrypted: "file:/path",
     "env:NAME" or "command:program arguments"; "" for the value of ``KVTIER_ENCRYPTION_KEY`` in the
@@ -161,6 +172,9 @@ class CacheConfig:
     node: str = ""
     """Socket of a node (``kvtier node run``), whose memory, disk and stores the engines of this
     machine share; "" for none. It is one more storage tier, in front of ``storage``."""
+    node_tenant: str = ""
+    """Tenant whose quota counts in the node; "" for the default one. Engines of different tenants
+    share nothing."""
     archive_after_uses: int = 1
     """Uses before a block is written to storage below the host tier. A larger number reduces SSD
     wear."""
@@ -198,9 +212,9 @@ class CacheConfig:
         parse_size(self.disk_bytes_per_day, "disk_bytes_per_day")
         parse_size(self.disk_bytes_per_s, "disk_bytes_per_s")
         parse_size(self.storage_capacity, "storage_capacity")
-        if self.node and (location := node_location(self.node)) not in self.storage:
-            object.__setattr__(self, "storage", (location, *self.storage))
         check_storage(self.storage)
+        if self.node:
+            check_socket(self.node, "node")
         for name, kind in CHOICES.items():
             value = getattr(self, name)
             if value not in list(kind):
@@ -216,3 +230,13 @@ class CacheConfig:
         for name in ("load_deadline_s", "demote_deadline_s", "prefetch_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not above 0")
+
+    @property
+    def coding(self) -> CodingConfig:
+        """Codec and keys of what is stored."""
+        return CodingConfig(self.codec, self.encryption_key)
+
+    @property
+    def locations(self) -> tuple[str, ...]:
+        """Locations of the storage tiers behind the disk, fastest first. A node counts as one."""
+        return (node_location(self.node), *self.storage) if self.node else self.storage

@@ -11,7 +11,7 @@ from kvtier.errors import install_command
 from tests.docs.pages import ROOT
 
 KEY = "encryption_key='command:printf %064d 1'"
-CODING = "from kvtier.tiers.codecs.opening import *; check_coding(CodingOptions({}))"
+CODING = "from kvtier.tiers.codecs.opening import *; check_coding(CodingConfig({}))"
 COMMAND = "from kvtier.cli import app; app({})"
 ENGINE = """
 try:

@@ -107,6 +107,6 @@ def test_exact_kv_keeps_its_names() -> None:
 def test_cache_of_an_own_engine_refuses_a_lossy_codec(valkey: ValkeyServer) -> None:
     layout = named_layout("layer_first", full_attention(1, 1, 8, DType.FLOAT32, 16), 4)
     pool = DeviceTier(host_memory(layout.nbytes), layout)
-    config = CacheConfig(storage=(f"valkey://127.0.0.1:{valkey.port}?codec=fp8",))
+    config = CacheConfig(storage=(f"valkey://127.0.0.1:{valkey.port}",), codec="fp8")
     with pytest.raises(ConfigError, match="codec: fp8 changes KV"):
         Cache(config, find_device("cpu"), pool)

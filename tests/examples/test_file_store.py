@@ -131,7 +131,9 @@ def make() -> World:
         disk_path=str(folder / "slab"),
         disk_capacity="1MiB",
         storage=(f"files:{folder / 'files'}",),
-        storage_capacity=30 * GROUP.bytes_per_block,
+        storage_capacity=100 * GROUP.bytes_per_block,
+        codec=sys.argv[2],
+        encryption_key=sys.argv[3],
         **SLOTS,
     )
     world.cache = Cache(config, world.device, world.pool, world.clock)
@@ -169,8 +171,17 @@ print("served")
 """
 
 
-def test_it_serves_blocks_beside_the_disk_and_after_a_restart(site: Path, tmp_path: Path) -> None:
-    done = run(site, "-W", "error", "-c", textwrap.dedent(SERVE), str(tmp_path), cwd=tmp_path)
+@pytest.mark.parametrize("coding", [("none", "none"), ("lossless", "env:OUR_KEY")])
+def test_it_serves_blocks_beside_the_disk_and_after_a_restart(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, coding: tuple[str, str]
+) -> None:
+    """Also compressed and encrypted, of which it knows nothing."""
+    if "lossless" in coding:
+        pytest.importorskip("zstandard")
+        pytest.importorskip("cryptography")
+    monkeypatch.setenv("OUR_KEY", "01" * 32)
+    code = textwrap.dedent(SERVE)
+    done = run(site, "-W", "error", "-c", code, str(tmp_path), *coding, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "served\n"
 

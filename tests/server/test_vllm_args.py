@@ -10,6 +10,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from kvtier.cli import app
+from kvtier.config import CodingConfig
 from kvtier.connectors.vllm.settings import VllmSettings
 
 
@@ -127,5 +128,6 @@ def test_codec_and_key_are_settings_of_the_connector() -> None:
     done = CliRunner().invoke(app, ["vllm-args", "--json", *options])
     extra = json.loads(done.stdout)["kv_connector_extra_config"]
     assert (extra["codec"], extra["encryption_key"]) == ("lossless", "env:KEYS")
-    (store,) = VllmSettings.read(extra).stores
-    assert store == "valkey://host?codec=lossless&encryption_key=env%3AKEYS"
+    settings = VllmSettings.read(extra)
+    assert settings.stores == ["valkey://host"]
+    assert settings.coding == CodingConfig("lossless", "env:KEYS")

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtier.config import CodingConfig
 from kvtier.layout import opaque
 from kvtier.testing import MemoryStorage, StoredBlocks
 from kvtier.tiers import Outcome, Pieces, StorageTier
@@ -91,14 +92,17 @@ def server(tmp_path: Path) -> Iterator[ValkeyServer]:
     made.close()
 
 
-@pytest.mark.parametrize("options", ["", "?codec=lossless", "?encryption_key=env:SHARDS"])
+@pytest.mark.parametrize(
+    "coding",
+    [CodingConfig(), CodingConfig("lossless"), CodingConfig("none", "env:SHARDS")],
+)
 def test_a_server_has_shards_as_any_block(
-    options: str, server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+    coding: CodingConfig, server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("zstandard" if "codec" in options else "cryptography")
+    pytest.importorskip("cryptography" if coding.encryption_key else "zstandard")
     monkeypatch.setenv("SHARDS", "ab" * 32)
-    url = f"valkey://127.0.0.1:{server.port}{options}"
-    made = make_storage(url, opaque(SHARD), 1 << 20, None)
+    url = f"valkey://127.0.0.1:{server.port}"
+    made = make_storage(url, opaque(SHARD), 1 << 20, None, coding)
     _check_both_ways(made)
     made.close()
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
+from kvtier.config import CodingConfig
+from kvtier.layout import opaque
 from kvtier.testing import MemoryStorage, StorageSuite, StoredBlocks
 from kvtier.tiers import StorageFacts, StorageTier
-from kvtier.tiers.wrappers import ThrottledTier
+from kvtier.tiers.codecs import make_coder
+from kvtier.tiers.wrappers import CodedTier, ThrottledTier
+from kvtier.tiers.wrappers.wrapper import StorageWrapper
 from kvtier.types import BlockKey
 
 
@@ -28,7 +34,7 @@ class TestMemoryStorage(StorageSuite):
 
     @contextmanager
     def hang(self, storage: StorageTier) -> Iterator[None]:
-        inner = storage.inner if isinstance(storage, ThrottledTier) else storage
+        inner = storage.inner if isinstance(storage, StorageWrapper) else storage
         assert isinstance(inner, MemoryStorage)
         inner.open_reads.clear()
         inner.open_writes.clear()
@@ -53,3 +59,17 @@ class TestThrottledTier(TestMemoryStorage):
 
     def over(self, shelf: StoredBlocks, num_blocks: int) -> StorageTier:
         return ThrottledTier(super().over(shelf, num_blocks), 1 << 40)
+
+
+class TestCodedTier(TestMemoryStorage):
+    """Compressed and encrypted, in a tier whose blocks all have one size."""
+
+    @pytest.fixture(autouse=True)
+    def _keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("zstandard")
+        pytest.importorskip("cryptography")
+        monkeypatch.setenv("OUR_KEY", "01" * 32)
+
+    def over(self, shelf: StoredBlocks, num_blocks: int) -> StorageTier:
+        coder = make_coder(CodingConfig("lossless", "env:OUR_KEY"), self.group, is_framing=True)
+        return CodedTier(MemoryStorage(opaque(coder.most_bytes), num_blocks, shelf), coder)

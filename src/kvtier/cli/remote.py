@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtier.cli.api_keys import take_key_source
 from kvtier.cli.command import CommandLine
 from kvtier.errors import ConfigError, printable
 from kvtier.live.wording import seconds, size
@@ -110,18 +111,34 @@ def migrate(
         str,
         typer.Argument(
             metavar="FROM",
-            help="URL of the store to copy, with the key and the secret of its blocks: "
-            '"valkey://host?encryption_key=file:/etc/kvtier/keys"',
+            help='URL of the store to copy, with the secret of its blocks: "valkey://host".',
         ),
     ],
     target: Annotated[
         str,
         typer.Argument(
             metavar="TO",
-            help="URL of the store to copy to, with the codec and the key to store with: "
-            '"s3://bucket/kv?codec=lossless"',
+            help='URL of the store to copy to: "s3://bucket/kv".',
         ),
     ],
+    codec: Annotated[
+        str, typer.Option(help="Codec to store with: none, lossless, or a plug-in.")
+    ] = "none",
+    encryption_key: Annotated[
+        str,
+        typer.Option(
+            help='Keys to store with: "file:/path", "env:NAME" or "command:program arguments"; '
+            "none to store unencrypted.",
+            show_default="KVTIER_ENCRYPTION_KEY in the environment, if set",
+        ),
+    ] = "",
+    from_encryption_key: Annotated[
+        str,
+        typer.Option(
+            help="Keys of the blocks to copy.",
+            show_default="KVTIER_ENCRYPTION_KEY in the environment, if set",
+        ),
+    ] = "",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show how many blocks would be copied.")
     ] = False,
@@ -134,11 +151,17 @@ def migrate(
 
     Exits with 1 if some blocks could not be copied, with 2 if a store can't be used or reached.
     """
+    from kvtier.config import CodingConfig
+    from kvtier.tiers.remote.migration import StoreAccess
     from kvtier.tiers.remote.migration import migrate as migrate_store
     from kvtier.tools.report.bar import counting_bar
 
     with counting_bar("copying") as note:
-        found = migrate_store(source, target, note, is_real=not dry_run)
+        of_source = StoreAccess(
+            source, CodingConfig(encryption_key=take_key_source(from_encryption_key))
+        )
+        to = StoreAccess(target, CodingConfig(codec, take_key_source(encryption_key)))
+        found = migrate_store(of_source, to, note, is_real=not dry_run)
     if as_json:
         typer.echo(json.dumps({"dry_run": dry_run, **asdict(found)}, indent=2))
     else:

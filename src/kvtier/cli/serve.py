@@ -297,6 +297,14 @@ def serve(
             show_default="none",
         ),
     ] = "",
+    node_tenant: Annotated[
+        str,
+        typer.Option(
+            help="Tenant whose quota counts in the node.",
+            rich_help_panel=_CACHE,
+            show_default="the default one",
+        ),
+    ] = "",
     codec: Annotated[
         str,
         typer.Option(
@@ -423,6 +431,7 @@ def serve(
                 encryption_key=take_key_source(encryption_key),
                 storage_capacity=storage_capacity,
                 node=node,
+                node_tenant=node_tenant,
                 prefetch_policy=prefetch_policy,
                 client_hints=client_hints,
                 prefetch_timeout_s=prefetch_timeout_s,

@@ -40,7 +40,7 @@ from kvtier.prompts.lease import PrefixStored
 from kvtier.system.process import OwnerProcess, num_cores
 from kvtier.telemetry.block_events import BlockLog
 from kvtier.telemetry.publisher import Publisher
-from kvtier.tiers.row import lossy_codecs
+from kvtier.tiers.row import lossy_codec
 from kvtier.types import Label
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Engine:
             group.dtype.value,
             self._runner.fingerprint,
             config.block_size,
-            codec=lossy_codecs(config.cache),
+            codec=lossy_codec(config.cache.coding, config.cache.storage),
         )
         self._eos = frozenset(model.eos_token_ids)
         self._grammars = Grammars(model.tokenizer.own, self.info.vocab_size, model.eos_token_ids)

@@ -9,11 +9,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.config import check_storage, parse_size
+from kvtier.config import CodingConfig, check_storage, parse_size
 from kvtier.errors import ConfigError
 from kvtier.index.policies.replayed import POLICIES, RUNS
 from kvtier.system.user_paths import check_socket, user_path
-from kvtier.tiers.codecs import CodingOptions
 
 DEFAULT_SOCKET = Path("/run/kvtier/node.sock")
 SHARED_MEMORY = Path("/dev/shm")
@@ -226,9 +225,9 @@ class NodeConfig:
     tenant_users: Mapping[str, Collection[int]] = field(default_factory=dict)
 
     @property
-    def coding(self) -> CodingOptions:
+    def coding(self) -> CodingConfig:
         """Codec and keys of what is stored."""
-        return CodingOptions(self.codec, self.encryption_key)
+        return CodingConfig(self.codec, self.encryption_key)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "socket", user_path(self.socket))

@@ -40,7 +40,7 @@ from kvtier.node.stores import partition_location
 from kvtier.tiers import StorageTier
 from kvtier.tiers.codecs import check_coding
 from kvtier.tiers.disk import DiskOptions, DiskTier
-from kvtier.tiers.row import coded_locations, make_storage, refuse_lossy, storage_names
+from kvtier.tiers.row import check_stores, make_storage, refuse_lossy, storage_names
 from kvtier.types import DISK, Direct
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,8 @@ class CacheNode:
         self.instance = uuid4().hex
         self._clock = clock
         check_coding(config.coding)
-        refuse_lossy(coded_locations(config.storage, config.coding))
+        refuse_lossy(config.coding, config.storage)
+        check_stores(config.storage)
         self.storage_names = storage_names(config.storage, bool(config.disk_path))
         self.memory = NodeMemory(
             config.directory, config.host_bytes, config.segment_bytes, device, config.disk_path
@@ -239,8 +240,9 @@ class CacheNode:
         made: list[StorageTier] = []
         with ExitStack() as undo:
             capacity = parse_size(config.storage_capacity, "storage_capacity")
-            for location in coded_locations(config.storage, config.coding):
-                store = make_storage(partition_location(location, key.name), group, capacity, None)
+            for location in config.storage:
+                place = partition_location(location, key.name)
+                store = make_storage(place, group, capacity, None, config.coding)
                 undo.callback(store.close)
                 made.append(store)
             # Last: a new slab takes its whole space, also if a store refuses the partition.

@@ -1,6 +1,6 @@
 """Storage tier in a node: blocks go between this process's memory and the node's, by one copy.
 
-For engines whose cache stores blocks in storage tiers. ``storage="node:/run/kvtier/node.sock"``.
+For engines whose cache stores blocks in storage tiers. ``node="/run/kvtier/node.sock"``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from urllib.parse import parse_qsl
 
 import numpy as np
 
@@ -40,17 +39,13 @@ THERE, ABSENT, DAMAGED, FAILED = Outcome
 
 
 def make_node(site: StorageSite) -> NodeTier:
-    """Make the tier of ``storage="node:/path/of/the/socket?tenant=name"``."""
-    given, _, query = site.location.partition("?")
-    path = user_path(given)
-    options = dict(parse_qsl(query, keep_blank_values=True))
-    unknown = options.keys() - {"tenant"}
-    if not path.is_absolute() or unknown:
-        problem = f"{min(unknown)!r} is no option" if unknown else "the socket has no absolute path"
+    """Make the tier of ``node="/path/of/the/socket"``."""
+    path = user_path(site.location)
+    if not path.is_absolute():
         raise ConfigError(
-            f'storage: node: {problem}; write it as "node:/run/kvtier/node.sock?tenant=name"'
+            "node: the socket has no absolute path; write it as in /run/kvtier/node.sock"
         )
-    return NodeTier(site, NodeClient(path, options.get("tenant", "")))
+    return NodeTier(site, NodeClient(path, site.tenant))
 
 
 class NodeTier(StorageTier):

@@ -7,34 +7,36 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
-from urllib.parse import parse_qsl, urlencode
 
-from kvtier.config import CacheConfig, parse_capacity, parse_size
+from kvtier.config import DEFAULT_CODING, CacheConfig, CodingConfig, parse_capacity, parse_size
 from kvtier.devices import Device
 from kvtier.devices.base import Memory
 from kvtier.errors import ConfigError, install_command
 from kvtier.layout import KVGroup
-from kvtier.system.plugins import find_plugin, load_plugin
+from kvtier.system.plugins import load_plugin
 from kvtier.tiers.arena import ArenaOptions
 from kvtier.tiers.base import DeviceTier, MemoryTier
-from kvtier.tiers.codecs import CodingOptions
-from kvtier.tiers.codecs.encryption import names_key
-from kvtier.tiers.codecs.opening import NONE, check_coding, is_lossy
+from kvtier.tiers.codecs.opening import check_coding, is_lossy
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.disk.opening import check_folders
 from kvtier.tiers.host import HostTier, check_host_capacity
 from kvtier.tiers.pieces import HOST_KINDS
+from kvtier.tiers.remote.location import StorePlugin
 from kvtier.tiers.storage import StorageSite, StorageTier
 from kvtier.tiers.wrappers import ThrottledTier
+from kvtier.tiers.wrappers.coded import open_coded
 from kvtier.types import DEVICE, DISK, HOST, Direct
 
-CODED: Final = frozenset({"valkey", "valkeys", "redis", "rediss", "s3", "mooncake", "nixl"})
-"""Plug-ins with the options ``codec`` and ``encryption_key``."""
+STORES: Final = frozenset({"valkey", "valkeys", "redis", "rediss", "s3", "mooncake", "nixl"})
+"""Plug-ins of kvtier's own for stores."""
 PACKAGES: Final = {"s3": "obstore", "mooncake": "mooncake", "nixl": "nixl"}
 """Packages that plug-ins need. The extras have the names of the plug-ins."""
 NODE: Final = "node"
-"""The plug-in of a node, which encrypts what it stores by its own settings."""
+"""The plug-in of a node, which encodes what it stores by its own settings."""
+CODE_THEMSELVES: Final = STORES | {DISK, NODE}
+"""Plug-ins that encode blocks themselves: their formats name the codec and the key of a block, so
+that a look-up finds only what can be read. Tiers of all others are wrapped in a ``CodedTier``."""
 
 Tiers = Mapping[str, MemoryTier | StorageTier]
 
@@ -64,7 +66,7 @@ def make_tiers(
     if storage:
         _check_names([made.name for made in storage])
     else:
-        storage_names(config.storage, bool(config.disk_path))
+        storage_names(config.locations, bool(config.disk_path))
     tiers: dict[str, MemoryTier | StorageTier] = {DEVICE: pool}
     group = pool.layout.group
     capacity = parse_capacity(config.host_capacity, pool.layout.block_bytes, "host_capacity")
@@ -89,24 +91,33 @@ def check_tiers(config: CacheConfig, device_bytes: int) -> None:
 
     device_bytes: size of the device pool.
     """
-    storage_names(config.storage, bool(config.disk_path))
-    for plugin in plugins_of(config.storage):
-        find_plugin("tiers", plugin)
+    storage_names(config.locations, bool(config.disk_path))
+    check_stores(config.locations)
+    for plugin in map(_plugin, config.storage):
         package = PACKAGES.get(plugin)
         if package is not None and find_spec(package) is None:
             raise ConfigError(
                 f"storage: {plugin}: needs the package {package}; install it: "
                 f"{install_command(plugin)}"
             )
-    coding = CodingOptions(config.codec, config.encryption_key)
     if config.disk_path or config.storage:
-        check_coding(coding)
-    coded_locations(config.storage, coding)
+        check_coding(config.coding)
     host_bytes = parse_capacity(config.host_capacity, device_bytes, "host_capacity")
     check_host_capacity(host_bytes)
     _check_direct(config, host_bytes)
     if config.disk_path:
         check_folders(_disk_options(config))
+
+
+def check_stores(locations: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for an unknown plug-in, and for a store's URL that can't be used.
+
+    No store is reached, and no client of one is needed.
+    """
+    for location in locations:
+        _, plugin, rest = _read(location)
+        if isinstance(make := load_plugin("tiers", plugin), StorePlugin):
+            make.read(rest)
 
 
 def _storages(
@@ -122,16 +133,22 @@ def _storages(
         undo.callback(disk.close)
         made.append(disk)
     capacity_bytes = parse_size(config.storage_capacity, "storage_capacity")
-    coding = CodingOptions(config.codec, config.encryption_key)
-    for location in coded_locations(config.storage, coding):
-        tier = make_storage(location, group, capacity_bytes, memory)
+    for location in config.locations:
+        tier = make_storage(
+            location, group, capacity_bytes, memory, config.coding, config.node_tenant
+        )
         undo.callback(tier.close)
         made.append(tier)
     return made
 
 
 def make_storage(
-    location: str, group: KVGroup, capacity_bytes: int, memory: Memory | None
+    location: str,
+    group: KVGroup,
+    capacity_bytes: int,
+    memory: Memory | None,
+    coding: CodingConfig = DEFAULT_CODING,
+    tenant: str = "",
 ) -> StorageTier:
     """Make the tier that ``storage="name=plug-in:place"`` asks for.
 
@@ -140,12 +157,16 @@ def make_storage(
         group: shape of the blocks.
         capacity_bytes: capacity of the tier.
         memory: host memory that most blocks are read into and written from, if any.
+        coding: codec and keys. A node has its own.
+        tenant: tenant in a node.
 
     Raises:
         ConfigError: the plug-in makes something other than a storage tier.
     """
     name, plugin, rest = _read(location)
-    tier = load_plugin("tiers", plugin)(StorageSite(name, rest, group, capacity_bytes, memory))
+    site = StorageSite(name, rest, group, capacity_bytes, memory, coding, tenant)
+    make = load_plugin("tiers", plugin)
+    tier = make(site) if plugin in CODE_THEMSELVES else open_coded(make, site)
     if not isinstance(tier, StorageTier):
         raise ConfigError(
             f"storage: {plugin!r} makes a {type(tier).__name__}, not a storage tier; see "
@@ -154,65 +175,19 @@ def make_storage(
     return tier
 
 
-def coded_locations(locations: Sequence[str], coding: CodingOptions) -> list[str]:
-    """Return the locations with the options of ``coding`` that they don't have themselves.
-
-    A node encrypts what it stores by its own settings, and a plug-in has none of these options.
-
-    Raises ``ConfigError`` for a plug-in that would store blocks as they are though a key is given.
-    """
-    made = []
-    for location in locations:
-        plugin = _read(location)[1]
-        head, _, query = location.partition("?")
-        named = {name for name, _ in parse_qsl(query, keep_blank_values=True)}
-        if plugin in CODED:
-            given = {"codec": coding.codec, "encryption_key": coding.encryption_key}
-            if coding.codec == NONE:
-                del given["codec"]
-            more = {name: text for name, text in given.items() if text and name not in named}
-            options = [*filter(None, [query]), *filter(None, [urlencode(more)])]
-            location = "?".join([head, *filter(None, ["&".join(options)])])
-        elif plugin == "disk" and coding.encryption_key:
-            raise ConfigError(
-                "storage: disk has no option for encryption_key; give the key of a second disk as "
-                "KVTIER_ENCRYPTION_KEY in the environment"
-            )
-        elif plugin not in ("disk", NODE) and names_key(coding.encryption_key):
-            raise ConfigError(
-                f"storage: {plugin} does not encrypt, and encryption_key is given; use a store of "
-                "kvtier's own, or leave the key out"
-            )
-        made.append(location)
-    return made
+def lossy_codec(coding: CodingConfig, locations: Sequence[str]) -> str:
+    """Return the codec of the stores if it is lossy, for ``Namespace.codec``; else ""."""
+    is_used = any(plugin not in (DISK, NODE) for plugin in map(_plugin, locations))
+    return coding.codec if is_used and is_lossy(coding.codec) else ""
 
 
-def lossy_codecs(config: CacheConfig) -> str:
-    """Return the lossy codecs of the configured stores, for ``Namespace.codec``; "" for none."""
-    coding = CodingOptions(config.codec, config.encryption_key)
-    return ",".join(_lossy(coded_locations(config.storage, coding)))
-
-
-def refuse_lossy(locations: Sequence[str]) -> None:
-    """Raise ``ConfigError`` for a store with a lossy codec: the shape of the KV is not known here.
-
-    locations: result of ``coded_locations``.
-    """
-    if found := _lossy(locations):
+def refuse_lossy(coding: CodingConfig, locations: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for a lossy codec of stores: the shape of the KV is not known here."""
+    if found := lossy_codec(coding, locations):
         raise ConfigError(
-            f"codec: {found[0]} needs to know the layers and heads of the KV, as the embedded "
+            f"codec: {found} needs to know the layers and heads of the KV, as the embedded "
             "engine does (kvtier serve); here KV is pages of bytes: use codec=lossless"
         )
-
-
-def _lossy(locations: Sequence[str]) -> list[str]:
-    """Return the lossy codecs of some stores, sorted, without repetitions."""
-    found = set()
-    for location in locations:
-        if _read(location)[1] in CODED:
-            options = dict(parse_qsl(location.partition("?")[2]))
-            found.add(options.get("codec", NONE))
-    return sorted(name for name in found if is_lossy(name))
 
 
 def _read(location: str) -> tuple[str, str, str]:
@@ -220,6 +195,10 @@ def _read(location: str) -> tuple[str, str, str]:
     scheme, _, place = location.partition(":")
     name, _, plugin = scheme.rpartition("=")
     return name or plugin, plugin, place
+
+
+def _plugin(location: str) -> str:
+    return _read(location)[1]
 
 
 def storage_names(locations: Sequence[str], has_disk: bool) -> list[str]:
@@ -230,11 +209,6 @@ def storage_names(locations: Sequence[str], has_disk: bool) -> list[str]:
     names = [DISK] * has_disk + [_read(each)[0] for each in locations]
     _check_names(names)
     return names
-
-
-def plugins_of(locations: Sequence[str]) -> list[str]:
-    """Return the name of the plug-in of each storage location."""
-    return [_read(each)[1] for each in locations]
 
 
 def _check_names(names: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.config import DEFAULT_CODING, CodingConfig
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
 from kvtier.tiers.breaker import BreakerState
@@ -48,6 +49,7 @@ class StorageFacts:
     finds_at_once: whether ``find`` answers from memory, never waits, and looks up every key.
     request_s: fixed cost of a call in seconds, without the cost of its bytes.
     wants_scrubbing: whether ``scrub`` can find damage before a block is requested.
+    sizes_vary: whether the tier keeps blocks of any size, if its site asks for that.
     num_readers: maximum number of concurrent ``get`` calls.
     num_writers: maximum number of concurrent ``put`` calls.
     """
@@ -60,6 +62,7 @@ class StorageFacts:
     finds_at_once: bool = False
     request_s: float = 0.0
     wants_scrubbing: bool = False
+    sizes_vary: bool = False
     num_readers: int = 1
     num_writers: int = 1
 
@@ -101,6 +104,12 @@ class StorageSite:
     capacity_bytes: capacity of the tier.
     arena: host memory that most blocks are read into and written from, for tiers that register
         memory; None if there is none.
+    coding: codec and keys, for kvtier's own tiers, whose formats name them. Blocks of other tiers
+        are encoded and decoded outside, by ``CodedTier``.
+    tenant: tenant in a node; "" for the default one.
+    sizes_vary: whether blocks may be shorter than those of ``group``. A tier that can keep them
+        says so by ``StorageFacts.sizes_vary``; others get blocks of full length. If it is False, a
+        stored block of another length is damaged.
     """
 
     name: str
@@ -108,6 +117,9 @@ class StorageSite:
     group: KVGroup
     capacity_bytes: int
     arena: Memory | None = None
+    coding: CodingConfig = DEFAULT_CODING
+    tenant: str = ""
+    sizes_vary: bool = False
 
 
 class KeptKeys:
@@ -162,6 +174,9 @@ class StorageTier(ABC):
         A block that was ``THERE`` in any call stays until it is dropped, unless the tier
         ``evicts``. Blocks that an earlier process left, and this one has not found yet, are evicted
         when their room is needed.
+        Where sizes vary, the blocks of one ``put`` have one size, of at most ``bytes_per_block``.
+        ``get`` has memory for ``bytes_per_block``, writes as many bytes as were put, and leaves the
+        rest as it is.
     Outcomes and errors
         errors of the medium or the network are outcomes; only ``drop`` raises for them. An
         exception counts as ``FAILED`` for all blocks of the call. The constructor raises

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtier.config import CodingConfig
 from kvtier.errors import ConfigError
 from kvtier.layout import opaque
 from kvtier.testing.codec_suite import KINDS
 from kvtier.testing.storage_user import Scattered, cuts, stored_key
 from kvtier.tiers import Outcome
-from kvtier.tiers.codecs import BlockCoder, CodingOptions, make_coder
+from kvtier.tiers.codecs import BlockCoder, make_coder
 from kvtier.tiers.codecs.codec import Uint8s
 from kvtier.tiers.codecs.encryption import KEY_VARIABLE, Keyring, key_id, read_keyring
 from kvtier.tiers.codecs.frame import (
@@ -35,9 +36,9 @@ NUM_CHANGED = effort(100_000)
 KEYS = [stored_key(number) for number in range(8)]
 FIRST, SECOND = bytes(range(32)), bytes(range(1, 33))
 CODERS = {
-    "lossless": CodingOptions("lossless"),
-    "encrypted": CodingOptions("none", "env:OUR_KEY"),
-    "both": CodingOptions("lossless", "env:OUR_KEY"),
+    "lossless": CodingConfig("lossless"),
+    "encrypted": CodingConfig("none", "env:OUR_KEY"),
+    "both": CodingConfig("lossless", "env:OUR_KEY"),
 }
 each_coder = pytest.mark.parametrize("name", list(CODERS))
 
@@ -293,7 +294,7 @@ def test_auto_uses_the_codec_while_loads_gain_by_it() -> None:
 
 
 def test_auto_stores_as_it_is_what_never_shrinks() -> None:
-    coder = make_coder(CodingOptions("auto"), opaque(BLOCK_BYTES))
+    coder = make_coder(CodingConfig("auto"), opaque(BLOCK_BYTES))
     memory, into = memory_of("random"), np.zeros(BLOCK_BYTES + MOST_OVERHEAD, np.uint8)
     coder.choice.note_transfer(1, 1.0)
     for _ in range(200):

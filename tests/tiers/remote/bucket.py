@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import quote
 
+from kvtier.config import DEFAULT_CODING, CodingConfig
 from kvtier.layout import KVGroup
 from kvtier.testing.storage_suite import GROUP
 from kvtier.tiers import StorageSite, StorageTier
@@ -43,20 +44,30 @@ class Bucket:
         return f"//{BUCKET}/{self.prefix}?{query}"
 
     def tier(
-        self, num_blocks: int = 64, group: KVGroup = GROUP, url: str = "", **options: object
+        self,
+        num_blocks: int = 64,
+        group: KVGroup = GROUP,
+        url: str = "",
+        coding: CodingConfig = DEFAULT_CODING,
+        **options: object,
     ) -> S3Tier:
         """One process's tier. It looks at what others have written when the test says so."""
-        tier = self.storage(num_blocks, group, url, **options)
+        tier = self.storage(num_blocks, group, url, coding, **options)
         assert isinstance(tier, S3Tier)
         return tier
 
     def storage(
-        self, num_blocks: int = 64, group: KVGroup = GROUP, url: str = "", **options: object
+        self,
+        num_blocks: int = 64,
+        group: KVGroup = GROUP,
+        url: str = "",
+        coding: CodingConfig = DEFAULT_CODING,
+        **options: object,
     ) -> StorageTier:
         """The same, or what is around it."""
         location = self.location(url, **{"poll_s": 0, "publish_s": 3600, **options})
-        site = StorageSite("s3", location, group, num_blocks * group.bytes_per_block)
-        return make_s3(site)
+        capacity_bytes = num_blocks * group.bytes_per_block
+        return make_s3(StorageSite("s3", location, group, capacity_bytes, coding=coding))
 
     def objects(self) -> Objects:
         """As a tier asks for them."""

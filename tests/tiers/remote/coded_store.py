@@ -8,11 +8,12 @@ from abc import ABC, abstractmethod
 import numpy as np
 import pytest
 
+from kvtier.config import CodingConfig
 from kvtier.layout import opaque
-from kvtier.system.plugins import load_plugin
 from kvtier.testing.codec_suite import KINDS
 from kvtier.testing.storage_user import NAMESPACE, TIMEOUT_S, Scattered, cuts, stored_key
-from kvtier.tiers import Outcome, StorageSite, StorageTier
+from kvtier.tiers import Outcome, StorageTier
+from kvtier.tiers.row import make_storage
 from kvtier.types import BlockName
 from tests.effort import effort
 
@@ -24,12 +25,12 @@ NAMES = [BlockName(NAMESPACE, at, key) for at, key in enumerate(KEYS)]
 CONTENTS = np.concatenate((KINDS["bfloat16"][: (NUM - 1) * BLOCK_BYTES], KINDS["random"]))
 """The last block does not shrink."""
 OPTIONS = {
-    "none": "",
-    "lossless": "codec=lossless",
-    "first key": "encryption_key=env:FIRST",
-    "both": "codec=lossless&encryption_key=env:FIRST",
-    "rotated": "codec=lossless&encryption_key=env:BOTH",
-    "second key": "encryption_key=env:SECOND",
+    "none": CodingConfig(),
+    "lossless": CodingConfig("lossless"),
+    "first key": CodingConfig("none", "env:FIRST"),
+    "both": CodingConfig("lossless", "env:FIRST"),
+    "rotated": CodingConfig("lossless", "env:BOTH"),
+    "second key": CodingConfig("none", "env:SECOND"),
 }
 READABLE = {
     "none": {"none", "lossless"},
@@ -83,11 +84,9 @@ class CodedStoreTests(ABC):
         monkeypatch.setenv("BOTH", "02" * 32 + "\n" + "01" * 32)
 
     def open(self, prefix: str, name: str) -> StorageTier:
-        rest = f"{self.place(prefix)}&{OPTIONS[name]}".rstrip("&")
-        site = StorageSite(self.scheme, rest, opaque(BLOCK_BYTES), 64 * BLOCK_BYTES)
-        made = load_plugin("tiers", self.scheme)(site)
-        assert isinstance(made, StorageTier)
-        return made
+        location = f"{self.scheme}:{self.place(prefix)}"
+        capacity_bytes = 64 * BLOCK_BYTES
+        return make_storage(location, opaque(BLOCK_BYTES), capacity_bytes, None, OPTIONS[name])
 
     @pytest.mark.parametrize("writer", list(OPTIONS))
     def test_readers_find_what_they_can_read(self, writer: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier.config import CodingConfig
 from kvtier.errors import ConfigError
 from kvtier.layout import opaque
 from kvtier.testing.storage_user import TIMEOUT_S
@@ -152,4 +153,4 @@ def test_codec_that_is_not_there_is_named(bucket: Bucket) -> None:
 
 
 def coded(bucket: Bucket, codec: str = "lossless") -> S3Tier:
-    return bucket.tier(64, opaque(BLOCK_BYTES), codec=codec)
+    return bucket.tier(64, opaque(BLOCK_BYTES), coding=CodingConfig(codec))

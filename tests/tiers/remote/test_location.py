@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import traceback
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from typer.testing import CliRunner
 
+from kvtier.cli import app
 from kvtier.config import CacheConfig, without_password
+from kvtier.connectors.vllm.settings import VllmSettings
+from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError
+from kvtier.node.config import NodeConfig
+from kvtier.node.node import CacheNode
 from kvtier.system.plugins import load_plugin
 from kvtier.testing.storage_suite import GROUP
 from kvtier.tiers import StorageSite, StorageTier
@@ -149,3 +157,30 @@ def test_location_for_people_has_nothing_of_the_credentials() -> None:
 def test_what_would_be_read_as_something_else_is_refused(rest: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         read_location("valkey", rest)
+
+
+WRONG = {
+    "valkey://127.0.0.1:1?prefx=a": "no option is called 'prefx'; did you mean 'prefix'?",
+    "valkey://127.0.0.1:1?readers=0": "readers and writers are 1 at least",
+    "s3://bucket?publish_s=0": "publish_s is above 0",
+    "mooncake://host?protocol=udp": "protocol='udp'; write tcp or rdma",
+    "nixl://POSIX/folder?params=x": "params; write",
+    "valkey://127.0.0.1:1?codec=lossless": "codec is no option of a store; give it as the setting",
+    "s3://bucket?encryption_key=env:A": "encryption_key is no option of a store",
+    "node:/run/kvtier.sock": "a node is no store; give its socket as the setting node",
+    "valkye://127.0.0.1:1": "no plug-in 'valkye' in kvtier.tiers",
+}
+
+
+@pytest.mark.parametrize("url", list(WRONG))
+def test_wrong_url_is_refused_before_a_model_is_loaded(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.engine.Engine", lambda _: pytest.fail("a model is loaded"))
+    done = CliRunner().invoke(app, ["serve", "--port", "0", "--storage", url])
+    assert done.exit_code == 2
+    assert WRONG[url] in " ".join(done.output.split())
+    with pytest.raises(ConfigError, match=re.escape(WRONG[url])):
+        VllmSettings.read({"storage": url})
+    with pytest.raises(ConfigError, match=re.escape(WRONG[url])):
+        CacheNode(NodeConfig(tmp_path / "node.sock", storage=(url,)), CpuDevice())

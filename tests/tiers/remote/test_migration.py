@@ -16,13 +16,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvtier.cli import app
+from kvtier.config import CodingConfig
 from kvtier.errors import CacheError, ConfigError
 from kvtier.layout import opaque
 from kvtier.testing.codec_suite import KINDS
 from kvtier.testing.storage_user import NAMESPACE, TIMEOUT_S, Scattered, stored_key
 from kvtier.tiers import Outcome, StorageTier
 from kvtier.tiers.remote import migration
-from kvtier.tiers.remote.migration import migrate
+from kvtier.tiers.remote.migration import StoreAccess, migrate
 from kvtier.tiers.remote.pruning import make_keeper
 from kvtier.tiers.row import make_storage
 from kvtier.types import BlockName
@@ -64,12 +65,13 @@ def content(at: int) -> bytes:
     return CONTENTS[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES].tobytes()
 
 
-def opened(url: str) -> StorageTier:
-    return make_storage(url, opaque(BLOCK_BYTES), 2 * NUM * BLOCK_BYTES, None)
+def opened(url: str, key: str) -> StorageTier:
+    coding = CodingConfig(encryption_key=key)
+    return make_storage(url, opaque(BLOCK_BYTES), 2 * NUM * BLOCK_BYTES, None, coding)
 
 
-def fill(url: str, numbers: range = range(NUM)) -> None:
-    memory, tier = Scattered(len(numbers), [BLOCK_BYTES]), opened(url)
+def fill(url: str, numbers: range = range(NUM), key: str = "") -> None:
+    memory, tier = Scattered(len(numbers), [BLOCK_BYTES]), opened(url, key)
     for at, number in enumerate(numbers):
         memory.write(at, content(number))
     names = [NAMES[number] for number in numbers]
@@ -77,9 +79,9 @@ def fill(url: str, numbers: range = range(NUM)) -> None:
     tier.close()
 
 
-def outcomes(url: str) -> list[Outcome]:
+def outcomes(url: str, key: str = "") -> list[Outcome]:
     """Return the outcome of reading each block, whose bytes are right if it is there."""
-    memory, tier = Scattered(NUM, [BLOCK_BYTES]), opened(url)
+    memory, tier = Scattered(NUM, [BLOCK_BYTES]), opened(url, key)
     found = tier.get(KEYS, memory.pieces, TIMEOUT_S)
     for at, outcome in enumerate(found):
         assert outcome is not THERE or memory.read(at) == content(at)
@@ -92,10 +94,9 @@ def run(*words: str) -> Result:
 
 
 def test_store_gets_another_kind_codec_and_key_and_back(valkey: str, s3: str) -> None:
-    coded = f"{s3}&codec=lossless&encryption_key=env:FIRST"
-    back = f"{valkey}?prefix=back:&encryption_key=env:SECOND"
+    back = f"{valkey}?prefix=back:"
     fill(valkey)
-    first = run(valkey, coded, "--json")
+    first = run(valkey, s3, "--codec", "lossless", "--encryption-key", "env:FIRST", "--json")
     assert first.exit_code == 0, first.output
     assert json.loads(first.stdout) == {
         "dry_run": False,
@@ -105,10 +106,11 @@ def test_store_gets_another_kind_codec_and_key_and_back(valkey: str, s3: str) ->
         "num_damaged": 0,
         "num_unreadable": 0,
     }
-    assert outcomes(coded) == [THERE] * NUM
-    second = run(coded, back)
+    assert outcomes(s3, "env:FIRST") == [THERE] * NUM
+    keys = ["--from-encryption-key", "env:FIRST", "--encryption-key", "env:SECOND"]
+    second = run(s3, back, *keys)
     assert (second.exit_code, second.stdout) == (0, f"copied: {NUM} blocks, 640 KiB\n")
-    assert outcomes(back) == [THERE] * NUM
+    assert outcomes(back, "env:SECOND") == [THERE] * NUM
     assert outcomes(valkey) == [THERE] * NUM, "the source stays as it is"
 
 
@@ -128,7 +130,10 @@ def test_blocks_of_a_pack_are_a_pack_again(bucket: Bucket, s3: str) -> None:
     other = Bucket(bucket.url, f"{bucket.prefix}-other")
     for first in range(0, NUM, 8):
         fill(s3, range(first, first + 8))
-    assert migrate(s3, f"s3:{other.location()}", lambda *_: None).num_copied == NUM
+    assert (
+        migrate(StoreAccess(s3), StoreAccess(f"s3:{other.location()}"), lambda *_: None).num_copied
+        == NUM
+    )
     assert len(other.paths("packs")) == NUM // 8
     assert other.paths("packs") == bucket.paths("packs")
 
@@ -148,14 +153,13 @@ def test_damaged_blocks_are_counted_and_the_others_copied(
 
 
 def test_wrong_key_is_one_sentence(valkey: str, s3: str) -> None:
-    coded = f"{valkey}?encryption_key=env:FIRST"
-    fill(coded)
-    for source in (valkey, f"{valkey}?encryption_key=env:SECOND"):
-        found = run(source, s3)
+    fill(valkey, key="env:FIRST")
+    for key in ([], ["--from-encryption-key", "env:SECOND"]):
+        found = run(valkey, s3, *key)
         assert found.exit_code == 2
         assert "none of its 40 blocks can be read; give it the key" in found.output
         assert found.output.count("\n") == 1
-    assert outcomes(coded) == [THERE] * NUM, "they are left alone"
+    assert outcomes(valkey, "env:FIRST") == [THERE] * NUM, "they are left alone"
 
 
 def test_key_of_the_environment_is_not_for_a_source_without(
@@ -164,7 +168,7 @@ def test_key_of_the_environment_is_not_for_a_source_without(
     fill(valkey)
     monkeypatch.setenv("KVTIER_ENCRYPTION_KEY", "03" * 32)
     assert run(valkey, s3).exit_code == 2
-    assert run(f"{valkey}?encryption_key=none", s3).exit_code == 0
+    assert run(valkey, s3, "--from-encryption-key", "none").exit_code == 0
     assert outcomes(s3) == [THERE] * NUM
     monkeypatch.delenv("KVTIER_ENCRYPTION_KEY")
     assert outcomes(s3) == [ABSENT] * NUM
@@ -175,12 +179,13 @@ def test_key_of_the_environment_is_not_for_a_source_without(
     [
         ("mooncake://host", "{valkey}", "is no store that can be looked after from here"),
         ("{valkey}", "disk:/tmp", "TO is no store; give a URL"),
-        ("{valkey}", "{valkey}?codec=lossless", "FROM and TO are the same place"),
+        ("{valkey}", "{valkey} --codec lossless", "FROM and TO are the same place"),
+        ("{valkey}", "{valkey}?prefix=b&codec=lossless", "codec is no option of a store"),
         ("{valkey}?prefix=a", "redis://127.0.0.1:{port}?prefix=a", "are the same place"),
         ("{valkey}", "{valkey}/0?prefix=kvtier:", "are the same place"),
         ("{valkey}", "valkey://localhost:{port}", "are the same place"),
-        ("{valkey}", "{valkey}?prefix=b&codec=zip", "codec: 'zip' is unknown"),
-        ("{valkey}", "{valkey}?prefix=b&encryption_key=file:/nowhere", "No such file"),
+        ("{valkey}", "{valkey}?prefix=b --codec zip", "codec: 'zip' is unknown"),
+        ("{valkey}", "{valkey}?prefix=b --encryption-key file:/nowhere", "No such file"),
         ("valkey://127.0.0.1:1", "{valkey}", "not reached"),
     ],
 )
@@ -188,7 +193,8 @@ def test_what_can_not_work_is_one_sentence(
     server: ValkeyServer, valkey: str, source: str, target: str, sentence: str
 ) -> None:
     fill(valkey, range(2))
-    found = run(*(each.format(valkey=valkey, port=server.port) for each in (source, target)))
+    words = f"{source} {target}".format(valkey=valkey, port=server.port)
+    found = run(*words.split())
     assert found.exit_code == 2
     assert sentence in found.output
     assert found.output.count("\n") == 1, found.output
@@ -206,9 +212,9 @@ def test_source_under_another_name_is_recognised_and_stays_as_it_is(
     proxy = Proxy(port)
     other = source.replace(str(port), str(proxy.port))
     assert other != source
-    target = f"{other}{'&' if '?' in other else '?'}encryption_key=env:FIRST"
+    target = StoreAccess(other, CodingConfig(encryption_key="env:FIRST"))
     with pytest.raises(ConfigError, match="FROM and TO are the same place"):
-        migrate(source, target, lambda *_: None)
+        migrate(StoreAccess(source), target, lambda *_: None)
     proxy.close()
     assert outcomes(source) == [THERE] * NUM
     keeper = make_keeper(source)
@@ -231,8 +237,8 @@ def test_store_that_goes_away_is_one_sentence_and_the_rest_is_copied_later(
             proxy.close()
 
     with pytest.raises(CacheError, match="start it again to copy the rest"):
-        migrate(through, s3, cut)
-    found = migrate(valkey, s3, lambda *_: None)
+        migrate(StoreAccess(through), StoreAccess(s3), cut)
+    found = migrate(StoreAccess(valkey), StoreAccess(s3), lambda *_: None)
     assert found.num_there >= NUM // 2
     assert found.num_copied + found.num_there == NUM
     assert outcomes(s3) == [THERE] * NUM
@@ -247,7 +253,8 @@ def test_killed_migration_goes_on(valkey: str, s3: str, tmp_path: Path) -> None:
         code = (
             "from kvtier.tiers.remote import migration; import sys;"
             f"migration.BATCH_BYTES = {4 * BLOCK_BYTES};"
-            "migration.migrate(*sys.argv[1:], lambda done, _: print(done, flush=True))"
+            "stores = map(migration.StoreAccess, sys.argv[1:]);"
+            "migration.migrate(*stores, lambda done, _: print(done, flush=True))"
         )
         command = [sys.executable, "-c", code, valkey, slow]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
@@ -258,7 +265,7 @@ def test_killed_migration_goes_on(valkey: str, s3: str, tmp_path: Path) -> None:
         time.sleep(0.5)  # for a manifest; what is in none is copied again
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    found = migrate(valkey, s3, lambda *_: None)
+    found = migrate(StoreAccess(valkey), StoreAccess(s3), lambda *_: None)
     assert NUM // 4 <= found.num_there < NUM, log.read_text()
     assert found.num_copied == NUM - found.num_there
     assert outcomes(s3) == [THERE] * NUM

@@ -63,16 +63,16 @@ def test_compressed_and_encrypted_blocks_give_the_same_bits(
         pytest.importorskip(name)
     monkeypatch.setenv("OUR_KEY", "07" * 32)
     plain = f"store=valkey://127.0.0.1:{server.port}?prefix=plain:"
-    options = ("&codec=lossless", "&codec=lossless&encryption_key=env:OUR_KEY")
+    options = ({"codec": "lossless"}, {"codec": "lossless", "encryption_key": "env:OUR_KEY"})
     with Engine(config("random-gqa", plain)) as engine:
         cold = ask(engine, PROMPT)
     whole = _stored_bytes(server, b"plain:")
     for at, option in enumerate(options):
         location = plain.replace("plain:", f"coded{at}:")
-        with Engine(config("random-gqa", location + option)) as engine:
+        with Engine(config("random-gqa", location, **option)) as engine:
             assert same(cold, ask(engine, PROMPT))
         assert 1.1 * _stored_bytes(server, b"coded%d:" % at) < whole
-        with Engine(config("random-gqa", location + (option if at else ""))) as engine:
+        with Engine(config("random-gqa", location, **(option if at else {}))) as engine:
             warm = ask(engine, PROMPT)
         assert warm.hit_tokens == {"store": 288}
         assert same(cold, warm)

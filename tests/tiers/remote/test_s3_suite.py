@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.config import CodingConfig
 from kvtier.testing import StorageSuite
 from kvtier.tiers import StorageTier
 from kvtier.tiers.remote.envelope import as_keys
@@ -93,7 +94,7 @@ class TestEncrypted(TestS3Tier):
 class TestLossless(TestS3Tier):
     """Coded packs: blocks of several sizes, or none that shrinks."""
 
-    options = {"codec": "lossless"}  # noqa: RUF012
+    options = {"coding": CodingConfig("lossless")}  # noqa: RUF012
 
     @pytest.fixture(autouse=True)
     def _library(self) -> None:

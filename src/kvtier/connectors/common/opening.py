@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from kvtier.connectors.common.settings import StoreSettings
 from kvtier.devices.base import Finding, Memory
 from kvtier.errors import TierError
 from kvtier.layout import KVGroup, opaque
@@ -74,6 +75,7 @@ def open_disk(
 
 def open_store(
     location: str,
+    settings: StoreSettings,
     group: KVGroup,
     capacity_bytes: int,
     memory: Memory | None = None,
@@ -83,6 +85,7 @@ def open_store(
 
     Args:
         location: the URL.
+        settings: have the codec, the keys, and the tenant in a node.
         group: layout of a block.
         capacity_bytes: capacity for blocks in the store.
         memory: see ``open_disk``.
@@ -92,7 +95,9 @@ def open_store(
         ConfigError: the URL can't be used.
     """
     of_store = group if shards is None else opaque(shards.bytes_per_shard)
-    tier = make_storage(location, of_store, capacity_bytes, memory)
+    tier = make_storage(
+        location, of_store, capacity_bytes, memory, settings.coding, settings.node_tenant
+    )
     for finding in tier.findings():
         logger.info("kvtier %s: %s %s", finding.topic, finding.found, finding.note)
     return tier if shards is None else ShardTier(tier, shards)

@@ -9,14 +9,13 @@ from enum import StrEnum
 from types import NoneType
 from typing import ClassVar, Self
 
-from kvtier.config import check_storage, node_location, parse_size
+from kvtier.config import CodingConfig, check_storage, node_location, parse_size
 from kvtier.errors import ConfigError
 from kvtier.index.policies.replayed import POLICIES, RUNS
 from kvtier.recording import LEAST_BYTES
-from kvtier.system.user_paths import user_path
-from kvtier.tiers.codecs import CodingOptions
+from kvtier.system.user_paths import check_socket, user_path
 from kvtier.tiers.disk import DiskOptions
-from kvtier.tiers.row import coded_locations, refuse_lossy, storage_names
+from kvtier.tiers.row import check_stores, refuse_lossy, storage_names
 from kvtier.types import Durability, LoadPolicy, Verify
 
 CHOICES: Mapping[str, type[StrEnum]] = {
@@ -224,9 +223,12 @@ class StoreSettings(ConnectorSettings):
                 f"eviction_policy can't be {self.eviction_policy!r}; use one of {known}"
             )
         try:
-            check_storage(self.stores)
+            check_storage(self._storage)
+            if self.node:
+                check_socket(self.node, "node")
             storage_names(self.stores, bool(self.disk_path))
-            refuse_lossy(self.stores)
+            check_stores(self.stores)
+            refuse_lossy(self.coding, self.stores)
         except ConfigError as error:
             raise self.wrong(str(error)) from None
         if self.stores and not self.store_bytes:
@@ -243,11 +245,17 @@ class StoreSettings(ConnectorSettings):
     @property
     def stores(self) -> list[str]:
         """URLs of the stores, fastest first. A node counts as one."""
-        if self.node:
-            return [node_location(self.node, self.node_tenant)]
+        return [node_location(self.node)] if self.node else self._storage
+
+    @property
+    def _storage(self) -> list[str]:
         stores = [self.storage] if isinstance(self.storage, str) else self.storage
-        coding = CodingOptions(self.codec, self.encryption_key)
-        return coded_locations([each for each in stores if each], coding)
+        return [store for store in stores if store]
+
+    @property
+    def coding(self) -> CodingConfig:
+        """Codec and keys of what is stored."""
+        return CodingConfig(self.codec, self.encryption_key)
 
     @property
     def rank_stores(self) -> list[str]:

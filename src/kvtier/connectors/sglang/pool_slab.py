@@ -58,7 +58,7 @@ def open_slab(
     group, metrics = opaque(pages.num_bytes), pool_metrics(config, name)
     if settings.stores:
         (location,) = settings.stores
-        store = open_store(location, group, capacity_bytes, pages.memory, shards)
+        store = open_store(location, settings, group, capacity_bytes, pages.memory, shards)
         return PoolSlab(pages, _calls(settings, store, pages, digest, metrics, policy))
     options = settings.disk_options(folder_of(config, name, replica), capacity_bytes)
     if is_replicated(config, name) and config.tp_rank > 0:

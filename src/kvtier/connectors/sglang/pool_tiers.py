@@ -89,7 +89,8 @@ def link(
             storages.append(open_disk(slab, group, host.ready_memory))
         for location in settings.stores:
             capacity = in_stores[pool.name]
-            storages.append(open_store(location, group, capacity, host.ready_memory, shards))
+            store = open_store(location, settings, group, capacity, host.ready_memory, shards)
+            storages.append(store)
         cache = open_cache(
             host,
             storages,

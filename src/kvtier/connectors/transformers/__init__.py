@@ -52,7 +52,7 @@ def attach(
         disk_path: folder for KV on a local disk, which later processes find; "" for none. Only one
             process at a time can use it.
         disk_capacity: disk space for it, reserved at once.
-        storage: more storage tiers: "s3://...", "node:/run/kvtier.sock"; see ``CacheConfig``.
+        storage: more storage tiers: "s3://..."; see ``CacheConfig``.
         chunk_tokens: tokens per chunk.
         keep_generated: also keep the KV of generated tokens, for the next turn of a chat. Each
             chunk of them is computed once more, on the grid, when it is complete. Batches keep

@@ -188,6 +188,7 @@ class Sizes:
             facts.num_shards,
             self._node(),
             shards,
+            settings.coding,
         )
         with off_compute_cores():
             return kind(pages, find_device(device), room, facts.pages_per_block, facts.rank)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kvtier.config import DEFAULT_CODING, CodingConfig
 from kvtier.connectors.common.paged_pool import NO_PAGES, GroupPages, PagedPool
 from kvtier.connectors.vllm.copies import (
     BlockSlots,
@@ -66,6 +67,7 @@ class RankRoom:
     stores: URLs, in each of which ``store_bytes`` are this rank's. num_shards: into how many a
     block is cut, each of which is another rank's. node: has the memory, if it is not this rank's.
     shards: that this rank has of a block in stores; None if it has the whole block.
+    coding: codec and keys of blocks in stores.
     """
 
     slot_bytes: int
@@ -78,6 +80,7 @@ class RankRoom:
     num_shards: int = 1
     node: NodeClient | None = None
     shards: Shards | None = None
+    coding: CodingConfig = DEFAULT_CODING
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +380,7 @@ def _storages(room: RankRoom, host: HostTier, pool: PagedPool, device: Device) -
         for location in room.stores:
             shards = room.shards
             of_store = group if shards is None else opaque(shards.bytes_per_shard)
-            store = make_storage(location, of_store, room.store_bytes, memory)
+            store = make_storage(location, of_store, room.store_bytes, memory, room.coding)
             undo.callback(store.close)
             made.append(store if shards is None else ShardTier(store, shards))
         undo.pop_all()

@@ -164,6 +164,7 @@ class BlockCoder:
     keyring: keys; None to neither encrypt nor decrypt.
     place: text that is authenticated with every block of an encrypted tier.
     is_auto: encode only while that makes loads faster, see ``CodecChoice``.
+    is_framing: make a frame of every block, also if nothing changes it.
     """
 
     def __init__(
@@ -174,11 +175,13 @@ class BlockCoder:
         keyring: Keyring | None = None,
         place: str = "",
         is_auto: bool = False,
+        is_framing: bool = False,
     ) -> None:
         self.block_bytes = block_bytes
         self.counts = CodecCounts()
         self.choice = CodecChoice(self.counts)
         self._is_auto = is_auto
+        self._is_framing = is_framing
         self._codec = codec
         self._codecs = {each.number: each for each in (*readers, *([codec] if codec else []))}
         self._keyring = keyring
@@ -189,6 +192,10 @@ class BlockCoder:
     def changes_blocks(self) -> bool:
         """Whether blocks are stored in another form than their own."""
         return self._codec is not None or self._keyring is not None
+
+    @property
+    def is_compressing(self) -> bool:
+        return self._codec is not None
 
     @property
     def is_encrypting(self) -> bool:
@@ -215,7 +222,8 @@ class BlockCoder:
     def encode(self, key: BlockKey, block: Pieces, into: Uint8s) -> FrameHead | None:
         """Write the frame of a block. Return its header; None to store the block as it is.
 
-        A block is stored as it is if the codec does not shrink it, and nothing is encrypted.
+        A block is stored as it is if the codec does not shrink it and nothing is encrypted, unless
+        every block is framed.
 
         block: one block in host memory.
         into: uint8 [``most_bytes``] at least.
@@ -228,7 +236,7 @@ class BlockCoder:
             codec, (num, crc) = self._codec.number, self._encoded(block, body[BODY.size : room])
             self.counts.num_kept += num is None
         if num is None:
-            if self._keyring is None:
+            if self._keyring is None and not self._is_framing:
                 self.counts.encode_s += time.thread_time() - began
                 return None
             codec, num = RAW, self.block_bytes

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
+from kvtier.config import CodingConfig
 from kvtier.errors import ConfigError
 from kvtier.layout import KVGroup
 from kvtier.system.plugins import known_plugins, load_plugin
@@ -15,17 +15,6 @@ from kvtier.tiers.codecs.frame import BlockCoder
 NONE: Final = "none"
 AUTO: Final = "auto"
 LOSSLESS: Final = "lossless"
-
-
-@dataclass(frozen=True, slots=True)
-class CodingOptions:
-    """Codec and keys of a storage tier."""
-
-    codec: str = NONE
-    """Codec of new blocks: ``none``, ``auto``, or a plug-in of ``kvtier.codecs``."""
-    encryption_key: str = ""
-    """Source of the keys: "file:/path", "env:NAME" or "command:program arguments"; "" for the value
-    of ``KVTIER_ENCRYPTION_KEY``, if there is one."""
 
 
 def make_codec(name: str) -> Codec:
@@ -50,7 +39,7 @@ def make_codec(name: str) -> Codec:
     return made
 
 
-def check_coding(options: CodingOptions) -> None:
+def check_coding(options: CodingConfig) -> None:
     """Raise ``ConfigError`` for a codec or keys that can't be used here."""
     if options.codec != NONE:
         make_codec(LOSSLESS if options.codec == AUTO else options.codec)
@@ -63,14 +52,16 @@ def is_lossy(name: str) -> bool:
     return is_known and bool(getattr(load_plugin("codecs", name), "is_lossy", False))
 
 
-def make_coder(options: CodingOptions, group: KVGroup, place: str = "") -> BlockCoder:
+def make_coder(
+    options: CodingConfig, group: KVGroup, place: str = "", is_framing: bool = False
+) -> BlockCoder:
     """Return the coder of a tier.
 
     It reads blocks of every codec that is installed and keeps all bits, whichever codec it writes
     with. It reads blocks of a lossy codec only if it writes with that one.
 
     group: shape of the blocks.
-    place: see ``BlockCoder``.
+    place, is_framing: see ``BlockCoder``.
 
     Raises ``ConfigError``.
     """
@@ -79,7 +70,9 @@ def make_coder(options: CodingOptions, group: KVGroup, place: str = "") -> Block
     if options.codec != NONE:
         codec = make_codec(LOSSLESS if is_auto else options.codec).fit(group)
     keyring = read_keyring(options.encryption_key)
-    return BlockCoder(group.bytes_per_block, codec, _readers(codec), keyring, place, is_auto)
+    return BlockCoder(
+        group.bytes_per_block, codec, _readers(codec), keyring, place, is_auto, is_framing
+    )
 
 
 def _readers(codec: Codec | None) -> tuple[Codec, ...]:

@@ -42,10 +42,11 @@ NUM_KEYS_CHECKED = 16
 
 
 def make_disk(site: StorageSite) -> DiskTier:
-    """Make a further disk tier with default settings, for ``storage="name=disk:/path"``."""
+    """Make a further disk tier, for ``storage="name=disk:/path"``: encrypted if there are keys."""
     if not site.location:
         raise ConfigError(f'{site.name}: no folder; write it as "{site.name}=disk:/path"')
-    options = DiskOptions(Path(site.location), site.capacity_bytes)
+    key = site.coding.encryption_key
+    options = DiskOptions(Path(site.location), site.capacity_bytes, encryption_key=key)
     return DiskTier(options, site.group, site.arena, name=site.name)
 
 

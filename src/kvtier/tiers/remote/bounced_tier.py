@@ -92,7 +92,7 @@ class DockedTier(StorageTier):
         )
         self._num_blocks = site.capacity_bytes // self.bytes_per_block
         self._location = location
-        coder = make_coder(options.coding, site.group)
+        coder = make_coder(site.coding, site.group)
         self._envelope = Envelope(self.bytes_per_block, options.secret(), coder)
         self._foreign: OrderedDict[BlockKey, None] = OrderedDict()
         self._make_client = connect

@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvtier.config import parse_size
 from kvtier.errors import ConfigError
 from kvtier.system.user_paths import user_path
-from kvtier.tiers.codecs.opening import NONE, CodingOptions
+from kvtier.tiers.storage import StorageSite, StorageTier
+from kvtier.tiers.wrappers import ThrottledTier
 
 SECRET: Final = "KVTIER_STORE_SECRET"
 """Environment variable with the secret for tags, shared by all processes that use a store."""
@@ -37,18 +38,6 @@ class StoreOptions:
     secret_file: str = ""
     """File with the secret that tags blocks. Default: the value of ``KVTIER_STORE_SECRET``. White
     space around either does not count."""
-
-    codec: str = ""
-    """Codec of new blocks: ``none``, ``lossless``, ``auto``, or a plug-in of ``kvtier.codecs``.
-    Default: the setting of the cache."""
-    encryption_key: str = ""
-    """Source of the keys of encrypted blocks: "file:/path", "env:NAME" or "command:program".
-    Default: the setting of the cache."""
-
-    @property
-    def coding(self) -> CodingOptions:
-        """Codec and keys of the store."""
-        return CodingOptions(self.codec or NONE, self.encryption_key)
 
     def secret(self) -> bytes:
         """Return the secret; b"" for none. Raises ``ConfigError`` for an unreadable file."""
@@ -147,6 +136,50 @@ def _unquoted(text: str | None) -> str | None:
 
 
 Options = TypeVar("Options", bound=StoreOptions)
+SETTINGS: Final = ("codec", "encryption_key")
+"""Settings of the cache, which an option of a URL can't replace."""
+
+
+def _accept(location: Location, options: StoreOptions) -> None:
+    del location, options
+
+
+class StorePlugin(Generic[Options]):
+    """Plug-in of ``kvtier.tiers`` for the stores of one scheme.
+
+    scheme: as ``Location`` shows it.
+    options: class of the options of a URL.
+    make: makes the tier.
+    check: raises ``ConfigError`` for a URL that can't be used. It reaches no store.
+    """
+
+    def __init__(
+        self,
+        scheme: str,
+        options: type[Options],
+        make: Callable[[StorageSite, Location, Options], StorageTier],
+        check: Callable[[Location, Options], object] = _accept,
+    ) -> None:
+        self._scheme = scheme
+        self._options = options
+        self._make = make
+        self._check = check
+
+    def read(self, rest: str) -> tuple[Location, Options]:
+        """Return the location and the options of a URL, without its scheme.
+
+        Raises ``ConfigError`` for a URL that can't be used. It needs neither the store nor its
+        client, so a program can call it before it begins anything.
+        """
+        location = read_location(self._scheme, rest)
+        options = read_options(self._options, location)
+        self._check(location, options)
+        return location, options
+
+    def __call__(self, site: StorageSite) -> StorageTier:
+        location, options = self.read(site.location)
+        tier = self._make(site, location, options)
+        return ThrottledTier(tier, options.bytes_per_s) if options.bytes_per_s else tier
 
 
 def _whether(text: str) -> bool:
@@ -177,6 +210,11 @@ def read_options(kind: type[Options], location: Location) -> Options:
     known = {each.name: str(each.type) for each in fields(kind)}
     values: dict[str, object] = {}
     for name, text in location.given.items():
+        if name in SETTINGS:
+            raise ConfigError(
+                f"storage: {location}: {name} is no option of a store; give it as the setting "
+                f"{name}, or --{name.replace('_', '-')} on the command line"
+            )
         if name not in known:
             near = get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"

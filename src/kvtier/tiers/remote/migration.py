@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 
+from kvtier.config import DEFAULT_CODING, CodingConfig
 from kvtier.errors import CacheError, ConfigError
 from kvtier.layout import opaque
 from kvtier.tiers.pieces import Pieces
@@ -24,7 +25,7 @@ from kvtier.tiers.remote.location import read_location, read_options
 from kvtier.tiers.remote.pruning import SCHEMES, make_keeper
 from kvtier.tiers.remote.s3.opening import S3Options, endpoint_of
 from kvtier.tiers.remote.valkey.connection_pool import PORT, ValkeyOptions
-from kvtier.tiers.row import CODED, make_storage
+from kvtier.tiers.row import STORES, make_storage
 from kvtier.tiers.storage import Outcome, StorageTier
 from kvtier.tiers.wrappers.wrapper import StorageWrapper
 from kvtier.types import BlockKey, BlockName
@@ -73,19 +74,33 @@ Note = Callable[[int, int], None]
 """Called with the blocks that are done, and all blocks."""
 
 
-def migrate(source: str, target: str, note: Note, is_real: bool = True) -> Migrated:
-    """Copy all blocks of the store ``source`` into the store ``target``, both as URLs.
+@dataclass(frozen=True, slots=True)
+class StoreAccess:
+    """URL of a store, and codec and keys of its blocks."""
+
+    url: str
+    coding: CodingConfig = DEFAULT_CODING
+
+    def open(self, name: str, block_bytes: int, capacity_bytes: int) -> StorageTier:
+        """Open the store for blocks of one size. name: for messages."""
+        scheme, _, rest = self.url.partition(":")
+        location = f"{name}={scheme.rpartition('=')[2]}:{rest}"
+        return make_storage(location, opaque(block_bytes), capacity_bytes, None, self.coding)
+
+
+def migrate(source: StoreAccess, target: StoreAccess, note: Note, is_real: bool = True) -> Migrated:
+    """Copy all blocks of the store ``source`` into the store ``target``.
 
     is_real: False to find out which blocks are in the target already; the others count as copied.
 
     Raises ``ConfigError`` for stores that can't be used, and ``CacheError`` if one stops answering.
     """
-    check_places(source, target)
-    keeper = make_keeper(source)
+    check_places(source.url, target.url)
+    keeper = make_keeper(source.url)
     try:
         keeper.test()
         where = keeper.where
-        can_be_same = _scheme(target) in (*SCHEMES, "s3")
+        can_be_same = _scheme(target.url) in (*SCHEMES, "s3")
         batches = _with_mark(keeper, target) if is_real and can_be_same else _batches(keeper)
     finally:
         keeper.close()
@@ -110,9 +125,9 @@ def migrate(source: str, target: str, note: Note, is_real: bool = True) -> Migra
 def check_places(source: str, target: str) -> None:
     """Raise ``ConfigError`` for a target that is no store, or is the source."""
     scheme, rest = _scheme(target), target.partition(":")[2]
-    if scheme not in CODED:
+    if scheme not in STORES:
         raise ConfigError(
-            "TO is no store; give a URL that begins with " + "://, ".join(sorted(CODED)) + "://"
+            "TO is no store; give a URL that begins with " + "://, ".join(sorted(STORES)) + "://"
         )
     if _place(source) == _place(target):
         raise _same_place(str(read_location(scheme, rest)))
@@ -140,7 +155,7 @@ def _place(url: str) -> tuple[object, ...]:
     return scheme, location.host, location.port, location.path, endpoint.rstrip("/")
 
 
-def _with_mark(keeper: StoreKeeper, target: str) -> dict[int, list[list[BlockKey]]]:
+def _with_mark(keeper: StoreKeeper, target: StoreAccess) -> dict[int, list[list[BlockKey]]]:
     """Return the keys of the source's blocks; see ``_batches``.
 
     A block of a random name is in the target meanwhile. If the source has it, too, the two are one
@@ -149,7 +164,7 @@ def _with_mark(keeper: StoreKeeper, target: str) -> dict[int, list[list[BlockKey
     Raises ``ConfigError`` then.
     """
     mark, content = BlockKey(os.urandom(32)), np.zeros((1, MARK_BYTES), np.uint8)
-    tier = make_storage(_as_location("to", target), opaque(MARK_BYTES), 2 * MARK_BYTES, None)
+    tier = target.open("to", MARK_BYTES, 2 * MARK_BYTES)
     try:
         block = Pieces.whole(content.ctypes.data + np.zeros(1, np.uint64), MARK_BYTES)
         name = BlockName(NAMESPACE, 0, mark)
@@ -159,7 +174,7 @@ def _with_mark(keeper: StoreKeeper, target: str) -> dict[int, list[list[BlockKey
     try:
         batches = _batches(keeper)
     finally:
-        _remove(mark, target)
+        _remove(mark, target.url)
     if any(mark in keys for some in batches.values() for keys in some):
         raise _same_place(keeper.where)
     return batches
@@ -206,17 +221,19 @@ class Copier:
     """Copies blocks of one size."""
 
     def __init__(
-        self, source: str, target: str, block_bytes: int, num_blocks: int, is_real: bool
+        self,
+        source: StoreAccess,
+        target: StoreAccess,
+        block_bytes: int,
+        num_blocks: int,
+        is_real: bool,
     ) -> None:
         self._block_bytes = block_bytes
         self._is_real = is_real
         capacity = num_blocks * block_bytes
-        self._source = make_storage(
-            _as_location("from", source), opaque(block_bytes), capacity, None
-        )
+        self._source = source.open("from", block_bytes, capacity)
         try:
-            to = _as_location("to", target)
-            self._target = make_storage(to, opaque(block_bytes), 2 * capacity, None)
+            self._target = target.open("to", block_bytes, 2 * capacity)
         except BaseException:
             self._source.close()
             raise
@@ -315,12 +332,6 @@ def _tried(
             "copy the rest"
         )
     return [*outcomes.values()]
-
-
-def _as_location(name: str, url: str) -> str:
-    """Return a location as ``make_storage`` reads it, with a name for messages."""
-    scheme, _, rest = url.partition(":")
-    return f"{name}={scheme.rpartition('=')[2]}:{rest}"
 
 
 def _learn(tier: StorageTier) -> None:

@@ -27,9 +27,8 @@ from kvtier.tiers.remote.bounce_workers import (
 )
 from kvtier.tiers.remote.bounced_tier import DockedTier
 from kvtier.tiers.remote.errors import Unreachable, Unsound
-from kvtier.tiers.remote.location import Location, StoreOptions, read_location, read_options
+from kvtier.tiers.remote.location import Location, StoreOptions, StorePlugin
 from kvtier.tiers.storage import Outcome, StorageSite, StorageTier
-from kvtier.tiers.wrappers import ThrottledTier
 from kvtier.types import BlockKey
 
 PORT: Final = 50051
@@ -76,10 +75,7 @@ class MooncakeOptions(StoreOptions):
     """Buffer size of the store's client."""
 
 
-def make_mooncake(site: StorageSite) -> StorageTier:
-    """Make the tier of a ``mooncake://`` URL."""
-    location = read_location("mooncake", site.location)
-    options = read_options(MooncakeOptions, location)
+def _check(location: Location, options: MooncakeOptions) -> None:
     if not location.host:
         raise ConfigError(f'storage: {location}: no master; write it as "mooncake://host:port"')
     if location.user is not None or location.password is not None:
@@ -93,6 +89,9 @@ def make_mooncake(site: StorageSite) -> StorageTier:
         )
     if 0 < options.segment_bytes < LEAST_BYTES:
         raise ConfigError(f"storage: {location}: segment_bytes is 0, or 16MiB at least")
+
+
+def _make(site: StorageSite, location: Location, options: MooncakeOptions) -> StorageTier:
     try:
         import mooncake.store  # noqa: F401
     except ImportError as error:
@@ -101,8 +100,11 @@ def make_mooncake(site: StorageSite) -> StorageTier:
             f"Mooncake's; install it: {install_command('mooncake')} ({error})"
         ) from error
     process = StoreProcess(location, options)
-    tier = DockedTier(site, location, options, process.client, MAX_CALLED)
-    return ThrottledTier(tier, options.bytes_per_s) if options.bytes_per_s else tier
+    return DockedTier(site, location, options, process.client, MAX_CALLED)
+
+
+make_mooncake = StorePlugin("mooncake", MooncakeOptions, _make, _check)
+"""Makes the tier of a ``mooncake://`` URL."""
 
 
 class StoreProcess:

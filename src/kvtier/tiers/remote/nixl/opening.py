@@ -15,9 +15,8 @@ from typing import Final
 from kvtier.errors import ConfigError, install_command
 from kvtier.tiers.remote.bounce_workers import Connect
 from kvtier.tiers.remote.bounced_tier import DockedTier
-from kvtier.tiers.remote.location import Location, StoreOptions, read_location, read_options
+from kvtier.tiers.remote.location import Location, StoreOptions, StorePlugin
 from kvtier.tiers.storage import StorageSite, StorageTier
-from kvtier.tiers.wrappers import ThrottledTier
 
 OLDEST: Final = (1, 5)
 """Earlier versions report failed reads as done."""
@@ -35,17 +34,20 @@ class NixlOptions(StoreOptions):
     """Whether to bypass the page cache if the file system supports it."""
 
 
-def make_nixl(site: StorageSite) -> StorageTier:
-    """Make the tier of a ``nixl://`` URL."""
-    location = read_location("nixl", site.location)
-    options = read_options(NixlOptions, location)
+def _check(location: Location, options: NixlOptions) -> None:
     if not location.host:
         raise ConfigError(f'storage: {location}: no plug-in; write it as "nixl://POSIX/folder"')
+    _read_params(location, options.params)
+
+
+def _make(site: StorageSite, location: Location, options: NixlOptions) -> StorageTier:
     params = _read_params(location, options.params)
     _check_version(location)
-    connect = _connect(location, options, params)
-    tier = DockedTier(site, location, options, connect)
-    return ThrottledTier(tier, options.bytes_per_s) if options.bytes_per_s else tier
+    return DockedTier(site, location, options, _connect(location, options, params))
+
+
+make_nixl = StorePlugin("nixl", NixlOptions, _make, _check)
+"""Makes the tier of a ``nixl://`` URL."""
 
 
 def _read_params(location: Location, text: str) -> dict[str, str]:

@@ -9,10 +9,9 @@ from typing import Final
 from kvtier.errors import ConfigError, install_command
 from kvtier.tiers.codecs import make_coder
 from kvtier.tiers.remote.envelope import Envelope
-from kvtier.tiers.remote.location import Location, StoreOptions, read_location, read_options
+from kvtier.tiers.remote.location import Location, StoreOptions, StorePlugin
 from kvtier.tiers.remote.s3.packs import PACK_BYTES, PackShape
 from kvtier.tiers.storage import StorageSite, StorageTier
-from kvtier.tiers.wrappers import ThrottledTier
 
 ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 """Environment variables that name a server; the first one that is set counts."""
@@ -43,11 +42,7 @@ class S3Options(StoreOptions):
     """Whether the bytes are signed along with the request, which takes 0.7 s of a core per GB."""
 
 
-def make_s3(site: StorageSite) -> StorageTier:
-    """Make the tier of ``storage="s3://bucket/prefix?option=value"``."""
-    location = read_location("s3", site.location)
-    options = read_options(S3Options, location)
-    check_location(location, options)
+def _make(site: StorageSite, location: Location, options: S3Options) -> StorageTier:
     block_bytes = site.group.bytes_per_block
     num_blocks = site.capacity_bytes // block_bytes
     if not num_blocks:
@@ -79,10 +74,9 @@ def make_s3(site: StorageSite) -> StorageTier:
         num_requests=options.requests,
     )
     shape = PackShape(block_bytes, options.pack_bytes)
-    coder = make_coder(options.coding, site.group)
+    coder = make_coder(site.coding, site.group)
     envelope = Envelope(block_bytes, options.secret(), coder)
-    tier = S3Tier(site.name, settings, shape, num_blocks, envelope)
-    return ThrottledTier(tier, options.bytes_per_s) if options.bytes_per_s else tier
+    return S3Tier(site.name, settings, shape, num_blocks, envelope)
 
 
 def endpoint_of(options: S3Options) -> str:
@@ -124,3 +118,7 @@ def check_location(location: Location, options: S3Options) -> None:
         raise ConfigError(f"storage: {location}: requests is 1 at least")
     if not options.publish_s:
         raise ConfigError(f"storage: {location}: publish_s is above 0")
+
+
+make_s3 = StorePlugin("s3", S3Options, _make, check_location)
+"""Makes the tier of ``storage="s3://bucket/prefix?option=value"``."""

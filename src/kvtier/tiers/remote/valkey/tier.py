@@ -21,7 +21,7 @@ from kvtier.tiers.codecs.opening import make_coder
 from kvtier.tiers.crc_join import block_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, Envelope, as_keys
-from kvtier.tiers.remote.location import Location, read_location, read_options
+from kvtier.tiers.remote.location import Location, StorePlugin
 from kvtier.tiers.remote.valkey.connection_pool import (
     CONNECT_S,
     ConnectionPool,
@@ -30,7 +30,6 @@ from kvtier.tiers.remote.valkey.connection_pool import (
 )
 from kvtier.tiers.remote.valkey.resp import Part, ReplyError, RespConnection, command
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageSite, StorageTier
-from kvtier.tiers.wrappers import ThrottledTier
 from kvtier.types import BlockKey, BlockName
 
 WINDOW_BYTES: Final = 16 << 20
@@ -41,23 +40,6 @@ ASKED_KEYS: Final = 1024
 """Keys per request of a look-up."""
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
-
-
-def make_valkey(site: StorageSite) -> StorageTier:
-    """Make the tier of a ``valkey://`` or ``redis://`` URL."""
-    return _make("valkey", site)
-
-
-def make_valkeys(site: StorageSite) -> StorageTier:
-    """Make the tier of a ``valkeys://`` or ``rediss://`` URL, over TLS."""
-    return _make("valkeys", site)
-
-
-def _make(scheme: str, site: StorageSite) -> StorageTier:
-    location = read_location(scheme, site.location)
-    options = read_options(ValkeyOptions, location)
-    tier = ValkeyTier(site, location, options)
-    return ThrottledTier(tier, options.bytes_per_s) if options.bytes_per_s else tier
 
 
 class ValkeyTier(StorageTier):
@@ -82,7 +64,7 @@ class ValkeyTier(StorageTier):
         self._location = location
         self._prefix = options.prefix.encode()
         self._age = [b"PX", b"%d" % (1000 * options.max_age_s)] if options.max_age_s else []
-        coder = make_coder(options.coding, site.group)
+        coder = make_coder(site.coding, site.group)
         self._envelope = Envelope(self.bytes_per_block, options.secret(), coder)
         self._state = self._lines.test(self._prefix)
 
@@ -256,3 +238,9 @@ class ValkeyTier(StorageTier):
 
     def close(self) -> None:
         self._lines.close()
+
+
+make_valkey = StorePlugin("valkey", ValkeyOptions, ValkeyTier)
+"""Makes the tier of a ``valkey://`` or ``redis://`` URL."""
+make_valkeys = StorePlugin("valkeys", ValkeyOptions, ValkeyTier)
+"""Makes the tier of a ``valkeys://`` or ``rediss://`` URL, over TLS."""
