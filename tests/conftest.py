@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.effort import chosen_cases
+from tests.effort import EFFORT, chosen_cases
 
 # Models are built in or local; a test that would download one must fail at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,12 +32,61 @@ settings.register_profile("nightly", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+LEFT_OUT = pytest.StashKey[tuple[int, int]]()
+"""How many nightly tests and how many cases of other tests this process has left out."""
+OTHER_SUITES = (
+    "test-vllm test-sglang test-stores test-docs test-page test-dashboard check-native crash-test"
+)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    chosen = chosen_cases({item.nodeid: "slow" in item.keywords for item in items})
+    chosen = chosen_cases({item.nodeid: "nightly" in item.keywords for item in items})
     left_out = [item for item in items if item.nodeid not in chosen]
+    nightly = sum("nightly" in item.keywords for item in left_out)
+    config.stash[LEFT_OUT] = (nightly, len(left_out) - nightly)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item.nodeid in chosen]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Give the counts of a worker process of pytest-xdist to the process that reports."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, (0, 0))
+
+
+class _WorkerCounts:
+    """Receives what the workers of pytest-xdist have left out: each collects the same tests."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        if counts := getattr(node, "workeroutput", {}).get("left_out"):
+            self._config.stash[LEFT_OUT] = tuple(counts)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_WorkerCounts(config))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the tests that did not run, and why: the choice, then what this machine lacks."""
+    nightly, cases = config.stash.get(LEFT_OUT, (0, 0))
+    write = terminalreporter.write_line
+    terminalreporter.section("left out")
+    if nightly or cases:
+        write(
+            f"KVTIER_EFFORT={EFFORT}: {nightly} nightly tests, and {cases} further cases of tests "
+            "that ran with one case; `make test` without KVTIER_EFFORT runs them"
+        )
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, number in reasons.most_common():
+        write(f"{number:>5} skipped: {reason}")
+    write(f"suites of their own: make {OTHER_SUITES}")
 
 
 @pytest.fixture(autouse=True)

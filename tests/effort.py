@@ -1,4 +1,9 @@
-"""Share of the long tests to run: all, unless ``KVTIER_EFFORT`` says for example 0.1."""
+"""Share of the long tests to run: all, unless ``KVTIER_EFFORT`` is for example 0.1.
+
+With less effort the same *fixed set* of tests runs each time, so that a failure is the change's
+fault: one case of each test that is not marked as nightly. `make test` runs all cases of all tests;
+so does the nightly workflow.
+"""
 
 from __future__ import annotations
 
@@ -8,43 +13,31 @@ from collections.abc import Mapping
 from random import Random
 
 EFFORT = float(os.environ.get("KVTIER_EFFORT", "1"))
-MOST_CASES = 1
-"""Cases of one test that run with less effort than all: its parameters, and classes of its file."""
-SLOW_SHARE = 1 / 4
-"""Share of the tests marked as slow that run with less effort than all."""
 ALL_CASES = "tests/docs/"
 """Tests of which all cases always run: a page each, in no time."""
-SAMPLE = os.environ.get("KVTIER_SAMPLE", "")
-"""Another one chooses other cases."""
 
 
 def effort(num: int, step: int = 1) -> int:
-    """So many of ``num`` turns, in whole steps."""
+    """Return the share of ``num`` turns to run, in whole steps."""
     return max(step, int(num * EFFORT) // step * step)
 
 
 def chosen_cases(tests: Mapping[str, bool]) -> set[str]:
-    """Choose tests by their ids.
+    """Choose tests by their ids; with less effort than 1 the fixed set.
 
-    With less effort some cases of each, and some of the slow tests, at random, the same in each
-    process.
+    The case of a test is chosen by the test's name alone, so it is the same in every run and in
+    every process.
 
-    tests: whether each is marked as slow.
+    tests: whether each is marked as nightly.
     """
     if EFFORT == 1:
         return set(tests)
     cases: dict[str, list[str]] = defaultdict(list)
-    for test in tests:
+    for test, is_nightly in tests.items():
         file, *_, function = test.partition("[")[0].split("::")
-        cases[f"{file}::{function}"].append(test)
+        if not is_nightly:
+            cases[f"{file}::{function}"].append(test)
     chosen: set[str] = set()
-    for name, each in cases.items():
-        rng = Random(f"{SAMPLE} {name}")
-        some = rng.sample(each, _num_chosen(name, len(each)))
-        runs_slow = rng.random() < SLOW_SHARE
-        chosen.update(test for test in some if runs_slow or not tests[test])
+    for name, some in cases.items():
+        chosen.update(some if name.startswith(ALL_CASES) else [Random(name).choice(some)])
     return chosen
-
-
-def _num_chosen(name: str, num_cases: int) -> int:
-    return num_cases if name.startswith(ALL_CASES) else min(MOST_CASES, num_cases)

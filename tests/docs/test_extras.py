@@ -47,7 +47,12 @@ def run(extra: str, code: str) -> str:
 
 @pytest.mark.parametrize(
     "extra",
-    [pytest.param(each, marks=pytest.mark.slow) if each == "engine" else each for each in USES],
+    [
+        pytest.param(each, marks=[pytest.mark.slow, pytest.mark.nightly])
+        if each == "engine"
+        else each
+        for each in USES
+    ],
 )
 def test_an_extra_is_enough_for_its_part_and_asked_for_without(extra: str) -> None:
     needed = " ".join(run("", USES[extra]).split())

@@ -16,6 +16,7 @@ pytestmark = [
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_engine_serves_from_disk_after_children_have_exited(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.forking", str(tmp_path / "slab")],

@@ -56,6 +56,7 @@ def fuzz(target: str, first: int, num: int, control: str = "") -> collections.Co
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", TARGETS)
 def test_damaged_input_gives_an_answer_or_a_sentence(name: str) -> None:
     print("seed", SEED)

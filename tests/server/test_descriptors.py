@@ -23,6 +23,7 @@ NUM_CLIENTS = 700
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_flood_of_connections_leaves_descriptors_for_the_rest(tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = f"ulimit -n {LIMIT}; exec {sys.executable} -m kvtier.cli {SERVE} 2>{log}"

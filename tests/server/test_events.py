@@ -156,6 +156,7 @@ def test_a_replay_begins_where_it_is_asked_to_and_bad_questions_get_none() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_readers_that_do_not_read_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for readers that do not read, and for replays, is bounded."""
     monkeypatch.setattr("kvtier.telemetry.publisher.MOST_KEPT", 50)

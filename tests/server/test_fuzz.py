@@ -148,6 +148,7 @@ def check(answer: RawAnswer | None, sent: bytes) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_no_request_breaks_the_server(fuzzed: Running) -> None:
     print(f"KVTIER_FUZZ_SEED={SEED} KVTIER_NUM_MUTATIONS={NUM_MUTATIONS}")
     rng = random.Random(SEED)

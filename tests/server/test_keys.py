@@ -105,6 +105,7 @@ def test_a_control_key_that_no_header_can_send_is_refused_and_not_shown() -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["options", "environment"])
 def test_the_program_shows_its_keys_nowhere(how: str) -> None:
     options = [

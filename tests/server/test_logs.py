@@ -54,6 +54,7 @@ def _ask_everything(client: httpx.Client) -> set[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_that_was_asked_is_logged() -> None:
     options = ["--log-level", "debug", "--host-capacity", "64MiB"]
     options += ["--events", "tcp://127.0.0.1:*"]

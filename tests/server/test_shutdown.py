@@ -58,6 +58,7 @@ def body(max_tokens: int, stream: bool) -> dict[str, object]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_requests_in_flight_are_finished_and_no_new_ones_taken() -> None:
     with program("--served-model-name", "mine") as (process, url):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
@@ -111,6 +112,7 @@ def test_requests_in_flight_are_finished_and_no_new_ones_taken() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("grace", "signals"),
     [
@@ -172,6 +174,7 @@ def test_signal_ends_a_server_that_loads_its_model(number: signal.Signals) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_without_a_free_descriptor_the_log_stays_short_and_the_server_comes_back() -> None:
     with program() as (process, url):
         num_open = len(os.listdir(f"/proc/{process.pid}/fd"))

@@ -200,6 +200,7 @@ def test_who_is_gone_before_the_handshake_ends_leaves_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_kept_connections_do_not_hold_up_the_end(authority: Authority) -> None:
     """A client that keeps one for later does not say good-bye."""
     files = authority.write()

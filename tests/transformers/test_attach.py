@@ -89,6 +89,7 @@ print(model.kvtier.stats().reused_tokens)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_new_process_finds_everything_on_disk_without_flush_or_detach(tmp_path: Path) -> None:
     def run() -> str:
         command = [sys.executable, "-W", "error", "-c", RESTART, str(tmp_path)]

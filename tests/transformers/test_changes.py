@@ -691,6 +691,7 @@ def factor(held):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_new_process_finds_kv_on_disk_only_if_code_and_state_are_equal(tmp_path: Path) -> None:
     (tmp_path / "steering.py").write_text(STEERING)
 

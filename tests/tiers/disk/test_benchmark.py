@@ -32,6 +32,7 @@ def test_recovery_benchmark_notices_a_lost_block(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_restarts_are_measured_with_every_rank_and_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

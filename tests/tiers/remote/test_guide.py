@@ -49,6 +49,7 @@ def commands(store: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("store", ["valkey", "s3"])
 def test_second_server_has_what_the_first_one_computed(store: str, tmp_path: Path) -> None:
     if store == "valkey" and has_valkey() is None:

@@ -35,6 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", ["random-gqa", "random-mla"])
 def test_another_process_loads_what_one_has_computed(
     server: ValkeyServer, tmp_path: Path, model: str

@@ -177,6 +177,7 @@ def test_store_that_can_not_be_reached_at_the_start_comes_later(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_server_killed_in_mid_transfer_fails_and_comes_back(tmp_path: Path, bucket: Bucket) -> None:
     binary = find_binary("weed")
     assert binary is not None
@@ -211,6 +212,7 @@ def test_server_killed_in_mid_transfer_fails_and_comes_back(tmp_path: Path, buck
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_process_starts_and_ends_in_time_though_nobody_answers(bucket: Bucket) -> None:
     with socket.create_server(("127.0.0.1", 0)) as hole:
         began = time.monotonic()

@@ -58,6 +58,7 @@ def test_a_small_run_keeps_its_promises(model: str, target: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_disk_slower_than_computing_is_measured_when_it_is_asked_for() -> None:
     options = replace(TINY, experiments=(Experiment.SLOW_DISK,), disk_bytes_per_s="100KB")
     found = json.loads(json.dumps(run_serve(options).as_json(), allow_nan=False))

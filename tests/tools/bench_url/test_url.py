@@ -43,6 +43,7 @@ def found(url: str, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_a_real_server_says_what_it_had_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     with program(KVTIER_API_KEY=KEY) as (_, url):
