@@ -99,8 +99,7 @@ LIMITS: dict[str, int] = {
     "vague_attribute_docstrings": 0,
     "doubled_class_names": 1,
     "wide_prose": 0,
-    "ladder_forwards": 4,
-    "small_files_of_one_importer": 23,
+    "small_files_of_one_importer": 20,
     "protected_accesses": 4,
     "siblings": 25,
     "rooms_of_idioms": 0,
@@ -204,38 +203,6 @@ def wide_prose() -> list[str]:
             ):
                 wide.append(place(path, number, line[:60]))
     return wide
-
-
-def _is_forward(function: ast.FunctionDef) -> bool:
-    """Whether a method only returns or calls ``self.part.member(...)``."""
-    body = [
-        node for node in function.body if not isinstance(getattr(node, "value", None), ast.Constant)
-    ]
-    if len(body) != 1 or not isinstance(body[0], ast.Return | ast.Expr):
-        return False
-    value = body[0].value
-    if isinstance(value, ast.Call):
-        value = value.func
-    return (
-        isinstance(value, ast.Attribute)
-        and isinstance(value.value, ast.Attribute)
-        and isinstance(value.value.value, ast.Name)
-        and value.value.value.id == "self"
-    )
-
-
-def forwards_of_the_ladder() -> list[str]:
-    """Return the public members of ``Ladder`` that only forward to one of its parts."""
-    path = PACKAGE / "ladder" / "ladder.py"
-    return [
-        place(path, function.lineno, function.name)
-        for node in parse(path).body
-        if isinstance(node, ast.ClassDef) and node.name == "Ladder"
-        for function in node.body
-        if isinstance(function, ast.FunctionDef)
-        and not function.name.startswith("_")
-        and _is_forward(function)
-    ]
 
 
 def small_files_of_one_importer() -> list[str]:
@@ -409,7 +376,6 @@ COUNTS: dict[str, Callable[[], list[str]]] = {
     "vague_attribute_docstrings": vague_attribute_docstrings,
     "doubled_class_names": doubled_class_names,
     "wide_prose": wide_prose,
-    "ladder_forwards": forwards_of_the_ladder,
     "small_files_of_one_importer": small_files_of_one_importer,
     "protected_accesses": protected_accesses,
     "siblings": siblings,

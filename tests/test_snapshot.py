@@ -36,5 +36,5 @@ def test_something_happened(change: str) -> None:
         case "take a slot":
             engine.host.allocate(1)
         case "promise":
-            engine.ladder.storage_lookup._late.add("store")
+            engine.ladder._storage_lookup._late.add("store")
     assert snapshot(engine) != before

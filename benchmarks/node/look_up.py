@@ -16,7 +16,6 @@ from benchmarks.node.work import REQUEST_BLOCKS
 from benchmarks.report.targets import judged
 from benchmarks.scale.keyed import PROMPT_BLOCKS, new_keys
 from kvtier._hot import NATIVE
-from kvtier.assembly import build_ladder
 from kvtier.devices.cpu import CpuDevice
 from kvtier.index import make_key_index
 from kvtier.keyed.block_cache import BlockCache
@@ -62,10 +61,8 @@ def cache_in_process(num_blocks: int) -> LocalBlockCache:
     host.open(num_blocks)
     index = make_key_index((HOST,), lambda: NAMESPACE, (HOST,))
     mover = RankMover({}, BLOCK_BYTES, 1, 1)
-    ladder = build_ladder(
-        index, {HOST: host}, mover, LadderOptions(BLOCK_BYTES), clock=time.monotonic
-    )
-    return LocalBlockCache(index, ladder, lambda: NAMESPACE, time.monotonic)
+    options = LadderOptions(BLOCK_BYTES)
+    return LocalBlockCache(index, {HOST: host}, mover, options, lambda: NAMESPACE, time.monotonic)
 
 
 def ask(

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from benchmarks.policies.traces import Keys
-from kvtier.assembly import build_ladder
 from kvtier.index import make_key_index
 from kvtier.keyed.block_cache import BlockState
 from kvtier.keyed.cache import LocalBlockCache
@@ -17,7 +16,6 @@ from kvtier.types import DISK, HOST, BlockKey
 
 BLOCK_BYTES = 1 << 20
 KEY_BYTES = 8
-DAY_S = 86_400.0
 NAMESPACE = bytes(32)
 PREFIX = (BlockState.MEMORY, BlockState.STORAGE)
 
@@ -25,13 +23,12 @@ PREFIX = (BlockState.MEMORY, BlockState.STORAGE)
 class TierReplay:
     """A host tier of ``capacity_blocks`` with, below it, a disk of ``disk_blocks``, or none.
 
-    Copies take no time. What is asked for is brought from the disk, and the rest stored at once, as
-    far as it is let in. The interface is that of ``PolicyReplay``.
+    Copies take no time. Requested blocks are read from the disk, and the others are stored at once,
+    if they are admitted. The interface is that of ``PolicyReplay``.
 
     bytes_per_day: limit of the bytes written to the disk, a block being one MiB; 0 for no limit.
-    day_s: seconds of the requests' time that count as a day there. doubles_at_blocks: depth in a
-    prompt at which a block takes twice as long to compute as the first one, as the planner would
-    have measured; 0 where all take as long.
+    doubles_at_blocks: depth in a prompt at which a block takes twice as long to compute as the
+    first one, as the planner would have measured; 0 where all take as long.
     """
 
     def __init__(
@@ -41,13 +38,12 @@ class TierReplay:
         disk_blocks: int = 0,
         bytes_per_day: int = 0,
         doubles_at_blocks: float = 0.0,
-        day_s: float = DAY_S,
     ) -> None:
         self.policy = policy
         self.num_from_host = 0
         """Hits in host memory."""
         self.num_history = 0
-        """Not told."""
+        """Not counted here."""
         self._now = 0.0
         self._num_stored = 0
         host = DistantRoom(capacity_blocks)
@@ -58,16 +54,12 @@ class TierReplay:
         self._mover = _AtOnce([tier for tier in rooms if tier != HOST])
         self._index = make_key_index(tuple(rooms), lambda: NAMESPACE, rooms, policy)
         options = LadderOptions(BLOCK_BYTES, bytes_per_day={DISK: bytes_per_day})
-        self._ladder = build_ladder(
-            self._index,
-            rooms,
-            self._mover,
-            options,
-            clock=lambda: self._now * DAY_S / day_s,
-        )
         if doubles_at_blocks:
             self._index.set_recompute_slope(doubles_at_blocks)
-        self._cache = LocalBlockCache(self._index, self._ladder, lambda: NAMESPACE, self._clock)
+        self._cache = LocalBlockCache(
+            self._index, rooms, self._mover, options, lambda: NAMESPACE, self._clock
+        )
+        self._ladder = self._cache.ladder
 
     def _clock(self) -> float:
         return self._now
@@ -83,9 +75,7 @@ class TierReplay:
         self.num_from_host += places[:hits].count(BlockState.MEMORY)
         room = self._cache.reserve(path[hits:])  # as vLLM, which does not hold what was found
         if room is None:  # more than there is: from its beginning on
-            room = self._cache.reserve(
-                path[hits : hits + self._ladder.eviction.num_available(HOST)]
-            )
+            room = self._cache.reserve(path[hits : hits + self._ladder.num_available(HOST)])
         if room is not None:
             self._cache.commit(room.keys, range(len(room.keys)))
             self._num_stored += len(room.keys)

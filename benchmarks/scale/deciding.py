@@ -86,7 +86,7 @@ def _next_to_leave(world: World, num: int) -> list[bytes]:
 
 def _memory(world: World) -> float:
     """Return the bytes of the index, and of all arrays with an item per slot."""
-    beside = (world.cache, world.ladder.transfers._in_flight)
+    beside = (world.cache, world.ladder._transfers._in_flight)
     arrays = [array for owner in beside for array in _arrays(vars(owner).values())]
     return float(world.index.num_bytes + sum(array.nbytes for array in arrays))  # type: ignore[attr-defined]
 

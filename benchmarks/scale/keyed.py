@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from kvtier.assembly import build_ladder
 from kvtier.index import make_key_index
 from kvtier.keyed.cache import LocalBlockCache
 from kvtier.ladder import LadderOptions
@@ -39,14 +38,15 @@ class World:
         rooms = {HOST: DistantRoom(num_blocks), DISK: Quota(lambda: num_blocks)}
         self.mover, self.host = mover, rooms[HOST]
         self.index = make_key_index((HOST, DISK), lambda: NAMESPACE)
-        self.ladder = build_ladder(
+        self.cache = LocalBlockCache(
             self.index,
             rooms,
             mover,
             LadderOptions(BLOCK_BYTES, piece_blocks=NUM_TO_MOVE),
-            clock=time.monotonic,
+            lambda: NAMESPACE,
+            time.monotonic,
         )
-        self.cache = LocalBlockCache(self.index, self.ladder, lambda: NAMESPACE, time.monotonic)
+        self.ladder = self.cache.ladder
         self.hear(Report(hellos={0: Hello(num_blocks)}))
         self.last: list[bytes] = []
         for at in range(0, num_blocks, FILL):

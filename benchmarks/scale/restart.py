@@ -23,7 +23,6 @@ import numpy.typing as npt
 from benchmarks.report.targets import judged
 from benchmarks.scale.part import Part, Row, exponent
 from benchmarks.scale.slabs import GROUP, abandoned, random_keys, write_slab
-from kvtier.assembly import build_ladder
 from kvtier.devices import find_device
 from kvtier.index import make_key_index
 from kvtier.keyed.block_cache import BlockState
@@ -170,8 +169,15 @@ def _decider(num_blocks: int) -> _Decider:
     rooms = {HOST: host, DISK: Quota(lambda: num_blocks)}
     index = make_key_index(tuple(rooms), lambda: NAMESPACE)
     options = LadderOptions(GROUP.bytes_per_block)
-    ladder = build_ladder(index, rooms, mover, options, clock=clock)
-    cache = LocalBlockCache(index, ladder, lambda: NAMESPACE, clock, lambda: mover.is_complete)
+    cache = LocalBlockCache(
+        index,
+        rooms,
+        mover,
+        options,
+        lambda: NAMESPACE,
+        clock,
+        knows_storage=lambda: mover.is_complete,
+    )
     return _Decider(mover, cache, host)
 
 
@@ -241,7 +247,7 @@ def _num_lost(here: _Decider, kept: Sequence[KeptKeys]) -> int:
         words = _word(keys) % ONE_IN
         is_everywhere = words >= NUM_RANKS if inner is not kept[0] else np.ones(len(keys), bool)
         num_found += int(is_everywhere.sum())
-    num_adopted = here.cache.ladder.used_slots()[DISK]
+    num_adopted = here.cache.usage()[DISK].num_used
     adoption = here.mover._adoptions[DISK]
     assert adoption.num_unfound + num_adopted == num_found, (
         "found and not everywhere, or the reverse"

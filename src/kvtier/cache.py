@@ -15,13 +15,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from kvtier._hot import Numbers
-from kvtier.assembly import build_ladder, ladder_options, policy_maker
+from kvtier.assembly import ladder_options, policy_maker
 from kvtier.config import CacheConfig
 from kvtier.devices import Device, Finding
 from kvtier.errors import Closed, ConfigError, UsageError
 from kvtier.hints import Hint, waits
 from kvtier.index import State, make_index
-from kvtier.ladder import Prefetch
+from kvtier.ladder import Ladder, LadderCallbacks, Prefetch
 from kvtier.plan import Decision, Plan, plan_load
 from kvtier.prompts.deletion import Deletion, PromptDeletion, PromptPins, used_by_namespace
 from kvtier.prompts.lease import Lease
@@ -97,20 +97,25 @@ class Cache:
         self._tiers = make_tiers(config, device, pool, storage, arena)
         self._index = make_index({name: make_policy(name) for name in self._tiers})
         mover = LocalMover(self._tiers, device, clock)
-        self._ladder = build_ladder(
+        self._archives = True
+        self._ladder = Ladder(
             self._index,
             self._tiers,
             mover,
             ladder_options(config, self.group),
             clock=clock,
             metrics=Metrics(),
+            callbacks=LadderCallbacks(
+                on_change=None if events is None else events.moved,
+                may_write=lambda: self._archives,
+            ),
         )
         self._observer = LeaseObserver(self._ladder, self.group, events)
         storages = {
             name: tier for name, tier in self._tiers.items() if isinstance(tier, StorageTier)
         }
         self._deletion = PromptDeletion(self._index, self._ladder, mover, storages)
-        self.pins = PromptPins(self._index, self._ladder.num_slots().get(HOST, 0))
+        self.pins = PromptPins(self._index, self.num_slots().get(HOST, 0))
 
     # -- the life of a request --------------------------------------------------------------------
 
@@ -120,7 +125,7 @@ class Cache:
         True for a long prompt, if storage may have blocks that are not known yet. Any thread may
         call this.
         """
-        return len(labels) >= LONG_PROMPT and bool(self._ladder.storage_lookup.unfound())
+        return len(labels) >= LONG_PROMPT and bool(self._ladder.unfound())
 
     def lookup(self, namespace: bytes, labels: Sequence[Label]) -> bool:
         """Look up a prompt in storage. Return whether an answer is still worth waiting for.
@@ -142,7 +147,7 @@ class Cache:
             patience_s = self.config.prefetch_timeout_s
         self.lookup(namespace, labels)
         match = self._wanted(namespace, labels)
-        return self._ladder.loads.prefetch(match, self._clock() + patience_s)
+        return self._ladder.prefetch(match, self._clock() + patience_s)
 
     def _wanted(self, namespace: bytes, labels: Sequence[Label]) -> Match:
         """Return the blocks that a request for a prompt would load."""
@@ -159,7 +164,7 @@ class Cache:
 
         Reads that have not begun are cancelled, unless another request waits for them.
         """
-        self._ladder.loads.end_prefetch(prefetch)
+        self._ladder.end_prefetch(prefetch)
         self._check()
 
     def fetch(
@@ -201,7 +206,7 @@ class Cache:
             return None
         self._observer.found(lease, match)
         if load:
-            self._ladder.loads.fetch_ahead(match, plan.num_reused_blocks)
+            self._ladder.fetch_ahead(match, plan.num_reused_blocks)
         return lease
 
     def match(self, namespace: bytes, labels: Sequence[Label]) -> Match:
@@ -210,7 +215,7 @@ class Cache:
         Changes nothing.
         """
         match = self._index.match(namespace, labels)
-        if self._ladder.transfers.lost:  # deleted, and still in use
+        if self._ladder.lost:  # deleted, and still in use
             return match.first(self._deletion.num_kept(match.blocks))
         return match
 
@@ -239,7 +244,7 @@ class Cache:
             block_size=size,
             bytes_per_block=num_bytes,
             num_free_slots=self.num_available_slots,
-            num_staging_slots=self._ladder.eviction.num_staging,
+            num_staging_slots=self._ladder.num_staging,
             grain_blocks=grain_blocks,
             deadline_s=self.config.load_deadline_s,
         )
@@ -254,14 +259,14 @@ class Cache:
         """
         lease.cut(plan.num_reused_blocks)
         num_here = lease.num_shared - plan.num_copied_blocks
-        new_slots = self._ladder.eviction.allocate(num_blocks - num_here)
+        new_slots = self._ladder.allocate(num_blocks - num_here)
         if new_slots is None:
             return False
         self._observer.planned(lease, plan)
         self._index.on_request(lease.namespace, lease.labels, self._clock())
         for copy in plan.copies:
             slots, new_slots = new_slots[: len(copy.blocks)], new_slots[len(copy.blocks) :]
-            self._ladder.loads.load(copy, slots)
+            self._ladder.load(copy, slots)
         shared = self._index.slots(lease.blocks, DEVICE)
         lease.slots = Numbers.joined(shared, new_slots)
         self._ladder.wait_for(lease, shared)
@@ -298,7 +303,7 @@ class Cache:
         """
         self._must_be_open()
         self._check_commit(lease, num_blocks)
-        if lease.is_private or self._ladder.transfers.lost:
+        if lease.is_private or self._ladder.lost:
             lease.is_private |= self._has_lost(lease, num_blocks)
             if lease.is_private:
                 return
@@ -313,7 +318,7 @@ class Cache:
         self._index.learn_keys(lease.namespace, labels, made.blocks)
         lease.put(first, made.slots)
         twins = [slot for slot, used in zip(ours, made.slots, strict=False) if slot != used]
-        self._ladder.eviction.give_back(twins)
+        self._ladder.free(twins)
         lease.adopt(made.blocks, DEVICE)
         self._observer.computed(lease, len(made.blocks))
         self._use(lease, first)
@@ -335,11 +340,11 @@ class Cache:
         was_used = bool(lease.slots)
         if was_used and not self._closed and not lease.is_private:
             self._store(lease)
-            self._ladder.storage_writer.enqueue(lease.blocks)
-        self._ladder.eviction.give_back(lease.room)
+            self._ladder.enqueue_write(lease.blocks)
+        self._ladder.free(lease.room)
         lease.slots = []
         lease.cut(0)
-        self._ladder.transfers.drop_lost()
+        self._ladder.drop_lost()
         if was_used and record:
             self._observer.ended(lease)
         self._check()
@@ -402,7 +407,7 @@ class Cache:
             uses = zip(wanted, self._index.num_uses_of(wanted), strict=True)
             wanted = [block for block, num in uses if num >= self.config.store_after_uses]
         if self.config.write_policy is not WritePolicy.WRITE_BACK and not lease.is_left_out:
-            stored = self._ladder.stores.store(wanted, DEVICE, lease.num_stored, lease.stores)
+            stored = self._ladder.store(wanted, lease.num_stored, lease.stores)
             lease.num_stored, lease.is_left_out = stored
 
     # -- hints ------------------------------------------------------------------------------------
@@ -457,7 +462,7 @@ class Cache:
 
     def _deleting(self, deletion: Deletion) -> Deletion:
         self.pins.forget(deletion.blocks)
-        self._ladder.transfers.drop_lost()
+        self._ladder.drop_lost()
         self._check()
         return deletion
 
@@ -484,7 +489,7 @@ class Cache:
                     found[at] = "storage" if is_storage else "memory"
                 elif state is State.WRITING and not is_storage and found[at] != "memory":
                     found[at] = "arriving"
-        if self._ladder.transfers.lost:
+        if self._ladder.lost:
             num = max(map(len, columns.values()))
             kept = self._deletion.num_kept(self._index.extend(namespace, labels[:num]))
             found[kept:] = ["nowhere"] * (len(found) - kept)
@@ -503,9 +508,9 @@ class Cache:
         kept = self._deletion.num_kept(blocks)
         if kept <= num or not self._ladder.is_busy:
             return min(kept, num), False
-        staging = self._ladder.topology.staging
-        arrives = staging != DEVICE and self._index.state(blocks[num], staging) is State.WRITING
-        return num, arrives or self._ladder.write_queues.has(blocks[num])
+        block, (_, *below) = blocks[num], self._tiers
+        moves = any(self._index.state(block, tier) is State.WRITING for tier in below)
+        return num, moves or self._ladder.are_queued([block])[0]
 
     def pin(self, namespace: bytes, labels: Sequence[Label], seconds: float) -> tuple[int, int]:
         """Keep a prompt's first blocks in host memory for a time; see ``PromptPins.add``."""
@@ -554,7 +559,7 @@ class Cache:
 
     def drain(self, timeout_s: float = 60.0) -> bool:
         """Wait for all copies in flight, and ``poll``. Return False if ``timeout_s`` has passed."""
-        return self._ladder.transfers.drain(timeout_s, self.poll)
+        return self._ladder.drain(timeout_s, self.poll)
 
     @property
     def is_busy(self) -> bool:
@@ -569,14 +574,14 @@ class Cache:
             num_tokens: tokens of the piece.
             seconds: its duration.
         """
-        self._ladder.account.observe_prefill(num_before, num_tokens, seconds)
+        self._ladder.costs.observe_prefill(num_before, num_tokens, seconds)
 
     # -- upkeep -----------------------------------------------------------------------------------
 
     @property
     def num_available_slots(self) -> int:
         """Device slots that are free or could be freed by eviction. An upper bound."""
-        return self._ladder.eviction.num_available(DEVICE)
+        return self._ladder.num_available(DEVICE)
 
     @property
     def metrics(self) -> Metrics:
@@ -585,16 +590,16 @@ class Cache:
 
     def update_metrics(self) -> Metrics:
         """Update the gauges, and return the metrics."""
-        self._ladder.gauges.update()
+        self._ladder.update_metrics()
         return self.metrics
 
     def used_slots(self) -> dict[str, int]:
         """Return the number of slots in use per tier."""
-        return self._ladder.used_slots()
+        return {name: slots.num_used for name, slots in self._ladder.usage().items()}
 
     def num_slots(self) -> dict[str, int]:
         """Return the number of slots per tier."""
-        return self._ladder.num_slots()
+        return {name: slots.num_slots for name, slots in self._ladder.usage().items()}
 
     def let_archive(self, is_on: bool) -> None:
         """Enable or disable writes to storage.
@@ -602,11 +607,11 @@ class Cache:
         Disable them while the namespace of new blocks is uncertain. When they are enabled again,
         queued blocks that are still in memory are written.
         """
-        self._ladder.write_queues.is_open = is_on
+        self._archives = is_on
 
     def clear(self, tier: str = DEVICE) -> None:
         """Evict every block that no lease holds from ``tier``."""
-        self._ladder.eviction.make(tier, self._index.num_held(tier))
+        self._ladder.evict(tier, self._index.num_held(tier))
         self._check()
 
     def block_events(self) -> BlockEvents:

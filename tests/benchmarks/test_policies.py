@@ -16,7 +16,7 @@ from benchmarks.policies import hit_ratios, traces
 from benchmarks.policies.tiers import BLOCK_BYTES, TierReplay
 from benchmarks.policies.traces import Trace
 from kvtier.index.native_key_index import NativeKeyIndex
-from kvtier.ladder.write_queue import LEAST_CHANCE
+from kvtier.ladder.write_queues import LEAST_CHANCE
 from kvtier.types import DISK
 from tests.index.policies.traffic import Requests, scan_flood, tenants
 
@@ -161,13 +161,15 @@ def lets_first_comers_write(monkeypatch: pytest.MonkeyPatch) -> None:
 def half_written(trace: Trace, num_days: float) -> tuple[TierReplay, int, float]:
     """Replay with half the writes of a replay without a limit; the last value is the limit.
 
-    num_days: days that the trace takes for the limit, of which one hour can be saved up.
+    num_days: days that the trace is stretched to, of which one hour's writes can be saved up.
     """
+    first_s, last_s = trace.times[0], trace.times[-1]
+    factor = num_days * 86_400 / (last_s - first_s)
+    trace = replace(trace, times=[(at_s - first_s) * factor for at_s in trace.times])
     free, _ = replayed(trace, hit_ratios.OURS, 100, 400)
     limit = 0.5 * free.num_stored
-    day_s = (trace.times[-1] - trace.times[0]) / num_days
     budget = int(limit / num_days * BLOCK_BYTES)
-    replay, hits = replayed(trace, hit_ratios.OURS, 100, 400, bytes_per_day=budget, day_s=day_s)
+    replay, hits = replayed(trace, hit_ratios.OURS, 100, 400, bytes_per_day=budget)
     return replay, hits, limit
 
 

@@ -121,7 +121,7 @@ class PoolWorld:
         return self.pool.locate_all(keys)
 
     def settle(self) -> None:
-        assert self.pool.ladder.transfers.drain(60, self.pool.poll)
+        assert self.pool.ladder.drain(60, self.pool.poll)
         self.pool.poll()
 
     def close(self) -> None:

@@ -58,8 +58,8 @@ Ask = Callable[[], Answer]
 
 
 def learn(ladder: Ladder, case: Case, num_bytes: int, storage: str = DISK) -> None:
-    ladder.account.observe_copy((HOST, DEVICE), num_bytes, case.load_s)
-    ladder.account.observe_copy((storage, HOST), num_bytes, case.promote_s)
+    ladder.costs.observe_copy((HOST, DEVICE), num_bytes, case.load_s)
+    ladder.costs.observe_copy((storage, HOST), num_bytes, case.promote_s)
     for num in (4, 8, 16, 32) if case.computes_s is not None else ():
         ladder.costs.observe_prefill(0, num * BLOCK_TOKENS, num * case.computes_s)
 

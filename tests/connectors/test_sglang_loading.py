@@ -73,9 +73,7 @@ class World:
 
     def num_held(self) -> list[int]:
         """By pool: pages that can't leave host memory."""
-        return [
-            NUM_HOST - each.pool.ladder.eviction.num_available(HOST) for each in self.pools.values()
-        ]
+        return [NUM_HOST - each.pool.ladder.num_available(HOST) for each in self.pools.values()]
 
     def has(self, numbers: Sequence[int], first_page: int = 10) -> bool:
         """Whether the device has them, in all pools."""

@@ -232,7 +232,7 @@ def test_demotion_block_by_block_keeps_the_beginning_of_a_prompt(make_world: Mak
     assert world.matched(LONG) == [HOST] * 6
     world.serve([*LONG, 9])
     for _ in range(10):
-        world.cache._ladder.eviction.make(DEVICE, 1)
+        world.cache._ladder.evict(DEVICE, 1)
     assert world.cache.drain()
     assert world.matched(LONG) == [HOST] * 6
 
@@ -343,7 +343,7 @@ def test_host_capacity_may_be_a_multiple_of_the_pool() -> None:
 
     cache = make("2.5x")
     assert cache.used_slots() == {DEVICE: 0, HOST: 0}
-    assert cache._ladder.num_slots() == {DEVICE: 5, HOST: 12}
+    assert cache.num_slots() == {DEVICE: 5, HOST: 12}
     assert any("12 blocks" in line.found for line in cache.findings())
     cache.close()
     with pytest.raises(ConfigError, match="below one block"):
@@ -379,7 +379,7 @@ def test_host_tier_is_used_while_it_opens(make_world: MakeWorld) -> None:
     assert world.held(HOST) == 4
     world.open_more()
     assert world.used()[1] == 4
-    assert world.cache._ladder.num_slots()[HOST] == 12
+    assert world.cache.num_slots()[HOST] == 12
 
 
 def test_requests_that_wait_leave_half_of_the_open_slots(make_world: MakeWorld) -> None:

@@ -115,11 +115,11 @@ def test_pieces_are_copied_on_while_the_next_is_read(restarted: World) -> None:
     """Two blocks a piece: two reads, and each is followed by its own copy to the device."""
     restarted.device.hold(Direction.LOAD)
     request = restarted.ask(LONG)
-    reads = [each for each in restarted.cache._ladder.transfers.transfers if each.src == DISK]
+    reads = [each for each in restarted.cache._ladder._transfers.transfers if each.src == DISK]
     assert [len(each.blocks) for each in reads] == [2, 2]
     assert reads[0].job.wait(60)
     restarted.cache.poll()
-    copies = [each for each in restarted.cache._ladder.transfers.transfers if each.src == HOST]
+    copies = [each for each in restarted.cache._ladder._transfers.transfers if each.src == HOST]
     assert copies[0].job is not None
     assert not request.lease.ready
     restarted.device.let_go()
@@ -209,7 +209,7 @@ def test_a_load_that_finds_no_room_after_all_is_given_up(restarted: World) -> No
     room: Any = restarted.cache._tiers[HOST]
     taken = room.allocate(room.num_free)
     blocks = restarted.cache.match(NS, request.labels).blocks
-    for leg, _ in restarted.cache._ladder.loads.promote(blocks, DISK):
+    for leg, _ in restarted.cache._ladder._loads.promote(blocks, DISK):
         request.lease.wait_for(leg)
     room.free(taken)
     restarted.cache.poll()
@@ -332,11 +332,11 @@ def test_storage_in_use_is_not_scrubbed(restarted: World) -> None:
 
 
 def test_the_first_scrub_tells_the_planner_what_a_read_costs(restarted: World) -> None:
-    costs = restarted.cache._ladder.costs
-    assert not costs.has_seen((DISK, HOST))
+    ladder = restarted.cache._ladder
+    assert (DISK, HOST) not in ladder.cost_snapshot().seconds_per_byte
     restarted.cache.poll()
     scrubbed(restarted)
-    assert costs.has_seen((DISK, HOST))
+    assert (DISK, HOST) in ladder.cost_snapshot().seconds_per_byte
 
 
 def test_damage_that_a_scrub_finds_is_counted(restarted: World) -> None:
@@ -354,7 +354,7 @@ def test_a_slow_disk_leaves_host_memory_to_others(make_world: MakeWorld) -> None
     world.storage.open_writes.clear()
     for number in range(20, 26):
         serve_while_writes_hang(world, [number] * 8)
-    assert world.cache._ladder.eviction.num_available(HOST) >= 9, "a quarter is on its way at most"
+    assert world.cache._ladder.num_available(HOST) >= 9, "a quarter is on its way at most"
     request = serve_while_writes_hang(world, LONG)
     assert hits(request) == {DISK: 4}
     assert not request.lease.broken
@@ -371,7 +371,7 @@ def serve_while_writes_hang(world: World, tokens: list[int]) -> Request:
     world.compute(request, len(request.labels))
     world.cache.commit(request.lease, len(request.labels))
     world.release(request)
-    transfers = world.cache._ladder.transfers.transfers
+    transfers = world.cache._ladder._transfers.transfers
     until(world, lambda: all(each.dst == DISK for each in transfers))
     return request
 

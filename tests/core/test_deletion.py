@@ -107,7 +107,7 @@ def test_copies_in_flight_leave_nothing_of_a_deleted_prompt(make_world: MakeWorl
     world.compute(request, 4)
     world.cache.commit(request.lease, 4)
     world.release(request)
-    until(world, lambda: any(t.dst == DISK for t in world.cache._ladder.transfers.transfers))
+    until(world, lambda: any(t.dst == DISK for t in world.cache._ladder._transfers.transfers))
     deletion = delete(world, LONG)
     assert not world.cache.is_deleted(deletion)
     world.storage.open_writes.set()

@@ -112,7 +112,7 @@ def test_storage_that_hangs_holds_no_more_of_the_device_than_a_ring_has(
     monkeypatch.setattr("kvtier.transfer.ring.RING_BYTES", 2 * GROUP.bytes_per_block)
     world = make_world(disk_blocks=30, host_blocks=0, device_blocks=24, storage_facts=facts)
     storage_of(world).open_writes.clear()
-    archive = world.cache._ladder.write_queues._queues[DISK]
+    archive = world.cache._ladder._write_queues._queues[DISK]
     for number in range(20):
         request = world.ask([number + 10] * 9)
         assert request.lease.ready, "there is nothing to load"

@@ -146,7 +146,7 @@ def test_look_ups_that_got_no_answer_are_asked_again(
 
     def ask() -> None:
         world.release(world.ask(LONG, load=False))
-        until(world, lambda: not world.cache._ladder.storage_lookup._asked)
+        until(world, lambda: not world.cache._ladder._storage_lookup._asked)
 
     for nth in range(1, 5):
         storage.lose("find", 1)

@@ -318,7 +318,7 @@ def test_a_follower_begins_after_its_leader_or_ends_with_it(
     blocks = world.cache.match(NS, token_labels(tokens, BLOCK_SIZE)).blocks
     world.storage.spoiled.update(world.cache._index.key(blocks[at]) for at in spoiled)
     request = world.ask(tokens)
-    transfers = world.cache._ladder.transfers.transfers
+    transfers = world.cache._ladder._transfers.transfers
     for leader in [each for each in transfers if each.src == DISK]:
         assert [each.src for each in leader.followers] == [HOST]
         assert leader.followers[0].blocks == leader.blocks

@@ -88,7 +88,7 @@ def test_what_was_not_begun_is_not_read_after_the_end(world: World) -> None:
     assert world.storage.is_reading.wait(60)
     world.end_prefetch(prefetch)
     world.check()
-    assert len(world.cache._ladder.transfers.transfers) == 1
+    assert len(world.cache._ladder._transfers.transfers) == 1
     world.storage.open_reads.set()
     assert world.cache.drain()
     assert len(world.storage.reads) == 1

@@ -42,7 +42,7 @@ def test_slow_copies_keep_a_tier_from_being_read_for_few_prompts(
         world.clock.now += 1.0
     costs = world.cache._ladder.costs
     for _ in range(30):
-        costs.observe_copy(route, NUM_BLOCKS * GROUP.bytes_per_block, 1e6, world.clock.now)
+        costs.observe_copy(route, NUM_BLOCKS * GROUP.bytes_per_block, 1e6)
     world.cache.observe_prefill(0, 1000, 1000.0)
     num_loaded = []
     for number in numbers:
@@ -66,7 +66,7 @@ def test_a_request_does_not_wait_for_blocks_that_are_read_beside_it(make_world: 
     costs = world.cache._ladder.costs
     for route in ((DISK, HOST), (HOST, DEVICE)):
         for _ in range(5):
-            costs.observe_copy(route, NUM_BLOCKS * GROUP.bytes_per_block, 1e6, world.clock.now)
+            costs.observe_copy(route, NUM_BLOCKS * GROUP.bytes_per_block, 1e6)
     world.cache.observe_prefill(0, 1000, 1.0)
     world.clock.now += 10.0
     assert world.storage is not None

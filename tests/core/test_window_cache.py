@@ -249,7 +249,7 @@ def test_a_cut_needs_every_cell_in_reach(make: Make) -> None:
     world = make(host_blocks=0, disk_blocks=0)
     request = world.serve(LONG)
     name = world.cell_name(NS, request.labels[:11])
-    world.cache._ladder.eviction.remove(world.cache._index.extend(NS, name), DEVICE)
+    world.cache._ladder.evict_blocks(world.cache._index.extend(NS, name), DEVICE)
     assert world.ask(LONG).lease.num_shared == 10
 
 

@@ -329,7 +329,7 @@ class World:
 
     def wait(self) -> None:
         """Until every copy is done; none is noticed yet."""
-        for transfer in self.cache._ladder.transfers.transfers:
+        for transfer in self.cache._ladder._transfers.transfers:
             assert transfer.job is None or transfer.job.wait(60), "a copy hangs"
 
     def wait_for_threads(self) -> None:

@@ -162,7 +162,7 @@ def gate(memory: WeightsMemory, monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 def archives(engine: Engine) -> bool:
-    return engine.call(lambda: engine.cache._ladder.write_queues.is_open)
+    return engine.call(lambda: engine.cache._archives)
 
 
 def heard(engine: Engine) -> None:

@@ -14,7 +14,6 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvtier._hot import NATIVE, NATIVE_REASON
-from kvtier.assembly import build_ladder
 from kvtier.index import KeyIndex, make_key_index
 from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.index.policies.replayed import LRU, RUNS
@@ -145,8 +144,9 @@ class Groups:
         index = make_key_index((HOST,), lambda: NS, (HOST,), policy, int(len(windows) > 0))
         self.index = index
         mover = RankMover({}, 1, 1, 1, 0.0, lambda: self.now_s)
-        ladder = build_ladder(index, rooms, mover, LadderOptions(1), clock=lambda: self.now_s)
-        self.cache = LocalBlockCache(index, ladder, lambda: NS, lambda: self.now_s)
+        self.cache = LocalBlockCache(
+            index, rooms, mover, LadderOptions(1), lambda: NS, lambda: self.now_s
+        )
 
     def request(self, path: Sequence[bytes], now_s: float) -> int:
         """The blocks of its beginning that are found in all groups."""

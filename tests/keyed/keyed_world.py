@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from kvtier.assembly import build_ladder
 from kvtier.index import State, make_key_index
 from kvtier.keyed.block_cache import BlockState
 from kvtier.keyed.cache import LocalBlockCache
@@ -59,7 +58,7 @@ class Engine:
         rooms: dict[str, Room] = {HOST: self.host, DISK: Quota(lambda: num_disk)}
         rooms |= {name: Quota(lambda: NUM_STORED) for name in stores}
         self.index = make_key_index(tuple(rooms), lambda: NS)
-        self.ladder = build_ladder(
+        self.cache = LocalBlockCache(
             self.index,
             rooms,
             self.mover,
@@ -68,13 +67,13 @@ class Engine:
                 bytes_per_day={DISK: bytes_per_day},
                 lookup_patience_s=PATIENCE_S,
             ),
-            clock=clock,
+            lambda: NS,
+            clock,
             device=DEVICE,
             metrics=Metrics(),
+            knows_storage=lambda: self.mover.is_complete,
         )
-        self.cache = LocalBlockCache(
-            self.index, self.ladder, lambda: NS, clock, lambda: self.mover.is_complete
-        )
+        self.ladder = self.cache.ladder
         for rank in range(num_ranks if says_hello else 0):
             self.hello(rank)
 

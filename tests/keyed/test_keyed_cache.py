@@ -88,7 +88,7 @@ def test_copies_that_failed_say_nothing_about_how_long_they_take() -> None:
     engine.cache.promote(KEYS[:1])
     (read,) = engine.mover.take_orders()
     engine.finish(read, Done(frozenset({0}), num_bytes=BLOCK_BYTES, seconds=1e-9))
-    assert not engine.ladder.costs.has_seen((DISK, HOST))
+    assert (DISK, HOST) not in engine.ladder.cost_snapshot().seconds_per_byte
 
 
 def test_only_what_all_ranks_found_is_there_after_a_restart() -> None:
@@ -274,7 +274,7 @@ def test_deleted_block_that_is_being_read_is_not_written_later() -> None:
     engine = Engine(4, 8)
     keys = KEYS[:3]
     engine.store(keys)
-    assert engine.ladder.write_queues.are_queued(engine.index.find_all(keys[2:]).blocks) == [True]
+    assert engine.ladder.are_queued(engine.index.find_all(keys[2:]).blocks) == [True]
     engine.cache.hold(keys[2:])
     engine.cache.delete(keys[2:])
     for _ in keys:

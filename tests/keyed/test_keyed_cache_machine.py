@@ -133,7 +133,7 @@ class KeyedMachine(RuleBasedStateMachine):
     def is_lost(self, key: bytes) -> bool:
         """Held in memory, and not to be used."""
         found = self.engine.index.find(key)
-        return found is not None and (found[0], HOST) in self.engine.ladder.transfers.lost
+        return found is not None and (found[0], HOST) in self.engine.ladder.lost
 
     @rule(key=st.sampled_from(KEYS))
     def load(self, key: bytes) -> None:

@@ -89,7 +89,7 @@ class Served:
         self._carry_out()
         num_tokens = (len(keys) - num) * BLOCK_TOKENS + 1
         seconds = num_tokens / BLOCK_TOKENS * PREFILL_S
-        self.engine.ladder.account.observe_prefill(num * BLOCK_TOKENS, num_tokens, seconds)
+        self.engine.ladder.costs.observe_prefill(num * BLOCK_TOKENS, num_tokens, seconds)
         return num
 
     def _load(self, keys: Sequence[bytes], stored: Sequence[bytes]) -> None:
@@ -105,7 +105,7 @@ class Served:
         if in_memory:
             num_bytes = len(in_memory) * BLOCK_BYTES
             seconds = self._seconds((HOST, DEVICE), len(in_memory))
-            self.engine.ladder.account.observe_copy((HOST, DEVICE), num_bytes, seconds)
+            self.engine.ladder.costs.observe_copy((HOST, DEVICE), num_bytes, seconds)
 
     def _carry_out(self) -> None:
         while orders := self.engine.mover.take_orders():

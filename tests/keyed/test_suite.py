@@ -37,7 +37,7 @@ class LocalHarness(BlockCacheHarness):
 
     def settle(self, num_blocks: int) -> None:
         self._local.poll()
-        assert self._local.ladder.transfers.drain(30, self._local.poll)
+        assert self._local.ladder.drain(30, self._local.poll)
         assert self._local.usage()["disk"].num_used == num_blocks
 
     def fail_reads(self) -> None:

@@ -9,11 +9,9 @@ from typing import cast
 import pytest
 
 from kvtier.index import BlockIndex, State
-from kvtier.ladder.admission import Admission
+from kvtier.ladder.admission import Admission, TransientBlocks
 from kvtier.ladder.topology import Topology
-from kvtier.ladder.transient_blocks import TransientBlocks
-from kvtier.ladder.write_queue import LEAST_CHANCE, SCARCE_SHARE, WriteQueue
-from kvtier.ladder.write_queues import WriteQueues
+from kvtier.ladder.write_queues import LEAST_CHANCE, SCARCE_SHARE, WriteQueue, WriteQueues
 from kvtier.plan import WriteBudget
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Quota, StorageFacts

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from kvtier.index import BlockIndex
-from kvtier.ladder.recompute_weight import RecomputeWeight
+from kvtier.ladder.cost_metrics import RecomputeWeight
 from kvtier.plan import CostModel
 
 BLOCK_TOKENS = 16
@@ -38,7 +38,7 @@ def worth(costs: CostModel) -> tuple[RecomputeWeight, Told]:
 
 def test_blocks_are_worth_the_same_until_something_is_measured() -> None:
     depths, told = worth(CostModel())
-    depths.look()
+    depths.update()
     assert told.at_blocks == []
 
 
@@ -46,7 +46,7 @@ def test_what_attention_costs_tells_where_a_block_is_worth_twice() -> None:
     costs = CostModel()
     measure(costs, token_s=1e-3, pair_s=1e-6)
     depths, told = worth(costs)
-    depths.look()
+    depths.update()
     assert told.at_blocks == [pytest.approx(1000 / BLOCK_TOKENS, rel=0.01)]
 
 
@@ -54,7 +54,7 @@ def test_where_attention_costs_nothing_policies_are_not_told() -> None:
     costs = CostModel()
     measure(costs, token_s=1e-3, pair_s=0.0)
     depths, told = worth(costs)
-    depths.look()
+    depths.update()
     assert told.at_blocks == []
 
 
@@ -62,10 +62,10 @@ def test_small_changes_are_not_told_and_large_ones_are() -> None:
     costs = CostModel()
     measure(costs, token_s=1e-3, pair_s=1e-6)
     depths, told = worth(costs)
-    depths.look()
+    depths.update()
     measure(costs, token_s=1e-3, pair_s=1.1e-6, times=200)
-    depths.look()
+    depths.update()
     assert len(told.at_blocks) == 1
     measure(costs, token_s=1e-3, pair_s=2e-6, times=200)
-    depths.look()
+    depths.update()
     assert told.at_blocks[1:] == [pytest.approx(500 / BLOCK_TOKENS, rel=0.05)]

@@ -250,4 +250,4 @@ def _has(reads: Router, wanted: dict[str, int]) -> bool:
 def test_without_a_listener_nothing_is_noted(engine: Engine) -> None:
     assert engine._publisher is None
     assert engine.cache._observer._events is None
-    assert engine.cache._ladder.transfers.on_change is None
+    assert engine.cache._ladder._transfers._on_change is None

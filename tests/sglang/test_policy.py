@@ -61,7 +61,7 @@ def _served(prompts: Sequence[Sequence[int]], policy: str) -> list[int]:
         eviction_policy=policy,
     )
     cache, now_s = tree.linker._linked["kv"].cache, 0.0
-    assert tree.linker._linked["kv"].cache.ladder.num_slots()["host"] == ROOM
+    assert tree.linker._linked["kv"].cache.ladder.usage()["host"].num_slots == ROOM
     cache._clock = lambda: now_s
     found = []
     for number, prompt in enumerate(prompts):

@@ -95,7 +95,7 @@ def test_a_recording_replays_to_the_hits_of_sglangs_tree(tmp_path: Path) -> None
         tree.settle()
         tree.flush()
         _end(tokens, number % 3)
-    assert tree.linker._linked["kv"].cache.ladder.num_slots()["host"] == room
+    assert tree.linker._linked["kv"].cache.ladder.usage()["host"].num_slots == room
     tree.close()
     trace = _read(path)
     _check_times(path, began)

@@ -151,7 +151,7 @@ class Tree:
             self.cache.check_hicache_events()
         assert not self.cache.linker.pending_offloads
         for each in self.linker._linked.values():
-            assert each.cache.ladder.transfers.drain(20, each.cache.poll)
+            assert each.cache.ladder.drain(20, each.cache.poll)
 
     def flush(self) -> None:
         """Nothing is on the device any more."""

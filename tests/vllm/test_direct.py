@@ -171,9 +171,9 @@ def test_another_requests_hold_is_its_own() -> None:
     scheduler.manager.prepare_load(KEYS[:1], held)
     scheduler.manager.hear(Report(done={order.order_id: Done()}))
     scheduler.manager.complete_load(KEYS[:1], direct)
-    assert scheduler.ladder.eviction.num_available(HOST) == 3, "the block that is held stays"
+    assert scheduler.ladder.num_available(HOST) == 3, "the block that is held stays"
     scheduler.manager.complete_load(KEYS[:1], held)
-    assert scheduler.ladder.eviction.num_available(HOST) == 4
+    assert scheduler.ladder.num_available(HOST) == 4
 
 
 def test_blocks_of_two_groups_are_read_by_one_load() -> None:

@@ -240,7 +240,7 @@ def test_block_whose_read_failed_is_computed_and_stays_on_disk(scheduler: Schedu
 
 def test_copies_to_the_device_are_learnt_together(scheduler: Scheduler) -> None:
     scheduler.manager.observe_loads([2 * BLOCK_BYTES, 8 * BLOCK_BYTES], 10.0)
-    costs = scheduler.costs.snapshot()
+    costs = scheduler.ladder.cost_snapshot()
     assert costs.copy_s((HOST, DEVICE), BLOCK_BYTES) == pytest.approx(1.0)
     for nothing in ([], [0]):
         scheduler.manager.observe_loads(nothing, 1.0)
@@ -272,7 +272,7 @@ def test_burst_over_a_slow_disk_leaves_host_memory_to_others_and_nobody_waits() 
         scheduler.manager.on_request_finished(request)
     writes = scheduler.manager.take_orders()
     assert sum(len(each.names) for each in writes if each.verb is Verb.WRITE) == 4, "a quarter"
-    assert scheduler.ladder.eviction.num_available(HOST) == 12
+    assert scheduler.ladder.num_available(HOST) == 12
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
     assert scheduler.advise("again") is Advice.WAIT

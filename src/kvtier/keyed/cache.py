@@ -33,8 +33,11 @@ from kvtier.keyed.engine_copies import EngineCopies
 from kvtier.keyed.storage_lookup import KeyedLookup
 from kvtier.keyed.waiters import StorageWaiter
 from kvtier.keys import select_keys
-from kvtier.ladder import Ladder, PendingLookup
+from kvtier.ladder import Ladder, LadderCallbacks, LadderOptions, PendingLookup
 from kvtier.plan import Costs
+from kvtier.telemetry import Metrics
+from kvtier.tiers import Room, StorageTier
+from kvtier.transfer import Mover
 from kvtier.types import NO_BLOCK, BlockId, Slot
 
 ABSENT, WRITING, READY = State.ABSENT, State.WRITING, State.READY
@@ -160,24 +163,29 @@ class MemorySlots:
 class LocalBlockCache(BlockCache):
     """Cache of blocks by an engine's keys, in this process. Owned by one thread.
 
-    Keys are the engine's, as bytes. The engine copies from and to the fastest tier of ``ladder``,
-    which is called memory here.
+    Keys are the engine's, as bytes. The engine copies from and to the fastest tier, which is called
+    memory here.
 
     Args:
-        index: blocks by key, shared with ``ladder``.
-        ladder: the tiers.
+        index: blocks by key.
+        tiers: memory and then storage tiers, fastest first; see ``Ladder``.
+        mover: moves blocks between these tiers.
+        options: of the ladder over them.
         namespace: return the digest of everything else that decides on the bytes of a block; b""
             while it is unknown. Nothing is written to storage, or looked up there, in that case.
-        clock: the ladder's.
+        clock: seconds.
+        device: name of the engine's own memory, if it may be read into directly, or measured.
+        metrics: by default, metrics that are counted but not exposed.
         knows_storage: return whether storage has recovered all its blocks. Some may be found
             earlier.
         owned: tiers by name that ``close`` closes.
         grow: called with the number of slots that will be reserved; adds memory if it can.
         on_change: called with the tier, blocks that entered or left it, and whether they left. By
             default ``take_changes`` returns them.
+        on_left_out, on_end: see ``LadderCallbacks``.
 
     Attributes:
-        ladder: see above.
+        ladder: the tiers.
         memory: name of the fastest tier.
         slots: what lies in each slot of memory.
     """
@@ -185,35 +193,54 @@ class LocalBlockCache(BlockCache):
     def __init__(
         self,
         index: KeyIndex,
-        ladder: Ladder,
+        tiers: Mapping[str, Room | StorageTier],
+        mover: Mover,
+        options: LadderOptions,
         namespace: Callable[[], bytes],
         clock: Callable[[], float],
+        *,
+        device: str | None = None,
+        metrics: Metrics | None = None,
         knows_storage: Callable[[], bool] = lambda: True,
         owned: Mapping[str, Closable] | None = None,
         grow: Callable[[int], object] | None = None,
         on_change: Callable[[str, Sequence[BlockId], bool], None] | None = None,
+        on_left_out: Callable[[str, Sequence[BlockId]], object] | None = None,
+        on_end: Callable[[], object] | None = None,
     ) -> None:
-        self.ladder = ladder
+        self._on_change = on_change or self._record
+        # Nothing is written to storage while its namespace is unknown.
+        calls = LadderCallbacks(
+            self._on_change, on_left_out, on_end, may_write=lambda: bool(namespace())
+        )
+        self.ladder = ladder = Ladder(
+            index,
+            tiers,
+            mover,
+            options,
+            clock=clock,
+            metrics=metrics,
+            device=device,
+            callbacks=calls,
+        )
         self.metrics = ladder.metrics
-        self.costs = ladder.account
+        self.costs = ladder.costs
         self.learns = bool(index.learning)
         self._owned = owned or {}
         self.memory = ladder.fastest
         self._index = index
-        self._lost = ladder.transfers.lost
+        self._lost = ladder.lost
         self._namespace = namespace
         self._clock = clock
         self._tiers = self._index.tiers  # memory, then storage
-        room = ladder.topology.rooms[self.memory]
-        index.expect(room.capacity)
-        self.slots = MemorySlots(room.num_slots)
-        self._copies = EngineCopies(index, ladder, room.num_slots)
+        memory = ladder.usage()[self.memory]
+        index.expect(memory.capacity)
+        self.slots = MemorySlots(memory.num_slots)
+        self._copies = EngineCopies(index, ladder, memory.num_slots)
         self._lookup = KeyedLookup(index, ladder, namespace, knows_storage)
         self.direct_reads = DirectReads(index, ladder, self._storage_of)
         self._grow = grow or (lambda num_slots: None)
         self._changes: list[Change] = []
-        self._on_change = on_change or self._record
-        ladder.transfers.on_change = self._on_change
 
     # -- locations ---------------------------------------------------------------------------------
 
@@ -297,7 +324,7 @@ class LocalBlockCache(BlockCache):
 
         A missing block is looked up again if storage may have recovered it since.
         """
-        if before is NOWHERE and not self.ladder.storage_lookup.unfound(finds_at_once=True):
+        if before is NOWHERE and not self.ladder.unfound(finds_at_once=True):
             return before
         state = self.locate(key)
         if state in (NOWHERE, UNKNOWN) and self.adopt_recovered([key]):
@@ -311,7 +338,7 @@ class LocalBlockCache(BlockCache):
         found = self.locate_blocks(keys)
         if found.are_all_in_memory:
             return found, []
-        if self.ladder.storage_lookup.unfound(finds_at_once=True):
+        if self.ladder.unfound(finds_at_once=True):
             unknown = np.flatnonzero(found.by_tier[:, 0] == UNINDEXED)
             if len(unknown) and (adopted := self.adopt_recovered(select_keys(keys, unknown))):
                 self.touch(adopted)
@@ -398,26 +425,13 @@ class LocalBlockCache(BlockCache):
         new, ready = self._index.missing(keys, self.memory)
         self._grow(len(new))
         num_changes = len(self._changes)
-        passing: Collection[bytes] = ()
-
-        def admit() -> int:
-            nonlocal new, passing
-            new, passing = self.ladder.admission.admit_keys(self._index, new, self.memory)
-            return len(new)
-
-        slots = self.ladder.eviction.reserve(len(new), ready, admit)
-        if slots is None:
+        reserved = self.ladder.reserve(self._index, new, ready)
+        if reserved is None:
             return None
-        blocks, hashes = self._copies.reserve(new, slots, self._clock())
-        transient: list[BlockId] = []
-        if passing:
-            named = zip(new, blocks, strict=True)
-            transient = [block for key, block in named if key in passing]
-        self.ladder.transient_blocks.note(blocks, transient)
-        self.slots.fill(blocks, slots, 0)
-        self.ladder.reuse_sampler.on_admit(hashes, blocks)
+        self._copies.reserve(reserved.slots)
+        self.slots.fill(reserved.blocks, reserved.slots, 0)
         left = [key for each in self._changes[num_changes:] for key in each.keys]
-        return Reserved(new, slots, left)
+        return Reserved(reserved.keys, reserved.slots, left)
 
     def commit(self, keys: Sequence[bytes], depths: Sequence[int], to_storage: bool = True) -> None:
         """Note that blocks have been copied into their slots, and queue their writes to storage."""
@@ -436,12 +450,7 @@ class LocalBlockCache(BlockCache):
         if kept:
             self._on_change(self.memory, kept, False)
         if to_storage:
-            self._archive(kept)
-
-    def _archive(self, blocks: Sequence[BlockId]) -> None:
-        """Queue writes to storage. They wait until the namespace is known."""
-        self.ladder.write_queues.is_open = bool(self._namespace())
-        self.ladder.storage_writer.enqueue(blocks)
+            self.ladder.enqueue_write(kept)
 
     def add_present(
         self, keys: Sequence[bytes], slots: Sequence[Slot], depths: Sequence[int]
@@ -451,9 +460,10 @@ class LocalBlockCache(BlockCache):
         No change is reported: the caller knows them.
         """
         now = self._clock()
-        blocks, _ = self._copies.reserve(keys, slots, now)
+        blocks, _ = self._index.write_new(keys, self.memory, slots, now)
+        self._copies.reserve(slots)
         self.slots.fill(blocks, slots, 0)
-        self._archive(self._copies.commit(blocks, depths, now))
+        self.ladder.enqueue_write(self._copies.commit(blocks, depths, now))
         return blocks
 
     def abort(self, keys: Iterable[bytes]) -> None:
@@ -474,7 +484,6 @@ class LocalBlockCache(BlockCache):
     def release(self, keys: Collection[bytes]) -> None:
         slots = self._copies.release(self._index.find_all(keys).known)
         self.slots.sources[as_array(slots)] = 0
-        self.ladder.transfers.drop_lost()
 
     def distrust(self, slots: Collection[Slot]) -> None:
         self._copies.distrust(slots)
@@ -489,7 +498,7 @@ class LocalBlockCache(BlockCache):
         kept = self._ready(beside)
         self._index.lease(kept, self.memory)
         self._grow(len(keys))
-        num = min(len(keys), self.ladder.eviction.num_available(self.memory))
+        num = min(len(keys), self.ladder.num_available(self.memory))
         for storage, blocks in self._in_storage(keys[:num]).items():
             self._read(blocks, storage)
         self._index.release(kept, self.memory)
@@ -511,15 +520,15 @@ class LocalBlockCache(BlockCache):
         return found
 
     def _read(self, blocks: Sequence[BlockId], storage: str, urgent: bool = True) -> None:
-        self.ladder.reuse_sampler.on_admit(self._index.hashes(blocks), blocks)
-        for _, begun in self.ladder.loads.promote(blocks, storage, urgent):
+        self.ladder.on_admit(self._index.hashes(blocks), blocks)
+        for begun in self.ladder.promote(blocks, storage, urgent):
             slots = self._index.slots(begun, self.memory)
             self.slots.fill(begun, slots, self._tiers.index(storage))
 
     def probe(self, keys: Sequence[bytes]) -> None:
         for storage, blocks in self._in_storage(keys).items():
-            num = self.ladder.loads.num_to_probe(storage, len(blocks))
-            num = min(num, self.ladder.eviction.num_available(self.memory))
+            num = self.ladder.num_to_probe(storage, len(blocks))
+            num = min(num, self.ladder.num_available(self.memory))
             if num:
                 self._read(blocks[:num], storage, urgent=False)
 
@@ -542,7 +551,6 @@ class LocalBlockCache(BlockCache):
         return waiter
 
     def poll(self) -> None:
-        self.ladder.write_queues.is_open = bool(self._namespace())
         self.ladder.poll()
 
     def delete(self, keys: Sequence[bytes]) -> None:
@@ -583,8 +591,8 @@ class LocalBlockCache(BlockCache):
         return self.ladder.is_busy
 
     def usage(self) -> Mapping[str, TierUsage]:
-        rooms = self.ladder.topology.rooms
-        return {name: TierUsage(room.num_used, room.num_open) for name, room in rooms.items()}
+        usage = self.ladder.usage()
+        return {name: TierUsage(slots.num_used, slots.num_open) for name, slots in usage.items()}
 
     def cost_snapshot(self) -> Costs:
         return self.ladder.cost_snapshot()
@@ -593,7 +601,7 @@ class LocalBlockCache(BlockCache):
         """Finish transfers, and close the tiers that are owned; see ``BlockCache``."""
         if not self._owned:
             return True
-        self.ladder.transfers.drain(CLOSE_WAIT_S, self.poll)
+        self.ladder.drain(CLOSE_WAIT_S, self.poll)
         in_use = self.ladder.close()
         for name, tier in self._owned.items():
             if name not in in_use:

@@ -23,7 +23,7 @@ class DirectReads:
     @property
     def is_for_all(self) -> bool:
         """Whether blocks from every storage tier can be read without room in memory."""
-        return self._ladder.direct.is_for_all
+        return self._ladder.reads_all_directly
 
     def how(self, key: bytes) -> Direct:
         """Return how a block in storage may be read into the engine's memory.
@@ -31,7 +31,7 @@ class DirectReads:
         ON: always directly. AUTO: directly if memory is short of room. OFF: through memory only.
         """
         storage = self._source(key)
-        return Direct.OFF if storage is None else self._ladder.direct.how(storage)
+        return Direct.OFF if storage is None else self._ladder.direct_mode(storage)
 
     def _source(self, key: bytes) -> str | None:
         found = self._index.find(key)
@@ -50,5 +50,5 @@ class DirectReads:
             assert storage is not None, "a block that storage has not"
             at = [position for position, source in enumerate(sources) if source == storage]
             blocks = [found[0] for i in at if (found := self._index.find(keys[i])) is not None]
-            self._ladder.direct.read(blocks, storage, [Slot(places[i]) for i in at])
+            self._ladder.read_directly(blocks, storage, [Slot(places[i]) for i in at])
         return [storage for storage in sources if storage is not None]

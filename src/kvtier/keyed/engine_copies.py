@@ -46,16 +46,9 @@ class EngineCopies:
 
     # -- to memory ---------------------------------------------------------------------------------
 
-    def reserve(
-        self, keys: Sequence[bytes], slots: Sequence[Slot], now: float
-    ) -> tuple[Sequence[BlockId], Sequence[int]]:
-        """Note that the engine is about to copy new blocks into ``slots``; they count as used.
-
-        Returns the blocks, and their hashes.
-        """
-        blocks, hashes = self._index.write_new(keys, self._memory, slots, now)
+    def reserve(self, slots: Sequence[Slot]) -> None:
+        """Note that the engine is about to copy new blocks into ``slots``."""
         self._is_reserved[as_array(slots)] = True
-        return blocks, hashes
 
     def commit(
         self, blocks: Sequence[BlockId], depths: Sequence[int], now: float
@@ -92,7 +85,7 @@ class EngineCopies:
         blocks = select(blocks, mine)
         self._end(blocks, slots)
         self._doubted.difference_update(blocks)
-        self._ladder.eviction.give_back(self._index.abort_all(blocks, self._memory))
+        self._ladder.free(self._index.abort_all(blocks, self._memory))
 
     def _reserved_among(self, blocks: Sequence[BlockId]) -> tuple[Int64s, Int64s]:
         """Return the positions of reserved blocks, each once, and their slots.
@@ -142,7 +135,7 @@ class EngineCopies:
             held[block] -= 1
             if not held[block]:
                 del held[block]
-        self._ladder.transient_blocks.passed(mine)
+        self._ladder.end_reads(mine)
         return slots
 
     # -- both --------------------------------------------------------------------------------------
@@ -163,11 +156,9 @@ class EngineCopies:
 
     def distrust_blocks(self, blocks: Sequence[BlockId]) -> None:
         """Give up reserved or leased blocks for which a copy has failed."""
-        for block, is_mine in zip(blocks, self._are_reserved(blocks), strict=True):
-            if is_mine:
-                self._doubted.add(block)
-            else:
-                self._ladder.transfers.lose([block], self._memory)
+        mine = np.array(self._are_reserved(blocks), bool)
+        self._doubted.update(select(blocks, mine))
+        self._ladder.distrust(select(blocks, ~mine))
 
     def doubt(self, blocks: Sequence[BlockId]) -> Collection[BlockId]:
         """Give up those of the blocks that are reserved, once their copy has ended. Return them.

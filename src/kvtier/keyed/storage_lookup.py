@@ -38,8 +38,7 @@ class KeyedLookup:
 
     def adopt(self, keys: Collection[bytes], stops_at_gap: bool) -> list[bytes]:
         """Adopt recovered blocks; see ``LocalBlockCache.adopt_recovered``."""
-        lookup = self._ladder.storage_lookup
-        storages = lookup.unfound(finds_at_once=True)
+        storages = self._ladder.unfound(finds_at_once=True)
         if not self._namespace() or not storages:
             return []
         wanted = list(dict.fromkeys(keys))
@@ -47,7 +46,7 @@ class KeyedLookup:
         if not unknown:
             return []
         for storage in storages:
-            lookup.begin(storage, self._wanted(unknown), has_gaps=not stops_at_gap)
+            self._ladder.lookup_storage(storage, self._wanted(unknown), not stops_at_gap)
         return [key for key, is_known in self._known(unknown) if is_known]
 
     def _known(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, bool]]:
@@ -65,7 +64,7 @@ class KeyedLookup:
     @property
     def has_to_ask(self) -> bool:
         """Whether some storage does not answer look-ups at once."""
-        return bool(self._namespace() and self._ladder.storage_lookup.unfound(finds_at_once=False))
+        return bool(self._namespace() and self._ladder.unfound(finds_at_once=False))
 
     def begin(self, keys: Sequence[bytes], has_gaps: bool) -> list[PendingLookup]:
         """Look up unknown blocks of one prompt, in its order, in storage that answers later.
@@ -74,9 +73,9 @@ class KeyedLookup:
 
         has_gaps: see ``LocalBlockCache.lookup``.
         """
-        lookup, wanted = self._ladder.storage_lookup, self._wanted(keys)
-        storages = lookup.unfound(finds_at_once=False)
-        asked = [lookup.begin(storage, wanted, has_gaps) for storage in storages]
+        ladder, wanted = self._ladder, self._wanted(keys)
+        storages = ladder.unfound(finds_at_once=False)
+        asked = [ladder.lookup_storage(storage, wanted, has_gaps) for storage in storages]
         return [pending for pending in asked if pending is not None]
 
 

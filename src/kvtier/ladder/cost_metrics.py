@@ -1,4 +1,4 @@
-"""Planned blocks, their expected cost, and the outcome, as metrics."""
+"""Planned blocks, their expected cost, and the outcome, as metrics; what policies learn of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from math import inf
 
-from kvtier.plan import CostModel, Route
+from kvtier.index import BlockIndex
+from kvtier.plan import CostModel, PrefillCost, Route
 from kvtier.telemetry import Metrics
 from kvtier.telemetry.specs import (
     ACTUAL_LOAD_SECONDS,
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 DECLINED_LOG_S = 60.0
 """Shortest interval between two lines about blocks that are found and computed."""
+CHANGED = 1.25
+"""Factor by which the cost of a later block must change before the policies hear of it again."""
 
 
 class CostMetrics:
@@ -120,3 +123,32 @@ class CostMetrics:
         if self._unpaid_s < 0:
             self._metrics.count(SAVED_SECONDS, -self._unpaid_s)
             self._unpaid_s = 0.0
+
+
+class RecomputeWeight:
+    """Reports to the policies how the cost of recomputing a block grows with its depth.
+
+    Later blocks of a prompt take longer. The planner measures the cost. Until it has, or if the
+    cost does not grow, all blocks weigh the same.
+
+    block_size: tokens per block.
+    """
+
+    def __init__(self, index: BlockIndex, costs: CostModel, block_size: int) -> None:
+        self._index = index
+        self._costs = costs
+        self._block_size = block_size
+        self._seen: PrefillCost | None = None
+        self._reported = 0.0
+
+    def update(self) -> None:
+        """Report the measured cost to the policies if it has changed. Constant time."""
+        cost = self._costs.recent_prefill
+        if cost is None or cost is self._seen:
+            return
+        self._seen = cost
+        at_blocks = cost.doubles_at_tokens / self._block_size
+        if self._reported / CHANGED <= at_blocks <= self._reported * CHANGED:
+            return
+        self._reported = at_blocks
+        self._index.set_recompute_slope(at_blocks)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from kvtier.index import BlockIndex, State
-from kvtier.ladder.admission import Admission
+from kvtier.ladder.admission import Admission, TransientBlocks
 from kvtier.ladder.reuse_sampler import ReuseSampler
 from kvtier.ladder.topology import Topology
 from kvtier.ladder.transfers import Transfers
-from kvtier.ladder.transient_blocks import TransientBlocks
 from kvtier.telemetry import Metrics
 from kvtier.telemetry.specs import EVICTED_BLOCKS, UNADMITTED_BLOCKS
 from kvtier.transfer import Mover
@@ -19,23 +17,15 @@ from kvtier.types import BlockId, Slot, keys_of
 Admit = Callable[[], int]
 """Return the number of blocks that the policy admits."""
 
-TellLeftOut = Callable[[str, Sequence[BlockId]], object]
-"""Called with a tier and the blocks that it did not admit."""
-
-
-class Demoter(Protocol):
-    """Copies blocks one tier down before they are evicted from the fastest tier."""
-
-    def demote(self, leaving: Sequence[BlockId]) -> Sequence[BlockId]:
-        """Copy ``leaving`` to the tier below; return the blocks that may be evicted now."""
+Demote = Callable[[Sequence[BlockId]], Sequence[BlockId]]
+"""Copy blocks to the tier below; return those that may be evicted now."""
 
 
 class Eviction:
     """Allocates slots, and evicts blocks if too few are free.
 
-    Attributes:
-        demoter: copies evicted blocks of the fastest tier one tier down; None for no copy.
-        tell_left_out: called with blocks that a tier does not admit; may be None.
+    on_left_out: see ``LadderCallbacks``.
+    demote: called with the blocks to evict from the fastest tier; None if they are not copied.
     """
 
     def __init__(
@@ -48,6 +38,8 @@ class Eviction:
         reuse_sampler: ReuseSampler,
         admission: Admission,
         transient_blocks: TransientBlocks,
+        on_left_out: Callable[[str, Sequence[BlockId]], object] | None,
+        demote: Demote | None,
     ) -> None:
         self._topology = topology
         self._index = index
@@ -57,8 +49,8 @@ class Eviction:
         self._reuse_sampler = reuse_sampler
         self._admission = admission
         self._transient_blocks = transient_blocks
-        self.demoter: Demoter | None = None
-        self.tell_left_out: TellLeftOut | None = None
+        self._on_left_out = on_left_out
+        self._demote = demote
         self._told: dict[str, int] = {}  # the room of each tier, as the index knows it
         for tier in topology.rooms:
             self._tell_room(tier)
@@ -69,19 +61,6 @@ class Eviction:
         An upper bound.
         """
         return self._topology.rooms[tier].num_free + self._index.num_evictable(tier)
-
-    @property
-    def num_staging(self) -> int | None:
-        """Slots for blocks on their way from storage, as by ``num_available``.
-
-        None if all of them can be read without staging memory.
-        """
-        topology = self._topology
-        if not topology.is_staged:
-            return None
-        if topology.direct_at_need.union(topology.direct).issuperset(topology.storages):
-            return None
-        return self.num_available(topology.staging)
 
     def allocate(self, num_slots: int, as_neighbours: bool = True) -> Sequence[Slot] | None:
         """Allocate slots of the fastest tier, evicting as needed. None if that is not enough.
@@ -132,10 +111,6 @@ class Eviction:
         self._index.release(but_not, tier)
         return room.allocate(num_slots)
 
-    def give_back(self, slots: Sequence[Slot]) -> None:
-        """Free allocated slots of the fastest tier that hold no block of the index."""
-        self._topology.rooms[self._topology.fastest].free(slots)
-
     def make(self, tier: str, num_blocks: int) -> int:
         """Evict up to ``num_blocks`` blocks from ``tier``. Return how many were evicted."""
         if tier == self._topology.staging:
@@ -162,9 +137,9 @@ class Eviction:
         self.make(tier, len(admitted) - room.num_free)
         self._index.release(prefixes, tier)
         self._count_left_out(len(blocks) - len(admitted), tier)
-        if self.tell_left_out is not None and len(admitted) < len(blocks):
+        if self._on_left_out is not None and len(admitted) < len(blocks):
             worth = set(admitted)
-            self.tell_left_out(tier, [block for block in blocks if block not in worth])
+            self._on_left_out(tier, [block for block in blocks if block not in worth])
         return admitted
 
     def _count_left_out(self, num_blocks: int, tier: str) -> None:
@@ -179,29 +154,19 @@ class Eviction:
             self._told[tier] = num_slots
             self._index.set_room(tier, max(1, num_slots))
 
-    def remove(self, blocks: Sequence[BlockId], tier: str) -> int:
-        """Evict these blocks from ``tier``, if ready and not leased. Return how many were."""
+    def remove(self, blocks: Sequence[BlockId], tier: str) -> None:
+        """Evict these blocks from ``tier``, if ready and not leased."""
         states = self._index.states_of(blocks, tier)
         ready = [block for block, at in zip(blocks, states, strict=True) if at is State.READY]
         leaving = [block for block in ready if not self._index.num_leases(block, tier)]
         self._reuse_sampler.on_evict(leaving, tier)
         if tier == self._topology.staging:
             self._transient_blocks.on_evict(leaving)
-        if self._transfers.on_change is not None and leaving:
-            self._transfers.on_change(tier, leaving, True)
+        self._transfers.report(tier, leaving, is_removed=True)
         slots = [self._index.lose(block, tier) for block in leaving]
         self._topology.rooms[tier].free([slot for slot in slots if slot is not None])
         if leaving:
             self._metrics.count(EVICTED_BLOCKS, len(leaving), tier=tier)
-        return len(leaving)
-
-    def clear(self) -> None:
-        """Evict every block that is not leased from every tier, and delete it from storage."""
-        self._reuse_sampler.forget()
-        for tier in self._topology.rooms:
-            self.delete(tier, self._index.num_held(tier))
-        for storage in self._topology.storages:
-            self._mover.drop_unfound(storage)
 
     def delete(self, tier: str, num_blocks: int) -> int:
         """Evict up to ``num_blocks`` blocks from ``tier``, from storage for good.
@@ -216,10 +181,9 @@ class Eviction:
         self, leaving: Sequence[BlockId], tier: str, for_good: bool = False
     ) -> Sequence[Slot]:
         """Remove evicted blocks from ``tier``. Return the slots that are free now."""
-        if self.demoter is not None and tier == self._topology.fastest:
-            leaving = self.demoter.demote(leaving)
-        if self._transfers.on_change is not None:
-            self._transfers.on_change(tier, leaving, True)
+        if self._demote is not None and tier == self._topology.fastest:
+            leaving = self._demote(leaving)
+        self._transfers.report(tier, leaving, is_removed=True)
         if tier == self._topology.staging:
             self._transient_blocks.on_evict(leaving)
         if leaving and tier in self._topology.storages and (for_good or not self._evicts(tier)):

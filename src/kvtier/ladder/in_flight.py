@@ -28,17 +28,19 @@ class InFlight:
     eight bytes. The number of a finished transfer is ignored.
 
     rooms: the memory tiers whose slots are looked up.
+    on_end: see ``LadderCallbacks``.
     """
 
-    def __init__(self, rooms: Mapping[str, Room]) -> None:
+    def __init__(
+        self, rooms: Mapping[str, Room], on_end: Callable[[], object] | None = None
+    ) -> None:
         self._filled_by = {name: np.zeros(room.num_slots, np.int64) for name, room in rooms.items()}
         self._transfers: dict[int, Transfer] = {}  # by number, the oldest first
         self._num_begun = 0
         self.by_route: Counter[tuple[str, str]] = Counter()
         """Number of transfers in flight by (source, destination)."""
         self._ended: deque[Transfer] = deque()  # filled by the threads that end jobs
-        self.when_ended: Callable[[], object] | None = None
-        """Called on these threads, each time a transfer has ended."""
+        self._on_end = on_end
 
     @property
     def all(self) -> Collection[Transfer]:
@@ -65,8 +67,8 @@ class InFlight:
 
     def _note_end(self, transfer: Transfer) -> None:
         self._ended.append(transfer)
-        if self.when_ended is not None:
-            self.when_ended()
+        if self._on_end is not None:
+            self._on_end()
 
     def remove(self, transfer: Transfer) -> None:
         """Remove a finished transfer."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
 
 from kvtier._hot import Numbers
 from kvtier.grouping import runs_of
@@ -10,12 +11,13 @@ from kvtier.index import BlockIndex, State
 from kvtier.ladder.admission import Admission
 from kvtier.ladder.eviction import Eviction
 from kvtier.ladder.prefetch import Prefetch, Prefetches
-from kvtier.ladder.probes import Probes
 from kvtier.ladder.topology import Topology
 from kvtier.ladder.transfers import Transfers
-from kvtier.plan import Copy
+from kvtier.plan import Copy, CostModel, num_to_probe
+from kvtier.telemetry import Metrics
+from kvtier.telemetry.specs import PROBED_BLOCKS
 from kvtier.transfer import Mover, Transfer
-from kvtier.types import BlockId, Direct, Match, Slot
+from kvtier.types import BlockId, Match, Slot
 
 GROWTH = 4
 """A piece is at most 1/GROWTH of the blocks begun before it, so that copying starts early."""
@@ -37,6 +39,54 @@ def piece_sizes(num_blocks: int, first_blocks: int) -> Iterator[int]:
         size = min(max(first_blocks, num_begun // GROWTH), most, num_blocks - num_begun)
         num_begun += size
         yield size
+
+
+class Probes:
+    """Decides when to probe each tier with a small read; see ``kvtier.plan.probe``.
+
+    block_bytes: bytes of a block.
+    clock: seconds.
+    """
+
+    def __init__(
+        self,
+        mover: Mover,
+        transfers: Transfers,
+        costs: CostModel,
+        block_bytes: int,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._mover = mover
+        self._transfers = transfers
+        self._costs = costs
+        self._block_bytes = block_bytes
+        self._metrics = metrics
+        self._clock = clock
+        self._probed_s: dict[str, float] = {}
+
+    def take(self, src: str, dst: str, num_declined: int) -> int:
+        """Return how many blocks to read now from ``src`` to ``dst``, and count them.
+
+        0 if no probe is due, or the tier is in use: then its reads renew the estimate.
+
+        num_declined: number of blocks there that are computed.
+        """
+        route, now_s = (src, dst), self._clock()
+        if not num_declined or self._transfers.num_in_flight.get(route):
+            return 0
+        if not self._mover.accepts(route):
+            return 0
+        last = self._costs.last_copy(route)
+        if last is None and src not in self._mover.storages:
+            return 0  # a copy that was never measured counts as free; storage may be read directly
+        seen_s, last_s = last or (-inf, 0.0)
+        quiet_s = now_s - max(seen_s, self._probed_s.get(src, -inf))
+        num = num_to_probe(num_declined, self._block_bytes, quiet_s, last_s)
+        if num:
+            self._probed_s[src] = now_s
+            self._metrics.count(PROBED_BLOCKS, num, src=src)
+        return num
 
 
 class Loads:
@@ -75,7 +125,7 @@ class Loads:
         """
         between = self._topology.above(copy.src)
         if copy.src in self._topology.direct or between == self._topology.fastest:
-            self.load_direct(copy, dst_slots)
+            self.load_directly(copy, dst_slots)
             return
         blocks, rest = copy.blocks, copy.blocks[:0]
         if copy.src in self._topology.direct_at_need:
@@ -86,9 +136,9 @@ class Loads:
             slots, at = dst_slots[at : at + len(part)], at + len(part)
             self._transfers.begin(Copy(between, copy.dst, part), slots, after=leg)
         if rest:
-            self.load_direct(Copy(copy.src, copy.dst, rest), dst_slots[at:])
+            self.load_directly(Copy(copy.src, copy.dst, rest), dst_slots[at:])
 
-    def load_direct(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
+    def load_directly(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
         """Begin a copy that passes through no staging memory, in pieces."""
         at = 0
         for piece in self._pieces(copy, DIRECT_PIECES):
@@ -240,44 +290,3 @@ def _in_tier(tier: str, blocks: Sequence[BlockId], tiers: Sequence[str]) -> Sequ
     """Return those of ``blocks`` that were found in ``tier``."""
     runs = [run for each, run in runs_of(tiers) if each == tier]
     return Numbers.joined(*(blocks[run.start : run.stop] for run in runs))
-
-
-class DirectLoads:
-    """Reads from storage into the engine's own memory, past every tier.
-
-    Depending on the storage tier's setting, its blocks are read directly always, or only if the
-    staging memory is short of free slots. Blocks can't be evicted from storage until the read has
-    ended. Blocks that have arrived belong to no tier.
-    """
-
-    def __init__(self, topology: Topology, mover: Mover, loads: Loads) -> None:
-        self._topology = topology
-        self._mover = mover
-        self._loads = loads
-
-    @property
-    def is_for_all(self) -> bool:
-        """Whether blocks from every storage tier can be read without staging memory."""
-        topology, at_need = self._topology, self._topology.direct_at_need
-        is_above = topology.device is not None and bool(topology.storages)
-        return is_above and (topology.direct | at_need).issuperset(topology.storages)
-
-    def how(self, storage: str) -> Direct:
-        """Return whether blocks of ``storage`` are read directly now. OFF while its reads hang."""
-        device = self._topology.device
-        if device is None or not self._mover.accepts((storage, device)):
-            return Direct.OFF
-        if storage in self._topology.direct:
-            return Direct.ON
-        return Direct.AUTO if storage in self._topology.direct_at_need else Direct.OFF
-
-    def read(self, blocks: Sequence[BlockId], storage: str, places: Sequence[Slot]) -> None:
-        """Begin to read blocks from storage.
-
-        Args:
-            blocks: the blocks.
-            storage: their tier.
-            places: destination of each block, by the mover's numbering.
-        """
-        assert self._topology.device is not None, "no engine has memory above the tiers"
-        self._loads.load_direct(Copy(storage, self._topology.device, blocks), places)

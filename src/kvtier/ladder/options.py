@@ -1,9 +1,14 @@
-"""Options of the ladder."""
+"""Options of the ladder, and functions that it calls."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from kvtier.types import BlockId
+
+OnChange = Callable[[str, Sequence[BlockId], bool], object]
+"""Called with a tier, the blocks that entered or left it, and whether they left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +39,22 @@ class LadderOptions:
     lookup_patience_s: float = 0.0
     block_size: int = 0
     num_shards: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LadderCallbacks:
+    """Functions that the ladder calls. All but ``on_end`` are called on the cache's thread.
+
+    Attributes:
+        on_change: called when blocks have entered a tier, or leave it.
+        on_left_out: called with a tier, and blocks that it did not admit.
+        on_end: called each time a transfer has ended, on the thread that ended it. It lets an owner
+            sleep until ``Ladder.poll`` has work.
+        may_write: return whether anything is written to storage now. Until then queued blocks wait
+            as long as they stay in memory.
+    """
+
+    on_change: OnChange | None = None
+    on_left_out: Callable[[str, Sequence[BlockId]], object] | None = None
+    on_end: Callable[[], object] | None = None
+    may_write: Callable[[], bool] = lambda: True

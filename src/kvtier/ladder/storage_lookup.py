@@ -114,7 +114,11 @@ class StorageLookup:
     # -- a prompt ---------------------------------------------------------------------------------
 
     def begin(
-        self, storage: str, wanted: WantedBlocks, has_gaps: bool = False
+        self,
+        storage: str,
+        wanted: WantedBlocks,
+        has_gaps: bool = False,
+        num_before: int | None = None,
     ) -> PendingLookup | None:
         """Look up blocks of one prompt in a storage tier, or join the look-up in flight.
 
@@ -125,15 +129,24 @@ class StorageLookup:
             storage: the tier, one of ``unfound``.
             wanted: the blocks, one or more.
             has_gaps: whether blocks behind a missing one may be of use.
+            num_before: blocks of the prompt before these, if the wait for an answer is weighed
+                against computing them. Answers that have arrived are processed then.
 
         Returns:
             The look-up; None if its answer is not worth waiting for.
         """
         (first,) = wanted.names(0, 1, None)
         is_known = (storage, first) in self._asked or self._is_absent((storage, first))
-        return self._ask(Lookup(storage, wanted, has_gaps).next(1 if is_known else FIRST_KEYS))
+        asked = self._ask(Lookup(storage, wanted, has_gaps).next(1 if is_known else FIRST_KEYS))
+        if num_before is None:
+            return asked
+        is_sooner = asked is not None and self._is_sooner(
+            asked, num_before, num_before + len(wanted)
+        )
+        self.hear()
+        return asked if is_sooner else None
 
-    def is_sooner(self, asked: PendingLookup, first: int, end: int) -> bool:
+    def _is_sooner(self, asked: PendingLookup, first: int, end: int) -> bool:
         """Whether the answer comes before blocks ``first`` to ``end`` could be computed."""
         if asked.job.done:
             return False

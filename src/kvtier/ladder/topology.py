@@ -46,6 +46,11 @@ class Topology:
         """Storage tiers that are read directly if ``staging`` is short of free slots."""
         return self._those(Direct.AUTO)
 
+    @property
+    def can_read_all_directly(self) -> bool:
+        """Whether blocks from every storage tier can be read without staging memory."""
+        return (self.direct | self.direct_at_need).issuperset(self.storages)
+
     def _those(self, how: Direct) -> frozenset[str]:
         if not self.is_staged and self.device is None:
             return frozenset()

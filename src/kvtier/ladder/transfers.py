@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -12,6 +11,7 @@ from kvtier.errors import TierError
 from kvtier.index import BlockIndex, State
 from kvtier.ladder.cost_metrics import CostMetrics
 from kvtier.ladder.in_flight import InFlight
+from kvtier.ladder.options import LadderCallbacks
 from kvtier.ladder.topology import Topology
 from kvtier.plan import Copy, CostModel, Costs, Route
 from kvtier.telemetry import Metrics
@@ -27,9 +27,6 @@ from kvtier.transfer import Job, Move, Mover, Transfer
 from kvtier.types import BlockId, BlockKey, Slot, keys_of
 
 logger = logging.getLogger(__name__)
-
-OnChange = Callable[[str, Sequence[BlockId], bool], None]
-"""Called with a tier, the blocks that entered or left it, and whether they left."""
 
 CLOSE_WAIT_S = 10.0
 """Longest wait for copies in flight when the cache closes."""
@@ -49,7 +46,6 @@ class Transfers:
     Attributes:
         lost: (block, tier) of copies that must not be used. Each is dropped once it is not leased.
         is_dropping: whether the last ``drop_lost`` has dropped copies, and left some.
-        on_change: called when blocks enter or leave a tier; may be None.
     """
 
     def __init__(
@@ -61,6 +57,7 @@ class Transfers:
         costs: CostModel,
         account: CostMetrics,
         clock: Callable[[], float],
+        callbacks: LadderCallbacks,
         trial_bytes: int = 0,
     ) -> None:
         self._topology = topology
@@ -78,8 +75,9 @@ class Transfers:
         self._clock = clock
         self._costs = costs
         self._account = account
-        self.on_change: OnChange | None = None
-        self._in_flight = InFlight({name: topology.rooms[name] for name in topology.memories})
+        self._on_change = callbacks.on_change
+        memories = {name: topology.rooms[name] for name in topology.memories}
+        self._in_flight = InFlight(memories, callbacks.on_end)
         self._failed_once: set[BlockId] = set()
         self.lost: dict[tuple[BlockId, str], BlockKey | None] = {}
         self.is_dropping = False
@@ -92,13 +90,6 @@ class Transfers:
     def newest(self, num: int) -> list[Transfer]:
         """Return the last ``num`` transfers that began."""
         return self._in_flight.newest(num)
-
-    def tell_of_ends(self, tell: Callable[[], object]) -> None:
-        """Call ``tell`` each time a transfer has ended, on the thread that ended it.
-
-        It lets an owner sleep until ``poll`` has work.
-        """
-        self._in_flight.when_ended = tell
 
     # -- begin ------------------------------------------------------------------------------------
 
@@ -214,8 +205,7 @@ class Transfers:
         if absent:
             there = [block for at, block in enumerate(there) if at not in absent]
         self._index.commit_all(there[::-1], transfer.dst, self._clock())
-        if self.on_change is not None:
-            self.on_change(transfer.dst, there, False)
+        self.report(transfer.dst, there)
 
     def _undo(self, transfer: Transfer, absent: Collection[int]) -> None:
         """Record that the blocks at these positions did not arrive."""
@@ -313,8 +303,7 @@ class Transfers:
         """Remove a block from a tier. Return False if it is leased."""
         if self._index.num_leases(block, tier):
             return False
-        if self.on_change is not None:
-            self.on_change(tier, [block], True)
+        self.report(tier, [block], is_removed=True)
         slot = self._index.lose(block, tier)
         assert slot is not None, "it was not leased a moment ago"
         self._topology.rooms[tier].free([slot])
@@ -332,8 +321,12 @@ class Transfers:
         """Note blocks that were found in ``tier`` without a transfer, and mark them ready."""
         self._index.begin_write_all(blocks, tier, slots)
         self._index.commit_all(blocks, tier, self._clock())
-        if blocks and self.on_change is not None:
-            self.on_change(tier, blocks, False)
+        self.report(tier, blocks)
+
+    def report(self, tier: str, blocks: Sequence[BlockId], is_removed: bool = False) -> None:
+        """Report blocks that have entered ``tier``, or that leave it."""
+        if self._on_change is not None and len(blocks):
+            self._on_change(tier, blocks, is_removed)
 
     # -- look -------------------------------------------------------------------------------------
 
@@ -347,15 +340,6 @@ class Transfers:
     def wait(self, timeout_s: float) -> bool:
         """Wait until the oldest transfer is done. True if there is none; False on time-out."""
         return self._in_flight.wait(timeout_s)
-
-    def drain(self, timeout_s: float, poll: Callable[[], object]) -> bool:
-        """Call ``poll`` until no transfer is in flight. Return False on time-out."""
-        ends_s = time.monotonic() + timeout_s
-        while self.transfers:
-            if not self.wait(max(0.0, ends_s - time.monotonic())):
-                return False
-            poll()
-        return True
 
     def cost_snapshot(self, is_free: bool = False) -> Costs:
         """Return current costs of copies and prefill, including the queued work.

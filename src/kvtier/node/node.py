@@ -180,8 +180,8 @@ class CacheNode:
             partial(self._take_segment, number),
             self.records,
             self._clock,
+            self._tell_of_ends,
         )
-        partition.tell_of_ends(self._tell_of_ends)
         self.partitions.append(partition)
         self._numbers[key] = number
         logger.info("new room name=%s block_bytes=%d", key.name, key.block_bytes)

@@ -16,7 +16,6 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.assembly import build_ladder
 from kvtier.hints import Said
 from kvtier.index import State, make_key_index
 from kvtier.index.policies.replayed import RUNS
@@ -78,6 +77,7 @@ class Partition:
         take_segment: return a further segment for this partition, or None.
         writer: writes records of stored blocks, for the next node.
         clock: seconds.
+        on_end: called, on any thread, when a transfer has ended.
 
     Attributes:
         key: its identity.
@@ -97,6 +97,7 @@ class Partition:
         take_segment: Callable[[], int | None],
         writer: RecordWriter,
         clock: Callable[[], float] = time.monotonic,
+        on_end: Callable[[], object] | None = None,
     ) -> None:
         self.key = key
         self.tier = SegmentTier(memory, key.folder, key.block_bytes, key.key_bytes)
@@ -108,7 +109,7 @@ class Partition:
         self._clock = clock
         namespace = key.namespace
         self._index = make_key_index(tuple(tiers), lambda: namespace, tuple(tiers), options.policy)
-        ladder = build_ladder(
+        self.cache = LocalBlockCache(
             self._index,
             tiers,
             self._mover,
@@ -117,20 +118,16 @@ class Partition:
                 piece_blocks=max(1, PIECE_BYTES // key.block_bytes),
                 lookup_patience_s=options.lookup_patience_s,
             ),
-            clock=clock,
-            device=DEVICE,
-            metrics=Metrics(),
-        )
-        self.cache = LocalBlockCache(
-            self._index,
-            ladder,
             lambda: namespace,
             clock,
+            device=DEVICE,
+            metrics=Metrics(),
             owned=tiers,
             grow=self._grow,
             on_change=self._note,
+            on_end=on_end,
         )
-        self._ladder = ladder
+        self._ladder = self.cache.ladder
         self.pins = Pins(self, clock)
         self.looked_up = PlaceCounts()
         self.reservations = Reservations(self.tier.generations, clock)
@@ -220,9 +217,7 @@ class Partition:
 
     def note_released(self, blocks: Sequence[BlockId]) -> None:
         """Note that leases of blocks have ended."""
-        self._ladder.transient_blocks.passed(blocks)
-        if self._ladder.transfers.lost:
-            self._ladder.transfers.drop_lost()
+        self._ladder.end_reads(blocks)
 
     def distrust_slots(self, slots: Int64s) -> None:
         """Give up the blocks in slots that are leased or reserved. slots: int64 [n]."""
@@ -323,7 +318,7 @@ class Partition:
         ]
         lies_at = self._index.slots([block for block, _ in known], HOST)
         here = [block for (block, slot), at in zip(known, lies_at, strict=True) if slot == at]
-        self._ladder.eviction.remove(here, HOST)
+        self._ladder.evict_blocks(here, HOST)
 
     @property
     def is_retiring(self) -> bool:
@@ -364,7 +359,7 @@ class Partition:
         """Return the positions of deleted keys for which some storage has not confirmed it yet."""
         blocks, _ = self._index.find_all(keys)
         names = child_keys(self.key.namespace, keys)
-        lost = self._ladder.transfers.lost
+        lost = self._ladder.lost
         found: set[int] = set()
         for name in self.cache.storages:
             found |= self._mover.owed(name, names)
@@ -380,12 +375,7 @@ class Partition:
         """
         self.pins.clear()
         self.kept.forget_all()
-        self._ladder.begin_clear()
-        for tier in (HOST, *self.cache.storages):
-            for _ in range(self._index.num_held(tier) // DELETED_AT_ONCE + 1):
-                if not self._ladder.eviction.delete(tier, DELETED_AT_ONCE):
-                    break
-                yield
+        yield from self._ladder.clear_in_steps(DELETED_AT_ONCE)
         for keys in _pieces([each.key for each in self._index.known()]):
             self.delete(keys)
             yield
@@ -400,12 +390,12 @@ class Partition:
         storages = self.cache.storages
         if any(self._mover.num_owed(name) for name in storages):
             return True
-        return any(tier in storages for _, tier in self._ladder.transfers.lost)
+        return any(tier in storages for _, tier in self._ladder.lost)
 
     def evict_all(self) -> Iterator[None]:
         """Evict every block from memory that nothing uses. Yields between steps."""
         self.kept.forget_all()
-        while self._ladder.eviction.make(HOST, DELETED_AT_ONCE):
+        while self._ladder.evict(HOST, DELETED_AT_ONCE):
             yield
 
     # -- upkeep ------------------------------------------------------------------------------------
@@ -417,8 +407,8 @@ class Partition:
 
     def used_bytes_by_tier(self) -> dict[str, int]:
         """Return the bytes that blocks take in each tier, as far as the index knows them."""
-        used = self._ladder.used_slots()
-        return {name: num * self.key.block_bytes for name, num in used.items()}
+        usage, size = self.cache.usage(), self.key.block_bytes
+        return {name: slots.num_used * size for name, slots in usage.items()}
 
     def capacity_by_storage(self) -> dict[str, int]:
         """Return the bytes that each storage tier has for this partition's blocks."""
@@ -437,8 +427,7 @@ class Partition:
     def is_busy(self) -> bool:
         """Whether ``poll`` has work to do soon."""
         now_s = self._clock()
-        is_moving = self._ladder.is_busy or self._ladder.storage_lookup.is_waiting
-        return is_moving or any(due_s <= now_s for _, due_s in self._retiring.values())
+        return self.cache.is_busy or any(due_s <= now_s for _, due_s in self._retiring.values())
 
     @property
     def has_work(self) -> bool:
@@ -449,10 +438,6 @@ class Partition:
     def used_bytes(self) -> int:
         """Bytes of host memory that hold blocks."""
         return self.tier.num_used * self.key.block_bytes
-
-    def tell_of_ends(self, tell: Callable[[], object]) -> None:
-        """Call ``tell``, on any thread, when a transfer has ended."""
-        self._ladder.transfers.tell_of_ends(tell)
 
     def check_invariants(self) -> None:
         """Raise AssertionError also if a slot is not known to have the block that lies in it."""

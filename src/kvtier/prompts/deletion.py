@@ -50,7 +50,7 @@ class PromptDeletion:
     def delete(self, namespace: bytes, labels: Sequence[Label]) -> Deletion:
         """Delete a prompt's blocks. Nothing finds them from now on."""
         num_known = max(
-            len(self._index.states(namespace, labels, tier)) for tier in self._ladder.topology.rooms
+            len(self._index.states(namespace, labels, tier)) for tier in self._index.tiers
         )
         known = self._index.extend(namespace, labels[:num_known])
         names = list(next_keys(namespace, labels))
@@ -59,15 +59,14 @@ class PromptDeletion:
             below = self._known_below(namespace, blocks[at - 1])
             blocks += [*below, *[NO_BLOCK] * (len(self.branch) - len(below))]
             names += next_keys(names[at - 1], self.branch)
-        self._ladder.delete(names, blocks, ())
+        self._ladder.delete(names, blocks)
         return Deletion(frozenset(blocks) - {NO_BLOCK}, names)
 
     def _known_below(self, namespace: bytes, block: BlockId) -> Sequence[BlockId]:
         """Return the known blocks of a branch below ``block``."""
         if block == NO_BLOCK:
             return []
-        [tier, *_] = self._ladder.topology.rooms
-        num_known = len(self._index.states(namespace, self.branch, tier, block))
+        num_known = len(self._index.states(namespace, self.branch, self._index.tiers[0], block))
         return self._index.extend(namespace, self.branch[:num_known], block)
 
     def delete_all(self, is_meant: Callable[[bytes], bool]) -> Deletion:
@@ -82,7 +81,7 @@ class PromptDeletion:
         for node, namespace in _with_namespaces(self._index.nodes()):
             (blocks if is_meant(namespace) else others).append(node.block)
         names = list(keys_of(self._index.names(blocks)))
-        self._ladder.delete(names, blocks, ())
+        self._ladder.delete(names, blocks)
         kept = set(keys_of(self._index.names(others)))
         kept.update(names)
         for name, storage in self._storages.items():
@@ -93,13 +92,13 @@ class PromptDeletion:
 
     def is_complete(self, deletion: Deletion) -> bool:
         """Whether no tier has any of the blocks any more, and storage has confirmed it."""
-        if any(block in deletion.blocks for block, _ in self._ladder.transfers.lost):
+        if any(block in deletion.blocks for block, _ in self._ladder.lost):
             return False
         return not any(self._mover.owed(name, deletion.names) for name in self._storages)
 
     def num_kept(self, blocks: Sequence[BlockId]) -> int:
         """Return how many of the first blocks were not deleted."""
-        lost = {block for block, _ in self._ladder.transfers.lost}
+        lost = {block for block, _ in self._ladder.lost}
         return next((at for at, block in enumerate(blocks) if block in lost), len(blocks))
 
 

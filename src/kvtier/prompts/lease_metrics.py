@@ -26,12 +26,9 @@ class LeaseObserver:
 
     def __init__(self, ladder: Ladder, group: KVGroup, events: BlockLog | None) -> None:
         self._metrics = ladder.metrics
-        self._account = ladder.account
-        self._reuse_sampler = ladder.reuse_sampler
+        self._ladder = ladder
         self._group = group
         self._events = events
-        if events is not None:
-            ladder.transfers.on_change = events.moved
 
     def planned(self, lease: Lease, plan: Plan) -> None:
         """It holds what its plan reuses, there is room for the rest, and no copy has begun."""
@@ -42,8 +39,8 @@ class LeaseObserver:
             if tier != DEVICE:
                 num_elsewhere += len(run)
                 some = slice(run.start, run.stop)
-                self._reuse_sampler.on_admit(map(hash, lease.labels[some]), lease.blocks[some])
-        self._account.planned(num_elsewhere, plan.num_declined_blocks)
+                self._ladder.on_admit(map(hash, lease.labels[some]), lease.blocks[some])
+        self._ladder.costs.planned(num_elsewhere, plan.num_declined_blocks)
 
     def found(self, lease: Lease, match: Match) -> None:
         """Report what a request found.
@@ -56,7 +53,7 @@ class LeaseObserver:
     def computed(self, lease: Lease, num_new: int) -> None:
         """Its last ``num_new`` blocks are the cache's now."""
         new = slice(lease.num_shared - num_new, lease.num_shared)
-        self._reuse_sampler.on_admit(map(hash, lease.labels[new]), lease.blocks[new])
+        self._ladder.on_admit(map(hash, lease.labels[new]), lease.blocks[new])
         if self._events is not None:
             here = (DEVICE,) * lease.num_shared
             self._events.prompt(lease.namespace, lease.labels, lease.blocks, here)
@@ -71,4 +68,4 @@ class LeaseObserver:
         self._metrics.record(lease.record)
         if not lease.broken:
             saved = sum(lease.record.hit_blocks.values()) * self._group.block_size
-            self._account.saved(0, saved, lease.record.load_s)
+            self._ladder.costs.saved(0, saved, lease.record.load_s)

@@ -18,16 +18,14 @@ def begin_lookup(
     On return the index knows the blocks of storage that answers at once. Returns whether the prompt
     should wait for another answer.
     """
-    lookup = ladder.storage_lookup
     is_worth_waiting = False
-    for storage in lookup.unfound():
+    for storage in ladder.unfound():
         known = index.match(namespace, labels).blocks
         if len(known) == len(labels):
             break
         wanted = _WantedLabels(index, namespace, labels[:], known)
-        if (asked := lookup.begin(storage, wanted)) is not None:
-            is_worth_waiting |= lookup.is_sooner(asked, len(known), len(labels))
-    lookup.hear()
+        pending = ladder.lookup_storage(storage, wanted, num_before=len(known))
+        is_worth_waiting |= pending is not None
     return is_worth_waiting
 
 

@@ -120,7 +120,7 @@ class SnapshotCache(StatefulCache):
         and the regular ones before it. Later ones make earlier ones superfluous.
         """
         waits = super().lookup(namespace, labels)
-        if not self._ladder.storage_lookup.unfound():
+        if not self._ladder.unfound():
             return waits
         known = super().match(namespace, labels)
         last = known.num_blocks // self._grain * self._grain
@@ -190,7 +190,7 @@ class SnapshotCache(StatefulCache):
             near = self._every // 2 if at in regular else 1
             if at > first and all(abs(at - other) >= near for other in wanted):
                 wanted.append(at)
-        num_slots = self._ladder.num_slots()[DEVICE]
+        num_slots = self.num_slots()[DEVICE]
         room = (num_slots - num_blocks - self._size * (first > 0)) // self._size
         return sorted(wanted[: max(0, room)])
 
@@ -220,7 +220,7 @@ class SnapshotCache(StatefulCache):
         num = len(made.blocks)
         unused = [*ours[num:]]
         unused += [slot for slot, used in zip(ours, made.slots, strict=False) if slot != used]
-        self._ladder.eviction.give_back(unused)
+        self._ladder.free(unused)
         if not num:
             return
         match = Match(made.blocks, (DEVICE,) * num, (False,) * num, num)

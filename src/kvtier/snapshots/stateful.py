@@ -28,7 +28,7 @@ class StatefulCache(Cache):
         size, num_bytes = self.group.block_size, self.group.bytes_per_block
         match = match if load else match.on_device()
         costs = self._ladder.cost_snapshot(is_free=not self._weighs_costs)
-        num_free, staging = self.num_available_slots, self._ladder.eviction.num_staging
+        num_free, staging = self.num_available_slots, self._ladder.num_staging
         plan = plan_groups(
             self._over_groups(match),
             costs,
@@ -77,13 +77,13 @@ class StatefulCache(Cache):
             if not kind.in_flight:
                 sources.setdefault(kind.tier, []).append(run)
         num_copied = sum(len(run) for runs in sources.values() for run in runs)
-        new_slots = self._ladder.eviction.allocate(num_copied) if num_copied else ()
+        new_slots = self._ladder.allocate(num_copied) if num_copied else ()
         if new_slots is None:
             return None
         for tier, runs in sources.items():
             for run in runs:
                 copy = Copy(tier, DEVICE, match.blocks[run.start : run.stop])
-                self._ladder.loads.load(copy, new_slots[: len(run)])
+                self._ladder.load(copy, new_slots[: len(run)])
                 new_slots = new_slots[len(run) :]
         lease.slots = self._index.slots(lease.blocks, DEVICE)
         self._ladder.wait_for(lease, lease.slots)

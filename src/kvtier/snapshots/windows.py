@@ -38,7 +38,7 @@ from kvtier.snapshots.stateful import StatefulCache
 from kvtier.telemetry.block_events import BlockLog
 from kvtier.tiers import ArenaOptions, DeviceTier, StorageTier
 from kvtier.transfer import LayerGate
-from kvtier.types import DEVICE, BlockId, BlockKey, Label, Match, Slot
+from kvtier.types import DEVICE, HOST, BlockId, BlockKey, Label, Match, Slot
 
 MOST_COMPARED = 4
 """Cuts that the planner compares for each run of blocks in one tier, and runs."""
@@ -208,7 +208,7 @@ class WindowCache(StatefulCache):
     def lookup(self, namespace: bytes, labels: Sequence[Label]) -> bool:
         """Look up a prompt's blocks in storage, and the cells of its longest possible cut."""
         waits = super().lookup(namespace, labels)
-        if not self._ladder.storage_lookup.unfound():
+        if not self._ladder.unfound():
             return waits
         known = super().match(namespace, labels)
         grain = self._shape.grain_blocks
@@ -270,7 +270,7 @@ class WindowCache(StatefulCache):
         return True
 
     def _cell_slots(self) -> Sequence[Slot] | None:
-        return self._ladder.eviction.allocate(self._size, as_neighbours=False)
+        return self._ladder.allocate(self._size, as_neighbours=False)
 
     def follow(self, lease: Lease) -> LayerGate | None:
         """Do the same as ``Cache.follow``, once all cells have arrived."""
@@ -294,7 +294,7 @@ class WindowCache(StatefulCache):
         passed = num_blocks - (self._shape.num_cells + 1) * self._shape.grain_blocks
         for at in [end for end in lease.made if end <= passed]:
             if self._is_stored(lease.made[at]):
-                self._ladder.eviction.remove(lease.made.pop(at), DEVICE)
+                self._ladder.evict_blocks(lease.made.pop(at), DEVICE)
         self._check()
 
     def _add(self, lease: WindowLease, at: int) -> Sequence[BlockId]:
@@ -306,7 +306,7 @@ class WindowCache(StatefulCache):
         num = len(made.blocks)
         unused = [*ours[num:]]
         unused += [slot for slot, used in zip(ours, made.slots, strict=False) if slot != used]
-        self._ladder.eviction.give_back(unused)
+        self._ladder.free(unused)
         if num:
             match = Match(made.blocks, (DEVICE,) * num, (False,) * num, num)
             state = StateLease(self._index, namespace, labels[:num], match, now, at, lease)
@@ -318,10 +318,9 @@ class WindowCache(StatefulCache):
 
     def _is_stored(self, blocks: Sequence[BlockId]) -> bool:
         """Whether the tier below the device has all of ``blocks``."""
-        below = self._ladder.topology.below(DEVICE)
-        if below is None:
+        if HOST not in self._tiers:
             return False
-        return self._index.states_of(blocks, below).count(State.READY) == len(blocks)
+        return self._index.states_of(blocks, HOST).count(State.READY) == len(blocks)
 
     def release(self, lease: Lease, record: bool = True) -> None:
         super().release(lease, record)

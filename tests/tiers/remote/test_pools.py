@@ -100,7 +100,7 @@ def test_replica_loads_what_another_has_computed(store: Store) -> None:
     with replica(store()) as first, replica(store()) as second:
         assert first.keep(1, 2, 3)
         first.settle()
-        if second.pool.ladder.storage_lookup.unfound(finds_at_once=False):
+        if second.pool.ladder.unfound(finds_at_once=False):
             asked_for = places(second, 1, 2, 3, 4)
         else:
             until_stored(second, 1, 2, 3)

@@ -16,7 +16,6 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.assembly import build_ladder
 from kvtier.connectors.common.holds import Holds
 from kvtier.errors import ConfigError, TierError
 from kvtier.index import State, make_key_index
@@ -173,6 +172,7 @@ class BlockSlab(LocalBlockCache):
         policy: eviction policy; all but LRU need ``on_request`` to be called.
         metrics: by default, metrics that are counted but not exposed.
         clock: seconds.
+        on_end: called, on any thread, when a read or write has ended.
 
     The caller guarantees
         that one thread calls; that the rows of a job do not change until the job is finished; that
@@ -196,6 +196,7 @@ class BlockSlab(LocalBlockCache):
         policy: str = LRU,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_end: Callable[[], object] | None = None,
     ) -> None:
         self.digest = digest  # first: if it is wrong, nothing has been opened
         bytes_per_block = tier.bytes_per_block
@@ -204,7 +205,7 @@ class BlockSlab(LocalBlockCache):
         self._rows = rows
         self._mover = LocalMover(tiers, None, clock)
         index = make_key_index(tuple(tiers), lambda: self.digest, (tier.name,), policy)
-        ladder = build_ladder(
+        super().__init__(
             index,
             tiers,
             self._mover,
@@ -214,17 +215,19 @@ class BlockSlab(LocalBlockCache):
                 piece_blocks=max(1, piece_bytes // bytes_per_block),
                 lookup_patience_s=lookup_patience_s,
             ),
-            clock=clock,
+            lambda: self.digest,
+            clock,
             metrics=metrics,
+            on_change=self._note,
+            on_left_out=self._note_left_out,
+            on_end=on_end,
         )
-        super().__init__(index, ladder, lambda: self.digest, clock, on_change=self._note)
         self._most_queued = max(1, most_queued)
         self._num_queued = 0
         self._tells_changes = tells_changes
         self._jobs: list[_Job] = []
         self._leased: set[BlockId] = set()  # leased in storage, since they are in memory, too
         self._holds = Holds(index, tier.name, tier.num_blocks // HELD_SHARE)
-        ladder.eviction.tell_left_out = self._note_left_out
 
     @property
     def digest(self) -> bytes:
@@ -278,7 +281,7 @@ class BlockSlab(LocalBlockCache):
         block, states = found
         if self._storage_of(block, states) is not None:
             return BlockState.STORAGE
-        is_moving = states[0] is State.WRITING or self.ladder.write_queues.has(block)
+        is_moving = State.WRITING in states or self.ladder.are_queued([block])[0]
         return BlockState.ARRIVING if is_moving else BlockState.NOWHERE
 
     def look(self, keys: Sequence[bytes]) -> LookupResult:
@@ -298,7 +301,7 @@ class BlockSlab(LocalBlockCache):
         blocks, states = self._index.find_all(keys)
         by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
         in_memory = by_tier[:, 0] == State.READY
-        queued = np.array(self.ladder.write_queues.are_queued(blocks), bool)
+        queued = np.array(self.ladder.are_queued(blocks), bool)
         moving = (by_tier == State.WRITING).any(axis=1) | queued
         stored = by_tier[:, 1] == State.READY
         if self._lost:
@@ -355,17 +358,17 @@ class BlockSlab(LocalBlockCache):
         self._index.begin_write_all(blocks, self.memory, slots)
         self._index.commit_all(blocks, self.memory, self._clock())
         self._index.set_depths(blocks, depths)
-        self.ladder.reuse_sampler.on_admit(self._index.hashes(blocks), blocks)
+        self.ladder.on_admit(self._index.hashes(blocks), blocks)
         self._use(blocks)
         stored = zip(blocks, self._index.states_of(blocks, self._tier.name), strict=True)
         self._lease([block for block, state in stored if state is State.READY])
-        self._archive(blocks)
+        self.ladder.enqueue_write(blocks)
 
     def _fetch_into_rows(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
         """Read blocks from storage into ``slots``. None of them may be in memory already."""
         self._rows.lend(list(slots))
         blocks = tuple(self._known(keys))
-        self.ladder.loads.load(Copy(self._tier.name, self.memory, blocks), slots)
+        self.ladder.load(Copy(self._tier.name, self.memory, blocks), slots)
 
     def _free_rows(self, keys: Sequence[bytes]) -> None:
         """Give the rows of blocks back to the engine. No copy from or to them may be in flight.
@@ -486,7 +489,7 @@ class BlockSlab(LocalBlockCache):
     def drain(self) -> None:
         """Wait until no read or write is in flight. ``take_finished`` returns the outcomes."""
         while self._poll():
-            self.ladder.transfers.wait(END_WAIT_S)
+            self.ladder.drain(END_WAIT_S, self._poll)
 
     def close(self) -> bool:
         """Finish reads and writes, and close the slab, so that another process may open it.
@@ -498,7 +501,7 @@ class BlockSlab(LocalBlockCache):
         """
         ends_s = time.monotonic() + CLOSE_WAIT_S
         while self._poll() and (left_s := ends_s - time.monotonic()) > 0:
-            self.ladder.transfers.wait(left_s)
+            self.ladder.drain(left_s, self._poll)
         self._mover.close(0)
         if self._mover.close(END_WAIT_S):
             reason = f"a read or write takes over {END_WAIT_S:.0f} s"

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvtier.assembly import build_ladder
 from kvtier.connectors.common.paged_pool import GroupPages, LayerSteps, PagedPool
 from kvtier.devices import Direction
 from kvtier.index import make_key_index
@@ -86,7 +85,7 @@ def open_cache(
     mover = LocalMover(tiers, None)
     mover.start()
     index = make_key_index(tuple(tiers), digest, tuple(tiers), policy)
-    ladder = build_ladder(
+    return LocalBlockCache(
         index,
         tiers,
         mover,
@@ -96,11 +95,12 @@ def open_cache(
             piece_blocks=max(1, PIECE_BYTES // bytes_per_block),
             lookup_patience_s=lookup_deadline_s,
         ),
-        clock=time.monotonic,
+        digest,
+        time.monotonic,
         device=DEVICE,
         metrics=metrics,
+        owned=tiers,
     )
-    return LocalBlockCache(index, ladder, digest, time.monotonic, owned=tiers)
 
 
 class PoolCopies:
@@ -144,7 +144,7 @@ class PoolCopies:
         """
         room = self._cache.reserve(keys)
         if room is None:
-            num = min(len(keys), self._cache.ladder.eviction.num_available(HOST))
+            num = min(len(keys), self._cache.ladder.num_available(HOST))
             room = self._cache.reserve(keys[:num])
         if room is None or not room.keys:
             return Store(keys, depths, (), None)

@@ -107,6 +107,7 @@ class SlabCalls:
             policy=policy,
             metrics=metrics,
             clock=clock,
+            on_end=self._ring,
         )
         self._lock = Lock()  # around the slab, which belongs to one thread at a time
         self._bell = Condition(Lock())
@@ -116,7 +117,6 @@ class SlabCalls:
         self._finished: dict[int, FinishedJob] = {}
         self._tended_s, self._num_heard = -inf, 0
         self._snapshot: Costs | None = None
-        self._slab.ladder.transfers.tell_of_ends(self._ring)
 
     @property
     def learns(self) -> bool:
@@ -167,7 +167,7 @@ class SlabCalls:
             if not questions or time.monotonic() >= ends_s:
                 return
             with self._lock:
-                self._slab.ladder.storage_lookup.hear()
+                self._slab.poll()
 
     def _look(self, keys: Sequence[bytes]) -> LookupResult:
         self._glance()
@@ -205,7 +205,7 @@ class SlabCalls:
         self._slab.costs.planned(0, num_found)
         self.num_recomputed += num_found
         if not self._probes:
-            self._probe(keys[: self._slab.ladder.loads.num_to_probe(self._tier_name, num_found)])
+            self._probe(keys[: self._slab.ladder.num_to_probe(self._tier_name, num_found)])
         return 0
 
     def _probe(self, keys: Sequence[bytes]) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from kvtier.assembly import build_ladder
 from kvtier.connectors.vllm.names import VllmNames
 from kvtier.connectors.vllm.prompt import GROUP_BYTES, Shape
 from kvtier.index import make_key_index
@@ -82,7 +81,7 @@ def rank_tiers(
     index = make_key_index(
         tuple(rooms), lambda: names.digest, learning, eviction_policy, group_bytes
     )
-    ladder = build_ladder(
+    cache = LocalBlockCache(
         index,
         rooms,
         mover,
@@ -94,11 +93,10 @@ def rank_tiers(
             block_size=shape.block_sizes[0] if index.learning else 0,
             num_shards=shape.num_shards,
         ),
-        clock=time.monotonic,
+        lambda: names.digest,
+        time.monotonic,
         device=DEVICE,
-    )
-    cache = LocalBlockCache(
-        index, ladder, lambda: names.digest, time.monotonic, lambda: mover.is_complete
+        knows_storage=lambda: mover.is_complete,
     )
     return EngineTiers(cache, host, cache.direct_reads)
 
