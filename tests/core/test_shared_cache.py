@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from kvtier.shared_cache import SharedCache, open_cache
 from kvtier.testing import MemoryStorage, StoredBlocks, host_memory
 from kvtier.tiers import DeviceTier, StorageFacts
 from kvtier.types import LoadPolicy, WritePolicy
+from tests.kit.waiting import wait_until
 
 BLOCK_SIZE = 2
 GROUP = full_attention(4, 2, 64, DType.FLOAT32, BLOCK_SIZE)
@@ -83,18 +83,10 @@ def tokens(number: int) -> list[int]:
     return [1, 1, 2, 2, 10 + number, 10 + number, 9]
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    """Wait without ``poll``: the cache's own thread has to get there."""
-    ends = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < ends, "it never came to be"
-        time.sleep(0.002)
-
-
 def test_blocks_reach_the_disk_while_nobody_calls(tmp_path: Path) -> None:
     engine = Engine.on_disk(tmp_path)
     engine.serve(PROMPT)
-    until(lambda: engine.cache._cache.used_slots()["disk"] == 3)
+    wait_until(lambda: engine.cache._cache.used_slots()["disk"] == 3)
     engine.cache.close()
     engine = Engine.on_disk(tmp_path)
     assert engine.serve(PROMPT) == 3
@@ -214,7 +206,7 @@ def test_a_queued_prompt_is_read_while_nobody_calls() -> None:
         assert storage.is_reading.wait(60)
         assert not queued.ready
         storage.open_reads.set()
-        until(lambda: queued.ready)
+        wait_until(lambda: queued.ready)
         assert engine.cache._cache.used_slots() == {"device": 0, "host": 3, "disk": 3}
         assert engine.serve(PROMPT) == 3
     assert len(storage.reads) == 1
@@ -225,7 +217,7 @@ def test_nothing_is_read_ahead_without_host_memory() -> None:
     storage = MemoryStorage(GROUP, 16, StoredBlocks())
     engine = lone_on_disk(storage)
     with engine.cache.prefetch(engine.cache.prompt(PROMPT)) as queued:
-        until(lambda: queued.ready)
+        wait_until(lambda: queued.ready)
         assert not storage.reads
         assert engine.serve(PROMPT) == 3
     engine.cache.close()
@@ -243,7 +235,7 @@ def test_a_prompt_is_read_ahead_when_storage_has_answered() -> None:
     assert storage.was_asked.wait(60)
     assert not storage.reads
     storage.open_finds.set()
-    until(lambda: queued.ready)
+    wait_until(lambda: queued.ready)
     assert storage.reads
     queued.end()
     queued.end()
@@ -260,10 +252,10 @@ def test_a_second_prompt_is_read_when_the_first_has_left() -> None:
         engine.lose_memory()
         engine.cache.call(lambda cache: cache.clear("host"))
     queued = [engine.cache.prefetch(engine.cache.prompt(each)) for each in prompts]
-    until(lambda: queued[0].ready)
+    wait_until(lambda: queued[0].ready)
     assert not queued[1].ready  # half of the memory may hold what waits
     queued[0].end()
-    until(lambda: queued[1].ready)
+    wait_until(lambda: queued[1].ready)
     queued[1].end()
     engine.cache.close()
 
@@ -329,7 +321,7 @@ def test_a_callback_may_use_the_cache() -> None:
     found: list[int] = []
     stored = engine.cache.stored(engine.cache.prompt(PROMPT))
     stored.add_done_callback(lambda done: found.append(engine.serve(PROMPT) + done.result()))
-    until(lambda: bool(found))
+    wait_until(lambda: bool(found))
     assert found == [3 + 6]
     engine.cache.close()
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event, Thread
@@ -47,14 +46,6 @@ def running(engine: object, config: ServerConfig | None = None) -> Iterator[Runn
         server.stop()  # tests that leave requests behind don't wait for them
         thread.join(30)
         assert not thread.is_alive(), "the server does not end"
-
-
-def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
-    """Return as soon as ``is_so``; fail when it takes too long."""
-    end = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < end, f"never came: {what}"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="session")

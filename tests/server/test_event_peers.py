@@ -17,8 +17,8 @@ from kvtier.telemetry import event_peers
 from kvtier.telemetry.block_events import BlockEvents, BlockLog
 from kvtier.telemetry.publisher import MOST_KEPT, Publisher
 from kvtier.types import DEVICE, HOST
+from tests.kit.waiting import wait_until
 
-from .conftest import wait_until
 from .test_events import ANY_PORT, publisher, router, send
 
 BATCH = bytes(6000)

@@ -22,9 +22,10 @@ from kvtier.telemetry.block_events import BlockEvents, BlockLog
 from kvtier.telemetry.event_peers import MOST_PEERS, NUM_REFUSED
 from kvtier.telemetry.publisher import END, Publisher, is_local
 from kvtier.types import DEVICE, HOST, BlockId
+from tests.kit.waiting import wait_until
 from tests.telemetry.test_block_events import Reader
 
-from .conftest import MODEL, wait_until
+from .conftest import MODEL
 
 pytestmark = pytest.mark.engine
 

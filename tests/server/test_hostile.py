@@ -11,8 +11,9 @@ import pytest
 from kvtier.engine import Engine
 from kvtier.server import ServerConfig, bodies
 from kvtier.server.errors import show
+from tests.kit.waiting import wait_until
 
-from .conftest import MODEL, Running, running, wait_until
+from .conftest import MODEL, Running, running
 from .raw import ASKED, COMPLETIONS, answered, connect, head, is_closed, metrics_of, request
 from .test_load import Wordy
 

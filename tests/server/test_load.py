@@ -15,8 +15,9 @@ import pytest
 
 from kvtier.engine import Engine, EngineConfig
 from kvtier.server import ServerConfig
+from tests.kit.waiting import wait_until
 
-from .conftest import MODEL, Running, running, wait_until
+from .conftest import MODEL, Running, running
 
 pytestmark = pytest.mark.engine
 

@@ -14,8 +14,9 @@ from kvtier.engine import Engine
 from kvtier.live.files import LIVE_PATH
 from kvtier.server import ServerConfig, bodies
 from kvtier.server.metrics import CacheMetrics
+from tests.kit.waiting import wait_until
 
-from .conftest import MODEL, Running, running, wait_until
+from .conftest import MODEL, Running, running
 from .raw import (
     ASKED,
     COMPLETIONS,

@@ -16,8 +16,8 @@ import openai
 import pytest
 
 from kvtier.telemetry.log_rate import BURST
+from tests.kit.waiting import wait_until
 
-from .conftest import wait_until
 from .program import program
 
 pytestmark = pytest.mark.engine

@@ -24,9 +24,10 @@ from kvtier.engine import Engine
 from kvtier.errors import ConfigError
 from kvtier.server import ServerConfig
 from kvtier.server.tls import Certificate
+from tests.kit.waiting import wait_until
 
 from .certificates import Authority, Files
-from .conftest import MODEL, Running, running, wait_until
+from .conftest import MODEL, Running, running
 from .program import program
 from .raw import COMPLETIONS, is_closed, read, request
 

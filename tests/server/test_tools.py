@@ -19,8 +19,9 @@ from kvtier.server import service
 from kvtier.server.fields import ToolChoice, parse_tools
 from kvtier.server.grammars import grammar_of_answer
 from kvtier.server.tool_calls import CallForm, CallReader
+from tests.kit.waiting import wait_until
 
-from .conftest import MODEL, Running, wait_until
+from .conftest import MODEL, Running
 
 pytestmark = pytest.mark.engine
 

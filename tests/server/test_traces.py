@@ -21,8 +21,9 @@ from kvtier.errors import ConfigError
 from kvtier.server import ServerConfig
 from kvtier.telemetry.traces import PROTOCOL_VARIABLES, open_traces
 from kvtier.types import DEVICE
+from tests.kit.waiting import wait_until
 
-from .conftest import MODEL, running, wait_until
+from .conftest import MODEL, running
 from .test_errors import FailsAfterTwoTokens
 
 pytestmark = pytest.mark.engine

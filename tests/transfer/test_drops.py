@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from kvtier.testing import FaultyStorage, MemoryStorage, StoredBlocks
 from kvtier.tiers import HostTier, MemoryTier, Outcome, StorageFacts, StorageTier
 from kvtier.transfer import Job, LocalMover, Move, drops
 from kvtier.types import DISK, HOST, BlockKey, BlockName, Slot
+from tests.kit.waiting import wait_until
 
 SIZE = 4096
 GROUP = opaque(SIZE)
@@ -83,13 +83,6 @@ def ended(job: Job) -> Job:
     return job
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    ends_at = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < ends_at, "it never came to be"
-        time.sleep(0.001)
-
-
 def a_rig(facts: StorageFacts) -> Iterator[Rig]:
     rig = Rig(facts)
     yield rig
@@ -122,8 +115,8 @@ def shared() -> Iterator[Rig]:
 def test_drop_reaches_storage(rig: Rig) -> None:
     rig.fill(0, 1, 2)
     rig.drop(1)
-    until(lambda: rig.kept == {0, 2})
-    until(rig.is_idle)
+    wait_until(lambda: rig.kept == {0, 2})
+    wait_until(rig.is_idle)
     assert rig.find(0, 1) == [THERE, ABSENT]
     assert rig.moved("write", 1).succeeded, "it may come again"
     assert rig.storage.num_calls["drop"] == 1
@@ -133,7 +126,7 @@ def test_drop_waits_while_storage_is_left_alone_and_goes_before_the_next_look_up
     rig.fill(0, 1)
     rig.stop_answering()
     rig.drop(0)
-    until(rig.is_idle)
+    wait_until(rig.is_idle)
     assert rig.storage.num_calls["drop"] == 0
     assert rig.kept == {0, 1}
     rig.now += 1
@@ -149,7 +142,7 @@ def test_drop_that_fails_is_repeated_before_anything_is_found(rig: Rig) -> None:
     rig.storage.fail("drop", 1)
     rig.storage.fail("drop", 2)
     rig.drop(0)
-    until(lambda: rig.storage.num_calls["drop"] == 1)
+    wait_until(lambda: rig.storage.num_calls["drop"] == 1)
     assert rig.find(0, 1) == [], "it can't be dropped, so it is not looked for"
     assert rig.kept == {0, 1}
     assert rig.find(0, 1) == [ABSENT, THERE]
@@ -209,20 +202,20 @@ def test_drop_does_not_wait_for_the_next_look_up(rig: Rig) -> None:
     rig.fill(0, 1)
     rig.stop_answering()
     rig.drop(0)
-    until(rig.is_idle)
+    wait_until(rig.is_idle)
     rig.mover.scrub()
-    until(rig.is_idle)
+    wait_until(rig.is_idle)
     assert rig.kept == {0, 1}, "the pause is not over"
     rig.now += 1
     rig.mover.scrub()
-    until(lambda: rig.kept == {1})
+    wait_until(lambda: rig.kept == {1})
 
 
 def test_nothing_to_drop_is_no_answer(rig: Rig) -> None:
     rig.stop_answering()
     rig.now += 1
     rig.drop()
-    until(rig.is_idle)
+    wait_until(rig.is_idle)
     rig.storage.fail("find")
     assert rig.find(0) == []
     assert not rig.mover.has_unfound(DISK), "the pause doubled"
@@ -286,7 +279,7 @@ def test_storage_may_have_what_it_gave_no_answer_for(rig: Rig) -> None:
         assert rig.mover.has_unfound(DISK)
         rig.drop(1)
         assert not rig.mover.has_unfound(DISK), "nobody wants it any more"
-        until(rig.is_idle)
+        wait_until(rig.is_idle)
 
 
 def test_keys_without_an_answer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +307,7 @@ def test_trial_that_hangs_does_not_keep_others_out_for_good(way: str) -> None:
     rig.storage.hang(call)
     num_calls = rig.storage.num_calls[call]
     hanging = rig.begin(way, 0)
-    until(lambda: rig.storage.num_calls[call] > num_calls)
+    wait_until(lambda: rig.storage.num_calls[call] > num_calls)
     rig.now += 10
     assert not rig.mover.accepts(WAYS[way]), "it may still answer"
     rig.now += 200
@@ -369,8 +362,8 @@ def test_drop_that_others_are_told_of_is_waited_for_by_nobody(shared: Rig) -> No
     assert shared.kept == {0, 1}, "nobody was told yet"
     assert shared.moved("write", 0).lost == {0}
     shared.storage.let_go("drop")
-    until(lambda: shared.kept == {1})
-    until(shared.is_idle)
+    wait_until(lambda: shared.kept == {1})
+    wait_until(shared.is_idle)
     assert shared.moved("write", 0).succeeded
     assert shared.find(0) == [THERE]
 
@@ -381,11 +374,11 @@ def test_drop_that_others_do_not_hear_of_is_repeated_after_a_pause(shared: Rig) 
         shared.storage.fail("drop", nth)
     shared.drop(0)
     for _ in range(5):
-        until(shared.is_idle)
+        wait_until(shared.is_idle)
         shared.mover.scrub()
-    until(shared.is_idle)
+    wait_until(shared.is_idle)
     assert shared.storage.num_calls["drop"] == 3
     assert shared.kept == {0, 1}
     shared.now += 1
     shared.mover.scrub()
-    until(lambda: shared.kept == {1})
+    wait_until(lambda: shared.kept == {1})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.kit.waiting import wait_until
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
@@ -152,14 +153,6 @@ def _traffic(num_requests: int) -> list[dict[str, list[int]]]:
     return asked
 
 
-def _wait_for_lines(path: Path, num_lines: int) -> None:
-    """The recorder has its own pace."""
-    end_s = time.monotonic() + 60
-    while len(path.read_bytes().splitlines()) < num_lines:
-        assert time.monotonic() < end_s, "a request was not recorded"
-        time.sleep(0.1)
-
-
 @pytest.mark.timeout(900)
 def test_a_recording_replays_to_the_hits_that_vllm_counted(tmp_path: Path) -> None:
     path, asked = tmp_path / "trace", _traffic(64)
@@ -168,7 +161,9 @@ def test_a_recording_replays_to_the_hits_that_vllm_counted(tmp_path: Path) -> No
     with engine(lru) as llm:
         answers = [run(llm, each)[0] for each in asked]
         room = int(count("vllm:kvtier_chunks", tier="host"))
-        _wait_for_lines(path, len(asked) + 1)
+        wait_until(
+            lambda: len(path.read_bytes().splitlines()) > len(asked), "every request is recorded"
+        )
         run(llm, prompt(9999, 20))  # a step more, that tells of the metrics
         counted = count("vllm:kvtier_recorded_requests_total", outcome="written")
     trace = _read(path)

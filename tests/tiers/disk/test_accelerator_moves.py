@@ -6,9 +6,8 @@ and the fakes notice that.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from kvtier.transfer import Job, LocalMover, Move
 from kvtier.transfer.ranks import Done, RankExecutor, RankOrder, Verb
 from kvtier.types import DEVICE, DISK, Slot
 from tests.fakes.storage import LIBRARIES
+from tests.kit.waiting import wait_until
 from tests.tiers.disk.accelerated import BY_LAYER, NUM_BLOCKS, THERE, Accelerated, keys, names
 
 SLOTS = [Slot(at) for at in range(NUM_BLOCKS)]
@@ -55,15 +55,6 @@ class Moving:
         self.world.close()
         assert self.world.fake.storage_leaks == []
         assert self.world.fake.leaks == []
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    event = threading.Event()
-    for _ in range(6000):
-        if is_so():
-            return
-        event.wait(0.01)
-    pytest.fail("it never came to that")
 
 
 @pytest.fixture(params=LIBRARIES)
@@ -103,7 +94,9 @@ def test_a_read_waits_for_those_who_use_its_slots_still(
     elif is_trusted:
         assert job.wait(60), "a file library waits for no stream"
     else:
-        until(lambda: world.fake.num_pending > 1)  # the device's copies stand beside its compute
+        wait_until(
+            lambda: world.fake.num_pending > 1
+        )  # the device's copies stand beside its compute
     world.fake.let_go()
     assert job.wait(60)
     assert job.succeeded
@@ -165,7 +158,7 @@ def test_a_rank_carries_out_what_it_is_ordered(moving: Moving) -> None:
             done.update(executor.take_done())
             return number in done
 
-        until(is_done)
+        wait_until(is_done)
         return done[number]
 
     assert not carry_out(1, Verb.WRITE).failed

@@ -15,6 +15,7 @@ from kvtier.errors import Closed, TierError
 from kvtier.tiers.disk.io import batch_queue, direct, file_library
 from kvtier.tiers.disk.io.base import Int64s
 from tests.fakes.storage import Cancel, Fault
+from tests.kit.waiting import wait_until
 from tests.tiers.disk.direct_world import BATCHES, PAGE, WAYS, Batch, World, direct_world
 
 COMPLETE, FAILED, TIMEOUT, INVALID = 16, 64, 32, 4
@@ -226,14 +227,6 @@ class Waiting:
         self.thread = threading.Thread(target=lambda: self.results.extend(read().tolist()))
         self.thread.start()
 
-    def until(self, is_so: Callable[[], bool]) -> None:
-        event = threading.Event()
-        for _ in range(6000):
-            if is_so():
-                return
-            event.wait(0.01)
-        pytest.fail("it never came to that")
-
 
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("cancel", [Cancel.IGNORED, Cancel.REFUSED])
@@ -249,7 +242,7 @@ def test_a_driver_that_does_not_let_go_keeps_the_memory(
     world.fake.cancels(cancel)
     world.fake.hold_storage()
     waiting = Waiting(lambda: engine.read(*apart(world), 0.05))
-    waiting.until(lambda: engine.is_given_up)
+    wait_until(lambda: engine.is_given_up)
     assert world.fake.num_moving > 0
     assert waiting.thread.is_alive(), "whoever waits for it keeps its memory"
     assert engine.read(*apart(world), 60.0).tolist() == [-errno.EIO] * 10, "nothing else is begun"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome, StorageTier
 from kvtier.tiers.remote.pruning import make_keeper, prune
 from tests.effort import effort
+from tests.kit.waiting import wait_until
 from tests.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.bucket import Bucket
 from tests.tiers.remote.valkeys import open_tier
@@ -139,7 +139,7 @@ def test_server_that_forgets_everything_is_full_and_goes_costs_blocks_only(tmp_p
 
     def more(outcome: Outcome, num: int) -> None:
         before = seen[outcome]
-        _until(lambda: seen[outcome] >= before + num)
+        wait_until(lambda: seen[outcome] >= before + num)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
     for each in threads:
@@ -165,13 +165,6 @@ def test_server_that_forgets_everything_is_full_and_goes_costs_blocks_only(tmp_p
     assert User(tier).put(1) == User(tier).get(1) == [THERE]
     tier.close()
     server.close()
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    ends_at = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < ends_at, "it never came to be"
-        time.sleep(0.01)
 
 
 def test_bucket_that_forgets_everything_costs_blocks_only(bucket: Bucket) -> None:
@@ -216,7 +209,7 @@ def test_ten_thousand_operations_leave_nothing_behind_at_a_server(tmp_path: Path
     assert not after[1] - before[1]
     assert _told(server, "connected_clients") == clients
     tier.close()
-    _until(lambda: _told(server, "connected_clients") < clients)
+    wait_until(lambda: _told(server, "connected_clients") < clients)
     server.close()
 
 
@@ -241,4 +234,4 @@ def test_ten_thousand_operations_leave_nothing_behind_at_a_bucket(bucket: Bucket
         use(3)
     use(effort(1800))
     use(effort(200), timeout_s=0.001)
-    _until(lambda: _held()[0] <= before[0] and len(_held()[1] - before[1]) <= 4)
+    wait_until(lambda: _held()[0] <= before[0] and len(_held()[1] - before[1]) <= 4)
