@@ -78,15 +78,6 @@ class Generation:
         self.span = span if span is not None and span.is_recording else None
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self._choices = [
-            AnswerChoice(
-                engine.tokenizer.detokenizer(order.prompt),
-                stops,
-                order.echo,
-                order.params.min_tokens,
-            )
-            for order in self._orders
-        ]
         self._completions: dict[int, Completion] = {}
         self._handles: list[RequestHandle] = []
         self._was_cut_short = False
@@ -96,6 +87,16 @@ class Generation:
         except ApiError:
             self.close()
             raise
+        # After the engine has accepted the prompts: a tokenizer fails on token ids that are none.
+        self._choices = [
+            AnswerChoice(
+                engine.tokenizer.detokenizer(order.prompt),
+                stops,
+                order.echo,
+                order.params.min_tokens,
+            )
+            for order in self._orders
+        ]
 
     def _submit(self, engine: Engine, at: int, order: ChoiceOrder, salt: str) -> RequestHandle:
         put = partial(self._put, at)
