@@ -1,4 +1,6 @@
-"""Write the pages of ``docs/reference`` that follow from the code: commands, metrics and Python.
+"""Write the pages of ``docs/reference`` that follow from the code.
+
+They are those of settings, commands, metrics and Python.
 
 python scripts/reference_pages.py            write them
 python scripts/reference_pages.py --check    exit with 1 where one is out of date
@@ -12,7 +14,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,11 @@ import typer
 import kvtier
 from kvtier import errors
 from kvtier.cli import app
+from kvtier.cli.settings_options import MAIN
+from kvtier.config import CacheConfig, NodeCacheConfig
+from kvtier.connectors.sglang.settings import LinkerSettings, StorageSettings
+from kvtier.connectors.vllm.settings import VllmSettings
+from kvtier.connectors.vllm.standalone.settings import TierSettings
 from kvtier.telemetry import specs
 
 FOLDER = Path(__file__).parents[1] / "docs/reference"
@@ -60,6 +67,71 @@ def _prose(text: str) -> str:
 
 def _cell(text: object) -> str:
     return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+# -- settings -------------------------------------------------------------------------------------
+
+
+FRONTS = {
+    "cache": CacheConfig,
+    "vLLM": VllmSettings,
+    "vLLM's secondary tier": TierSettings,
+    "linker": LinkerSettings,
+    "SGLang's storage": StorageSettings,
+    "node": NodeCacheConfig,
+}
+SETTINGS = """\
+# Settings
+
+A setting has one name everywhere: `disk_path` in Python, in the JSON of a connector, and in a TOML
+file; `--disk-path` on the command line. It has one default, unless the table names another one for
+a use. Sizes are written as "8GiB" or in bytes.
+
+## The five settings that matter
+
+Start with these, and leave the rest as it is. `--help` of the serving commands shows them first.
+
+"""
+ALL_SETTINGS = """\
+## All settings
+
+`cache` is `kvtier.CacheConfig`: `kvtier serve`, `kvtier.attach` and programs. `vLLM` is
+`kv_connector_extra_config`, `linker` and `SGLang's storage` are SGLang's `extra_config`, and `node`
+is `kvtier node run`. A command has an option for the settings that its [help](commands.md) shows.
+
+"""
+
+
+def _settings(names: Iterable[str]) -> Iterator[str]:
+    """Yield the rows of settings: meaning, default, and uses that have it."""
+    yield "| setting | meaning | default | in |"
+    yield "| -- | -- | -- | -- |"
+    for name in names:
+        found = {
+            front: field
+            for front, kind in FRONTS.items()
+            for field in dataclasses.fields(kind)
+            if field.name == name
+        }
+        first = next(iter(found.values()))
+        usual = str(first.metadata["shown"] or first.default)
+        others = [
+            f"{front}: `{field.default}`"
+            for front, field in found.items()
+            if field.default != first.default
+        ]
+        default = "; ".join([usual if first.metadata["shown"] else f"`{usual}`", *others])
+        fronts = "all" if len(found) == len(FRONTS) else ", ".join(found)
+        yield f"| `{name}` | {_cell(first.metadata['meaning'])} | {_cell(default)} | {fronts} |"
+
+
+def settings_page() -> str:
+    """Return the page of the settings of every use."""
+    names = dict.fromkeys(
+        field.name for kind in FRONTS.values() for field in dataclasses.fields(kind)
+    )
+    five = "\n".join(_settings(MAIN))
+    return MADE + SETTINGS + five + "\n\n" + ALL_SETTINGS + "\n".join(_settings(names)) + "\n"
 
 
 # -- commands -------------------------------------------------------------------------------------
@@ -226,7 +298,10 @@ def _members(kind: type) -> Iterator[str]:
 
 
 def _meanings(kind: type) -> dict[str, str]:
-    """Return the sentence below each field of a class, as its source has it."""
+    """Return the meaning of each field: its own, or the sentence below it in the source."""
+    own = {field.name: field.metadata.get("meaning") for field in dataclasses.fields(kind)}
+    if all(own.values()):
+        return own
     (body,) = (
         each for each in ast.parse(inspect.getsource(kind)).body if isinstance(each, ast.ClassDef)
     )
@@ -289,7 +364,12 @@ def _is_error(what: object) -> bool:
     return inspect.isclass(what) and issubclass(what, Exception)
 
 
-PAGES = {"commands.md": commands_page, "metrics.md": metrics_page, "python.md": python_page}
+PAGES = {
+    "settings.md": settings_page,
+    "commands.md": commands_page,
+    "metrics.md": metrics_page,
+    "python.md": python_page,
+}
 
 
 def main() -> int:

@@ -142,7 +142,7 @@ def contestants(options: argparse.Namespace, prompts: Prompts) -> list[Contestan
     made: list[Contestant] = []
     for policy in POLICIES:
         if options.engine == "kvtier":
-            below = {"--host-capacity": host, "--disk-capacity": disk, "--policy": policy}
+            below = {"--host-capacity": host, "--disk-capacity": disk, "--eviction-policy": policy}
             made.append(Served(policy, below=below))
         else:
             folder = str(options.scratch / f"disk-{policy}")

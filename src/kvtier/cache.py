@@ -79,7 +79,7 @@ class Cache:
         events: BlockLog | None = None,
         names_codec: bool = False,
     ) -> None:
-        if not names_codec and (lossy := lossy_codec(config.coding, config.storage)):
+        if not names_codec and (lossy := lossy_codec(config.coding, config.stores)):
             raise ConfigError(
                 f"codec: {lossy} changes KV, and only the embedded engine (kvtier serve) names "
                 "such KV differently; use codec=lossless"

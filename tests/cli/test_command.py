@@ -116,7 +116,7 @@ def extra_of(*arguments: str) -> dict[str, object]:
 def test_options_of_the_file_hold_and_the_command_line_wins(tmp_path: Path) -> None:
     file = config(
         tmp_path,
-        'host-capacity = "2GiB"\npolicy = "lru"\nblocks_per_chunk = 4\n'
+        'host-capacity = "2GiB"\neviction-policy = "lru"\nblocks_per_chunk = 4\n'
         'storage = ["a=valkey://a", "b=valkey://b"]\n',
     )
     found = extra_of("--config", file)

@@ -51,13 +51,13 @@ def test_what_users_of_the_disk_tier_need_can_be_set() -> None:
     [
         ({"capacty": "1GiB"}, "no setting is called 'capacty'; did you mean 'disk_capacity'"),
         ({"root_dir": "/nvme"}, "no setting is called 'root_dir'"),
-        ({"disk_path": ""}, "disk_path: '' with disk_capacity: '200GiB'; give both, a folder"),
+        ({"disk_path": ""}, "disk_capacity: '200GiB' needs a disk"),
         ({"disk_path": ["/a", 5]}, "name a folder"),
         ({"disk_path": []}, "name a folder"),
         ({"disk_path": ["/a", "/a"]}, "named twice"),
         ({"disk_capacity": True}, "disk_capacity can't be True; write for instance"),
         ({"disk_capacity": "much"}, "disk_capacity: can't read 'much'"),
-        ({"disk_capacity": 0}, "with disk_capacity: 0; give both"),
+        ({"disk_capacity": 0}, "disk_capacity: 0 is no room at all"),
         ({"disk_durability": "forever"}, "use one of process, power"),
         ({"disk_verify": "no"}, "use one of always, sampled, off"),
         ({"disk_bytes_per_day": -1}, "disk_bytes_per_day: -1 is below 0"),
@@ -80,8 +80,7 @@ def test_settings_are_called_as_everywhere_in_kvtier(name: str) -> None:
         TierSettings.read({**LEAST, name: "1"})
 
 
-@pytest.mark.parametrize("name", LEAST)
-def test_what_is_missing_is_named(name: str) -> None:
-    rest = {key: value for key, value in LEAST.items() if key != name}
-    with pytest.raises(ConfigError, match=f"{name}: .*; give both, a folder"):
-        TierSettings.read(rest)
+def test_missing_folder_is_named_and_the_capacity_has_a_default() -> None:
+    with pytest.raises(ConfigError, match="disk_path is missing; write"):
+        TierSettings.read({})
+    assert TierSettings.read({"disk_path": "/nvme"}).disk_bytes == 10 << 30

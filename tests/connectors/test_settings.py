@@ -23,10 +23,10 @@ def test_settings_are_read_and_refused_by_name() -> None:
         ({"host_capacity": 0}, "host_capacity: 0 is no room"),
         (
             {"zzz": 1},
-            "known: disk_path, disk_capacity, disk_durability, disk_verify, disk_bytes_per_day",
+            "known: host_capacity, lookup_deadline_s, storage, storage_capacity, node, node_tenant",
         ),
-        ({"disk_path": "/nvme"}, "disk_path: '/nvme' with disk_capacity: 0; give both"),
-        ({"disk_capacity": "1GiB"}, "disk_path: '' with disk_capacity: '1GiB'; give both"),
+        ({"disk_path": "/nvme", "disk_capacity": 0}, "disk_capacity: 0 is no room at all"),
+        ({"disk_capacity": "1GiB"}, "disk_capacity: '1GiB' needs a disk; name a folder"),
         ({"disk_path": 7, "disk_capacity": "1GiB"}, "disk_path can't be 7; name a folder"),
         ({"load_policy": "never"}, "load_policy can't be 'never'; use one of auto, always"),
         ({"client_hints": "no"}, "client_hints can't be 'no'; use one of on, off"),

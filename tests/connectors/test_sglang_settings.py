@@ -32,18 +32,13 @@ def test_settings_are_read_and_sglangs_own_are_left_to_it() -> None:
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
-        ({}, "disk_path and disk_capacity are missing; kvtier sglang-args prints"),
+        ({}, "there is neither disk_path nor storage; kvtier sglang-args prints"),
         ({**DISK, "storage": "valkey://host"}, "exclude each other"),
-        ({"disk_capacity": 1}, "disk_path: '' with disk_capacity: 1; give both, a folder"),
         ({**DISK, "disk_pth": "x"}, "no setting is called 'disk_pth'; did you mean 'disk_path'?"),
-        ({**DISK, "zzz": 1}, "no setting is called 'zzz'; known: disk_path"),
-        (
-            {**DISK, "disk_path": ""},
-            "disk_path: '' with disk_capacity: '1MiB'; give both, a folder",
-        ),
+        ({**DISK, "zzz": 1}, "no setting is called 'zzz'; known: storage"),
         ({**DISK, "disk_path": 1}, "disk_path can't be 1; name a folder"),
         ({**DISK, "disk_capacity": "plenty"}, "can't read 'plenty' as a size"),
-        ({**DISK, "disk_capacity": 0}, "with disk_capacity: 0; give both"),
+        ({**DISK, "disk_capacity": 0}, "disk_capacity: 0 is no room at all"),
         ({**DISK, "hold_s": "5"}, "hold_s can't be '5'; write a number"),
         ({**DISK, "load_policy": "never"}, "load_policy can't be 'never'; use one of auto, always"),
     ],
@@ -104,7 +99,7 @@ def test_media_are_served_from_memory_alone(monkeypatch: pytest.MonkeyPatch, kin
     [
         ({"host_capacity": 0}, "host_capacity: 0 is no room at all"),
         ({"hold_s": 5}, "no setting is called 'hold_s'"),
-        ({"disk_capacity": "1GiB"}, "disk_path: '' with disk_capacity: '1GiB'; give both"),
+        ({"disk_capacity": "1GiB"}, "disk_capacity: '1GiB' needs a disk"),
     ],
 )
 def test_linkers_setting_that_cant_be_used_is_one_sentence(

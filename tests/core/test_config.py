@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -9,7 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.config import UNITS, CacheConfig, parse_capacity, parse_size
+from kvtier.connectors.sglang.settings import LinkerSettings, StorageSettings
+from kvtier.connectors.vllm.settings import VllmSettings
+from kvtier.connectors.vllm.standalone.settings import TierSettings
 from kvtier.errors import CacheError, ConfigError
+from kvtier.node.config import NodeConfig
 from kvtier.types import WritePolicy
 
 
@@ -85,3 +90,16 @@ def test_write_policy_may_be_given_by_its_name() -> None:
     """Command lines and files give strings; the cache compares members."""
     config = CacheConfig(write_policy="write_back")  # type: ignore[arg-type]
     assert config.write_policy is WritePolicy.WRITE_BACK
+
+
+def test_setting_has_one_meaning_and_one_default_in_every_use() -> None:
+    """Only the defaults for host memory and for direct reads differ between uses."""
+    kinds = (CacheConfig, VllmSettings, LinkerSettings, StorageSettings, TierSettings, NodeConfig)
+    defaults: dict[str, set[object]] = {}
+    for kind in kinds:
+        for field in fields(kind):
+            if field.name not in ("quotas", "tenant_users"):
+                assert field.metadata["meaning"], field.name
+                defaults.setdefault(field.name, set()).add(field.default)
+    different = {name for name, found in defaults.items() if len(found) > 1}
+    assert different == {"host_capacity", "disk_direct"}

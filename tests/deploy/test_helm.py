@@ -75,7 +75,7 @@ def test_every_value_has_its_place() -> None:
         deviceCapacity="2GiB",
         hostCapacity="8GiB",
         diskCapacity="400GiB",
-        extraArgs=["--policy=lru", "--ssl-keyfile=a: b"],
+        extraArgs=["--eviction-policy=lru", "--ssl-keyfile=a: b"],
         keysSecret="mine",
         resources={"limits": {"memory": "32Gi"}},
         storage={"size": "500Gi", "className": "local-nvme"},

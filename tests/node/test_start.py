@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kvtier.cli import app
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError
-from kvtier.node.config import SHARED_MEMORY, NodeConfig
+from kvtier.node.config import SHARED_MEMORY
 from kvtier.node.memory import LockFile, NodeMemory
 from kvtier.node.node import CacheNode
 from kvtier.node.server import NodeServer, listen
@@ -147,7 +147,7 @@ def test_long_socket_is_refused_before_anything_is_made(tmp_path: Path, num_byte
 
 def test_longest_socket_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / ("s" * (107 - len(".control") - len(str(tmp_path)) - 1))
-    config = NodeConfig(path, "1MiB", "64KiB", tmp_path / "memory")
+    config = config_of(tmp_path, socket=path)
     assert len(str(config.control_socket)) == 107
     node = CacheNode(config, CpuDevice())
     NodeServer(node, path).close()

@@ -33,8 +33,8 @@ SCOPE = b"s" * 32
 
 def config_of(folder: Path, **options: Any) -> NodeConfig:
     """Return the configuration of a node with 16 segments of four 16 KiB blocks."""
-    options = {"host_capacity": "1MiB", "segment_capacity": "64KiB"} | options
-    return NodeConfig(folder / "node.sock", memory_path=folder / "memory", **options)
+    usual = {"host_capacity": "1MiB", "segment_capacity": "64KiB", "socket": folder / "node.sock"}
+    return NodeConfig(memory_path=folder / "memory", **{**usual, **options})
 
 
 class LocalNode:

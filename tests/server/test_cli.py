@@ -112,7 +112,10 @@ def without_engine(
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--policy", "newest"], "no plug-in 'newest' in kvtier.policies; known: arc, lfuda, lru"),
+        (
+            ["--eviction-policy", "newest"],
+            "no plug-in 'newest' in kvtier.policies; known: arc, lfuda, lru",
+        ),
         (["--storage", "shelf:/path"], "no plug-in 'shelf' in kvtier.tiers"),
         (["--storage", "host=disk:/x"], "storage: two tiers are called 'host'"),
         (["--host-capacity", "4 apples"], "host_capacity: can't read"),

@@ -66,7 +66,7 @@ def test_engine_over_a_node_has_no_tier_of_its_own() -> None:
     assert "node: '/run/kvtier/node.sock' has the disk and the stores" in both.stderr
 
 
-def test_disk_comes_with_its_capacity() -> None:
+def test_capacity_of_a_disk_needs_a_disk() -> None:
     both = ["--disk-path", "/nvme/kv", "--disk-capacity", "200GiB"]
     done = CliRunner().invoke(app, ["vllm-args", *both])
     _, value = shlex.split(done.stdout)
@@ -76,9 +76,11 @@ def test_disk_comes_with_its_capacity() -> None:
         "disk_path": "/nvme/kv",
         "disk_capacity": "200GiB",
     }
-    done = CliRunner().invoke(app, ["vllm-args", *both[:2]])
+    done = CliRunner().invoke(app, ["vllm-args", *both[2:]])
     assert done.exit_code == 2
-    assert "give both, a folder and how much of it to use" in " ".join(done.stderr.split())
+    assert "disk_capacity: '200GiB' needs a disk; name a folder in disk_path" in " ".join(
+        done.stderr.split()
+    )
 
 
 def test_stores_stand_in_a_row() -> None:
@@ -115,10 +117,10 @@ def test_size_that_cant_be_read_is_refused() -> None:
 
 
 def test_policy_is_one_setting_more() -> None:
-    done = CliRunner().invoke(app, ["vllm-args", "--policy", "lru"])
+    done = CliRunner().invoke(app, ["vllm-args", "--eviction-policy", "lru"])
     given = json.loads(shlex.split(done.stdout)[1])["kv_connector_extra_config"]
     assert given["eviction_policy"] == "lru"
-    done = CliRunner().invoke(app, ["vllm-args", "--policy", "fifo"])
+    done = CliRunner().invoke(app, ["vllm-args", "--eviction-policy", "fifo"])
     assert done.exit_code == 2
     assert "eviction_policy can't be 'fifo'" in " ".join(done.stderr.split())
 

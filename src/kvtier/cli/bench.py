@@ -88,7 +88,7 @@ def serve(
     ] = None,
     storage_capacity: Annotated[
         str, typer.Option(help="Most bytes of the store's blocks that an engine keeps track of.")
-    ] = "10GiB",
+    ] = "1TiB",
     threads: Annotated[
         int, typer.Option(help="Threads to compute with; 0 leaves torch's own choice.")
     ] = 0,

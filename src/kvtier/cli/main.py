@@ -13,6 +13,7 @@ from kvtier.cli.bench import app as bench
 from kvtier.cli.command import CommandLine
 from kvtier.cli.dashboard import dashboard
 from kvtier.cli.doctor import doctor
+from kvtier.cli.engine_args import sglang_args, vllm_args
 from kvtier.cli.explain import explain
 from kvtier.cli.inspect import inspect
 from kvtier.cli.node import app as node
@@ -21,10 +22,8 @@ from kvtier.cli.record import record
 from kvtier.cli.remote import app as remote
 from kvtier.cli.replay import replay
 from kvtier.cli.serve import serve
-from kvtier.cli.sglang_args import sglang_args
 from kvtier.cli.top import top
 from kvtier.cli.verify import verify
-from kvtier.cli.vllm_args import vllm_args
 from kvtier.cli.watch import watch
 
 app = CommandLine(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,9 +13,10 @@ import typer
 
 from kvtier.cli.api_keys import CONTROL_KEY_VARIABLE, take_control_key, take_key_source
 from kvtier.cli.command import CommandLine
-from kvtier.cli.engine_options import Codec, EncryptionKey
 from kvtier.cli.failure import starting
 from kvtier.cli.serve import LogLevel
+from kvtier.cli.settings_options import settings_options
+from kvtier.config import NodeCacheConfig
 from kvtier.errors import ConfigError, install_command, printable
 from kvtier.live.wording import seconds, size
 from kvtier.types import LogFormat
@@ -71,53 +74,17 @@ Wait = Annotated[float, typer.Option("--timeout-s", help="Longest wait for stora
 
 
 @app.command()
+@settings_options(NodeCacheConfig, [field.name for field in fields(NodeCacheConfig)])
 def run(
     socket: Annotated[
         str, typer.Option(help="Path of the Unix socket that engines connect to.")
     ] = SOCKET,
-    host_capacity: Annotated[str, typer.Option(help='Host memory for KV: "512GiB".')] = "1GiB",
-    segment_capacity: Annotated[
-        str,
-        typer.Option(
-            help="Size of a segment of host memory. A segment holds blocks of one model; the "
-            "largest block must fit."
-        ),
-    ] = "64MiB",
     memory_path: Annotated[
         str | None,
         typer.Option(
             help="Directory in memory for the shared memory.", show_default="one below /dev/shm"
         ),
     ] = None,
-    disk_path: Annotated[
-        str | None,
-        typer.Option(
-            help="Directory for KV on a local disk; it survives a restart.", show_default="none"
-        ),
-    ] = None,
-    disk_capacity: Annotated[
-        str, typer.Option(help="Most disk space to reserve for each model.")
-    ] = "10GiB",
-    disk_total: Annotated[
-        str | None,
-        typer.Option(help="Most disk space of all models together.", show_default="no bound"),
-    ] = None,
-    storage: Annotated[
-        list[str] | None,
-        typer.Option(
-            help='A store for KV, as URL: "s3://bucket/prefix", "valkey://host". Repeat the option '
-            "for several.",
-            show_default="none",
-        ),
-    ] = None,
-    storage_capacity: Annotated[
-        str, typer.Option(help="Most bytes that a model's blocks take in each store.")
-    ] = "100GiB",
-    codec: Codec = "none",
-    encryption_key: EncryptionKey = "",
-    eviction_policy: Annotated[
-        str, typer.Option("--eviction-policy", help="Eviction policy of all tiers.")
-    ] = "runs",
     quota: Annotated[
         list[str] | None,
         typer.Option(
@@ -160,6 +127,8 @@ def run(
         LogFormat | None,
         typer.Option(help="Format of the log: text or json.", show_default="text"),
     ] = None,
+    *,
+    settings: Mapping[str, Any],
 ) -> None:
     """Run the node until SIGTERM, SIGINT or SIGHUP."""
     with starting("node run") as on_start:
@@ -176,20 +145,11 @@ def run(
 
         config = NodeConfig(
             socket=Path(socket),
-            host_capacity=host_capacity,
-            segment_capacity=segment_capacity,
             memory_path=None if memory_path is None else Path(memory_path),
-            disk_path=disk_path or "",
-            disk_capacity=disk_capacity,
-            storage=tuple(storage or ()),
-            storage_capacity=storage_capacity,
-            codec=codec,
-            encryption_key=take_key_source(encryption_key),
-            eviction_policy=eviction_policy,
             quotas=parse_quotas(quota or (), disk_quota or ()),
-            disk_total=disk_total or "",
             tenant_users=parse_tenant_users(tenant_users or ()),
             control_port=control_port,
+            **{**settings, "encryption_key": take_key_source(settings.get("encryption_key", ""))},
         )
 
         def tell(port: int | None) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,16 +16,9 @@ from kvtier.cli.api_keys import (
     take_keys,
 )
 from kvtier.cli.failure import starting
+from kvtier.cli.settings_options import settings_options
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, CacheConfig, parse_size
-from kvtier.types import (
-    ClientHints,
-    Direct,
-    Durability,
-    LogFormat,
-    PrefetchPolicy,
-    Verify,
-    WritePolicy,
-)
+from kvtier.types import LogFormat
 
 _SERVER, _MODEL, _CACHE = "Server", "Model", "Cache"
 
@@ -36,6 +30,31 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+@settings_options(
+    CacheConfig,
+    [
+        "host_capacity",
+        "disk_path",
+        "disk_capacity",
+        "disk_durability",
+        "disk_verify",
+        "disk_direct",
+        "disk_bytes_per_day",
+        "storage",
+        "storage_capacity",
+        "node",
+        "node_tenant",
+        "codec",
+        "encryption_key",
+        "prefetch_policy",
+        "prefetch_timeout_s",
+        "client_hints",
+        "write_policy",
+        "eviction_policy",
+    ],
+    _CACHE,
+    host_capacity="2x",
+)
 def serve(
     model: Annotated[
         str, typer.Argument(help="A built-in model, or a local directory in Hugging Face format.")
@@ -237,140 +256,11 @@ def serve(
     device_capacity: Annotated[
         str, typer.Option(help="Size of the device KV pool.", rich_help_panel=_CACHE)
     ] = "256MiB",
-    host_capacity: Annotated[
-        str,
-        typer.Option(
-            help='Host DRAM for KV: "4GiB", or "2x" the device pool; 0 for none.',
-            rich_help_panel=_CACHE,
-        ),
-    ] = "2x",
-    disk_path: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Directory for KV on a local disk; the KV survives a restart. Repeat the option "
-            "to stripe KV over several disks.",
-            rich_help_panel=_CACHE,
-            show_default="none",
-        ),
-    ] = None,
-    disk_capacity: Annotated[
-        str, typer.Option(help="Disk space to reserve for KV.", rich_help_panel=_CACHE)
-    ] = "10GiB",
-    disk_durability: Annotated[
-        Durability,
-        typer.Option(
-            help="Failures that stored KV survives: a crash of the process, or also a power "
-            "failure.",
-            rich_help_panel=_CACHE,
-        ),
-    ] = Durability.PROCESS,
-    disk_verify: Annotated[
-        Verify,
-        typer.Option(
-            help="Reads from disk for which the checksum is verified.", rich_help_panel=_CACHE
-        ),
-    ] = Verify.ALWAYS,
-    disk_direct: Annotated[
-        Direct,
-        typer.Option(
-            help="Whether KV on disk is read directly into the device, past host memory. auto: if "
-            "there is no host tier, or while it is short of room; into an accelerator only if that "
-            "was tried and --disk-verify is not always.",
-            rich_help_panel=_CACHE,
-        ),
-    ] = Direct.AUTO,
-    storage: Annotated[
-        list[str] | None,
-        typer.Option(
-            help='More storage for KV, by a plug-in: "plug-in:location", or '
-            '"name=plug-in:location". Repeat the option for several.',
-            rich_help_panel=_CACHE,
-            show_default="none",
-        ),
-    ] = None,
-    node: Annotated[
-        str,
-        typer.Option(
-            help="Socket of a kvtier node whose memory, disk and stores the engines of this "
-            "machine share.",
-            rich_help_panel=_CACHE,
-            show_default="none",
-        ),
-    ] = "",
-    node_tenant: Annotated[
-        str,
-        typer.Option(
-            help="Tenant whose quota counts in the node.",
-            rich_help_panel=_CACHE,
-            show_default="the default one",
-        ),
-    ] = "",
-    codec: Annotated[
-        str,
-        typer.Option(
-            help="Codec of new KV in --storage: none, lossless (fewer bytes, the same bits), "
-            "auto (lossless for a store that is slow enough to gain by it), or, lossy and under "
-            "names of its own, fp8 or int8 (see kvtier bench codec).",
-            rich_help_panel=_CACHE,
-        ),
-    ] = "none",
-    encryption_key: Annotated[
-        str,
-        typer.Option(
-            help='Keys with which KV on disk and in --storage is encrypted: "file:/path", '
-            '"env:NAME" or "command:program arguments". The first key encrypts, the others '
-            "decrypt.",
-            rich_help_panel=_CACHE,
-            show_default="KVTIER_ENCRYPTION_KEY in the environment, if set",
-        ),
-    ] = "",
-    storage_capacity: Annotated[
-        str, typer.Option(help="Capacity for KV in each of --storage.", rich_help_panel=_CACHE)
-    ] = "10GiB",
-    disk_bytes_per_day: Annotated[
-        str,
-        typer.Option(
-            help='Most bytes written per day, to limit SSD wear: "500GiB"; 0 for no limit.',
-            rich_help_panel=_CACHE,
-        ),
-    ] = "0",
-    prefetch_policy: Annotated[
-        PrefetchPolicy,
-        typer.Option(
-            help="Whether a queued request is scheduled before its KV has been read from disk.",
-            rich_help_panel=_CACHE,
-        ),
-    ] = PrefetchPolicy.BEST_EFFORT,
-    client_hints: Annotated[
-        ClientHints,
-        typer.Option(
-            help="Whether hints of clients (the field kvtier of a request) are used.",
-            rich_help_panel=_CACHE,
-        ),
-    ] = ClientHints.ON,
-    prefetch_timeout_s: Annotated[
-        float,
-        typer.Option(
-            help="Longest wait with --prefetch-policy timeout, in seconds.",
-            rich_help_panel=_CACHE,
-        ),
-    ] = 1.0,
     block_size: Annotated[
         int, typer.Option(help="Tokens per block.", rich_help_panel=_CACHE)
     ] = BLOCK_SIZE,
-    write_policy: Annotated[
-        WritePolicy,
-        typer.Option(help="When blocks are stored in the host tier.", rich_help_panel=_CACHE),
-    ] = WritePolicy.WRITE_THROUGH,
-    eviction_policy: Annotated[
-        str,
-        typer.Option(
-            "--policy",
-            help="Eviction policy of host memory and disk: runs learns which blocks are reused, lru"
-            " evicts the least recently used; arc, s3fifo, lfuda and sieve are published policies.",
-            rich_help_panel=_CACHE,
-        ),
-    ] = "runs",
+    *,
+    settings: Mapping[str, Any],
 ) -> None:
     """Serve a model with an OpenAI-compatible API."""
     with starting("serve") as on_ready:
@@ -380,6 +270,7 @@ def serve(
         from kvtier.telemetry.logs import format_of, log_to_stderr
 
         log_to_stderr(log_level, format_of(log_format))
+        key = take_key_source(settings.get("encryption_key", ""))
         server_config = ServerConfig(
             host=host,
             port=port,
@@ -416,25 +307,6 @@ def serve(
             events=events,
             events_replay=events_replay,
             events_topic=events_topic,
-            cache=CacheConfig(
-                host_capacity=host_capacity,
-                write_policy=write_policy,
-                eviction_policy=eviction_policy,
-                disk_path=tuple(disk_path or ()),
-                disk_capacity=disk_capacity,
-                disk_durability=disk_durability,
-                disk_verify=disk_verify,
-                disk_direct=disk_direct,
-                disk_bytes_per_day=disk_bytes_per_day,
-                storage=tuple(storage or ()),
-                codec=codec,
-                encryption_key=take_key_source(encryption_key),
-                storage_capacity=storage_capacity,
-                node=node,
-                node_tenant=node_tenant,
-                prefetch_policy=prefetch_policy,
-                client_hints=client_hints,
-                prefetch_timeout_s=prefetch_timeout_s,
-            ),
+            cache=CacheConfig(**{**settings, "encryption_key": key}),
         )
         serve_until_ended(engine_config, server_config, on_ready)

@@ -112,7 +112,7 @@ class Engine:
             group.dtype.value,
             self._runner.fingerprint,
             config.block_size,
-            codec=lossy_codec(config.cache.coding, config.cache.storage),
+            codec=lossy_codec(config.cache.coding, config.cache.stores),
         )
         self._eos = frozenset(model.eos_token_ids)
         self._grammars = Grammars(model.tokenizer.own, self.info.vocab_size, model.eos_token_ids)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.config import CodingConfig, check_storage, parse_size
+from kvtier.config import NodeCacheConfig, check_storage, parse_size, setting
 from kvtier.errors import ConfigError
-from kvtier.index.policies.replayed import POLICIES, RUNS
+from kvtier.index.policies.replayed import POLICIES
 from kvtier.system.user_paths import check_socket, user_path
 
 DEFAULT_SOCKET = Path("/run/kvtier/node.sock")
@@ -179,55 +179,26 @@ def check_quotas(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class NodeConfig:
-    """Settings of ``kvtier node``.
+@dataclass(frozen=True)
+class NodeConfig(NodeCacheConfig):
+    """Settings of ``kvtier node``. Every model has a slab of ``disk_capacity``."""
 
-    Args:
-        socket: path of the Unix socket that engines connect to.
-        host_capacity: bytes of host memory, as text: "512GiB".
-        segment_capacity: bytes of a segment of it. A segment holds blocks of one size.
-        memory_path: directory in memory for the arena; by default one below ``/dev/shm`` that is
-            named after the socket.
-        disk_path: directory of the slabs; "" for none.
-        disk_capacity: most bytes of each slab; every model has its own.
-        disk_total: most bytes of all slabs; "" for no bound.
-        storage: URLs of stores.
-        storage_capacity: bytes in each store.
-        codec: codec of new blocks in stores: ``none``, ``lossless``, ``auto``, or a plug-in.
-        encryption_key: source of the keys of blocks on disk and in stores; "" for the value of
-            ``KVTIER_ENCRYPTION_KEY`` in the environment, if there is one.
-        eviction_policy: policy of all tiers.
-        lookup_deadline_s: longest wait for a store's answer to a look-up.
-        quotas: of tenants at the start; they may be changed while the node runs.
-        control_port: TCP port of this machine's loopback address for metrics and state; None for
-            none. Changes are made over the Unix socket ``control_socket`` only.
-        tenant_users: by tenant, the users (uids) that may name it. The node's own user and root may
-            name every tenant, others only those that list them. Everybody may name the default
-            tenant, unless it is listed here.
-    """
-
-    socket: Path = DEFAULT_SOCKET
-    host_capacity: str = "1GiB"
-    segment_capacity: str = "64MiB"
-    memory_path: Path | None = None
-    disk_path: str = ""
-    disk_capacity: str = "10GiB"
-    disk_total: str = ""
-    storage: Sequence[str] = field(default=(), repr=False)  # a password may be in it
-    storage_capacity: str = "100GiB"
-    codec: str = "none"
-    encryption_key: str = field(default="", repr=False)  # a command may have a password in it
-    eviction_policy: str = RUNS
-    lookup_deadline_s: float = 0.05
+    socket: Path = setting(DEFAULT_SOCKET, "Path of the Unix socket that engines connect to.")
+    memory_path: Path | None = setting(
+        None, "Directory in memory for the shared memory.", shown="one below /dev/shm"
+    )
+    control_port: int | None = setting(
+        None,
+        "TCP port of 127.0.0.1 for /metrics, /health and /status; 0 for any. Changes are made over "
+        "the control socket only.",
+        shown="none",
+    )
     quotas: Mapping[str, TenantQuota] = field(default_factory=dict)
-    control_port: int | None = None
+    """Quotas of tenants at the start; they may be changed while the node runs."""
     tenant_users: Mapping[str, Collection[int]] = field(default_factory=dict)
-
-    @property
-    def coding(self) -> CodingConfig:
-        """Codec and keys of what is stored."""
-        return CodingConfig(self.codec, self.encryption_key)
+    """By tenant, the users (uids) that may name it. The node's own user and root may name every
+    tenant, others only those that list them. Everybody may name the default tenant, unless it is
+    listed here."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "socket", user_path(self.socket))
@@ -246,7 +217,7 @@ class NodeConfig:
             raise ConfigError(f"control_port: {self.control_port} is no TCP port; use 0 to 65535")
         for name in ("disk_capacity", "storage_capacity"):
             parse_size(getattr(self, name), name)
-        check_storage(self.storage)
+        check_storage(self.stores)
         check_quotas(
             self.quotas,
             self.host_bytes // self.segment_bytes,

@@ -289,7 +289,7 @@ class NodeControl:
 
     async def _delete(self, names: set[str], timeout_s: float) -> Deleted:
         until_s = time.monotonic() + check_wait(timeout_s)
-        locations = self._node.config.storage
+        locations = self._node.config.stores
         done: list[PartitionDeletion] = []
         for name in sorted(names):
             partition = await self._registry.opener.named(name)

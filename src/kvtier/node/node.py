@@ -86,9 +86,9 @@ class CacheNode:
         self.instance = uuid4().hex
         self._clock = clock
         check_coding(config.coding)
-        refuse_lossy(config.coding, config.storage)
-        check_stores(config.storage)
-        self.storage_names = storage_names(config.storage, bool(config.disk_path))
+        refuse_lossy(config.coding, config.stores)
+        check_stores(config.stores)
+        self.storage_names = storage_names(config.stores, bool(config.disk_path))
         self.memory = NodeMemory(
             config.directory, config.host_bytes, config.segment_bytes, device, config.disk_path
         )
@@ -240,7 +240,7 @@ class CacheNode:
         made: list[StorageTier] = []
         with ExitStack() as undo:
             capacity = parse_size(config.storage_capacity, "storage_capacity")
-            for location in config.storage:
+            for location in config.stores:
                 place = partition_location(location, key.name)
                 store = make_storage(place, group, capacity, None, config.coding)
                 undo.callback(store.close)

@@ -93,14 +93,14 @@ def check_tiers(config: CacheConfig, device_bytes: int) -> None:
     """
     storage_names(config.locations, bool(config.disk_path))
     check_stores(config.locations)
-    for plugin in map(_plugin, config.storage):
+    for plugin in map(_plugin, config.stores):
         package = PACKAGES.get(plugin)
         if package is not None and find_spec(package) is None:
             raise ConfigError(
                 f"storage: {plugin}: needs the package {package}; install it: "
                 f"{install_command(plugin)}"
             )
-    if config.disk_path or config.storage:
+    if config.disk_path or config.stores:
         check_coding(config.coding)
     host_bytes = parse_capacity(config.host_capacity, device_bytes, "host_capacity")
     check_host_capacity(host_bytes)

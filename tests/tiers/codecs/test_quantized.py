@@ -97,7 +97,7 @@ def test_whoever_knows_no_shape_refuses_at_the_start(codec: str, tmp_path: Path)
     with pytest.raises(ConfigError, match=f"{codec} needs to know the layers"):
         VllmSettings(storage=store, codec=codec)
     with pytest.raises(ConfigError, match=f"{codec} needs to know the layers"):
-        CacheNode(NodeConfig(tmp_path, storage=(store,), codec=codec), CpuDevice())
+        CacheNode(NodeConfig(socket=tmp_path, storage=(store,), codec=codec), CpuDevice())
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])

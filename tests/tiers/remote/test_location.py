@@ -183,4 +183,4 @@ def test_wrong_url_is_refused_before_a_model_is_loaded(
     with pytest.raises(ConfigError, match=re.escape(WRONG[url])):
         VllmSettings.read({"storage": url})
     with pytest.raises(ConfigError, match=re.escape(WRONG[url])):
-        CacheNode(NodeConfig(tmp_path / "node.sock", storage=(url,)), CpuDevice())
+        CacheNode(NodeConfig(socket=tmp_path / "node.sock", storage=(url,)), CpuDevice())

@@ -56,8 +56,8 @@ def open_slab(
         ConfigError: settings can't be used, or another process has opened the slab.
     """
     group, metrics = opaque(pages.num_bytes), pool_metrics(config, name)
-    if settings.stores:
-        (location,) = settings.stores
+    if settings.locations:
+        (location,) = settings.locations
         store = open_store(location, settings, group, capacity_bytes, pages.memory, shards)
         return PoolSlab(pages, _calls(settings, store, pages, digest, metrics, policy))
     options = settings.disk_options(folder_of(config, name, replica), capacity_bytes)

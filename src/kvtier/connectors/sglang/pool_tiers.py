@@ -70,7 +70,7 @@ def link(
     if settings.disk_path:
         on_disk = room("disk_capacity", settings.disk_bytes, config, options, page_bytes)
     in_stores = {}
-    if settings.stores:
+    if settings.locations:
         in_stores = room("storage_capacity", settings.store_bytes, config, options, page_bytes)
     linked = {}
     for pool in pools:
@@ -87,7 +87,7 @@ def link(
                 folder += f"-{blake3(_facts(config, pool)).hexdigest()[:16]}"
             slab = settings.disk_options(folder, on_disk[pool.name])
             storages.append(open_disk(slab, group, host.ready_memory))
-        for location in settings.stores:
+        for location in settings.locations:
             capacity = in_stores[pool.name]
             store = open_store(location, settings, group, capacity, host.ready_memory, shards)
             storages.append(store)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvtier.config import setting
 from kvtier.connectors.common.settings import HostSettings, StoreSettings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StorageSettings(StoreSettings):
     """Settings of the storage back end: a disk, or one store, below SGLang's own host memory."""
 
@@ -28,28 +29,29 @@ class StorageSettings(StoreSettings):
         }
     )
 
-    hold_s: int = 60
-    """Seconds for which a page that was reported to SGLang is held for its read."""
+    hold_s: int = setting(
+        60, "Seconds for which a page that was reported to SGLang is held for its read."
+    )
 
     def __post_init__(self) -> None:
         StoreSettings.__post_init__(self)
-        if not self.disk_path and not self.stores:
+        if not self.disk_path and not self.locations:
             raise self.wrong(
-                "disk_path and disk_capacity are missing; kvtier sglang-args prints all required "
+                "there is neither disk_path nor storage; kvtier sglang-args prints all required "
                 "settings"
             )
         if self.disk_path and self.storage:
             raise self.wrong("disk_path and storage exclude each other here; give one of them")
-        if len(self.stores) > 1:
+        if len(self.locations) > 1:
             raise self.wrong(
-                f"storage: one store is allowed here, not {len(self.stores)}; give one, or use the "
-                "linker"
+                f"storage: one store is allowed here, not {len(self.locations)}; give one, or use "
+                "the linker"
             )
         if self.hold_s < 1:
             raise self.wrong(f"hold_s: {self.hold_s!r} is below 1")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LinkerSettings(HostSettings):
     """Settings of the linker: host memory of kvtier's, and optionally a disk and stores below."""
 

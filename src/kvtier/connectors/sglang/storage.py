@@ -117,7 +117,7 @@ class KvtierStorage(HiCacheStorage):
         if self._settings.storage_shards:
             refuse_several(list(pages))
         page_bytes = {name: each.num_bytes for name, each in pages.items()}
-        name = "storage_capacity" if self._settings.stores else "disk_capacity"
+        name = "storage_capacity" if self._settings.locations else "disk_capacity"
         num_bytes = self._settings.size(name)
         room_of = room(name, num_bytes, self._config, self._options, page_bytes)
         policy = policy_of(self._settings, self._options, pages, prefetches.reporting_hooks())

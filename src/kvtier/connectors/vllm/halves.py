@@ -60,7 +60,7 @@ class Sizes:
         self.num_slots = self._num_slots_in("host_capacity", host_bytes)
         self._check_host()
         self.num_disk_slots = self._num_slots_in("disk_capacity", self.settings.disk_bytes)
-        store_bytes = self.settings.store_bytes if self.settings.rank_stores else 0
+        store_bytes = self.settings.store_bytes if self.settings.stores else 0
         self.num_store_slots = self._num_slots_in("storage_capacity", store_bytes)
         self.direct = self._find_direct()
 
@@ -131,7 +131,7 @@ class Sizes:
 
     @property
     def _storage_names(self) -> list[str]:
-        return storage_names(self.settings.rank_stores, bool(self.num_disk_slots))
+        return storage_names(self.settings.stores, bool(self.num_disk_slots))
 
     def _make_tiers(self, mover: RankMover, shape: Shape) -> EngineTiers:
         settings = self.settings
@@ -183,7 +183,7 @@ class Sizes:
             self._disk_options(),
             settings.bytes_per_s // facts.num_shards,
             self._shared_file(),
-            settings.rank_stores if facts.rank < facts.num_shards else (),
+            settings.stores if facts.rank < facts.num_shards else (),
             self.num_store_slots * self.slot_bytes,
             facts.num_shards,
             self._node(),

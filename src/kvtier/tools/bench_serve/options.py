@@ -61,7 +61,7 @@ class ServeOptions:
     """Bytes per second of the slow disk; "auto": reading takes twice as long as computing."""
     storage: str = field(default="", repr=False)  # a password may be in it
     """URL of the store to measure, with ``Experiment.STORE``."""
-    storage_capacity: str = "10GiB"
+    storage_capacity: str = "1TiB"
     """Capacity of the index of the store: bytes of blocks known at a time."""
     accuracy_prompts: int = FULL_ACCURACY_PROMPTS
     accuracy_tokens: int = FULL_PROMPT_TOKENS
@@ -140,7 +140,7 @@ class ServeOptions:
         experiments: tuple[Experiment, ...] = USUAL,
         disk_bytes_per_s: str = "auto",
         storage: str = "",
-        storage_capacity: str = "10GiB",
+        storage_capacity: str = "1TiB",
         ttft_prompts: int | None = None,
         prompt_tokens: int | None = None,
         accuracy_prompts: int | None = None,

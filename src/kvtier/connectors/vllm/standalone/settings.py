@@ -5,28 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvtier.config import setting
 from kvtier.connectors.common.settings import ConnectorSettings
 
 EXAMPLE = '{"type": "kvtier", "disk_path": "/nvme/kvtier", "disk_capacity": "200GiB"}'
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TierSettings(ConnectorSettings):
     """Ours, and of vLLM's those that a tier has to know."""
 
     option: ClassVar[str] = "secondary tier kvtier"
     own: ClassVar[frozenset[str]] = frozenset({"type", "module_path", "backpressure"})
 
-    enable_kv_events: bool = False
-    """Publish what is stored here and what leaves, where vLLM publishes KV events at all."""
-
-    locality: str | None = None
-    """vLLM's: whether the disk is "LOCAL" or "REMOTE", for requests that ask for one of them."""
+    enable_kv_events: bool = setting(
+        False, "Publish what is stored here and what leaves, where vLLM publishes KV events at all."
+    )
+    locality: str | None = setting(
+        None,
+        'vLLM\'s: whether the disk is "LOCAL" or "REMOTE", for requests that ask for one of them.',
+        advice="write it in quotes",
+    )
 
     def __post_init__(self) -> None:
         ConnectorSettings.__post_init__(self)
         if not self.disk_path:
-            raise self.wrong(f"disk_path and disk_capacity are missing; write {EXAMPLE}")
+            raise self.wrong(f"disk_path is missing; write {EXAMPLE}")
         if self.locality not in (None, "LOCAL", "REMOTE"):
             raise self.wrong(f"locality can't be {self.locality!r}; use LOCAL or REMOTE")
         if self.record:
