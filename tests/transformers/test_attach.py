@@ -368,7 +368,7 @@ def passing() -> dict[str, dict[str, Any]]:
         "tuples are wanted": given | {"return_dict": False},
         "padding that is not on the left": given | {"attention_mask": mask},
         "a mask of its own": given | {"attention_mask": causal},
-        "positions of its own": given | {"position_ids": torch.arange(2, 42)[None]},
+        "custom position_ids": given | {"position_ids": torch.arange(2, 42)[None]},
     }
 
 

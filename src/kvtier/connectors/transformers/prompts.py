@@ -112,8 +112,8 @@ class PromptReader:
             return "a mask of its own"
         if rows is None:
             return "padding that is not on the left"
-        if not _has_own_positions(call.get("position_ids"), num_padding, ids):
-            return "positions of its own"
+        if not _has_default_positions(call.get("position_ids"), num_padding, ids):
+            return "custom position_ids"
         num_logits = call.get("logits_to_keep", 0)
         if not isinstance(num_logits, int) or not 1 <= num_logits <= min(map(len, rows)):
             return "logits of the whole prompt"
@@ -193,14 +193,14 @@ def _unpadded(ids: torch.Tensor, mask: torch.Tensor) -> tuple[list[list[int]] | 
     return [row[first:] for row, first in zip(ids.tolist(), firsts, strict=True)], firsts
 
 
-def _has_own_positions(
+def _has_default_positions(
     positions: torch.Tensor | None, num_padding: list[int], ids: torch.Tensor
 ) -> bool:
-    """Whether every token's position is its place in its own prompt."""
+    """Whether every token's position is its index in its prompt, not counting padding."""
     if positions is None:
         return not any(num_padding)  # without them, transformers counts padding
-    starts = torch.tensor(num_padding, device=ids.device)[:, None]
-    own = torch.arange(ids.shape[1], device=ids.device)[None] - starts
     if positions.ndim != 2 or positions.shape[1] != ids.shape[1]:
         return False
-    return bool(((positions == own) | (own < 0)).all())
+    starts = torch.tensor(num_padding, device=ids.device)[:, None]
+    default = torch.arange(ids.shape[1], device=ids.device)[None] - starts
+    return bool(((positions == default) | (default < 0)).all())
