@@ -18,8 +18,8 @@ from kvtier.cli import app
 from kvtier.connectors.common.contract import Contract
 from kvtier.connectors.sglang import contract as sglang
 from kvtier.connectors.sglang.settings import LinkerSettings, StorageSettings
-from kvtier.connectors.vllm import SPEC_NAME
 from kvtier.connectors.vllm.offloading import contract as vllm
+from kvtier.connectors.vllm.registry import SPEC_NAME
 from kvtier.connectors.vllm.settings import VllmSettings
 from kvtier.connectors.vllm.standalone.settings import TierSettings
 from kvtier.errors import INSTALL, ConfigError

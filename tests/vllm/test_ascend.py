@@ -26,6 +26,7 @@ from kvtier.connectors.vllm.worker import RankRoom  # noqa: E402
 from kvtier.errors import LayoutError  # noqa: E402
 from tests.devices.drivers import make_device  # noqa: E402
 from tests.fakes.fake import Fake  # noqa: E402
+from tests.vllm.engines import connector  # noqa: E402
 
 NUM_PAGES, PAGE, HEADS, DIM = 6, 4, 2, 8
 PART_BYTES = PAGE * HEADS * DIM * 2
@@ -224,15 +225,19 @@ def _register_theirs() -> None:
 def test_platforms_connector_is_under_ours_whoever_registers_first(
     is_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from kvtier.connectors.vllm.offloading.connector import KvtierOffloadingConnector
 
     monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
+    find = KVConnectorFactory.__dict__["get_connector_class"]
+    find = classmethod(getattr(find.__func__, "__wrapped__", find.__func__))
+    monkeypatch.setattr(KVConnectorFactory, "get_connector_class", find)
     steps = [_register_theirs, _register_ours]
     for step in steps if is_first else reversed(steps):
         step()
-    found = KVConnectorFactory.get_connector_class_by_name("OffloadingConnector")
+    found = KVConnectorFactory.get_connector_class(KVTransferConfig(**connector()))
     assert issubclass(found, KvtierOffloadingConnector)
     assert issubclass(found, PlatformsConnector)
     before = found.__mro__.index(PlatformsConnector)
@@ -243,6 +248,6 @@ def test_platforms_connector_is_under_ours_whoever_registers_first(
 def _register_ours() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from kvtier.connectors.vllm.registry import Connectors
+    from kvtier.connectors.vllm.registry import wrap_factory
 
-    KVConnectorFactory._registry = Connectors(KVConnectorFactory._registry, "OffloadingConnector")
+    wrap_factory(KVConnectorFactory)

@@ -20,8 +20,8 @@ and so do our metrics, by which dashboards know them.
 recording.py records the engine's requests. The ladder decides, in the scheduler's process, for all
 ranks (RankMover); every rank keeps its shard of a block in the same host slot and carries out
 orders. contract.py says what kvtier relies on, which is compared before anything else (entry.py);
-registry.py puts the connector in the place of vLLM's. standalone/ is for those who keep vLLM's own
-tiers.
+registry.py gives kvtier's connectors to the configurations that ask for them. standalone/ is for
+those who keep vLLM's own tiers.
 """
 
 from __future__ import annotations
@@ -30,17 +30,13 @@ import logging
 from contextlib import suppress
 
 from kvtier.connectors.vllm.offloading.contract import NEWEST, OLDEST
-from kvtier.connectors.vllm.registry import CONNECTOR_NAME, Connectors
+from kvtier.connectors.vllm.registry import OWN_NAME, SPEC_NAME, wrap_factory
 
 logger = logging.getLogger(__name__)
 
-SPEC_NAME = "kvtier"
-OWN_NAME = "KvtierConnector"
-"""Class of kvtier's own connector, in ``kv_connector/``."""
-
 
 def register() -> None:
-    """Make ``"spec_name": "kvtier"`` known.
+    """Make kvtier's connectors, spec, tier and policy known to vLLM by their names.
 
     vLLM calls it in each of its processes (entry point group ``vllm.general_plugins``), whether
     kvtier is asked for or not: so it never raises.
@@ -48,9 +44,7 @@ def register() -> None:
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        connectors = KVConnectorFactory._registry
-        if not isinstance(connectors, Connectors):
-            KVConnectorFactory._registry = Connectors(connectors, CONNECTOR_NAME)
+        wrap_factory(KVConnectorFactory)
         with suppress(ValueError):  # known already: one process may load its plug-ins twice
             # MultiConnector looks up by their names the classes whose statistics it has.
             KVConnectorFactory.register_connector(

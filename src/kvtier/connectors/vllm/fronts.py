@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.connectors.common.contract import Contract, version_of
-from kvtier.connectors.vllm import OWN_NAME, SPEC_NAME
 from kvtier.connectors.vllm.kv_connector import contract as kv_connector
 from kvtier.connectors.vllm.offloading import contract as offloading
-from kvtier.connectors.vllm.registry import CONNECTOR_NAME
+from kvtier.connectors.vllm.registry import CONNECTOR_NAME, OWN_NAME, SPEC_NAME
 from kvtier.errors import ConfigError
 
 

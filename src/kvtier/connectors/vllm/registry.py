@@ -1,13 +1,18 @@
-"""vLLM's table of connectors, with kvtier's in front of whatever is at one name.
+"""Connector classes for the vLLM configurations that ask for kvtier.
 
-A platform's plug-in (vllm-ascend's) puts its own connector there, and nobody says whose plug-in
-vLLM calls first: so the table itself remembers.
+vLLM has one connector for all offloading specs, and one for several connectors. Both are made
+before vLLM reads which of them are kvtier's. ``wrap_factory`` therefore wraps the method of vLLM's
+factory that finds the class for a configuration. A configuration that asks for kvtier gets a class
+derived from the one that the factory has found: vLLM's, or that of a platform's plug-in, as
+vllm-ascend's. For every other configuration the method returns what it returned before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Mapping
+from functools import cache, wraps
+from importlib import import_module
+from typing import Any, NoReturn
 
 from kvtier.connectors.vllm.kv_connector import contract as kv_connector
 from kvtier.connectors.vllm.offloading import contract
@@ -16,90 +21,131 @@ CONNECTOR_NAME = "OffloadingConnector"
 """Name of the connector in vLLM's table. Classes made here have it, too: under MultiConnector vLLM
 files the statistics of a connector by the name of its class, and looks that up in the table."""
 MULTI_NAME = "MultiConnector"
+OWN_NAME = "KvtierConnector"
+"""Class of kvtier's own connector, in ``kv_connector/``."""
+SPEC_NAME = "kvtier"
+"""Name of kvtier's offloading spec, of its secondary tier, and of its eviction policy."""
+FINDERS = ("_get_connector_class_with_compat", "get_connector_class")
+"""Method of vLLM's factory by which all others find a configuration's class. The first is there
+before vLLM 0.23, and returns the class with a flag."""
 
-Loader = Callable[[], type]
 
+def wrap_factory(factory: Any) -> None:
+    """Have vLLM's ``KVConnectorFactory`` return kvtier's classes where kvtier is asked for.
 
-class Connectors(dict[str, Loader]):
-    """Loaders by name.
-
-    What is set at ``name``, now or later, is loaded by ``InPlaceOf`` it, and vLLM's MultiConnector
-    by ``Multi``.
+    A second call does nothing, since one process may load its plug-ins twice.
     """
+    finder = next((name for name in FINDERS if hasattr(factory, name)), FINDERS[-1])
+    find = getattr(factory, finder)
+    if hasattr(find, "__wrapped__"):
+        return
 
-    def __init__(self, theirs: Mapping[str, Loader], name: str) -> None:
-        super().__init__(theirs)
-        self._ours: dict[str, type[InPlaceOf | Multi]] = {name: InPlaceOf, MULTI_NAME: Multi}
-        for each in self._ours.keys() & self.keys():
-            self[each] = self[each]
-
-    def __setitem__(self, name: str, loader: Loader) -> None:
-        ours = self._ours.get(name)
-        if ours is not None and not isinstance(loader, ours):
-            loader = ours(loader)
-        super().__setitem__(name, loader)
-
-
-class InPlaceOf:
-    """Loads kvtier's connector in place of vLLM's.
-
-    Makes vLLM's own for users who did not ask for kvtier. theirs: loads it.
-
-    A vLLM that kvtier can't serve gets theirs alone. One whose platform has a connector for another
-    version of vLLM gets ours over vLLM's own.
-    """
-
-    def __init__(self, theirs: Loader) -> None:
-        self._theirs = theirs
-
-    def __call__(self) -> type:
-        return self._loaded
-
-    @cached_property
-    def _loaded(self) -> type:  # MultiConnector asks for a class with every statistics
-        if contract.VLLM.differences():
-            return self._theirs()
-        from kvtier.connectors.vllm.offloading.connector import KvtierOffloadingConnector, over
-
+    @wraps(find.__func__)
+    def find_class(cls: Any, kv_transfer_config: Any) -> Any:
+        name, kind = kv_transfer_config.kv_connector, None
+        if not getattr(kv_transfer_config, "kv_connector_module_path", None):
+            kind = {CONNECTOR_NAME: offloading_class, MULTI_NAME: multi_class}.get(name)
+        if kind is None or not asks_for_kvtier(name, kv_transfer_config.kv_connector_extra_config):
+            return find(kv_transfer_config)
         try:
-            theirs = self._theirs()
-        except ImportError as error:
-            return type(CONNECTOR_NAME, (KvtierOffloadingConnector,), {"theirs": _Broken(error)})
-        found: type = over(theirs)
-        return found
+            found = find(kv_transfer_config)
+        except ImportError as error:  # a platform's, for another version of vLLM
+            if kind is multi_class or contract.VLLM.differences():
+                raise
+            broken = broken_class(error)
+            factory._registry[name] = lambda: broken  # MultiConnector looks it up by name
+            return find(kv_transfer_config)
+        return (kind(found[0]), *found[1:]) if isinstance(found, tuple) else kind(found)
+
+    setattr(factory, finder, classmethod(find_class))
 
 
-class Multi:
-    """Loads vLLM's MultiConnector, with the failure policy that kvtier inside it needs.
+def asks_for_kvtier(name: str | None, extra: Mapping[str, Any] | None, module: str = "") -> bool:
+    """Whether a connector, or one inside it, uses a part of kvtier.
 
-    theirs: loads vLLM's.
+    Args:
+        name: ``kv_connector`` of its configuration.
+        extra: its ``kv_connector_extra_config``.
+        module: its ``kv_connector_module_path``.
     """
+    extra = extra or {}
+    if name == OWN_NAME or _is_kvtiers(module):
+        return True
+    if module:
+        return _derives_from_kvtiers(name, module)
+    if name == MULTI_NAME:
+        return any(
+            asks_for_kvtier(
+                inside.get("kv_connector"),
+                inside.get("kv_connector_extra_config"),
+                inside.get("kv_connector_module_path") or "",
+            )
+            for inside in extra.get("connectors") or ()
+        )
+    if name != CONNECTOR_NAME:
+        return False
+    tiers = extra.get("secondary_tiers") or ()
+    return (
+        extra.get("spec_name") == SPEC_NAME
+        or "record" in extra
+        or any(tier.get("type") == SPEC_NAME for tier in tiers)
+        or any(_is_kvtiers(tier.get("module_path") or "") for tier in tiers)
+        or _derives_from_kvtiers(extra.get("spec_name"), extra.get("spec_module_path"))
+    )
 
-    def __init__(self, theirs: Loader) -> None:
-        self._theirs = theirs
 
-    def __call__(self) -> type:
-        return self._loaded
+def _is_kvtiers(module: str) -> bool:
+    return module.partition(".")[0] == SPEC_NAME
 
-    @cached_property
-    def _loaded(self) -> type:
-        theirs = self._theirs()
-        if not contract.VLLM.differences():
-            from kvtier.connectors.vllm.offloading.multi import over_offloading
 
-            return over_offloading(theirs)
-        if not kv_connector.VLLM.differences():
-            from kvtier.connectors.vllm.multi import over_multi
+def _derives_from_kvtiers(name: str | None, module: str | None) -> bool:
+    """Whether a class that vLLM imports from ``module`` is derived from one of kvtier's."""
+    if name is None or module is None:
+        return False
+    try:
+        kind = getattr(import_module(module), name)
+    except Exception:  # vLLM meets it next, and reports it
+        return False
+    return any(_is_kvtiers(base.__module__) for base in kind.__mro__)
 
-            return over_multi(theirs)
+
+@cache
+def offloading_class(theirs: type) -> type:
+    """Return kvtier's OffloadingConnector, derived from ``theirs``.
+
+    A vLLM that kvtier can't serve keeps its own.
+    """
+    if contract.VLLM.differences():
         return theirs
+    from kvtier.connectors.vllm.offloading.connector import KvtierOffloadingConnector, over
+
+    is_ours = issubclass(theirs, KvtierOffloadingConnector)
+    found: type = theirs if is_ours else over(theirs)
+    return found
 
 
-class _Broken:
-    """In the place of a connector that can't be imported: says so to whoever wants that one."""
+@cache
+def multi_class(theirs: type) -> type:
+    """Return vLLM's MultiConnector with the failure policy that kvtier inside it needs."""
+    if not contract.VLLM.differences():
+        from kvtier.connectors.vllm.offloading.multi import over_offloading
 
-    def __init__(self, error: ImportError) -> None:
-        self._error = error
+        return over_offloading(theirs)
+    if not kv_connector.VLLM.differences():
+        from kvtier.connectors.vllm.multi import over_multi
 
-    def __call__(self, *arguments: object) -> object:
-        raise self._error
+        return over_multi(theirs)
+    return theirs
+
+
+def broken_class(error: ImportError) -> type:
+    """Return kvtier's OffloadingConnector over vLLM's own, where a platform's can't be imported.
+
+    A configuration of another spec gets ``error``.
+    """
+    from kvtier.connectors.vllm.offloading.connector import KvtierOffloadingConnector
+
+    def refuse(*_: object) -> NoReturn:
+        raise error
+
+    return type(CONNECTOR_NAME, (KvtierOffloadingConnector,), {"theirs": staticmethod(refuse)})

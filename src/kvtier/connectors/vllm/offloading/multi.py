@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvtier.connectors.vllm.multi import RecomputingMulti, over_multi
 from kvtier.connectors.vllm.offloading.spec import KvtierSpec
-from kvtier.connectors.vllm.registry import CONNECTOR_NAME
+from kvtier.connectors.vllm.registry import CONNECTOR_NAME, offloading_class
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -19,6 +19,19 @@ if TYPE_CHECKING:
 
 class KvtierMultiConnector(RecomputingMulti):
     """``RecomputingMulti`` with the metrics of all specs under the OffloadingConnectors inside."""
+
+    @classmethod
+    def _get_connector_classes_and_configs(
+        cls, vllm_config: VllmConfig
+    ) -> list[tuple[type, VllmConfig]]:
+        """As vLLM's, with one class for all OffloadingConnectors.
+
+        vLLM makes the metrics of each class, and two classes of this connector have the same ones.
+        """
+        return [
+            (offloading_class(kind) if _is_offloading(config) else kind, config)
+            for kind, config in super()._get_connector_classes_and_configs(vllm_config)
+        ]
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any) -> KVConnectorPromMetrics:
@@ -48,8 +61,13 @@ def _extra_configs(
     return [
         config.kv_transfer_config.kv_connector_extra_config
         for _, config in multi._get_connector_classes_and_configs(vllm_config)
-        if config.kv_transfer_config.kv_connector == CONNECTOR_NAME
+        if _is_offloading(config)
     ]
+
+
+def _is_offloading(config: VllmConfig) -> bool:
+    named: bool = config.kv_transfer_config.kv_connector == CONNECTOR_NAME
+    return named and not config.kv_transfer_config.kv_connector_module_path
 
 
 def over_offloading(theirs: type[MultiConnector]) -> type[MultiConnector]:

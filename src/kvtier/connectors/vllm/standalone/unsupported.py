@@ -2,7 +2,7 @@
 
 vLLM tells a tier a block's key and no more, so blocks whose key holds a name instead of content
 cannot be told from the others (key_scope.py), and the engine is refused as a whole. Nor does vLLM
-tell it of the engine: kvtier's connector does, which stands in the place of vLLM's.
+tell it of the engine: kvtier's connector does, which vLLM makes where this tier is asked for.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def refuse(settings: TierSettings) -> None:
         return
     if config is None:
         raise TierSettings.wrong(
-            "kvtier's connector does not stand in the place of vLLM's here, so nobody says whether "
-            "the engine serves adapters, images or embeddings; set 'namespace' to any text, if it "
+            "this tier was not made by kvtier's OffloadingConnector, so nothing shows whether the "
+            "engine serves adapters, images or embeddings; set 'namespace' to any text, if it "
             "serves none"
         )
     if config.lora_config is not None:
