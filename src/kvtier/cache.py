@@ -22,7 +22,8 @@ from kvtier.errors import Closed, ConfigError, UsageError
 from kvtier.hints import Hint, waits
 from kvtier.index import State, make_index
 from kvtier.ladder import Ladder, LadderCallbacks, Prefetch
-from kvtier.plan import Decision, Plan, plan_load
+from kvtier.plan import Decision, Plan, weigh
+from kvtier.plan.decide import Wait, WaitState
 from kvtier.prompts.deletion import Deletion, PromptDeletion, PromptPins, used_by_namespace
 from kvtier.prompts.lease import Lease
 from kvtier.prompts.lease_metrics import LeaseObserver
@@ -155,9 +156,9 @@ class Cache:
 
     def is_worth_waiting(self, prefetch: Prefetch) -> bool:
         """Whether the prefetch policy lets the request wait for its prefetch any longer."""
-        if self.config.prefetch_policy is PrefetchPolicy.BEST_EFFORT or prefetch.ready:
+        if self.config.prefetch_policy is PrefetchPolicy.BEST_EFFORT:
             return False
-        return self._clock() < prefetch.deadline
+        return Wait(prefetch.deadline, [prefetch]).state(self._clock()) is not WaitState.OVER
 
     def end_prefetch(self, prefetch: Prefetch) -> None:
         """End the prefetch of a request that was scheduled or aborted.
@@ -235,11 +236,9 @@ class Cache:
         """Return the plan together with its inputs, for ``kvtier.plan.explain``."""
         size, num_bytes = self.group.block_size, self.group.bytes_per_block
         match = match if load else match.on_device()
-        costs = self._ladder.cost_snapshot(is_free=not self._weighs_costs)
-        costs = costs.with_trials_of(grain_blocks * num_bytes)
-        plan = plan_load(
+        return weigh(
             match,
-            costs,
+            self._ladder.cost_snapshot(is_free=not self._weighs_costs),
             num_tokens=num_tokens,
             block_size=size,
             bytes_per_block=num_bytes,
@@ -247,9 +246,8 @@ class Cache:
             num_staging_slots=self._ladder.num_staging,
             grain_blocks=grain_blocks,
             deadline_s=self.config.load_deadline_s,
+            is_weighed=self._weighs_costs,
         )
-        is_weighed = self._weighs_costs
-        return Decision(match, costs, plan, num_tokens, size, num_bytes, grain_blocks, is_weighed)
 
     def transfer(self, lease: Lease, plan: Plan, num_blocks: int) -> bool:
         """Reserve slots for the whole request, and start the plan's copies.

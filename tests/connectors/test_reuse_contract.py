@@ -21,9 +21,9 @@ from kvtier.connectors.vllm.promotion import Promotion
 from kvtier.connectors.vllm.prompt import RequestBlocks, Shape
 from kvtier.connectors.vllm.request_state import Advice, RequestState
 from kvtier.keyed.block_cache import BlockState
-from kvtier.keyed.waiters import WaitState
 from kvtier.ladder import Ladder
 from kvtier.layout import opaque
+from kvtier.plan.decide import WaitState
 from kvtier.telemetry.specs import VLLM_RECOMPUTED_CHUNKS
 from kvtier.testing import FaultyStorage, MemoryStorage, StoredBlocks
 from kvtier.tiers import StorageFacts
@@ -36,7 +36,7 @@ from tests.connectors.slab_world import BLOCK_BYTES, memory
 from tests.connectors.test_slab_calls import Caller
 from tests.connectors.test_slab_calls import key_of as slab_key_of
 from tests.keyed import keyed_world
-from tests.keyed.reuse_cases import BLOCK_TOKENS, CASES, WAITS, Case, WaitCase
+from tests.plan.decide_cases import BLOCK_TOKENS, CASES, WAITS, Case, WaitCase
 
 STORE = "store"
 PATIENCE_S = 30.0

@@ -12,8 +12,8 @@ import pytest
 
 from kvtier.connectors.sglang.promotion import PromptPromotion, WaitingPrompt
 from kvtier.connectors.sglang.scheduler_hooks import QueueGate
-from kvtier.keyed.waiters import WaitState
 from kvtier.layout import opaque
+from kvtier.plan.decide import WaitState
 from kvtier.testing import MemoryStorage, StoredBlocks
 from kvtier.tiers import StorageFacts
 from tests.connectors.pool_world import SLOT_BYTES, PoolWorld, key_of

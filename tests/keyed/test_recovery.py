@@ -8,7 +8,7 @@ from itertools import count, cycle
 import pytest
 
 from kvtier.keyed.block_cache import BlockState
-from kvtier.keyed.reuse import Compute, FoundBlocks, Waited, decide
+from kvtier.plan.decide import Compute, FoundBlocks, Waited, decide
 from kvtier.transfer.ranks import Done, RankOrder, Report, Verb
 from kvtier.types import DEVICE, DISK, HOST, Direct
 

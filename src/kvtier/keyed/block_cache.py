@@ -17,9 +17,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 from kvtier.hints import Hint
 from kvtier.keyed.guard import SlotGuard
-from kvtier.keyed.waiters import Awaited
 from kvtier.ladder import CostMetrics
 from kvtier.plan import Costs
+from kvtier.plan.decide import Awaited
 from kvtier.telemetry import Metrics
 from kvtier.types import Slot
 

@@ -1,36 +1,12 @@
-"""Waits of requests for blocks: the state of a wait, and waiters that end it."""
+"""Waiters that end the waits of requests for blocks; ``plan.decide`` has the waits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Protocol
 
 from kvtier.transfer import Transfer, Waiter
 from kvtier.types import BlockId
-
-
-class WaitState(IntEnum):
-    """State of a wait. If several ranks wait for the same request, the greatest state counts."""
-
-    OVER = 0
-    """The request is looked up again, or computed."""
-    READS = 1
-    """Blocks are in flight to memory."""
-    ANSWERS = 2
-    """Look-ups in storage are in flight."""
-
-
-OVER, READS, ANSWERS = WaitState
-
-
-class Awaited(Protocol):
-    """Something that a request waits for."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has happened, or will never happen."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,40 +14,6 @@ class Signal:
     """Flag that ends a wait. Its owner sets ``is_over``."""
 
     is_over: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Wait of one request; ``state`` decides for every engine whether it continues.
-
-    Attributes:
-        until_s: time at which it ends in any case, by the caller's clock.
-        reads: blocks in flight to memory.
-        answers: look-ups in storage.
-    """
-
-    until_s: float
-    reads: Sequence[Awaited] = ()
-    answers: Sequence[Awaited] = ()
-
-    def state(self, now_s: float) -> WaitState:
-        """Return whether the request continues to wait, and for what. Changes nothing.
-
-        The first answer ends the wait, since there may be more to read. While answers are missing,
-        the end of the reads does not: the next look-up would wait for the same answer. Without
-        look-ups, the wait ends when all reads have ended.
-        """
-        if now_s >= self.until_s:
-            return OVER
-        for answer in self.answers:
-            if answer.is_over:
-                return OVER
-        if self.answers:
-            return ANSWERS
-        for read in self.reads:
-            if not read.is_over:
-                return READS
-        return OVER
 
 
 class StorageWaiter(Waiter):

@@ -30,12 +30,13 @@ from kvtier.keyed.block_cache import (
 )
 from kvtier.keyed.cache import states_of
 from kvtier.keyed.guard import PartitionFacts, SlotGuard
-from kvtier.keyed.waiters import Awaited, Signal
+from kvtier.keyed.waiters import Signal
 from kvtier.ladder import CostMetrics
 from kvtier.node import protocol
 from kvtier.node.client import Channel, NodeClient, NodeError, OpenedPartition
 from kvtier.node.protocol import FromEngine
 from kvtier.plan import CostModel, Costs, num_to_probe, ways_of
+from kvtier.plan.decide import Awaited
 from kvtier.telemetry import Metrics
 from kvtier.telemetry.specs import PROBED_BLOCKS
 from kvtier.types import DEVICE, HOST, Slot

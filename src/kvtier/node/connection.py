@@ -17,7 +17,6 @@ from kvtier.errors import CacheError
 from kvtier.index.selection import Int64s
 from kvtier.keyed.block_cache import BlockState
 from kvtier.keyed.cache import LocatedBlocks
-from kvtier.keyed.waiters import Awaited
 from kvtier.keys import PackedKeys, select_keys
 from kvtier.ladder import PendingLookup
 from kvtier.node import protocol
@@ -37,6 +36,7 @@ from kvtier.node.protocol import (
 )
 from kvtier.node.registry import Registry
 from kvtier.node.reservations import OVERDUE_S
+from kvtier.plan.decide import Awaited
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvtier.errors import ConfigError
-from kvtier.keyed.waiters import Awaited
 from kvtier.node.config import DEFAULT_TENANT, check_tenant
 from kvtier.node.engines import AttachedClient, AttachedEngine, AttachError, EngineProcess
 from kvtier.node.frame_socket import FrameSocket
@@ -23,6 +22,7 @@ from kvtier.node.lookups import TimeCounts
 from kvtier.node.node import CacheNode
 from kvtier.node.opening import PartitionOpener
 from kvtier.node.protocol import AttachRequest
+from kvtier.plan.decide import Awaited
 
 logger = logging.getLogger(__name__)
 

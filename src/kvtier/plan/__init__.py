@@ -11,7 +11,7 @@ from kvtier.plan.planner import plan_groups, plan_load
 from kvtier.plan.prefill import PrefillCost
 from kvtier.plan.probe import num_to_probe
 from kvtier.plan.steps import StepClock
-from kvtier.plan.worth import Tell
+from kvtier.plan.worth import Tell, weigh
 
 __all__ = [
     "Actual",
@@ -35,4 +35,5 @@ __all__ = [
     "plan_groups",
     "plan_load",
     "ways_of",
+    "weigh",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from kvtier.plan.cost import Costs
 from kvtier.plan.explain import Decision
@@ -54,6 +55,41 @@ def end_worth_loading(
     return found if is_worth_loading(costs, num_bytes, first, found) else first
 
 
+def weigh(
+    match: Match,
+    costs: Costs,
+    *,
+    num_tokens: int,
+    block_size: int,
+    bytes_per_block: int,
+    num_free_slots: int,
+    num_staging_slots: int | None = None,
+    grain_blocks: int = 1,
+    deadline_s: float | None = None,
+    is_weighed: bool = True,
+) -> Decision:
+    """Return the cheapest cut of a prefix, with all that it depends on.
+
+    Arguments: see ``plan_load``. costs: trials of copies of a grain's size are considered, too.
+    is_weighed: see ``Decision``.
+    """
+    costs = costs.with_trials_of(bytes_per_block * grain_blocks)
+    plan = plan_load(
+        match,
+        costs,
+        num_tokens=num_tokens,
+        block_size=block_size,
+        bytes_per_block=bytes_per_block,
+        num_free_slots=num_free_slots,
+        num_staging_slots=num_staging_slots,
+        grain_blocks=grain_blocks,
+        deadline_s=deadline_s,
+    )
+    return Decision(
+        match, costs, plan, num_tokens, block_size, bytes_per_block, grain_blocks, is_weighed
+    )
+
+
 def num_worth_loading(
     costs: Costs,
     tiers: Sequence[str],
@@ -75,8 +111,7 @@ def num_worth_loading(
     width = -(-len(tiers) // MAX_CUTS) or 1
     wide = [_slowest(tiers[at : at + width], order) for at in range(0, len(tiers), width)]
     match = Match(tuple(map(BlockId, range(len(wide)))), tuple(wide), (False,) * len(wide), 0)
-    costs = costs.with_trials_of(bytes_per_block * width)
-    plan = plan_load(
+    decision = weigh(
         match,
         costs,
         # A full hit is allowed: the engine itself recomputes the last token.
@@ -87,8 +122,8 @@ def num_worth_loading(
         num_staging_slots=None if num_staging_slots is None else num_staging_slots // width,
     )
     if tell is not None:
-        tell(Decision(match, costs, plan, num_tokens, block_size * width, bytes_per_block * width))
-    return min(len(tiers), plan.num_reused_blocks * width)
+        tell(replace(decision, num_tokens=num_tokens))
+    return min(len(tiers), decision.plan.num_reused_blocks * width)
 
 
 def _slowest(tiers: Sequence[str], order: Sequence[str]) -> str:

@@ -60,6 +60,11 @@ class Waiter(ABC):
         return not self._waiting_for
 
     @property
+    def is_over(self) -> bool:
+        """Whether the wait is over: ``ready``, unless a subclass waits for more, or for less."""
+        return self.ready
+
+    @property
     def waiting_for(self) -> frozenset[Transfer]:
         """The transfers that are still in flight."""
         return frozenset(self._waiting_for)

@@ -17,8 +17,8 @@ from kvtier.connectors.common.call_memory import CallMemory, SpareMemory
 from kvtier.connectors.common.names import block_key
 from kvtier.errors import TierError
 from kvtier.index.policies.replayed import LRU
-from kvtier.keyed.reuse import FoundBlocks, LoadUpTo, Waited, decide
 from kvtier.plan import Costs
+from kvtier.plan.decide import FoundBlocks, LoadUpTo, Waited, decide
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Outcome, Pieces, StorageTier
 

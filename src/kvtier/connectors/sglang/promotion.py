@@ -1,6 +1,6 @@
 """Promote a waiting prompt's pages from storage to host memory.
 
-``kvtier.keyed.reuse`` decides whether a request loads, waits or computes. This module translates
+``kvtier.plan.decide`` decides whether a request loads, waits or computes. This module translates
 SGLang's look-ups for it, begins the promotions that a request waits for, and reports when the wait
 is over.
 """
@@ -18,9 +18,17 @@ from kvtier.connectors.sglang.device_pools import KV
 from kvtier.connectors.sglang.prefix_hits import SidePool, common_hits
 from kvtier.errors import printable
 from kvtier.keyed.block_cache import BlockCache, BlockState
-from kvtier.keyed.reuse import FoundBlocks, LoadUpTo, Waited, WaitUntil, decide
-from kvtier.keyed.waiters import Awaited, Wait, WaitState
 from kvtier.plan import Decision, Tell, explain
+from kvtier.plan.decide import (
+    Awaited,
+    FoundBlocks,
+    LoadUpTo,
+    Wait,
+    Waited,
+    WaitState,
+    WaitUntil,
+    decide,
+)
 from kvtier.types import HOST
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvtier.connectors.sglang.prompt_reporting import keys_up_to
-from kvtier.keyed.waiters import WaitState
+from kvtier.plan.decide import WaitState
 
 if TYPE_CHECKING:  # a process that does not use kvtier must not import it
     from kvtier.connectors.sglang.promotion import PromptPromotion

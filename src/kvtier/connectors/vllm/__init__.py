@@ -3,7 +3,7 @@
     scheduler's process                          one process per rank
     manager.py   what a front asks, to the       worker.py   copies, device <-> host slots
                  cache below it (BlockCache)                 orders, to a RankExecutor
-    promotion.py what keyed/reuse.py decides,    (blocks: common/paged_pool.py)
+    promotion.py what plan/decide.py decides,    (blocks: common/paged_pool.py)
                  for one request
 
 A front translates between vLLM and these: offloading/ stands on vLLM's OffloadingConnector and

@@ -1,6 +1,6 @@
 """Promote a waiting prompt's blocks from storage to host memory.
 
-``kvtier.keyed.reuse`` decides whether a request loads, waits or computes. This module describes
+``kvtier.plan.decide`` decides whether a request loads, waits or computes. This module describes
 vLLM's look-ups to it, and answers vLLM in vLLM's terms. Blocks that need not pass through host
 memory are reported to vLLM at once, and the ranks read them directly.
 """
@@ -20,18 +20,21 @@ from kvtier.connectors.vllm.request_state import Advice, RequestState
 from kvtier.errors import printable
 from kvtier.keyed.block_cache import BlockCache, BlockState
 from kvtier.keyed.direct import DirectReads
-from kvtier.keyed.reuse import (
+from kvtier.keyed.waiters import Signal
+from kvtier.plan import Tell, explain
+from kvtier.plan.decide import (
+    OVER,
+    Awaited,
     FoundBlocks,
     GivenUp,
     LoadUpTo,
+    Wait,
     Waited,
     WaitUntil,
     decide,
     end_without_room,
     reads_directly,
 )
-from kvtier.keyed.waiters import OVER, Awaited, Signal, Wait
-from kvtier.plan import Tell, explain
 from kvtier.telemetry.specs import VLLM_IMPATIENT_REQUESTS, VLLM_RECOMPUTED_CHUNKS
 from kvtier.types import HOST, Direct, LoadPolicy
 

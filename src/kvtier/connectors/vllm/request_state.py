@@ -10,7 +10,7 @@ from kvtier.connectors.vllm.adapters import AdapterLoad
 from kvtier.connectors.vllm.key_scope import ALL, EVERYWHERE, NOWHERE, KeyScope
 from kvtier.connectors.vllm.prompt import RequestBlocks
 from kvtier.keyed.block_cache import BlockState
-from kvtier.keyed.waiters import Awaited, Wait
+from kvtier.plan.decide import Awaited, Wait
 
 
 @dataclass(slots=True)

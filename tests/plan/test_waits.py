@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.keyed.waiters import Signal, Wait, WaitState
+from kvtier.keyed.waiters import Signal
+from kvtier.plan.decide import Wait, WaitState
 
-from .reuse_cases import WAITS, WaitCase
+from .decide_cases import WAITS, WaitCase
 
 UNTIL_S = 100.0
 

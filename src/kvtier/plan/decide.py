@@ -1,8 +1,13 @@
-"""Decide whether KV of a waiting prompt is loaded, waited for, or computed.
+"""Decide whether KV of a prompt is loaded, waited for, or computed: read this file first.
 
-``decide`` is the only place where this is decided for engines that bring keys. It is a pure
-function: it moves nothing, keeps no state, and the clock is an argument. A connector translates the
-blocks that its engine requested into ``FoundBlocks``, and the result into its engine's terms.
+    decide       for engines that bring keys: load, wait or compute
+    Wait.state   for every engine: whether a request goes on waiting
+    weigh        for every engine whose blocks are weighed one by one (``worth.py``)
+
+All are pure: they move nothing, keep no state, and the clock is an argument. A connector translates
+the blocks that its engine requested into ``FoundBlocks``, and the result into its engine's terms.
+The token front (``Cache.decide``) loads what ``weigh`` has chosen. A request waits before that,
+for its prefetch.
 
 1. Blocks beyond the token up to which loading beats computing are left out.
 2. Blocks up to there that are ready are loaded.
@@ -17,10 +22,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
+from typing import Protocol
 
-from kvtier.plan import Costs, Tell
-from kvtier.plan.worth import end_worth_loading, patience_s
+from kvtier.plan.cost import Costs
+from kvtier.plan.worth import Tell, end_worth_loading, patience_s
 from kvtier.types import Direct
 
 
@@ -31,6 +37,8 @@ class GivenUp(Enum):
     """It has waited as long as computing would take."""
     READ_FAILED = "read failed"
     """A block is still in storage after it was promoted, and may fail again."""
+    NOTHING_NEW = "nothing new"
+    """Another look-up would find what this one did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,3 +213,62 @@ def _last_up_to(ends: Sequence[int], limit: int, default: int) -> int:
     """Return the last of the ascending ``ends`` that is at most ``limit``."""
     at = bisect_right(ends, limit)
     return ends[at - 1] if at else default
+
+
+# -- whether a request goes on waiting -------------------------------------------------------------
+
+
+class WaitState(IntEnum):
+    """State of a wait. If several ranks wait for the same request, the greatest state counts."""
+
+    OVER = 0
+    """The request is looked up again, or computed."""
+    READS = 1
+    """Blocks are in flight to memory."""
+    ANSWERS = 2
+    """Look-ups in storage are in flight."""
+
+
+OVER, READS, ANSWERS = WaitState
+
+
+class Awaited(Protocol):
+    """Something that a request waits for."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has happened, or will never happen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait of one request; ``state`` decides for every engine whether it continues.
+
+    Attributes:
+        until_s: time at which it ends in any case, by the caller's clock.
+        reads: blocks in flight to memory.
+        answers: look-ups in storage.
+    """
+
+    until_s: float
+    reads: Sequence[Awaited] = ()
+    answers: Sequence[Awaited] = ()
+
+    def state(self, now_s: float) -> WaitState:
+        """Return whether the request continues to wait, and for what. Changes nothing.
+
+        The first answer ends the wait, since there may be more to read. While answers are missing,
+        the end of the reads does not: the next look-up would wait for the same answer. Without
+        look-ups, the wait ends when all reads have ended.
+        """
+        if now_s >= self.until_s:
+            return OVER
+        for answer in self.answers:
+            if answer.is_over:
+                return OVER
+        if self.answers:
+            return ANSWERS
+        for read in self.reads:
+            if not read.is_over:
+                return READS
+        return OVER

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from unittest.mock import ANY
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvtier.keyed.reuse import (
+from kvtier.plan import CostModel, Costs, ways_of
+from kvtier.plan.decide import (
     Compute,
     FoundBlocks,
     GivenUp,
@@ -19,10 +23,10 @@ from kvtier.keyed.reuse import (
     end_without_room,
     reads_directly,
 )
-from kvtier.plan import CostModel, Costs, ways_of
+from kvtier.plan.worth import MAX_PATIENCE_S
 from kvtier.types import DEVICE, DISK, HOST, Direct
 
-from .reuse_cases import BLOCK_TOKENS, CASES, PREFILL_S, Case
+from .decide_cases import BLOCK_TOKENS, CASES, PREFILL_S, Case
 
 BLOCK_BYTES = 4096
 TIERS = {"M": HOST, "A": HOST, "U": HOST, "S": DISK}
@@ -157,3 +161,81 @@ def test_what_was_weighed_before_it_was_promoted_is_not_weighed_on_its_way() -> 
     assert on_its_way == WaitUntil(ANY, 4 * BLOCK_TOKENS, 2 * BLOCK_TOKENS)
     arrived = Case("", "MMMM", load_s=1.0)
     assert decide(found_of(arrived), Waited(is_weighed=True), lambda: costs, 0.0) == Compute()
+
+
+# -- properties ------------------------------------------------------------------------------------
+
+PROMPTS = st.builds(
+    Case,
+    st.just("any"),
+    st.builds(
+        str.__add__,
+        st.sampled_from(["", "D", "DDD"]),
+        st.text("MSAU.", min_size=1, max_size=12),
+    ),
+    load_s=st.sampled_from([1e-4, 0.01, 1.0]),
+    promote_s=st.sampled_from([1e-4, 0.01, 1.0]),
+    computes_s=st.sampled_from([None, PREFILL_S]),
+    waited_s=st.sampled_from([0.0, PREFILL_S, 20.0]),
+    always_loads=st.booleans(),
+    has_failed=st.booleans(),
+)
+
+
+def _prefix(case: Case) -> Case:
+    """Return the case without the blocks behind the first miss, which no look-up reports."""
+    behind = case.behind.partition(".")[0]
+    return replace(case, blocks="D" * case.num_device + behind.ljust(len(case.behind), "."))
+
+
+@given(PROMPTS, st.booleans(), st.sampled_from([None, 2]))
+def test_decision_stays_within_what_was_found(
+    case: Case, together: bool, num_staging: int | None
+) -> None:
+    case = _prefix(case)
+    found = found_of(case, together=together, num_staging=num_staging)
+    match decide_case(case, found):
+        case LoadUpTo(end):
+            assert end in found.ready
+        case WaitUntil(until_s, end, ready):
+            assert end in found.reachable
+            assert ready in (found.first, *found.ready)
+            assert ready < end
+            assert not case.has_failed
+            assert 100.0 + case.waited_s < until_s <= 100.0 + MAX_PATIENCE_S
+        case Compute():
+            pass
+
+
+@given(PROMPTS)
+def test_request_that_can_not_wait_never_waits(case: Case) -> None:
+    case = _prefix(case)
+    found, costs = found_of(case), costs_of(case)
+    for waited in (Waited(may_wait=False), Waited(given_up=GivenUp.READ_FAILED)):
+        decision = decide(found, waited, lambda: costs, 0.0, always_loads=case.always_loads)
+        assert not isinstance(decision, WaitUntil)
+        if case.always_loads and found.ready:
+            assert decision == LoadUpTo(found.ready[-1], waited.given_up)
+
+
+@given(PROMPTS, st.floats(0.0, 20.0))
+def test_longer_wait_never_begins_another(case: Case, more_s: float) -> None:
+    """A request that has given up at some time gives up at any later time."""
+    case = replace(_prefix(case), has_failed=False)
+    later = replace(case, waited_s=case.waited_s + more_s)
+    if not isinstance(decide_case(case, found_of(case)), WaitUntil):
+        assert not isinstance(decide_case(later, found_of(later)), WaitUntil)
+
+
+@given(PROMPTS)
+def test_ready_blocks_that_are_loaded_slower_are_loaded_no_further(case: Case) -> None:
+    ready = replace(_prefix(case), has_failed=False, waited_s=0.0, always_loads=False)
+    ready = replace(ready, blocks=ready.blocks.translate(str.maketrans("SAU", "MMM")))
+    slower = replace(ready, load_s=10 * ready.load_s)
+
+    def end(case: Case) -> int:
+        decision = decide_case(case, found_of(case))
+        assert not isinstance(decision, WaitUntil)
+        return decision.end if isinstance(decision, LoadUpTo) else found_of(case).first
+
+    assert end(slower) <= end(ready)

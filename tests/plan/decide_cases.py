@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtier.keyed.waiters import WaitState
+from kvtier.plan.decide import WaitState
 
 BLOCK_TOKENS = 16
 PREFILL_S = 0.016
