@@ -56,21 +56,21 @@ def waiting(num: int) -> Callable[[], None]:
         context = ReqContext(f"request {at}")
         context._offload_key_positions.update(ends)
         manager.on_new_request(context)
-        visit = manager.visit(context.req_id)
-        visit.begin_look_up(0)
+        state = manager.state_of(context.req_id)
+        state.begin_look_up(0)
         for key in prompt:
             manager.lookup(key, context)
-        advice = manager.bringing.advise(visit, 0, len(prompt) * STEP)
+        advice = manager.promotion.advise(state, 0, len(prompt) * STEP)
         assert advice is Advice.WAIT, advice
-    visits = [manager.visit(f"request {at}") for at in range(NUM_WAITING)]
-    for visit in visits:  # nobody loses patience while the others arrive
-        assert visit.wait is not None
-        visit.wait = dataclasses.replace(visit.wait, until_s=float("inf"))
+    states = [manager.state_of(f"request {at}") for at in range(NUM_WAITING)]
+    for state in states:  # nobody loses patience while the others arrive
+        assert state.patience.wait is not None
+        state.patience.wait = dataclasses.replace(state.patience.wait, until_s=float("inf"))
 
     def step() -> None:
         manager.hear(Report())
-        for visit in visits:
-            assert manager.bringing.must_wait(visit, 0)
+        for state in states:
+            assert manager.promotion.must_wait(state, 0)
 
     step()
     return step

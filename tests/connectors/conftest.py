@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvtier.connectors.vllm.request_state import RequestState
 from tests.connectors.slab_world import World
+
+RequestState.is_strict = True
 
 
 @pytest.fixture

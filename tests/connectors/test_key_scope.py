@@ -14,7 +14,7 @@ from blake3 import blake3
 from kvtier.connectors.vllm.adapters import Adapters, RekeyedRequest, keyed
 from kvtier.connectors.vllm.key_scope import ALL, EVERYWHERE, KeyScope, counts_media, scope_of
 from kvtier.connectors.vllm.prompt import RequestBlocks
-from kvtier.connectors.vllm.request_state import RequestState
+from kvtier.connectors.vllm.request_state import Keeping, RequestState
 from kvtier.identity import Identification
 
 
@@ -262,10 +262,10 @@ def test_rekeyed_request_is_vllms_but_for_its_hashes() -> None:
 def test_request_whose_adapter_was_replaced_keeps_nothing(tmp_path: Path) -> None:
     adapters = Adapters()
     load = adapters.load_of(adapter(adapter_in(tmp_path / "one")))
-    state = RequestState(RequestBlocks("one", {b"key": 16}), adapter=load)
+    state = RequestState(RequestBlocks("one", {b"key": 16}), Keeping(adapter=load))
     state.begin_look_up(0)
     assert state.is_kept(b"key")
-    assert state.is_computed_right()
+    assert state.keeping.is_computed_right()
     adapters.after_removal(1)
-    assert not state.is_computed_right()
+    assert not state.keeping.is_computed_right()
     assert not state.is_kept(b"key")

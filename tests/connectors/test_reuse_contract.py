@@ -102,7 +102,7 @@ class UnderVllm:
         )
         self._first = case.num_device * BLOCK_TOKENS
         ends = {key: self._end(at + 1) for at, key in enumerate(self._keys)}
-        self._visit = RequestState(RequestBlocks("r", ends))
+        self._state = RequestState(RequestBlocks("r", ends))
 
     def _by_place(self) -> dict[str, list[bytes]]:
         found: dict[str, list[bytes]] = {}
@@ -116,12 +116,12 @@ class UnderVllm:
     def ask(self) -> Answer:
         """As ``KvtierOffloadingConnector.get_num_new_matched_tokens``."""
         num_tokens = self._end(len(self._keys)) + NUM_TOKENS
-        if self._promotion.must_wait(self._visit, self._first):
+        if self._promotion.must_wait(self._state, self._first):
             return WAITING
         for _ in range(10):
             found = self._look_up()
             if found is None:
-                advice = self._promotion.advise(self._visit, self._first, num_tokens)
+                advice = self._promotion.advise(self._state, self._first, num_tokens)
                 if advice is Advice.WAIT:
                     return WAITING
                 if advice is Advice.COMPUTE:
@@ -130,25 +130,25 @@ class UnderVllm:
                 return Answer()
             else:
                 worth = self._promotion.num_worth_loading(
-                    self._visit, self._first, found, num_tokens
+                    self._state, self._first, found, num_tokens
                 )
                 return Answer(worth // BLOCK_TOKENS)
         raise AssertionError("it looks again for ever")
 
     def _look_up(self) -> int | None:
         """As vLLM looks up a prefix, and ``TierManager.find`` answers."""
-        visit, num, is_pending = self._visit, 0, self.waits_for is not None
-        visit.begin_look_up(self._first)
+        state, num, is_pending = self._state, 0, self.waits_for is not None
+        state.begin_look_up(self._first)
         if self.waits_for == "its own copies":
             return None
-        places, visit.asked = self._engine.cache.lookup(self._keys)
+        places, state.lookup.answers = self._engine.cache.lookup(self._keys)
         for key, at in zip(self._keys, places, strict=True):
-            end = visit.request.ends.get(key, 0)
-            if visit.limit is not None and end > visit.limit:
+            end = state.request.ends.get(key, 0)
+            if state.limit is not None and end > state.limit.end:
                 break
-            if visit.is_impatient and at is not BlockState.MEMORY:
+            if state.patience.given_up is not None and at is not BlockState.MEMORY:
                 break
-            visit.places[key] = at
+            state.lookup.met[key] = at
             if at is BlockState.NOWHERE:
                 break
             is_pending |= at is not BlockState.MEMORY
@@ -177,24 +177,26 @@ class UnderVllm:
 
     def state(self) -> WaitState:
         """vLLM hears only whether a request waits; ``must_wait`` forgets a wait that is over."""
-        wait, now_s = self._visit.wait, self.now_s
+        wait, now_s = self._state.patience.wait, self.now_s
         assert wait is not None
         state = wait.state(now_s)
-        assert self._promotion.must_wait(self._visit, self._first) == (state is not WaitState.OVER)
+        assert self._promotion.must_wait(self._state, self._first) == (state is not WaitState.OVER)
         return state
 
     def ask_for_window(self, num_blocks: int) -> int:
         """Return the number of tokens worth loading, where only the last blocks are needed."""
-        self._visit.begin_look_up(self._first)
-        self._visit.places = dict.fromkeys(reversed(self._keys[-num_blocks:]), BlockState.MEMORY)
+        self._state.begin_look_up(self._first)
+        self._state.lookup.met = dict.fromkeys(
+            reversed(self._keys[-num_blocks:]), BlockState.MEMORY
+        )
         end = self._end(len(self._keys))
-        return self._promotion.num_worth_loading(self._visit, self._first, end, end + NUM_TOKENS)
+        return self._promotion.num_worth_loading(self._state, self._first, end, end + NUM_TOKENS)
 
     def advise_on(self, place: BlockState, end: int) -> list[Advice]:
         """Return the advice on a block that ends there, however often vLLM looks it up."""
-        self._visit.places = {self._keys[0]: place}
-        self._visit.request.ends = dict.fromkeys(self._keys, end)
-        return [self._promotion.advise(self._visit, self._first, 4 * end) for _ in range(3)]
+        self._state.lookup.met = {self._keys[0]: place}
+        self._state.request.ends = dict.fromkeys(self._keys, end)
+        return [self._promotion.advise(self._state, self._first, 4 * end) for _ in range(3)]
 
     def arrive(self) -> None:
         num = self._case.blocks.count("S") if self._case.has_failed else 0

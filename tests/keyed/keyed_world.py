@@ -1,4 +1,4 @@
-"""A cache for engines that bring keys, and what its ranks are told."""
+"""A cache for engines that bring keys, and the orders of its ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def names(order: RankOrder) -> tuple[BlockKey, ...]:
 
 
 class Engine:
-    """A cache, and what its ranks are told."""
+    """A cache, and the orders of its ranks."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The cache for engines that bring keys; its ranks are told what to do, and say what they did."""
+"""The cache for engines that bring keys; its ranks get orders, and report what they did."""
 
 from __future__ import annotations
 

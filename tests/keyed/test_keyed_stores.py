@@ -1,4 +1,4 @@
-"""Stores that ranks have to ask: when a block is there, who waits to hear of it, and how long."""
+"""Stores that ranks look up: when a block is there, which requests wait for it, and how long."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Sharing(Engine):
         return places
 
     def step(self) -> list[RankOrder]:
-        """Every rank does what is ordered now, and says so."""
+        """Every rank carries out its orders, and reports."""
         orders, report = self.mover.take_orders(), Report()
         for order in orders:
             for rank in range(self.num_ranks):
@@ -264,7 +264,7 @@ def test_answer_to_what_was_asked_before_a_clear_is_not_heard(engine: Sharing) -
 
 
 def test_block_that_the_store_has_lost_is_computed(engine: Sharing) -> None:
-    """It was there when it was asked for, and is not when it is read."""
+    """It was there when it was looked up, and is not when it is read."""
     engine.give(KEYS[:1])
     engine.look(KEYS[:1])
     engine.step()

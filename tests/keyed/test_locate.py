@@ -24,7 +24,7 @@ def world(num_ranks: int = 1) -> Engine:
 
 
 def locate_twice(engine: Engine) -> list[BlockState]:
-    """Return where all blocks are; every query is asked twice, and the state is compared."""
+    """Return where all blocks are; every query is made twice, and the state is compared."""
     before = snapshot(engine)
     for _ in range(2):
         places = engine.cache.locate_all(KEYS)

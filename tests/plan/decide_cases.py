@@ -23,7 +23,7 @@ class Case:
 
     load_s, promote_s: seconds to load a block from memory, and to promote one from storage.
     computes_s: seconds to compute a block; None if prefill was not measured. waited_s: how long the
-    request has waited when it is asked for. has_failed: reads from storage fail.
+    request has waited when it is looked up. has_failed: reads from storage fail.
 
     loads: blocks that are loaded now, those of the device not counted. waits_for: blocks that are
     there when the wait has ended, if it waits; 0 if it does not.
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def behind(self) -> str:
-        """Return the blocks behind those that the device has."""
+        """Return the blocks behind those on the device."""
         return self.blocks.lstrip("D")
 
     @property

@@ -193,7 +193,7 @@ def test_reuse_ends_where_slots_do() -> None:
 
 
 def test_reuse_ends_where_there_is_no_room_on_the_way() -> None:
-    """Blocks from disk pass through host memory; those that are there already need no room."""
+    """Blocks from disk pass through host memory; those in host memory need no room."""
     match = _match("dhsssd")
     assert _plan(match, STORED, num_staging_slots=2).num_reused_blocks == 4
     assert _plan(match, STORED, num_staging_slots=3).num_reused_blocks == 6
@@ -334,7 +334,7 @@ def _whole(chunk: int, num_tokens: int) -> float:
 
 
 def test_ends_of_long_prompts_do_not_pass_for_whole_ones() -> None:
-    """Over a warm cache nothing else is computed; three pieces told the rest before."""
+    """Over a warm cache nothing else is computed; three pieces were observed before."""
     model = CostModel()
     for first, num_tokens in ((0, 128), (0, 32), (4096, 128)):
         model.observe_prefill(first, num_tokens, _seconds(first, num_tokens))

@@ -1,4 +1,4 @@
-"""Load or recompute, and how long to wait, for engines that ask before they have a place."""
+"""Load or recompute, and how long to wait, for engines that look up before they have a slot."""
 
 from __future__ import annotations
 

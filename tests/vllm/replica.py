@@ -235,12 +235,12 @@ class Replica:
         """As vLLM's scheduler looks it up, step by step."""
         num_tokens = (len(numbers) + 1) * TOKENS
         end_s = time.monotonic() + PATIENCE_S
-        visit, bringing = self.manager.visit(context.req_id), self.manager.bringing
+        state, promotion = self.manager.state_of(context.req_id), self.manager.promotion
         while time.monotonic() < end_s:
-            if bringing.must_wait(visit, 0):
+            if promotion.must_wait(state, 0):
                 self.step()
                 continue
-            visit.begin_look_up(0)
+            state.begin_look_up(0)
             found = []
             for number in numbers:
                 found.append(self.manager.lookup(key_of(number), context))
@@ -248,7 +248,7 @@ class Replica:
                     break
             if not any(each in WAITS for each in found):
                 return found.count(LookupResult.HIT)
-            match bringing.advise(visit, 0, num_tokens):
+            match promotion.advise(state, 0, num_tokens):
                 case Advice.COMPUTE:
                     return 0
                 case Advice.WAIT:

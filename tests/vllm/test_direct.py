@@ -59,7 +59,7 @@ def test_where_it_is_on_a_block_on_disk_is_a_hit_at_once() -> None:
     request = scheduler.request("again", KEYS[:3])
     assert scheduler.look_up(request, KEYS[:3]) == [HIT, HIT, MISS]
     assert scheduler.num_worth_loading("again") == 2 * STEP
-    slots = manager.prepare_load(KEYS[:2], request)
+    slots = scheduler.load(KEYS[:2], request)
     assert (slots.block_ids.tolist(), slots.direct) == ([], [0, 1])
     (order,) = slots.reads
     assert (order.verb, order.tier, order.slots) == (Verb.READ, DISK, (0, 1))
@@ -84,14 +84,14 @@ def test_what_did_not_come_directly_is_brought_to_host_memory() -> None:
     scheduler = on_disk(Direct.ON)
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
-    (order,) = scheduler.manager.prepare_load(KEYS[:2], request).reads
+    (order,) = scheduler.load(KEYS[:2], request).reads
     scheduler.manager.hear(Report(done={order.order_id: Done(frozenset({1}))}))
     scheduler.manager.complete_load(KEYS[:2], request)
     assert scheduler.look_up(request, KEYS[:2]) == [RETRY, RETRY]
     assert scheduler.advise("again") is Advice.WAIT
     scheduler.carry_out()
     assert scheduler.look_up(request, KEYS[:2]) == [HIT, HIT]
-    slots = scheduler.manager.prepare_load(KEYS[:2], request)
+    slots = scheduler.load(KEYS[:2], request)
     assert not slots.reads
     assert not slots.direct
     scheduler.manager.complete_load(KEYS[:2], request)
@@ -102,7 +102,7 @@ def test_block_that_is_damaged_is_a_miss_afterwards() -> None:
     scheduler = on_disk(Direct.ON)
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
-    (order,) = scheduler.manager.prepare_load(KEYS[:2], request).reads
+    (order,) = scheduler.load(KEYS[:2], request).reads
     gone = Done(frozenset({0}), frozenset({0}), num_damaged=1)
     scheduler.manager.hear(Report(done={order.order_id: gone}))
     scheduler.manager.complete_load(KEYS[:2], request)
@@ -129,7 +129,7 @@ def test_what_host_memory_has_no_room_for_comes_directly(
     other = scheduler.request("holds", KEYS[4:5])
     scheduler.store(other, KEYS[4:5])
     scheduler.carry_out()
-    scheduler.manager.prepare_load(KEYS[4:5], other)  # one of two slots is in use
+    scheduler.load(KEYS[4:5], other)  # one of two slots is in use
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
     assert scheduler.advise("again") is Advice.LOOK_AGAIN
@@ -138,7 +138,7 @@ def test_what_host_memory_has_no_room_for_comes_directly(
     scheduler.carry_out()
     assert scheduler.look_up(request, KEYS[:2]) == found
     num = found.count(HIT)
-    slots = scheduler.manager.prepare_load(KEYS[:num], request)
+    slots = scheduler.load(KEYS[:num], request)
     assert (len(slots.block_ids), slots.direct) == (1, [1] * (num - 1))
     assert [order.slots for order in slots.reads] == [(1,)] * (num - 1)
 
@@ -148,7 +148,7 @@ def test_host_memory_that_is_all_in_use_keeps_nobody_waiting() -> None:
     other = scheduler.request("holds", KEYS[4:5])
     scheduler.store(other, KEYS[4:5])
     scheduler.carry_out()
-    scheduler.manager.prepare_load(KEYS[4:5], other)
+    scheduler.load(KEYS[4:5], other)
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
     assert scheduler.advise("again") is Advice.LOOK_AGAIN
@@ -163,12 +163,12 @@ def test_another_requests_hold_is_its_own() -> None:
     scheduler = on_disk(Direct.ON)
     direct = scheduler.request("direct", KEYS[:1])
     scheduler.look_up(direct, KEYS[:1])
-    (order,) = scheduler.manager.prepare_load(KEYS[:1], direct).reads
+    (order,) = scheduler.load(KEYS[:1], direct).reads
     scheduler.manager.cache.promote(KEYS[:1])
     scheduler.carry_out()
     held = scheduler.request("held", KEYS[:1])
     assert scheduler.look_up(held, KEYS[:1]) == [HIT]
-    scheduler.manager.prepare_load(KEYS[:1], held)
+    scheduler.load(KEYS[:1], held)
     scheduler.manager.hear(Report(done={order.order_id: Done()}))
     scheduler.manager.complete_load(KEYS[:1], direct)
     assert scheduler.ladder.num_available(HOST) == 3, "the block that is held stays"
@@ -189,7 +189,7 @@ def test_blocks_of_two_groups_are_read_by_one_load() -> None:
         request.set_offload_key_position(key, (at % 2 + 1) * STEP)
     scheduler.manager.on_new_request(request)
     assert scheduler.look_up(request, keys) == [HIT] * 4
-    slots = scheduler.manager.prepare_load(keys, request)
+    slots = scheduler.load(keys, request)
     assert (slots.block_ids.tolist(), slots.direct) == ([], [0, 1, 2, 3])
     (order,) = slots.reads
     assert order.slots == (0, 1, 2, 3)

@@ -21,10 +21,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.connectors.vllm.key_scope import KeyScope
 from kvtier.connectors.vllm.names import VllmNames
+from kvtier.connectors.vllm.offloading.host_slots import HostSlots
 from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
 from kvtier.connectors.vllm.offloading.spec import KvtierSpec
 from kvtier.connectors.vllm.prompt import Shape
-from kvtier.connectors.vllm.request_state import Advice
+from kvtier.connectors.vllm.request_state import Advice, Phase
 from kvtier.connectors.vllm.tiers import rank_tiers
 from kvtier.keyed.block_cache import BlockState
 from kvtier.keyed.cache import LocalBlockCache
@@ -101,17 +102,23 @@ class Scheduler:
         self.manager.steps.end(step, 1e-6)
 
     def look_up(self, context: ReqContext, keys: list[OffloadKey]) -> list[LookupResult]:
-        self.manager.visit(context.req_id).begin_look_up(0)
+        self.manager.state_of(context.req_id).begin_look_up(0)
         return [self.manager.lookup(key, context) for key in keys]
+
+    def load(self, keys: Sequence[OffloadKey], context: ReqContext) -> HostSlots:
+        """Begin a load of blocks that a look-up has found last."""
+        if self.manager.state_of(context.req_id).phase is not Phase.LOOKING_UP:
+            self.look_up(context, list(keys))
+        return self.manager.prepare_load(keys, context)
 
     def advise(self, name: str) -> Advice:
         """To a request for a prompt of three blocks."""
-        return self.manager.bringing.advise(self.manager.visit(name), 0, 3 * STEP)
+        return self.manager.promotion.advise(self.manager.state_of(name), 0, 3 * STEP)
 
     def num_worth_loading(self, name: str) -> int:
         """Return how many tokens of two blocks of such a prompt are worth loading."""
-        visit = self.manager.visit(name)
-        return self.manager.bringing.num_worth_loading(visit, 0, 2 * STEP, 3 * STEP)
+        state = self.manager.state_of(name)
+        return self.manager.promotion.num_worth_loading(state, 0, 2 * STEP, 3 * STEP)
 
     def to_disk(self, keys: list[OffloadKey], num_others: int = 4) -> None:
         """Store blocks, and have them leave host memory for others."""
@@ -160,7 +167,7 @@ def test_block_on_disk_is_asked_for_once_and_then_in_host_memory(scheduler: Sche
     assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT] * 2
     assert scheduler.manager.get_load_source(KEYS[0], request) is CacheHitSource.DISK
     assert scheduler.num_worth_loading("again") == 2 * STEP
-    scheduler.manager.prepare_load(KEYS[:2], request)
+    scheduler.load(KEYS[:2], request)
     scheduler.manager.complete_load(KEYS[:2], request)
     assert scheduler.manager.get_load_source(KEYS[0], request) is CacheHitSource.HOST
 
@@ -254,7 +261,7 @@ def test_blocks_are_counted_by_where_they_came_from(scheduler: Scheduler) -> Non
     scheduler.carry_out()
     scheduler.manager.get_stats()
     for _ in range(2):
-        scheduler.manager.prepare_load(KEYS[:2], request)
+        scheduler.load(KEYS[:2], request)
         scheduler.manager.complete_load(KEYS[:2], request)
     counted = scheduler.manager.counts.take()
     loaded = {labels: num for (each, labels), num in counted.items() if each is VLLM_LOADED_CHUNKS}
@@ -292,7 +299,7 @@ def test_vllm_is_told_what_all_engines_tell(scheduler: Scheduler) -> None:
     assert scheduler.advise("loads") is Advice.WAIT
     scheduler.carry_out()
     assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT] * 2
-    scheduler.manager.prepare_load(KEYS[:2], request)
+    scheduler.load(KEYS[:2], request)
     scheduler.manager.complete_load(KEYS[:2], request)
     stats = scheduler.manager.get_stats()
     assert stats is not None
@@ -341,7 +348,7 @@ def test_blocks_of_an_adapter_stay_in_memory(scheduler: Scheduler) -> None:
     """Another process may call another adapter by the same name."""
     scheduler.to_disk(KEYS[:1])
     request = scheduler.request("adapted", KEYS[:2])
-    scheduler.manager.visit("adapted").scope = KeyScope(shared=0)
+    scheduler.manager.state_of("adapted").keeping.scope = KeyScope(shared=0)
     assert scheduler.look_up(request, KEYS[:1]) == [LookupResult.MISS]
     output = scheduler.manager.prepare_store(KEYS[1:2], request)
     assert output is not None
@@ -354,7 +361,7 @@ def test_blocks_that_are_keyed_by_a_name_stay_in_memory(scheduler: Scheduler) ->
     """Blocks before an image go to the disk and come from there, those from it on do neither."""
     scheduler.to_disk(KEYS[:2])
     request = scheduler.request("sees", KEYS[:4])
-    scheduler.manager.visit("sees").scope = KeyScope(shared=STEP + 16)
+    scheduler.manager.state_of("sees").keeping.scope = KeyScope(shared=STEP + 16)
     found = scheduler.look_up(request, KEYS[:2])
     assert found == [LookupResult.RETRY, LookupResult.MISS]
     scheduler.store(request, KEYS[2:4])
@@ -367,7 +374,7 @@ def test_blocks_that_are_keyed_by_a_name_stay_in_memory(scheduler: Scheduler) ->
 def test_blocks_that_are_not_to_be_kept_are_neither_stored_nor_found(scheduler: Scheduler) -> None:
     scheduler.store(scheduler.request("plain", KEYS[:3]), KEYS[:3])
     request = scheduler.request("sees", KEYS[:4])
-    scheduler.manager.visit("sees").scope = KeyScope(STEP, STEP)
+    scheduler.manager.state_of("sees").keeping.scope = KeyScope(STEP, STEP)
     found = scheduler.look_up(request, KEYS[:3])
     assert found == [LookupResult.HIT, LookupResult.MISS, LookupResult.MISS]
     output = scheduler.manager.prepare_store(KEYS[2:4], request)
@@ -380,7 +387,7 @@ def test_store_without_room_is_refused_without_a_line_in_the_log_of_vllm() -> No
     scheduler = Scheduler(num_host=2)
     first = scheduler.request("first", KEYS[:2])
     scheduler.store(first, KEYS[:2])
-    scheduler.manager.prepare_load(KEYS[:2], first)
+    scheduler.load(KEYS[:2], first)
     output = scheduler.manager.prepare_store(KEYS[2:4], scheduler.request("second", KEYS[2:4]))
     assert output is not None
     assert not list(output.keys_to_store)

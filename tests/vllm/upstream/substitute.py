@@ -137,7 +137,7 @@ class Manager(OffloadedTiers):
 
     def _must_have_begun(self, req_context: ReqContext) -> None:
         """Tests leave out how requests begin."""
-        if req_context.req_id not in self._visits:
+        if req_context.req_id not in self._requests:
             self.on_new_request(req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:

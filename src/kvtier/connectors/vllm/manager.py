@@ -18,7 +18,7 @@ from kvtier.connectors.vllm.counts import (
 from kvtier.connectors.vllm.names import VllmNames
 from kvtier.connectors.vllm.promotion import Promotion
 from kvtier.connectors.vllm.prompt import RequestBlocks, Shape, depth
-from kvtier.connectors.vllm.request_state import Advice, RequestState
+from kvtier.connectors.vllm.request_state import Advice, Doubt, RequestState, Way
 from kvtier.connectors.vllm.tiers import EngineTiers
 from kvtier.keyed.block_cache import BlockState, Change, Reserved
 from kvtier.plan import StepClock
@@ -81,13 +81,13 @@ class TierManager:
         def knows_storage() -> bool:
             return mover.is_complete
 
-        self.bringing = Promotion(
+        self.promotion = Promotion(
             self.cache, self._direct_reads, shape, policy, knows_storage, self.counts
         )
         self.steps = StepClock(self.cache.costs.observe_prefill)
         self._shape = shape
         self._publishes_events = publishes_events
-        self._visits: dict[str, RequestState] = {}
+        self._requests: dict[str, RequestState] = {}
         self._events: list[Change] = []
         self._keeps = False
         self._reset_at: int | None = None  # the last step before a reset
@@ -103,24 +103,25 @@ class TierManager:
 
     def begin(self, request: RequestBlocks) -> RequestState:
         """Return the state of a new request. The caller keeps it until its last store has ended."""
-        visit = self._visits[request.request_id] = RequestState(request)
+        state = self._requests[request.request_id] = RequestState(request)
         for action in request.kv_hints.actions:
             self.counts.add(specs.VLLM_HINT_ACTIONS, 1, action)
-        return visit
+        return state
 
     def finish(self, request_id: str) -> None:
         """Note that a request has finished. Its stores may end later."""
-        visit = self._visits.pop(request_id, None)
-        if visit is not None:  # vLLM tells of no use but this
-            self._begin(visit)  # where it had all of it itself, nothing was asked for
-            self._note_declined(visit)
-            self.cache.touch(visit.in_prompt_order())
-            if visit.last_asked:
-                self._hint(visit.request, at_end=True)
+        state = self._requests.pop(request_id, None)
+        if state is not None:  # vLLM tells of no use but this
+            self._begin(state)  # where it had all of it itself, nothing was asked for
+            self._note_declined(state)
+            self.cache.touch(state.in_prompt_order())
+            if state.last_reported:
+                self._hint(state.request, at_end=True)
+            state.finish()
 
     def num_to_load(
         self,
-        visit: RequestState,
+        state: RequestState,
         num_computed: int,
         num_tokens: int,
         look_up: Callable[[], int | None],
@@ -131,114 +132,114 @@ class TierManager:
 
         look_up: return how many tokens are found, by ``find``; None if some are not ready.
         """
-        if self.bringing.must_wait(visit, num_computed):
+        if self.promotion.must_wait(state, num_computed):
             return None
-        visit.is_stale = self._is_pool_old and num_computed > 0
+        is_stale = self._is_pool_old and num_computed > 0
+        others = state.keeping.doubts & ~Doubt.WEIGHTS
+        state.keeping.doubts = others | Doubt.WEIGHTS if is_stale else others
         while True:
-            visit.begin_look_up(num_computed)
+            state.begin_look_up(num_computed)
             found = look_up()
             if found:
-                return self.bringing.num_worth_loading(visit, num_computed, found, num_tokens)
+                return self.promotion.num_worth_loading(state, num_computed, found, num_tokens)
             if found is not None:
                 return 0
-            match self.bringing.advise(visit, num_computed, num_tokens):
+            match self.promotion.advise(state, num_computed, num_tokens):
                 case Advice.WAIT:
                     return None
                 case Advice.COMPUTE:
                     return 0
 
-    def find(self, key: bytes, visit: RequestState) -> Found:
+    def find(self, key: bytes, state: RequestState) -> Found:
         """Look up a block for a request."""
-        request = visit.request
-        if visit.limit is not None and request.ends.get(key, 0) > visit.limit:
+        request = state.request
+        if state.limit is not None and request.ends.get(key, 0) > state.limit.end:
             return Found.NOTHING
-        if not visit.is_kept(key):
+        if not state.is_kept(key):
             return Found.NOTHING
-        place = self._find(key, visit)
-        (tier,) = self.bringing.sources({key: place})
+        place = self._find(key, state)
+        (tier,) = self.promotion.sources({key: place})
         if not request.limits.allows(tier):
             return Found.NOTHING
-        if visit.is_impatient and place is not BlockState.MEMORY:
+        if state.patience.given_up is not None and place is not BlockState.MEMORY:
             return Found.NOTHING
-        visit.places[key] = place
-        if place is BlockState.STORAGE and self.bringing.goes_direct(key, visit):
+        state.lookup.met[key] = place
+        if place is BlockState.STORAGE and self.promotion.goes_direct(key, state):
             return Found.READY
         return FOUND[place]
 
-    def _find(self, key: bytes, visit: RequestState) -> BlockState:
+    def _find(self, key: bytes, state: RequestState) -> BlockState:
         """Return the location of a block.
 
         All blocks of a request are looked up when vLLM asks for the first. A block that was missing
         is looked up again if storage may have recovered it by then.
         """
-        if visit.found is None:
-            self._begin(visit)
-            keys = visit.request.after(visit.num_computed)
-            shared = [each for each in keys if visit.is_shared(each)]
+        lookup = state.lookup
+        if lookup.found is None:
+            self._begin(state)
+            keys = state.request.after(lookup.num_computed)
+            shared = [each for each in keys if state.is_shared(each)]
             has_gaps = not self._shape.has_one_group
-            visit.found = {}
+            lookup.found = {}
             if shared:
-                places, visit.asked = self.cache.lookup(shared, has_gaps)
-                visit.found.update(zip(shared, places, strict=True))
+                found, lookup.answers = self.cache.lookup(shared, has_gaps)
+                lookup.found.update(zip(shared, found, strict=True))
             if len(shared) < len(keys):
-                own = [each for each in keys if not visit.is_shared(each)]
-                visit.found.update(zip(own, self.cache.lookup_private(own), strict=True))
-        place = visit.found.get(key)
-        if not visit.is_shared(key):
+                own = [each for each in keys if not state.is_shared(each)]
+                lookup.found.update(zip(own, self.cache.lookup_private(own), strict=True))
+        place = lookup.found.get(key)
+        if not state.is_shared(key):
             return self.cache.lookup_private([key])[0] if place is None else place
         if place is None or place is BlockState.NOWHERE:
             return self.cache.lookup_again(key, place)
         return place
 
-    def origin(self, key: bytes, visit: RequestState | None) -> str:
+    def origin(self, key: bytes, state: RequestState | None) -> str:
         """Return the tier that a block of a request comes from, storage until it was used once."""
-        if visit is not None and key in visit.read:
+        if state is not None and state.ways.get(key) is Way.READ:
             return DISK
         (origin,) = self.cache.origins([key])
         return origin
 
-    def begin_load(self, keys: Collection[bytes], visit: RequestState) -> BlockSlots:
+    def begin_load(self, keys: Collection[bytes], state: RequestState) -> BlockSlots:
         """Hold blocks that were found, for a copy to the device. Return where they are."""
-        read = visit.begin_load(keys)
+        read = state.begin_load(keys, time.monotonic())
         via_memory = [key for key in keys if key not in read]
         sources: list[str] = []
         if self._direct_reads is not None:
             sources = self._direct_reads.read(list(read), list(read.values()))
         for tier, num in Counter([*self.cache.origins(via_memory), *sources]).items():
             self.counts.add(specs.VLLM_LOADED_CHUNKS, num, tier)
-        self._note_load(keys, visit)
-        visit.used.update(dict.fromkeys(keys))
+        self.cache.costs.planned(len(keys), 0)  # loaded as it was decided
+        self._note_declined(state)
+        state.used.update(dict.fromkeys(keys))
         direct = [at for at, key in enumerate(keys) if key in read] if read else []
         held = self.cache.hold(via_memory)
         return BlockSlots(held.slots, direct, self._mover.take_reads(), held.guard)
 
-    def end_load(self, keys: Collection[bytes], visit: RequestState | None) -> None:
+    def end_load(self, keys: Collection[bytes], state: RequestState | None) -> None:
         """Release blocks whose copy to the device has ended, well or not."""
-        self.cache.release([key for key in keys if visit is None or key not in visit.read])
-        self.bringing.load_ended()
-        if visit is not None and visit.loading is not None:
-            first, end, since_s = visit.loading
-            waited_s = visit.waited_s + time.monotonic() - since_s
-            self.cache.costs.saved(first, end, waited_s)
-            visit.loading, visit.waited_s = None, 0.0
+        ways = {} if state is None else state.ways
+        self.cache.release([key for key in keys if ways.get(key) is not Way.READ])
+        self.promotion.load_ended()
+        load = None if state is None else state.end_load()
+        if state is not None and load is not None:
+            waited_s = time.monotonic() - load.since_s
+            self.cache.costs.saved(state.lookup.num_computed, load.end, waited_s)
 
-    def _note_load(self, keys: Collection[bytes], visit: RequestState) -> None:
-        """vLLM begins to copy blocks to the device, as it was decided."""
-        self.cache.costs.planned(len(keys), 0)
-        self._note_declined(visit)
-        end = max((visit.request.ends.get(key, 0) for key in keys), default=0)
-        visit.loading = (visit.num_computed, end, time.monotonic())
+    def _note_declined(self, state: RequestState) -> None:
+        """Count declined blocks. Of several look-ups of a request the last one counts."""
+        self.cache.costs.planned(0, state.lookup.declined)
+        state.lookup.declined = 0
+        if state.limit is not None:
+            self.cache.costs.planned(0, state.limit.declined)
+            state.limit.declined = 0
 
-    def _note_declined(self, visit: RequestState) -> None:
-        """A request is asked about again and again; what was decided last is what counts."""
-        self.cache.costs.planned(0, visit.declined_ahead + visit.declined)
-        visit.declined_ahead = visit.declined = 0
-
-    def begin_store(self, keys: Collection[bytes], visit: RequestState | None) -> Reserved | None:
+    def begin_store(self, keys: Collection[bytes], state: RequestState | None) -> Reserved | None:
         """Reserve slots for those of a request's blocks that are new. None if there is no room."""
-        if visit is not None:
-            keys = self._kept(keys, visit)
-        return self._reserve(keys, visit)
+        if state is not None:
+            keys = self._kept(keys, state)
+        return self._reserve(keys, state)
 
     def begin_stores(
         self, wanted: Sequence[tuple[Collection[bytes], RequestState]]
@@ -249,42 +250,42 @@ class TierManager:
         """
         if len(wanted) == 1:
             return [self.begin_store(*wanted[0])]
-        asked = [(self._kept(keys, visit), visit) for keys, visit in wanted]
+        asked = [(self._kept(keys, state), state) for keys, state in wanted]
         room = self.cache.reserve([key for keys, _ in asked for key in keys])
         if room is None:  # there may be room for some
-            return [self._reserve(keys, visit) for keys, visit in asked]
+            return [self._reserve(keys, state) for keys, state in asked]
         slots = dict(zip(room.keys, room.slots, strict=True))
         found: list[Reserved | None] = []
-        for keys, visit in asked:
+        for keys, state in asked:
             new = [key for key in keys if key in slots]
             found.append(Reserved(new, [slots.pop(key) for key in new], [], room.guard))
-            visit.used.update(dict.fromkeys(keys))
+            state.used.update(dict.fromkeys(keys))
         return found
 
-    def _kept(self, keys: Collection[bytes], visit: RequestState) -> list[bytes]:
+    def _kept(self, keys: Collection[bytes], state: RequestState) -> list[bytes]:
         """Return those of a request's blocks that may be stored. Tell the policy of them."""
-        kept = [key for key in keys if visit.is_kept(key)]
+        kept = [key for key in keys if state.is_kept(key)]
         if self.cache.learns:
-            self._tell(kept, visit)
+            self._tell(kept, state)
         return kept
 
-    def _reserve(self, keys: Collection[bytes], visit: RequestState | None) -> Reserved | None:
+    def _reserve(self, keys: Collection[bytes], state: RequestState | None) -> Reserved | None:
         room = self.cache.reserve(keys)
-        if room is not None and visit is not None:
-            visit.used.update(dict.fromkeys(keys))
+        if room is not None and state is not None:
+            state.used.update(dict.fromkeys(keys))
         return room
 
     def slots_of(self, room: Reserved) -> BlockSlots:
         """Return the slots of new blocks, to copy to."""
         return BlockSlots(room.slots, guard=room.guard)
 
-    def _begin(self, visit: RequestState) -> None:
+    def _begin(self, state: RequestState) -> None:
         """The first time that its blocks matter: tell the policy of the request."""
-        if self.cache.learns and visit.last_asked is None:
-            keys = [key for key in self._path(visit.request) if visit.is_kept(key)]
+        if self.cache.learns and state.last_reported is None:
+            keys = [key for key in self._path(state.request) if state.is_kept(key)]
             self.cache.on_request(keys)
-            visit.last_asked = keys[-1] if keys else b""
-            self._hint(visit.request, at_end=False)
+            state.last_reported = keys[-1] if keys else b""
+            self._hint(state.request, at_end=False)
 
     def _hint(self, request: RequestBlocks, at_end: bool) -> None:
         hint = request.hint if self._follows_hints else None
@@ -295,31 +296,31 @@ class TierManager:
     def _path(self, request: RequestBlocks) -> list[bytes]:
         return request.path(self._shape.block_sizes[0])
 
-    def _tell(self, keys: Sequence[bytes], visit: RequestState) -> None:
+    def _tell(self, keys: Sequence[bytes], state: RequestState) -> None:
         """Blocks are about to be stored: those of an answer come behind its prompt."""
-        self._begin(visit)
-        last = visit.last_asked
+        self._begin(state)
+        last = state.last_reported
         if not last:
             return
-        end_of = visit.request.ends.get
+        end_of = state.request.ends.get
         end_asked = end_of(last, 0)
         ends = {key: end_of(key, 0) for key in keys}
         new = sorted((key for key in keys if ends[key] > end_asked), key=ends.__getitem__)
         if new:
             self.cache.continues(new, last)
-            visit.last_asked = new[-1]
+            state.last_reported = new[-1]
 
     def end_store(
-        self, keys: Collection[bytes], visit: RequestState | None, success: bool = True
+        self, keys: Collection[bytes], state: RequestState | None, success: bool = True
     ) -> None:
         """Note that a request's blocks are in their slots, or that they were not copied."""
-        if not success or (visit is not None and not visit.is_computed_right()):
+        if not success or (state is not None and not state.keeping.is_computed_right()):
             self.cache.abort(keys)
             return
-        ends = {} if visit is None else visit.request.ends
+        ends = {} if state is None else state.request.ends
         in_order = sorted(keys, key=lambda key: ends.get(key, 0))
-        shared = [key for key in in_order if visit is None or visit.is_shared(key)]
-        own = [key for key in in_order if visit is not None and not visit.is_shared(key)]
+        shared = [key for key in in_order if state is None or state.is_shared(key)]
+        own = [key for key in in_order if state is not None and not state.is_shared(key)]
         for blocks in filter(None, (shared, own)):
             depths = [self._depth(ends.get(key, 0)) for key in blocks]
             self.cache.commit(blocks, depths, to_storage=blocks is shared)
@@ -370,15 +371,9 @@ class TierManager:
                 self.names.disown()
             self.num_new_weights += 1
             self._is_pool_old = True
-            for visit in self._visits.values():
-                visit.is_stale = True
         self._reset_at = self.steps.last
-        for visit in self._visits.values():
-            visit.limit = visit.wait = None
-            visit.promoted.clear()
-            visit.direct.clear()
-            visit.read.clear()
-            visit.used.clear()
+        for state in self._requests.values():
+            state.reset(has_new_weights=not self._keeps)
 
     def pool_was_emptied(self) -> None:
         """Note that vLLM's own prefix cache has nothing left, nor have requests any pages."""
@@ -396,9 +391,9 @@ class TierManager:
 
     # -- what the fronts tell ----------------------------------------------------------------------
 
-    def visit(self, request_id: str) -> RequestState:
+    def state_of(self, request_id: str) -> RequestState:
         """Return the state of a request that has begun and not finished."""
-        return self._visits[request_id]
+        return self._requests[request_id]
 
     def take_orders(self) -> list[RankOrder]:
         """Return the next orders to the ranks."""

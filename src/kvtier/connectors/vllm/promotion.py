@@ -13,10 +13,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from weakref import WeakSet
 
 from kvtier.connectors.vllm.counts import Counts
 from kvtier.connectors.vllm.prompt import Shape
-from kvtier.connectors.vllm.request_state import Advice, RequestState
+from kvtier.connectors.vllm.request_state import Advice, Limit, RequestState, Way
 from kvtier.errors import printable
 from kvtier.keyed.block_cache import BlockCache, BlockState
 from kvtier.keyed.direct import DirectReads
@@ -83,6 +84,7 @@ class Promotion:
         self._counts = counts
         self._clock = clock
         self._next_load = Signal()
+        self._explained: WeakSet[RequestState] = WeakSet()  # requests that were logged
 
     def load_ended(self) -> None:
         """Note that a copy of vLLM's to the device has ended: requests that wait for one go on."""
@@ -102,75 +104,77 @@ class Promotion:
         (storage,) = storages
         return [storage if place is BlockState.STORAGE else HOST for place in places.values()]
 
-    def goes_direct(self, key: bytes, visit: RequestState) -> bool:
+    def goes_direct(self, key: bytes, state: RequestState) -> bool:
         """Whether a request's block in storage is to be read directly to the device.
 
-        That is tried once. A block that did not arrive is promoted to host memory.
+        That is tried once, and not after a promotion. A block that did not arrive is promoted to
+        host memory.
         """
-        if key in visit.direct:
+        if state.ways.get(key) is Way.DIRECT:
             return True
-        if not self._reads_directly(key, visit, lacks_room=False):
+        if not self._reads_directly(key, state, lacks_room=False):
             return False
-        visit.direct.add(key)
+        state.ways[key] = Way.DIRECT
         return True
 
-    def _reads_directly(self, key: bytes, visit: RequestState, *, lacks_room: bool) -> bool:
+    def _reads_directly(self, key: bytes, state: RequestState, *, lacks_room: bool) -> bool:
         how = Direct.OFF if self._direct_reads is None else self._direct_reads.how(key)
-        return reads_directly(how, lacks_room=lacks_room, was_read=key in visit.read)
+        return reads_directly(how, lacks_room=lacks_room, was_read=key in state.ways)
 
     # -- to wait or not ----------------------------------------------------------------------------
 
-    def must_wait(self, visit: RequestState, first: int) -> bool:
+    def must_wait(self, state: RequestState, first: int) -> bool:
         """Return whether a request goes on waiting. Otherwise its wait is forgotten.
 
         It is looked up again once the device has other tokens of it than when it began to wait.
         first: tokens that the device has.
         """
-        if visit.wait is None:
+        wait = state.patience.wait
+        if wait is None:
             return False
-        if first == visit.num_computed and visit.wait.state(self._clock()) is not OVER:
+        if first == state.lookup.num_computed and wait.state(self._clock()) is not OVER:
             return True
-        visit.wait = None
+        state.end_wait()
         return False
 
-    def advise(self, visit: RequestState, first: int, num_tokens: int) -> Advice:
+    def advise(self, state: RequestState, first: int, num_tokens: int) -> Advice:
         """Translate the decision on a request, and begin to promote the blocks that it waits for.
 
         first: tokens that it has already. num_tokens: of its prompt.
         """
-        if visit.is_impatient:
+        patience = state.patience
+        if patience.given_up is not None:
             return Advice.COMPUTE
         now_s = self._clock()
-        visit.waits_since = visit.waits_since or now_s
-        stored = visit.to_bring()
-        has_failed = not visit.promoted.isdisjoint(stored)
-        ends = visit.ends()
-        found = self._found(visit, ends, first, num_tokens, is_pending=True)
+        patience.since_s = patience.since_s or now_s
+        stored = state.to_promote()
+        promoted = {key for key, way in state.ways.items() if way is Way.PROMOTED}
+        ends = state.ends()
+        found = self._found(state, ends, first, num_tokens, is_pending=True)
         decision = decide(
             found,
             Waited(
-                visit.waits_since,
-                has_failed=has_failed,
-                is_weighed=visit.is_ready(ends) or (bool(visit.promoted) and not stored),
+                patience.since_s,
+                has_failed=not promoted.isdisjoint(stored),
+                is_weighed=state.is_ready(ends) or (bool(promoted) and not stored),
             ),
             self._cache.cost_snapshot,
             now_s,
             always_loads=self._always_loads,
         )
         if isinstance(decision, WaitUntil):
-            return self._wait_for(visit, found, decision, ends, stored)
+            return self._wait_for(state, found, decision, ends, stored)
         if decision.given_up is GivenUp.OVERDUE:
             self._counts.add(VLLM_IMPATIENT_REQUESTS, 1)
         end = decision.end if isinstance(decision, LoadUpTo) else first
-        is_cut_there = visit.limit is not None and visit.limit <= end
-        if decision.given_up is not None or is_cut_there:  # or it would look again for ever
-            visit.is_impatient = True
+        if decision.given_up is not None or (state.limit is not None and state.limit.end <= end):
+            patience.given_up = decision.given_up or GivenUp.NOTHING_NEW
             return Advice.LOOK_AGAIN
-        return self._look_up_to(visit, ends, end)
+        return self._look_up_to(state, ends, end)
 
     def _wait_for(
         self,
-        visit: RequestState,
+        state: RequestState,
         found: FoundBlocks,
         wait: WaitUntil,
         ends: Mapping[bytes, int],
@@ -184,97 +188,97 @@ class Promotion:
         limit = wait.end
         wanted = [key for key in stored if ends[key] <= limit]
         if wanted:
-            beside = [key for key, at in visit.places.items() if at is BlockState.MEMORY]
+            beside = [key for key, at in state.lookup.met.items() if at is BlockState.MEMORY]
             num = self._cache.promote(wanted, beside)
-            visit.promoted.update(wanted[:num])
+            state.ways.update(dict.fromkeys(wanted[:num], Way.PROMOTED))
             for key in wanted[num:]:
-                if not self._reads_directly(key, visit, lacks_room=True):
+                if not self._reads_directly(key, state, lacks_room=True):
                     limit = end_without_room(found, ends[key])
                     break
-                visit.direct.add(key)
+                state.ways[key] = Way.DIRECT
         if limit < found.reachable[-1]:
-            return self._look_up_to(visit, ends, limit)
-        if not visit.direct.isdisjoint(wanted):
+            return self._look_up_to(state, ends, limit)
+        if any(state.ways.get(key) is Way.DIRECT for key in wanted):
             return Advice.LOOK_AGAIN
-        self._wait(visit, wait.until_s)
+        self._wait(state, wait.until_s)
         return Advice.WAIT
 
-    def _look_up_to(self, visit: RequestState, ends: Mapping[bytes, int], limit: int) -> Advice:
+    def _look_up_to(self, state: RequestState, ends: Mapping[bytes, int], limit: int) -> Advice:
         """Have the request look again, and meet no block that ends beyond ``limit``."""
-        visit.limit = limit
-        visit.declined_ahead = self._decline(visit, ends, limit)
+        state.limit = Limit(limit, self._decline(state, ends, limit))
         return Advice.LOOK_AGAIN
 
-    def _decline(self, visit: RequestState, ends: Mapping[bytes, int], limit: int) -> int:
+    def _decline(self, state: RequestState, ends: Mapping[bytes, int], limit: int) -> int:
         """Count the blocks that end beyond ``limit``, and probe the storage that has them."""
         declined = [key for key, end in ends.items() if end > limit]
         self._counts.add(VLLM_RECOMPUTED_CHUNKS, len(declined))
-        stored = [key for key in declined if visit.places[key] is BlockState.STORAGE]
+        stored = [key for key in declined if state.lookup.met[key] is BlockState.STORAGE]
         if stored:
             self._cache.probe(stored)
         return len(declined)
 
-    def _wait(self, visit: RequestState, until_s: float) -> None:
+    def _wait(self, state: RequestState, until_s: float) -> None:
         """Note what a request waits for.
 
         A request whose blocks are all in memory waits for the end of another request's load. One
         without a look-up waits for its own copies in flight, and vLLM asks for it again.
         """
         coming, unknown = [], None
-        for key, at in visit.places.items():
+        lookup = state.lookup
+        for key, at in lookup.met.items():
             if at is BlockState.UNKNOWN:
                 unknown = key if unknown is None else unknown
-            elif at in COMING and key not in visit.direct:
+            elif at in COMING and state.ways.get(key) is not Way.DIRECT:
                 coming.append(key)
-        answers: list[Awaited] = [] if unknown is None else list(visit.asked)
+        answers: list[Awaited] = [] if unknown is None else list(lookup.answers)
         if unknown is not None and not self._knows_storage():
             answers.append(DiskAnswer(self._cache, unknown))
         reads: list[Awaited] = []
         if coming:
             reads.append(self._cache.wait_for_reads(coming))
-        elif not answers and visit.places:
+        elif not answers and lookup.met:
             reads.append(self._next_load)
-        visit.wait = Wait(until_s, reads, answers)
+        state.begin_wait(Wait(until_s, reads, answers))
 
     # -- to load or to compute ---------------------------------------------------------------------
 
     def num_worth_loading(
-        self, visit: RequestState, first: int, found: int, num_tokens: int
+        self, state: RequestState, first: int, found: int, num_tokens: int
     ) -> int:
         """Return how many of ``found`` tokens in host memory, after the ``first`` ones, to load."""
         now_s = self._clock()
-        if visit.waits_since is not None:
-            visit.waited_s = now_s - visit.waits_since
-        visit.waits_since = None
-        ends = visit.ends()
-        blocks = self._found(visit, ends, first, num_tokens, is_pending=False)
+        patience = state.patience
+        if patience.since_s is not None:
+            patience.waited_s = now_s - patience.since_s
+        patience.since_s = None
+        ends = state.ends()
+        blocks = self._found(state, ends, first, num_tokens, is_pending=False)
         decision = decide(
             blocks,
             Waited(may_wait=False),
             self._cache.cost_snapshot,
             now_s,
             always_loads=self._always_loads,
-            tell=self._logs_decision(visit),
+            tell=self._logs_decision(state),
         )
-        visit.declined = 0
         limit = decision.end if isinstance(decision, LoadUpTo) else first
         if not blocks.reachable or limit >= blocks.reachable[-1]:
             return found
         worth = min(found, max(0, limit - first))
-        visit.declined = self._decline(visit, ends, first + worth)
+        state.lookup.declined = self._decline(state, ends, first + worth)
         return worth
 
-    def _logs_decision(self, visit: RequestState) -> Tell | None:
+    def _logs_decision(self, state: RequestState) -> Tell | None:
         """Return the logger of a request's decision, which logs once per request."""
-        if visit.is_explained or not logger.isEnabledFor(logging.DEBUG):
+        if not logger.isEnabledFor(logging.DEBUG) or state in self._explained:
             return None
-        visit.is_explained = True
-        request_id = printable(visit.request.request_id)
+        self._explained.add(state)
+        request_id = printable(state.request.request_id)
         return lambda decision: logger.debug("prompt request=%s %s", request_id, explain(decision))
 
     def _found(
         self,
-        visit: RequestState,
+        state: RequestState,
         ends: Mapping[bytes, int],
         first: int,
         num_tokens: int,
@@ -294,17 +298,17 @@ class Promotion:
         if not block_size:
             reachable = reachable and [max(reachable)]
         ready = reachable
-        if is_pending and visit.is_ready(ends):
+        if is_pending and state.is_ready(ends):
             ready, reachable = [], [max(reachable, default=num_tokens)]
         elif is_pending:
-            ready = reachable[: visit.num_ready(ends)] if block_size else []
+            ready = reachable[: state.num_ready(ends)] if block_size else []
+
+        met = state.lookup.met
 
         def sources(end: int) -> list[str]:
             num = bisect_right(reachable, end) if block_size else len(ends)
             return self.sources(
-                visit.places
-                if num == len(visit.places)
-                else {key: visit.places[key] for key in islice(ends, num)}
+                met if num == len(met) else {key: met[key] for key in islice(ends, num)}
             )
 
         return FoundBlocks(

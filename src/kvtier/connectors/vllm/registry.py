@@ -53,7 +53,8 @@ def wrap_factory(factory: Any) -> None:
             if kind is multi_class or contract.VLLM.differences():
                 raise
             broken = broken_class(error)
-            factory._registry[name] = lambda: broken  # MultiConnector looks it up by name
+            # MultiConnector looks it up by name, too.
+            vars(factory)["_registry"][name] = lambda: broken
             return find(kv_transfer_config)
         return (kind(found[0]), *found[1:]) if isinstance(found, tuple) else kind(found)
 

@@ -33,6 +33,7 @@ from kvtier.connectors.vllm.pages import layer_sizes, tell_pages
 from kvtier.connectors.vllm.prompt import GROUP_BYTES
 from kvtier.connectors.vllm.rank_weights import model_of_caller
 from kvtier.connectors.vllm.recording import RequestRecording
+from kvtier.connectors.vllm.request_state import Keeping
 from kvtier.connectors.vllm.shards import division_of, layout_of, shards_of
 from kvtier.connectors.vllm.worker import TierWorker
 from kvtier.telemetry.specs import VLLM_RECORDED_REQUESTS
@@ -136,7 +137,7 @@ class KvtierConnector(KVConnectorBase_V1):
             return self._half.begin(request)
         keyed, scope, adapter = self._adapters.begin(request, self._counts_media)
         tracked = self._half.begin(keyed)
-        tracked.visit.scope, tracked.visit.adapter = scope, adapter
+        tracked.state.keeping = Keeping(scope, adapter)
         if self._recording is not None:
             self._recording.begin(request)
         return tracked

@@ -44,9 +44,9 @@ class Tracked:
 
     Attributes:
         request: vLLM's request, or a wrapper that replaces its block hashes.
-        visit: State of the request in ``TierManager``.
+        state: State of the request in ``TierManager``.
         keys: Keys of its full blocks so far, in prompt order.
-        ends: Token at which each block ends, by key. ``visit`` shares this mapping.
+        ends: Token at which each block ends, by key. ``state`` shares this mapping.
         pages: Pages that vLLM has allocated to the request, in prompt order.
         num_stored: Number of leading blocks that were stored, or need not be.
         is_running: Whether a step was scheduled for it since it was last given pages. Until then
@@ -55,7 +55,7 @@ class Tracked:
     """
 
     request: Any
-    visit: RequestState
+    state: RequestState
     keys: list[bytes]
     ends: dict[bytes, int]
     pages: list[int] = field(default_factory=list)
@@ -160,7 +160,7 @@ class SchedulerHalf:
         if self.manager.names.needs_layout and self.manager.has_storage:
             return None  # the ranks report their layout in the first step
         self._hash(tracked)
-        limits = tracked.visit.request.limits
+        limits = tracked.state.request.limits
 
         def look_up() -> int | None:
             # The last token is computed, or there would be nothing to sample from.
@@ -168,24 +168,24 @@ class SchedulerHalf:
             first, last = num_computed // self._block, most // self._block
             end, is_ready = first, True
             for key in tracked.keys[first:last]:
-                found = self.manager.find(key, tracked.visit)
+                found = self.manager.find(key, tracked.state)
                 if found is Found.NOTHING:
                     break
                 is_ready &= found is Found.READY
                 end += 1
             return max(0, end * self._block - num_computed) if is_ready else None
 
-        return self.manager.num_to_load(tracked.visit, num_computed, request.num_tokens, look_up)
+        return self.manager.num_to_load(tracked.state, num_computed, request.num_tokens, look_up)
 
     def on_pages(self, tracked: Tracked, blocks: KVCacheBlocks, num_tokens: int) -> None:
         """Note the pages of a request, and have ``num_tokens`` loaded into them."""
         tracked.pages, tracked.is_running = list(blocks.get_block_ids()[GROUP]), False
         if not num_tokens:
             return
-        begin = tracked.visit.num_computed
+        begin = tracked.state.lookup.num_computed
         end = begin + num_tokens
         keys = tracked.keys[begin // self._block : end // self._block]
-        slots = self.manager.begin_load(keys, tracked.visit)
+        slots = self.manager.begin_load(keys, tracked.state)
         pages = tracked.pages[begin // self._page : end // self._page]
         first = begin // self._page % self._facts.pages_per_block
         job = self._begin_job(tracked, keys, PageRange(pages, first), slots, is_store=False)
@@ -218,7 +218,7 @@ class SchedulerHalf:
         if not wanted:
             return
         rooms = self.manager.begin_stores(
-            [(tracked.keys[tracked.num_stored : end], tracked.visit) for tracked, end in wanted]
+            [(tracked.keys[tracked.num_stored : end], tracked.state) for tracked, end in wanted]
         )
         for (tracked, end), room in zip(wanted, rooms, strict=True):
             if room is not None:  # else it is tried again when the request is due again
@@ -228,7 +228,7 @@ class SchedulerHalf:
     def _end_to_store(self, tracked: Tracked, num_computed: int) -> int:
         """Return how many of a request's first blocks may be stored."""
         self._hash(tracked)
-        limits = tracked.visit.request.limits
+        limits = tracked.state.request.limits
         num_tokens: int = min(num_computed, tracked.request.num_tokens, limits.max_store)
         if self._prompt_only:
             num_tokens = min(num_tokens, tracked.request.num_prompt_tokens)
@@ -366,9 +366,9 @@ class SchedulerHalf:
     def _end(self, job_id: int, job: RunningJob) -> None:
         if job.is_store:
             job.of.stores.discard(job_id)
-            self.manager.end_store(job.keys, job.of.visit, success=not job.is_dropped)
+            self.manager.end_store(job.keys, job.of.state, success=not job.is_dropped)
         else:
-            self.manager.end_load(job.keys, job.of.visit)
+            self.manager.end_load(job.keys, job.of.state)
 
     def reset(self) -> None:
         """Forget all KV and all copies in flight. The ranks end these before they begin others."""

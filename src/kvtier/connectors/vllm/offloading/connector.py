@@ -47,7 +47,7 @@ from kvtier.connectors.vllm.queued_requests import QueuedRequests
 from kvtier.connectors.vllm.rank_weights import model_of_caller
 from kvtier.connectors.vllm.recording import record_settings
 from kvtier.connectors.vllm.registry import CONNECTOR_NAME
-from kvtier.connectors.vllm.request_state import RequestState
+from kvtier.connectors.vllm.request_state import Doubt, Keeping, RequestState
 from kvtier.connectors.vllm.shards import division_of, shards_of
 from kvtier.connectors.vllm.standalone.unsupported import engine_of
 from kvtier.connectors.vllm.step import prefill_pieces
@@ -166,8 +166,7 @@ class KvtierOffloadingConnector(RecordedConnector):
         super().on_new_request(keyed)
         if self._waiting is not None:
             self._waiting.on_queued(keyed)
-        visit = self._manager.visit(request.request_id)
-        visit.scope, visit.adapter = scope, adapter
+        self._manager.state_of(request.request_id).keeping = Keeping(scope, adapter)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -178,13 +177,13 @@ class KvtierOffloadingConnector(RecordedConnector):
         """
         self._has_news = True
         theirs = super().get_num_new_matched_tokens
-        visit = self._manager.visit(request.request_id)
+        state = self._manager.state_of(request.request_id)
 
         def look_up() -> int | None:
             found: int | None = theirs(request, num_computed_tokens)[0]
             return found
 
-        num = self._manager.num_to_load(visit, num_computed_tokens, request.num_tokens, look_up)
+        num = self._manager.num_to_load(state, num_computed_tokens, request.num_tokens, look_up)
         return num, bool(num)
 
     def update_state_after_alloc(
@@ -258,7 +257,7 @@ class KvtierOffloadingConnector(RecordedConnector):
             status = scheduler._req_status.get(job.req_id) if job.is_store else None
             state = status and status.req_context.get_state(RequestState)
             if state is not None:
-                state.is_doubted = True
+                state.keeping.doubts |= Doubt.PAGES
 
     def reset_cache(self) -> bool | None:
         """Empty all tiers; in a pause that leaves the weights as they are, none of them."""

@@ -51,7 +51,7 @@ class OffloadedTiers(TierManager, OffloadingManager):
         self.finish(req_context.req_id)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return RESULTS[self.find(key, self.visit(req_context.req_id))]
+        return RESULTS[self.find(key, self.state_of(req_context.req_id))]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         return source_of(self.origin(key, _state(req_context)))
@@ -60,7 +60,7 @@ class OffloadedTiers(TierManager, OffloadingManager):
         self.cache.touch(keys)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> HostSlots:
-        return HostSlots.of(self.begin_load(keys, self.visit(req_context.req_id)))
+        return HostSlots.of(self.begin_load(keys, self.state_of(req_context.req_id)))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.end_load(keys, _state(req_context))
