@@ -1,17 +1,15 @@
 // Binding of the flat table of keys. Arguments are checked here and trusted inside.
 #include <nanobind/stl/string.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <unordered_set>
-#include <utility>
 #include <vector>
 
 #include "bind.hpp"
+#include "bound_blocks.hpp"
 #include "bound_columns.hpp"
 #include "bound_slot_leases.hpp"
 #include "bound_values.hpp"
@@ -79,20 +77,14 @@ class GivenKeys {
   std::optional<bound::Items> items_;
 };
 
-class KeyIndex {
+class KeyIndex : public bound::Blocks<keys::KeyIndex> {
  public:
   KeyIndex(nb::tuple tiers, nb::tuple states, nb::tuple learning, const std::string& policy,
            std::size_t group_bytes)
-      : index_(which_of(tiers, learning), checked_policy(policy, learning), group_bytes),
-        columns_(std::move(tiers)),
-        states_(std::move(states)) {
-    if (states_.size() != 4) fail(PyExc_ValueError, "four states, not %zu", states_.size());
-  }
-  KeyIndex(const KeyIndex&) = delete;
-  KeyIndex& operator=(const KeyIndex&) = delete;
-
-  std::size_t size() { return index_.size(); }
-  std::size_t num_bytes() { return index_.num_bytes(); }
+      : Blocks(tiers, states, [&] {
+          return keys::KeyIndex(which_of(tiers, learning), checked_policy(policy, learning),
+                                group_bytes);
+        }) {}
 
   // (blocks, bytes: the number of a state for each block and column, 0 for one unknown).
   nb::object find(nb::handle keys) {
@@ -204,26 +196,7 @@ class KeyIndex {
     checked([&] { index_.admit(keys_, at, free, least_chance, which_); });
     return numbers_of(which_);
   }
-  void set_room(nb::handle column, nb::handle num_blocks) {
-    const std::size_t at = columns_.position(column);
-    const std::size_t num = bound::to_limit(num_blocks);
-    checked([&] { index_.set_room(at, num); });
-  }
-  void set_doubling(double at_blocks) { index_.set_doubling(bound::to_doubling(at_blocks)); }
 
-  nb::object states_of(nb::handle blocks, nb::handle column) {
-    const std::size_t at = columns_.position(column);
-    return list_of(read_blocks(blocks), [&](BlockId block) {
-      return nb::borrow(states_[static_cast<std::size_t>(index_.state(block, at)) - 1]);
-    });
-  }
-  nb::object slots(nb::handle blocks, nb::handle column) {
-    const std::size_t at = columns_.position(column);
-    read_blocks(blocks);
-    return checked([&] {
-      return numbers_of(blocks_, [&](BlockId block) { return index_.slot(block, at); });
-    });
-  }
   nb::object keys(nb::handle blocks) {
     read_blocks(blocks);
     return list_of(blocks_, [&](BlockId block) {
@@ -247,33 +220,12 @@ class KeyIndex {
     return nb::make_tuple(
         keys, numbers_of(blocks_, [&](BlockId block) { return index_.depth(block); }));
   }
-  std::uint32_t num_uses(nb::handle block) {
-    return of(block, [&](BlockId id) { return index_.num_uses(id); });
-  }
-  nb::object num_uses_of(nb::handle blocks) {
-    read_blocks(blocks);
-    return checked([&] {
-      return numbers_of(blocks_, [&](BlockId block) { return index_.num_uses(block); });
-    });
-  }
-  std::uint32_t num_leases(nb::handle block, nb::handle column) {
-    const std::size_t at = columns_.position(column);
-    return of(block, [&](BlockId id) { return index_.num_leases(id, at); });
-  }
   std::uint32_t depth(nb::handle block) {
     return of(block, [&](BlockId id) { return index_.depth(id); });
   }
-  std::size_t num_evictable(nb::handle column) {
-    return index_.num_evictable(columns_.position(column));
-  }
-  std::size_t num_held(nb::handle column) { return index_.num_held(columns_.position(column)); }
 
   void set_depths(nb::handle blocks, nb::handle depths) {
     pairs(blocks, depths, [&](BlockId block, Slot depth) { index_.set_depth(block, depth); });
-  }
-  void begin_write(nb::handle blocks, nb::handle column, nb::handle slots) {
-    const std::size_t at = columns_.position(column);
-    pairs(blocks, slots, [&](BlockId block, Slot slot) { index_.begin_write(block, at, slot); });
   }
   void commit(nb::handle blocks, nb::handle column) {
     each(blocks, column, [&](BlockId block, std::size_t at) { index_.commit(block, at); });
@@ -286,42 +238,9 @@ class KeyIndex {
       for (std::size_t i = blocks_.size(); i-- > 0;) index_.commit(blocks_[i], at);
     });
   }
-  void lease(nb::handle blocks, nb::handle column) {
-    each(blocks, column, [&](BlockId block, std::size_t at) { index_.lease(block, at); });
-  }
-  void release(nb::handle blocks, nb::handle column) {
-    each(blocks, column, [&](BlockId block, std::size_t at) { index_.release(block, at); });
-  }
-  void keep(nb::handle blocks, nb::handle column) {
-    each(blocks, column, [&](BlockId block, std::size_t at) { index_.keep(block, at); });
-  }
-  nb::object abort(nb::handle blocks, nb::handle column) {
-    slots_.clear();
-    each(blocks, column,
-         [&](BlockId block, std::size_t at) { slots_.push_back(index_.abort(block, at)); });
-    return numbers_of(slots_);
-  }
-  nb::object forget(nb::handle blocks, nb::handle column) {
-    const std::size_t at = columns_.position(column);
-    read_blocks(blocks);
-    slots_.clear();
-    checked([&] { index_.forget(blocks_, at, slots_); });
-    return numbers_of(slots_);
-  }
-  nb::object lose(nb::handle block, nb::handle column) {
-    const std::size_t at = columns_.position(column);
-    const std::optional<Slot> slot = of(block, [&](BlockId id) { return index_.lose(id, at); });
-    return slot ? number(*slot) : nb::none();
-  }
   void touch(nb::handle blocks) {
     read_blocks(blocks);
     checked([&] { index_.touch(blocks_); });
-  }
-  nb::object evict(nb::handle column, nb::handle num_blocks) {
-    const std::size_t at = columns_.position(column);
-    blocks_.clear();
-    checked([&] { index_.evict(at, bound::to_limit(num_blocks), blocks_); });
-    return numbers_of(blocks_);
   }
 
   bound::SlotLeases* slot_leases(nb::handle column, const nb::tuple& arrays, nb::handle num_leases,
@@ -353,9 +272,6 @@ class KeyIndex {
     return numbers_of(checked([&] { return index_.order(at); }),
                       [&](Index row) { return index_.id(row); });
   }
-  void check_invariants() {
-    checked([&] { index_.check_invariants(); });
-  }
 
  private:
   static std::vector<bool> which_of(const nb::tuple& tiers, const nb::tuple& learning) {
@@ -376,45 +292,9 @@ class KeyIndex {
     return name;
   }
 
-  const std::vector<BlockId>& read_blocks(nb::handle blocks) {
-    bound::Given(blocks, "blocks must be iterable").blocks(blocks_);
-    return blocks_;
-  }
-
-  template <typename Call>
-  std::invoke_result_t<Call, BlockId> of(nb::handle block, Call&& call) {
-    const BlockId id = bound::to_number(block.ptr(), "a block");
-    return checked([&] { return call(id); });
-  }
-  template <typename Change>
-  void each(nb::handle blocks, nb::handle column, Change&& change) {
-    const std::size_t at = columns_.position(column);
-    read_blocks(blocks);
-    checked([&] {
-      for (const BlockId block : blocks_) change(block, at);
-    });
-  }
-  template <typename Change>
-  void pairs(nb::handle blocks, nb::handle values, Change&& change) {
-    const bound::Given given(values, "slots must be iterable");
-    read_blocks(blocks);
-    given.slots(slots_);
-    if (blocks_.size() != slots_.size())
-      fail(PyExc_ValueError, "one number for each block: %zu blocks, %zu numbers", blocks_.size(),
-           slots_.size());
-    checked([&] {
-      for (std::size_t i = 0; i < blocks_.size(); ++i) change(blocks_[i], slots_[i]);
-    });
-  }
-
-  keys::KeyIndex index_;
-  bound::Columns columns_;
-  nb::tuple states_;
   // Kept from call to call, to spare allocations.
   std::vector<trie::Label> keys_;
   std::vector<Index> rows_;
-  std::vector<BlockId> blocks_;
-  std::vector<Slot> slots_;
   std::vector<std::uint32_t> which_;
 };
 
@@ -429,12 +309,12 @@ void bind_key_index(nb::module_& module) {
       .def("end_reserved", &bound::SlotLeases::end_reserved, nb::arg("slots"), nb::lock_self())
       .def("serve", &bound::SlotLeases::serve, nb::arg("content"), nb::arg("room"),
            nb::arg("key_bytes"), nb::arg("is_alone"), nb::arg("now"), nb::lock_self());
-  nb::class_<KeyIndex>(module, "KeyIndex", "Blocks by key, and where they are: see kvtier.index.")
-      .def(nb::init<nb::tuple, nb::tuple, nb::tuple, const std::string&, std::size_t>(),
+  nb::class_<KeyIndex> type(module, "KeyIndex",
+                            "Blocks by key, and where they are: see kvtier.index.");
+  bound::bind_blocks(type);
+  type.def(nb::init<nb::tuple, nb::tuple, nb::tuple, const std::string&, std::size_t>(),
            nb::arg("tiers"), nb::arg("states"), nb::arg("learning"), nb::arg("policy") = "runs",
            nb::arg("group_bytes") = 0)
-      .def("__len__", &KeyIndex::size, nb::lock_self())
-      .def("num_bytes", &KeyIndex::num_bytes, nb::lock_self())
       .def("find", &KeyIndex::find, nb::arg("keys"), nb::lock_self())
       .def("missing", &KeyIndex::missing, nb::arg("keys"), nb::arg("tier"), nb::lock_self())
       .def("hashes", &KeyIndex::hashes, nb::arg("blocks"), nb::lock_self())
@@ -449,41 +329,20 @@ void bind_key_index(nb::module_& module) {
       .def("continues", &KeyIndex::continues, nb::arg("keys"), nb::arg("before"), nb::lock_self())
       .def("admit", &KeyIndex::admit, nb::arg("keys"), nb::arg("tier"), nb::arg("num_free"),
            nb::arg("least_chance"), nb::lock_self())
-      .def("set_room", &KeyIndex::set_room, nb::arg("tier"), nb::arg("num_blocks"),
-           nb::lock_self())
-      .def("set_doubling", &KeyIndex::set_doubling, nb::arg("at_blocks"), nb::lock_self())
-      .def("states_of", &KeyIndex::states_of, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
-      .def("slots", &KeyIndex::slots, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
       .def("keys", &KeyIndex::keys, nb::arg("blocks"), nb::lock_self())
       .def("facts", &KeyIndex::facts, nb::arg("blocks"), nb::lock_self())
-      .def("num_uses", &KeyIndex::num_uses, nb::arg("block"), nb::lock_self())
-      .def("num_uses_of", &KeyIndex::num_uses_of, nb::arg("blocks"), nb::lock_self())
-      .def("num_leases", &KeyIndex::num_leases, nb::arg("block"), nb::arg("tier"),
-           nb::lock_self())
       .def("depth", &KeyIndex::depth, nb::arg("block"), nb::lock_self())
       .def("set_depths", &KeyIndex::set_depths, nb::arg("blocks"), nb::arg("depths"),
            nb::lock_self())
-      .def("num_evictable", &KeyIndex::num_evictable, nb::arg("tier"), nb::lock_self())
-      .def("num_held", &KeyIndex::num_held, nb::arg("tier"), nb::lock_self())
-      .def("begin_write", &KeyIndex::begin_write, nb::arg("blocks"), nb::arg("tier"),
-           nb::arg("slots"), nb::lock_self())
       .def("commit", &KeyIndex::commit, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
       .def("commit_prompt", &KeyIndex::commit_prompt, nb::arg("blocks"), nb::arg("depths"),
            nb::arg("tier"), nb::lock_self())
-      .def("abort", &KeyIndex::abort, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
       .def("touch", &KeyIndex::touch, nb::arg("blocks"), nb::lock_self())
-      .def("lease", &KeyIndex::lease, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
-      .def("release", &KeyIndex::release, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
-      .def("evict", &KeyIndex::evict, nb::arg("tier"), nb::arg("num_blocks"), nb::lock_self())
-      .def("forget", &KeyIndex::forget, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
-      .def("keep", &KeyIndex::keep, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
-      .def("lose", &KeyIndex::lose, nb::arg("block"), nb::arg("tier"), nb::lock_self())
       .def("slot_leases", &KeyIndex::slot_leases, nb::arg("tier"), nb::arg("arrays"),
            nb::arg("num_leases"), nb::arg("is_reserved"), nb::arg("bit"), nb::arg("keeps"), nb::lock_self(),
            nb::rv_policy::take_ownership, nb::keep_alive<0, 1>())
       .def("dump", &KeyIndex::dump, nb::lock_self())
-      .def("order", &KeyIndex::order, nb::arg("tier"), nb::lock_self())
-      .def("check_invariants", &KeyIndex::check_invariants, nb::lock_self());
+      .def("order", &KeyIndex::order, nb::arg("tier"), nb::lock_self());
 }
 
 }  // namespace kvtier

@@ -8,26 +8,18 @@ namespace kvtier {
 using bound::BlockTrie;
 
 void bind_trie(nb::module_& module) {
-  nb::class_<BlockTrie>(module, "BlockTrie", "What is cached, where: see kvtier.index.")
-      .def(nb::init<nb::tuple, nb::tuple, nb::tuple, nb::handle, nb::handle>(), nb::arg("tiers"),
+  nb::class_<BlockTrie> type(module, "BlockTrie", "What is cached, where: see kvtier.index.");
+  bound::bind_blocks(type);
+  type.def(nb::init<nb::tuple, nb::tuple, nb::tuple, nb::handle, nb::handle>(), nb::arg("tiers"),
            nb::arg("policies"), nb::arg("states"), nb::arg("labels_type"), nb::arg("match_type"))
-      .def("__len__", &BlockTrie::size, nb::lock_self())
       .def("match", &BlockTrie::match, nb::arg("namespace"), nb::arg("labels"), nb::lock_self())
       .def("match_slots", &BlockTrie::match_slots, nb::arg("namespace"), nb::arg("labels"),
            nb::arg("tier"), nb::lock_self())
       .def("state", &BlockTrie::state, nb::arg("block"), nb::arg("tier"), nb::lock_self())
       .def("states", &BlockTrie::states, nb::arg("namespace"), nb::arg("labels"), nb::arg("tier"),
            nb::arg("after").none(), nb::lock_self())
-      .def("states_of", &BlockTrie::states_of, nb::arg("blocks"), nb::arg("tier"),
-           nb::lock_self())
-      .def("slots", &BlockTrie::slots, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
       .def("prefixes", &BlockTrie::prefixes, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
-      .def("num_uses", &BlockTrie::num_uses, nb::arg("block"), nb::lock_self())
-      .def("num_uses_of", &BlockTrie::num_uses_of, nb::arg("blocks"), nb::lock_self())
-      .def("num_evictable", &BlockTrie::num_evictable, nb::arg("tier"), nb::lock_self())
-      .def("num_held", &BlockTrie::num_held, nb::arg("tier"), nb::lock_self())
       .def("num_namespaces", &BlockTrie::num_namespaces, nb::lock_self())
-      .def("num_bytes", &BlockTrie::num_bytes, nb::lock_self())
       .def("extend", &BlockTrie::extend, nb::arg("namespace"), nb::arg("labels"),
            nb::arg("after").none(), nb::lock_self())
       .def("insert", &BlockTrie::insert, nb::arg("namespace"), nb::arg("labels"), nb::arg("tier"),
@@ -39,30 +31,15 @@ void bind_trie(nb::module_& module) {
            nb::arg("now"), nb::lock_self())
       .def("admit", &BlockTrie::admit, nb::arg("blocks"), nb::arg("tier"), nb::arg("num_free"),
            nb::arg("least_chance"), nb::lock_self())
-      .def("set_room", &BlockTrie::set_room, nb::arg("tier"), nb::arg("num_blocks"),
-           nb::lock_self())
-      .def("set_doubling", &BlockTrie::set_doubling, nb::arg("at_blocks"), nb::lock_self())
-      .def("begin_write", &BlockTrie::begin_write, nb::arg("blocks"), nb::arg("tier"),
-           nb::arg("slots"), nb::lock_self())
       .def("commit", &BlockTrie::commit, nb::arg("blocks"), nb::arg("tier"), nb::arg("now"),
            nb::lock_self())
-      .def("abort", &BlockTrie::abort, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
       .def("touch", &BlockTrie::touch, nb::arg("blocks"), nb::arg("now"), nb::lock_self())
-      .def("lease", &BlockTrie::lease, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
-      .def("release", &BlockTrie::release, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
-      .def("evict", &BlockTrie::evict, nb::arg("tier"), nb::arg("num_blocks"), nb::lock_self())
       .def("drop", &BlockTrie::drop, nb::arg("tier"), nb::arg("num_blocks"), nb::lock_self())
-      .def("forget", &BlockTrie::forget, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
-      .def("keep", &BlockTrie::keep, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
-      .def("lose", &BlockTrie::lose, nb::arg("block"), nb::arg("tier"), nb::lock_self())
-      .def("num_leases", &BlockTrie::num_leases, nb::arg("block"), nb::arg("tier"),
-           nb::lock_self())
       .def("origin", &BlockTrie::origin, nb::arg("block"), nb::lock_self())
       .def("names", &BlockTrie::names, nb::arg("blocks"), nb::lock_self())
       .def("missing_keys", &BlockTrie::missing_keys, nb::arg("block"), nb::lock_self())
       .def("set_keys", &BlockTrie::set_keys, nb::arg("blocks"), nb::arg("keys"), nb::lock_self())
-      .def("dump", &BlockTrie::dump, nb::lock_self())
-      .def("check_invariants", &BlockTrie::check_invariants, nb::lock_self());
+      .def("dump", &BlockTrie::dump, nb::lock_self());
 }
 
 }  // namespace kvtier

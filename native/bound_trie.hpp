@@ -3,14 +3,13 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 #include <iterator>
 #include <optional>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "bind.hpp"
+#include "bound_blocks.hpp"
 #include "bound_columns.hpp"
 #include "bound_keys.hpp"
 #include "bound_labels.hpp"
@@ -20,46 +19,34 @@
 
 namespace kvtier::bound {
 
-using trie::BlockId;
-using trie::Slot;
-using trie::State;
-
 // Of that file only: then calls are compiled into their bindings, and a miss takes 8 % less.
 namespace {
 
-class BlockTrie {
+class BlockTrie : public Blocks<trie::BlockTrie> {
  public:
   BlockTrie(nb::tuple tiers, nb::tuple policies, nb::tuple states,
             nb::handle labels_type, nb::handle match_type)
-      : trie_(checked([&] {
-          if (tiers.size() < 1 || tiers.size() > trie::kMaxColumns ||
-              tiers.size() != policies.size())
-            fail(PyExc_ValueError, "1 to %zu tiers with a policy each, not %zu tiers and %zu policies",
-                 trie::kMaxColumns, tiers.size(), policies.size());
-          return trie::BlockTrie(names_of(policies));
-        })),
-        columns_(std::move(tiers)),
-        states_(std::move(states)),
+      : Blocks(tiers, states,
+               [&] {
+                 return checked([&] { return trie::BlockTrie(checked_policies(tiers, policies)); });
+               }),
         labels_(labels_type),
         match_type_(nb::borrow(match_type)) {
     for (const char* each : {"blocks", "tiers", "in_flight", "num_asked"})
       match_fields_.push_back(owned(PyUnicode_InternFromString(each)));
-    if (states_.size() != 4) fail(PyExc_ValueError, "four states, not %zu", states_.size());
     // `match` makes its result as object.__new__ does.
     if (!PyType_Check(match_type_.ptr()) ||
         reinterpret_cast<PyTypeObject*>(match_type_.ptr())->tp_new != PyBaseObject_Type.tp_new)
       fail(PyExc_TypeError, "match_type must be a class that is made of plain objects, not %R",
            match_type_.ptr());
   }
-  BlockTrie(const BlockTrie&) = delete;
-  BlockTrie& operator=(const BlockTrie&) = delete;
 
   nb::object match(nb::handle space, nb::handle labels) {
     std::size_t num_asked = 0;
     labels_.read(labels, [&](trie::Labels& path) {
       found_.clear();
       num_asked = path.size();
-      trie_.match(to_name(space.ptr(), "a namespace"), path, found_);
+      index_.match(to_name(space.ptr(), "a namespace"), path, found_);
     });
     const nb::object fields[] = {
         numbers_of(found_, [](const auto& each) { return each.block; }),
@@ -86,7 +73,7 @@ class BlockTrie {
           PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(path.size() * kItem)));
       auto* const slots = reinterpret_cast<std::int64_t*>(PyBytes_AS_STRING(made.ptr()));
       const std::size_t num =
-          trie_.match_slots(to_name(space.ptr(), "a namespace"), path, at, slots);
+          index_.match_slots(to_name(space.ptr(), "a namespace"), path, at, slots);
       found = made.release().ptr();
       if (num < path.size()) _PyBytes_Resize(&found, static_cast<Py_ssize_t>(num * kItem));
     });
@@ -94,60 +81,30 @@ class BlockTrie {
   }
 
   nb::object state(nb::handle block, nb::handle column) {
-    return state_object(trie_.state(to_number(block.ptr(), "a block"), columns_.position(column)));
+    return state_object(index_.state(to_number(block.ptr(), "a block"), columns_.position(column)));
   }
 
   nb::object states(nb::handle space, nb::handle labels, nb::handle column, nb::handle after) {
     std::vector<State> found;
     const std::size_t at = columns_.position(column);
     labels_.read(labels, [&](trie::Labels& path) {
-      trie_.states(to_name(space.ptr(), "a namespace"), path, at, optional_block(after), found);
+      index_.states(to_name(space.ptr(), "a namespace"), path, at, optional_block(after), found);
     });
     return list_of(found, [&](State each) { return state_object(each); });
-  }
-
-  nb::object states_of(nb::handle blocks, nb::handle column) {
-    const std::size_t at = columns_.position(column);
-    return list_of(read_blocks(blocks),
-                   [&](BlockId block) { return state_object(trie_.state(block, at)); });
-  }
-
-  nb::object slots(nb::handle blocks, nb::handle column) {
-    const std::size_t at = columns_.position(column);
-    read_blocks(blocks);
-    return checked([&] {
-      return numbers_of(blocks_, [&](BlockId block) { return trie_.slot(block, at); });
-    });
   }
 
   nb::object prefixes(nb::handle blocks, nb::handle column) {
     const std::size_t at = columns_.position(column);
     read_blocks(blocks);
-    return checked([&] { return numbers_of(trie_.prefixes(blocks_, at)); });
+    return checked([&] { return numbers_of(index_.prefixes(blocks_, at)); });
   }
 
-  std::uint32_t num_uses(nb::handle block) {
-    const BlockId id = to_number(block.ptr(), "a block");
-    return checked([&] { return trie_.num_uses(id); });
-  }
-  nb::object num_uses_of(nb::handle blocks) {
-    read_blocks(blocks);
-    return checked([&] {
-      return numbers_of(blocks_, [&](BlockId block) { return trie_.num_uses(block); });
-    });
-  }
-  std::size_t num_evictable(nb::handle column) {
-    return trie_.num_evictable(columns_.position(column));
-  }
-  std::size_t num_held(nb::handle column) { return trie_.num_held(columns_.position(column)); }
-  std::size_t num_namespaces() { return trie_.num_namespaces(); }
-  std::size_t num_bytes() { return trie_.num_bytes(); }
-  std::size_t size() { return trie_.size(); }
+  std::size_t num_namespaces() { return index_.num_namespaces(); }
 
   nb::object extend(nb::handle space, nb::handle labels, nb::handle after) {
     labels_.read(labels, [&](trie::Labels& path) {
       blocks_.clear();
-      trie_.extend(to_name(space.ptr(), "a namespace"), path, optional_block(after), blocks_);
+      index_.extend(to_name(space.ptr(), "a namespace"), path, optional_block(after), blocks_);
     });
     return numbers_of(blocks_);
   }
@@ -164,37 +121,24 @@ class BlockTrie {
       if (path.size() != slots_.size())
         fail(PyExc_ValueError, "a slot for each block: %zu labels, %zu slots", path.size(),
              slots_.size());
-      num_new = trie_.insert(to_name(space.ptr(), "a namespace"), path, optional_block(after), at,
+      num_new = index_.insert(to_name(space.ptr(), "a namespace"), path, optional_block(after), at,
                              slots_, now, hold, blocks_);
     });
     slots_.resize(blocks_.size());  // the path may end before the labels do
     return nb::make_tuple(numbers_of(blocks_), numbers_of(slots_), num_new);
   }
 
-  void begin_write(nb::handle blocks, nb::handle column, nb::handle slots) {
-    const std::size_t at = columns_.position(column);
-    const Given given(slots, "slots must be iterable");
-    read_blocks(blocks);
-    given.slots(slots_);
-    if (blocks_.size() != slots_.size())
-      fail(PyExc_ValueError, "a slot for each block: %zu blocks, %zu slots", blocks_.size(),
-           slots_.size());
-    checked([&] {
-      for (std::size_t i = 0; i < blocks_.size(); ++i) trie_.begin_write(blocks_[i], at, slots_[i]);
-    });
-  }
-
   void asked(nb::handle space, nb::handle labels, double now) {
     to_time(now);
     labels_.read(labels, [&](trie::Labels& path) {
-      trie_.asked(to_name(space.ptr(), "a namespace"), path, now);
+      index_.asked(to_name(space.ptr(), "a namespace"), path, now);
     });
   }
   void retain(nb::handle space, nb::handle labels, nb::handle said, double now) {
     to_time(now);
     const policy::Said it = to_said(said);
     labels_.read(labels, [&](trie::Labels& path) {
-      trie_.retain(to_name(space.ptr(), "a namespace"), path, it, now);
+      index_.retain(to_name(space.ptr(), "a namespace"), path, it, now);
     });
   }
   nb::object admit(nb::handle blocks, nb::handle column, nb::handle num_free,
@@ -203,74 +147,24 @@ class BlockTrie {
     const std::size_t free = to_limit(num_free);
     read_blocks(blocks);
     std::vector<BlockId> admitted;
-    checked([&] { trie_.admit(blocks_, at, free, least_chance, admitted); });
+    checked([&] { index_.admit(blocks_, at, free, least_chance, admitted); });
     return numbers_of(admitted);
   }
-  void set_room(nb::handle column, nb::handle num_blocks) {
-    const std::size_t at = columns_.position(column);
-    const std::size_t num = to_limit(num_blocks);
-    checked([&] { trie_.set_room(at, num); });
-  }
-  void set_doubling(double at_blocks) { trie_.set_doubling(to_doubling(at_blocks)); }
 
   void commit(nb::handle blocks, nb::handle column, double now) {
     to_time(now);
-    each(blocks, column, [&](BlockId block, std::size_t at) { trie_.commit(block, at, now); });
-  }
-  void lease(nb::handle blocks, nb::handle column) {
-    each(blocks, column, [&](BlockId block, std::size_t at) { trie_.lease(block, at); });
-  }
-  void release(nb::handle blocks, nb::handle column) {
-    each(blocks, column, [&](BlockId block, std::size_t at) { trie_.release(block, at); });
-  }
-  void keep(nb::handle blocks, nb::handle column) {
-    each(blocks, column, [&](BlockId block, std::size_t at) { trie_.keep(block, at); });
-  }
-  nb::object lose(nb::handle block, nb::handle column) {
-    const BlockId id = to_number(block.ptr(), "a block");
-    const std::size_t at = columns_.position(column);
-    const std::optional<Slot> slot = checked([&] { return trie_.lose(id, at); });
-    return slot ? number(*slot) : nb::none();
-  }
-  std::uint32_t num_leases(nb::handle block, nb::handle column) {
-    const BlockId id = to_number(block.ptr(), "a block");
-    const std::size_t at = columns_.position(column);
-    return checked([&] { return trie_.num_leases(id, at); });
+    each(blocks, column, [&](BlockId block, std::size_t at) { index_.commit(block, at, now); });
   }
   nb::object origin(nb::handle block) {
     const BlockId id = to_number(block.ptr(), "a block");
-    const trie::BlockTrie::Origin from = checked([&] { return trie_.origin(id); });
+    const trie::BlockTrie::Origin from = checked([&] { return index_.origin(id); });
     return nb::make_tuple(bytes(from.space), from.depth);
   }
-  nb::object names(nb::handle blocks) { return names_of(trie_, read_blocks(blocks)); }
-  nb::object abort(nb::handle blocks, nb::handle column) {
-    const std::size_t at = columns_.position(column);
-    read_blocks(blocks);
-    slots_.clear();
-    checked([&] {
-      for (const BlockId block : blocks_) slots_.push_back(trie_.abort(block, at));
-    });
-    return numbers_of(slots_);
-  }
-  nb::object forget(nb::handle blocks, nb::handle column) {
-    const std::size_t at = columns_.position(column);
-    read_blocks(blocks);
-    slots_.clear();
-    checked([&] { trie_.forget(blocks_, at, slots_); });
-    return numbers_of(slots_);
-  }
+  nb::object names(nb::handle blocks) { return names_of(index_, read_blocks(blocks)); }
   void touch(nb::handle blocks, double now) {
     to_time(now);
     read_blocks(blocks);
-    checked([&] { trie_.touch(blocks_, now); });
-  }
-
-  nb::object evict(nb::handle column, nb::handle num_blocks) {
-    const std::size_t at = columns_.position(column);
-    const std::size_t most = to_limit(num_blocks);
-    blocks_.clear();
-    checked([&] { trie_.evict(at, most, blocks_); });
-    return numbers_of(blocks_);
+    checked([&] { index_.touch(blocks_, now); });
   }
 
   // Evicts and forgets; the slots that are free now.
@@ -280,26 +174,26 @@ class BlockTrie {
     blocks_.clear();
     slots_.clear();
     checked([&] {
-      trie_.evict(at, most, blocks_);
-      trie_.forget(blocks_, at, slots_);
+      index_.evict(at, most, blocks_);
+      index_.forget(blocks_, at, slots_);
     });
     return numbers_of(slots_);
   }
 
   nb::object missing_keys(nb::handle block) {
-    return missing_keys_of(trie_, to_number(block.ptr(), "a block"));
+    return missing_keys_of(index_, to_number(block.ptr(), "a block"));
   }
   void set_keys(nb::handle blocks, nb::handle keys) {
     const Keys given = packed_from<trie::Key>(keys);
-    bound::set_keys(trie_, read_blocks(blocks), given);
+    bound::set_keys(index_, read_blocks(blocks), given);
   }
 
   // (block, parent, label, num_uses, [(state, slot, leases, num_children) per column]) of every
   // node, parents first; the parent of a root is None.
   nb::object dump() {
-    const trie::Nodes& nodes = trie_.nodes();
+    const trie::Nodes& nodes = index_.nodes();
     std::vector<trie::Index> order;
-    trie_.each([&](trie::Index index) { order.push_back(index); });
+    index_.each([&](trie::Index index) { order.push_back(index); });
     std::stable_sort(order.begin(), order.end(),
                      [&](trie::Index a, trie::Index b) { return nodes[a].depth < nodes[b].depth; });
     return list_of(order, [&](trie::Index index) -> nb::object {
@@ -314,49 +208,28 @@ class BlockTrie {
                                      standing.leases, standing.num_children));
       }
       nb::object parent = nodes.is_block(index) ? number(nodes.id(node.parent)) : nb::none();
-      return nb::make_tuple(number(nodes.id(index)), parent, bytes(trie_.label(index)),
+      return nb::make_tuple(number(nodes.id(index)), parent, bytes(index_.label(index)),
                             nodes.num_uses(index), places);
     });
   }
 
-  void check_invariants() {
-    checked([&] { trie_.check_invariants(); });
-  }
-
  private:
-  nb::object state_object(State state) const {
-    return nb::borrow(states_[static_cast<std::size_t>(state) - 1]);
+  static std::vector<std::string_view> checked_policies(const nb::tuple& tiers,
+                                                        const nb::tuple& policies) {
+    if (tiers.size() < 1 || tiers.size() > trie::kMaxColumns || tiers.size() != policies.size())
+      fail(PyExc_ValueError, "1 to %zu tiers with a policy each, not %zu tiers and %zu policies",
+           trie::kMaxColumns, tiers.size(), policies.size());
+    return names_of(policies);
   }
-
   static std::optional<BlockId> optional_block(nb::handle block) {
     if (block.is_none()) return std::nullopt;
     return to_number(block.ptr(), "a block");
   }
 
-  const std::vector<BlockId>& read_blocks(nb::handle blocks) {
-    Given(blocks, "blocks must be iterable").blocks(blocks_);
-    return blocks_;
-  }
-
-  template <typename Change>
-  void each(nb::handle blocks, nb::handle column, Change&& change) {
-    const std::size_t at = columns_.position(column);
-    read_blocks(blocks);
-    checked([&] {
-      for (const BlockId block : blocks_) change(block, at);
-    });
-  }
-
-  trie::BlockTrie trie_;
-  Columns columns_;
-  nb::tuple states_;
   LabelReader labels_;
   nb::object match_type_;
   std::vector<nb::object> match_fields_;
-  // Kept from call to call, to spare allocations.
-  std::vector<BlockId> blocks_;
-  std::vector<Slot> slots_;
-  std::vector<trie::BlockTrie::Found> found_;
+  std::vector<trie::BlockTrie::Found> found_;  // kept from call to call, to spare allocations
 };
 
 }  // namespace
