@@ -220,7 +220,7 @@ class Both:
     def evict(self, tier: str, num_blocks: int) -> Sequence[BlockId]:
         chosen = self._first.evict(tier, num_blocks)
         if tier in self._learning:
-            order = self._twin._of_tier(tier).order
+            order = self._twin._orders[TIERS.index(tier)]
             for block in reversed(chosen):
                 order[block] = None
                 order.move_to_end(block, last=False)

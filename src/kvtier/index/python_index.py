@@ -11,10 +11,11 @@ from functools import partial
 from itertools import accumulate, islice
 
 from kvtier.hints import Said, check_said
-from kvtier.index.block_index import check_slot, check_time
+from kvtier.index.block_index import check_time
 from kvtier.index.policies.base import EvictionPolicy
 from kvtier.index.prompt_index import PromptIndex
-from kvtier.index.residency import Residency, State
+from kvtier.index.python_blocks import PythonBlocks
+from kvtier.index.residency import State
 from kvtier.index.trie import Node, Trie, prefix_name
 from kvtier.keys import next_key
 from kvtier.types import (
@@ -23,11 +24,10 @@ from kvtier.types import (
     BlockName,
     Label,
     Match,
-    Slot,
 )
 
 
-class PythonIndex(PromptIndex):
+class PythonIndex(PythonBlocks, PromptIndex):
     """Prompt index that keeps blocks as Python objects.
 
     policies: policy of each tier, fastest tier first.
@@ -35,14 +35,12 @@ class PythonIndex(PromptIndex):
     """
 
     def __init__(self, policies: Mapping[str, EvictionPolicy], because: str = "asked for") -> None:
-        self.tiers, self._policies = tuple(policies), tuple(policies.values())
+        super().__init__(tuple(policies))
+        self._policies = tuple(policies.values())
         self._because = because
-        self._position = {tier: position for position, tier in enumerate(self.tiers)}
         self._trie = Trie(len(self.tiers))
         for tier, policy in zip(self.tiers, self._policies, strict=True):
             policy.see(partial(self._residency, tier=tier))
-        self._num_held = [0] * len(self.tiers)
-        self._num_idle = [0] * len(self.tiers)
 
     # -- queries ----------------------------------------------------------------------------------
 
@@ -59,10 +57,6 @@ class PythonIndex(PromptIndex):
             in_flight.append(states[0] is State.WRITING)
         return Match(tuple(blocks), tuple(tiers), tuple(in_flight), len(labels))
 
-    def state(self, block: BlockId, tier: str) -> State:
-        node = self._trie.nodes.get(block)
-        return node.residencies[self._position[tier]].state if node else State.ABSENT
-
     def states(
         self,
         namespace: bytes,
@@ -70,15 +64,12 @@ class PythonIndex(PromptIndex):
         tier: str,
         after: BlockId | None = None,
     ) -> list[State]:
-        position = self._position[tier]
+        position = self._position(tier)
         nodes = self._trie.walk(namespace, labels, after)
         return [node.residencies[position].state for node in nodes]
 
-    def slots(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
-        return [self._residency(block, tier).slot for block in blocks]
-
     def prefixes(self, blocks: Iterable[BlockId], tier: str) -> list[BlockId]:
-        below, position = set(blocks), self._position[tier]
+        below, position = set(blocks), self._position(tier)
         found: set[BlockId] = set()
         for block in below:
             node = self._trie.nodes[block].parent
@@ -88,18 +79,6 @@ class PythonIndex(PromptIndex):
                     break
                 node = node.parent
         return sorted(found)
-
-    def num_uses(self, block: BlockId) -> int:
-        return self._trie.nodes[block].num_uses
-
-    def num_leases(self, block: BlockId, tier: str) -> int:
-        return self._trie.nodes[block].residencies[self._position[tier]].leases
-
-    def num_evictable(self, tier: str) -> int:
-        return self._num_idle[self._position[tier]]
-
-    def num_held(self, tier: str) -> int:
-        return self._num_held[self._position[tier]]
 
     def key(self, block: BlockId) -> BlockKey:
         chain: list[Node] = []
@@ -138,27 +117,6 @@ class PythonIndex(PromptIndex):
     ) -> list[BlockId]:
         return [node.block for node in self._trie.extend(namespace, labels, after)]
 
-    def begin_write(self, block: BlockId, tier: str, slot: Slot) -> None:
-        check_slot(slot)
-        residency = self._residency(block, tier)
-        residency.move(State.WRITING)
-        residency.slot = slot
-        residency.was_used = False
-        self._count(block, tier, +1)
-        self._enter(block, tier)
-
-    def commit(self, block: BlockId, tier: str, now: float) -> None:
-        check_time(now)
-        residency = self._residency(block, tier)
-        residency.move(State.READY)
-        self._num_idle[self._position[tier]] += residency.leases == 0
-        if not residency.was_used:
-            self._policies[self._position[tier]].touch(block, now)
-        self._review(block, tier)
-
-    def abort(self, block: BlockId, tier: str) -> Slot:
-        return self._leave(block, tier)
-
     # -- admission --------------------------------------------------------------------------------
 
     def on_request(self, namespace: bytes, labels: Sequence[Label], now: float) -> None:
@@ -196,7 +154,7 @@ class PythonIndex(PromptIndex):
         least_chance: float = 0.0,
     ) -> list[BlockId]:
         names = [self._trie.nodes[block].name for block in blocks]
-        policy = self._policies[self._position[tier]]
+        policy = self._policies[self._position(tier)]
         return [blocks[at] for at in policy.admit(names, max(0, num_free), least_chance)]
 
     def set_recompute_slope(self, at_blocks: float) -> None:
@@ -204,7 +162,7 @@ class PythonIndex(PromptIndex):
             policy.set_recompute_slope(at_blocks)
 
     def set_room(self, tier: str, num_blocks: int) -> None:
-        self._policies[self._position[tier]].set_room(num_blocks)
+        self._policies[self._position(tier)].set_room(num_blocks)
 
     # -- use --------------------------------------------------------------------------------------
 
@@ -217,60 +175,19 @@ class PythonIndex(PromptIndex):
             for position, residency in enumerate(node.residencies):
                 if residency.state is not State.ABSENT:
                     residency.was_used = True
-                    self._policies[position].touch(block, now)
-
-    def lease(self, blocks: Iterable[BlockId], tier: str) -> None:
-        for block in blocks:
-            residency = self._residency(block, tier)
-            assert residency.state in (State.READY, State.WRITING), f"lease on {residency}"
-            residency.leases += 1
-            if residency.leases == 1:
-                self._num_idle[self._position[tier]] -= residency.state is State.READY
-                self._review(block, tier)
-
-    def release(self, blocks: Iterable[BlockId], tier: str) -> None:
-        for block in blocks:
-            residency = self._residency(block, tier)
-            assert residency.leases > 0, "released more often than leased"
-            residency.leases -= 1
-            if residency.leases == 0:
-                self._num_idle[self._position[tier]] += residency.state is State.READY
-                self._review(block, tier)
+                    self._used(block, position, now)
 
     # -- eviction: ready -> evicting -> absent ----------------------------------------------------
 
     def evict(self, tier: str, num_blocks: int) -> list[BlockId]:
-        position = self._position[tier]
+        position = self._position(tier)
         policy = self._policies[position]
         policy.begin_evicting()
         chosen: list[BlockId] = []
         while len(chosen) < num_blocks and (block := policy.victim()) is not None:
-            self._residency(block, tier).move(State.EVICTING)
-            policy.discard(block)
-            self._num_idle[position] -= 1
-            self._count_in_parent(block, tier, -1)
+            self._evict(block, position)
             chosen.append(block)
         return chosen
-
-    def forget(self, block: BlockId, tier: str) -> Slot:
-        return self._leave(block, tier)
-
-    def keep(self, block: BlockId, tier: str) -> None:
-        self._residency(block, tier).move(State.READY)
-        self._num_idle[self._position[tier]] += 1
-        self._count_in_parent(block, tier, +1)
-        self._enter(block, tier)
-        self._review(block, tier)
-
-    def lose(self, block: BlockId, tier: str) -> Slot | None:
-        residency = self._residency(block, tier)
-        if residency.leases:
-            return None
-        residency.move(State.EVICTING)
-        self._policies[self._position[tier]].discard(block)
-        self._num_idle[self._position[tier]] -= 1
-        self._count_in_parent(block, tier, -1)
-        return self._leave(block, tier)
 
     # -- for tests and diagnosis ------------------------------------------------------------------
 
@@ -282,27 +199,26 @@ class PythonIndex(PromptIndex):
 
     # -- bookkeeping ------------------------------------------------------------------------------
 
-    def _residency(self, block: BlockId, tier: str) -> Residency:
-        return self._trie.nodes[block].residencies[self._position[tier]]
+    def _find(self, block: BlockId) -> Node | None:
+        return self._trie.nodes.get(block)
 
-    def _leave(self, block: BlockId, tier: str) -> Slot:
-        node, position = self._trie.nodes[block], self._position[tier]
-        residency = node.residencies[position]
-        before = residency.state
-        slot, residency.slot = residency.slot, Slot(-1)
-        residency.move(State.ABSENT)
-        self._num_held[position] -= 1
-        self._num_idle[position] -= before is State.READY
-        self._policies[position].forget(block)
-        if before is not State.EVICTING:
-            self._count_in_parent(block, tier, -1)
-        self._trie.prune(node)
-        return slot
+    def _entries(self) -> Iterable[Node]:
+        return self._trie.nodes.values()
 
-    def _enter(self, block: BlockId, tier: str) -> None:
-        """Report to the policy that the block entered ``tier``."""
-        node, position = self._trie.nodes[block], self._position[tier]
-        if not self._policies[position].knows_prompts:
+    def _used(self, block: BlockId, position: int, now: float) -> None:
+        self._policies[position].touch(block, now)
+
+    def _review(self, block: BlockId, position: int) -> None:
+        policy = self._policies[position]
+        if self._trie.nodes[block].residencies[position].evictable:
+            policy.add(block)
+        else:
+            policy.discard(block)
+
+    def _arrived(self, block: BlockId, position: int) -> None:
+        self._count_in_parent(block, position, +1)
+        policy, node = self._policies[position], self._trie.nodes[block]
+        if not policy.knows_prompts:
             return
         at, above = -1, node.parent
         while above is not None:
@@ -310,51 +226,37 @@ class PythonIndex(PromptIndex):
         above, parent = node.parent, None
         if above is not None and above.residencies and above.residencies[position].is_there:
             parent = above.block
-        self._policies[position].entered(block, node.name, parent, at)
+        policy.entered(block, node.name, parent, at)
 
-    def _count(self, block: BlockId, tier: str, change: int) -> None:
-        self._num_held[self._position[tier]] += change
-        self._count_in_parent(block, tier, change)
+    def _leaves(self, block: BlockId, position: int) -> None:
+        self._policies[position].discard(block)
+        self._count_in_parent(block, position, -1)
 
-    def _count_in_parent(self, block: BlockId, tier: str, change: int) -> None:
+    def _left(self, block: BlockId, position: int, before: State) -> None:
+        self._policies[position].forget(block)
+        if before is not State.EVICTING:
+            self._count_in_parent(block, position, -1)
+        self._trie.prune(self._trie.nodes[block])
+
+    def _count_in_parent(self, block: BlockId, position: int, change: int) -> None:
         """Update the number of children in the parent."""
-        position = self._position[tier]
         parent = self._trie.nodes[block].parent
         if parent is not None and parent.residencies:
             parent.residencies[position].num_children += change
-            self._review(parent.block, tier)
-
-    def _review(self, block: BlockId, tier: str) -> None:
-        """Report to the policy whether the block may be evicted from ``tier`` now."""
-        policy = self._policies[self._position[tier]]
-        if self._residency(block, tier).evictable:
-            policy.add(block)
-        else:
-            policy.discard(block)
+            self._review(parent.block, position)
 
     def check_invariants(self) -> None:
+        super().check_invariants()
         for position, tier in enumerate(self.tiers):
-            held: list[Slot] = []
-            idle = 0
             candidates: set[BlockId] = set()
             for node in self._trie.nodes.values():
                 residency = node.residencies[position]
                 children = sum(
-                    child.residencies[position].state not in (State.ABSENT, State.EVICTING)
-                    for child in node.children.values()
+                    child.residencies[position].is_there for child in node.children.values()
                 )
                 assert residency.num_children == children, f"{tier}: children miscounted"
-                assert residency.leases >= 0, f"{tier}: leases below zero"
-                if residency.state is State.ABSENT:
-                    assert residency.leases == 0, f"{tier}: a block that is not there is leased"
-                    continue
-                held.append(residency.slot)
-                idle += residency.state is State.READY and residency.leases == 0
                 if residency.evictable:
                     candidates.add(node.block)
-            assert len(held) == len(set(held)), f"{tier}: two blocks share a slot"
-            assert len(held) == self._num_held[position], f"{tier}: blocks miscounted"
-            assert idle == self._num_idle[position], f"{tier}: idle blocks miscounted"
             assert candidates == self._policies[position].candidates(), f"{tier}: candidates differ"
             self._policies[position].check_invariants()
         for node in self._trie.nodes.values():

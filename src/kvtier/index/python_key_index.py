@@ -4,35 +4,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import cast
 
 from kvtier._hot import Numbers
 from kvtier.hints import Said, check_said
-from kvtier.index.block_index import check_slot, check_time
+from kvtier.index.block_index import check_time
 from kvtier.index.key_index import UNKNOWN, KeyedBlock, KeyIndex, KeyMatches, MissingKeys
-from kvtier.index.known_blocks import KnownBlocks
+from kvtier.index.known_blocks import KnownBlock, KnownBlocks
 from kvtier.index.policies.replayed import LRU
-from kvtier.index.residency import Residency, State
+from kvtier.index.python_blocks import PythonBlocks
+from kvtier.index.residency import State
 from kvtier.types import NO_BLOCK, BlockId, Slot
 
-MOST_LEASES = 0xFFFF
 MOST_HASH = (1 << 63) - 1
 
 
-@dataclass(slots=True)
-class _TierBlocks:
-    """A tier's blocks in the index.
-
-    order: order of eviction. Blocks that an eviction has skipped are not in it.
-    """
-
-    order: OrderedDict[BlockId, None] = field(default_factory=OrderedDict)
-    num_held: int = 0
-    num_idle: int = 0
-
-
-class PythonKeyIndex(KeyIndex):
+class PythonKeyIndex(PythonBlocks, KeyIndex):
     """Key index that keeps blocks as Python objects. because: why this index is used."""
 
     def __init__(
@@ -41,9 +28,13 @@ class PythonKeyIndex(KeyIndex):
         namespace: Callable[[], bytes],
         because: str = "asked for",
     ) -> None:
-        super().__init__(tiers, namespace, policy=LRU)
+        KeyIndex.__init__(self, tiers, namespace, policy=LRU)
+        PythonBlocks.__init__(self, tiers)
         self._because = because
-        self._of_tiers = tuple(_TierBlocks() for _ in self.tiers)
+        # Order of eviction in each tier. Blocks that an eviction has skipped are not in it.
+        self._orders: tuple[OrderedDict[BlockId, None], ...] = tuple(
+            OrderedDict() for _ in self.tiers
+        )
         self._blocks = KnownBlocks(len(self.tiers))
 
     # -- queries ----------------------------------------------------------------------------------
@@ -78,31 +69,11 @@ class PythonKeyIndex(KeyIndex):
         places = [(each.block, self._residency(each.block, tier)) for each in self._blocks]
         return [block for block, at in places if at.state is not State.ABSENT and at.slot in slots]
 
-    def state(self, block: BlockId, tier: str) -> State:
-        position = self._position(tier)
-        known = self._blocks.get(block)
-        return State.ABSENT if known is None else known.residencies[position].state
-
-    def slots(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
-        return [self._residency(block, tier).slot for block in blocks]
-
     def keys(self, blocks: Iterable[BlockId]) -> list[bytes]:
         return [self._blocks[block].key for block in blocks]
 
-    def num_uses(self, block: BlockId) -> int:
-        return self._blocks[block].num_uses
-
-    def num_leases(self, block: BlockId, tier: str) -> int:
-        return self._residency(block, tier).leases
-
     def depth(self, block: BlockId) -> int:
         return self._blocks[block].depth
-
-    def num_evictable(self, tier: str) -> int:
-        return self._of_tier(tier).num_idle
-
-    def num_held(self, tier: str) -> int:
-        return self._of_tier(tier).num_held
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -115,27 +86,6 @@ class PythonKeyIndex(KeyIndex):
     def set_depths(self, blocks: Sequence[BlockId], depths: Sequence[int]) -> None:
         for block, depth in zip(blocks, depths, strict=True):
             self._blocks[block].depth = depth
-
-    def begin_write(self, block: BlockId, tier: str, slot: Slot) -> None:
-        check_slot(slot)
-        residency = self._residency(block, tier)
-        residency.move(State.WRITING)
-        residency.slot, residency.was_used = slot, False
-        here = self._of_tier(tier)
-        here.num_held += 1
-        here.order[block] = None
-
-    def commit(self, block: BlockId, tier: str, now: float) -> None:
-        check_time(now)
-        residency = self._residency(block, tier)
-        residency.move(State.READY)
-        self._of_tier(tier).num_idle += residency.leases == 0
-        if not residency.was_used:
-            self._used(block, tier)
-        self._come_back(block, tier)
-
-    def abort(self, block: BlockId, tier: str) -> Slot:
-        return self._leave(block, tier)
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -167,104 +117,56 @@ class PythonKeyIndex(KeyIndex):
         for block in reversed(list(blocks)):
             known = self._blocks[block]
             known.num_uses += 1
-            for tier, residency in zip(self.tiers, known.residencies, strict=True):
-                if residency.state in (State.WRITING, State.READY):
+            for position, residency in enumerate(known.residencies):
+                if residency.is_there:
                     residency.was_used = True
-                    self._used(block, tier)
-
-    def _used(self, block: BlockId, tier: str) -> None:
-        order = self._of_tier(tier).order
-        order[block] = None
-        order.move_to_end(block)
-
-    def lease(self, blocks: Iterable[BlockId], tier: str) -> None:
-        for block in blocks:
-            residency = self._residency(block, tier)
-            assert residency.state in (State.READY, State.WRITING), f"lease on {residency}"
-            assert residency.leases < MOST_LEASES, "a block is leased 65,535 times"
-            residency.leases += 1
-            if residency.leases == 1:
-                self._of_tier(tier).num_idle -= residency.state is State.READY
-
-    def release(self, blocks: Iterable[BlockId], tier: str) -> None:
-        for block in blocks:
-            residency = self._residency(block, tier)
-            assert residency.leases > 0, "released more often than leased"
-            residency.leases -= 1
-            if residency.leases == 0:
-                self._of_tier(tier).num_idle += residency.state is State.READY
-                self._come_back(block, tier)
-
-    def _come_back(self, block: BlockId, tier: str) -> None:
-        """Make a block that an eviction has skipped the next victim, once it is evictable.
-
-        Blocks that were evicted meanwhile were used later than this one.
-        """
-        here = self._of_tier(tier)
-        if not self._residency(block, tier).evictable:
-            return
-        if block not in here.order:
-            here.order[block] = None
-            here.order.move_to_end(block, last=False)
+                    self._used(block, position, now)
 
     # -- eviction ---------------------------------------------------------------------------------
 
     def evict(self, tier: str, num_blocks: int) -> list[BlockId]:
-        order = self._of_tier(tier).order
-        num_blocks = min(num_blocks, self._of_tier(tier).num_idle)
+        position = self._position(tier)
+        num_blocks = min(num_blocks, self._num_idle[position])
         chosen: list[BlockId] = []
         while len(chosen) < num_blocks:
-            block, _ = order.popitem(last=False)
-            residency = self._residency(block, tier)
-            if residency.evictable:
-                residency.move(State.EVICTING)
-                self._of_tier(tier).num_idle -= 1
+            block, _ = self._orders[position].popitem(last=False)
+            if self._blocks[block].residencies[position].evictable:
+                self._evict(block, position)
                 chosen.append(block)
         return chosen
 
-    def forget(self, block: BlockId, tier: str) -> Slot:
-        return self._leave(block, tier)
-
-    def keep(self, block: BlockId, tier: str) -> None:
-        residency = self._residency(block, tier)
-        assert residency.state is State.EVICTING, "only what is being evicted may be kept"
-        residency.move(State.READY)
-        self._of_tier(tier).num_idle += 1
-        self._come_back(block, tier)
-
-    def lose(self, block: BlockId, tier: str) -> Slot | None:
-        residency = self._residency(block, tier)
-        if residency.leases:
-            return None
-        residency.move(State.EVICTING)
-        self._of_tier(tier).num_idle -= 1
-        return self._leave(block, tier)
-
-    def _leave(self, block: BlockId, tier: str) -> Slot:
-        known, residency = self._blocks[block], self._residency(block, tier)
-        before, slot = residency.state, residency.slot
-        residency.move(State.ABSENT)
-        residency.slot = Slot(-1)
-        here = self._of_tier(tier)
-        here.num_idle -= before is State.READY
-        here.num_held -= 1
-        here.order.pop(block, None)
-        if not known.is_cached:
-            self._blocks.drop(known)
-        return slot
-
     # -- bookkeeping ------------------------------------------------------------------------------
 
-    def _position(self, tier: str) -> int:
-        if tier not in self.tiers:
-            raise KeyError(f"no tier {tier!r}; known tiers: {self.tiers!r}")
-        return self.tiers.index(tier)
+    def _find(self, block: BlockId) -> KnownBlock | None:
+        return self._blocks.get(block)
 
-    def _of_tier(self, tier: str) -> _TierBlocks:
-        return self._of_tiers[self._position(tier)]
+    def _entries(self) -> Iterable[KnownBlock]:
+        return self._blocks
 
-    def _residency(self, block: BlockId, tier: str) -> Residency:
-        return self._blocks[block].residencies[self._position(tier)]
+    def _used(self, block: BlockId, position: int, now: float) -> None:
+        order = self._orders[position]
+        order[block] = None
+        order.move_to_end(block)
+
+    def _review(self, block: BlockId, position: int) -> None:
+        """Make a block that an eviction has skipped the next victim, once it is evictable.
+
+        Blocks that were evicted meanwhile were used later than this one.
+        """
+        order = self._orders[position]
+        if block not in order and self._blocks[block].residencies[position].evictable:
+            order[block] = None
+            order.move_to_end(block, last=False)
+
+    def _arrived(self, block: BlockId, position: int) -> None:
+        if self._blocks[block].residencies[position].state is State.WRITING:
+            self._orders[position][block] = None
+
+    def _left(self, block: BlockId, position: int, before: State) -> None:
+        self._orders[position].pop(block, None)
+        known = self._blocks[block]
+        if not known.is_cached:
+            self._blocks.drop(known)
 
     # -- for tests and diagnosis ------------------------------------------------------------------
 
@@ -281,20 +183,14 @@ class PythonKeyIndex(KeyIndex):
         ]
 
     def order(self, tier: str) -> list[BlockId]:
-        return list(self._of_tier(tier).order)
+        return list(self._orders[self._position(tier)])
 
     def describe(self) -> str:
         return f"Python, by key, {LRU}, {self._because}"
 
     def check_invariants(self) -> None:
-        for tier, counts in zip(self.tiers, self._of_tiers, strict=True):
-            places = [(each.block, self._residency(each.block, tier)) for each in self._blocks]
-            held = [at.slot for _, at in places if at.state is not State.ABSENT]
-            idle = {block for block, at in places if at.evictable}
-            assert len(held) == len(set(held)), f"{tier}: two blocks share a slot"
-            assert len(held) == counts.num_held, f"{tier}: blocks miscounted"
-            assert len(idle) == counts.num_idle, f"{tier}: idle blocks miscounted"
-            assert idle <= set(self.order(tier)), (
-                f"{tier}: a block that may leave is not in the order"
-            )
+        super().check_invariants()
+        for position, order in enumerate(self._orders):
+            idle = {entry.block for entry in self._blocks if entry.residencies[position].evictable}
+            assert idle <= order.keys(), "a block that may be evicted is not in the order"
         self._blocks.check_invariants()
