@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtier.connectors.vllm.request_state import RequestState
-from tests.connectors.slab_world import World
+from tests.connectors.storage_world import World
 
 RequestState.is_strict = True
 

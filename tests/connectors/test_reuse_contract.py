@@ -32,9 +32,9 @@ from kvtier.transfer.ranks.digests import keys_in
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 from tests.connectors import pool_world
 from tests.connectors.pool_world import SLOT_BYTES, PoolWorld
-from tests.connectors.slab_world import BLOCK_BYTES, memory
-from tests.connectors.test_slab_calls import Caller
-from tests.connectors.test_slab_calls import key_of as slab_key_of
+from tests.connectors.storage_world import BLOCK_BYTES, memory
+from tests.connectors.test_blocking_calls import Caller
+from tests.connectors.test_blocking_calls import key_of as slab_key_of
 from tests.keyed import keyed_world
 from tests.plan.decide_cases import BLOCK_TOKENS, CASES, WAITS, Case, WaitCase
 
@@ -357,7 +357,7 @@ class UnderCalls:
         )
         self._numbers = range(first, len(case.blocks))
         self._caller.store(*range(first + num))
-        costs = self._caller.calls._slab.ladder.costs
+        costs = self._caller.calls.cache.ladder.costs
         costs.observe_copy((DISK, HOST), BLOCK_BYTES, case.load_s)
         for blocks in (4, 8, 16, 32) if case.computes_s is not None else ():
             costs.observe_prefill(0, blocks * BLOCK_TOKENS, blocks * case.computes_s)
@@ -428,7 +428,7 @@ def test_sglang(case: Case) -> None:
 @pytest.mark.parametrize(
     "case", [case for case in CASES if set(case.blocks) <= set("DM.")], ids=str
 )
-def test_slab_calls(case: Case) -> None:
+def test_blocking_calls(case: Case) -> None:
     """Its callers can't wait, and nothing is ever on its way."""
     made = UnderCalls(case)
     assert made.ask() == Answer(case.loads)

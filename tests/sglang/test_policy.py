@@ -130,7 +130,7 @@ class Controller:
         self._storage = storage
         self._num_requests = 0
         calls = storage._slabs["kv"].calls
-        calls._clock = calls._slab._clock = lambda: self._num_requests * SECONDS
+        calls._clock = calls.cache._clock = lambda: self._num_requests * SECONDS
         self.before: list[str] = []
         self._tree = SimpleNamespace(
             page_size=PAGE,
@@ -207,7 +207,7 @@ def test_requests_are_told_of_once_with_all_of_their_prompts(
     hook()
     storage = opens(host_pool("mha", "page_first"))
     told: list[list[bytes]] = []
-    monkeypatch.setattr(storage._slabs["kv"].calls._slab, "on_request", told.append)
+    monkeypatch.setattr(storage._slabs["kv"].calls.cache, "on_request", told.append)
     controller = Controller(storage)
     keys = controller.joins(range(5), rid="a")
     assert told == [], "the scheduler's thread only notes it"

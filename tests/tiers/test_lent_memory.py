@@ -1,53 +1,57 @@
-"""Memory of somebody else's, lent slot by slot."""
+"""Memory of another owner, lent block by block."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from kvtier.layout import named_layout, opaque
 from kvtier.testing import host_memory
-from kvtier.tiers import LentMemory
-from kvtier.types import HOST, Slot
+from kvtier.tiers import LentMemory, Pieces
+from kvtier.types import HOST
 
-ROW_BYTES = 64
+SIZES = np.array([16, 48])
+OWNER = host_memory(4 * 64)
 
 
 @pytest.fixture
-def rows() -> LentMemory:
-    layout = named_layout("block_first", opaque(ROW_BYTES), 4)
-    return LentMemory(HOST, host_memory(4 * ROW_BYTES), layout)
+def memory() -> LentMemory:
+    return LentMemory(HOST, SIZES, 4)
 
 
-def test_slots_are_used_from_lending_to_freeing(rows: LentMemory) -> None:
-    rows.lend([Slot(3), Slot(1)])
-    assert (rows.num_used, rows.num_open) == (2, 4)
-    rows.free([Slot(3)])
-    assert rows.num_used == 1
+def blocks(*rows: int) -> Pieces:
+    return Pieces.whole([OWNER.address + 64 * row for row in rows], 64).cut(SIZES)
 
 
-def test_nobody_is_given_a_slot_that_was_not_lent(rows: LentMemory) -> None:
-    assert rows.allocate(1) is None
-    assert rows.allocate(0) == []
-    assert (rows.num_free, rows.longest_run()) == (0, 0)
+def test_slots_are_used_from_lending_to_freeing(memory: LentMemory) -> None:
+    slots = memory.lend(blocks(3, 1))
+    assert (memory.num_used, memory.num_open) == (2, 4)
+    memory.free(slots[:1])
+    assert memory.num_used == 1
 
 
-def test_blocks_lie_where_their_owner_has_them(rows: LentMemory) -> None:
-    pieces = rows.pieces([Slot(2), Slot(0)])
-    assert (pieces.addresses[:, 0] - rows.memory.address).tolist() == [2 * ROW_BYTES, 0]
-    assert pieces.block_bytes == ROW_BYTES
+def test_only_the_owner_adds_slots(memory: LentMemory) -> None:
+    assert memory.allocate(1) is None
+    assert memory.allocate(0) == []
+    assert (memory.num_free, memory.longest_run()) == (0, 0)
 
 
-def test_slot_is_lent_once_and_given_back_once(rows: LentMemory) -> None:
-    rows.lend([Slot(0)])
-    with pytest.raises(AssertionError, match="lent twice"):
-        rows.lend([Slot(0)])
-    rows.free([Slot(0)])
-    with pytest.raises(AssertionError, match="not lent"):
-        rows.free([Slot(0)])
-    with pytest.raises(AssertionError, match="not there"):
-        rows.lend([Slot(-1)])
+def test_blocks_lie_where_their_owner_has_them(memory: LentMemory) -> None:
+    slots = memory.lend(blocks(2, 0))
+    pieces = memory.pieces(slots)
+    begins = [OWNER.address + 128, OWNER.address]
+    assert pieces.addresses.tolist() == [[begin, begin + 16] for begin in begins]
+    assert pieces.block_bytes == 64
 
 
-def test_memory_stays_with_its_owner(rows: LentMemory) -> None:
-    rows.close()
-    rows.pieces([Slot(0)]).write(0, b"x" * ROW_BYTES)
+def test_more_or_other_blocks_than_agreed_are_a_mistake(memory: LentMemory) -> None:
+    memory.lend(blocks(0, 1, 2))
+    with pytest.raises(AssertionError, match="more blocks"):
+        memory.lend(blocks(0, 1))
+    with pytest.raises(AssertionError, match="another shape"):
+        memory.lend(Pieces(blocks(0).addresses, SIZES[::-1]))
+
+
+def test_memory_stays_with_its_owner(memory: LentMemory) -> None:
+    slots = memory.lend(blocks(0))
+    memory.close()
+    memory.pieces(slots).write(0, b"x" * 64)

@@ -408,10 +408,7 @@ class LocalBlockCache(BlockCache):
         self._index.retain(keys, waits(is_waiting, now), now)
 
     def touch(self, keys: Collection[bytes]) -> None:
-        self._use(self._index.find_all(keys).known)
-
-    def _use(self, blocks: Sequence[BlockId]) -> None:
-        self._index.touch(blocks, self._clock())
+        self._index.touch(self._index.find_all(keys).known, self._clock())
 
     def _known(self, keys: Sequence[bytes]) -> Sequence[BlockId]:
         known = self._index.find_all(keys).known

@@ -1,39 +1,48 @@
-"""Memory tier over memory of another owner, which lends single slots."""
+"""Memory tier over blocks of another owner, which lends them one by one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.devices.base import Memory
-from kvtier.layout import Layout, named_layout, opaque
+from kvtier.layout import named_layout, opaque
 from kvtier.tiers.base import MemoryTier
+from kvtier.tiers.pieces import Pieces
 from kvtier.types import Slot
 
 
 class LentMemory(MemoryTier):
-    """Memory tier that may use a slot from ``lend`` until ``free``.
+    """Memory tier whose slots stand for lent blocks, anywhere in memory, until they are freed.
 
-    The memory's owner chooses the slots, so ``allocate`` returns none. The memory outlives the
-    tier.
+    Only their owner can add blocks, by ``lend``, so ``allocate`` returns none. The memory outlives
+    the tier.
+
+    Args:
+        name: of the tier.
+        sizes: int64 [num_pieces], bytes of each piece of a block.
+        num_slots: most blocks that are lent at a time.
     """
 
-    @classmethod
-    def of_rows(cls, name: str, memory: Memory, bytes_per_row: int) -> LentMemory:
-        """Return a tier over memory that consists of rows of one block each."""
-        num_rows = memory.nbytes // bytes_per_row
-        return cls(name, memory, named_layout("block_first", opaque(bytes_per_row), num_rows))
+    def __init__(self, name: str, sizes: npt.NDArray[np.int64], num_slots: int) -> None:
+        num_bytes = int(sizes.sum())
+        nowhere = Memory(0, num_bytes * num_slots, "host", None)
+        super().__init__(name, nowhere, named_layout("block_first", opaque(num_bytes), num_slots))
+        self.sizes = sizes
+        self._addresses = np.zeros((num_slots, len(sizes)), np.uint64)
 
-    def __init__(self, name: str, memory: Memory, layout: Layout) -> None:
-        super().__init__(name, memory, layout)
-        self._is_lent = np.zeros(self.num_slots, bool)
+    def lend(self, blocks: Pieces) -> Sequence[Slot]:
+        """Return slots for blocks, in their order. The owner does not use them until ``free``."""
+        assert (blocks.sizes == self.sizes).all(), "blocks of another shape"
+        slots = self._slots.allocate(len(blocks))
+        assert slots is not None, "more blocks at a time than the tier was made for"
+        self._addresses[slots] = blocks.addresses
+        return slots
 
-    def lend(self, slots: Sequence[Slot]) -> None:
-        """Take over slots. Their owner does not use them until they are freed."""
-        assert min(slots, default=0) >= 0, "a slot that is not there"
-        assert not self._is_lent[slots].any(), "a slot was lent twice"
-        self._is_lent[slots] = True
+    def pieces(self, slots: Sequence[Slot]) -> Pieces:
+        return Pieces(self._addresses[slots], self.sizes)
 
     @property
     def num_free(self) -> int:
@@ -41,14 +50,10 @@ class LentMemory(MemoryTier):
 
     @property
     def num_used(self) -> int:
-        return int(self._is_lent.sum())
+        return self.num_slots - self._slots.num_free
 
     def allocate(self, num_slots: int) -> Sequence[Slot] | None:
         return None if num_slots else []
-
-    def free(self, slots: Sequence[Slot]) -> None:
-        assert self._is_lent[slots].all(), "a slot was given back that was not lent"
-        self._is_lent[slots] = False
 
     def longest_run(self) -> int:
         return 0

@@ -1,9 +1,9 @@
 """Parts that the connectors of all engines share.
 
-block_slab.py    asynchronous jobs between a storage tier and an engine's host memory; holds.py:
+storage_only.py  cache of one storage tier, whose memory an engine lends for each job; holds.py:
                  blocks that were reported and must not be evicted yet
-slab_calls.py    blocking calls to a slab, for an engine's threads; call_memory.py: blocks at any
-                 address; and reads of a slab that another process owns
+blocking_calls.py  calls to it for an engine's threads, which wait; reads of a slab that another
+                 process owns
 pool_copies.py   copies between an engine's device pool and a cache; paged_pool.py: addresses of its
                  pages
 names.py         names of blocks outside the process, by the weights (weights.py)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvtier.connectors.common.blocking_calls import BlockingCalls, SlabReads
 from kvtier.connectors.common.opening import open_disk, open_store
-from kvtier.connectors.common.slab_calls import SlabCalls, SlabReads
 from kvtier.connectors.sglang.identity import StorageConfig, folder_of, is_replicated
 from kvtier.connectors.sglang.pages import Pages
 from kvtier.connectors.sglang.rank_metrics import pool_metrics
@@ -23,7 +23,7 @@ class PoolSlab(NamedTuple):
     """One pool: addresses of its pages in memory, and calls to the slab that keeps them."""
 
     pages: Pages
-    calls: SlabCalls | SlabReads
+    calls: BlockingCalls | SlabReads
 
 
 def open_slab(
@@ -74,8 +74,8 @@ def _calls(
     digest: Callable[[], bytes],
     metrics: Metrics,
     policy: str,
-) -> SlabCalls:
-    return SlabCalls(
+) -> BlockingCalls:
+    return BlockingCalls(
         tier,
         pages.sizes.tolist(),
         digest,

@@ -1,7 +1,7 @@
 """``--hicache-storage-backend dynamic``: pages of SGLang's host pools in slabs on disk.
 
 SGLang decides what is stored and when it is read. The ladder decides what is kept and what is
-evicted (``common/slab_calls.py``). SGLang calls ``exists``, ``get`` and ``set`` from one thread
+evicted (``common/storage_only.py``). SGLang calls ``exists``, ``get`` and ``set`` from one thread
 each; each may wait for the disk.
 """
 

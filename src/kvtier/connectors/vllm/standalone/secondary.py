@@ -33,8 +33,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvtier.connectors.common.block_slab import BlockSlab
 from kvtier.connectors.common.opening import open_disk
+from kvtier.connectors.common.storage_only import StorageJob, StorageOnlyCache
 from kvtier.connectors.vllm import new_weights, weights
 from kvtier.connectors.vllm.counts import (
     Counts,
@@ -50,8 +50,8 @@ from kvtier.devices.base import Memory
 from kvtier.keyed.block_cache import BlockState, TierUsage
 from kvtier.layout import opaque
 from kvtier.telemetry import Metrics, specs
-from kvtier.tiers import LentMemory
-from kvtier.types import DISK, HOST, Slot
+from kvtier.tiers import Pieces
+from kvtier.types import DISK
 
 logger = logging.getLogger(__name__)
 
@@ -116,15 +116,18 @@ class KvtierTier(SecondaryTierManager):
         )
         self._counts, self._metrics = Counts(), Metrics(is_exposed=False)
         self._metrics.keep_observations(specs.SHARED_WITH_VLLM)
-        self.slab = BlockSlab(
+        self._first_row = rows.address
+        self.slab = StorageOnlyCache(
             self._disk,
-            LentMemory.of_rows(HOST, rows, self.block_size_bytes),
+            np.array([self.block_size_bytes], np.int64),
+            num_rows,
             self._names.digest,
             most_queued=num_rows // QUEUED_SHARE,
             bytes_per_day=settings.bytes_per_day,
             tells_changes=publishes,
             metrics=self._metrics,
         )
+        self._job_ids: dict[StorageJob, int] = {}
         new_weights.watch(self)
 
     def reset_for_weights(self) -> None:
@@ -159,12 +162,20 @@ class KvtierTier(SecondaryTierManager):
         context = job_metadata.req_context
         keys = list(job_metadata.keys)
         depths = [self._depth(key, context) for key in keys]
-        self.slab.store(job_metadata.job_id, keys, depths, _rows_of(job_metadata))
+        job = self.slab.store(keys, depths, self._rows_of(job_metadata))
+        self._job_ids[job] = job_metadata.job_id
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
         self.slab.costs.planned(len(keys), 0)  # vLLM decides, and loads whatever there is
-        self.slab.load(job_metadata.job_id, keys, _rows_of(job_metadata))
+        job = self.slab.load(keys, self._rows_of(job_metadata))
+        self._job_ids[job] = job_metadata.job_id
+
+    def _rows_of(self, job: TransferJob) -> Pieces:
+        """Return the rows of vLLM's host memory that a job's blocks are in, or are read to."""
+        num_bytes = self.block_size_bytes
+        begins = self._first_row + num_bytes * np.asarray(job.chunk_ids, np.int64)
+        return Pieces.whole(begins, num_bytes)
 
     def _depth(self, key: OffloadKey, context: ReqContext) -> int:
         block_size = self._block_sizes[get_offload_group_idx(key)]
@@ -176,7 +187,7 @@ class KvtierTier(SecondaryTierManager):
             self._counts.add(specs.VLLM_LOADED_CHUNKS, len(job.keys) if job.is_load else 0, DISK)
         return [
             JobResult(
-                job.job_id,
+                self._job_ids.pop(job),
                 job.is_whole,
                 tuple(job.keys) if job.is_load and not job.is_whole else None,
                 job.seconds,
@@ -230,8 +241,3 @@ class KvtierTier(SecondaryTierManager):
         unclaimed = specs.VLLM_UNCLAIMED_CHUNKS.registered_name
         stats.set_gauge(unclaimed, self._disk.num_unfound, (DISK,))
         return stats
-
-
-def _rows_of(job: TransferJob) -> list[Slot]:
-    """Rows of the host tier that a job's blocks are in, or are to come to."""
-    return [Slot(row) for row in np.asarray(job.chunk_ids).tolist()]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvtier.index.policies.replayed import LRU, RUNS
-from tests.connectors.slab_world import memory
-from tests.connectors.test_slab_calls import Caller, key_of
+from tests.connectors.storage_world import memory
+from tests.connectors.test_blocking_calls import Caller, key_of
 from tests.index.policies.live_tier import names
 from tests.index.policies.traffic import TRAFFIC
 
@@ -35,7 +35,7 @@ def test_prompts_that_come_back_outlast_a_flood_of_others() -> None:
             caller.now_s = now
             hit = _serve(caller, names(prompt).tolist(), policy == RUNS)
             hits += hit if number > 600 else 0
-        caller.calls._slab.check_invariants()
+        caller.calls.cache.check_invariants()
         caller.calls.close()
         found[policy] = hits
     assert found[RUNS] > 0.4 * 20 * 100
@@ -49,7 +49,7 @@ def test_an_answer_leaves_before_its_question() -> None:
     caller.now_s = 1.0
     _serve(caller, [11, 12, 13, 14, 15], tells=True)
     assert caller.num_found(1, 2, 3, 4, 5) >= 3
-    caller.calls._slab.check_invariants()
+    caller.calls.cache.check_invariants()
     caller.calls.close()
 
 
@@ -58,5 +58,5 @@ def test_blocks_of_a_prompt_that_nobody_told_of_are_kept_and_leave() -> None:
     for at in range(0, 24, 3):
         _serve(caller, [at, at + 1, at + 2], tells=False)
     assert caller.num_found(21, 22, 23) == 3
-    caller.calls._slab.check_invariants()
+    caller.calls.cache.check_invariants()
     caller.calls.close()

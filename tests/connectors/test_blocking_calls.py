@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier.connectors.common.blocking_calls import CALL_BLOCKS, BlockingCalls
 from kvtier.connectors.common.names import block_key
-from kvtier.connectors.common.slab_calls import CALL_BLOCKS, SlabCalls
 from kvtier.errors import TierError
 from kvtier.telemetry.specs import PLANNED_BLOCKS, SAVED_TOKENS
 from kvtier.testing import MemoryStorage, StoredBlocks, host_memory, memory_bytes
 from kvtier.tiers import Pieces, StorageFacts
-from tests.connectors.slab_world import BLOCK_BYTES, DIGEST, bytes_of, memory
+from tests.connectors.storage_world import BLOCK_BYTES, DIGEST, bytes_of, memory
 
 SIZES = (BLOCK_BYTES // 4, BLOCK_BYTES // 2, BLOCK_BYTES // 4)
 PATIENCE_S = 60
@@ -29,7 +29,7 @@ def key_of(number: int) -> bytes:
 class Caller:
     """Memory of blocks in three pieces, far from each other.
 
-    now_s: what the clock shows. options: those of ``SlabCalls``.
+    now_s: what the clock shows. options: those of ``BlockingCalls``.
     """
 
     def __init__(self, tier: MemoryStorage, num_blocks: int = 600, **options: Any) -> None:
@@ -43,7 +43,7 @@ class Caller:
         self._bytes = memory_bytes(self._owner)
         self._pieces = Pieces((offsets + self._owner.address).astype(np.uint64), np.array(SIZES))
         self._offsets = offsets
-        self.calls = SlabCalls(
+        self.calls = BlockingCalls(
             tier,
             SIZES,
             lambda: self.digest,
@@ -249,7 +249,7 @@ def test_nothing_is_found_while_a_read_takes_too_long() -> None:
 def has_slow_reads(caller: Caller) -> None:
     """Let reads seem slow. Twice: a scrub may have measured one, and one outlier does not count."""
     for _ in range(2):
-        caller.calls._slab.ladder.costs.observe_copy(("disk", "host"), 100 * BLOCK_BYTES, 10.0)
+        caller.calls.cache.ladder.costs.observe_copy(("disk", "host"), 100 * BLOCK_BYTES, 10.0)
 
 
 def test_what_is_faster_to_compute_is_not_found_and_some_of_it_read_by_nobody_who_waits() -> None:
@@ -257,7 +257,7 @@ def test_what_is_faster_to_compute_is_not_found_and_some_of_it_read_by_nobody_wh
     numbers = range(100)
     caller.store(*numbers)
     assert caller.num_found(*numbers) == 100  # nothing is known of prefill yet
-    costs, route = caller.calls._slab.ladder.costs, ("disk", "host")
+    costs, route = caller.calls.cache.ladder.costs, ("disk", "host")
     has_slow_reads(caller)
     caller.calls.observe_prefill(0, 6400, 1.0)
     assert caller.num_found(*numbers) == 0
@@ -288,7 +288,7 @@ def test_what_is_decided_is_counted(always_loads: bool) -> None:
     caller.calls.observe_prefill(0, 6400, 1.0)
     assert caller.num_found(*numbers) == (100 if always_loads else 0)
     assert caller.load(*range(10)) == [True] * 10
-    counted = caller.calls._slab.ladder.metrics.take_recent()
+    counted = caller.calls.cache.ladder.metrics.take_recent()
     decisions = {
         labels: count for (metric, labels), count in counted.items() if metric is PLANNED_BLOCKS
     }
@@ -300,10 +300,10 @@ def test_what_is_decided_is_counted(always_loads: bool) -> None:
 def test_memory_of_a_read_that_does_not_end_is_kept_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtier.connectors.common.block_slab.CLOSE_WAIT_S", 0.05)
-    monkeypatch.setattr("kvtier.connectors.common.block_slab.END_WAIT_S", 0.05)
+    monkeypatch.setattr("kvtier.connectors.common.storage_only.CLOSE_WAIT_S", 0.05)
+    monkeypatch.setattr("kvtier.connectors.common.storage_only.END_WAIT_S", 0.05)
     kept: list[object] = []
-    monkeypatch.setattr("kvtier.connectors.common.call_memory._ABANDONED", kept)
+    monkeypatch.setattr("kvtier.connectors.common.blocking_calls._ABANDONED", kept)
     caller = Caller(memory(128), block_tokens=64)
     caller.store(*range(100))
     has_slow_reads(caller)

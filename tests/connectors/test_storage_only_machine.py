@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvtier.connectors.common.names import block_key
 from kvtier.keyed.block_cache import BlockState
 from kvtier.testing.storage import StoredBlocks
-from tests.connectors.slab_world import DIGEST, World, key_of, memory
+from tests.connectors.storage_world import DIGEST, World, key_of, memory
 
 
 class Model(RuleBasedStateMachine):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.connectors.common.slab_calls import SlabReads
+from kvtier.connectors.common.blocking_calls import SlabReads
 from kvtier.tiers.disk import DiskOptions, DiskReader, DiskTier
-from tests.connectors.slab_world import BLOCK_BYTES, DIGEST, GROUP
-from tests.connectors.test_slab_calls import Caller, key_of
+from tests.connectors.storage_world import BLOCK_BYTES, DIGEST, GROUP
+from tests.connectors.test_blocking_calls import Caller, key_of
 from tests.tiers.disk.faulty_disk import FaultyDisk
 
 NUM_BLOCKS = 8

@@ -10,7 +10,7 @@ from kvtier.errors import ConfigError
 from kvtier.keyed.block_cache import BlockState, Change
 from kvtier.telemetry.specs import REFUSED_BLOCKS
 from kvtier.testing.storage import StoredBlocks
-from tests.connectors.slab_world import (
+from tests.connectors.storage_world import (
     DIGEST,
     World,
     key_of,
@@ -55,19 +55,19 @@ def test_load_names_what_was_there(worlds: list[World]) -> None:
     world.store(1, 2)
     job = world.submit(True, [1, 9, 2])
     world.settle()
-    assert world.finished[job].keys == [key_of(1), key_of(2)]
-    assert not world.finished[job].is_whole
+    assert job.keys == [key_of(1), key_of(2)]
+    assert not job.is_whole
 
 
 def test_jobs_with_nothing_to_do_are_finished_at_once(worlds: list[World]) -> None:
     world = open_world(worlds, memory(4))
     job = world.submit(True, [1])
     (finished,) = world.slab.take_finished()
-    assert (finished.job_id, finished.keys, finished.is_whole) == (job, [], False)
+    assert (finished, job.keys, job.is_whole) == (job, [], False)
     world.store(1)
     job = world.submit(False, [1])
     (finished,) = world.slab.take_finished()
-    assert (finished.job_id, finished.keys, finished.is_whole) == (job, [], True)
+    assert (finished, job.keys, job.is_whole) == (job, [], True)
 
 
 # -- what leaves -----------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def test_block_that_is_read_stays_and_what_has_no_room_is_refused(worlds: list[W
     job = world.submit(False, [3, 4])
     tier.open_reads.set()
     world.settle()
-    assert world.finished[job].keys == [key_of(3)]
+    assert job.keys == [key_of(3)]
     assert world.take_counted()(REFUSED_BLOCKS, "disk") == 1
     assert world.load(1, 2) == [1, 2]
 
@@ -125,8 +125,8 @@ def test_more_than_the_disk_can_take_is_refused(worlds: list[World]) -> None:
     first, second = world.submit(False, [1, 2]), world.submit(False, [3, 4, 5])
     tier.open_writes.set()
     world.settle()
-    assert len(world.finished[first].keys) == 2
-    assert world.finished[second].keys == [key_of(3)]
+    assert len(first.keys) == 2
+    assert second.keys == [key_of(3)]
     assert world.take_counted()(REFUSED_BLOCKS, "disk") == 2
     assert world.store(4, 5, 6).keys == [key_of(4), key_of(5), key_of(6)]
 

@@ -1,4 +1,4 @@
-"""A slab as a cache, and the host memory of an engine whose scheduler asks it.
+"""Storage as a cache, and the host memory of an engine whose scheduler asks it.
 
 Bytes follow from keys, and are compared wherever a load says that they are in place.
 """
@@ -10,14 +10,13 @@ from hashlib import shake_128
 
 import numpy as np
 
-from kvtier.connectors.common.block_slab import BlockSlab, FinishedJob
+from kvtier.connectors.common.storage_only import StorageJob, StorageOnlyCache
 from kvtier.keyed.block_cache import BlockState
 from kvtier.layout import opaque
 from kvtier.telemetry import Metrics
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.testing.storage import MemoryStorage, StoredBlocks
-from kvtier.tiers import LentMemory, StorageFacts, StorageTier
-from kvtier.types import HOST, Slot
+from kvtier.tiers import Pieces, StorageFacts, StorageTier
 
 BLOCK_BYTES = 4096
 GROUP = opaque(BLOCK_BYTES)
@@ -49,9 +48,10 @@ class World:
         self.now_s = 0.0
         self._memory = host_memory(num_rows * BLOCK_BYTES)
         self._metrics = Metrics(is_exposed=False)
-        self.slab = BlockSlab(
+        self.slab = StorageOnlyCache(
             tier,
-            LentMemory.of_rows(HOST, self._memory, BLOCK_BYTES),
+            np.array([BLOCK_BYTES]),
+            num_rows,
             digest,
             most_queued=most_queued,
             bytes_per_day=bytes_per_day,
@@ -59,25 +59,25 @@ class World:
             clock=lambda: self.now_s,
         )
         self.rows = memory_bytes(self._memory).reshape(num_rows, BLOCK_BYTES)
-        self._next_job = self._next_row = 0
-        self.finished: dict[int, FinishedJob] = {}
+        self._next_row = 0
 
-    def submit(self, is_load: bool, numbers: Sequence[int]) -> int:
+    def submit(self, is_load: bool, numbers: Sequence[int]) -> StorageJob:
         """A job over the first rows; what is loaded can be told from what is not."""
-        self._next_job += 1
         keys = [key_of(number) for number in numbers]
         if self._next_row + len(numbers) > len(self.rows):
             self._next_row = 0
-        rows = [Slot(row) for row in range(self._next_row, self._next_row + len(numbers))]
+        rows = list(range(self._next_row, self._next_row + len(numbers)))
+        begins = self._memory.address + BLOCK_BYTES * np.array(rows, np.int64)
+        memory = Pieces.whole(begins, BLOCK_BYTES)
         self._next_row += len(numbers)
         if is_load:
-            self.slab.load(self._next_job, keys, rows)
+            job = self.slab.load(keys, memory)
         else:
             for row, key in zip(rows, keys, strict=True):
                 self.rows[row] = bytes_of(key)
-            self.slab.store(self._next_job, keys, range(len(keys)), rows)
+            job = self.slab.store(keys, range(len(keys)), memory)
         self._rows_of = dict(zip(keys, rows, strict=True))
-        return self._next_job
+        return job
 
     def find(self, number: int) -> BlockState:
         """Return the location of a block; one that a restart found is adopted."""
@@ -91,22 +91,22 @@ class World:
 
     def settle(self) -> None:
         self.slab.drain()
-        self.finished.update((job.job_id, job) for job in self.slab.take_finished())
+        self.slab.take_finished()
         self.slab.check_invariants()
 
-    def store(self, *numbers: int) -> FinishedJob:
+    def store(self, *numbers: int) -> StorageJob:
         job = self.submit(False, numbers)
         self.settle()
-        return self.finished[job]
+        return job
 
     def load(self, *numbers: int) -> list[int]:
         """Load blocks; return which arrived with the right bytes."""
         self.rows[:] = 0
         job = self.submit(True, numbers)
         self.settle()
-        for key in self.finished[job].keys:
+        for key in job.keys:
             assert (self.rows[self._rows_of[key]] == bytes_of(key)).all(), "wrong bytes"
-        return [int(key) for key in self.finished[job].keys]
+        return [int(key) for key in job.keys]
 
 
 def memory(

@@ -1,32 +1,37 @@
-"""Blocking calls of an engine's threads to a slab."""
+"""Blocking calls of an engine's threads to a storage tier."""
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
 from math import inf
 from threading import Condition, Lock
 
 import numpy as np
+import numpy.typing as npt
 
-from kvtier.connectors.common.block_slab import BlockSlab, FinishedJob, LookupResult
-from kvtier.connectors.common.call_memory import CallMemory, SpareMemory
 from kvtier.connectors.common.names import block_key
+from kvtier.connectors.common.storage_only import StorageJob, StorageOnlyCache
 from kvtier.errors import TierError
 from kvtier.index.policies.replayed import LRU
+from kvtier.index.selection import select
+from kvtier.keyed.block_cache import BlockState
+from kvtier.keyed.cache import LocatedBlocks
 from kvtier.plan import Costs
 from kvtier.plan.decide import FoundBlocks, LoadUpTo, Waited, decide
 from kvtier.telemetry import Metrics
-from kvtier.tiers import Outcome, Pieces, StorageTier
+from kvtier.tiers import Outcome, Pieces, StorageTier, pages
+from kvtier.types import NO_BLOCK
 
 CALL_BLOCKS = 256
 """Most blocks of one job; a longer call has several jobs, one after the other."""
 NUM_CALLS = 8
-"""Most calls that move blocks at a time. The memory has four times their blocks, since at most a
-quarter of it may be in flight to storage."""
+"""Most calls that move blocks at a time."""
+NUM_LENT = 4 * CALL_BLOCKS * NUM_CALLS
+"""Most lent blocks: four times those of all calls, since a quarter may be in flight to storage."""
 PIECE_BYTES = 128 << 20
 """Bytes per read or write. They are large, since the caller waits for all of them."""
 MOST_PREFILLS = 256
@@ -40,10 +45,34 @@ GLANCE_S = 0.002
 FIND_S = 1.0
 READ_S = 10.0
 """Timeouts of calls to a slab of another process; a block that takes longer counts as absent."""
+STORAGE = BlockState.STORAGE
+_ABANDONED: list[mmap.mmap] = []
 
 
-class SlabCalls:
-    """Blocking calls to a slab, by the engine's keys of 32 bytes. Blocks may be anywhere in memory.
+class SpareMemory:
+    """Memory for blocks that are read only to measure the duration of a read.
+
+    sizes: int64 [num_pieces], bytes of each piece of a block.
+    """
+
+    def __init__(self, sizes: npt.NDArray[np.int64], num_blocks: int) -> None:
+        num_bytes = int(sizes.sum())
+        self._pages = pages.anonymous(num_blocks * num_bytes)
+        first = np.frombuffer(self._pages, np.uint8).ctypes.data
+        begins = first + num_bytes * np.arange(num_blocks)
+        self.blocks = Pieces.whole(begins, num_bytes).cut(sizes)
+
+    def close(self) -> None:
+        """Free the memory, when no read into it is in flight."""
+        self._pages.close()
+
+    def abandon(self) -> None:
+        """Keep the memory for the life of the process, since a read into it does not end."""
+        _ABANDONED.append(self._pages)
+
+
+class BlockingCalls:
+    """Blocking calls to a ``StorageOnlyCache``, by the engine's keys of 32 bytes.
 
     Args:
         tier: the storage.
@@ -55,7 +84,7 @@ class SlabCalls:
         block_tokens: tokens per block, for the planner that leaves out blocks which are faster to
             compute than to read; 0 for no planner.
         always_loads: whether all blocks are loaded, at any cost.
-        policy, bytes_per_day, metrics: see ``BlockSlab``.
+        policy, bytes_per_day, metrics: see ``StorageOnlyCache``.
         clock: seconds.
 
     The caller guarantees
@@ -92,14 +121,14 @@ class SlabCalls:
         self._prefills: deque[tuple[int, int, float]] = deque(maxlen=MOST_PREFILLS)
         self.num_recomputed = 0
         """Blocks that were found but not reported, since computing them is faster."""
-        num_slots = 4 * CALL_BLOCKS * NUM_CALLS
-        self._memory = CallMemory(np.array(sizes, np.int64), num_slots)
+        self._sizes = np.array(sizes, np.int64)
         self._finds_at_once = tier.facts.finds_at_once
-        self._slab = BlockSlab(
+        self.cache = StorageOnlyCache(
             tier,
-            self._memory,
+            self._sizes,
+            NUM_LENT,
             b"",
-            most_queued=num_slots,
+            most_queued=NUM_LENT,
             bytes_per_day=bytes_per_day,
             piece_bytes=PIECE_BYTES,
             lookup_patience_s=ANSWER_S,
@@ -109,19 +138,17 @@ class SlabCalls:
             clock=clock,
             on_end=self._ring,
         )
-        self._lock = Lock()  # around the slab, which belongs to one thread at a time
+        self._lock = Lock()  # around the cache, which belongs to one thread at a time
         self._bell = Condition(Lock())
         self._num_rings = 0
-        self._jobs = count()
-        self._probes: dict[int, SpareMemory] = {}
-        self._finished: dict[int, FinishedJob] = {}
+        self._probes: dict[StorageJob, SpareMemory] = {}
         self._tended_s, self._num_heard = -inf, 0
         self._snapshot: Costs | None = None
 
     @property
     def learns(self) -> bool:
         """Whether a policy learns from requests."""
-        return self._slab.learns
+        return self.cache.learns
 
     def on_request(self, keys: Sequence[bytes]) -> None:
         """Report a new request to policies that learn. Call it once per request.
@@ -129,7 +156,7 @@ class SlabCalls:
         keys: its whole prompt, from the first block on.
         """
         with self._lock:
-            self._slab.on_request(keys)
+            self.cache.on_request(keys)
 
     def num_found(self, keys: Sequence[bytes], num_before: int = 0) -> int:
         """Return how many of the first of ``keys`` are found.
@@ -140,20 +167,21 @@ class SlabCalls:
         """
         self._ask(keys)
         with self._lock:
-            look = self._look(keys)
-            num = look.num_first
+            found = self._look(keys)
+            num = len(found.codes) - len(found.codes.lstrip(bytes([STORAGE])))
             if num and self._block_tokens:
                 num = self._worth(num_before, num, keys)
-            self._slab.hold_until(look.first(num), self._clock() + self._hold_s)
+            self.cache.hold_until(found.blocks[:num], self._clock() + self._hold_s)
             return num
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each of ``keys`` whether it is found. They are kept as by ``num_found``."""
         self._ask(keys, has_gaps=True)
         with self._lock:
-            look = self._look(keys)
-            self._slab.hold_until(look.there(), self._clock() + self._hold_s)
-            return look.flags()
+            found = self._look(keys)
+            there = select(found.blocks, found.positions(STORAGE))
+            self.cache.hold_until(there, self._clock() + self._hold_s)
+            return _are_stored(found)
 
     def _ask(self, keys: Sequence[bytes], has_gaps: bool = False) -> None:
         """Look up keys in storage that does not answer at once, and wait without the lock."""
@@ -161,27 +189,27 @@ class SlabCalls:
         while not self._finds_at_once:
             with self._lock:
                 self._glance()
-                _, questions = self._slab.lookup(keys, has_gaps)
-            for each in questions:
-                each.job.wait(max(0.0, ends_s - time.monotonic()))
-            if not questions or time.monotonic() >= ends_s:
+                lookups = self.cache.lookup_storage(keys, has_gaps)
+            for lookup in lookups:
+                lookup.job.wait(max(0.0, ends_s - time.monotonic()))
+            if not lookups or time.monotonic() >= ends_s:
                 return
             with self._lock:
-                self._slab.poll()
+                self._collect()
 
-    def _look(self, keys: Sequence[bytes]) -> LookupResult:
+    def _look(self, keys: Sequence[bytes]) -> LocatedBlocks:
         self._glance()
-        if self._slab.reads_for_s > self._late_s:
-            return LookupResult.nothing(len(keys))
+        if self.cache.reads_for_s > self._late_s:
+            return LocatedBlocks(bytes(len(keys)), [NO_BLOCK] * len(keys), bytes(2 * len(keys)))
         return self._adopt_and_look(keys)
 
-    def _adopt_and_look(self, keys: Sequence[bytes]) -> LookupResult:
+    def _adopt_and_look(self, keys: Sequence[bytes]) -> LocatedBlocks:
         """Look up keys. Recovered blocks are adopted, and count as used."""
-        look = self._slab.look(keys)
-        if look.has_unknown and (adopted := self._slab.adopt_recovered(keys)):
-            self._slab.touch(adopted)
-            look = self._slab.look(keys)
-        return look
+        found = self.cache.locate_all(keys)
+        if NO_BLOCK in found.blocks and (adopted := self.cache.adopt_recovered(keys)):
+            self.cache.touch(adopted)
+            found = self.cache.locate_all(keys)
+        return found
 
     def _worth(self, num_before: int, num_found: int, keys: Sequence[bytes]) -> int:
         """Return how many of the found blocks to report: all, or none if computing is faster."""
@@ -200,21 +228,20 @@ class SlabCalls:
         now_s, alone = self._clock(), Waited(may_wait=False)
         decision = decide(found, alone, self._costs, now_s, always_loads=self._always_loads)
         if isinstance(decision, LoadUpTo):
-            self._slab.costs.planned(num_found, 0)
+            self.cache.costs.planned(num_found, 0)
             return num_found
-        self._slab.costs.planned(0, num_found)
+        self.cache.costs.planned(0, num_found)
         self.num_recomputed += num_found
         if not self._probes:
-            self._probe(keys[: self._slab.ladder.num_to_probe(self._tier_name, num_found)])
+            self._probe(keys[: self.cache.ladder.num_to_probe(self._tier_name, num_found)])
         return 0
 
     def _probe(self, keys: Sequence[bytes]) -> None:
         """Read blocks that no call waits for, to measure the current duration of a read."""
         if not keys:
             return
-        job = next(self._jobs)
-        spare = self._probes[job] = SpareMemory(self._memory, len(keys))
-        self._slab.load(job, keys, spare.slots)
+        spare = SpareMemory(self._sizes, len(keys))
+        self._probes[self.cache.load(keys, spare.blocks)] = spare
 
     def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
         """Report that ``num_tokens`` after ``num_before`` others were computed in ``seconds``.
@@ -243,20 +270,19 @@ class SlabCalls:
         num = done.index(False) if False in done else len(done)
         first, end = (self._block_tokens * each for each in (len(before), len(before) + num))
         with self._lock:
-            self._slab.costs.hit(self._tier_name, sum(done))
-            self._slab.costs.saved(first, end, self._clock() - began_s)
+            self.cache.costs.hit(self._tier_name, sum(done))
+            self.cache.costs.saved(first, end, self._clock() - began_s)
         return done
 
     def _load(self, keys: Sequence[bytes], blocks: Pieces, before: Sequence[bytes]) -> list[bool]:
         with self._lock:
             self._tend()
-            slots = self._memory.place(blocks)
-            self._slab.load(job := next(self._jobs), keys, slots)
-        arrived = set(self._wait(job).keys)
+            job = self.cache.load(keys, blocks)
+        self._wait(job)
+        arrived = set(job.keys)
         with self._lock:
-            self._memory.take_back(slots)
-            self._slab.let_go(keys)
-            self._slab.touch([*before, *keys])
+            self.cache.let_go(keys)
+            self.cache.touch([*before, *keys])
         place = {key: at for at, key in enumerate(keys)}  # a repeated key's last position
         return [key in arrived and place[key] == at for at, key in enumerate(keys)]
 
@@ -287,33 +313,30 @@ class SlabCalls:
         prompt = [*before, *keys]
         with self._lock:
             self._tend()
-            self._slab.touch(prompt)  # so that its own beginning is not evicted for it
-            if self._slab.learns and before:
-                self._slab.continues(keys, before[-1])
-            are_there = self._adopt_and_look(keys).flags()
+            self.cache.touch(prompt)  # so that its own beginning is not evicted for it
+            if self.cache.learns and before:
+                self.cache.continues(keys, before[-1])
+            are_there = _are_stored(self._adopt_and_look(keys))
             new = [at for at, is_there in enumerate(are_there) if not is_there]
-            slots = self._memory.place(blocks.pick(new))
-            job = next(self._jobs)
             depths = [len(before) + at for at in new]
-            self._slab.store(job, [keys[at] for at in new], depths, slots)
-        left_out = set(self._wait(job).left_out)
+            job = self.cache.store([keys[at] for at in new], depths, blocks.pick(new))
+        self._wait(job)
         with self._lock:
-            self._memory.take_back(slots)
-            self._slab.touch(prompt)
-            are_there = self._slab.look(keys).flags()
-        pairs = zip(keys, are_there, strict=True)
+            self.cache.touch(prompt)
+            are_there = _are_stored(self.cache.locate_all(keys))
+        left_out, pairs = set(job.left_out), zip(keys, are_there, strict=True)
         return [is_there or key in left_out for key, is_there in pairs]
 
     def clear(self) -> None:
         """Delete all blocks."""
         with self._lock:
-            self._slab.clear()
+            self.cache.clear()
 
     def close(self) -> None:
-        """Finish reads and writes, and close the slab; see ``BlockSlab.close``."""
+        """Finish reads and writes, and close the storage; see ``StorageOnlyCache.close``."""
         with self._lock:
             try:
-                self._slab.close()
+                self.cache.close()
             except TierError:
                 for spare in self._probes.values():
                     spare.abandon()
@@ -332,34 +355,32 @@ class SlabCalls:
         """Process prefill reports, the namespace's digest, and finished jobs."""
         self._tended_s, self._num_heard, self._snapshot = self._clock(), self._num_rings, None
         while self._prefills:
-            self._slab.costs.observe_prefill(*self._prefills.popleft())
-        self._slab.digest = self._digest()
+            self.cache.costs.observe_prefill(*self._prefills.popleft())
+        self.cache.digest = self._digest()
         self._collect()
 
     def _costs(self) -> Costs:
         """Return the costs of reading and computing, as of the last ``_tend``."""
         if self._snapshot is None:
-            self._snapshot = self._slab.cost_snapshot()
+            self._snapshot = self.cache.ladder.cost_snapshot()
         return self._snapshot
 
     def _collect(self) -> None:
-        finished = self._slab.take_finished()
+        finished = self.cache.take_finished()
         for job in finished:
-            if spare := self._probes.pop(job.job_id, None):
+            if spare := self._probes.pop(job, None):
                 spare.close()
-            else:
-                self._finished[job.job_id] = job
         if finished:
             self._ring()
 
-    def _wait(self, job: int) -> FinishedJob:
-        """Wait until the job is finished. Each waiting thread collects other threads' jobs, too."""
+    def _wait(self, job: StorageJob) -> None:
+        """Wait until the job is over. Each waiting thread collects other threads' jobs, too."""
         while True:
             num_rings = self._num_rings
             with self._lock:
                 self._collect()
-                if job in self._finished:
-                    return self._finished.pop(job)
+                if job.is_over:
+                    return
             with self._bell:
                 self._bell.wait_for(partial(self._has_rung, num_rings), LOOK_S)
 
@@ -367,7 +388,7 @@ class SlabCalls:
         return self._num_rings != num_rings
 
     def _ring(self) -> None:
-        """Wake the waiting callers. Must not wait for the slab, whose own threads call this."""
+        """Wake the waiting callers. Must not wait for the cache, whose own threads call this."""
         with self._bell:
             self._num_rings += 1
             self._bell.notify_all()
@@ -418,6 +439,10 @@ class SlabReads:
 
     def close(self) -> None:
         self._tier.close()
+
+
+def _are_stored(found: LocatedBlocks) -> list[bool]:
+    return [code == STORAGE for code in found.codes]
 
 
 def _there(outcomes: Sequence[Outcome]) -> list[bool]:
