@@ -67,7 +67,7 @@ class Scheduler:
         )
         assert isinstance(tiers.cache, LocalBlockCache)
         self.ladder = tiers.cache.ladder
-        self.costs = self.ladder.costs
+        self.costs = self.ladder._transfers._costs
         hello = Hello(num_host, {DISK: RecoveredBlocks()}, frozenset({DISK}))
         self.manager.hear(Report(hellos={0: hello}))
 
