@@ -118,7 +118,8 @@ class ConnectorSettings(RequestConfig, LoadConfig, KeyConfig, DiskSafetyConfig):
 
     @property
     def disk_bytes(self) -> int:
-        return self.size("disk_capacity")
+        """Bytes of the disk tier; 0 for none, whatever ``disk_capacity`` is."""
+        return self.size("disk_capacity") if self.disk_path else 0
 
     @property
     def bytes_per_day(self) -> int:
