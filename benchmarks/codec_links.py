@@ -23,12 +23,12 @@ import torch
 
 from benchmarks.report.targets import judged
 from benchmarks.stores.link import Link
-from kvtier.config import CacheConfig
-from kvtier.engine import Engine, EngineConfig, SamplingParams
-from kvtier.engine.model_names import BUILTIN
+from kvtier.core.config import CacheConfig
+from kvtier.core.types import LoadPolicy
+from kvtier.serve.engine import Engine, EngineConfig, SamplingParams
+from kvtier.serve.engine.model_names import BUILTIN
 from kvtier.tools.report.stats import LEAST_VALUES, Estimate, percentile_ratio
-from kvtier.types import LoadPolicy
-from tests.servers import ValkeyServer
+from tests.kit.servers import ValkeyServer
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 8, 8, 128
 KV_BYTES = 2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM * 2

@@ -35,13 +35,13 @@ from rich.table import Table
 from benchmarks.codec_links import interval, measure_links
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
+from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs import BlockCoder
 from kvtier.tiers.codecs.encryption import Keyring
 from kvtier.tiers.codecs.frame import MOST_OVERHEAD
 from kvtier.tiers.codecs.lossless import Lossless
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import Outcome
-from kvtier.types import BlockKey
 
 Uint8s = npt.NDArray[np.uint8]
 BLOCK_BYTES = 2 << 20
@@ -96,8 +96,8 @@ def model_kv(model: str) -> Uint8s:
     from pathlib import Path
     from tempfile import TemporaryDirectory
 
-    from kvtier.config import CacheConfig
-    from kvtier.engine import Engine, EngineConfig
+    from kvtier.core.config import CacheConfig
+    from kvtier.serve.engine import Engine, EngineConfig
 
     with TemporaryDirectory() as folder:
         cache = CacheConfig(host_capacity="64MiB", disk_path=folder, disk_capacity="64MiB")

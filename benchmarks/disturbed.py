@@ -31,8 +31,8 @@ import kvtier
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 from benchmarks.stores.servers import ValkeyPlace
-from kvtier.cache import Cache
-from kvtier.types import DEVICE
+from kvtier.cache.tokens import Cache
+from kvtier.core.types import DEVICE
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_PROMPTS = 16, 8, 12
 KV_SHAPE = (8, 2, 4 * NUM_BLOCKS, BLOCK_SIZE, 16, 128)

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 import kvtier
 
-MODEL = Path(kvtier.__file__).parent / "engine" / "builtin" / "kvtier-tiny"
+MODEL = Path(kvtier.__file__).parent / "serve" / "engine" / "builtin" / "kvtier-tiny"
 QUESTIONS = ("What does it do?", "How do I add an option?", "And a command of its own?")
 
 

@@ -35,7 +35,7 @@ using trie::State;
 
 namespace {
 
-// Stands for a block that is not known: kvtier.types.NO_BLOCK.
+// Stands for a block that is not known: kvtier.core.types.NO_BLOCK.
 constexpr BlockId kNoBlock = bound::kMostNumber;
 
 // Keys as they are given: one after the other in an array of items without a type, or any iterable

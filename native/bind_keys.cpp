@@ -163,7 +163,7 @@ class SlotTable {
 }  // namespace
 
 void bind_keys(nb::module_& module) {
-  nb::class_<KeyTable>(module, "KeyTable", "Slots by key: see kvtier._reference.key_table.")
+  nb::class_<KeyTable>(module, "KeyTable", "Slots by key: see kvtier.core.reference.key_table.")
       .def(nb::init<nb::handle, nb::handle>(), nb::arg("keys").none(), nb::arg("slots").none())
       .def("__len__", &KeyTable::size, nb::lock_self())
       .def("num_bytes", &KeyTable::num_bytes, nb::lock_self())
@@ -174,7 +174,7 @@ void bind_keys(nb::module_& module) {
       .def("remove", &KeyTable::remove, nb::arg("keys").none(), nb::arg("slots").none(),
            nb::lock_self(),
            nb::sig("def remove(self, keys: NDArray[void], slots: NDArray[int64]) -> None"));
-  nb::class_<SlotTable>(module, "SlotTable", "Slots by key: see kvtier._reference.slot_table.")
+  nb::class_<SlotTable>(module, "SlotTable", "Slots by key: see kvtier.core.reference.slot_table.")
       .def(nb::init<nb::handle, nb::handle>(), nb::arg("keys").none(), nb::arg("slots").none())
       .def("__len__", &SlotTable::size, nb::lock_self())
       .def("num_bytes", &SlotTable::num_bytes, nb::lock_self())

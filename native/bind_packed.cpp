@@ -196,9 +196,9 @@ nb::class_<Packed<Item>> bind(nb::module_& module, const char* doc) {
 }  // namespace
 
 void bind_packed(nb::module_& module) {
-  bind<std::uint64_t>(module, "Numbers side by side: see kvtier._reference.packed.")
+  bind<std::uint64_t>(module, "Numbers side by side: see kvtier.core.reference.packed.")
       .def_static("counted", &counted, nb::arg("first").none(), nb::arg("end").none());
-  bind<trie::Key>(module, "Keys side by side: see kvtier._reference.packed.");
+  bind<trie::Key>(module, "Keys side by side: see kvtier.core.reference.packed.");
 }
 
 }  // namespace kvtier

@@ -73,7 +73,7 @@ class FreeSlots {
 }  // namespace
 
 void bind_slots(nb::module_& module) {
-  nb::class_<FreeSlots>(module, "FreeSlots", "Free slots: see kvtier._reference.free_slots.")
+  nb::class_<FreeSlots>(module, "FreeSlots", "Free slots: see kvtier.core.reference.free_slots.")
       .def(nb::init<nb::handle>(), nb::arg("num_slots").none())
       .def("num_free", &FreeSlots::num_free, nb::lock_self())
       .def("longest_run", &FreeSlots::longest_run, nb::lock_self())

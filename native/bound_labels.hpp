@@ -12,7 +12,7 @@ namespace kvtier::bound {
 
 class LabelReader {
  public:
-  // type: kvtier.keys.Labels.
+  // type: kvtier.core.keys.Labels.
   explicit LabelReader(nb::handle type)
       : type_(nb::borrow(type)), spec_(owned(PyUnicode_InternFromString("spec"))) {}
 

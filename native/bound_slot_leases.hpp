@@ -155,7 +155,7 @@ class SlotLeases {
     return nb::make_tuple(frame, nb::bytes(places, asked.counts ? num : 0), Numbers(0).given());
   }
 
-  // Codes of kvtier.keyed.cache.PLACES, where nothing is in storage.
+  // Codes of kvtier.cache.local.PLACES, where nothing is in storage.
   static std::byte place_of(trie::State state) {
     switch (state) {
       case trie::State::ready: return std::byte{2};

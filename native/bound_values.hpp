@@ -78,7 +78,7 @@ inline double to_time(double now) {
   return now;
 }
 
-// kvtier.hints.Said.
+// kvtier.core.hints.Said.
 inline policy::Said to_said(nb::handle said) {
   int word = 0, level = 0;
   long long first = 0, end = 0;

@@ -8,7 +8,7 @@ NB_MODULE(_native, module) {
   // to whoever reads its output. Tests under sanitizers are told.
   nanobind::set_leak_warnings(false);
 #endif
-  module.doc() = "The native core of kvtier. Use it through kvtier._hot.";
+  module.doc() = "The native core of kvtier. Use it through kvtier.core.hot.";
   nanobind::exception<kvtier::NativeError>(module, "NativeError", PyExc_RuntimeError);
   kvtier::bind_copy(module);
   kvtier::bind_crc(module);

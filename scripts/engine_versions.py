@@ -27,8 +27,8 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.vllm.fetch import source_archive
 from kvtier.connectors.common.contract import Contract
-from kvtier.connectors.sglang.contract import LINKER, STORAGE
-from kvtier.connectors.vllm.fronts import OFFLOADING, OWN
+from kvtier.connectors.sglang.shared.contract import LINKER, STORAGE
+from kvtier.connectors.vllm.shared.fronts import OFFLOADING, OWN
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / ".peers/sources"

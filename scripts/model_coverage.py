@@ -282,8 +282,8 @@ def save(name: str, kind: str, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from kvtier.engine.model_names import BUILTIN
-    from kvtier.engine.models import DEFAULT as TINY
+    from kvtier.serve.engine.model_names import BUILTIN
+    from kvtier.serve.engine.models import DEFAULT as TINY
 
     tokenizer = BUILTIN / TINY
     vocab_size = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
@@ -304,10 +304,10 @@ def attempt(name: str, folder: Path, disk: Path) -> Outcome:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from kvtier.config import CacheConfig
-    from kvtier.engine import Completion, Engine, EngineConfig, SamplingParams
-    from kvtier.errors import ConfigError
-    from kvtier.types import LoadPolicy
+    from kvtier.core.config import CacheConfig
+    from kvtier.core.errors import ConfigError
+    from kvtier.core.types import LoadPolicy
+    from kvtier.serve.engine import Completion, Engine, EngineConfig, SamplingParams
 
     config = EngineConfig(
         model=str(folder),

@@ -23,8 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".peers"
-SGLANG_LIST = "tests/sglang/requirements.txt"
-OLDER_SGLANG_LIST = "tests/sglang/requirements-0.5.17.txt"
+SGLANG_LIST = "tests/engines/sglang/requirements.txt"
+OLDER_SGLANG_LIST = "tests/engines/sglang/requirements-0.5.17.txt"
 OLDER_SGLANG = ("14", "15", "16", "17")
 VLLM_VERSION = "0.32.0"
 SGLANG_VERSION = "0.5.23"
@@ -54,8 +54,8 @@ ENVIRONMENTS = {
     "vllm": Environment("vLLM on the CPU: tests and benchmarks", vllm=VLLM_VERSION),
     "vllm-ascend": Environment(
         "Python sources of vllm-ascend, for tests that run one definition at a time",
-        lists=("tests/vllm/ascend/sources.py",),
-        fetch=("tests.vllm.ascend.fetch", ".peers/vllm-ascend"),
+        lists=("tests/engines/vllm/ascend/sources.py",),
+        fetch=("tests.engines.vllm.ascend.fetch", ".peers/vllm-ascend"),
     ),
     "vllm-benchmarks": Environment(
         "vLLM's multi-turn benchmark, which is only in its source archive",

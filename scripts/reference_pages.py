@@ -22,14 +22,14 @@ from typing import Any
 import typer
 
 import kvtier
-from kvtier import errors
-from kvtier.cli import app
-from kvtier.cli.settings_options import MAIN
-from kvtier.config import CacheConfig, NodeCacheConfig
-from kvtier.connectors.sglang.settings import LinkerSettings, StorageSettings
-from kvtier.connectors.vllm.settings import VllmSettings
+from kvtier.connectors.sglang.shared.settings import LinkerSettings, StorageSettings
+from kvtier.connectors.vllm.shared.settings import VllmSettings
 from kvtier.connectors.vllm.standalone.settings import TierSettings
-from kvtier.telemetry import specs
+from kvtier.core import errors
+from kvtier.core.config import CacheConfig, NodeCacheConfig
+from kvtier.observe import specs
+from kvtier.tools.cli import app
+from kvtier.tools.cli.settings_options import MAIN
 
 FOLDER = Path(__file__).parents[1] / "docs/reference"
 MADE = "<!-- Written by scripts/reference_pages.py. -->\n\n"

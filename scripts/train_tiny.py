@@ -42,7 +42,7 @@ from tiny import (
 )
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-FOLDER = Path(__file__).parents[1] / "src/kvtier/engine/builtin/kvtier-tiny"
+FOLDER = Path(__file__).parents[1] / "src/kvtier/serve/engine/builtin/kvtier-tiny"
 SEED = 20250
 CONTINUED_SEED = 20251
 TOKENS_PER_STEP = 4096

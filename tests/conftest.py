@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.effort import EFFORT, chosen_cases
+from tests.kit.effort import EFFORT, chosen_cases
 
 # Models are built in or local; a test that would download one must fail at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

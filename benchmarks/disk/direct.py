@@ -26,15 +26,15 @@ from rich.table import Table
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 from benchmarks.report.targets import Bounds, bounds, estimate, judged, ratio
+from kvtier.cache.ladder.loads import DIRECT_PIECES, piece_sizes
+from kvtier.cache.transfer import LocalMover, Move
+from kvtier.core.types import DEVICE, DISK, HOST, BlockKey, BlockName, Direct, IoKind, Slot, Verify
 from kvtier.devices import Memory
 from kvtier.devices.cpu import CpuDevice
-from kvtier.ladder.loads import DIRECT_PIECES, piece_sizes
 from kvtier.layout import DType, KVGroup, full_attention, latent_attention, named_layout, repack
 from kvtier.tiers import DeviceTier, HostTier
 from kvtier.tiers.disk import DiskOptions, DiskTier, bounce
 from kvtier.tiers.disk.direct import Pool
-from kvtier.transfer import LocalMover, Move
-from kvtier.types import DEVICE, DISK, HOST, BlockKey, BlockName, Direct, IoKind, Slot, Verify
 
 MIB = 1 << 20
 TARGET = 0.6

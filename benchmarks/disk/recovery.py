@@ -26,13 +26,13 @@ from rich.table import Table
 
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
+from kvtier.core.types import BlockKey
 from kvtier.devices.base import Memory
 from kvtier.layout import DType, full_attention
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskSystem, DiskTier, IoKind
 from kvtier.tiers.disk.format.records import RECORD_BYTES, RecordKind, Records, blank, header, seal
 from kvtier.tiers.disk.format.superblock import HALF_BYTES, Superblock, decode_both
-from kvtier.types import BlockKey
 
 TARGET_S = 1.0
 GROUP = full_attention(2, 2, 64, DType.FLOAT16, 4)  # 4 KiB per block: a small file system will do

@@ -32,12 +32,12 @@ from rich.table import Table
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 from benchmarks.report.targets import Bounds, bounds, estimate, judged, ratio
-from kvtier._hot import crc32c_many
+from kvtier.core.errors import TierError
+from kvtier.core.hot import crc32c_many
+from kvtier.core.types import IoKind
 from kvtier.devices import Memory
-from kvtier.errors import TierError
 from kvtier.tiers.disk.io import IoEngine, open_engine
 from kvtier.tools.report.stats import Estimate
-from kvtier.types import IoKind
 
 BATCH = 64
 MIB = 1 << 20

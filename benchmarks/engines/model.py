@@ -13,7 +13,7 @@ from typing import Any
 
 import kvtier
 
-TOKENIZER = Path(kvtier.__file__).parent / "engine/builtin/kvtier-tiny"
+TOKENIZER = Path(kvtier.__file__).parent / "serve/engine/builtin/kvtier-tiny"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 SIZES = {
     "hidden_size": 512,

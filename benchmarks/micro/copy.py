@@ -26,8 +26,8 @@ from benchmarks.micro.copy_plan import PlanRow, plan_targets, run_plan
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 from benchmarks.report.targets import Bounds, bounds, estimate, judged
-from kvtier import _hot
-from kvtier._reference.copy import copy_batch as reference_copy_batch
+from kvtier.core import hot
+from kvtier.core.reference.copy import copy_batch as reference_copy_batch
 from kvtier.layout import (
     Attention,
     DType,
@@ -186,9 +186,9 @@ def methods(
         np.array([len(flat[0])], np.uint64),
     )
     yield CONTIGUOUS, lambda: contiguous(flat[0], flat[1], threads, pool)
-    if _hot.NATIVE:
-        yield OURS, lambda: _hot.copy_batch(*words, threads)
-        yield OURS_FLAT, lambda: _hot.copy_batch(*flat_words, threads)
+    if hot.NATIVE:
+        yield OURS, lambda: hot.copy_batch(*words, threads)
+        yield OURS_FLAT, lambda: hot.copy_batch(*flat_words, threads)
     if threads == 1:
         yield "Python twin", lambda: reference_copy_batch(*words)
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.report.targets import Bounds, bounds, estimate, judged
+from kvtier.cache.transfer import Steps, TransferEngine, stage, stage_steps
+from kvtier.core.errors import DeviceError
+from kvtier.core.types import Slot
 from kvtier.devices.base import CopyBatch, CopyQueue, Device, Direction, Fence, Finding, Memory
 from kvtier.devices.synchronous import Passed, SynchronousQueue
-from kvtier.errors import DeviceError
 from kvtier.layout import DType, full_attention, named_layout
 from kvtier.tiers import MemoryTier
-from kvtier.transfer import Steps, TransferEngine, stage, stage_steps
-from kvtier.types import Slot
 
 GROUP = full_attention(28, 8, 128, DType.BFLOAT16, 16)
 NUM_BLOCKS = 256

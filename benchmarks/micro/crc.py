@@ -24,8 +24,8 @@ from benchmarks.micro.copy import allocate
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 from benchmarks.report.targets import Bounds, bounds, estimate, judged
-from kvtier import _hot
-from kvtier._reference import crc as reference
+from kvtier.core import hot
+from kvtier.core.reference import crc as reference
 
 MIB = 1 << 20
 TARGET_GB_PER_S = 10.0
@@ -91,8 +91,8 @@ def contestants(
     found: dict[str, Callable[[], object]] = {
         READING: lambda: memcpy_pieces(small.ctypes.data, blocks)
     }
-    if _hot.NATIVE:
-        found[OURS] = lambda: _hot.crc32c_many(addresses, sizes)
+    if hot.NATIVE:
+        found[OURS] = lambda: hot.crc32c_many(addresses, sizes)
     return found, int(sizes.sum())
 
 
@@ -101,7 +101,7 @@ def check(memory: npt.NDArray[np.uint8], block_bytes: int) -> None:
     starts = np.arange(0, memory.size, max(block_bytes, memory.size // 8))
     addresses = (memory.ctypes.data + starts).astype(np.uint64)
     sizes = np.full(len(starts), block_bytes, np.uint64)
-    ours, twin = (many(addresses, sizes) for many in (_hot.crc32c_many, reference.crc32c_many))
+    ours, twin = (many(addresses, sizes) for many in (hot.crc32c_many, reference.crc32c_many))
     if not np.array_equal(ours, twin):
         raise AssertionError(f"crc32c of blocks of {block_bytes} bytes: core and twin differ")
 

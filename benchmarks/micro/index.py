@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 from benchmarks.report.targets import Bounds, bounds, estimate, judged, ratio
-from kvtier import _hot
+from kvtier.core import hot
 from kvtier.tools.report.stats import Estimate, exactly
 
 ROOT = Path(__file__).parents[2]
@@ -138,8 +138,8 @@ def start(names: list[str], num: int, length: int, page: int) -> list[Contestant
         if is_peer and not PEER.exists():
             print(f"{name}: left out, `make peers-sglang` installs it", file=sys.stderr)
             continue
-        if name == OURS and not _hot.NATIVE:
-            print(f"{name}: left out, {_hot.NATIVE_REASON}", file=sys.stderr)
+        if name == OURS and not hot.NATIVE:
+            print(f"{name}: left out, {hot.NATIVE_REASON}", file=sys.stderr)
             continue
         contestant = Contestant(name, str(PEER) if is_peer else sys.executable, num, length, page)
         if reason := contestant.wait():

@@ -59,7 +59,7 @@ class Kvtier(Index):
     """The native index or its twin, through the calls that the cache makes."""
 
     def __init__(self, name: str, page: int) -> None:
-        from kvtier import keys
+        from kvtier.core import keys
         from kvtier.index import native_index, python_index
         from kvtier.index.policies import LruPolicy
 

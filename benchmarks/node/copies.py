@@ -11,15 +11,15 @@ import numpy as np
 from benchmarks.node.part import JsonRow, Part
 from benchmarks.node.processes import PATIENCE_S, Bytes, running_node, until
 from benchmarks.report.targets import judged
-from kvtier._hot import copy_batch
+from kvtier.core.hot import copy_batch
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.devices.cpu import CpuDevice
 from kvtier.layout import named_layout, opaque
-from kvtier.node.client import NodeClient
-from kvtier.node.tier import NodeTier
+from kvtier.node.client.channel import NodeClient
+from kvtier.node.client.tier import NodeTier
 from kvtier.tiers import Outcome, Pieces, StorageSite
-from kvtier.tiers.arena import Arena, ArenaOptions
+from kvtier.tiers.memory.arena import Arena, ArenaOptions
 from kvtier.tools.report.stats import median_with_interval
-from kvtier.types import BlockKey, BlockName
 
 SIZES = {"4 KiB": 4 << 10, "32 KiB": 32 << 10}
 """Bytes of a fragment."""

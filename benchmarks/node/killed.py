@@ -23,9 +23,9 @@ from benchmarks.node.processes import (
 )
 from benchmarks.report.targets import judged
 from benchmarks.scale.keyed import new_keys
-from kvtier.keyed.block_cache import BlockState
-from kvtier.node.cache import NodeCache
-from kvtier.node.host import NodeHost
+from kvtier.cache.block_cache import BlockState
+from kvtier.node.client.cache import NodeCache
+from kvtier.node.client.host import NodeHost
 from kvtier.tools.report.stats import exactly
 
 BLOCK_BYTES = 16 << 10

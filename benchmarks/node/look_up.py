@@ -15,23 +15,23 @@ from benchmarks.node.processes import SPAWN, attached, check_all_there, running_
 from benchmarks.node.work import REQUEST_BLOCKS
 from benchmarks.report.targets import judged
 from benchmarks.scale.keyed import PROMPT_BLOCKS, new_keys
-from kvtier._hot import NATIVE
+from kvtier.cache.block_cache import BlockCache
+from kvtier.cache.ladder import LadderOptions
+from kvtier.cache.local import LocalBlockCache
+from kvtier.cache.transfer.ranks import RankMover
+from kvtier.core.hot import NATIVE
+from kvtier.core.types import HOST
 from kvtier.devices.cpu import CpuDevice
 from kvtier.index import make_key_index
-from kvtier.keyed.block_cache import BlockCache
-from kvtier.keyed.cache import LocalBlockCache
-from kvtier.ladder import LadderOptions
-from kvtier.node import protocol
 from kvtier.node.config import NodeConfig
-from kvtier.node.engines import Holdings
-from kvtier.node.node import CacheNode
-from kvtier.node.partition import Partition
-from kvtier.node.partition_key import PartitionKey
-from kvtier.node.users import SlotUser
+from kvtier.node.server.engines import Holdings
+from kvtier.node.server.node import CacheNode
+from kvtier.node.server.partition import Partition
+from kvtier.node.server.partition_key import PartitionKey
+from kvtier.node.server.users import SlotUser
+from kvtier.node.wire import protocol
 from kvtier.tiers import DistantRoom
 from kvtier.tools.report.stats import median_with_interval
-from kvtier.transfer.ranks import RankMover
-from kvtier.types import HOST
 
 NUM_CLIENTS = 4
 RATE = 100.0

@@ -27,14 +27,14 @@ from benchmarks.node.processes import (
 )
 from benchmarks.report.targets import judged
 from benchmarks.scale.keyed import new_keys
+from kvtier.cache.block_cache import BlockState
 from kvtier.devices.cpu import CpuDevice
-from kvtier.keyed.block_cache import BlockState
-from kvtier.node.cache import NodeCache
-from kvtier.node.client import NodeClient
-from kvtier.node.control_client import ControlClient
-from kvtier.node.host import NodeHost
-from kvtier.node.partition_key import PartitionKey
-from kvtier.node.records import FOLDER, PartitionRows
+from kvtier.node.client.cache import NodeCache
+from kvtier.node.client.channel import NodeClient
+from kvtier.node.client.control import ControlClient
+from kvtier.node.client.host import NodeHost
+from kvtier.node.server.partition_key import PartitionKey
+from kvtier.node.server.records import FOLDER, PartitionRows
 from kvtier.tools.report.stats import exactly
 
 HOST_BYTES, SEGMENT_BYTES = 128 << 20, 4 << 20

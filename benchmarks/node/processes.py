@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.scale.keyed import new_keys
+from kvtier.cache.block_cache import BlockCache, BlockState
 from kvtier.devices.cpu import CpuDevice
-from kvtier.keyed.block_cache import BlockCache, BlockState
-from kvtier.node.cache import NodeCache
-from kvtier.node.client import NodeClient
+from kvtier.node.client.cache import NodeCache
+from kvtier.node.client.channel import NodeClient
+from kvtier.node.client.host import NodeHost, SlotMemory
 from kvtier.node.config import NodeConfig
-from kvtier.node.host import NodeHost, SlotMemory
-from kvtier.node.run import run_node
+from kvtier.node.server.run import run_node
 
 SPAWN = get_context("spawn")
 SCOPE = b"benchmark".ljust(32, b"\0")

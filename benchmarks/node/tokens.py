@@ -15,9 +15,9 @@ import numpy as np
 from benchmarks.node.part import JsonRow, Part
 from benchmarks.policies.tiers import TierReplay
 from benchmarks.report.targets import judged
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.index.policies.replayed import RUNS
-from kvtier.recording import Chains
+from kvtier.observe.recording import Chains
 from kvtier.tools.replay.trace import Trace
 from kvtier.tools.replay.traces import ReadOptions, read_traces
 from kvtier.tools.report.stats import Estimate, exactly, median_with_interval

@@ -15,8 +15,8 @@ from benchmarks.node.processes import (
 )
 from benchmarks.report.targets import judged
 from benchmarks.scale.keyed import new_keys
-from kvtier.node.cache import NodeCache
-from kvtier.node.records import record_type
+from kvtier.node.client.cache import NodeCache
+from kvtier.node.server.records import record_type
 from kvtier.tools.report.stats import exactly, median_with_interval
 
 REQUEST_BLOCKS = 100

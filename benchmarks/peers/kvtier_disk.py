@@ -9,11 +9,11 @@ import numpy as np
 
 import kvtier
 from benchmarks.peers.store import BATCH, Arena, Store, key_of
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.devices.base import Memory
 from kvtier.layout import DType, full_attention
 from kvtier.tiers import Outcome, Pieces
 from kvtier.tiers.disk import DiskOptions, DiskTier, Verify
-from kvtier.types import BlockKey, BlockName
 
 LAYER_BYTES = 65_536
 """Bytes of a block of 16 tokens in a layer: K and V, 8 heads of 128, two bytes each."""

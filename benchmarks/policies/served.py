@@ -42,7 +42,7 @@ from benchmarks.policies.traces import conversation, default_folder
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 from benchmarks.vllm.servers import with_kvtier
-from kvtier.telemetry import specs
+from kvtier.observe import specs
 
 POLICIES = ("lru", "runs")
 WARM_SHARE = 0.2
@@ -87,7 +87,7 @@ class Served(Contestant):
             "--disk-path": folder / "disk",
             **self.below,
         }
-        return ["-m", "kvtier.cli", "serve", str(model), *words_of(arguments)]
+        return ["-m", "kvtier.tools.cli", "serve", str(model), *words_of(arguments)]
 
     def environ(self) -> dict[str, str]:
         return self.variables

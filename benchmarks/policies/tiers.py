@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from benchmarks.policies.traces import Keys
+from kvtier.cache.block_cache import BlockState
+from kvtier.cache.ladder import LadderOptions
+from kvtier.cache.local import LocalBlockCache
+from kvtier.cache.transfer import FindJob, Job, Move, Mover
+from kvtier.core.types import DISK, HOST, BlockKey
 from kvtier.index import make_key_index
-from kvtier.keyed.block_cache import BlockState
-from kvtier.keyed.cache import LocalBlockCache
-from kvtier.ladder import LadderOptions
 from kvtier.tiers import DistantRoom, Quota, Room, StorageFacts
-from kvtier.transfer import FindJob, Job, Move, Mover
-from kvtier.types import DISK, HOST, BlockKey
 
 BLOCK_BYTES = 1 << 20
 KEY_BYTES = 8

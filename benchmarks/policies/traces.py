@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import ConfigError
-from kvtier.recording import Chains
+from kvtier.core.errors import ConfigError
+from kvtier.observe.recording import Chains
 from kvtier.tools.replay.traces import ReadOptions, read_traces
 
 BLOCK_TOKENS = 512

@@ -58,7 +58,7 @@ class Load:
 @contextmanager
 def server(*options: str) -> Iterator[Address]:
     """``kvtier serve`` with its defaults, but for ``options``, on a free port of this machine."""
-    serve = (sys.executable, "-m", "kvtier.cli", "serve", "--port", "0", "--threads", "1")
+    serve = (sys.executable, "-m", "kvtier.tools.cli", "serve", "--port", "0", "--threads", "1")
     command = [*serve, *options]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "KVTIER_API_KEY": KEY}

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from benchmarks.report.targets import judged
 from benchmarks.scale.keyed import PROMPT_BLOCKS, World, steps
 from benchmarks.scale.part import Part, Row, exponent_in_turn, timed, timed_in_turn
-from kvtier.tiers.slots import SlotPool
+from kvtier.tiers.memory.slots import SlotPool
 from kvtier.tools.report.stats import exactly
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000)

@@ -17,9 +17,9 @@ import torch
 from benchmarks.report.targets import bounds, estimate, judged
 from benchmarks.scale.clients import NUM_CLIENTS, Load, first_tokens
 from benchmarks.scale.part import Part, Row, ratio_in_turn, timed, timed_in_turn
-from kvtier.engine import Completion, Engine, EngineConfig, RequestHandle, SamplingParams
-from kvtier.engine.request import Stage
-from kvtier.engine.sampling import Sampler, choose
+from kvtier.serve.engine import Completion, Engine, EngineConfig, RequestHandle, SamplingParams
+from kvtier.serve.engine.request import Stage
+from kvtier.serve.engine.sampling import Sampler, choose
 from kvtier.tools.report.stats import Estimate
 
 SIZES = (1, 16, 64, 256)

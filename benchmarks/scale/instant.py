@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtier._hot import KeyTable, copy_batch
+from kvtier.core.hot import KeyTable, copy_batch
+from kvtier.core.types import BlockKey, BlockName, keys_of
 from kvtier.devices import Finding
 from kvtier.layout import KVGroup
 from kvtier.tiers import Outcome, Pieces, StorageFacts, StorageTier
 from kvtier.tiers.disk.format.records import as_keys
-from kvtier.types import BlockKey, BlockName, keys_of
 
 
 class InstantShelf:

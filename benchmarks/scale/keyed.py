@@ -6,12 +6,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+from kvtier.cache.ladder import LadderOptions
+from kvtier.cache.local import LocalBlockCache
+from kvtier.cache.transfer.ranks import Done, Hello, RankMover, Report
+from kvtier.core.types import DISK, HOST
 from kvtier.index import make_key_index
-from kvtier.keyed.cache import LocalBlockCache
-from kvtier.ladder import LadderOptions
 from kvtier.tiers import DistantRoom, Quota, StorageFacts
-from kvtier.transfer.ranks import Done, Hello, RankMover, Report
-from kvtier.types import DISK, HOST
 
 KEY_BYTES = 36
 """Bytes of a key of vLLM's: a SHA-256 and the number of a group."""

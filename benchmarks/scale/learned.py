@@ -9,10 +9,10 @@ from pathlib import Path
 from benchmarks.report.targets import judged
 from benchmarks.scale.keyed import NAMESPACE, new_keys
 from benchmarks.scale.part import Part, Row
+from kvtier.core.types import DISK, HOST
 from kvtier.index import make_key_index
 from kvtier.index.policies.replayed import LRU, RUNS
 from kvtier.tools.report.stats import Estimate, exactly, median_with_interval
-from kvtier.types import DISK, HOST
 
 SIZES = (1_000_000, 10_000_000)
 QUICK_SIZES = (100_000, 200_000)

@@ -29,15 +29,15 @@ import numpy as np
 from benchmarks.report.targets import bounds, estimate, judged
 from benchmarks.scale.instant import InstantShelf, InstantStorage
 from benchmarks.scale.part import Part, Row, exponent, timed
-from kvtier.cache import Cache
-from kvtier.config import CacheConfig
+from kvtier.cache.lease import Lease
+from kvtier.cache.tokens import Cache
+from kvtier.core.config import CacheConfig
+from kvtier.core.keys import Labels, token_labels
+from kvtier.core.types import DEVICE, HOST
 from kvtier.devices.cpu import CpuDevice
-from kvtier.keys import Labels, token_labels
 from kvtier.layout import DType, full_attention, named_layout
-from kvtier.prompts.lease import Lease
 from kvtier.testing import MemoryStorage, StoredBlocks, host_memory, memory_bytes
 from kvtier.tiers import DeviceTier, StorageFacts, StorageTier
-from kvtier.types import DEVICE, HOST
 
 BLOCK_SIZE = 16
 GROUP = full_attention(1, 1, 1, DType.FLOAT16, BLOCK_SIZE)

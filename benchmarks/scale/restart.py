@@ -23,18 +23,18 @@ import numpy.typing as npt
 from benchmarks.report.targets import judged
 from benchmarks.scale.part import Part, Row, exponent
 from benchmarks.scale.slabs import GROUP, abandoned, random_keys, write_slab
+from kvtier.cache.block_cache import BlockState
+from kvtier.cache.ladder import LadderOptions
+from kvtier.cache.local import LocalBlockCache
+from kvtier.cache.transfer import LocalMover
+from kvtier.cache.transfer.ranks import Hello, RankExecutor, RankMover, Report
+from kvtier.core.keys import next_key
+from kvtier.core.types import DISK, HOST
 from kvtier.devices import find_device
 from kvtier.index import make_key_index
-from kvtier.keyed.block_cache import BlockState
-from kvtier.keyed.cache import LocalBlockCache
-from kvtier.keys import next_key
-from kvtier.ladder import LadderOptions
 from kvtier.tiers import DistantRoom, HostTier, KeptKeys, Quota
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tools.report.stats import Estimate
-from kvtier.transfer import LocalMover
-from kvtier.transfer.ranks import Hello, RankExecutor, RankMover, Report
-from kvtier.types import DISK, HOST
 
 SIZES = (10**4, 10**5, 10**6, 10**7)
 NUM_RANKS = 8

@@ -15,14 +15,14 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from benchmarks.scale.keyed import BLOCK_BYTES, FILL, NUM_TO_MOVE, PROMPT_BLOCKS, new_keys
 from benchmarks.scale.part import timed, timed_in_turn
-from kvtier.connectors.vllm.names import VllmNames
+from kvtier.cache.transfer.ranks import Hello, RankMover, Report
 from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
-from kvtier.connectors.vllm.prompt import Shape
-from kvtier.connectors.vllm.request_state import Advice
-from kvtier.connectors.vllm.tiers import rank_tiers
+from kvtier.connectors.vllm.shared.names import VllmNames
+from kvtier.connectors.vllm.shared.prompt import Shape
+from kvtier.connectors.vllm.shared.request_state import Advice
+from kvtier.connectors.vllm.shared.tiers import rank_tiers
+from kvtier.core.types import DISK, HOST, LoadPolicy
 from kvtier.tiers import StorageFacts
-from kvtier.transfer.ranks import Hello, RankMover, Report
-from kvtier.types import DISK, HOST, LoadPolicy
 
 NUM_WAITING = 500
 STEP = 16

@@ -28,8 +28,9 @@ from rich.table import Table
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 from benchmarks.report.targets import judged
-from kvtier.engine import Engine, SamplingParams
-from kvtier.telemetry import specs
+from kvtier.core.types import DEVICE, DISK, HOST, LoadPolicy
+from kvtier.observe import specs
+from kvtier.serve.engine import Engine, SamplingParams
 from kvtier.tools.bench_serve.engines import (
     clear_tiers,
     open_engine,
@@ -41,7 +42,6 @@ from kvtier.tools.bench_serve.engines import (
 from kvtier.tools.bench_serve.options import ServeOptions
 from kvtier.tools.report.corpus import Prompt
 from kvtier.tools.report.stats import median_with_interval
-from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 
 PROMPT_TOKENS = 3500
 NUM_ROUNDS = 31

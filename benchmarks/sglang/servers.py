@@ -19,7 +19,7 @@ from benchmarks.engines.servers import (
     words_of,
 )
 from benchmarks.peers import ROOT
-from kvtier.telemetry import specs
+from kvtier.observe import specs
 
 SGLANG, HICACHE, FILE = "SGLang", "SGLang + HiCache", "SGLang + HiCache + file"
 OURS, LINKER = "SGLang + HiCache + kvtier", "SGLang + kvtier's linker"

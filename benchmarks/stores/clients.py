@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.report.targets import Bounds, bounds, estimate, judged
 from benchmarks.stores.servers import Client, Memory, Place, Tier
-from kvtier.types import BlockKey
+from kvtier.core.types import BlockKey
 
 MIB = 1 << 20
 GET, PUT = "get", "put"

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from benchmarks.report.targets import judged
 from benchmarks.stores.servers import Place
-from kvtier.engine import Engine, SamplingParams
+from kvtier.serve.engine import Engine, SamplingParams
 from kvtier.tools.bench_serve.engines import Setting, open_engine, probe, run_one
 from kvtier.tools.bench_serve.options import ServeOptions
 from kvtier.tools.report.corpus import Prompt

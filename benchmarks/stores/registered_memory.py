@@ -12,9 +12,9 @@ from threading import local
 from typing import Any
 
 from benchmarks.stores.servers import DEAD, Client, Memory, Place
-from kvtier.errors import install_command
-from kvtier.types import BlockKey
-from tests.servers import MooncakeMaster, has_mooncake
+from kvtier.core.errors import install_command
+from kvtier.core.types import BlockKey
+from tests.kit.servers import MooncakeMaster, has_mooncake
 
 LENT_BYTES = 2 << 30
 CALLED = 256

@@ -19,13 +19,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 import kvtier
+from kvtier.core.system.plugins import load_plugin
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.layout import opaque
-from kvtier.system.plugins import load_plugin
 from kvtier.tiers import Outcome, Pieces, StorageSite, StorageTier
 from kvtier.tiers.remote.s3.packs import PACK_BYTES
-from kvtier.types import BlockKey, BlockName
-from tests.proxy import Proxy
-from tests.servers import (
+from tests.kit.proxy import Proxy
+from tests.kit.servers import (
     BUCKET,
     ValkeyServer,
     find_binary,

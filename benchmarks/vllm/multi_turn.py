@@ -47,9 +47,9 @@ from benchmarks.vllm.servers import (
     with_kvtier,
     with_lmcache,
 )
-from kvtier.config import parse_size
-from kvtier.connectors.vllm.fronts import OWN, Front, choose
-from kvtier.connectors.vllm.settings import VllmSettings
+from kvtier.connectors.vllm.shared.fronts import OWN, Front, choose
+from kvtier.connectors.vllm.shared.settings import VllmSettings
+from kvtier.core.config import parse_size
 
 GIB = 1 << 30
 ENDLESS_BLOCKS = 640

@@ -17,7 +17,7 @@ from benchmarks.engines.servers import (
     free_port,
     words_of,
 )
-from kvtier.connectors.vllm.fronts import OFFLOADING, Front
+from kvtier.connectors.vllm.shared.fronts import OFFLOADING, Front
 
 VLLM, OURS, LMCACHE = "vLLM", "vLLM + kvtier", "vLLM + LMCache"
 ENDLESS, ON_DISK = "vLLM, endless pool", "vLLM + kvtier, mostly on disk"

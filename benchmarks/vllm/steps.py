@@ -29,7 +29,7 @@ PAGES = 8
 """Per request: its prompt, and what is generated."""
 LAYERS = 32
 HEAD = 8
-MODEL = Path(kvtier.__file__).parent / "engine/builtin/kvtier-tiny"
+MODEL = Path(kvtier.__file__).parent / "serve/engine/builtin/kvtier-tiny"
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",

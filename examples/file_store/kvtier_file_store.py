@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.devices.base import Finding
-from kvtier.errors import ConfigError
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageSite, StorageTier
-from kvtier.types import BlockKey, BlockName
 
 HEADER = struct.Struct("<8s32sQI")
 """Magic, key, length and checksum of the block; its bytes follow."""

@@ -1,4 +1,4 @@
-// The messages of kvtier.node.protocol that most calls consist of, in MessagePack.
+// The messages of kvtier.node.wire.protocol that most calls consist of, in MessagePack.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
 """kvtier: a hierarchical KV cache for LLM inference.
 
-Start with ``kvtier.cache``: the façade reads top to bottom like the life of a request.
+Start with ``kvtier.cache.tokens``: the façade reads top to bottom like the life of a request.
 Importing this package imports nothing else: each public name brings its module when it is used.
 """
 
@@ -10,28 +10,28 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "attach": "connectors.transformers",
-    "open_cache": "shared_cache",
-    "SharedCache": "shared_cache",
-    "Prompt": "shared_cache",
-    "Cache": "cache",
-    "CacheConfig": "config",
-    "Namespace": "keys",
-    "token_labels": "keys",
-    "Lease": "prompts.lease",
-    "Hint": "hints",
-    "Retain": "hints",
+    "open_cache": "cache.shared",
+    "SharedCache": "cache.shared",
+    "Prompt": "cache.shared",
+    "Cache": "cache.tokens",
+    "CacheConfig": "core.config",
+    "Namespace": "core.keys",
+    "token_labels": "core.keys",
+    "Lease": "cache.lease",
+    "Hint": "core.hints",
+    "Retain": "core.hints",
     "full_attention": "layout",
     "latent_attention": "layout",
     "opaque": "layout",
     "find_device": "devices",
     "DeviceTier": "tiers",
-    "CacheError": "errors",
-    "ConfigError": "errors",
-    "UsageError": "errors",
-    "LayoutError": "errors",
-    "TierError": "errors",
-    "DeviceError": "errors",
-    "Closed": "errors",
+    "CacheError": "core.errors",
+    "ConfigError": "core.errors",
+    "UsageError": "core.errors",
+    "LayoutError": "core.errors",
+    "TierError": "core.errors",
+    "DeviceError": "core.errors",
+    "Closed": "core.errors",
 }
 """Public names, and the module of each. ``__init__.pyi`` tells type checkers the same."""
 

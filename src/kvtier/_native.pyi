@@ -4,7 +4,7 @@ from typing import TypeVar, final, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.hints import Said
+from kvtier.core.hints import Said
 
 CRC32C_KIND: str
 

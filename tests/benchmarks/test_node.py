@@ -15,10 +15,10 @@ from benchmarks.node.part import Part, table
 from benchmarks.node.processes import attached, blocks_of, check_all_there, mapped, store
 from benchmarks.node.tokens import Request, Tokens
 from benchmarks.scale.keyed import new_keys
-from kvtier.keyed.block_cache import BlockState
+from kvtier.cache.block_cache import BlockState
 from kvtier.layout import opaque
-from kvtier.node.client import NodeClient
-from kvtier.node.tier import NodeTier
+from kvtier.node.client.channel import NodeClient
+from kvtier.node.client.tier import NodeTier
 from kvtier.tiers import Pieces, StorageSite
 from tests.node.world import LocalNode, local_node
 

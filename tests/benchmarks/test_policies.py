@@ -15,9 +15,9 @@ import pytest
 from benchmarks.policies import hit_ratios, traces
 from benchmarks.policies.tiers import BLOCK_BYTES, TierReplay
 from benchmarks.policies.traces import Trace
+from kvtier.cache.ladder.write_queues import LEAST_CHANCE
+from kvtier.core.types import DISK
 from kvtier.index.native_key_index import NativeKeyIndex
-from kvtier.ladder.write_queues import LEAST_CHANCE
-from kvtier.types import DISK
 from tests.index.policies.traffic import Requests, scan_flood, tenants
 
 

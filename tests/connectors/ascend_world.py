@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.connectors.sglang.ascend_copies import IO_BACKEND, POOLS, AscendCopies
+from kvtier.connectors.sglang.copies.ascend_copies import IO_BACKEND, POOLS, AscendCopies
 from kvtier.devices.base import Memory
 from kvtier.devices.driver_device import DriverDevice
 from tests.devices.drivers import make_device, page_locked
-from tests.fakes.fake import Fake
+from tests.kit.fakes.fake import Fake
 
 NUM_DEVICE, NUM_HOST = 9, 7
 BATCH = "aclrtMemcpyBatchAsync"

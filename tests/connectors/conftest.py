@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.vllm.request_state import RequestState
+from kvtier.connectors.vllm.shared.request_state import RequestState
 from tests.connectors.storage_world import World
 
 RequestState.is_strict = True

@@ -10,15 +10,15 @@ from hashlib import shake_128
 
 import numpy as np
 
+from kvtier.cache.block_cache import BlockState
+from kvtier.cache.transfer import TransferEngine
 from kvtier.connectors.common.paged_pool import PagedPool, PoolShare
 from kvtier.connectors.common.pool_copies import Load, PoolCopies, Store, open_cache
 from kvtier.devices.cpu import CpuDevice
 from kvtier.index.policies.replayed import LRU
-from kvtier.keyed.block_cache import BlockState
 from kvtier.layout import opaque
 from kvtier.testing import FaultyStorage, MemoryStorage, StoredBlocks
 from kvtier.tiers import HostTier, StorageTier
-from kvtier.transfer import TransferEngine
 
 SHARES = (64, 192, 64, 128)
 """Bytes of a page in each buffer."""

@@ -10,10 +10,10 @@ from hashlib import shake_128
 
 import numpy as np
 
-from kvtier.connectors.common.storage_only import StorageJob, StorageOnlyCache
-from kvtier.keyed.block_cache import BlockState
+from kvtier.cache.block_cache import BlockState
+from kvtier.cache.storage_only import StorageJob, StorageOnlyCache
 from kvtier.layout import opaque
-from kvtier.telemetry import Metrics
+from kvtier.observe import Metrics
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.testing.storage import MemoryStorage, StoredBlocks
 from kvtier.tiers import Pieces, StorageFacts, StorageTier

@@ -12,8 +12,8 @@ import pytest
 
 from kvtier.connectors.common.blocking_calls import CALL_BLOCKS, BlockingCalls
 from kvtier.connectors.common.names import block_key
-from kvtier.errors import TierError
-from kvtier.telemetry.specs import PLANNED_BLOCKS, SAVED_TOKENS
+from kvtier.core.errors import TierError
+from kvtier.observe.specs import PLANNED_BLOCKS, SAVED_TOKENS
 from kvtier.testing import MemoryStorage, StoredBlocks, host_memory, memory_bytes
 from kvtier.tiers import Pieces, StorageFacts
 from tests.connectors.storage_world import BLOCK_BYTES, DIGEST, bytes_of, memory
@@ -300,8 +300,8 @@ def test_what_is_decided_is_counted(always_loads: bool) -> None:
 def test_memory_of_a_read_that_does_not_end_is_kept_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtier.connectors.common.storage_only.CLOSE_WAIT_S", 0.05)
-    monkeypatch.setattr("kvtier.connectors.common.storage_only.END_WAIT_S", 0.05)
+    monkeypatch.setattr("kvtier.cache.storage_only.CLOSE_WAIT_S", 0.05)
+    monkeypatch.setattr("kvtier.cache.storage_only.END_WAIT_S", 0.05)
     kept: list[object] = []
     monkeypatch.setattr("kvtier.connectors.common.blocking_calls._ABANDONED", kept)
     caller = Caller(memory(128), block_tokens=64)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli import app
-from kvtier.cli.detect import engines
 from kvtier.connectors.common.contract import Contract
 from kvtier.connectors.vllm import entry
-from kvtier.connectors.vllm.fronts import OFFLOADING, OWN, choose
-from kvtier.errors import ConfigError
+from kvtier.connectors.vllm.shared.fronts import OFFLOADING, OWN, choose
+from kvtier.core.errors import ConfigError
+from kvtier.tools.cli import app
+from kvtier.tools.cli.detect import engines
 from scripts.engine_versions import PARTS, TABLES, Part, read_record
 
 Installs = Callable[..., None]

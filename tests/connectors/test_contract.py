@@ -10,11 +10,11 @@ from types import ModuleType
 
 import pytest
 
-from kvtier.cli.detect import engines
 from kvtier.connectors.common.contract import Contract
 from kvtier.connectors.vllm import entry
 from kvtier.connectors.vllm.offloading import contract
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
+from kvtier.tools.cli.detect import engines
 
 ADVICE = f"use vLLM {contract.OLDEST} to {contract.NEWEST}, or a newer kvtier"
 

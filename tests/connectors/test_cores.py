@@ -9,9 +9,9 @@ from threading import Thread
 
 import pytest
 
-from kvtier.connectors.vllm.cores import off_compute_cores
-from kvtier.errors import DeviceError
-from kvtier.transfer.lane import Lane
+from kvtier.cache.transfer.lane import Lane
+from kvtier.connectors.vllm.shared.cores import off_compute_cores
+from kvtier.core.errors import DeviceError
 
 CORES = sorted(os.sched_getaffinity(0))
 

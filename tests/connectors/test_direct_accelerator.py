@@ -20,14 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.connectors.common.paged_pool import GroupPages, PagedPool, PoolShare
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import BlockKey, BlockName, Direct, Slot, Verify
 from kvtier.devices import Direction, Memory
-from kvtier.errors import ConfigError
 from kvtier.layout import opaque
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers import Outcome, Pieces
 from kvtier.tiers.disk import DiskOptions, DiskTier
-from kvtier.types import BlockKey, BlockName, Direct, Slot, Verify
-from tests.fakes.storage import LIBRARIES
+from tests.kit.fakes.storage import LIBRARIES
 from tests.tiers.disk.accelerated import KINDS, line_of, on_fake
 
 PAGE = 4096

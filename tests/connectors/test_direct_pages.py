@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.connectors.common.paged_pool import GroupPages, PagedPool, PoolShare
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import BlockKey, BlockName, Direct, Slot, Verify
 from kvtier.devices import Direction, Memory
 from kvtier.devices.cpu import CpuDevice
-from kvtier.errors import ConfigError
 from kvtier.layout import opaque
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers import Outcome, Pieces
 from kvtier.tiers.disk import DiskOptions, DiskTier
-from kvtier.types import BlockKey, BlockName, Direct, Slot, Verify
 
 PAGE = 4096
 NUM_PAGES = 9

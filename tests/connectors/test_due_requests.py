@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.vllm.due_requests import DueRequests
-from kvtier.connectors.vllm.step import prefill_pieces
+from kvtier.connectors.vllm.shared.due_requests import DueRequests
+from kvtier.connectors.vllm.shared.step import prefill_pieces
 
 
 def _output(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvtier.connectors.common.holds import Holds
+from kvtier.cache.holds import Holds
+from kvtier.core.types import Slot
 from kvtier.index import make_key_index
-from kvtier.types import Slot
 
 TIERS = ("host", "disk")
 

@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from kvtier.connectors.vllm.adapters import Adapters, RekeyedRequest, keyed
-from kvtier.connectors.vllm.key_scope import ALL, EVERYWHERE, KeyScope, counts_media, scope_of
-from kvtier.connectors.vllm.prompt import RequestBlocks
-from kvtier.connectors.vllm.request_state import Keeping, RequestState
+from kvtier.connectors.vllm.shared.adapters import Adapters, RekeyedRequest, keyed
+from kvtier.connectors.vllm.shared.key_scope import (
+    ALL,
+    EVERYWHERE,
+    KeyScope,
+    counts_media,
+    scope_of,
+)
+from kvtier.connectors.vllm.shared.prompt import RequestBlocks
+from kvtier.connectors.vllm.shared.request_state import Keeping, RequestState
 from kvtier.identity import Identification
 
 
@@ -91,7 +97,7 @@ def adapter_in(folder: Path, weights: bytes = b"first") -> Path:
 @pytest.fixture
 def no_grain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that have just been written are as good as old ones."""
-    monkeypatch.setattr("kvtier.connectors.vllm.adapters.GRAIN_NS", -(10**12))
+    monkeypatch.setattr("kvtier.connectors.vllm.shared.adapters.GRAIN_NS", -(10**12))
 
 
 def reading() -> Adapters:
@@ -123,7 +129,7 @@ def test_files_that_were_just_written_are_read_twice(
         if is_replaced:
             adapter_in(folder, b"other")
 
-    monkeypatch.setattr("kvtier.connectors.vllm.adapters.time.sleep", wait)
+    monkeypatch.setattr("kvtier.connectors.vllm.shared.adapters.time.sleep", wait)
     load = adapters.load_of(adapter(folder))
     for thread in threading.enumerate():
         if thread.name == "kvtier-adapter":

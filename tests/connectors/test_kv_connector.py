@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier.cache.block_cache import Reserved
+from kvtier.cache.transfer import CopyJob, TransferEngine
 from kvtier.connectors.vllm.kv_connector.messages import NOTHING
+from kvtier.core.errors import DeviceError
+from kvtier.core.hints import Hint
+from kvtier.core.types import DEVICE, HOST
 from kvtier.devices import CopyBatch, Direction
-from kvtier.errors import DeviceError
-from kvtier.hints import Hint
-from kvtier.keyed.block_cache import Reserved
-from kvtier.telemetry.specs import VLLM_HINT_ACTIONS, VLLM_MOVED_BYTES
-from kvtier.transfer import CopyJob, TransferEngine
-from kvtier.types import DEVICE, HOST
+from kvtier.observe.specs import VLLM_HINT_ACTIONS, VLLM_MOVED_BYTES
 from tests.connectors.kv_world import LAYERS, PAGE, KvWorld
 
 TEXT = "the quick brown fox jump"

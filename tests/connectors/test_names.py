@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvtier.connectors.common.weights import Source, identify
-from kvtier.connectors.vllm import weights
-from kvtier.connectors.vllm.names import VllmNames, vllm_source
+from kvtier.connectors.vllm.shared import weights
+from kvtier.connectors.vllm.shared.names import VllmNames, vllm_source
 from kvtier.identity import Basis, Identification, Identity
 
 from .test_identity import FACTS

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.connectors.vllm import rank_weights
-from kvtier.connectors.vllm.new_weights import NewWeights
-from kvtier.connectors.vllm.rank_weights import (
+from kvtier.connectors.vllm.shared import rank_weights
+from kvtier.connectors.vllm.shared.new_weights import NewWeights
+from kvtier.connectors.vllm.shared.rank_weights import (
     NUM_PARAMETERS,
     ParameterWatch,
     digests,

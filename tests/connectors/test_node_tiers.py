@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.connectors.kv_world import KvWorld
-from tests.nodes import NodeProcess, running
+from tests.kit.nodes import NodeProcess, running
 
 TEXT = "the quick brown fox jump"
 """Six pages."""

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.connectors.common.paged_pool import GroupPages, PagedPool, PoolShare
+from kvtier.core.types import Slot
 from kvtier.devices import Direction, Memory
 from kvtier.devices.cpu import CpuDevice
 from kvtier.testing import host_memory, memory_bytes
-from kvtier.types import Slot
 
 Bytes = npt.NDArray[np.uint8]
 NUM_PAGES, NUM_SLOTS = 9, 5

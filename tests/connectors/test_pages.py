@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvtier.connectors.vllm.pages import Cache, EnginePages, LayerSize, tell_pages
-from kvtier.errors import LayoutError
+from kvtier.connectors.vllm.shared.pages import Cache, EnginePages, LayerSize, tell_pages
+from kvtier.core.errors import LayoutError
 
 NUM_PAGES, TOKENS, HEADS, DIM = 7, 4, 2, 8
 PART = TOKENS * HEADS * DIM

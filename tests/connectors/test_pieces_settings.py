@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import CacheConfig
 from kvtier.connectors.vllm.standalone.settings import TierSettings
-from kvtier.errors import ConfigError
-from kvtier.types import Durability, Verify
+from kvtier.core.config import CacheConfig
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import Durability, Verify
 
 LEAST: dict[str, Any] = {"disk_path": "/nvme/kvtier", "disk_capacity": "200GiB"}
 

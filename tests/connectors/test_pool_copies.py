@@ -9,12 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvtier.cache.block_cache import BlockState
+from kvtier.cache.transfer import TransferEngine
 from kvtier.connectors.common.pool_copies import Load, Store
 from kvtier.devices import Direction
 from kvtier.devices.cpu import CpuDevice
-from kvtier.keyed.block_cache import BlockState
 from kvtier.testing import FaultyDevice, StoredBlocks
-from kvtier.transfer import TransferEngine
 from tests.connectors.pool_world import ENDS, NUM_PAGES, PoolWorld, key_of
 
 

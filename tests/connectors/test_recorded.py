@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from kvtier.connectors.common.recording import open_recorder, record_tokens
-from kvtier.connectors.sglang import recording as under_sglang
-from kvtier.connectors.sglang.prefill import SCHEDULER, PrefillWatch
-from kvtier.connectors.vllm.settings import VllmSettings
-from kvtier.recording import Chains
+from kvtier.connectors.sglang.shared import recording as under_sglang
+from kvtier.connectors.sglang.shared.prefill import SCHEDULER, PrefillWatch
+from kvtier.connectors.vllm.shared.settings import VllmSettings
+from kvtier.observe.recording import Chains
 from kvtier.tools.replay.traces import ReadOptions, read_traces
 
 CHAINS = Chains(b"s" * 32, 64)
@@ -202,7 +202,7 @@ def test_request_that_cant_be_read_fails_nothing(
 def test_a_plug_in_leaves_it_to_its_engine_when_prometheus_is_imported() -> None:
     """Imported too early, prometheus shows nothing of what the engine's processes count."""
     script = (
-        "import sys, kvtier.ladder, kvtier.telemetry, kvtier.connectors.sglang.plugin\n"
+        "import sys, kvtier.cache.ladder, kvtier.observe, kvtier.connectors.sglang.plugin\n"
         "assert 'prometheus_client' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

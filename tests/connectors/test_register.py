@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from kvtier.connectors.vllm import register
-from kvtier.connectors.vllm.registry import SPEC_NAME
+from kvtier.connectors.vllm.shared.registry import SPEC_NAME
 
 
 class Factory:

@@ -12,7 +12,7 @@ import pytest
 from kvtier.connectors.common.contract import Contract
 from kvtier.connectors.vllm.kv_connector import contract as kv_connector
 from kvtier.connectors.vllm.offloading import contract
-from kvtier.connectors.vllm.registry import (
+from kvtier.connectors.vllm.shared.registry import (
     CONNECTOR_NAME,
     MULTI_NAME,
     asks_for_kvtier,

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.connectors.vllm.prompt import RequestBlocks
-from kvtier.connectors.vllm.request_state import LEGAL, Doubt, Phase, RequestState, Way
-from kvtier.keyed.block_cache import BlockState
+from kvtier.cache.block_cache import BlockState
+from kvtier.connectors.vllm.shared.prompt import RequestBlocks
+from kvtier.connectors.vllm.shared.request_state import LEGAL, Doubt, Phase, RequestState, Way
 from kvtier.plan.decide import Wait
 
 KEYS = [b"first", b"second"]

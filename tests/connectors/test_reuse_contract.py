@@ -14,28 +14,28 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvtier import connectors
-from kvtier.connectors.sglang.device_pools import KV
-from kvtier.connectors.sglang.promotion import PromptPromotion, WaitingPrompt
-from kvtier.connectors.vllm.counts import Counts
-from kvtier.connectors.vllm.promotion import Promotion
-from kvtier.connectors.vllm.prompt import RequestBlocks, Shape
-from kvtier.connectors.vllm.request_state import Advice, RequestState
-from kvtier.keyed.block_cache import BlockState
-from kvtier.ladder import Ladder
+from kvtier.cache.block_cache import BlockState
+from kvtier.cache.ladder import Ladder
+from kvtier.cache.transfer.ranks import Done, RankOrder, Verb
+from kvtier.cache.transfer.ranks.digests import keys_in
+from kvtier.connectors.sglang.linker.promotion import PromptPromotion, WaitingPrompt
+from kvtier.connectors.sglang.shared.device_pools import KV
+from kvtier.connectors.vllm.shared.counts import Counts
+from kvtier.connectors.vllm.shared.promotion import Promotion
+from kvtier.connectors.vllm.shared.prompt import RequestBlocks, Shape
+from kvtier.connectors.vllm.shared.request_state import Advice, RequestState
+from kvtier.core.types import DEVICE, DISK, HOST, LoadPolicy
 from kvtier.layout import opaque
+from kvtier.observe.specs import VLLM_RECOMPUTED_CHUNKS
 from kvtier.plan.decide import WaitState
-from kvtier.telemetry.specs import VLLM_RECOMPUTED_CHUNKS
 from kvtier.testing import FaultyStorage, MemoryStorage, StoredBlocks
 from kvtier.tiers import StorageFacts
-from kvtier.transfer.ranks import Done, RankOrder, Verb
-from kvtier.transfer.ranks.digests import keys_in
-from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
+from tests.cache import keyed_world
 from tests.connectors import pool_world
 from tests.connectors.pool_world import SLOT_BYTES, PoolWorld
 from tests.connectors.storage_world import BLOCK_BYTES, memory
 from tests.connectors.test_blocking_calls import Caller
 from tests.connectors.test_blocking_calls import key_of as slab_key_of
-from tests.keyed import keyed_world
 from tests.plan.decide_cases import BLOCK_TOKENS, CASES, WAITS, Case, WaitCase
 
 STORE = "store"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier.connectors.vllm.standalone.capacity import GuestTier, Path
-from tests.effort import effort
+from tests.kit.effort import effort
 
 
 def prompt(number: int, num_blocks: int) -> list[int]:

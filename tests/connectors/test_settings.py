@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.connectors.vllm.settings import VllmSettings
-from kvtier.errors import ConfigError
+from kvtier.connectors.vllm.shared.settings import VllmSettings
+from kvtier.core.errors import ConfigError
 
 DISK = {"disk_path": "/nvme", "disk_capacity": "1GiB"}
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.connectors.sglang import ascend_copies, plugin
-from kvtier.connectors.sglang.ascend_copies import LOSS, AscendCopies
+from kvtier.connectors.sglang import plugin
+from kvtier.connectors.sglang.copies import ascend_copies
+from kvtier.connectors.sglang.copies.ascend_copies import LOSS, AscendCopies
+from kvtier.core.errors import DeviceError
 from kvtier.devices import Finding
-from kvtier.errors import DeviceError
 from tests.connectors.ascend_world import BATCH, Worlds, at_pages, raw, scramble, warnings_in
 
 
@@ -197,7 +198,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 def test_nothing_is_hooked_for_those_who_do_not_ask(
     registered: Callable[..., list[str]], wanted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "kvtier.connectors.sglang.ascend_copies"
+    name = "kvtier.connectors.sglang.copies.ascend_copies"
     monkeypatch.delitem(sys.modules, name)
     assert registered(pytest.fail, wanted) == []
     assert name not in sys.modules
@@ -210,7 +211,7 @@ def test_those_who_ask_get_the_hooks_on_an_npu_only(
         raise RuntimeError("torch_npu detected, but NPU device is not available or visible.")
 
     contract = SimpleNamespace(COPIES=SimpleNamespace(differences=list))
-    monkeypatch.setitem(sys.modules, "kvtier.connectors.sglang.contract", contract)
+    monkeypatch.setitem(sys.modules, "kvtier.connectors.sglang.shared.contract", contract)
     assert registered(lambda: True, "1") == list(ascend_copies.COPIES.hooks)
     assert registered(lambda: False, "1") == []
     assert registered(lost, "1") == []

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.sglang.promotion import PromptPromotion, WaitingPrompt
-from kvtier.connectors.sglang.scheduler_hooks import QueueGate
+from kvtier.connectors.sglang.linker.promotion import PromptPromotion, WaitingPrompt
+from kvtier.connectors.sglang.linker.scheduler_hooks import QueueGate
 from kvtier.layout import opaque
 from kvtier.plan.decide import WaitState
 from kvtier.testing import MemoryStorage, StoredBlocks
@@ -160,7 +160,7 @@ def test_nobody_waits_for_longer_than_for_an_answer() -> None:
 
 
 def test_log_has_once_what_was_decided(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="kvtier.connectors.sglang.promotion")
+    caplog.set_level(logging.DEBUG, logger="kvtier.connectors.sglang.linker.promotion")
     pools = PoolWorld()
     assert pools.keep(0, 1)
     bringing = PromptPromotion({"kv": pools.pool}, PAGE, SLOT_BYTES, always=False)

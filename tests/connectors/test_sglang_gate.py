@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.connectors.sglang.promotion import PromptPromotion, WaitingPrompt
-from kvtier.connectors.sglang.scheduler_hooks import NUM_AHEAD, QueueGate
-from kvtier.keyed.block_cache import BlockState
+from kvtier.cache.block_cache import BlockState
+from kvtier.connectors.sglang.linker.promotion import PromptPromotion, WaitingPrompt
+from kvtier.connectors.sglang.linker.scheduler_hooks import NUM_AHEAD, QueueGate
 from kvtier.testing import StoredBlocks
 from tests.connectors.pool_world import SLOT_BYTES, PoolWorld, key_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.connectors.sglang.prefix_hits import SidePool, common_hits
+from kvtier.connectors.sglang.shared.prefix_hits import SidePool, common_hits
 
 Flags = st.lists(st.booleans(), max_size=12)
 

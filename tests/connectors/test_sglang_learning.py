@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.sglang.prompt_reporting import PromptReporter, policy_of
-from kvtier.connectors.sglang.settings import StorageSettings
-from kvtier.errors import ConfigError
+from kvtier.connectors.sglang.shared.prompt_reporting import PromptReporter, policy_of
+from kvtier.connectors.sglang.shared.settings import StorageSettings
+from kvtier.core.errors import ConfigError
 from kvtier.index.policies.replayed import LRU, RUNS
 from tests.connectors.pool_world import PoolWorld
 

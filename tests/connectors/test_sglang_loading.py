@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.connectors.sglang.device_pools import DevicePool
-from kvtier.connectors.sglang.layer_counter import LayerCounter
-from kvtier.connectors.sglang.loading import Loading
-from kvtier.keyed.block_cache import BlockState
-from kvtier.types import HOST
+from kvtier.cache.block_cache import BlockState
+from kvtier.connectors.sglang.linker.layer_counter import LayerCounter
+from kvtier.connectors.sglang.linker.loading import Loading
+from kvtier.connectors.sglang.shared.device_pools import DevicePool
+from kvtier.core.types import HOST
 from tests.connectors.pool_world import ENDS, PoolWorld, key_of
 
 PAGE = 16

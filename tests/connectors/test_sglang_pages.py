@@ -12,8 +12,8 @@ pytest.importorskip("torch", reason="needs the engine extra")
 
 import torch
 
-from kvtier.connectors.sglang.pages import Pages
-from kvtier.errors import LayoutError
+from kvtier.connectors.sglang.shared.pages import Pages
+from kvtier.core.errors import LayoutError
 
 PAGE, NUM_PAGES, PIECE = 4, 6, 32
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvtier.connectors.sglang.prefill import SCHEDULER, PrefillWatch
+from kvtier.connectors.sglang.shared.prefill import SCHEDULER, PrefillWatch
 
 
 class Steps:

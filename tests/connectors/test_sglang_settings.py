@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.sglang.identity import engine_digest, folder_of, page_keys, pool_facts
-from kvtier.connectors.sglang.settings import LinkerSettings, StorageSettings
-from kvtier.connectors.sglang.unsupported import refuse, refuse_linked
-from kvtier.errors import ConfigError
+from kvtier.connectors.sglang.shared.identity import engine_digest, folder_of, page_keys, pool_facts
+from kvtier.connectors.sglang.shared.settings import LinkerSettings, StorageSettings
+from kvtier.connectors.sglang.shared.unsupported import refuse, refuse_linked
+from kvtier.core.errors import ConfigError
 
 DISK = {"disk_path": "/nvme/kv", "disk_capacity": "1MiB"}
 

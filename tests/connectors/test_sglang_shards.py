@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="needs the engine extra")
 
-from kvtier.connectors.sglang.identity import pool_facts
-from kvtier.connectors.sglang.settings import LinkerSettings, StorageSettings
-from kvtier.connectors.sglang.shards import PagePart, cut, num_kv_heads, refuse_several
-from kvtier.errors import ConfigError, LayoutError
+from kvtier.connectors.sglang.shared.identity import pool_facts
+from kvtier.connectors.sglang.shared.settings import LinkerSettings, StorageSettings
+from kvtier.connectors.sglang.shared.shards import PagePart, cut, num_kv_heads, refuse_several
+from kvtier.core.errors import ConfigError, LayoutError
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.layout import Division, opaque
 from kvtier.testing import MemoryStorage, StoredBlocks
 from kvtier.tiers import Outcome, Pieces
 from kvtier.tiers.wrappers import ShardTier
-from kvtier.types import BlockKey, BlockName
 
 NUM = 2
 KEYS = [BlockKey(bytes([at]) * 32) for at in range(NUM)]

@@ -14,17 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.connectors.common.paged_pool import GroupPages
-from kvtier.connectors.vllm.pages import Cache, EnginePages, LayerSize, tell_pages
-from kvtier.connectors.vllm.settings import VllmSettings
-from kvtier.connectors.vllm.shards import division_of, layout_of, shards_of
+from kvtier.connectors.vllm.shared.pages import Cache, EnginePages, LayerSize, tell_pages
+from kvtier.connectors.vllm.shared.settings import VllmSettings
+from kvtier.connectors.vllm.shared.shards import division_of, layout_of, shards_of
+from kvtier.core.errors import ConfigError, LayoutError
+from kvtier.core.types import BlockKey, BlockName, Slot
 from kvtier.devices import Direction, Memory
 from kvtier.devices.cpu import CpuDevice
-from kvtier.errors import ConfigError, LayoutError
 from kvtier.layout import Division, opaque
 from kvtier.testing import MemoryStorage, StoredBlocks
 from kvtier.tiers import Outcome, Pieces
 from kvtier.tiers.wrappers import ShardTier
-from kvtier.types import BlockKey, BlockName, Slot
 
 LAYERS, TOKENS, DIM = 4, 10, 3
 NUM_PAGES = 7

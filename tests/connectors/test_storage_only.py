@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from kvtier.errors import ConfigError
-from kvtier.keyed.block_cache import BlockState, Change
-from kvtier.telemetry.specs import REFUSED_BLOCKS
+from kvtier.cache.block_cache import BlockState, Change
+from kvtier.core.errors import ConfigError
+from kvtier.observe.specs import REFUSED_BLOCKS
 from kvtier.testing.storage import StoredBlocks
 from tests.connectors.storage_world import (
     DIGEST,

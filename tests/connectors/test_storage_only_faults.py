@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier.cache.block_cache import BlockState, Change
+from kvtier.cache.transfer import LocalMover
 from kvtier.connectors.common.names import block_key
 from kvtier.connectors.common.opening import NoStorage
-from kvtier.errors import TierError
-from kvtier.keyed.block_cache import BlockState, Change
-from kvtier.telemetry.specs import FAILED_BLOCKS, REFUSED_BLOCKS, UNWRITTEN_BLOCKS
+from kvtier.core.errors import TierError
+from kvtier.observe.specs import FAILED_BLOCKS, REFUSED_BLOCKS, UNWRITTEN_BLOCKS
 from kvtier.testing.storage import StoredBlocks
-from kvtier.transfer import LocalMover
 from tests.connectors.storage_world import (
     BLOCK_BYTES,
     DIGEST,
@@ -167,7 +167,7 @@ def test_queued_stores_are_finished_before_the_end() -> None:
 
 
 def test_stores_that_take_too_long_are_dropped_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.connectors.common.storage_only.CLOSE_WAIT_S", 0.01)
+    monkeypatch.setattr("kvtier.cache.storage_only.CLOSE_WAIT_S", 0.01)
     stored_blocks = StoredBlocks()
     tier = memory(8, stored_blocks)
     world = World(tier)
@@ -189,8 +189,8 @@ def test_stores_that_take_too_long_are_dropped_at_the_end(monkeypatch: pytest.Mo
 
 
 def test_write_that_does_not_end_keeps_the_memory_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.connectors.common.storage_only.CLOSE_WAIT_S", 0.01)
-    monkeypatch.setattr("kvtier.connectors.common.storage_only.END_WAIT_S", 0.01)
+    monkeypatch.setattr("kvtier.cache.storage_only.CLOSE_WAIT_S", 0.01)
+    monkeypatch.setattr("kvtier.cache.storage_only.END_WAIT_S", 0.01)
     tier = memory(8)
     world = World(tier)
     tier.open_writes.clear()

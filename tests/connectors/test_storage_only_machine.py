@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvtier.cache.block_cache import BlockState
 from kvtier.connectors.common.names import block_key
-from kvtier.keyed.block_cache import BlockState
 from kvtier.testing.storage import StoredBlocks
 from tests.connectors.storage_world import DIGEST, World, key_of, memory
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.config import UNITS, CacheConfig, parse_capacity, parse_size
-from kvtier.connectors.sglang.settings import LinkerSettings, StorageSettings
-from kvtier.connectors.vllm.settings import VllmSettings
+from kvtier.connectors.sglang.shared.settings import LinkerSettings, StorageSettings
+from kvtier.connectors.vllm.shared.settings import VllmSettings
 from kvtier.connectors.vllm.standalone.settings import TierSettings
-from kvtier.errors import CacheError, ConfigError
+from kvtier.core.config import UNITS, CacheConfig, parse_capacity, parse_size
+from kvtier.core.errors import CacheError, ConfigError
+from kvtier.core.types import WritePolicy
 from kvtier.node.config import NodeConfig
-from kvtier.types import WritePolicy
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvtier.hints import MAX_ACTIONS, MAX_BACK_S, MAX_TTL_S, Hint, Retain, parse_kv_hints
-from kvtier.keys import token_labels
-from kvtier.types import HOST
-from tests.core.world import BLOCK_SIZE, NS, World
+from kvtier.core.hints import MAX_ACTIONS, MAX_BACK_S, MAX_TTL_S, Hint, Retain, parse_kv_hints
+from kvtier.core.keys import token_labels
+from kvtier.core.types import HOST
+from tests.cache.tokens.world import BLOCK_SIZE, NS, World
 
 TALK, OTHER = [1] * 8, [2] * 8
 HOSTILE = b"hostile"

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier import _hot
-from kvtier._reference.tokens import pack_tokens as reference_pack_tokens
-from kvtier.errors import ConfigError
-from kvtier.keys import (
+from kvtier.core import hot
+from kvtier.core.errors import ConfigError
+from kvtier.core.keys import (
     Namespace,
     PackedKeys,
     grid_labels,
@@ -27,7 +26,8 @@ from kvtier.keys import (
     token_labels,
     view_labels,
 )
-from kvtier.types import BlockKey, Label
+from kvtier.core.reference.tokens import pack_tokens as reference_pack_tokens
+from kvtier.core.types import BlockKey, Label
 
 NS = b"namespace"
 
@@ -156,8 +156,8 @@ def test_native_packing_and_its_twin_agree(ids: list[int], kind: Any) -> None:
     except OverflowError:
         return  # no such array
     packed = reference_pack_tokens(made)
-    if _hot.NATIVE:
-        assert _hot.pack_tokens(made) == packed
+    if hot.NATIVE:
+        assert hot.pack_tokens(made) == packed
     if packed is not None:
         assert np.frombuffer(packed, "<u4").tolist() == list(made)
 

@@ -8,10 +8,10 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from kvtier.core.errors import ConfigError, DeviceError
+from kvtier.core.system import plugins
 from kvtier.devices import find_device
 from kvtier.devices.cpu import CpuDevice
-from kvtier.errors import ConfigError, DeviceError
-from kvtier.system import plugins
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_device_that_nothing_serves_says_why_for_each_back_end(installed: dict[s
 
 def test_core_needs_no_torch() -> None:
     code = (
-        "import sys, kvtier, kvtier.cache, kvtier.devices.cpu\n"
+        "import sys, kvtier, kvtier.cache.tokens, kvtier.devices.cpu\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from kvtier.connectors.vllm.settings import VllmSettings
+from kvtier.connectors.vllm.shared.settings import VllmSettings
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -39,7 +39,7 @@ python3() { note python3 "$@"; }
 docker() {
     if [ "$1 $2 $3 $4" = "run --rm --entrypoint kvtier" ]; then
         shift 5  # kvtier in a container is the one that is tested
-        "$PYTHON" -m kvtier.cli "$@"
+        "$PYTHON" -m kvtier.tools.cli "$@"
     else
         note docker "$@"
     fi

@@ -17,11 +17,11 @@ import typer
 import yaml  # type: ignore[import-untyped]
 from typer.testing import CliRunner
 
-from kvtier.cli import app
-from kvtier.cli.api_keys import KEY_VARIABLE
-from kvtier.config import parse_size
-from kvtier.connectors.vllm.settings import VllmSettings
+from kvtier.connectors.vllm.shared.settings import VllmSettings
+from kvtier.core.config import parse_size
 from kvtier.node.config import NodeConfig
+from kvtier.tools.cli import app
+from kvtier.tools.cli.api_keys import KEY_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -183,7 +183,7 @@ def test_keys_come_by_the_variable_that_is_read() -> None:
 
 @pytest.mark.engine
 def test_probes_ask_what_needs_no_key() -> None:
-    from kvtier.server.gate import OPEN_PATHS
+    from kvtier.serve.server.gate import OPEN_PATHS
 
     for path in ("kubernetes/server.yaml", "kubernetes/vllm.yaml"):
         found = container(path)

@@ -8,7 +8,7 @@ import pytest
 import typer
 import yaml  # type: ignore[import-untyped]
 
-from kvtier.cli import app
+from kvtier.tools.cli import app
 
 from .test_files import DEPLOY, documents
 

@@ -15,7 +15,7 @@ from kvtier.devices.compute import ComputeStream
 from kvtier.devices.cuda import CudaDevice
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.devices.hip import HipDevice
-from tests.fakes.fake import VARIANTS, Fake
+from tests.kit.fakes.fake import VARIANTS, Fake
 
 MAKERS = {"cuda": CudaDevice, "ascend": AscendDevice, "hip": HipDevice}
 BATCH_CALLS = {

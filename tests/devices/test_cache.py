@@ -10,10 +10,10 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvtier.devices import Device, Memory
 from kvtier.testing import FaultyDevice
-from tests.core.test_cache_machine import CacheMachine, StorageMachine, WriteBackMachine
-from tests.core.world import A, World
+from tests.cache.tokens.test_cache_machine import CacheMachine, StorageMachine, WriteBackMachine
+from tests.cache.tokens.world import A, World
 from tests.devices.drivers import make_device
-from tests.fakes.fake import Fake
+from tests.kit.fakes.fake import Fake
 
 STEPS = settings(stateful_step_count=40, max_examples=max(12, settings.default.max_examples // 8))
 

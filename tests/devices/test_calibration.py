@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.core.errors import DeviceError
 from kvtier.devices import Direction
 from kvtier.devices.calibration import calibrate
 from kvtier.devices.copies import Copies
@@ -15,9 +16,8 @@ from kvtier.devices.driver_device import DriverDevice
 from kvtier.devices.path_table import Measured, PathTable, load_table, save_table, table_path
 from kvtier.devices.paths import CopyPath
 from kvtier.devices.rig import open_rig
-from kvtier.errors import DeviceError
 from tests.devices.drivers import BATCH_CALLS, make_device
-from tests.fakes.fake import Fake
+from tests.kit.fakes.fake import Fake
 
 ALL = frozenset({CopyPath.BATCH, CopyPath.ROWS, CopyPath.EACH})
 

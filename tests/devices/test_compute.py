@@ -8,10 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kvtier.core.errors import DeviceError  # noqa: E402
 from kvtier.devices.compute import torch_compute  # noqa: E402
-from kvtier.errors import DeviceError  # noqa: E402
 from tests.devices.drivers import make_device  # noqa: E402
-from tests.fakes.fake import Fake  # noqa: E402
+from tests.kit.fakes.fake import Fake  # noqa: E402
 
 
 class Stream:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvtier.core.errors import DeviceError
 from kvtier.devices import CopyBatch, Device, Direction
 from kvtier.devices.cpu import CpuDevice
-from kvtier.errors import DeviceError
 from kvtier.testing import DeviceSuite, FaultyDevice, host_memory, memory_bytes
 
 

@@ -16,7 +16,7 @@ from kvtier.devices.driver_device import DriverDevice
 from kvtier.testing import DeviceSuite
 from kvtier.testing.memory import Bytes
 from tests.devices.drivers import host_compute, make_device, page_locked
-from tests.fakes.fake import VARIANTS, Fake
+from tests.kit.fakes.fake import VARIANTS, Fake
 
 _seeds = itertools.count()
 

@@ -12,13 +12,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+from kvtier.core.types import DEVICE, HOST
 from kvtier.devices.calibration import calibrate
 from kvtier.devices.driver_device import DriverDevice
-from kvtier.engine import Completion, Engine, SamplingParams
-from kvtier.types import DEVICE, HOST
+from kvtier.serve.engine import Completion, Engine, SamplingParams
 from tests.devices.drivers import make_device
-from tests.engine.conftest import SMALL
-from tests.fakes.fake import Fake
+from tests.kit.fakes.fake import Fake
+from tests.serve.engine.conftest import SMALL
 
 pytestmark = pytest.mark.engine
 KEEP = SamplingParams(max_tokens=5, keep_logits=True)
@@ -37,8 +37,8 @@ def engine(
         lambda device: calibrate(device, (1024, 32768), (64,), repeats=1),
     )
     device = make_device(fake)
-    monkeypatch.setattr("kvtier.engine.engine.find_device", lambda name: device)
-    monkeypatch.setattr("kvtier.transfer.staging.STEP_BYTES", 1)
+    monkeypatch.setattr("kvtier.serve.engine.engine.find_device", lambda name: device)
+    monkeypatch.setattr("kvtier.cache.transfer.staging.STEP_BYTES", 1)
     with Engine(replace(SMALL, model=model)) as engine:
         tier: Any = engine.cache._tiers["device"]
         pool = tier.memory

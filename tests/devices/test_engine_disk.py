@@ -16,19 +16,19 @@ pytest.importorskip("torch")
 
 import torch
 
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import DEVICE, DISK, HOST
 from kvtier.devices import Finding
 from kvtier.devices.calibration import calibrate
-from kvtier.engine import Engine, EngineConfig
-from kvtier.engine.pool import KVPool
-from kvtier.errors import ConfigError
 from kvtier.layout import KVGroup
+from kvtier.serve.engine import Engine, EngineConfig
+from kvtier.serve.engine.pool import KVPool
 from kvtier.tiers.disk.tier import DiskTier
-from kvtier.types import DEVICE, DISK, HOST
 from tests.devices.drivers import make_device
-from tests.engine.asking import ask, same
-from tests.engine.conftest import changed
-from tests.engine.test_direct import direct_config
-from tests.fakes.storage import STORAGE, StorageFake
+from tests.kit.fakes.storage import STORAGE, StorageFake
+from tests.serve.engine.asking import ask, same
+from tests.serve.engine.conftest import changed
+from tests.serve.engine.test_direct import direct_config
 from tests.tiers.disk.accelerated import KINDS
 
 pytestmark = pytest.mark.engine
@@ -59,8 +59,10 @@ class Machine:
             "kvtier.devices.driver_device.calibrate",
             lambda device: calibrate(device, (1024, 32768), (64,), repeats=1),
         )
-        monkeypatch.setattr("kvtier.engine.engine.find_device", lambda name: make_device(fake))
-        monkeypatch.setattr("kvtier.engine.profile.KVPool", self._make_pool)
+        monkeypatch.setattr(
+            "kvtier.serve.engine.engine.find_device", lambda name: make_device(fake)
+        )
+        monkeypatch.setattr("kvtier.serve.engine.profile.KVPool", self._make_pool)
 
     def _make_pool(
         self, group: KVGroup, num_blocks: int, device: torch.device, dtype: torch.dtype

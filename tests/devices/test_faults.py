@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier.core.errors import ConfigError, DeviceError
 from kvtier.devices import CopyBatch, Direction, Memory
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.devices.paths import BATCH_VARIABLE
 from kvtier.devices.rig import Rig, open_rig
-from kvtier.errors import ConfigError, DeviceError
 from tests.devices.drivers import BATCH_CALLS, REFUSALS, WITH_BATCH, make_device, page_locked
-from tests.fakes.fake import VARIANTS, Fake
+from tests.kit.fakes.fake import VARIANTS, Fake
 
 NEWEST = ["cuda130", "cann91", "hip713"]
 SYNCHRONIZE = {

@@ -19,7 +19,7 @@ from kvtier.devices.paths import CopyPath
 from kvtier.devices.rig import open_rig
 from scripts.ptx import DEVICES, digest
 from tests.devices.drivers import make_device
-from tests.fakes.fake import Fake
+from tests.kit.fakes.fake import Fake
 
 SOURCE = DEVICES / f"{NAME}.cu"
 ON_CPU = """

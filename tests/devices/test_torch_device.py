@@ -10,9 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kvtier.core.errors import DeviceError  # noqa: E402
 from kvtier.devices import Device, Memory  # noqa: E402
 from kvtier.devices.torch_device import TorchDevice, tensor_memory  # noqa: E402
-from kvtier.errors import DeviceError  # noqa: E402
 from kvtier.layout import DType, full_attention, named_layout  # noqa: E402
 from kvtier.testing import DeviceSuite, MemoryTierSuite  # noqa: E402
 from kvtier.tiers import DeviceTier, HostTier, MemoryTier  # noqa: E402

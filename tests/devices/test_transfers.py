@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.cache.transfer import CopyJob, TransferEngine, stage, stage_steps
+from kvtier.core.types import Slot
 from kvtier.devices import Device, Direction, Memory
 from kvtier.devices.cpu import CpuDevice
 from kvtier.devices.paths import BATCH_VARIABLE
@@ -24,10 +26,8 @@ from kvtier.layout import (
 )
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers import DeviceTier, HostTier
-from kvtier.transfer import CopyJob, TransferEngine, stage, stage_steps
-from kvtier.types import Slot
 from tests.devices.drivers import host_compute, make_device
-from tests.fakes.fake import VARIANTS, Fake
+from tests.kit.fakes.fake import VARIANTS, Fake
 
 Bytes = npt.NDArray[np.uint8]
 NUM_DEVICE, NUM_HOST = 7, 9

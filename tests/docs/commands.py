@@ -14,15 +14,15 @@ from typing import Any
 
 import typer
 
-from kvtier.cli import app
 from kvtier.connectors.common.contract import Contract
-from kvtier.connectors.sglang import contract as sglang
-from kvtier.connectors.sglang.settings import LinkerSettings, StorageSettings
+from kvtier.connectors.sglang.shared import contract as sglang
+from kvtier.connectors.sglang.shared.settings import LinkerSettings, StorageSettings
 from kvtier.connectors.vllm.offloading import contract as vllm
-from kvtier.connectors.vllm.registry import SPEC_NAME
-from kvtier.connectors.vllm.settings import VllmSettings
+from kvtier.connectors.vllm.shared.registry import SPEC_NAME
+from kvtier.connectors.vllm.shared.settings import VllmSettings
 from kvtier.connectors.vllm.standalone.settings import TierSettings
-from kvtier.errors import INSTALL, ConfigError
+from kvtier.core.errors import INSTALL, ConfigError
+from kvtier.tools.cli import app
 
 ROOT = Path(__file__).parents[2]
 WORDS_OF_THE_SHELL = frozenset({"do", "then", "else", "until", "while", "if", "!", "{", "("})

@@ -71,7 +71,7 @@ def main(extra: str, *arguments: str) -> None:
     if arguments[:1] == ("-c",):
         exec(arguments[1], {"__name__": "__main__"})
         return
-    from kvtier.cli import app
+    from kvtier.tools.cli import app
 
     sys.argv = ["kvtier", *arguments]
     app()

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.docs.pages import ROOT, Block
-from tests.servers import free_ports
+from tests.kit.servers import free_ports
 
 COLUMNS = "110"
 """Width of the terminal that pages show."""
@@ -62,7 +62,7 @@ def _prepare(folder: Path) -> None:
     for name in LINKED:
         (folder / name).symlink_to(ROOT / name)
     python = shlex.quote(sys.executable)
-    for name, what in (("python", python), ("kvtier", f"{python} -m kvtier.cli")):
+    for name, what in (("python", python), ("kvtier", f"{python} -m kvtier.tools.cli")):
         script = folder / ".venv/bin" / name
         script.write_text(f'#!/bin/sh\nexec {what} "$@"\n')
         script.chmod(0o755)

@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from kvtier.errors import install_command
+from kvtier.core.errors import install_command
 from tests.docs.pages import ROOT
 
 KEY = "encryption_key='command:printf %064d 1'"
 CODING = "from kvtier.tiers.codecs.opening import *; check_coding(CodingConfig({}))"
-COMMAND = "from kvtier.cli import app; app({})"
+COMMAND = "from kvtier.tools.cli import app; app({})"
 ENGINE = """
 try:
-    from kvtier.cli import app
+    from kvtier.tools.cli import app
     app(["bench", "serve", "--model", "none"])
 finally:
     import importlib, pkgutil
@@ -26,8 +26,8 @@ finally:
 USES = {
     "codecs": CODING.format("'lossless'"),
     "encryption": CODING.format(KEY),
-    "events": "from kvtier.telemetry.publisher import *; Publisher(None, 'tcp://127.0.0.1:*')",
-    "traces": "from kvtier.telemetry.traces import *; open_traces('1')",
+    "events": "from kvtier.observe.publisher import *; Publisher(None, 'tcp://127.0.0.1:*')",
+    "traces": "from kvtier.observe.traces import *; open_traces('1')",
     "s3": COMMAND.format(["remote", "check", "s3://a?endpoint=http://127.0.0.1:9"]),
     "node": COMMAND.format(["node", "run", "--host-capacity", "1"]),
     "replay": COMMAND.format(["replay", "none.zst"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 
-from kvtier.errors import INSTALL, install_command
+from kvtier.core.errors import INSTALL, install_command
 from tests.docs.pages import ROOT, pages
 
 OWN_WORDING = re.compile(r"""['"` ](?:kvtier|\.)\[\w+\]|pip install[^\n]*kvtier""")

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import kvtier
-from kvtier.telemetry.specs import DECLARED
+from kvtier.observe.specs import DECLARED
 from tests.docs.pages import ROOT
 
 PUBLIC: list[str] = vars(kvtier)["__all__"]
@@ -62,8 +62,13 @@ def test_every_variable_of_the_environment_is_on_its_page() -> None:
 
 @pytest.mark.engine
 def test_every_parameter_of_the_api_is_on_its_page() -> None:
-    from kvtier.server.refused import HARMLESS, LABELS
-    from kvtier.server.schemas import ChatMessage, ChatRequest, CompletionRequest, StreamOptions
+    from kvtier.serve.server.refused import HARMLESS, LABELS
+    from kvtier.serve.server.schemas import (
+        ChatMessage,
+        ChatRequest,
+        CompletionRequest,
+        StreamOptions,
+    )
 
     supported = _rows(_section("openai.md", "Supported"))
     own = _rows(_section("openai.md", "kvtier's own"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.effort import EFFORT
+from tests.kit.effort import EFFORT
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -20,7 +20,9 @@ def test_facade_example_reuses_from_memory_and_disk(capsys: pytest.CaptureFixtur
     assert [line.split(":")[1].split()[0] for line in lines] == ["0", "96", "96", "96", "48"]
 
 
-@pytest.mark.skipif(EFFORT < 1, reason="a minute of chats; tests/transformers has short ones")
+@pytest.mark.skipif(
+    EFFORT < 1, reason="a minute of chats; tests/connectors/transformers has short ones"
+)
 @pytest.mark.engine
 def test_attach_example_reuses_in_one_chat_and_in_the_next(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(EXAMPLES / "transformers_attach.py")]

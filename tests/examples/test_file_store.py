@@ -52,7 +52,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing import StorageSuite
-from kvtier.system.plugins import load_plugin
+from kvtier.core.system.plugins import load_plugin
 from kvtier.tiers import StorageSite, StorageTier
 
 
@@ -113,10 +113,10 @@ SERVE = """
 import sys
 from pathlib import Path
 
-from kvtier.cache import Cache
-from kvtier.config import CacheConfig
-from kvtier.types import DEVICE, DISK, HOST
-from tests.core.world import GROUP, World
+from kvtier.cache.tokens import Cache
+from kvtier.core.config import CacheConfig
+from kvtier.core.types import DEVICE, DISK, HOST
+from tests.cache.tokens.world import GROUP, World
 
 LONG, NS = [*[1] * 8, 9], b"n" * 32
 folder = Path(sys.argv[1])
@@ -201,10 +201,10 @@ def test_storage_that_cant_be_used_is_told_in_one_sentence(
 ) -> None:
     code = textwrap.dedent(
         f"""
-        from kvtier.cache import Cache
-        from kvtier.config import CacheConfig
-        from kvtier.errors import ConfigError
-        from tests.core.world import World
+        from kvtier.cache.tokens import Cache
+        from kvtier.core.config import CacheConfig
+        from kvtier.core.errors import ConfigError
+        from tests.cache.tokens.world import World
 
         world = World()
         config = CacheConfig(

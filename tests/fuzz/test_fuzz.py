@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.effort import effort
 from tests.fuzz import targets
+from tests.kit.effort import effort
 
 ENOUGH = 300
 """Cases in which each outcome is seen."""

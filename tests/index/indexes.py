@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier import _hot
+from kvtier.core import hot
+from kvtier.core.types import BlockId
 from kvtier.index import PromptIndex
 from kvtier.index.native_index import NativeIndex
 from kvtier.index.policies import (
@@ -22,7 +23,6 @@ from kvtier.index.policies import (
     SievePolicy,
 )
 from kvtier.index.python_index import PythonIndex
-from kvtier.types import BlockId
 
 INDEXES = ("native", "python")
 LEARNING: Mapping[str, type[EvictionPolicy]] = MappingProxyType(
@@ -77,8 +77,8 @@ def make(
     if kind == "python":
         assert not learning, "only the native core has other policies"
         return PythonIndex({tier: LruPolicy() for tier in tiers})
-    if not _hot.NATIVE:
-        pytest.skip(f"no native core: {_hot.NATIVE_REASON}")
+    if not hot.NATIVE:
+        pytest.skip(f"no native core: {hot.NATIVE_REASON}")
     return NativeIndex({tier: policy if tier in learning else "lru" for tier in tiers})
 
 

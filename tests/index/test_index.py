@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from kvtier.core.keys import grid_labels, token_labels, view_labels
+from kvtier.core.types import DEVICE, DISK, HOST, BlockId, Slot
 from kvtier.index import PromptIndex, State
-from kvtier.keys import grid_labels, token_labels, view_labels
-from kvtier.types import DEVICE, DISK, HOST, BlockId, Slot
 from tests.index.indexes import INDEXES, Both, make
 
 NS = b"namespace"

@@ -19,10 +19,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtier import _hot
+from kvtier.core import hot
+from kvtier.core.keys import next_key, next_keys
+from kvtier.core.types import DEVICE, DISK, HOST, BlockId, BlockName, Label, Match, Slot
 from kvtier.index import State
-from kvtier.keys import next_key, next_keys
-from kvtier.types import DEVICE, DISK, HOST, BlockId, BlockName, Label, Match, Slot
 from tests.index.indexes import Both, make
 
 TIERS = (DEVICE, HOST, DISK)
@@ -407,11 +407,11 @@ class TwinMachine(IndexMachine):
 STEPS = settings(stateful_step_count=50, max_examples=2 * settings.default.max_examples)
 
 
-@pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
+@pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")
 def test_native_index_twin_and_model_agree() -> None:
     run_state_machine_as_test(IndexMachine, settings=STEPS)
 
 
-@pytest.mark.skipif(_hot.NATIVE, reason="runs beside the native index")
+@pytest.mark.skipif(hot.NATIVE, reason="runs beside the native index")
 def test_twin_and_model_agree() -> None:
     run_state_machine_as_test(TwinMachine, settings=STEPS)

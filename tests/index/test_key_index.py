@@ -16,13 +16,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtier._hot import NATIVE
+from kvtier.core.hot import NATIVE
+from kvtier.core.keys import PackedKeys, next_key
+from kvtier.core.types import DISK, HOST, NO_BLOCK, BlockId, BlockName, Slot
 from kvtier.index import KeyIndex, State
 from kvtier.index.key_index import KeyMatches
 from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.index.python_key_index import PythonKeyIndex
-from kvtier.keys import PackedKeys, next_key
-from kvtier.types import DISK, HOST, NO_BLOCK, BlockId, BlockName, Slot
 
 TIERS = (HOST, DISK)
 NS = b"n" * 32

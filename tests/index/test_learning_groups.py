@@ -13,16 +13,16 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvtier._hot import NATIVE, NATIVE_REASON
+from kvtier.cache.block_cache import BlockState
+from kvtier.cache.ladder import LadderOptions
+from kvtier.cache.local import LocalBlockCache
+from kvtier.cache.transfer.ranks import RankMover
+from kvtier.core.hot import NATIVE, NATIVE_REASON
+from kvtier.core.types import DISK, HOST, BlockId, Slot
 from kvtier.index import KeyIndex, make_key_index
 from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.index.policies.replayed import LRU, RUNS
-from kvtier.keyed.block_cache import BlockState
-from kvtier.keyed.cache import LocalBlockCache
-from kvtier.ladder import LadderOptions
 from kvtier.tiers import DistantRoom, Room
-from kvtier.transfer.ranks import RankMover
-from kvtier.types import DISK, HOST, BlockId, Slot
 from tests.index.indexes import LEARNING
 from tests.index.policies.live_tier import names
 from tests.index.policies.traffic import TRAFFIC

@@ -14,10 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
-from kvtier import _hot
-from kvtier.hints import END, Said, Word
+from kvtier.core import hot
+from kvtier.core.hints import END, Said, Word
+from kvtier.core.types import DEVICE, DISK, HOST, BlockId, Label, Slot
 from kvtier.index import PromptIndex, State
-from kvtier.types import DEVICE, DISK, HOST, BlockId, Label, Slot
 from tests.index.indexes import LEARNING as POLICIES
 from tests.index.indexes import Both, make
 from tests.index.policies.traffic import TRAFFIC
@@ -86,7 +86,7 @@ class LearningMachine(IndexMachine):
         )  # what is too much is forgotten then
 
 
-@pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
+@pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_native_index_twin_and_model_agree_where_a_policy_learns(policy: str) -> None:
     few = settings(stateful_step_count=50)  # its other half is LRU's machine

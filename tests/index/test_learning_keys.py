@@ -13,11 +13,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
-from kvtier._hot import NATIVE, NATIVE_REASON
-from kvtier.hints import END, Said, Word
+from kvtier.core.hints import END, Said, Word
+from kvtier.core.hot import NATIVE, NATIVE_REASON
+from kvtier.core.types import DISK, HOST, Slot
 from kvtier.index import KeyIndex, State
 from kvtier.index.native_key_index import NativeKeyIndex
-from kvtier.types import DISK, HOST, Slot
 from tests.index.indexes import LEARNING
 from tests.index.policies.live_tier import names
 from tests.index.policies.traffic import TRAFFIC

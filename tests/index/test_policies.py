@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier import _hot
+from kvtier.core import hot
+from kvtier.core.types import DEVICE, HOST, BlockId, Slot
 from kvtier.index import choice, make_index, make_key_index
 from kvtier.index.native_index import NativeIndex
 from kvtier.index.policies import EvictionPolicy, LruPolicy, RunsPolicy
 from kvtier.testing import PolicySuite
-from kvtier.types import DEVICE, HOST, BlockId, Slot
 
 
 class TestLruPolicy(PolicySuite):
@@ -23,7 +23,7 @@ class OwnPolicy(LruPolicy):
     """Derived from ours, and free to choose otherwise."""
 
 
-@pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
+@pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")
 def test_native_index_is_used_where_it_knows_the_policy() -> None:
     index = make_index({DEVICE: LruPolicy(), HOST: LruPolicy()})
     assert isinstance(index, NativeIndex)
@@ -36,7 +36,7 @@ def test_policy_in_python_is_called_by_the_index_in_python() -> None:
     index.insert(b"namespace", [b"a", b"b"], HOST, [Slot(0), Slot(1)], 1.0)
     assert len(own.candidates()) == 1
     assert index.describe().startswith("Python, ")
-    assert not _hot.NATIVE or "OwnPolicy" in index.describe()
+    assert not hot.NATIVE or "OwnPolicy" in index.describe()
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=60))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.errors import LayoutError
+from kvtier.core.errors import LayoutError
 from kvtier.layout import (
     ORDERS,
     Attention,

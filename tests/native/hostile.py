@@ -23,10 +23,10 @@ if core := os.environ.get("KVTIER_SANITIZED_CORE"):  # as the tests themselves h
     __import__("use_core")
 
 from kvtier import _native
+from kvtier.core.keys import Labels
+from kvtier.core.types import Match
 from kvtier.index import State
-from kvtier.keys import Labels
-from kvtier.node.protocol import LookupRequest, ReleaseNotice, frame, pack
-from kvtier.types import Match
+from kvtier.node.wire.protocol import LookupRequest, ReleaseNotice, frame, pack
 
 REFUSALS = (
     TypeError,

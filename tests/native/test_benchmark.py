@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.micro import index, index_worker
-from kvtier import _hot
+from kvtier.core import hot
 
 copy = pytest.importorskip(
     "benchmarks.micro.copy", reason="needs the engine extra", exc_type=ImportError
@@ -30,7 +30,7 @@ def test_copy_benchmark_reports_rows_and_targets(tmp_path: Path) -> None:
     plans = [row for row in result["rows"] if row["case"] == "D3"]
     assert {row["num_copies"] for row in plans} == {14_336}
     measured = [target["id"] for target in result["targets"]]
-    assert measured == [*(["D1", "D2"] if _hot.NATIVE else []), "D3", "D3"]
+    assert measured == [*(["D1", "D2"] if hot.NATIVE else []), "D3", "D3"]
     for target in result["targets"]:
         low, high = target["interval_95"]
         if target["id"] == "D3":
@@ -41,7 +41,7 @@ def test_copy_benchmark_reports_rows_and_targets(tmp_path: Path) -> None:
 
 def test_plan_benchmark_notices_a_wrong_address() -> None:
     from benchmarks.micro import copy_plan
-    from kvtier.transfer.staging import stage
+    from kvtier.cache.transfer.staging import stage
 
     layers, blocks = (
         copy_plan._Pool("layer_first", 4, 0),
@@ -78,10 +78,10 @@ def test_index_benchmark_reports_rows_and_targets(tmp_path: Path) -> None:
     index.main([*sizes, "--json", str(report)])
     result = json.loads(report.read_text(encoding="utf-8"))
     assert result["benchmark"] == "index"
-    kinds = {"native", "python"} if _hot.NATIVE else {"python"}
+    kinds = {"native", "python"} if hot.NATIVE else {"python"}
     measured = {(row["contestant"], row["phase"]) for row in result["rows"]}
     assert measured == {(kind, phase) for kind in kinds for phase in index.PHASES}
-    assert [target["id"] for target in result["targets"]] == (["I5"] if _hot.NATIVE else [])
+    assert [target["id"] for target in result["targets"]] == (["I5"] if hot.NATIVE else [])
 
 
 def test_index_benchmark_notices_a_wrong_result() -> None:

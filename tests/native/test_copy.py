@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier import _hot
-from kvtier._reference.copy import copy_batch as reference_copy_batch
+from kvtier.core import hot
+from kvtier.core.reference.copy import copy_batch as reference_copy_batch
 
 CopyBatch = Callable[..., int]
 Words = npt.NDArray[np.uint64]
@@ -231,12 +231,12 @@ def test_fragments_outside_memory_are_refused_before_any_copy(
 
 @pytest.fixture
 def reloaded_hot(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Runs a fresh copy of ``kvtier._hot`` with KVTIER_NATIVE set; the real one is untouched."""
+    """Run a fresh copy of ``core.hot`` with KVTIER_NATIVE set; the real one is untouched."""
     import importlib.util
 
     def load(setting: str) -> Any:
         monkeypatch.setenv("KVTIER_NATIVE", setting)
-        spec = importlib.util.spec_from_file_location("fresh_hot", _hot.__file__)
+        spec = importlib.util.spec_from_file_location("fresh_hot", hot.__file__)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -259,7 +259,7 @@ def test_an_unknown_setting_is_refused(reloaded_hot: Callable[[str], Any]) -> No
 
 
 def test_a_reason_is_given_if_and_only_if_the_core_is_not_used() -> None:
-    assert bool(_hot.NATIVE_REASON) != _hot.NATIVE
+    assert bool(hot.NATIVE_REASON) != hot.NATIVE
 
 
 @pytest.mark.skipif(

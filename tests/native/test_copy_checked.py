@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier import _hot
-from kvtier._reference.copy import copy_checked as reference_copy_checked
+from kvtier.core import hot
+from kvtier.core.reference.copy import copy_checked as reference_copy_checked
 from tests.native.test_copy import MIB, Arena, arenas, make_arena, words
 
 CopyChecked = Callable[..., npt.NDArray[np.uint32]]
@@ -36,7 +36,7 @@ def crcs(arena: Arena, pieces: int) -> list[int]:
         sizes = arena.sizes[first : first + pieces]
         some = [arena.dst[at : at + size] for at, size in zip(begins, sizes, strict=True)]
         block = np.concatenate([*some, np.empty(0, np.uint8)])
-        found.append(_hot.crc32c(block.ctypes.data, block.size))
+        found.append(hot.crc32c(block.ctypes.data, block.size))
     return found
 
 
@@ -54,7 +54,7 @@ def test_named_bytes_are_copied_and_each_block_has_its_checksum(
     assert found.tolist() == crcs(arena, pieces)
 
 
-@pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
+@pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")
 @pytest.mark.parametrize("fragment", [2048, 65536, 3 * MIB])
 def test_large_batches_arrive_on_every_path(fragment: int) -> None:
     # Enough for the core to time both of its ways to store, and then to use the faster one.
@@ -63,7 +63,7 @@ def test_large_batches_arrive_on_every_path(fragment: int) -> None:
     for pieces in (1, 4):
         arena.dst[:] = 0
         expected = arena.expected()
-        found = _hot.copy_checked(*arena.batch, pieces)
+        found = hot.copy_checked(*arena.batch, pieces)
         assert np.array_equal(arena.dst, expected)
         assert found.tolist() == crcs(arena, pieces)
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier._reference import crc as reference
+from kvtier.core.reference import crc as reference
 
 Bytes = npt.NDArray[np.uint8]
 

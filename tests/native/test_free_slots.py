@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier._reference.free_slots import FreeSlots as Reference
+from kvtier.core.reference.free_slots import FreeSlots as Reference
 
 Make = Callable[[int], Any]
 

@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier import _hot
-from kvtier._reference.copy import copy_batch as reference_copy_batch
+from kvtier.core import hot
+from kvtier.core.keys import Labels
+from kvtier.core.reference.copy import copy_batch as reference_copy_batch
+from kvtier.core.types import DEVICE, HOST, Match, Slot
 from kvtier.index import PromptIndex
-from kvtier.keys import Labels
-from kvtier.types import DEVICE, HOST, Match, Slot
 from tests.index.indexes import INDEXES, make
 
 ROOT = Path(__file__).parents[2]
 HUGE = 2**63 - 1
 Read = Callable[[float], list[int]]
-needs_core = pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
+needs_core = pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")
 
 
 @needs_core
@@ -121,7 +121,7 @@ def test_more_than_all_is_all(index: PromptIndex, num: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "copy", [reference_copy_batch, pytest.param(_hot.copy_batch, marks=needs_core)]
+    "copy", [reference_copy_batch, pytest.param(hot.copy_batch, marks=needs_core)]
 )
 @pytest.mark.parametrize(
     ("addresses", "sizes"),
@@ -142,7 +142,7 @@ def test_no_copy_reaches_beyond_memory(
 
 @needs_core
 def test_index_is_not_made_of_what_it_is_not_made_of() -> None:
-    assert _hot.BlockTrie is not None
+    assert hot.BlockTrie is not None
     states = (1, 2, 3, 4)
     for policies, match_type, words in (
         ((None,), Labels, "a policy must be a str, not NoneType"),
@@ -150,11 +150,11 @@ def test_index_is_not_made_of_what_it_is_not_made_of() -> None:
         (("lru",), type, "match_type must be a class"),
     ):
         with pytest.raises(TypeError, match=words):
-            _hot.BlockTrie((DEVICE,), policies, states, Labels, match_type)  # type: ignore[arg-type]
+            hot.BlockTrie((DEVICE,), policies, states, Labels, match_type)  # type: ignore[arg-type]
     for num_tiers, num_policies in (33, 33), (0, 0), (2, 1):
         tiers, names = (DEVICE,) * num_tiers, ("lru",) * num_policies
         with pytest.raises(ValueError, match="1 to 32 tiers with a policy each"):
-            _hot.BlockTrie(tiers, names, states, Labels, Match)
+            hot.BlockTrie(tiers, names, states, Labels, Match)
 
 
 @needs_core
@@ -178,14 +178,14 @@ def test_labels_may_ask_the_index_while_they_are_read() -> None:
 @pytest.fixture
 def read(tmp_path: Path) -> Iterator[Read]:
     """Reads a file of 512 bytes through a ring, until a deadline; gives the numbers of bytes."""
-    if not _hot.NATIVE:
-        pytest.skip(f"no native core: {_hot.NATIVE_REASON}")
+    if not hot.NATIVE:
+        pytest.skip(f"no native core: {hot.NATIVE_REASON}")
     path, memory = tmp_path / "file", np.zeros(512, np.uint8)
     path.write_bytes(bytes(512))
     address = np.array([memory.ctypes.data], np.uint64)
     with path.open("rb") as file:
         try:
-            ring = _hot.UringRing(file.fileno(), 4, 4096, False)
+            ring = hot.UringRing(file.fileno(), 4, 4096, False)
         except RuntimeError as error:
             pytest.skip(str(error))
         batch = np.array([0]), address, np.array([512])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier._reference.key_table import KeyTable as ReferenceTable
+from kvtier.core.reference.key_table import KeyTable as ReferenceTable
 
 Keys = npt.NDArray[np.void]
 Make = Callable[[Keys, npt.NDArray[np.int64]], Any]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier._reference import packed as reference
+from kvtier.core.reference import packed as reference
 
 
 @pytest.fixture(params=["native", "reference"], scope="module")

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier._reference import planes as reference
-from kvtier._reference.planes import ESCAPE, MAX_BASE, WHOLE
+from kvtier.core.reference import planes as reference
+from kvtier.core.reference.planes import ESCAPE, MAX_BASE, WHOLE
 
 Uint8s = npt.NDArray[np.uint8]
 PLANS = [(1, 0), *((width, base) for width in (2, 4) for base in (WHOLE, 0, 110, MAX_BASE))]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier._reference import quantize as reference
-from kvtier._reference.quantize import E4M3, LARGEST, e4m3_codes
+from kvtier.core.reference import quantize as reference
+from kvtier.core.reference.quantize import E4M3, LARGEST, e4m3_codes
 
 Uint8s = npt.NDArray[np.uint8]
 WORDS = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier import _hot
-from kvtier._reference.receive import receive_values as reference_receive_values
+from kvtier.core import hot
+from kvtier.core.reference.receive import receive_values as reference_receive_values
 
 Receive = Callable[..., tuple[npt.NDArray[np.uint32], bytes, int]]
 UNTOUCHED = 0xEE
@@ -93,7 +93,7 @@ class Places:
     def crc(self, at: int, heads: int) -> int:
         """Return the checksum of a value without its first pieces."""
         content = np.frombuffer(self.value(at)[int(self.sizes[:heads].sum()) :] or b"-", np.uint8)
-        return _hot.crc32c(content.ctypes.data, int(self.sizes[heads:].sum()))
+        return hot.crc32c(content.ctypes.data, int(self.sizes[heads:].sum()))
 
     def num_touched(self) -> int:
         return int((self._rows != UNTOUCHED).sum())

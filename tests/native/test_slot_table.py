@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier._reference.slot_table import SlotTable as ReferenceTable
+from kvtier.core.reference.slot_table import SlotTable as ReferenceTable
 
 Keys = npt.NDArray[np.void]
 Make = Callable[[Keys, npt.NDArray[np.int64]], Any]

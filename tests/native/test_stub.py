@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from kvtier import _hot
-from kvtier._reference import crc, planes, quantize
-from kvtier._reference.copy import copy_batch as reference_copy_batch
-from kvtier._reference.copy import copy_checked as reference_copy_checked
-from kvtier._reference.free_slots import FreeSlots
-from kvtier._reference.key_table import KeyTable
-from kvtier._reference.receive import receive_values as reference_receive_values
-from kvtier._reference.slot_table import SlotTable
-from kvtier._reference.tokens import pack_tokens as reference_pack_tokens
+from kvtier.core import hot
+from kvtier.core.reference import crc, planes, quantize
+from kvtier.core.reference.copy import copy_batch as reference_copy_batch
+from kvtier.core.reference.copy import copy_checked as reference_copy_checked
+from kvtier.core.reference.free_slots import FreeSlots
+from kvtier.core.reference.key_table import KeyTable
+from kvtier.core.reference.receive import receive_values as reference_receive_values
+from kvtier.core.reference.slot_table import SlotTable
+from kvtier.core.reference.tokens import pack_tokens as reference_pack_tokens
 
-STUB = Path(_hot.__file__).with_name("_native.pyi")
+STUB = Path(hot.__file__).parents[1] / "_native.pyi"
 TWINS = {
     "copy_batch": reference_copy_batch,
     "copy_checked": reference_copy_checked,

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvtier import _hot
-from kvtier.errors import TierError
+from kvtier.core import hot
+from kvtier.core.errors import TierError
+from kvtier.core.keys import Labels
+from kvtier.core.types import IoKind, Slot
 from kvtier.index.native_index import NativeIndex
-from kvtier.keys import Labels
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers.disk.io import IoEngine, open_engine
-from kvtier.types import IoKind, Slot
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -69,7 +69,7 @@ def test_copies_of_several_threads_share_the_workers(num_pieces: int) -> None:
     def copy(n: int) -> None:
         dst[n][:] = 0
         (to, sizes), (at, _) = cut(dst[n], num_pieces), cut(src[n], num_pieces)
-        num_bytes = _hot.copy_batch(to, at, sizes, 3)
+        num_bytes = hot.copy_batch(to, at, sizes, 3)
         assert np.array_equal(dst[n][:num_bytes], src[n][:num_bytes])
 
     all_at_once(copy)
@@ -79,17 +79,17 @@ def test_checksums_and_copies_share_the_workers() -> None:
     src = [random_bytes(3 * MIB, seed) for seed in range(NUM_THREADS)]
     dst = [np.zeros_like(each) for each in src]
     expected = [
-        [_hot.crc32c(int(at), int(size)) for at, size in zip(*cut(each, 50), strict=True)]
+        [hot.crc32c(int(at), int(size)) for at, size in zip(*cut(each, 50), strict=True)]
         for each in src
     ]
 
     def work(n: int) -> None:
         starts, sizes = cut(src[n], 50)
         if n % 2:
-            assert _hot.crc32c_many(starts, sizes, 4).tolist() == expected[n]
+            assert hot.crc32c_many(starts, sizes, 4).tolist() == expected[n]
         else:
-            _hot.copy_batch(cut(dst[n], 50)[0], starts, sizes, 4)
-            assert _hot.crc32c_many(cut(dst[n], 50)[0], sizes, 1).tolist() == expected[n]
+            hot.copy_batch(cut(dst[n], 50)[0], starts, sizes, 4)
+            assert hot.crc32c_many(cut(dst[n], 50)[0], sizes, 1).tolist() == expected[n]
 
     all_at_once(work)
 
@@ -97,12 +97,12 @@ def test_checksums_and_copies_share_the_workers() -> None:
 def test_threads_may_read_the_same_memory() -> None:
     data = random_bytes(2 * MIB, 1)
     rows = data.reshape(-1, PAGE)
-    expected = _hot.crc32c_rows(rows).tolist()
+    expected = hot.crc32c_rows(rows).tolist()
 
     def work(_: int) -> None:
         copied = np.zeros_like(data)
-        _hot.copy_batch(cut(copied, 20)[0], *cut(data, 20), 2)
-        assert _hot.crc32c_rows(rows).tolist() == expected
+        hot.copy_batch(cut(copied, 20)[0], *cut(data, 20), 2)
+        assert hot.crc32c_rows(rows).tolist() == expected
 
     all_at_once(work)
 
@@ -121,7 +121,7 @@ def live(index: NativeIndex, number: int) -> None:
     assert len(index.key(blocks[-1])) == 32
 
 
-needs_core = pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
+needs_core = pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")
 
 
 @needs_core
@@ -177,11 +177,11 @@ def file(tmp_path: Path) -> Iterator[File]:
     os.close(made.fd)
 
 
-def ring_of(file: File) -> _hot.UringRing:
-    if not _hot.NATIVE:
-        pytest.skip(f"no native core: {_hot.NATIVE_REASON}")
+def ring_of(file: File) -> hot.UringRing:
+    if not hot.NATIVE:
+        pytest.skip(f"no native core: {hot.NATIVE_REASON}")
     try:
-        return _hot.UringRing(file.fd, 16, MIB, True)
+        return hot.UringRing(file.fd, 16, MIB, True)
     except RuntimeError as error:
         pytest.skip(str(error))
 

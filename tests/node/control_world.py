@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvtier.node import protocol
-from tests.nodes import NodeProcess
+from kvtier.node.wire import protocol
+from tests.kit.nodes import NodeProcess
 
 BLOCK_BYTES = 64 << 10
 SCOPE = b"the namespace of these tests".ljust(32, b"\0")

@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier.node.engines import Holdings
-from kvtier.node.records import FOLDER
+from kvtier.node.server.engines import Holdings
+from kvtier.node.server.records import FOLDER
 from tests.node.test_takeover import NUM, World
 from tests.node.world import BLOCK, keys
 

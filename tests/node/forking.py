@@ -17,16 +17,16 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
+from kvtier.core.types import BlockName
 from kvtier.devices.cpu import CpuDevice
 from kvtier.layout import opaque
-from kvtier.node import tier as tier_module
-from kvtier.node.client import NodeClient
-from kvtier.node.node import CacheNode
-from kvtier.node.server import NodeServer
-from kvtier.node.tier import GRACE_S, NodeTier
+from kvtier.node.client import tier as tier_module
+from kvtier.node.client.channel import NodeClient
+from kvtier.node.client.tier import GRACE_S, NodeTier
+from kvtier.node.server.node import CacheNode
+from kvtier.node.server.server import NodeServer
 from kvtier.testing.storage_user import NAMESPACE, Scattered, stored_bytes, stored_key
 from kvtier.tiers import Outcome, StorageSite, breaker
-from kvtier.types import BlockName
 from tests.node.world import config_of
 
 BLOCK = 128 << 10

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvtier.devices.cpu import CpuDevice
-from kvtier.node.node import CacheNode
-from kvtier.node.server import NodeServer
+from kvtier.node.server.node import CacheNode
+from kvtier.node.server.server import NodeServer
 from tests.node.world import config_of
 
 

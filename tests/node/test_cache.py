@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from kvtier.keyed.block_cache import BlockState
-from kvtier.node.cache import NodeCache
-from kvtier.node.client import Channel, NodeClient
+from kvtier.cache.block_cache import BlockState
+from kvtier.core.types import DISK, HOST
+from kvtier.node.client.cache import NodeCache
+from kvtier.node.client.channel import Channel, NodeClient
 from kvtier.plan.worth import is_worth_loading
-from kvtier.types import DISK, HOST
-from tests.nodes import NodeProcess, running
+from tests.kit.nodes import NodeProcess, running
 
 BLOCK_BYTES = 4096
 SCOPE = b"s" * 32
@@ -134,7 +134,7 @@ def test_engines_thread_never_connects(make: Make, monkeypatch: pytest.MonkeyPat
             connecting.append(current_thread().name)
             super().__init__(*given)
 
-    monkeypatch.setattr("kvtier.node.client.Channel", NotedChannel)
+    monkeypatch.setattr("kvtier.node.client.channel.Channel", NotedChannel)
     make()
     assert set(connecting) == {"kvtier-node"}
 
@@ -156,7 +156,7 @@ def test_first_look_up_waits_until_the_partition_is_open(make: Make, node: NodeP
 def test_nobody_waits_long_for_the_partition_of_a_stopped_node(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.node.cache.OPEN_S", 2.0)
+    monkeypatch.setattr("kvtier.node.client.cache.OPEN_S", 2.0)
     node.pause()
     cache = NodeCache(NodeClient(node.socket), lambda: SCOPE, BLOCK_BYTES, deadline_s=5.0)
     places, (opening,) = cache.lookup(KEYS[:2])

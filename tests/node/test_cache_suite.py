@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier.node.cache import NodeCache
-from kvtier.node.client import NodeClient
+from kvtier.node.client.cache import NodeCache
+from kvtier.node.client.channel import NodeClient
 from kvtier.testing import BlockCacheHarness, BlockCacheSuite
-from tests.nodes import NodeProcess
+from tests.kit.nodes import NodeProcess
 
 BLOCK_BYTES = 4096
 SEGMENT_BLOCKS = 4

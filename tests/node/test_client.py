@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.keyed.guard import PartitionFacts
-from kvtier.node import protocol
-from kvtier.node.cache import NodeSignal
-from kvtier.node.client import Channel, NodeClient, NodeError, OpenedPartition
-from kvtier.node.frame_socket import FrameSocket
-from kvtier.node.tier import NodeTier
+from kvtier.cache.guard import PartitionFacts
+from kvtier.node.client.cache import NodeSignal
+from kvtier.node.client.channel import Channel, NodeClient, NodeError, OpenedPartition
+from kvtier.node.client.tier import NodeTier
+from kvtier.node.wire import protocol
+from kvtier.node.wire.frame_socket import FrameSocket
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome, StorageSite
@@ -49,7 +49,7 @@ SLACK_S = 5.0
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines are busy: only a call's own time-out counts here."""
-    monkeypatch.setattr("kvtier.node.tier.ANSWER_S", SOON_S)
+    monkeypatch.setattr("kvtier.node.client.tier.ANSWER_S", SOON_S)
 
 
 @contextmanager
@@ -211,7 +211,9 @@ def test_answer_that_comes_too_late_is_undone(node: LocalNode) -> None:
 def test_late_answer_is_undone_though_the_client_asks_nothing_more(
     node: LocalNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.node.client.LISTEN_S", 0.5)  # so that the slots are seen in use
+    monkeypatch.setattr(
+        "kvtier.node.client.channel.LISTEN_S", 0.5
+    )  # so that the slots are seen in use
     client = NodeClient(node.config.socket)
     channel, partition = enter(client)
     with busy(node):
@@ -239,7 +241,7 @@ def test_no_two_threads_hear_a_connection_at_a_time(
         hear(channel)
         hearing.pop()
 
-    monkeypatch.setattr("kvtier.node.client.LISTEN_S", 0.0)
+    monkeypatch.setattr("kvtier.node.client.channel.LISTEN_S", 0.0)
     client = NodeClient(node.config.socket)
     channel, partition = enter(client)
     monkeypatch.setattr(Channel, "hear", slow_hear)

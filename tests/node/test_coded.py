@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.nodes import running
+from tests.kit.servers import ValkeyServer, has_valkey
 from tests.node.control_world import BLOCK_BYTES, BareEngine, until
 from tests.node.test_control_delete import stored
-from tests.nodes import running
-from tests.servers import ValkeyServer, has_valkey
 
 
 @pytest.mark.slow

@@ -18,14 +18,15 @@ from starlette.types import Message, Receive, Scope, Send
 from typer.testing import CliRunner
 
 from kvtier import __version__
-from kvtier.cli import app
-from kvtier.errors import CacheError, ConfigError
-from kvtier.node import http, protocol
+from kvtier.core.errors import CacheError, ConfigError
 from kvtier.node.config import NodeConfig, control_socket, parse_quotas
-from kvtier.node.http import MOST_BODY_BYTES
-from kvtier.node.protocol import MEMORY, MOST_KEYS
+from kvtier.node.server import http
+from kvtier.node.server.http import MOST_BODY_BYTES
+from kvtier.node.wire import protocol
+from kvtier.node.wire.protocol import MEMORY, MOST_KEYS
+from kvtier.tools.cli import app
+from tests.kit.nodes import SEGMENT_BYTES, NodeProcess, running
 from tests.node.control_world import BLOCK_BYTES, BareEngine, hexed, key, until
-from tests.nodes import SEGMENT_BYTES, NodeProcess, running
 
 PER_SEGMENT = SEGMENT_BYTES // BLOCK_BYTES
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import CacheError
-from kvtier.node import protocol
-from kvtier.node.protocol import ABSENT, ARRIVING, MEMORY, MISSING, STORAGE
+from kvtier.core.errors import CacheError
+from kvtier.node.wire import protocol
+from kvtier.node.wire.protocol import ABSENT, ARRIVING, MEMORY, MISSING, STORAGE
+from tests.kit.nodes import NodeProcess, running
+from tests.kit.servers import ValkeyServer
 from tests.node.control_world import BLOCK_BYTES, BareEngine, hexed, key, until
-from tests.nodes import NodeProcess, running
-from tests.servers import ValkeyServer
 
 
 @pytest.fixture

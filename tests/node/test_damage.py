@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from kvtier.errors import ConfigError
-from kvtier.node import records
-from kvtier.node.records import FOLDER, HEADER, SEGMENTS
-from kvtier.node.users import SlotUsers
-from kvtier.system.private_files import read_checked_file, replace_checked_file
+from kvtier.core.errors import ConfigError
+from kvtier.core.system.private_files import read_checked_file, replace_checked_file
+from kvtier.node.server import records
+from kvtier.node.server.records import FOLDER, HEADER, SEGMENTS
+from kvtier.node.server.users import SlotUsers
 from tests.node.damaging import DAMAGES, survive
 from tests.node.test_takeover import NUM, world
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import DISK
 from kvtier.devices.cpu import CpuDevice
-from kvtier.errors import ConfigError
-from kvtier.node import memory
-from kvtier.node import node as node_module
 from kvtier.node.config import NodeConfig, TenantQuota, parse_quotas
-from kvtier.node.disk_space import LEAST_BLOCKS, DiskSpace
-from kvtier.node.node import CacheNode
-from kvtier.node.partition import Partition
-from kvtier.node.partition_key import PartitionKey
+from kvtier.node.server import memory
+from kvtier.node.server import node as node_module
+from kvtier.node.server.disk_space import LEAST_BLOCKS, DiskSpace
+from kvtier.node.server.node import CacheNode
+from kvtier.node.server.partition import Partition
+from kvtier.node.server.partition_key import PartitionKey
 from kvtier.tiers import StorageTier
-from kvtier.types import DISK
 from tests.node.world import BLOCK, SEGMENT, config_of, keys
 
 MIB = 1 << 20

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.errors import ConfigError
-from kvtier.node import protocol, registry
+from kvtier.core.errors import ConfigError
 from kvtier.node.config import TenantQuota, parse_tenant_users
+from kvtier.node.server import registry
+from kvtier.node.wire import protocol
 from tests.node.world import Bare, LocalNode, bare, keys, local_node, wait_until
 
 SOME = keys(1, 2, 3)
@@ -297,7 +298,7 @@ def test_notices_after_a_message_that_failed_count(
     with bare(node.config.socket) as engine:
         partition = engine.enter("engine", client="c")
         told = engine.ask(protocol.ReserveRequest(3, partition, SOME))
-        monkeypatch.setattr("kvtier.node.engines.Holdings.serve", fail)
+        monkeypatch.setattr("kvtier.node.server.engines.Holdings.serve", fail)
         lookup = protocol.LookupRequest(4, partition, SOME)
         engine.send(lookup, protocol.AbortNotice(partition, told.slots), lookup)
         assert engine.is_closed()
@@ -307,7 +308,7 @@ def test_notices_after_a_message_that_failed_count(
 def test_connection_that_never_attaches_is_closed(
     node: LocalNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.node.connection.HELLO_S", 0.05)
+    monkeypatch.setattr("kvtier.node.server.connection.HELLO_S", 0.05)
     with bare(node.config.socket) as silent, bare(node.config.socket) as good:
         good.attach()
         assert silent.is_closed()
@@ -378,7 +379,7 @@ def test_wait_of_a_lost_connection_is_forgotten(node: LocalNode) -> None:
 
 
 def test_requests_that_wait_are_bounded(node: LocalNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.node.connection.MOST_WAITING", 10)
+    monkeypatch.setattr("kvtier.node.server.connection.MOST_WAITING", 10)
     with bare(node.config.socket) as writer, bare(node.config.socket) as reader:
         partition = writer.enter("writer")
         writer.ask(protocol.ReserveRequest(3, partition, SOME))

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.cache.guard import SlotGuard
 from kvtier.devices.base import Memory
 from kvtier.devices.cpu import CpuDevice
-from kvtier.keyed.guard import SlotGuard
-from kvtier.node.cache import NodeCache
-from kvtier.node.client import NodeClient
-from kvtier.node.host import NodeHost
-from tests.nodes import NodeProcess, running
+from kvtier.node.client.cache import NodeCache
+from kvtier.node.client.channel import NodeClient
+from kvtier.node.client.host import NodeHost
+from tests.kit.nodes import NodeProcess, running
 
 BLOCK_BYTES = 4096
 SEGMENT_BYTES = 4 * BLOCK_BYTES

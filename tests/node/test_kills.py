@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.node import protocol
-from kvtier.node.tier import KEY_BYTES, SCOPE
+from kvtier.node.client.tier import KEY_BYTES, SCOPE
+from kvtier.node.wire import protocol
 from tests.node.forking import BLOCK, NUM_SLOTS
 from tests.node.world import Bare, bare, wait_until
 

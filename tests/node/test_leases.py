@@ -11,16 +11,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvtier.cache.block_cache import BlockState
+from kvtier.core.types import HOST
 from kvtier.devices.cpu import CpuDevice
 from kvtier.index.slot_leases import PythonSlotLeases
-from kvtier.keyed.block_cache import BlockState
-from kvtier.node.cache import NodeCache
-from kvtier.node.client import NodeClient
-from kvtier.node.connection import _look_up
-from kvtier.node.engines import Holdings
-from kvtier.node.node import CacheNode
-from kvtier.node.partition_key import PartitionKey
-from kvtier.node.protocol import (
+from kvtier.node.client.cache import NodeCache
+from kvtier.node.client.channel import NodeClient
+from kvtier.node.server.connection import _look_up
+from kvtier.node.server.engines import Holdings
+from kvtier.node.server.node import CacheNode
+from kvtier.node.server.partition_key import PartitionKey
+from kvtier.node.server.users import SlotUser
+from kvtier.node.wire.protocol import (
     CommitNotice,
     FromEngine,
     LookupAnswer,
@@ -31,9 +33,7 @@ from kvtier.node.protocol import (
     pack,
     unpack,
 )
-from kvtier.node.protocol import frame as frame_of
-from kvtier.node.users import SlotUser
-from kvtier.types import HOST
+from kvtier.node.wire.protocol import frame as frame_of
 from tests.node.world import BLOCK, PATIENCE_S, SCOPE, LocalNode, config_of, local_node, wait_until
 
 KEYS = [bytes([number]) * 8 for number in range(6)]

@@ -21,12 +21,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kvtier.keyed.guard import PartitionFacts
-from kvtier.node import protocol
-from kvtier.node.client import Channel, NodeClient, NodeError, OpenedPartition
-from kvtier.node.engines import EngineProcess
-from kvtier.node.protocol import FromEngine
-from kvtier.types import Slot
+from kvtier.cache.guard import PartitionFacts
+from kvtier.core.types import Slot
+from kvtier.node.client.channel import Channel, NodeClient, NodeError, OpenedPartition
+from kvtier.node.server.engines import EngineProcess
+from kvtier.node.wire import protocol
+from kvtier.node.wire.protocol import FromEngine
 from tests.node.world import SCOPE, LocalNode, config_of, keys, wait_until
 
 BLOCK = 1024
@@ -67,8 +67,8 @@ class Machine(RuleBasedStateMachine):
         self.living: list[Engine] = []
         self.connecting: subprocess.Popen[bytes] | None = None
         self.patches: list[Any] = [
-            patch("kvtier.node.server.peer_of", self._peer),
-            patch("kvtier.node.client.GOODBYE_S", 30.0),  # machines are busy
+            patch("kvtier.node.server.server.peer_of", self._peer),
+            patch("kvtier.node.client.channel.GOODBYE_S", 30.0),  # machines are busy
         ]
         for each in self.patches:
             each.start()

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.core.errors import ConfigError
+from kvtier.core.system import landlock
+from kvtier.core.system.landlock import can_forbid_truncation, open_untruncatable
+from kvtier.core.types import Slot
 from kvtier.devices.cpu import CpuDevice
-from kvtier.errors import ConfigError
-from kvtier.node import memory as memory_module
-from kvtier.node.memory import NodeMemory, SegmentTier
-from kvtier.system import landlock
-from kvtier.system.landlock import can_forbid_truncation, open_untruncatable
-from kvtier.types import Slot
+from kvtier.node.server import memory as memory_module
+from kvtier.node.server.memory import NodeMemory, SegmentTier
 from tests.node.world import bare, local_node
 
 SEGMENT = 4096

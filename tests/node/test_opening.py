@@ -8,10 +8,10 @@ from threading import Event, Thread
 
 import pytest
 
-from kvtier.errors import TierError
-from kvtier.node import protocol
-from kvtier.node.node import CacheNode
-from kvtier.node.partition_key import PartitionKey
+from kvtier.core.errors import TierError
+from kvtier.node.server.node import CacheNode
+from kvtier.node.server.partition_key import PartitionKey
+from kvtier.node.wire import protocol
 from kvtier.tiers import StorageTier
 from tests.node.test_engines import places, store
 from tests.node.world import PATIENCE_S, LocalNode, bare, config_of, keys, local_node, wait_until

@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from kvtier._hot import NATIVE
+from kvtier.cache.block_cache import BlockState
 from kvtier.control.contract import ControlError
+from kvtier.core.errors import ConfigError
+from kvtier.core.hot import NATIVE
 from kvtier.devices.cpu import CpuDevice
-from kvtier.errors import ConfigError
 from kvtier.index.native_key_index import NativeKeyIndex
-from kvtier.keyed.block_cache import BlockState
-from kvtier.node import node as node_module
 from kvtier.node.config import DEFAULT_TENANT, TenantQuota
-from kvtier.node.engines import Holdings
-from kvtier.node.node import LINGER_S, MOST_PARTITIONS_OF_TENANT, SWEEP_S, CacheNode
-from kvtier.node.partition import Partition
-from kvtier.node.partition_key import PartitionKey
-from kvtier.node.pins import MOST_PINS
-from kvtier.node.protocol import unpack
-from kvtier.node.users import SlotUser
+from kvtier.node.server import node as node_module
+from kvtier.node.server.engines import Holdings
+from kvtier.node.server.node import LINGER_S, MOST_PARTITIONS_OF_TENANT, SWEEP_S, CacheNode
+from kvtier.node.server.partition import Partition
+from kvtier.node.server.partition_key import PartitionKey
+from kvtier.node.server.pins import MOST_PINS
+from kvtier.node.server.users import SlotUser
+from kvtier.node.wire.protocol import unpack
 from tests.node.world import BLOCK, SEGMENT, config_of
 
 NUM_SEGMENTS = 16

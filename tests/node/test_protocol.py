@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier.node import protocol
-from kvtier.node.protocol import Frames, FromEngine, ProtocolError
+from kvtier.node.wire import protocol
+from kvtier.node.wire.protocol import Frames, FromEngine, ProtocolError
 from tests.node.world import BLOCK, SCOPE, LocalNode, bare, keys, local_node, wait_until
 
 

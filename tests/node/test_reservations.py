@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.keyed.block_cache import BlockState
-from kvtier.node.cache import NodeCache
-from kvtier.node.client import NodeClient
-from kvtier.node.reservations import OVERDUE_S, Reservations
-from kvtier.types import Slot
+from kvtier.cache.block_cache import BlockState
+from kvtier.core.types import Slot
+from kvtier.node.client.cache import NodeCache
+from kvtier.node.client.channel import NodeClient
+from kvtier.node.server.reservations import OVERDUE_S, Reservations
 from tests.node.world import BLOCK, SCOPE, LocalNode, local_node, wait_until
 
 KEYS = [bytes([number]) * 36 for number in range(3)]

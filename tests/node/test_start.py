@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli import app
+from kvtier.core.errors import ConfigError
 from kvtier.devices.cpu import CpuDevice
-from kvtier.errors import ConfigError
 from kvtier.node.config import SHARED_MEMORY
-from kvtier.node.memory import LockFile, NodeMemory
-from kvtier.node.node import CacheNode
-from kvtier.node.server import NodeServer, listen
+from kvtier.node.server.memory import LockFile, NodeMemory
+from kvtier.node.server.node import CacheNode
+from kvtier.node.server.server import NodeServer, listen
+from kvtier.tools.cli import app
+from tests.kit.nodes import running
 from tests.node.world import (
     PATIENCE_S,
     LocalNode,
@@ -27,7 +28,6 @@ from tests.node.world import (
     node_process,
     wait_until,
 )
-from tests.nodes import running
 
 
 def test_socket_of_a_live_node_is_left_alone(tmp_path: Path) -> None:

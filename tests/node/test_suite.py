@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
-from kvtier.node.client import NodeClient
-from kvtier.node.tier import NodeTier
+from kvtier.node.client.channel import NodeClient
+from kvtier.node.client.tier import NodeTier
 from kvtier.testing import StorageSuite
 from kvtier.tiers import StorageSite, StorageTier
 from tests.node.world import NodeProcess, node_process
@@ -25,7 +25,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
 class TestNodeTier(StorageSuite):
     @pytest.fixture(autouse=True)
     def _node(self, node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvtier.node.tier.ANSWER_S", 30.0)  # machines are busy
+        monkeypatch.setattr("kvtier.node.client.tier.ANSWER_S", 30.0)  # machines are busy
         self.node = node
         self.tenant = ""
 

@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier.core.system.private_files import read_checked_file, replace_checked_file
 from kvtier.devices.cpu import CpuDevice
-from kvtier.node import protocol, records
-from kvtier.node.node import CacheNode
-from kvtier.node.partition import Partition
-from kvtier.node.partition_key import PartitionKey
-from kvtier.system.private_files import read_checked_file, replace_checked_file
+from kvtier.node.server import records
+from kvtier.node.server.node import CacheNode
+from kvtier.node.server.partition import Partition
+from kvtier.node.server.partition_key import PartitionKey
+from kvtier.node.wire import protocol
 from tests.node.test_engines import store
 from tests.node.world import BLOCK, SCOPE, bare, config_of, keys, node_process, wait_until
 

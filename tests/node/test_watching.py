@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli import app
-from kvtier.live.files import LIVE_PATH
-from kvtier.live.make_node import LEAST_BLOCKS
-from kvtier.node.client import NodeClient, NodeError
+from kvtier.node.client.channel import NodeClient, NodeError
+from kvtier.observe.live.files import LIVE_PATH
+from kvtier.observe.live.make_node import LEAST_BLOCKS
+from kvtier.tools.cli import app
+from tests.kit.nodes import SEGMENT_BYTES, NodeProcess, running
 from tests.node.control_world import BLOCK_BYTES, BareEngine, keys, until
-from tests.nodes import SEGMENT_BYTES, NodeProcess, running
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def engine_of(node: NodeProcess, name: str) -> Any:
 def test_top_shows_engines_tenants_and_partitions_of_a_node(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.cli.top.FIRST_S", 0.9)
+    monkeypatch.setattr("kvtier.tools.cli.top.FIRST_S", 0.9)
     with BareEngine(node, "team-a", "one") as one, BareEngine(node, "team-b", "other"):
         one.store(1, 2, 3)
         slots = one.lease(1, 2)

@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvtier.keyed.cache import LocalBlockCache
-from kvtier.node import protocol
-from kvtier.node.engines import Holdings
-from kvtier.node.partition import Partition
-from kvtier.node.protocol import MOST_AT_ONCE, MOST_KEYS, MOST_STATEMENTS, FromEngine, pack
+from kvtier.cache.local import LocalBlockCache
+from kvtier.node.server.engines import Holdings
+from kvtier.node.server.partition import Partition
+from kvtier.node.wire import protocol
+from kvtier.node.wire.protocol import MOST_AT_ONCE, MOST_KEYS, MOST_STATEMENTS, FromEngine, pack
 from tests.node.world import Bare, LocalNode, bare, local_node
 
 KEY_BYTES = 8

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import uvloop
 
 from kvtier.devices.cpu import CpuDevice
-from kvtier.node import protocol
 from kvtier.node.config import NodeConfig
-from kvtier.node.node import CacheNode
-from kvtier.node.protocol import FromEngine, FromNode
-from kvtier.node.server import NodeServer
+from kvtier.node.server.node import CacheNode
+from kvtier.node.server.server import NodeServer
+from kvtier.node.wire import protocol
+from kvtier.node.wire.protocol import FromEngine, FromNode
 
 T = TypeVar("T")
 PATIENCE_S = 30.0

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.core.types import DEVICE, DISK, HOST, Direct
 from kvtier.plan import CostModel, Costs, ways_of
 from kvtier.plan.decide import (
     Compute,
@@ -24,7 +25,6 @@ from kvtier.plan.decide import (
     reads_directly,
 )
 from kvtier.plan.worth import MAX_PATIENCE_S
-from kvtier.types import DEVICE, DISK, HOST, Direct
 
 from .decide_cases import BLOCK_TOKENS, CASES, PREFILL_S, Case
 

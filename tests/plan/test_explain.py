@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvtier.cli.explained import show
+from kvtier.core.types import DEVICE, DISK, HOST, BlockId, Match
 from kvtier.plan import Actual, CostModel, Costs, Decision, PrefillCost, explain, plan_load, ways_of
 from kvtier.plan.average import FEW, size_class
 from kvtier.plan.explain import COMPUTED, Explanation
 from kvtier.plan.operations import MOST_COMPARED
-from kvtier.types import DEVICE, DISK, HOST, BlockId, Match
+from kvtier.tools.cli.explained import show
 from tests.plan.test_plan import BLOCK_BYTES, BLOCK_SIZE, costs_of_any_kind, matches
 
 WAYS = ways_of((DEVICE, HOST), (DISK,), ())

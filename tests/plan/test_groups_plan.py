@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.core.types import DEVICE, DISK, HOST, BlockId, GroupMatch
 from kvtier.plan import Copy, Costs, GroupRoom, PrefillCost, Route, plan_groups
-from kvtier.types import DEVICE, DISK, HOST, BlockId, GroupMatch
 from tests.plan.test_plan import DISK_TO_HOST, HOST_TO_DEVICE, STORED, costs_of_any_kind
 
 BLOCK_SIZE = 4

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.core.types import DEVICE, DISK, HOST, BlockId, Match
 from kvtier.plan import (
     Copy,
     CostModel,
@@ -24,7 +25,6 @@ from kvtier.plan import (
 from kvtier.plan.average import SMOOTHING, size_class
 from kvtier.plan.cost import TRIAL_S
 from kvtier.plan.probe import MAX_PROBE_PAUSE_S, PROBE_S
-from kvtier.types import DEVICE, DISK, HOST, BlockId, Match
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.keyed.waiters import Signal
+from kvtier.cache.waiters import Signal
 from kvtier.plan.decide import Wait, WaitState
 
 from .decide_cases import WAITS, WaitCase

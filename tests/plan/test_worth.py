@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier.core.types import DEVICE, DISK, HOST
 from kvtier.plan import CostModel, StepClock
 from kvtier.plan.cost import Costs, ways_of
 from kvtier.plan.worth import (
@@ -13,7 +14,6 @@ from kvtier.plan.worth import (
     num_worth_loading,
     patience_s,
 )
-from kvtier.types import DEVICE, DISK, HOST
 
 MIB = 1 << 20
 PREFILL_S = 0.01

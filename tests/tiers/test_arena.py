@@ -14,17 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.cache.transfer.staging import stage
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import Slot
 from kvtier.devices import Device, Direction, Finding
 from kvtier.devices.cpu import CpuDevice
-from kvtier.errors import ConfigError
 from kvtier.layout import DType, full_attention, named_layout
 from kvtier.testing import MemoryTierSuite, host_memory, memory_bytes
-from kvtier.tiers import ArenaOptions, DeviceTier, HostTier, HugePages, MemoryTier, pages
-from kvtier.tiers.arena import MAX_SEGMENT_BYTES, Segment, cut_segments
-from kvtier.tiers.slots import SlotPool
-from kvtier.transfer.staging import stage
-from kvtier.types import Slot
-from tests.core.locking import PATIENCE_S, LockingDevice
+from kvtier.tiers import ArenaOptions, DeviceTier, HostTier, HugePages, MemoryTier
+from kvtier.tiers.memory import pages
+from kvtier.tiers.memory.arena import MAX_SEGMENT_BYTES, Segment, cut_segments
+from kvtier.tiers.memory.slots import SlotPool
+from tests.cache.tokens.locking import PATIENCE_S, LockingDevice
 
 PAGE = mmap.PAGESIZE
 GROUP = full_attention(1, 1, 96, DType.FLOAT16, 8)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import CodingConfig
-from kvtier.errors import ConfigError, TierError
+from kvtier.core.config import CodingConfig
+from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.layout import opaque
 from kvtier.testing import MemoryStorage, StorageSuite, StoredBlocks
 from kvtier.testing.codec_suite import KINDS
@@ -19,7 +20,6 @@ from kvtier.testing.storage_user import NAMESPACE, TIMEOUT_S, Scattered, cuts, s
 from kvtier.tiers import Outcome, StorageFacts, StorageSite, StorageTier
 from kvtier.tiers.wrappers import CodedTier
 from kvtier.tiers.wrappers.coded import open_coded
-from kvtier.types import BlockKey, BlockName
 
 EXAMPLE = Path(__file__).parents[2] / "examples/file_store/kvtier_file_store.py"
 BLOCK_BYTES = 16 << 10

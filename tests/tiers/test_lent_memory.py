@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvtier.core.types import HOST
 from kvtier.testing import host_memory
 from kvtier.tiers import LentMemory, Pieces
-from kvtier.types import HOST
 
 SIZES = np.array([16, 48])
 OWNER = host_memory(4 * 64)

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.config import CodingConfig
+from kvtier.core.config import CodingConfig
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.layout import opaque
 from kvtier.testing import MemoryStorage, StoredBlocks
 from kvtier.tiers import Outcome, Pieces, StorageTier
 from kvtier.tiers.row import make_storage
 from kvtier.tiers.wrappers import Shards, ShardTier
-from kvtier.types import BlockKey, BlockName
-from tests.servers import ValkeyServer, has_valkey
+from tests.kit.servers import ValkeyServer, has_valkey
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
 SHARD, PIECE, NUM = 8192, 256, 3

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.core.errors import ConfigError
 from kvtier.devices.cpu import CpuDevice
-from kvtier.errors import ConfigError
 from kvtier.layout import DType, full_attention
 from kvtier.testing import memory_bytes
 from kvtier.tiers import ArenaOptions, HostTier

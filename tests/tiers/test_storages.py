@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvtier.config import CodingConfig
+from kvtier.core.config import CodingConfig
+from kvtier.core.types import BlockKey
 from kvtier.layout import opaque
 from kvtier.testing import MemoryStorage, StorageSuite, StoredBlocks
 from kvtier.tiers import StorageFacts, StorageTier
 from kvtier.tiers.codecs import make_coder
 from kvtier.tiers.wrappers import CodedTier, ThrottledTier
 from kvtier.tiers.wrappers.wrapper import StorageWrapper
-from kvtier.types import BlockKey
 
 
 class TestMemoryStorage(StorageSuite):

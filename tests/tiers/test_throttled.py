@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtier.cache import Cache
-from kvtier.config import CacheConfig
+from kvtier.cache.tokens import Cache
+from kvtier.core.config import CacheConfig
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.devices.cpu import CpuDevice
-from kvtier.errors import ConfigError
 from kvtier.layout import named_layout
 from kvtier.testing import MemoryStorage, StoredBlocks, host_memory, memory_bytes
 from kvtier.tiers import DeviceTier, Outcome, Pieces
 from kvtier.tiers.wrappers import ThrottledTier
-from kvtier.types import BlockKey, BlockName
-from tests.core.world import GROUP
+from tests.cache.tokens.world import GROUP
 
 NUM_BLOCKS = 4
 KEYS = [BlockKey(bytes([number]) * 32) for number in range(NUM_BLOCKS)]

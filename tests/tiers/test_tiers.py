@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.core.errors import ConfigError, LayoutError
+from kvtier.core.system.memory import available_bytes, total_bytes
+from kvtier.core.types import Slot
 from kvtier.devices import Device
 from kvtier.devices.cpu import CpuDevice
-from kvtier.errors import ConfigError, LayoutError
 from kvtier.layout import DType, full_attention, named_layout
-from kvtier.system.memory import available_bytes, total_bytes
 from kvtier.testing import MemoryTierSuite, host_memory
 from kvtier.tiers import DeviceTier, HostTier, MemoryTier
-from kvtier.tiers.slots import SlotPool
-from kvtier.types import Slot
+from kvtier.tiers.memory.slots import SlotPool
 
 GROUP = full_attention(2, 2, 4, DType.FLOAT16, 2)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtier.errors import CacheError
+from kvtier.core.errors import CacheError
 
 MOST_PIN_S = 7 * 86400.0
 """Longest time of a pin."""

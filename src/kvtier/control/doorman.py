@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kvtier.errors import ConfigError
-from kvtier.live.files import PATHS
+from kvtier.core.errors import ConfigError
+from kvtier.observe.live.files import PATHS
 
 logger = logging.getLogger(__name__)
 

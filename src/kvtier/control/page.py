@@ -10,10 +10,10 @@ from fastapi import APIRouter
 from prometheus_client import Metric
 from starlette.responses import Response
 
-from kvtier.live.files import FOLDER, HEADERS, LIVE_PATH, PAGE, TYPES, content_of
-from kvtier.live.history import History
-from kvtier.live.reading import Reading
-from kvtier.live.scrape import LEAST_PAUSE_S
+from kvtier.observe.live.files import FOLDER, HEADERS, LIVE_PATH, PAGE, TYPES, content_of
+from kvtier.observe.live.history import History
+from kvtier.observe.live.reading import Reading
+from kvtier.observe.live.scrape import LEAST_PAUSE_S
 
 ReadMetrics = Callable[[], Awaitable[Iterable[Metric]]]
 

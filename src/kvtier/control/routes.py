@@ -18,7 +18,7 @@ from kvtier.control.contract import (
     PromptName,
     PromptPlaces,
 )
-from kvtier.errors import CacheError
+from kvtier.core.errors import CacheError
 
 PATHS = frozenset({"/lookup", "/prefetch", "/pin", "/unpin", "/delete", "/clear"})
 

@@ -10,7 +10,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import DeviceError
+from kvtier.core.errors import DeviceError
 
 Int64s = npt.NDArray[np.int64]
 

@@ -9,11 +9,11 @@ from itertools import product
 from statistics import median
 from time import perf_counter
 
+from kvtier.core.errors import DeviceError
 from kvtier.devices.base import CopyBatch, Device, Direction
 from kvtier.devices.path_table import Measured, PathTable
 from kvtier.devices.paths import CopyPath
 from kvtier.devices.rig import Copy, Rig, open_rig
-from kvtier.errors import DeviceError
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtier.errors import DeviceError
+from kvtier.core.errors import DeviceError
 
 Handle = int
 """A stream or an event, as a driver knows it."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvtier._hot import NATIVE, NATIVE_REASON, copy_batch
+from kvtier.core.hot import NATIVE, NATIVE_REASON, copy_batch
+from kvtier.core.system.process import num_cores
 from kvtier.devices.base import CopyBatch, CopyQueue, Device, Direction, Fence, Finding, Memory
 from kvtier.devices.synchronous import Passed, SynchronousQueue
-from kvtier.system.process import num_cores
 
 
 class CpuDevice(Device):

@@ -14,6 +14,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.errors import DeviceError
+from kvtier.core.system.process import OwnerProcess
 from kvtier.devices.base import CopyBatch, CopyQueue, Device, Direction, Fence, Finding, Memory
 from kvtier.devices.calibration import calibrate
 from kvtier.devices.compute import ComputeStream, Handle
@@ -24,8 +26,6 @@ from kvtier.devices.library import DriverError
 from kvtier.devices.path_table import PathTable, load_table, save_table, table_path
 from kvtier.devices.paths import CopyPath, CopyPaths
 from kvtier.devices.synchronous import Passed
-from kvtier.errors import DeviceError
-from kvtier.system.process import OwnerProcess
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from kvtier.core.errors import ConfigError, DeviceError
+from kvtier.core.system.plugins import known_plugins, load_plugin
 from kvtier.devices.base import Device, Finding
-from kvtier.errors import ConfigError, DeviceError
-from kvtier.system.plugins import known_plugins, load_plugin
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from ctypes import c_char_p, c_int, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.errors import DeviceError
+from kvtier.core.errors import DeviceError
 
 Function = Callable[..., int]
 """A C function that returns 0 or an error code. ctypes releases the GIL during the call."""

@@ -15,9 +15,9 @@ from math import log2
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
+from kvtier.core.system.user_paths import cache_folder
 from kvtier.devices.base import Direction, Finding
 from kvtier.devices.paths import CopyPath
-from kvtier.system.user_paths import cache_folder
 
 logger = logging.getLogger(__name__)
 

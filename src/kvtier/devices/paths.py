@@ -10,6 +10,7 @@ from enum import StrEnum
 from math import log2
 from typing import Protocol
 
+from kvtier.core.errors import ConfigError, DeviceError
 from kvtier.devices.base import Direction, Finding
 from kvtier.devices.compute import Handle
 from kvtier.devices.copies import Copies
@@ -17,7 +18,6 @@ from kvtier.devices.driver import Driver
 from kvtier.devices.kernel import CopyKernel
 from kvtier.devices.library import DriverError
 from kvtier.devices.rectangles import rectangles
-from kvtier.errors import ConfigError, DeviceError
 
 logger = logging.getLogger(__name__)
 

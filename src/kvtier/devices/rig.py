@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from kvtier.core.errors import DeviceError
 from kvtier.devices.base import CopyBatch, Device, Direction, Memory
-from kvtier.errors import DeviceError
 
 NUM_LAYERS = 32
 """Copies per block: contiguous in host memory, one per layer on the device."""

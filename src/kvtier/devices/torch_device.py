@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from kvtier.core.errors import DeviceError
 from kvtier.devices.base import CopyBatch, CopyQueue, Device, Direction, Fence, Finding, Memory
 from kvtier.devices.synchronous import Passed, SynchronousQueue
-from kvtier.errors import DeviceError
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from threading import Event
 
 from blake3 import blake3
 
-from kvtier.system.process import give_way, num_cores
+from kvtier.core.system.process import give_way, num_cores
 
 PART_BYTES = 64 << 20
 BUFFER_BYTES = 1 << 20

@@ -22,8 +22,8 @@ from secrets import token_hex
 
 from blake3 import blake3
 
+from kvtier.core.system.user_paths import cache_folder
 from kvtier.identity.files import Stamp
-from kvtier.system.user_paths import cache_folder
 
 logger = logging.getLogger(__name__)
 

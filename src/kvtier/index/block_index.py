@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from math import isfinite
 
+from kvtier.core.types import BlockId, BlockName, Slot
 from kvtier.index.residency import State
-from kvtier.types import BlockId, BlockName, Slot
 
 NUM_SLOTS = 1 << 32
 """Largest number of slots in a tier."""

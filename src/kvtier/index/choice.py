@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from kvtier._hot import NATIVE, NATIVE_REASON
+from kvtier.core.hot import NATIVE, NATIVE_REASON
 from kvtier.index.key_index import KeyIndex
 from kvtier.index.native_index import NativeIndex
 from kvtier.index.native_key_index import NativeKeyIndex

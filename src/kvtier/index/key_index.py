@@ -14,14 +14,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.hints import Said
+from kvtier.core.hints import Said
+from kvtier.core.keys import child_keys
+from kvtier.core.types import NO_BLOCK, BlockId, BlockName, Slot
 from kvtier.index.block_index import BlockIndex
 from kvtier.index.policies.replayed import LRU, POLICIES, RUNS
 from kvtier.index.residency import State
 from kvtier.index.selection import as_array, select
 from kvtier.index.slot_leases import PythonSlotLeases, SlotArrays, SlotLeases
-from kvtier.keys import child_keys
-from kvtier.types import NO_BLOCK, BlockId, BlockName, Slot
 
 UNKNOWN = 0
 """State in ``KeyMatches.states`` of a block that the index does not know."""

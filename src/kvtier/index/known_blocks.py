@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvtier.core.types import BlockId
 from kvtier.index.residency import Residency, State
 from kvtier.index.trie import BlockNumbers
-from kvtier.types import BlockId
 
 MOST_KEY_BYTES = 256
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import cast
 
-from kvtier._hot import BlockTrie
-from kvtier._hot import KeyIndex as KeyCore
+from kvtier.core.hot import BlockTrie
+from kvtier.core.hot import KeyIndex as KeyCore
+from kvtier.core.types import BlockId, Slot
 from kvtier.index.block_index import BlockIndex
 from kvtier.index.residency import State
-from kvtier.types import BlockId, Slot
 
 
 class NativeBlocks(BlockIndex):

@@ -8,14 +8,10 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import BlockTrie, Keys
-from kvtier.hints import Said
-from kvtier.index.native_blocks import NativeBlocks
-from kvtier.index.prompt_index import Inserted, PromptIndex
-from kvtier.index.residency import Residency, State
-from kvtier.index.trie import Node
-from kvtier.keys import Labels, next_keys
-from kvtier.types import (
+from kvtier.core.hints import Said
+from kvtier.core.hot import BlockTrie, Keys
+from kvtier.core.keys import Labels, next_keys
+from kvtier.core.types import (
     BlockId,
     BlockKey,
     BlockName,
@@ -24,6 +20,10 @@ from kvtier.types import (
     Match,
     Slot,
 )
+from kvtier.index.native_blocks import NativeBlocks
+from kvtier.index.prompt_index import Inserted, PromptIndex
+from kvtier.index.residency import Residency, State
+from kvtier.index.trie import Node
 
 _INT64 = np.dtype(np.int64)
 _array_over = np.frombuffer

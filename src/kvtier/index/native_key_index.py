@@ -8,16 +8,16 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import KeyIndex as Core
-from kvtier.hints import Said
+from kvtier.core.hints import Said
+from kvtier.core.hot import KeyIndex as Core
+from kvtier.core.keys import PackedKeys, select_keys
+from kvtier.core.types import BlockId, Slot
 from kvtier.index.block_index import check_time
 from kvtier.index.key_index import KeyedBlock, KeyIndex, KeyMatches, MissingKeys
 from kvtier.index.native_blocks import NativeBlocks
 from kvtier.index.policies.replayed import RUNS
 from kvtier.index.residency import State
 from kvtier.index.slot_leases import SlotArrays, SlotLeases
-from kvtier.keys import PackedKeys, select_keys
-from kvtier.types import BlockId, Slot
 
 
 class NativeKeyIndex(NativeBlocks, KeyIndex):

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.hints import Said
+from kvtier.core.hints import Said
+from kvtier.core.keys import Labels
+from kvtier.core.types import BlockId, BlockKey, Label, Match, Slot
 from kvtier.index.block_index import BlockIndex, check_time
 from kvtier.index.residency import State
 from kvtier.index.trie import Node
-from kvtier.keys import Labels
-from kvtier.types import BlockId, BlockKey, Label, Match, Slot
 
 
 class Inserted(NamedTuple):

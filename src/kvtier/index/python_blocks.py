@@ -6,9 +6,9 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from kvtier.core.types import BlockId, Slot
 from kvtier.index.block_index import BlockIndex, check_slot, check_time
 from kvtier.index.residency import Residency, State
-from kvtier.types import BlockId, Slot
 
 MOST_LEASES = 0xFFFF
 

@@ -10,21 +10,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, islice
 
-from kvtier.hints import Said, check_said
-from kvtier.index.block_index import check_time
-from kvtier.index.policies.base import EvictionPolicy
-from kvtier.index.prompt_index import PromptIndex
-from kvtier.index.python_blocks import PythonBlocks
-from kvtier.index.residency import State
-from kvtier.index.trie import Node, Trie, prefix_name
-from kvtier.keys import next_key
-from kvtier.types import (
+from kvtier.core.hints import Said, check_said
+from kvtier.core.keys import next_key
+from kvtier.core.types import (
     BlockId,
     BlockKey,
     BlockName,
     Label,
     Match,
 )
+from kvtier.index.block_index import check_time
+from kvtier.index.policies.base import EvictionPolicy
+from kvtier.index.prompt_index import PromptIndex
+from kvtier.index.python_blocks import PythonBlocks
+from kvtier.index.residency import State
+from kvtier.index.trie import Node, Trie, prefix_name
 
 
 class PythonIndex(PythonBlocks, PromptIndex):

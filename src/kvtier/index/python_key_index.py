@@ -6,15 +6,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import cast
 
-from kvtier._hot import Numbers
-from kvtier.hints import Said, check_said
+from kvtier.core.hints import Said, check_said
+from kvtier.core.hot import Numbers
+from kvtier.core.types import NO_BLOCK, BlockId, Slot
 from kvtier.index.block_index import check_time
 from kvtier.index.key_index import UNKNOWN, KeyedBlock, KeyIndex, KeyMatches, MissingKeys
 from kvtier.index.known_blocks import KnownBlock, KnownBlocks
 from kvtier.index.policies.replayed import LRU
 from kvtier.index.python_blocks import PythonBlocks
 from kvtier.index.residency import State
-from kvtier.types import NO_BLOCK, BlockId, Slot
 
 MOST_HASH = (1 << 63) - 1
 

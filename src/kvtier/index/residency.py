@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum, auto
 
-from kvtier.types import Slot
+from kvtier.core.types import Slot
 
 
 class State(IntEnum):

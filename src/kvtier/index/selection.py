@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import Numbers
+from kvtier.core.hot import Numbers
 
 Number = TypeVar("Number", bound=int)
 Int64s = npt.NDArray[np.int64]

@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.types import BlockId, Slot
 from kvtier.index.block_index import BlockIndex
 from kvtier.index.selection import Int64s, as_array
-from kvtier.types import BlockId, Slot
 
 
 class SlotArrays(NamedTuple):
@@ -68,7 +68,7 @@ class SlotLeases(Protocol):
     def serve(
         self, content: memoryview, room: int, key_bytes: int, is_alone: bool, now: float
     ) -> tuple[bytes, bytes, Sequence[BlockId]] | None:
-        """Serve a message of ``kvtier.node.protocol`` in one call, if it is one of two kinds.
+        """Serve a message of ``kvtier.node.wire.protocol`` in one call, if it is one of two kinds.
 
         These are a ``ReleaseNotice``, and a ``LookupRequest`` for blocks that are all ready in the
         tier. If there is no other tier, any blocks can be looked up.

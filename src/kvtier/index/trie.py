@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvtier.core.keys import Labels
+from kvtier.core.types import BlockId, BlockKey, Label
 from kvtier.index.residency import Residency, State
-from kvtier.keys import Labels
-from kvtier.types import BlockId, BlockKey, Label
 
 
 def prefix_name(before: int, label: Label) -> int:

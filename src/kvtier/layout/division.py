@@ -14,7 +14,7 @@ from math import gcd
 
 from blake3 import blake3
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

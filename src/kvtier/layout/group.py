@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
 
-from kvtier.errors import LayoutError
+from kvtier.core.errors import LayoutError
 
 
 class Attention(StrEnum):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from kvtier.errors import LayoutError
+from kvtier.core.errors import LayoutError
 from kvtier.layout.group import KVGroup, Part
 
 

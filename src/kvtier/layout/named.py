@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.errors import LayoutError
+from kvtier.core.errors import LayoutError
 from kvtier.layout.group import KVGroup
 from kvtier.layout.layout import Axis, Layout, arrange
 

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import LayoutError
+from kvtier.core.errors import LayoutError
 from kvtier.layout.layout import Layout
 
 Bytes = npt.NDArray[np.uint8]

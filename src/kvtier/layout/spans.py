@@ -16,7 +16,7 @@ from itertools import chain, product
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import LayoutError
+from kvtier.core.errors import LayoutError
 from kvtier.layout.layout import Layout, PartStrides
 
 Int64s = npt.NDArray[np.int64]

@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.config import NodeCacheConfig, check_storage, parse_size, setting
-from kvtier.errors import ConfigError
+from kvtier.core.config import NodeCacheConfig, check_storage, parse_size, setting
+from kvtier.core.errors import ConfigError
+from kvtier.core.system.user_paths import check_socket, user_path
 from kvtier.index.policies.replayed import POLICIES
-from kvtier.system.user_paths import check_socket, user_path
 
 DEFAULT_SOCKET = Path("/run/kvtier/node.sock")
 SHARED_MEMORY = Path("/dev/shm")

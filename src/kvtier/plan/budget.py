@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 
 DAY_S = 86400
 

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Protocol
 
+from kvtier.core.types import Direct
 from kvtier.plan.cost import Costs
 from kvtier.plan.worth import Tell, end_worth_loading, patience_s
-from kvtier.types import Direct
 
 
 class GivenUp(Enum):

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
-from kvtier.grouping import runs_of
+from kvtier.core.grouping import runs_of
+from kvtier.core.types import DEVICE, Match
 from kvtier.plan.average import FEW
 from kvtier.plan.cost import Costs, Route
 from kvtier.plan.operations import Cut, Plan
-from kvtier.types import DEVICE, Match
 
 COMPUTED = "computed"
 """Source of the part that was in no tier, or was faster to compute."""

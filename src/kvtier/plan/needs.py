@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvtier.grouping import runs_of
-from kvtier.types import DEVICE, GroupMatch
+from kvtier.core.grouping import runs_of
+from kvtier.core.types import DEVICE, GroupMatch
 
 
 @dataclass(frozen=True, slots=True)

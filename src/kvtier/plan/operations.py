@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.types import BlockId
+from kvtier.core.types import BlockId
 
 MOST_COMPARED = 32
 """Maximum number of cuts that a plan keeps: a fragmented prompt has thousands."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
-from kvtier._hot import Numbers
+from kvtier.core.hot import Numbers
+from kvtier.core.types import DEVICE, BlockId, GroupMatch, Match
 from kvtier.plan.cost import Costs, Route
 from kvtier.plan.needs import GroupRoom, NeedKind, Stretch, coming_runs, stretches
 from kvtier.plan.operations import MOST_COMPARED, Copy, Cut, Plan
-from kvtier.types import DEVICE, BlockId, GroupMatch, Match
 
 
 def plan_load(

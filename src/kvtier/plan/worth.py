@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from kvtier.core.types import DEVICE, BlockId, Match
 from kvtier.plan.cost import Costs
 from kvtier.plan.explain import Decision
 from kvtier.plan.planner import plan_load
-from kvtier.types import DEVICE, BlockId, Match
 
 MAX_CUTS = 64
 """Maximum number of cuts considered: of a longer prompt, several blocks are treated as one."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.hints import Hint
-from kvtier.keyed.block_cache import BlockCache, BlockState, Reserved
-from kvtier.types import HOST
+from kvtier.cache.block_cache import BlockCache, BlockState, Reserved
+from kvtier.core.hints import Hint
+from kvtier.core.types import HOST
 
 KEY_BYTES = 36
 PATIENCE_S = 30.0

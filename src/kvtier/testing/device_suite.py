@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvtier.core.errors import DeviceError
 from kvtier.devices.base import CopyBatch, Device, Direction, Finding, Memory
-from kvtier.errors import DeviceError
 from kvtier.testing.memory import host_memory, memory_bytes
 
 Bytes = npt.NDArray[np.uint8]

@@ -8,8 +8,8 @@ from threading import Event
 
 import numpy as np
 
+from kvtier.core.errors import DeviceError
 from kvtier.devices.base import CopyBatch, CopyQueue, Device, Direction, Fence, Finding, Memory
-from kvtier.errors import DeviceError
 
 
 class FaultyDevice(Device):

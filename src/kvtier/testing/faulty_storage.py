@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from threading import Event, Lock
 
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import Outcome, StorageTier
 from kvtier.tiers.wrappers.wrapper import StorageWrapper
-from kvtier.types import BlockKey, BlockName
 
 CALLS = ("find", "put", "get", "drop")
 

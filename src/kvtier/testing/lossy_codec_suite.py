@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.layout import DType, KVGroup, opaque
 from kvtier.layout.group import full_attention, latent_attention, sliding_attention
 from kvtier.testing.codec_suite import KINDS, UNTOUCHED

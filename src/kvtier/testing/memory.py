@@ -8,9 +8,9 @@ from hashlib import shake_128
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.types import Label
 from kvtier.devices.base import Memory
 from kvtier.layout import KVGroup, Layout, named_layout, repack
-from kvtier.types import Label
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 
 import pytest
 
+from kvtier.core.types import BlockId
 from kvtier.index.policies.base import EvictionPolicy
-from kvtier.types import BlockId
 
 
 class PolicySuite(ABC):

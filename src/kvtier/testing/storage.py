@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from threading import Event, Lock
 
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.devices import Finding
 from kvtier.layout import KVGroup
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import Outcome, ScrubReport, StorageFacts, StorageTier
-from kvtier.types import BlockKey, BlockName
 
 
 class StoredBlocks:

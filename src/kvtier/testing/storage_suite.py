@@ -6,6 +6,7 @@ from abc import abstractmethod
 
 import pytest
 
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.devices.base import Finding
 from kvtier.layout import DType, KVGroup, full_attention
 from kvtier.testing.storage_times import StorageTimes
@@ -20,7 +21,6 @@ from kvtier.testing.storage_user import (
     together,
 )
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageTier
-from kvtier.types import BlockKey, BlockName
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
 GROUP = full_attention(2, 2, 8, DType.FLOAT16, 2)

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 
 import pytest
 
+from kvtier.core.types import BlockName
 from kvtier.testing.storage_user import NAMESPACE, Scattered, User, stored_key
 from kvtier.tiers.storage import Outcome, StorageTier
-from kvtier.types import BlockName
 
 THERE, ABSENT, _, FAILED = Outcome
 

@@ -9,10 +9,10 @@ from threading import Barrier
 
 import numpy as np
 
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.testing.memory import host_memory, memory_bytes
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import Outcome, StorageTier
-from kvtier.types import BlockKey, BlockName
 
 UNTOUCHED = 0xAB
 NAMESPACE = b"n" * 32

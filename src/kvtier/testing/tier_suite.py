@@ -8,10 +8,10 @@ from abc import ABC, abstractmethod
 import numpy as np
 import pytest
 
+from kvtier.core.types import Slot
 from kvtier.devices.base import CopyBatch, Device, Direction, Finding
 from kvtier.testing.memory import host_memory, memory_bytes
 from kvtier.tiers.base import MemoryTier, Room
-from kvtier.types import Slot
 
 
 class RoomSuite(ABC):

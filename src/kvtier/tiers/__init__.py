@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvtier.tiers.arena import ArenaOptions, HugePages
 from kvtier.tiers.base import DeviceTier, DistantRoom, MemoryTier, Quota, Room
-from kvtier.tiers.host import HostTier
-from kvtier.tiers.lent import LentMemory
+from kvtier.tiers.memory.arena import ArenaOptions, HugePages
+from kvtier.tiers.memory.host import HostTier
+from kvtier.tiers.memory.lent import LentMemory
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import (
     KeptKeys,

@@ -10,12 +10,12 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.errors import LayoutError
+from kvtier.core.types import DEVICE, Slot
 from kvtier.devices.base import Finding, Memory
-from kvtier.errors import LayoutError
 from kvtier.layout import Fragments, Layout, fragments, named_layout
+from kvtier.tiers.memory.slots import SlotPool, check_slots
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.slots import SlotPool, check_slots
-from kvtier.types import DEVICE, Slot
 
 
 class Room(ABC):
@@ -180,7 +180,7 @@ class Quota(Room):
 
     def allocate(self, num_slots: int) -> Sequence[Slot] | None:
         # Imported here, so that ``kvtier doctor`` can report why the native core can't be used.
-        from kvtier._hot import Numbers
+        from kvtier.core.hot import Numbers
 
         if num_slots > self.num_free:
             return None

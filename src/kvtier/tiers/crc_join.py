@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import copy_checked, crc32c_many
+from kvtier.core.hot import copy_checked, crc32c_many
 from kvtier.tiers.pieces import Pieces
 
 Uint32s = npt.NDArray[np.uint32]

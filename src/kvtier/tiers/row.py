@@ -8,25 +8,25 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from kvtier.config import DEFAULT_CODING, CacheConfig, CodingConfig, parse_capacity, parse_size
+from kvtier.core.config import DEFAULT_CODING, CacheConfig, CodingConfig, parse_capacity, parse_size
+from kvtier.core.errors import ConfigError, install_command
+from kvtier.core.system.plugins import load_plugin
+from kvtier.core.types import DEVICE, DISK, HOST, Direct
 from kvtier.devices import Device
 from kvtier.devices.base import Memory
-from kvtier.errors import ConfigError, install_command
 from kvtier.layout import KVGroup
-from kvtier.system.plugins import load_plugin
-from kvtier.tiers.arena import ArenaOptions
 from kvtier.tiers.base import DeviceTier, MemoryTier
 from kvtier.tiers.codecs.opening import check_coding, is_lossy
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.disk.opening import check_folders
-from kvtier.tiers.host import HostTier, check_host_capacity
+from kvtier.tiers.memory.arena import ArenaOptions
+from kvtier.tiers.memory.host import HostTier, check_host_capacity
 from kvtier.tiers.pieces import HOST_KINDS
 from kvtier.tiers.remote.location import StorePlugin
 from kvtier.tiers.storage import StorageSite, StorageTier
 from kvtier.tiers.wrappers import ThrottledTier
 from kvtier.tiers.wrappers.coded import open_coded
-from kvtier.types import DEVICE, DISK, HOST, Direct
 
 STORES: Final = frozenset({"valkey", "valkeys", "redis", "rediss", "s3", "mooncake", "nixl"})
 """Plug-ins of kvtier's own for stores."""

@@ -10,12 +10,12 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.config import DEFAULT_CODING, CodingConfig
+from kvtier.core.config import DEFAULT_CODING, CodingConfig
+from kvtier.core.types import BlockKey, BlockName, Direct
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
 from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.pieces import Pieces
-from kvtier.types import BlockKey, BlockName, Direct
 
 Keys = npt.NDArray[np.void]
 

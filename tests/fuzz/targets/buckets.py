@@ -12,7 +12,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from kvtier.errors import CacheError, TierError
+from kvtier.core.errors import CacheError, TierError
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome, StorageSite
@@ -21,7 +21,7 @@ from kvtier.tiers.remote.s3 import objects, tier, upkeep
 from kvtier.tiers.remote.s3.opening import make_s3
 from kvtier.tiers.remote.s3.tier import S3Tier
 from tests.fuzz.mutations import damage
-from tests.servers import BUCKET
+from tests.kit.servers import BUCKET
 from tests.tiers.remote.scripted_bucket import Answer, Question, ScriptedBucket, listing, refusal
 
 OUTCOMES = frozenset({"used", "refused"})

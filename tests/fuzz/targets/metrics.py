@@ -9,10 +9,10 @@ from random import Random
 
 from rich.console import Console
 
-from kvtier.live.history import History
-from kvtier.live.reading import Reading, UnreadableError
-from kvtier.live.scrape import ScrapeResult
-from kvtier.live.terminal import draw
+from kvtier.observe.live.history import History
+from kvtier.observe.live.reading import Reading, UnreadableError
+from kvtier.observe.live.scrape import ScrapeResult
+from kvtier.observe.live.terminal import draw
 
 OUTCOMES = frozenset({"shown", "refused"})
 RECORDED = Path(__file__).parents[2] / "live" / "recorded"

@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from kvtier.engine import GrammarError, Tokenizer
-from kvtier.engine.grammar import Grammars
-from kvtier.engine.model_names import BUILTIN
-from kvtier.server.fields import parse_response_format
-from kvtier.server.grammars import grammar_of_answer
+from kvtier.serve.engine import GrammarError, Tokenizer
+from kvtier.serve.engine.grammar import Grammars
+from kvtier.serve.engine.model_names import BUILTIN
+from kvtier.serve.server.fields import parse_response_format
+from kvtier.serve.server.grammars import grammar_of_answer
 from tests.fuzz.mutations import mutate
 
 OUTCOMES = frozenset({"followed", "refused"})

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.tools.replay.traces import read_traces
 from tests.fuzz.mutations import damage
 from tests.fuzz.targets.logs import a_line

@@ -9,7 +9,7 @@ import random
 from contextlib import suppress
 from pathlib import Path
 
-from kvtier.errors import CacheError, TierError
+from kvtier.core.errors import CacheError, TierError
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome
 from kvtier.tiers.remote.pruning import make_keeper, prune

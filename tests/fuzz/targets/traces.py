@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.tools.replay.segments import find_segments
 from kvtier.tools.replay.traces import read_traces
 from kvtier.tools.replay.traces.recorded import write_trace

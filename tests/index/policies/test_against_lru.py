@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtier import _hot
+from kvtier.core import hot
 from kvtier.index.policies.replayed import PolicyReplay
 from tests.index.policies.traffic import CAPACITY, TRAFFIC
 
-pytestmark = pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
+pytestmark = pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")
 
 MOST_BELOW = 0.003
 """Share of the requested blocks by which a policy may find less than LRU."""

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier import _hot
+from kvtier.core import hot
 from kvtier.index.policies.live import LivePolicy
 from kvtier.index.policies.replayed import PolicyReplay
 from tests.index.policies.live_tier import Tier, names
@@ -25,7 +25,7 @@ NOTHING = np.zeros(0, np.uint64)
 HARD = ("scan_flood", "reversed_habits", "stack", "one_million_tokens", "tenants")
 MOST_BELOW = 0.003
 """Share of the requested blocks by which a policy may find less than LRU."""
-native = pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
+native = pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")
 
 
 @pytest.fixture(scope="module")

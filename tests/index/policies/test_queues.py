@@ -10,18 +10,18 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvtier import _hot
+from kvtier.core import hot
+from kvtier.core.system.plugins import load_plugin
+from kvtier.core.types import HOST, Slot
 from kvtier.index import State
 from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.index.policies import EvictionPolicy
 from kvtier.index.policies.replayed import POLICIES, PolicyReplay
-from kvtier.system.plugins import load_plugin
-from kvtier.types import HOST, Slot
 from tests.index.policies.live_tier import names
 from tests.index.policies.traffic import CAPACITY, TRAFFIC, Keys, prompt
 
 QUEUES = ("arc", "s3fifo", "lfuda", "sieve")
-pytestmark = pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
+pytestmark = pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")
 MOST_BELOW = 0.02
 """Share of the requested blocks by which a tier may find less than a replay: in a tier a block does
 not leave before those behind it, and room for a whole request is made before any of it comes."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.hints import END, MAX_TTL_S, Said, Word
+from kvtier.core.hints import END, MAX_TTL_S, Said, Word
 from tests.index.policies.live_tier import Tier, names
 from tests.index.policies.traffic import CAPACITY, TRAFFIC, Keys, prompt
 

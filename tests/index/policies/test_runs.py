@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from kvtier import _hot
+from kvtier.core import hot
 from kvtier.index.policies.replayed import PolicyReplay
 from tests.index.policies.traffic import CAPACITY, TRAFFIC, Keys, prompt
 
-pytestmark = pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
+pytestmark = pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")
 
 
 def ask(replay: PolicyReplay, requests: Iterable[tuple[float, Keys]]) -> int:

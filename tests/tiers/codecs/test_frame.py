@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.config import CodingConfig
-from kvtier.errors import ConfigError
+from kvtier.core.config import CodingConfig
+from kvtier.core.errors import ConfigError
 from kvtier.layout import opaque
 from kvtier.testing.codec_suite import KINDS
 from kvtier.testing.storage_user import Scattered, cuts, stored_key
@@ -25,7 +25,7 @@ from kvtier.tiers.codecs.frame import (
     CodecCounts,
     FrameHead,
 )
-from tests.effort import effort
+from tests.kit.effort import effort
 
 pytest.importorskip("zstandard")
 pytest.importorskip("cryptography")

@@ -11,7 +11,7 @@ from kvtier.testing import CodecSuite
 from kvtier.testing.codec_suite import KINDS
 from kvtier.tiers.codecs import Codec
 from kvtier.tiers.codecs.lossless import HEADER, Lossless
-from tests.effort import effort
+from tests.kit.effort import effort
 
 zstandard = pytest.importorskip("zstandard")
 

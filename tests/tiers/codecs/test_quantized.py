@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.config import CodingConfig
-from kvtier.connectors.vllm.settings import VllmSettings
+from kvtier.connectors.vllm.shared.settings import VllmSettings
+from kvtier.core.config import CodingConfig
+from kvtier.core.errors import ConfigError
 from kvtier.devices.cpu import CpuDevice
-from kvtier.errors import ConfigError
 from kvtier.layout import DType
 from kvtier.layout.group import full_attention, recurrent_state
 from kvtier.node.config import NodeConfig
-from kvtier.node.node import CacheNode
+from kvtier.node.server.node import CacheNode
 from kvtier.testing import LossyCodecSuite
 from kvtier.testing.codec_suite import KINDS
 from kvtier.testing.lossy_codec_suite import Float64s, channels_of
@@ -23,7 +23,7 @@ from kvtier.testing.storage_user import Scattered, cuts, stored_key
 from kvtier.tiers import Outcome
 from kvtier.tiers.codecs import Codec, make_coder
 from kvtier.tiers.codecs.quantized import Fp8, Int8
-from tests.effort import effort
+from tests.kit.effort import effort
 
 GROUP = full_attention(2, 2, 16, DType.BFLOAT16, 32)
 KEY = stored_key(1)

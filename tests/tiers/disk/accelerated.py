@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.types import BlockKey, BlockName, Slot, Verify
 from kvtier.devices.base import Finding, Memory
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.layout import DType, KVGroup, full_attention, latent_attention, named_layout, repack
@@ -20,9 +21,8 @@ from kvtier.tiers import DeviceTier, Outcome, Pieces
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.disk.format.records import as_keys
-from kvtier.types import BlockKey, BlockName, Slot, Verify
 from tests.devices.drivers import environment, host_compute, make_device
-from tests.fakes.storage import Cancel, StorageFake
+from tests.kit.fakes.storage import Cancel, StorageFake
 
 Bytes = npt.NDArray[np.uint8]
 

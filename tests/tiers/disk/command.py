@@ -14,7 +14,7 @@ def run(*words: object) -> subprocess.CompletedProcess[str]:
         resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 
     return subprocess.run(
-        [sys.executable, "-m", "kvtier.cli", *map(str, words)],
+        [sys.executable, "-m", "kvtier.tools.cli", *map(str, words)],
         capture_output=True,
         text=True,
         timeout=60,

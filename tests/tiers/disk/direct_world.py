@@ -18,7 +18,7 @@ from kvtier.tiers.disk.io.direct import DirectEngine, FileInterface
 from kvtier.tiers.disk.io.hipfile import HipFileEngine
 from kvtier.tiers.disk.io.nds import NdsEngine
 from tests.devices.drivers import environment, host_compute, make_device
-from tests.fakes.storage import StorageFake
+from tests.kit.fakes.storage import StorageFake
 
 Bytes = npt.NDArray[np.uint8]
 Batch = tuple[Int64s, Uint64s, Int64s]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier._hot import crc32c
+from kvtier.core.hot import crc32c
 from kvtier.tiers.disk.format.records import RECORD, Records, seal
 from kvtier.tiers.disk.format.superblock import HALF_BYTES
 

@@ -32,9 +32,9 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from kvtier.cli import inspect, verify
+from kvtier.core.errors import CacheError
+from kvtier.core.types import BlockKey, Slot
 from kvtier.devices.base import Memory
-from kvtier.errors import CacheError
 from kvtier.layout import DType, full_attention
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskSystem, IoKind
@@ -43,7 +43,7 @@ from kvtier.tiers.disk.inspect.check import check_slab
 from kvtier.tiers.disk.inspect.report import report_slab
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.io.preadv import PreadvEngine
-from kvtier.types import BlockKey, Slot
+from kvtier.tools.cli import inspect, verify
 from tests.tiers.disk import world as disk_world
 from tests.tiers.disk.mutations import Damage, Files, mutate, not_closed
 from tests.tiers.disk.world import SLOT_BYTES, Arena, Clock, World

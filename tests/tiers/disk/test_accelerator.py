@@ -18,16 +18,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.errors import ConfigError, DeviceError
+from kvtier.core.errors import ConfigError, DeviceError
+from kvtier.core.types import Direct, Verify
 from kvtier.layout.named import ORDERS
 from kvtier.tiers import Outcome, Pieces
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.disk.io import direct, file_library
 from kvtier.tiers.disk.io import probe as probing
 from kvtier.tiers.disk.io.base import Int64s
-from kvtier.types import Direct, Verify
-from tests.effort import effort
-from tests.fakes.storage import LIBRARIES, Fault
+from tests.kit.effort import effort
+from tests.kit.fakes.storage import LIBRARIES, Fault
 from tests.tiers.disk.accelerated import (
     BY_LAYER,
     GQA,

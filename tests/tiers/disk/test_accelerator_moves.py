@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtier.cache.transfer import Job, LocalMover, Move
+from kvtier.cache.transfer.ranks import Done, RankExecutor, RankOrder, Verb
+from kvtier.core.types import DEVICE, DISK, Slot
 from kvtier.devices import Fence
 from kvtier.devices.synchronous import Passed
 from kvtier.tiers import MemoryTier, StorageTier
 from kvtier.tiers.disk import DiskTier
-from kvtier.transfer import Job, LocalMover, Move
-from kvtier.transfer.ranks import Done, RankExecutor, RankOrder, Verb
-from kvtier.types import DEVICE, DISK, Slot
-from tests.fakes.storage import LIBRARIES
+from tests.kit.fakes.storage import LIBRARIES
 from tests.kit.waiting import wait_until
 from tests.tiers.disk.accelerated import BY_LAYER, NUM_BLOCKS, THERE, Accelerated, keys, names
 

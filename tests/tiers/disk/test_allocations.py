@@ -18,14 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import Direct, Verify
 from kvtier.devices.base import Memory
-from kvtier.errors import ConfigError
 from kvtier.layout.named import ORDERS
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.disk.io import direct, file_library
-from kvtier.types import Direct, Verify
-from tests.fakes.storage import LIBRARIES, Fault
+from tests.kit.fakes.storage import LIBRARIES, Fault
 from tests.tiers.disk.accelerated import (
     BY_LAYER,
     GQA,

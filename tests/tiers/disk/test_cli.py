@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli import app
 from kvtier.tiers import Outcome
+from kvtier.tools.cli import app
 from tests.tiers.disk.faulty_disk import FaultyDisk
 from tests.tiers.disk.world import SLOT_BYTES, Clock, World, key, world
 
@@ -79,7 +79,7 @@ def test_inspect_prints_to_a_terminal_of_ascii(tmp_path: Path) -> None:
         here.put(1)
         path = here.options.path
     done = subprocess.run(
-        [sys.executable, "-m", "kvtier.cli", "inspect", str(path)],
+        [sys.executable, "-m", "kvtier.tools.cli", "inspect", str(path)],
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         capture_output=True,
         text=True,

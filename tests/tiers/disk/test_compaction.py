@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.core.types import Slot
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk.format import compaction, journal, log
 from kvtier.tiers.disk.format.records import RECORD, RECORD_BYTES, RecordKind, Records
 from kvtier.tiers.disk.format.rows import SlotRows
-from kvtier.types import Slot
 from tests.tiers.disk.crashing_disk import Crash, CrashingDisk
 from tests.tiers.disk.faulty_disk import FaultyDisk
 from tests.tiers.disk.lossy_disk import LossyDisk

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.core.types import Slot
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskSystem
-from kvtier.types import Slot
 from tests.tiers.disk.crashing_disk import Crash, CrashingDisk
 from tests.tiers.disk.faulty_disk import FaultyDisk
 from tests.tiers.disk.lossy_disk import LossyDisk

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.errors import ConfigError, TierError
+from kvtier.core.errors import ConfigError, TierError
 from kvtier.layout import DType, KVGroup, full_attention
 from kvtier.tiers import Outcome
 from kvtier.tiers.breaker import BreakerState

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from kvtier.core.types import BlockName
 from kvtier.layout import KVGroup
 from kvtier.testing.storage_user import NAMESPACE, Scattered, User, stored_key
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.part import _Limit
-from kvtier.types import BlockName
 from tests.tiers.disk.faulty_disk import FaultyDisk
 from tests.tiers.disk.world import ALIGNED, SLOT_BYTES, SMALL, Clock
 

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import BlockKey, BlockName, Direct, IoKind, Slot, Verify
 from kvtier.devices.base import Finding, Memory
-from kvtier.errors import ConfigError
 from kvtier.layout import DType, KVGroup, full_attention, latent_attention, named_layout, repack
 from kvtier.layout.named import ORDERS
 from kvtier.testing import host_memory, memory_bytes
@@ -25,7 +26,6 @@ from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.bounce import BlockPort, Bounce
 from kvtier.tiers.disk.direct import Pool, check_verify, choose
 from kvtier.tiers.disk.io import open_engine
-from kvtier.types import BlockKey, BlockName, Direct, IoKind, Slot, Verify
 from tests.tiers.disk.faulty_disk import FaultyDisk
 
 PAGE = 4096

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.errors import Closed, TierError
+from kvtier.core.errors import Closed, TierError
 from kvtier.tiers.disk.io import batch_queue, direct, file_library
 from kvtier.tiers.disk.io.base import Int64s
-from tests.fakes.storage import Cancel, Fault
+from tests.kit.fakes.storage import Cancel, Fault
 from tests.kit.waiting import wait_until
 from tests.tiers.disk.direct_world import BATCHES, PAGE, WAYS, Batch, World, direct_world
 
@@ -401,7 +401,7 @@ def test_a_driver_that_somebody_else_opened_stays_open(world: World) -> None:
 def test_a_forked_child_gives_nothing_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, pid = world.open(), os.getpid()
     with monkeypatch.context() as forked:
-        forked.setattr("kvtier.system.process.os.getpid", lambda: pid + 1)
+        forked.setattr("kvtier.core.system.process.os.getpid", lambda: pid + 1)
         with pytest.raises(Closed, match="forked"):
             engine.read(*apart(world))
         before = world.fake.storage_leaks

@@ -17,7 +17,7 @@ from kvtier.devices.base import Memory
 from kvtier.testing import host_memory
 from kvtier.tiers.disk.io import IoEngine
 from tests.devices.drivers import make_device
-from tests.fakes.storage import StorageFake
+from tests.kit.fakes.storage import StorageFake
 from tests.tiers.disk import test_io as rules
 from tests.tiers.disk.direct_world import PAGE, WAYS, open_direct
 from tests.tiers.disk.test_io import (  # noqa: F401 - run here, with the fixtures of this module

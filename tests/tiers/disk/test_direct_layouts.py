@@ -23,7 +23,7 @@ from kvtier.layout import (
 )
 from kvtier.tiers.disk.io.base import Int64s, Uint64s
 from tests.devices.drivers import make_device
-from tests.fakes.storage import StorageFake
+from tests.kit.fakes.storage import StorageFake
 from tests.tiers.disk.direct_world import PAGE, WAYS, open_direct
 
 GROUPS = {

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.core.errors import DeviceError
 from kvtier.devices.base import Fence, Memory
-from kvtier.errors import DeviceError
 from kvtier.tiers.disk.io.fences import PendingFences
 from kvtier.tiers.disk.io.file_library import outcome
 from kvtier.tiers.disk.io.registered import MAX_RUN_BYTES, RegisteredMemory, runs

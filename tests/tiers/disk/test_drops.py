@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import TierError
+from kvtier.core.errors import TierError
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskTier

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli import app
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.layout import opaque
 from kvtier.testing.storage_user import User, stored_bytes, stored_key
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import Direct, DiskOptions, DiskReader, DiskTier
+from kvtier.tools.cli import app
 
 pytest.importorskip("cryptography")
 

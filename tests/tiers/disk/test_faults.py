@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier.core.types import BlockName
 from kvtier.tiers import Outcome, Pieces
-from kvtier.types import BlockName
 from tests.tiers.disk.faulty_disk import FaultyDisk
 from tests.tiers.disk.world import ALIGNED, SLOT_BYTES, World, key, world
 

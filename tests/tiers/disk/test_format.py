@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.plan import WriteBudget
 from kvtier.tiers.disk.format.records import RECORD, RecordKind, are_valid, as_keys, blank, seal
 from kvtier.tiers.disk.format.rows import SlotRows

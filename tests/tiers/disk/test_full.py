@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import Slot
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskBlocks, DiskOptions
 from kvtier.tiers.disk.format.journal import max_journal_bytes
 from kvtier.tiers.disk.system import DiskSystem, spare_bytes
-from kvtier.types import Slot
 from tests.tiers.disk.world import SMALL, Arena, World, key, world
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier._hot import SlotTable
-from kvtier.errors import CacheError, ConfigError, TierError, printable
-from kvtier.system.memory import available_bytes
+from kvtier.core.errors import CacheError, ConfigError, TierError, printable
+from kvtier.core.hot import SlotTable
+from kvtier.core.system.memory import available_bytes
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
 from kvtier.tiers.disk.format.limits import BYTES_PER_SLOT, MAX_SEQUENCE, most_journal_bytes

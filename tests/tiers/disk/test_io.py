@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier._hot import crc32c_rows
-from kvtier.errors import Closed, TierError
+from kvtier.core.errors import Closed, TierError
+from kvtier.core.hot import crc32c_rows
+from kvtier.core.types import IoKind
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers.disk.io import IoEngine, open_engine
 from kvtier.tiers.disk.io.base import MAX_ENTRIES, Int64s, Uint64s, runs
-from kvtier.types import IoKind
 
 PAGE = 4096
 FILE_PAGES = 2000

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.system.plugins import load_plugin
+from kvtier.core.system.plugins import load_plugin
+from kvtier.core.types import BlockKey
 from kvtier.testing import StorageSuite
 from kvtier.tiers import StorageSite, StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
-from kvtier.types import BlockKey
 from tests.tiers.disk.faulty_disk import FaultyDisk
 from tests.tiers.disk.world import SLOT_BYTES
 from tests.tiers.disk.world import SMALL as GROUP

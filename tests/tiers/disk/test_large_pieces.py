@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier._hot import crc32c
+from kvtier.core.hot import crc32c
+from kvtier.core.types import BlockKey, BlockName, Verify
 from kvtier.layout import opaque
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers import Outcome, Pieces
 from kvtier.tiers.crc_join import joined_crcs
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.bounce import ALIGNMENT, LEAST_PIECE_BYTES, Bounce
-from kvtier.types import BlockKey, BlockName, Verify
 
 PIECES = (LEAST_PIECE_BYTES, LEAST_PIECE_BYTES)
 UNEQUAL = (LEAST_PIECE_BYTES, 3 * LEAST_PIECE_BYTES)

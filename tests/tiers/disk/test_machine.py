@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvtier.core.types import Slot, Verify
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions
-from kvtier.types import Slot, Verify
 from tests.tiers.disk.world import ALIGNED, SLOT_BYTES, SMALL, World, key
 
 NUM_SLOTS = 6

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskBlocks, DiskOptions
 from kvtier.tiers.disk.format.folder import owner_of

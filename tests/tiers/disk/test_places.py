@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli import app
-from kvtier.errors import CacheError
+from kvtier.core.errors import CacheError
 from kvtier.tiers.disk import DiskBlocks, DiskOptions
 from kvtier.tiers.disk.inspect.check import check_slab
 from kvtier.tiers.disk.inspect.report import report_slab
+from kvtier.tools.cli import app
 from tests.tiers.disk.world import SLOT_BYTES, SMALL, Arena, world
 
 

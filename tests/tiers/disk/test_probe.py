@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from kvtier.system.child_process import KILLED_S
+from kvtier.core.system.child_process import KILLED_S
 from kvtier.tiers.disk.io import probe as probing
 from kvtier.tiers.disk.io.cufile import CUFILE
 from kvtier.tiers.disk.io.nds import NDS
 from kvtier.tiers.disk.io.probe import Probe, Reach, findings, main, probe
-from tests.fakes.storage import STORAGE, StorageFake
+from tests.kit.fakes.storage import STORAGE, StorageFake
 
 KINDS = {"cuda": "cufile", "hip": "hipfile", "ascend": "nds"}
-POPEN = "kvtier.system.child_process.subprocess.Popen"
+POPEN = "kvtier.core.system.child_process.subprocess.Popen"
 DEVICES = {"cuda": "cuda:0", "hip": "cuda:0", "ascend": "npu:0"}
 
 

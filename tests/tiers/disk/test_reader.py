@@ -11,10 +11,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import BlockName
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskReader, DiskTier
-from kvtier.types import BlockName
 from tests.tiers.disk.world import ALIGNED, NAMESPACE, SLOT_BYTES, UNTOUCHED, Arena, block, key
 
 THERE, ABSENT, DAMAGED = Outcome.THERE, Outcome.ABSENT, Outcome.DAMAGED

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import Slot
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
 from kvtier.tiers.disk.format.superblock import Superblock, decode_both
 from kvtier.tiers.disk.inspect.check import check_slab
-from kvtier.types import Slot
-from tests.effort import EFFORT
+from tests.kit.effort import EFFORT
 from tests.tiers.disk.crashing_disk import Crash, CrashingDisk
 from tests.tiers.disk.test_crash import churn, claim_all
 from tests.tiers.disk.world import SMALL, Arena, World, world

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskSystem
 from kvtier.tiers.disk.inspect.check import check_slab

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import BlockKey, Slot
 from kvtier.layout import KVGroup
 from kvtier.testing import RoomSuite
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskBlocks, DiskOptions, Verify
-from kvtier.types import BlockKey, Slot
 from tests.tiers.disk.world import ALIGNED, SLOT_BYTES, SMALL, Arena, Clock, World, key, world
 
 OK, CORRUPT, FAILED = Outcome.THERE, Outcome.DAMAGED, Outcome.FAILED

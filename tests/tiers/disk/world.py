@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.types import BlockKey, BlockName, Slot
 from kvtier.devices.base import Memory
 from kvtier.layout import DType, KVGroup, full_attention
 from kvtier.testing import host_memory, memory_bytes
@@ -18,7 +19,6 @@ from kvtier.tiers import Outcome, Pieces
 from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
 from kvtier.tiers.disk.format.records import Records, as_keys
 from kvtier.tiers.disk.recovery.replay import read_journal, replay
-from kvtier.types import BlockKey, BlockName, Slot
 
 SMALL = full_attention(2, 2, 4, DType.FLOAT16, 2)
 """128 bytes per block: never aligned, so every block is bounced."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from kvtier.config import DEFAULT_CODING, CodingConfig
+from kvtier.core.config import DEFAULT_CODING, CodingConfig
 from kvtier.layout import KVGroup
 from kvtier.testing.storage_suite import GROUP
 from kvtier.tiers import StorageSite, StorageTier
 from kvtier.tiers.remote.s3.objects import Objects
 from kvtier.tiers.remote.s3.opening import make_s3
 from kvtier.tiers.remote.s3.tier import S3Tier
-from tests.servers import BUCKET
+from tests.kit.servers import BUCKET
 
 KEY_ID = "AKIDKVTIERTEST"
 SECRET_KEY = "not-to-be-seen-anywhere"

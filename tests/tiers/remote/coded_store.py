@@ -8,14 +8,14 @@ from abc import ABC, abstractmethod
 import numpy as np
 import pytest
 
-from kvtier.config import CodingConfig
+from kvtier.core.config import CodingConfig
+from kvtier.core.types import BlockName
 from kvtier.layout import opaque
 from kvtier.testing.codec_suite import KINDS
 from kvtier.testing.storage_user import NAMESPACE, TIMEOUT_S, Scattered, cuts, stored_key
 from kvtier.tiers import Outcome, StorageTier
 from kvtier.tiers.row import make_storage
-from kvtier.types import BlockName
-from tests.effort import effort
+from tests.kit.effort import effort
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
 BLOCK_BYTES = 16 << 10

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.proxy import Proxy
-from tests.servers import (
+from tests.kit.proxy import Proxy
+from tests.kit.servers import (
     StoreHttpServer,
     ValkeyServer,
     find_binary,

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import pytest
 
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.testing.storage_user import NAMESPACE, Scattered, User, stored_bytes, stored_key
 from kvtier.tiers import Outcome, StorageTier
-from kvtier.types import BlockKey, BlockName
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.engine import Engine, EngineConfig
-from kvtier.types import LoadPolicy
-from tests.engine.asking import GREEDY
-from tests.engine.conftest import SMALL
+from kvtier.core.types import LoadPolicy
+from kvtier.serve.engine import Engine, EngineConfig
+from tests.serve.engine.asking import GREEDY
+from tests.serve.engine.conftest import SMALL
 
 PROMPT = [7 + number * number % 501 for number in range(300)]
 

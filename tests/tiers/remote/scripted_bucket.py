@@ -12,7 +12,7 @@ from hashlib import blake2b
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-from tests.servers import BUCKET
+from tests.kit.servers import BUCKET
 
 LOOPBACK = "127.0.0.1"
 WRITTEN = "2026-11-25T12:00:00.000Z"

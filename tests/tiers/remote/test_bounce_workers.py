@@ -12,7 +12,8 @@ from threading import Condition
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import BlockKey
 from kvtier.testing import StorageSuite
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User
@@ -29,7 +30,6 @@ from kvtier.tiers.remote.bounce_workers import (
 from kvtier.tiers.remote.bounced_tier import DockedTier
 from kvtier.tiers.remote.errors import Unreachable, Unsound
 from kvtier.tiers.remote.location import StoreOptions, read_location, read_options
-from kvtier.types import BlockKey
 from tests.tiers.remote.docked_store import DockedStoreTests, eventually
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome

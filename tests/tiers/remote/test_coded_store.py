@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.config import CodingConfig
-from kvtier.errors import ConfigError
+from kvtier.core.config import CodingConfig
+from kvtier.core.errors import ConfigError
 from kvtier.layout import opaque
 from kvtier.testing.storage_user import TIMEOUT_S
 from kvtier.tiers import StorageTier
@@ -13,7 +13,7 @@ from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.pruning import make_keeper, prune
 from kvtier.tiers.remote.s3.packs import contents_of, pack_path
 from kvtier.tiers.remote.s3.tier import S3Tier
-from tests.servers import ValkeyServer, has_valkey
+from tests.kit.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.bucket import Bucket
 from tests.tiers.remote.coded_store import (
     BLOCK_BYTES,

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
+from kvtier.cache.transfer.local import FAILURES_UNTIL_OPEN, LocalMover
 from kvtier.testing.storage_user import stored_key
-from kvtier.transfer.local import FAILURES_UNTIL_OPEN, LocalMover
-from tests.servers import free_port
+from tests.kit.servers import free_port
 from tests.tiers.remote.valkeys import open_tier
 
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import BlockKey
 from kvtier.tiers import Pieces
 from kvtier.tiers.crc_join import block_crcs
 from kvtier.tiers.remote.envelope import HEADER_BYTES, Envelope
 from kvtier.tiers.remote.location import StoreOptions, read_location, read_options
-from kvtier.types import BlockKey
 
 BLOCK_BYTES = 96
 NUM = 4

@@ -17,8 +17,8 @@ from kvtier.tiers.remote.s3.catalogue import PackLocation
 from kvtier.tiers.remote.s3.manifests import Grave, Manifest, Pack
 from kvtier.tiers.remote.s3.pack_reader import PackReader
 from kvtier.tiers.remote.s3.packs import PackShape, pack_name
-from tests.effort import effort
-from tests.servers import ValkeyServer, has_valkey
+from tests.kit.effort import effort
+from tests.kit.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.bucket import Bucket, OnePack
 from tests.tiers.remote.valkeys import open_tier
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT, blocks_run_by
-from tests.servers import find_binary, free_port, free_ports, has_valkey
+from tests.kit.servers import find_binary, free_port, free_ports, has_valkey
 
 pytestmark = [
     pytest.mark.slow,

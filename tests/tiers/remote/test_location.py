@@ -10,19 +10,19 @@ from urllib.parse import quote
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli import app
-from kvtier.config import CacheConfig, without_password
-from kvtier.connectors.vllm.settings import VllmSettings
+from kvtier.connectors.vllm.shared.settings import VllmSettings
+from kvtier.core.config import CacheConfig, without_password
+from kvtier.core.errors import ConfigError
+from kvtier.core.system.plugins import load_plugin
 from kvtier.devices.cpu import CpuDevice
-from kvtier.errors import ConfigError
 from kvtier.node.config import NodeConfig
-from kvtier.node.node import CacheNode
-from kvtier.system.plugins import load_plugin
+from kvtier.node.server.node import CacheNode
 from kvtier.testing.storage_suite import GROUP
 from kvtier.tiers import StorageSite, StorageTier
 from kvtier.tiers.remote.location import read_location
 from kvtier.tiers.remote.pruning import make_keeper
 from kvtier.tiers.remote.valkey.connection_pool import ConnectionPool, ValkeyOptions
+from kvtier.tools.cli import app
 from tests.tiers.remote.scripted_server import ScriptedServer
 
 PARTS = ("hunter", "2026")
@@ -176,7 +176,7 @@ WRONG = {
 def test_wrong_url_is_refused_before_a_model_is_loaded(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.engine.Engine", lambda _: pytest.fail("a model is loaded"))
+    monkeypatch.setattr("kvtier.serve.engine.Engine", lambda _: pytest.fail("a model is loaded"))
     done = CliRunner().invoke(app, ["serve", "--port", "0", "--storage", url])
     assert done.exit_code == 2
     assert WRONG[url] in " ".join(done.output.split())

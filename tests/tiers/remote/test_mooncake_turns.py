@@ -11,6 +11,7 @@ from threading import Barrier, BrokenBarrierError, Event, Lock
 
 import pytest
 
+from kvtier.core.types import BlockKey
 from kvtier.testing.storage_suite import GROUP
 from kvtier.tiers import Outcome
 from kvtier.tiers.codecs.frame import MOST_OVERHEAD
@@ -19,7 +20,6 @@ from kvtier.tiers.remote.envelope import HEADER_BYTES
 from kvtier.tiers.remote.location import read_location
 from kvtier.tiers.remote.mooncake import tier
 from kvtier.tiers.remote.mooncake.tier import MooncakeClient, MooncakeOptions, StoreProcess
-from kvtier.types import BlockKey
 
 KEY = BlockKey(bytes(32))
 PATIENCE_S = 60.0

@@ -17,14 +17,14 @@ from urllib.parse import quote
 
 import pytest
 
-from kvtier.errors import ConfigError, TierError
-from kvtier.system.plugins import load_plugin
+from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.system.plugins import load_plugin
+from kvtier.core.types import BlockKey
 from kvtier.testing import StorageSuite
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome, StorageSite, StorageTier
 from kvtier.tiers.remote.envelope import HEADER_BYTES
-from kvtier.types import BlockKey
 from tests.tiers.remote.coded_store import KEYS, CodedStoreTests
 from tests.tiers.remote.docked_store import DockedStoreTests, eventually
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.keyed.block_cache import BlockState
+from kvtier.cache.block_cache import BlockState
 from kvtier.layout import opaque
 from kvtier.tiers import StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.row import make_storage
 from tests.connectors.pool_world import SLOT_BYTES, PoolWorld, key_of
-from tests.proxy import Proxy
-from tests.servers import ValkeyServer, has_valkey
+from tests.kit.proxy import Proxy
+from tests.kit.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.bucket import Bucket
 
 MEMORY, STORAGE, UNKNOWN = BlockState.MEMORY, BlockState.STORAGE, BlockState.UNKNOWN

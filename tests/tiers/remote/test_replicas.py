@@ -14,11 +14,11 @@ import pytest
 
 pytest.importorskip("transformers", reason="the embedded engine is not installed")
 
-from kvtier.engine import Engine
-from kvtier.types import DEVICE, HOST
-from tests.engine.asking import GREEDY, ask, same
-from tests.proxy import Proxy
-from tests.servers import ValkeyServer, has_valkey
+from kvtier.core.types import DEVICE, HOST
+from kvtier.serve.engine import Engine
+from tests.kit.proxy import Proxy
+from tests.kit.servers import ValkeyServer, has_valkey
+from tests.serve.engine.asking import GREEDY, ask, same
 from tests.tiers.remote.replica import PROMPT, check_two_replicas, config
 
 pytestmark = [

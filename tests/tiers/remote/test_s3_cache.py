@@ -6,13 +6,13 @@ import time
 
 import numpy as np
 
-from kvtier.cache import Cache
-from kvtier.config import CacheConfig
+from kvtier.cache.tokens import Cache
+from kvtier.core.config import CacheConfig
+from kvtier.core.keys import Namespace, token_labels
+from kvtier.core.types import LoadPolicy, PrefetchPolicy
 from kvtier.devices import Memory, find_device
-from kvtier.keys import Namespace, token_labels
 from kvtier.layout import DType, full_attention, named_layout, part_view
 from kvtier.tiers import DeviceTier
-from kvtier.types import LoadPolicy, PrefetchPolicy
 from tests.tiers.remote.bucket import Bucket
 
 BLOCK_SIZE = 16

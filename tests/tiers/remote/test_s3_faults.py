@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import Closed
+from kvtier.core.errors import Closed
 from kvtier.layout import DType, full_attention
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome
 from kvtier.tiers.remote.s3 import pack_reader
-from tests.proxy import Proxy
-from tests.servers import find_binary, make_bucket, port_of, seaweed
+from tests.kit.proxy import Proxy
+from tests.kit.servers import find_binary, make_bucket, port_of, seaweed
 from tests.tiers.remote.bucket import SECRET_KEY, Bucket
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome

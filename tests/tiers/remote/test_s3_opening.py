@@ -7,16 +7,16 @@ import re
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
+from kvtier.core.system.plugins import load_plugin
 from kvtier.layout import KVGroup
-from kvtier.system.plugins import load_plugin
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome, StorageSite, StorageTier
 from kvtier.tiers.remote.pruning import make_keeper
 from kvtier.tiers.remote.s3.opening import make_s3
 from kvtier.tiers.wrappers import ThrottledTier
-from tests.servers import BUCKET, StoreHttpServer
+from tests.kit.servers import BUCKET, StoreHttpServer
 from tests.tiers.remote.bucket import KEY_ID, SECRET_KEY, Bucket
 
 

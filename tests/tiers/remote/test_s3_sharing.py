@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.errors import TierError
+from kvtier.core.errors import TierError
 from kvtier.layout import DType, full_attention
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome

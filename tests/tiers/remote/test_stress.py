@@ -17,9 +17,9 @@ import pytest
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome, StorageTier
 from kvtier.tiers.remote.pruning import make_keeper, prune
-from tests.effort import effort
+from tests.kit.effort import effort
+from tests.kit.servers import ValkeyServer, has_valkey
 from tests.kit.waiting import wait_until
-from tests.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.bucket import Bucket
 from tests.tiers.remote.valkeys import open_tier
 

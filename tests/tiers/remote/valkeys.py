@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.system.plugins import load_plugin
+from kvtier.core.system.plugins import load_plugin
 from kvtier.testing.storage_suite import GROUP
 from kvtier.tiers import StorageSite, StorageTier
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvtier.engine import EngineInfo
+from kvtier.core.types import DEVICE, DISK, HOST
+from kvtier.serve.engine import EngineInfo
 from kvtier.tools.bench_serve.accuracy import TIERS, AccuracyResult, AccuracyRow
 from kvtier.tools.bench_serve.options import ServeOptions
 from kvtier.tools.bench_serve.overhead import OverheadResult, OverheadRow, Turn
@@ -12,7 +13,6 @@ from kvtier.tools.bench_serve.slow_disk import SlowDiskResult, SlowDiskRow
 from kvtier.tools.bench_serve.store import StoreResult, StoreRow
 from kvtier.tools.bench_serve.tamper import Damage
 from kvtier.tools.bench_serve.ttft import TtftResult, TtftRow, served_from
-from kvtier.types import DEVICE, DISK, HOST
 
 
 def accuracy(

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli import app
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.tools.bench_serve.codecs import divergence, read_prompts
+from kvtier.tools.cli import app
 
 
 def test_divergence_is_zero_for_equal_logits_only() -> None:

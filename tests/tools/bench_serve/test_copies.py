@@ -9,10 +9,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvtier.cli import app
+from kvtier.core.errors import ConfigError
 from kvtier.devices.copies import Copies
 from kvtier.devices.driver_device import DriverDevice
-from kvtier.errors import ConfigError
 from kvtier.tools.bench_serve.copies import (
     CONTIGUOUS,
     MANY_BYTES,
@@ -23,8 +22,9 @@ from kvtier.tools.bench_serve.copies import (
     show_copies,
 )
 from kvtier.tools.bench_serve.options import BenchError
+from kvtier.tools.cli import app
 from tests.devices.drivers import make_device
-from tests.fakes.fake import Fake
+from tests.kit.fakes.fake import Fake
 
 
 @pytest.fixture

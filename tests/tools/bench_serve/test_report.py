@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.tools.bench_serve.report import render_report, write_report
-from tests.outline import outline
+from tests.kit.outline import outline
 from tests.tools.bench_serve import samples
 
 pytestmark = pytest.mark.engine

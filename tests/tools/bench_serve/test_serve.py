@@ -13,11 +13,11 @@ from unittest.mock import ANY
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli.bench import app
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.tools.bench_serve.options import Experiment, ServeOptions
 from kvtier.tools.bench_serve.serve import run_serve
-from tests.servers import ValkeyServer, has_valkey
+from kvtier.tools.cli.bench import app
+from tests.kit.servers import ValkeyServer, has_valkey
 
 pytestmark = pytest.mark.engine
 
@@ -172,7 +172,7 @@ def test_prompts_longer_than_the_model_takes_are_refused() -> None:
 
 def test_asking_for_help_loads_no_engine() -> None:
     code = (
-        "import sys; from kvtier.cli.bench import app\n"
+        "import sys; from kvtier.tools.cli.bench import app\n"
         "assert not {'torch', 'matplotlib', 'kvtier.tools.bench_serve.serve'} & set(sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

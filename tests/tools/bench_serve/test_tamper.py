@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvtier.config import CacheConfig
-from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.core.config import CacheConfig
+from kvtier.core.types import DEVICE, HOST
 from kvtier.layout import part_view
+from kvtier.serve.engine import Engine, EngineConfig, SamplingParams
 from kvtier.tools.bench_serve.engines import clear_tiers, run_one, settle
 from kvtier.tools.bench_serve.options import BenchError
 from kvtier.tools.bench_serve.tamper import Damage, _Blocks, damaged
-from kvtier.types import DEVICE, HOST
 
 pytestmark = pytest.mark.engine
 

@@ -16,12 +16,12 @@ from urllib.request import urlopen
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvtier.cli import app
-from kvtier.live.client import MOST_BYTES, MOST_LINE_BYTES
+from kvtier.observe.live.client import MOST_BYTES, MOST_LINE_BYTES
 from kvtier.tools.bench_url.exchange import Exchange
 from kvtier.tools.bench_url.result import TurnFigures
-from tests.live.test_scrape import serving
-from tests.server.program import program
+from kvtier.tools.cli import app
+from tests.observe.live.test_scrape import serving
+from tests.serve.server.program import program
 
 KEY = "frobozz-key"
 EVIL = "[bold]\x1b]0;title\x07"

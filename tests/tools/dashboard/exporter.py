@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, gener
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from kvtier.telemetry.specs import DECLARED
+from kvtier.observe.specs import DECLARED
 
 PER_S = 50.0
 VALUES = {"place": "memory"}

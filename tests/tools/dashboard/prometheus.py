@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from tests.servers import free_port, wait_for
+from tests.kit.servers import free_port, wait_for
 
 # A server that is asked of all sides takes a while: only where that is wanted.
 IS_WANTED = bool(os.environ.get("KVTIER_TEST_DASHBOARD"))

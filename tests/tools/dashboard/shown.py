@@ -12,7 +12,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 import kvtier
-from kvtier.telemetry.specs import DECLARED, MetricSpec
+from kvtier.observe.specs import DECLARED, MetricSpec
 
 FOLDER = Path(kvtier.__file__).parent / "tools/dashboard"
 RULES = FOLDER / "kvtier-rules.yml"

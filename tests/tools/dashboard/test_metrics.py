@@ -7,8 +7,8 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli import app
-from kvtier.telemetry import specs
+from kvtier.observe import specs
+from kvtier.tools.cli import app
 
 from .shown import ALERTS, DASHBOARD, FOLDER, PANELS, RULES, Alert, Panel, metrics_in
 

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from kvtier.telemetry import specs
-from tests.server.program import program
+from kvtier.observe import specs
+from tests.serve.server.program import program
 
 from .exporter import exporting
 from .prometheus import IS_WANTED, MISSING, PROGRAM, Prometheus, prometheus

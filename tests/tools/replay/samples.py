@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtier.recording import Chains, Header, LineWriter
+from kvtier.observe.recording import Chains, Header, LineWriter
 from kvtier.tools.replay.trace import chained
 from kvtier.tools.replay.traces import ReadOptions
 

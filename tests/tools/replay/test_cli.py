@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvtier._hot import NATIVE
-from kvtier.cli import app
 from kvtier.connectors.common.settings import StoreSettings
+from kvtier.core.hot import NATIVE
+from kvtier.tools.cli import app
 from kvtier.tools.report import figures
-from tests.outline import outline
+from tests.kit.outline import outline
 
 has_report = pytest.mark.skipif(
     find_spec("matplotlib") is None or find_spec("jinja2") is None, reason="needs the replay extra"
@@ -172,7 +172,15 @@ def test_rows_are_marked_by_text_where_there_are_no_colours(conversations: Path)
     for row in rows:
         assert ("can't tell" in row) == ("–," in row), row
     alone = subprocess.run(
-        [sys.executable, "-m", "kvtier.cli", "replay", conversations, "--no-report", *options],
+        [
+            sys.executable,
+            "-m",
+            "kvtier.tools.cli",
+            "replay",
+            conversations,
+            "--no-report",
+            *options,
+        ],
         capture_output=True,
         text=True,
         check=True,
@@ -314,7 +322,7 @@ def test_a_log_is_recorded_without_its_tokens(tmp_path: Path) -> None:
 def test_replaying_needs_no_torch(conversations: Path) -> None:
     code = (
         "import sys; sys.argv[0] = 'kvtier'; sys.modules['torch'] = None\n"
-        "from kvtier.cli import app; app(standalone_mode=False)\n"
+        "from kvtier.tools.cli import app; app(standalone_mode=False)\n"
         "assert not {'transformers', 'fastapi'} & {*sys.modules}\n"
     )
     command = [sys.executable, "-c", code, "replay", str(conversations), "--no-report"]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvtier._hot import NATIVE, NATIVE_REASON
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
+from kvtier.core.hot import NATIVE, NATIVE_REASON
 from kvtier.tools.replay import segments as segments_module
 from kvtier.tools.replay.lru import find_distances
 from kvtier.tools.replay.policies import ASKED, Optimum, Replayer, check_policies, usual_policies

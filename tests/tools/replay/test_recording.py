@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.errors import ConfigError
-from kvtier.recording import Chains, Recorder, recorder, salt_from_environment
-from kvtier.recording import format as recording_format
+from kvtier.core.errors import ConfigError
+from kvtier.observe.recording import Chains, Recorder, recorder, salt_from_environment
+from kvtier.observe.recording import format as recording_format
 from kvtier.tools.replay.segments import find_segments
 from kvtier.tools.replay.trace import Trace
 from kvtier.tools.replay.traces import ReadOptions, read_traces

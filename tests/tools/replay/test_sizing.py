@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.plan import PrefillCost
 from kvtier.tools.replay.assumptions import (
     DEFAULT,
@@ -189,7 +189,7 @@ def test_prefill_rate_comes_from_a_benchmark(tmp_path: Path) -> None:
             rate_of_bench(path, 500.0)
 
 
-BUILTIN = Path(__file__).parents[3] / "src/kvtier/engine/builtin/kvtier-tiny"
+BUILTIN = Path(__file__).parents[3] / "src/kvtier/serve/engine/builtin/kvtier-tiny"
 
 
 def test_bytes_per_token_of_a_model(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.errors import ConfigError
-from kvtier.recording import Chains
+from kvtier.core.errors import ConfigError
+from kvtier.observe.recording import Chains
 from kvtier.tools.replay.segments import find_segments
 from kvtier.tools.replay.trace import Trace
 from kvtier.tools.replay.traces import ReadOptions, read_traces
@@ -387,7 +387,8 @@ def test_a_hostile_line_is_read_once(tmp_path: Path, line: str) -> None:
     path = tmp_path / "server.log"
     path.write_text(f"{line}\n{VLLM[1]}\n")
     code = (
-        "import resource, sys; from pathlib import Path; from kvtier.errors import ConfigError\n"
+        "import resource, sys; from pathlib import Path\n"
+        "from kvtier.core.errors import ConfigError\n"
         "from kvtier.tools.replay.traces import read_traces\n"
         "from tests.tools.replay.samples import OPTIONS\n"
         "used = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))\n"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.tools.report.corpus import Corpus, _library_files, with_other_ending
 
 pytestmark = pytest.mark.engine

@@ -13,18 +13,19 @@ from threading import Condition, Lock
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.cache.block_cache import BlockState
+from kvtier.cache.local import LocatedBlocks
+from kvtier.cache.storage_only import StorageJob, StorageOnlyCache
 from kvtier.connectors.common.names import block_key
-from kvtier.connectors.common.storage_only import StorageJob, StorageOnlyCache
-from kvtier.errors import TierError
+from kvtier.core.errors import TierError
+from kvtier.core.types import NO_BLOCK
 from kvtier.index.policies.replayed import LRU
 from kvtier.index.selection import select
-from kvtier.keyed.block_cache import BlockState
-from kvtier.keyed.cache import LocatedBlocks
+from kvtier.observe import Metrics
 from kvtier.plan import Costs
 from kvtier.plan.decide import FoundBlocks, LoadUpTo, Waited, decide
-from kvtier.telemetry import Metrics
-from kvtier.tiers import Outcome, Pieces, StorageTier, pages
-from kvtier.types import NO_BLOCK
+from kvtier.tiers import Outcome, Pieces, StorageTier
+from kvtier.tiers.memory import pages
 
 CALL_BLOCKS = 256
 """Most blocks of one job; a longer call has several jobs, one after the other."""

@@ -15,7 +15,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from blake3 import blake3
 
 from kvtier.connectors.common.weights import Source, identify
+from kvtier.core.keys import next_key
+from kvtier.core.types import BlockKey
 from kvtier.identity import Identification, Identity, unknown
-from kvtier.keys import next_key
-from kvtier.types import BlockKey
 
 logger = logging.getLogger(__name__)
 

@@ -6,15 +6,15 @@ import logging
 from collections.abc import Sequence
 
 from kvtier.connectors.common.settings import StoreSettings
+from kvtier.core.errors import TierError
+from kvtier.core.types import DISK, BlockKey, BlockName
 from kvtier.devices.base import Finding, Memory
-from kvtier.errors import TierError
 from kvtier.layout import KVGroup, opaque
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.row import make_storage
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageTier
 from kvtier.tiers.wrappers import Shards, ShardTier
-from kvtier.types import DISK, BlockKey, BlockName
 
 logger = logging.getLogger(__name__)
 

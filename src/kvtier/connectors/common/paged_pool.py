@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.cache.transfer import Steps
+from kvtier.cache.transfer.batching import NO_SEAMS, coalesce
+from kvtier.core.types import Slot
 from kvtier.devices import CopyBatch, Device, Direction, Memory
 from kvtier.tiers import Pieces
 from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.pieces import HOST_KINDS
-from kvtier.transfer import Steps
-from kvtier.transfer.batching import NO_SEAMS, coalesce
-from kvtier.types import Slot
 
 Int64s = npt.NDArray[np.int64]
 ALL = slice(None)

@@ -13,18 +13,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvtier.cache.block_cache import BlockState
+from kvtier.cache.ladder import LadderOptions
+from kvtier.cache.local import LocalBlockCache
+from kvtier.cache.transfer import CopyJob, LocalMover, TransferEngine
+from kvtier.cache.transfer.staging import layers_per_step
 from kvtier.connectors.common.paged_pool import GroupPages, LayerSteps, PagedPool
+from kvtier.core.types import DEVICE, DISK, HOST
 from kvtier.devices import Direction
 from kvtier.index import make_key_index
 from kvtier.index.policies.replayed import LRU
-from kvtier.keyed.block_cache import BlockState
-from kvtier.keyed.cache import LocalBlockCache
-from kvtier.ladder import LadderOptions
-from kvtier.telemetry import Metrics
+from kvtier.observe import Metrics
 from kvtier.tiers import HostTier, MemoryTier, StorageTier
-from kvtier.transfer import CopyJob, LocalMover, TransferEngine
-from kvtier.transfer.staging import layers_per_step
-from kvtier.types import DEVICE, DISK, HOST
 
 PIECE_BYTES = 16 << 20
 """Bytes per read from storage, and per write to it."""

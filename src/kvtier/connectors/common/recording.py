@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier.config import BLOCK_SIZE
 from kvtier.connectors.common.settings import ConnectorSettings
-from kvtier.errors import ConfigError
-from kvtier.recording import Chains, Recorder, salt_from_environment
-from kvtier.system.user_paths import user_path
+from kvtier.core.config import BLOCK_SIZE
+from kvtier.core.errors import ConfigError
+from kvtier.core.system.user_paths import user_path
+from kvtier.observe.recording import Chains, Recorder, salt_from_environment
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from types import NoneType
 from typing import ClassVar, Self
 
-from kvtier.config import (
+from kvtier.core.config import (
     SIZE,
     CodingConfig,
     DiskSafetyConfig,
@@ -24,13 +24,13 @@ from kvtier.config import (
     parse_size,
     setting,
 )
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
+from kvtier.core.system.user_paths import check_socket, user_path
+from kvtier.core.types import LoadPolicy
 from kvtier.index.policies.replayed import POLICIES
-from kvtier.recording import LEAST_BYTES
-from kvtier.system.user_paths import check_socket, user_path
+from kvtier.observe.recording import LEAST_BYTES
 from kvtier.tiers.disk import DiskOptions
 from kvtier.tiers.row import check_stores, refuse_lossy, storage_names
-from kvtier.types import LoadPolicy
 
 KINDS: Mapping[str, tuple[type, ...]] = {
     "bool": (bool,),

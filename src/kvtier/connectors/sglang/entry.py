@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from kvtier.connectors.sglang.contract import LINKER, STORAGE
+from kvtier.connectors.sglang.shared.contract import LINKER, STORAGE
 
 CLASSES = {
-    "KvtierStorage": (STORAGE, "kvtier.connectors.sglang.storage"),
-    "KvtierLinker": (LINKER, "kvtier.connectors.sglang.linker"),
+    "KvtierStorage": (STORAGE, "kvtier.connectors.sglang.hicache.storage"),
+    "KvtierLinker": (LINKER, "kvtier.connectors.sglang.linker.linker"),
 }
 """By the class name given to SGLang's factories: the contract, and the module of the class."""
 

@@ -6,8 +6,8 @@ import logging
 import os
 from importlib.util import find_spec
 
-from kvtier.connectors.sglang.hooks import Hooks
-from kvtier.telemetry.logs import log_in_engine
+from kvtier.connectors.sglang.shared.hooks import Hooks
+from kvtier.observe.logs import log_in_engine
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def register() -> None:
         for name, hook in wrapping_hooks().items():
             HookRegistry.register(name, hook, HookType.AROUND)
         if is_cpu():
-            from kvtier.connectors.sglang.cpu_copies import hooks
+            from kvtier.connectors.sglang.copies.cpu_copies import hooks
 
             for name, hook in hooks().items():
                 HookRegistry.register(name, hook, HookType.REPLACE)
@@ -43,10 +43,10 @@ def register() -> None:
 
 def wrapping_hooks() -> Hooks:
     """Return the hooks around SGLang functions, without those that an older SGLang lacks."""
-    from kvtier.connectors.sglang import scheduler_hooks
-    from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
-    from kvtier.connectors.sglang.prefetches import PREFETCHES
-    from kvtier.connectors.sglang.prefill import WATCH
+    from kvtier.connectors.sglang.hicache.prefetches import PREFETCHES
+    from kvtier.connectors.sglang.linker import scheduler_hooks
+    from kvtier.connectors.sglang.shared.new_weights import NEW_WEIGHTS
+    from kvtier.connectors.sglang.shared.prefill import WATCH
 
     found = {**WATCH.hooks(), **NEW_WEIGHTS.hooks()}
     try:
@@ -63,7 +63,7 @@ def ascend_hooks() -> Hooks:
 
     Returns none, and logs why, if there is no NPU or the SGLang version is unknown.
     """
-    from kvtier.connectors.sglang.contract import COPIES
+    from kvtier.connectors.sglang.shared.contract import COPIES
 
     try:
         from sglang.srt.utils import is_npu
@@ -74,7 +74,7 @@ def ascend_hooks() -> Hooks:
     except RuntimeError as error:  # torch_npu is installed, but there is no NPU
         logger.info("%s is set, but %s", COPIES_VARIABLE, error)
         return {}
-    from kvtier.connectors.sglang import ascend_copies
+    from kvtier.connectors.sglang.copies import ascend_copies
 
     if found := COPIES.differences():
         logger.warning("kvtier leaves its copies to SGLang: %s; %s", found[0], ascend_copies.LOSS)

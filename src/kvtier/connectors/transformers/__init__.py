@@ -7,7 +7,7 @@
 begin prompts, and why others are passed through. ``grid.py`` computes prompts in chunks, and
 ``weights_in_memory.py`` identifies a loaded model: its tensors, and what else ``reach.py`` finds.
 ``watch.py`` notices changes of what was found.
-``kvtier.cache_layers`` copies KV between transformers' cache layers and blocks.
+``cache_layers`` copies KV between transformers' cache layers and blocks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvtier.config import CacheConfig, parse_size
-from kvtier.errors import ConfigError, UsageError, install_command
+from kvtier.core.config import CacheConfig, parse_size
+from kvtier.core.errors import ConfigError, UsageError, install_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,16 +22,20 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import kvtier
-from kvtier.cache_layers import CACHE_FIELD, CacheLayers, UnsupportedModelError
-from kvtier.config import CacheConfig
+from kvtier.cache.shared import SharedCache
+from kvtier.cache.states import SNAPSHOT_TOKENS
+from kvtier.connectors.transformers.cache_layers import (
+    CACHE_FIELD,
+    CacheLayers,
+    UnsupportedModelError,
+)
 from kvtier.connectors.transformers.grid import BlockMemory, ChunkGrid, Forward, TokenSources
 from kvtier.connectors.transformers.prompts import PromptBatch, PromptReader, odd_state
 from kvtier.connectors.transformers.weights_in_memory import WeightsInMemory
-from kvtier.errors import CacheError, UsageError
+from kvtier.core.config import CacheConfig
+from kvtier.core.errors import CacheError, UsageError
+from kvtier.core.keys import Namespace
 from kvtier.identity import Basis, Identity
-from kvtier.keys import Namespace
-from kvtier.shared_cache import SharedCache
-from kvtier.snapshots import SNAPSHOT_TOKENS
 
 logger = logging.getLogger(__name__)
 

@@ -14,16 +14,16 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvtier.cache_layers import CACHE_FIELD, CacheLayers, cache_argument
-from kvtier.config import CacheConfig
+from kvtier.cache.lease import Lease
+from kvtier.cache.shared import Prompt, open_cache
+from kvtier.connectors.transformers.cache_layers import CACHE_FIELD, CacheLayers, cache_argument
 from kvtier.connectors.transformers.prompts import PromptBatch
-from kvtier.errors import CacheError, ConfigError
-from kvtier.keys import token_labels
-from kvtier.prompts.lease import Lease
-from kvtier.shared_cache import Prompt, open_cache
-from kvtier.system.memory import available_bytes
-from kvtier.tiers import pages
-from kvtier.types import DEVICE, HOST
+from kvtier.core.config import CacheConfig
+from kvtier.core.errors import CacheError, ConfigError
+from kvtier.core.keys import token_labels
+from kvtier.core.system.memory import available_bytes
+from kvtier.core.types import DEVICE, HOST
+from kvtier.tiers.memory import pages
 
 logger = logging.getLogger(__name__)
 

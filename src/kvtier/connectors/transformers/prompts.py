@@ -12,7 +12,11 @@ from torch.nn.modules import module as modules
 from torch.utils._device import DeviceContext
 from transformers import DynamicCache, PreTrainedModel
 
-from kvtier.cache_layers import CacheLayers, UnsupportedModelError, cache_argument
+from kvtier.connectors.transformers.cache_layers import (
+    CacheLayers,
+    UnsupportedModelError,
+    cache_argument,
+)
 from kvtier.connectors.transformers.reach import has_hooks
 
 HANDLED = {

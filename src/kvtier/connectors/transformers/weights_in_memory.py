@@ -17,10 +17,10 @@ import torch
 from blake3 import blake3
 from transformers import PreTrainedModel
 
-from kvtier._hot import crc32c_many
 from kvtier.connectors.transformers.reach import ModelReach
+from kvtier.core.hot import crc32c_many
+from kvtier.core.system.process import num_cores
 from kvtier.identity import Basis, Identity
-from kvtier.system.process import num_cores
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ import logging
 from contextlib import suppress
 
 from kvtier.connectors.vllm.offloading.contract import NEWEST, OLDEST
-from kvtier.connectors.vllm.registry import OWN_NAME, SPEC_NAME, wrap_factory
+from kvtier.connectors.vllm.shared.registry import OWN_NAME, SPEC_NAME, wrap_factory
 
 logger = logging.getLogger(__name__)
 

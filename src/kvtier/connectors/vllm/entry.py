@@ -10,7 +10,7 @@ from importlib import import_module
 
 from kvtier.connectors.vllm.kv_connector import contract as kv_connector
 from kvtier.connectors.vllm.offloading import contract
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 
 
 def __getattr__(name: str) -> object:

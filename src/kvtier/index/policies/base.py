@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from kvtier.hints import Said
+from kvtier.core.hints import Said
+from kvtier.core.types import BlockId
 from kvtier.index.residency import Residency
-from kvtier.types import BlockId
 
 
 class EvictionPolicy(ABC):

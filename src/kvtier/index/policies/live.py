@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvtier import _hot
-from kvtier.errors import ConfigError
-from kvtier.hints import Said
+from kvtier.core import hot
+from kvtier.core.errors import ConfigError
+from kvtier.core.hints import Said
 from kvtier.index.policies.counted import PolicyCounters
 
 Keys = npt.NDArray[np.uint64]
@@ -42,14 +42,14 @@ class LivePolicy(PolicyCounters):
     """
 
     __slots__ = ("_core",)
-    _core: _hot.LivePolicy
+    _core: hot.LivePolicy
 
     def __init__(
         self, capacity_blocks: int, *, seed: int = 7, doubles_at_blocks: float = 0.0
     ) -> None:
-        if _hot.LivePolicy is None:
-            raise ConfigError(f"the learned policy needs the native core: {_hot.NATIVE_REASON}")
-        self._core = _hot.LivePolicy(capacity_blocks, seed, doubles_at_blocks)
+        if hot.LivePolicy is None:
+            raise ConfigError(f"the learned policy needs the native core: {hot.NATIVE_REASON}")
+        self._core = hot.LivePolicy(capacity_blocks, seed, doubles_at_blocks)
 
     def asked(self, keys: Keys, now_s: float) -> int:
         """Report a new request. Return how many of its first blocks are resident.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
 
+from kvtier.core.types import BlockId
 from kvtier.index.policies.base import EvictionPolicy
-from kvtier.types import BlockId
 
 
 class LruPolicy(EvictionPolicy):

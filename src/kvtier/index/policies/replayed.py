@@ -10,8 +10,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvtier import _hot
-from kvtier.errors import ConfigError
+from kvtier.core import hot
+from kvtier.core.errors import ConfigError
 from kvtier.index.policies.counted import PolicyCounters
 
 RUNS: Final = "runs"
@@ -44,7 +44,7 @@ class PolicyReplay(PolicyCounters):
     """
 
     __slots__ = ("_core", "policy")
-    _core: _hot.PolicyReplay
+    _core: hot.PolicyReplay
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class PolicyReplay(PolicyCounters):
         if policy not in POLICIES:
             raise ValueError(f"no policy is called {policy!r}; there are {', '.join(POLICIES)}")
         self.policy = policy
-        if _hot.PolicyReplay is None:
+        if hot.PolicyReplay is None:
             raise ConfigError(
-                f"policy {policy!r} can't be replayed without the native core: {_hot.NATIVE_REASON}"
+                f"policy {policy!r} can't be replayed without the native core: {hot.NATIVE_REASON}"
             )
-        self._core = _hot.PolicyReplay(policy, capacity_blocks, seed, doubles_at_blocks)
+        self._core = hot.PolicyReplay(policy, capacity_blocks, seed, doubles_at_blocks)
 
     def request(self, keys: npt.NDArray[np.uint64], now_s: float) -> int:
         """Process a request. Return how many of its first blocks were cached.

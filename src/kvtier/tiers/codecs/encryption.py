@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Final
 
 from blake3 import blake3
 
-from kvtier.errors import ConfigError, install_command, printable
-from kvtier.system.private_files import read_key_file
-from kvtier.system.user_paths import user_path
+from kvtier.core.errors import ConfigError, install_command, printable
+from kvtier.core.system.private_files import read_key_file
+from kvtier.core.system.user_paths import user_path
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM

@@ -29,13 +29,13 @@ from typing import Final
 
 import numpy as np
 
-from kvtier._hot import crc32c
+from kvtier.core.hot import crc32c
+from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs.codec import RAW, ChunkedCodec, Codec, Uint8s
 from kvtier.tiers.codecs.encryption import NONCE_BYTES, TAG_BYTES, Keyring
 from kvtier.tiers.crc_join import copied_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import Outcome
-from kvtier.types import BlockKey
 
 MAGIC: Final = b"kvC1"
 HEAD: Final = Struct("<4sBBHQQII24sQ")

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvtier._hot import choose_planes, join_planes, split_planes
-from kvtier.errors import ConfigError, install_command
+from kvtier.core.errors import ConfigError, install_command
+from kvtier.core.hot import choose_planes, join_planes, split_planes
 from kvtier.tiers.codecs.codec import ChunkedCodec, Uint8s
 
 if TYPE_CHECKING:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvtier.config import CodingConfig
-from kvtier.errors import ConfigError
+from kvtier.core.config import CodingConfig
+from kvtier.core.errors import ConfigError
+from kvtier.core.system.plugins import known_plugins, load_plugin
 from kvtier.layout import KVGroup
-from kvtier.system.plugins import known_plugins, load_plugin
 from kvtier.tiers.codecs.codec import FIRST_PLUGIN, LAST_NUMBER, Codec
 from kvtier.tiers.codecs.encryption import read_keyring
 from kvtier.tiers.codecs.frame import BlockCoder

@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar, Final
 
-from kvtier._hot import quantize_channels, restore_channels
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
+from kvtier.core.hot import quantize_channels, restore_channels
 from kvtier.layout import DType, KVGroup
 from kvtier.tiers.codecs.codec import Codec, Uint8s
 

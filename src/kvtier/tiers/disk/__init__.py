@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from kvtier.core.types import Direct, Durability, IoKind, Verify
 from kvtier.tiers.disk.blocks import DiskBlocks
 from kvtier.tiers.disk.bounce import goes_direct
 from kvtier.tiers.disk.inspect.reader import DiskReader
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.disk.tier import DiskTier, make_disk
-from kvtier.types import Direct, Durability, IoKind, Verify
 
 __all__ = [
     "Direct",

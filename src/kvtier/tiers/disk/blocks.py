@@ -13,7 +13,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import SlotTable
+from kvtier.core.hot import SlotTable
+from kvtier.core.types import BlockKey, BlockName, Slot
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
 from kvtier.tiers.base import Room
@@ -32,10 +33,9 @@ from kvtier.tiers.disk.recovery.recovery import newest
 from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.disk.system import DiskSystem
+from kvtier.tiers.memory.slots import check_slots
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.slots import check_slots
 from kvtier.tiers.storage import KeptKeys, Outcome
-from kvtier.types import BlockKey, BlockName, Slot
 
 logger = logging.getLogger(__name__)
 

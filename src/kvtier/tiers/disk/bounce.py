@@ -18,13 +18,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import copy_batch
+from kvtier.core.errors import DeviceError
+from kvtier.core.hot import copy_batch
 from kvtier.devices.base import Memory
-from kvtier.errors import DeviceError
-from kvtier.tiers import pages
 from kvtier.tiers.crc_join import block_crcs, joined_crcs
 from kvtier.tiers.disk.accelerator import Accelerator
 from kvtier.tiers.disk.io import IoEngine
+from kvtier.tiers.memory import pages
 from kvtier.tiers.pieces import HOST_KINDS, Pieces
 
 logger = logging.getLogger(__name__)

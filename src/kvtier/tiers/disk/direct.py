@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import Direct, Slot, Verify
 from kvtier.devices.base import Device, Finding, Memory
-from kvtier.errors import ConfigError
 from kvtier.tiers.base import MemoryTier
 from kvtier.tiers.disk.bounce import ALIGNMENT, why_bounced
 from kvtier.tiers.disk.io.registered import RegisteredMemory
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.pieces import HOST_KINDS, Pieces
-from kvtier.types import Direct, Slot, Verify
 
 if TYPE_CHECKING:
     from kvtier.tiers.disk.io.probe import Probe

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import ConfigError, TierError
+from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.system.private_files import open_file
 from kvtier.layout import KVGroup
-from kvtier.system.private_files import open_file
 from kvtier.tiers.codecs.encryption import names_key
 from kvtier.tiers.disk.bounce import ALIGNMENT
 from kvtier.tiers.disk.format.folder import (

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from kvtier.errors import ConfigError
-from kvtier.system.user_paths import user_path
-from kvtier.types import Direct, Durability, IoKind, Verify
+from kvtier.core.errors import ConfigError
+from kvtier.core.system.user_paths import user_path
+from kvtier.core.types import Direct, Durability, IoKind, Verify
 
 CHOICES: dict[str, type[StrEnum]] = {
     "durability": Durability,

@@ -11,8 +11,9 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.errors import DeviceError, TierError
+from kvtier.core.types import BlockKey, BlockName, Direct, Durability, IoKind, Slot, keys_of
 from kvtier.devices.base import Finding, Memory
-from kvtier.errors import DeviceError, TierError
 from kvtier.tiers.disk.accelerator import Accelerator
 from kvtier.tiers.disk.bounce import BlockPort, Bounce
 from kvtier.tiers.disk.direct import Pool, PoolPath, check_library, choose, find_pool_path
@@ -25,7 +26,6 @@ from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
-from kvtier.types import BlockKey, BlockName, Direct, Durability, IoKind, Slot, keys_of
 
 logger = logging.getLogger(__name__)
 

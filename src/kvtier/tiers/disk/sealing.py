@@ -11,7 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import BlockKey, Direct
 from kvtier.layout import KVGroup
 from kvtier.tiers.codecs.encryption import names_key, read_keyring
 from kvtier.tiers.codecs.frame import MOST_OVERHEAD, BlockCoder, FrameHead
@@ -19,7 +20,6 @@ from kvtier.tiers.disk.bounce import ALIGNMENT, Bounce
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import Outcome
-from kvtier.types import BlockKey, Direct
 
 ENCRYPTED: Final = " encrypted"
 """End of the layout's name in the superblock of a slab whose blocks are encrypted."""

@@ -10,9 +10,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.types import Slot
 from kvtier.tiers.disk.format.records import RecordKind
-from kvtier.tiers.slots import check_count, check_slots
-from kvtier.types import Slot
+from kvtier.tiers.memory.slots import check_count, check_slots
 
 FIRST_ROOM: Final = 1024
 

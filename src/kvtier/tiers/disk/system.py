@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from kvtier.core.types import IoKind
 from kvtier.devices.base import Memory
 from kvtier.tiers.disk.io import IoEngine, open_engine
-from kvtier.types import IoKind
 
 _KEEP_SIZE: Final = 1
 """FALLOC_FL_KEEP_SIZE of fallocate(2)."""

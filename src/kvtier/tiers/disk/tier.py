@@ -13,8 +13,9 @@ from threading import TIMEOUT_MAX, Lock
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.types import DISK, BlockKey, BlockName, Direct, Slot
 from kvtier.devices.base import Finding, Memory
-from kvtier.errors import ConfigError, TierError
 from kvtier.layout import KVGroup
 from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.disk.blocks import DiskBlocks
@@ -32,7 +33,6 @@ from kvtier.tiers.storage import (
     StorageSite,
     StorageTier,
 )
-from kvtier.types import DISK, BlockKey, BlockName, Direct, Slot
 
 Int64s = npt.NDArray[np.int64]
 

@@ -19,15 +19,15 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import Closed
-from kvtier.system.process import OwnerProcess
+from kvtier.core.errors import Closed
+from kvtier.core.system.process import OwnerProcess
+from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs.codec import Uint8s
 from kvtier.tiers.codecs.frame import MOST_OVERHEAD
 from kvtier.tiers.disk.bounce import ALIGNMENT, Bounce
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import HEADER_BYTES, Headers
 from kvtier.tiers.storage import Outcome
-from kvtier.types import BlockKey
 
 ROWS_BYTES: Final = 16 << 20
 """Buffer size of a worker, for at least one block. Each call has a fixed cost: with half the size,

@@ -13,8 +13,9 @@ from typing import Final
 
 import numpy as np
 
+from kvtier.core.errors import Closed, ConfigError, TierError
+from kvtier.core.types import BlockKey, BlockName, keys_of
 from kvtier.devices.base import Finding
-from kvtier.errors import Closed, ConfigError, TierError
 from kvtier.tiers.codecs import make_coder
 from kvtier.tiers.crc_join import copied_crcs
 from kvtier.tiers.disk.bounce import ALIGNMENT
@@ -40,7 +41,6 @@ from kvtier.tiers.remote.envelope import (
 from kvtier.tiers.remote.errors import Unreachable, Unsound
 from kvtier.tiers.remote.location import Location, StoreOptions
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageSite, StorageTier
-from kvtier.types import BlockKey, BlockName, keys_of
 
 logger = logging.getLogger(__name__)
 

@@ -36,13 +36,13 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from kvtier._hot import crc32c, crc32c_rows
+from kvtier.core.hot import crc32c, crc32c_rows
+from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs.codec import RAW, Uint8s
 from kvtier.tiers.codecs.frame import BlockCoder, FrameHead
 from kvtier.tiers.crc_join import Uint32s, copied_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import Keys, Outcome
-from kvtier.types import BlockKey
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvtier.types import BlockKey
+from kvtier.core.types import BlockKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from difflib import get_close_matches
 from typing import Final, Generic, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from kvtier.config import parse_size
-from kvtier.errors import ConfigError
-from kvtier.system.user_paths import user_path
+from kvtier.core.config import parse_size
+from kvtier.core.errors import ConfigError
+from kvtier.core.system.user_paths import user_path
 from kvtier.tiers.storage import StorageSite, StorageTier
 from kvtier.tiers.wrappers import ThrottledTier
 

@@ -16,8 +16,9 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.config import DEFAULT_CODING, CodingConfig
-from kvtier.errors import CacheError, ConfigError
+from kvtier.core.config import DEFAULT_CODING, CodingConfig
+from kvtier.core.errors import CacheError, ConfigError
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.layout import opaque
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.keeper import StoreKeeper
@@ -28,7 +29,6 @@ from kvtier.tiers.remote.valkey.connection_pool import PORT, ValkeyOptions
 from kvtier.tiers.row import STORES, make_storage
 from kvtier.tiers.storage import Outcome, StorageTier
 from kvtier.tiers.wrappers.wrapper import StorageWrapper
-from kvtier.types import BlockKey, BlockName
 
 BATCH_BYTES: Final = 16 << 20
 """Bytes of blocks that are copied at a time, unless they are a pack."""

@@ -12,7 +12,7 @@ from itertools import islice
 from math import inf
 from typing import Final
 
-from kvtier.errors import ConfigError, install_command
+from kvtier.core.errors import ConfigError, install_command
 from kvtier.tiers.remote.keeper import Entry, StoreKeeper
 from kvtier.tiers.remote.location import read_location, read_options
 from kvtier.tiers.remote.s3.opening import S3Options, check_location

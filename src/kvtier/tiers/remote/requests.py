@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Final, TypeVar
 
-from kvtier.errors import Closed
+from kvtier.core.errors import Closed
 
 Result = TypeVar("Result")
 Request = Callable[[], Coroutine[Any, Any, Result]]

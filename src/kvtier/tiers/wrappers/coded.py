@@ -11,7 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import BlockKey, BlockName, Direct
 from kvtier.layout import opaque
 from kvtier.tiers.codecs import BlockCoder, make_coder
 from kvtier.tiers.codecs.codec import Uint8s
@@ -19,7 +20,6 @@ from kvtier.tiers.codecs.frame import FrameHead
 from kvtier.tiers.pieces import HOST_KINDS, Pieces
 from kvtier.tiers.storage import Outcome, StorageSite, StorageTier
 from kvtier.tiers.wrappers.wrapper import StorageWrapper
-from kvtier.types import BlockKey, BlockName, Direct
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from kvtier.core.types import BlockKey, BlockName, keys_of
 from kvtier.tiers.crc_join import copied_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import KeptKeys, Outcome, StorageTier
 from kvtier.tiers.wrappers.wrapper import StorageWrapper
-from kvtier.types import BlockKey, BlockName, keys_of
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
 SMALL_PIECE = 4096

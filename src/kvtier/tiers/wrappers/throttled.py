@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.devices.base import Finding
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import Outcome, ScrubReport, StorageTier
 from kvtier.tiers.wrappers.wrapper import StorageWrapper
-from kvtier.types import BlockKey, BlockName
 
 
 class ThrottledTier(StorageWrapper):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.devices.base import Finding
 from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import KeptKeys, Outcome, ScrubReport, StorageTier
-from kvtier.types import BlockKey, BlockName
 
 
 class StorageWrapper(StorageTier):

@@ -21,7 +21,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.engine import Engine, SamplingParams
+from kvtier.core.types import DEVICE, DISK, HOST, LoadPolicy
+from kvtier.serve.engine import Engine, SamplingParams
 from kvtier.tools.bench_serve.engines import (
     Setting,
     clear_tiers,
@@ -34,7 +35,6 @@ from kvtier.tools.bench_serve.options import FULL_ACCURACY_PROMPTS, FULL_PROMPT_
 from kvtier.tools.bench_serve.tamper import Damage, damaged
 from kvtier.tools.report.corpus import Prompt, with_other_ending
 from kvtier.tools.report.progress import Progress
-from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 
 TIERS = (DEVICE, HOST, DISK)
 CONTROL_STEPS = 4

@@ -16,12 +16,12 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.config import BLOCK_SIZE
-from kvtier.engine.models import LoadedModel
-from kvtier.engine.prompt_bench import Float32s, PromptBench, load_for_bench
-from kvtier.errors import ConfigError
+from kvtier.core.config import BLOCK_SIZE
+from kvtier.core.errors import ConfigError
+from kvtier.core.system.plugins import known_plugins
 from kvtier.layout import KVGroup
-from kvtier.system.plugins import known_plugins
+from kvtier.serve.engine.models import LoadedModel
+from kvtier.serve.engine.prompt_bench import Float32s, PromptBench, load_for_bench
 from kvtier.tiers.codecs.codec import Codec, Uint8s
 from kvtier.tiers.codecs.opening import make_codec
 from kvtier.tools.report.corpus import Corpus

@@ -14,9 +14,9 @@ from time import perf_counter
 from rich.console import Console
 from rich.table import Table
 
+from kvtier.core.errors import ConfigError, DeviceError
 from kvtier.devices import CopyBatch, Device, Direction
 from kvtier.devices.rig import Rig, open_rig
-from kvtier.errors import ConfigError, DeviceError
 from kvtier.tools.bench_serve.options import BenchError
 from kvtier.tools.report.machine import Fact, machine_facts
 from kvtier.tools.report.stats import Estimate, median_with_interval, rounded

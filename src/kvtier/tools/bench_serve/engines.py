@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvtier.config import CacheConfig
-from kvtier.engine import Completion, Engine, EngineConfig, EngineInfo, SamplingParams
+from kvtier.core.config import CacheConfig
+from kvtier.core.types import LoadPolicy
+from kvtier.serve.engine import Completion, Engine, EngineConfig, EngineInfo, SamplingParams
 from kvtier.tools.bench_serve.options import BenchError, ServeOptions
 from kvtier.tools.bench_serve.sample import Sample, take_sample
 from kvtier.tools.report.corpus import Corpus, Prompt
-from kvtier.types import LoadPolicy
 
 DISK_PAGE_BYTES = 4096
 """Page size of the disk; a block takes whole pages."""

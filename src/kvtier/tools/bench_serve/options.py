@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, parse_size
-from kvtier.errors import CacheError, ConfigError
+from kvtier.core.config import BLOCK_SIZE, CHUNK_TOKENS, parse_size
+from kvtier.core.errors import CacheError, ConfigError
 
 FULL_ACCURACY_PROMPTS = 20
 FULL_TTFT_PROMPTS = 100

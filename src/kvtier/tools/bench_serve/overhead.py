@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvtier.engine import Completion, Engine, SamplingParams
+from kvtier.serve.engine import Completion, Engine, SamplingParams
 from kvtier.tools.bench_serve.engines import (
     REQUEST_TIMEOUT_S,
     Setting,

@@ -17,15 +17,15 @@ from statistics import median
 
 import numpy as np
 
-from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS
-from kvtier.engine import Engine, EngineInfo, SamplingParams
-from kvtier.telemetry import specs
+from kvtier.core.config import BLOCK_SIZE, CHUNK_TOKENS
+from kvtier.core.types import DEVICE, HOST, LoadPolicy
+from kvtier.observe import specs
+from kvtier.serve.engine import Engine, EngineInfo, SamplingParams
 from kvtier.tools.bench_serve.engines import Setting, clear_tiers, open_engine, run_one, settle
 from kvtier.tools.bench_serve.options import BenchError
 from kvtier.tools.report.corpus import Prompt
 from kvtier.tools.report.progress import Progress
 from kvtier.tools.report.stats import Estimate, Floats, estimate, rounded
-from kvtier.types import DEVICE, HOST, LoadPolicy
 
 FULL_TOKENS = 16384
 FULL_PARAMETERS = 6_500_000_000

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from kvtier.core.types import DEVICE, DISK, HOST
 from kvtier.tools.bench_serve.overhead import OverheadResult
 from kvtier.tools.bench_serve.summary import PLACES
 from kvtier.tools.bench_serve.ttft import COLD, TtftResult
@@ -17,7 +18,6 @@ from kvtier.tools.report import svg
 from kvtier.tools.report.figures import between, milliseconds, percent
 from kvtier.tools.report.stats import Estimate
 from kvtier.tools.report.svg import INK, LINE, MUTED, twice
-from kvtier.types import DEVICE, DISK, HOST
 
 COLOURS = {COLD: svg.COLD, HOST: svg.HOST, DEVICE: svg.DEVICE, DISK: svg.DISK}
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtier.engine import EngineInfo
+from kvtier.core.types import DISK
+from kvtier.serve.engine import EngineInfo
 from kvtier.tools.bench_serve.accuracy import AccuracyResult
 from kvtier.tools.bench_serve.options import ServeOptions
 from kvtier.tools.bench_serve.overhead import OverheadResult
@@ -18,7 +19,6 @@ from kvtier.tools.bench_serve.ttft import FIELDS, TtftResult
 from kvtier.tools.report.machine import Fact
 from kvtier.tools.report.stats import exactly
 from kvtier.tools.report.target import Target
-from kvtier.types import DISK
 
 Json = Mapping[str, object]
 

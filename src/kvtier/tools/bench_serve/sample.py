@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtier.engine import Engine, SamplingParams
+from kvtier.serve.engine import Engine, SamplingParams
 from kvtier.tools.report.corpus import Prompt
 
 SHOWN_TOKENS = 40

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvtier.config import parse_size
-from kvtier.engine import Engine, SamplingParams
+from kvtier.core.config import parse_size
+from kvtier.serve.engine import Engine, SamplingParams
 from kvtier.tools.bench_serve.engines import Setting, open_engine, run_one, scratch_disk, settle
 from kvtier.tools.bench_serve.options import FULL_PROMPT_TOKENS, FULL_TTFT_PROMPTS
 from kvtier.tools.report.corpus import Prompt

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from urllib.parse import parse_qsl, urlencode
 
-from kvtier.config import parse_size
-from kvtier.engine import Engine, SamplingParams
-from kvtier.telemetry import specs
+from kvtier.core.config import parse_size
+from kvtier.core.types import DEVICE, HOST
+from kvtier.observe import specs
+from kvtier.serve.engine import Engine, SamplingParams
 from kvtier.tiers.remote.pruning import make_keeper, prune
 from kvtier.tools.bench_serve.engines import Setting, clear_tiers, open_engine, run_one, settle
 from kvtier.tools.bench_serve.options import BenchError
@@ -32,7 +33,6 @@ from kvtier.tools.report.stats import (
     summary_json,
     value_json,
 )
-from kvtier.types import DEVICE, HOST
 
 STORE = "store"
 """Name of the tier in this report, for any store."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvtier.core.types import DEVICE, DISK, HOST
 from kvtier.tools.bench_serve.accuracy import TIERS, AccuracyResult
 from kvtier.tools.bench_serve.options import ServeOptions
 from kvtier.tools.bench_serve.overhead import FULL_PAIRS, OverheadResult
@@ -28,7 +29,6 @@ from kvtier.tools.report.figures import (
 )
 from kvtier.tools.report.stats import Estimate, Summary
 from kvtier.tools.report.target import TOO_SMALL
-from kvtier.types import DEVICE, DISK, HOST
 
 PLACES = {
     COLD: "Without the cache",

@@ -13,16 +13,16 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cache import Cache
+from kvtier.cache.tokens import Cache
+from kvtier.cache.transfer import stage
+from kvtier.core.keys import grid_labels
+from kvtier.core.types import BlockName, Slot
 from kvtier.devices import Direction, Memory
-from kvtier.engine import Engine
 from kvtier.index import State
-from kvtier.keys import grid_labels
 from kvtier.layout import Layout, named_layout, part_view
+from kvtier.serve.engine import Engine
 from kvtier.tiers import MemoryTier, Outcome, Pieces, StorageTier
 from kvtier.tools.bench_serve.options import BenchError
-from kvtier.transfer import stage
-from kvtier.types import BlockName, Slot
 
 Bytes = npt.NDArray[np.uint8]
 Place = Slot | BlockName

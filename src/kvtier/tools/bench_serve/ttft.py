@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from kvtier.engine import Completion, Engine, SamplingParams
+from kvtier.core.types import DEVICE, DISK, HOST
+from kvtier.serve.engine import Completion, Engine, SamplingParams
 from kvtier.tools.bench_serve.engines import (
     Setting,
     clear_tiers,
@@ -36,7 +37,6 @@ from kvtier.tools.report.stats import (
     summary_json,
     value_json,
 )
-from kvtier.types import DEVICE, DISK, HOST
 
 WARM = (DEVICE, HOST, DISK)
 """Tiers of reused blocks."""

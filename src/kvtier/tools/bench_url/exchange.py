@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from kvtier.errors import CacheError
-from kvtier.live.client import NoAnswerError, RefusedError, error_message, stream
+from kvtier.core.errors import CacheError
+from kvtier.observe.live.client import NoAnswerError, RefusedError, error_message, stream
 
 MOST_TOKENS = 1 << 40
 """Largest number of tokens that a server may report."""

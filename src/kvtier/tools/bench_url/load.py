@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.tools.bench_url.exchange import Endpoint, Exchange, FailedRequestError
 from kvtier.tools.report.corpus import Corpus
 from kvtier.tools.report.progress import Progress

@@ -10,7 +10,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.errors import printable
+from kvtier.core.errors import printable
 from kvtier.tools.bench_url.exchange import Exchange
 from kvtier.tools.bench_url.load import LoadRun
 from kvtier.tools.report.figures import counted, milliseconds, number, percent

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.plan import PrefillCost
 
 GIB = 1 << 30

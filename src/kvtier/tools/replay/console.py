@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.errors import printable
+from kvtier.core.errors import printable
 from kvtier.tools.replay.assumptions import DEFAULT
 from kvtier.tools.replay.result import ReplayResult
 from kvtier.tools.replay.sizing import Point

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvtier.errors import ConfigError, LayoutError
+from kvtier.core.errors import ConfigError, LayoutError
 from kvtier.layout import DType, KVGroup, full_attention, latent_attention
 
 AS_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}

@@ -8,8 +8,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from kvtier._hot import NATIVE
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
+from kvtier.core.hot import NATIVE
 from kvtier.index.policies.replayed import LRU, RUNS, PolicyReplay
 from kvtier.index.policies.replayed import POLICIES as SERVED
 from kvtier.tools.replay.lru import find_distances

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.index.policies.replayed import LRU
 from kvtier.tools.replay.assumptions import Assumption, Machine
 from kvtier.tools.replay.evidence import LEAST_REUSES, LEAST_TURNS, gather, rate_per_hour

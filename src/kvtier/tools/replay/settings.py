@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.config import parse_size
-from kvtier.errors import ConfigError
+from kvtier.core.config import parse_size
+from kvtier.core.errors import ConfigError
 from kvtier.plan import PrefillCost
 from kvtier.tools.replay.assumptions import (
     DEFAULT,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import ConfigError
-from kvtier.system.memory import available_bytes
+from kvtier.core.errors import ConfigError
+from kvtier.core.system.memory import available_bytes
 
 Keys = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 
 Prompt = tuple[int, ...]
 

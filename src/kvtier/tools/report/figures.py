@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.live.wording import seconds, size
+from kvtier.observe.live.wording import seconds, size
 
 if TYPE_CHECKING:
     from kvtier.tools.report.stats import Estimate

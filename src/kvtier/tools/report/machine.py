@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvtier import __version__
-from kvtier._hot import NATIVE, NATIVE_REASON
-from kvtier.system.process import num_cores
+from kvtier.core.hot import NATIVE, NATIVE_REASON
+from kvtier.core.system.process import num_cores
 
 Fact = str | int | float | list[float]
 

@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvtier.connectors.vllm.engine_facts import EngineFacts, GroupFacts
-from kvtier.connectors.vllm.pages import layer_specs
-from kvtier.connectors.vllm.settings import VllmSettings
-from kvtier.errors import ConfigError
+from kvtier.connectors.vllm.shared.engine_facts import EngineFacts, GroupFacts
+from kvtier.connectors.vllm.shared.pages import layer_specs
+from kvtier.connectors.vllm.shared.settings import VllmSettings
+from kvtier.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -15,28 +15,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.core.kv_cache_utils import BlockHash
 
-from kvtier.connectors.vllm import new_weights, weights
-from kvtier.connectors.vllm.adapters import adapters_of
-from kvtier.connectors.vllm.cores import off_compute_cores
-from kvtier.connectors.vllm.due_requests import DueRequests
-from kvtier.connectors.vllm.halves import Sizes
-from kvtier.connectors.vllm.key_scope import counts_media
 from kvtier.connectors.vllm.kv_connector.config import facts_of, keep_block_hashes
 from kvtier.connectors.vllm.kv_connector.idle import take_steps_while_busy
 from kvtier.connectors.vllm.kv_connector.messages import NOTHING, RankMessage, StepMessage
 from kvtier.connectors.vllm.kv_connector.rank import RankHalf
 from kvtier.connectors.vllm.kv_connector.scheduler import SchedulerHalf, Tracked
 from kvtier.connectors.vllm.kv_connector.stats import ConnectorMetrics, ConnectorStats
-from kvtier.connectors.vllm.limits import kind_of
-from kvtier.connectors.vllm.manager import TierManager
-from kvtier.connectors.vllm.pages import layer_sizes, tell_pages
-from kvtier.connectors.vllm.prompt import GROUP_BYTES
-from kvtier.connectors.vllm.rank_weights import model_of_caller
-from kvtier.connectors.vllm.recording import RequestRecording
-from kvtier.connectors.vllm.request_state import Keeping
-from kvtier.connectors.vllm.shards import division_of, layout_of, shards_of
-from kvtier.connectors.vllm.worker import TierWorker
-from kvtier.telemetry.specs import VLLM_RECORDED_REQUESTS
+from kvtier.connectors.vllm.shared import new_weights, weights
+from kvtier.connectors.vllm.shared.adapters import adapters_of
+from kvtier.connectors.vllm.shared.cores import off_compute_cores
+from kvtier.connectors.vllm.shared.due_requests import DueRequests
+from kvtier.connectors.vllm.shared.halves import Sizes
+from kvtier.connectors.vllm.shared.key_scope import counts_media
+from kvtier.connectors.vllm.shared.limits import kind_of
+from kvtier.connectors.vllm.shared.manager import TierManager
+from kvtier.connectors.vllm.shared.pages import layer_sizes, tell_pages
+from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES
+from kvtier.connectors.vllm.shared.rank_weights import model_of_caller
+from kvtier.connectors.vllm.shared.recording import RequestRecording
+from kvtier.connectors.vllm.shared.request_state import Keeping
+from kvtier.connectors.vllm.shared.shards import division_of, layout_of, shards_of
+from kvtier.connectors.vllm.shared.worker import TierWorker
+from kvtier.observe.specs import VLLM_RECORDED_REQUESTS
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtier.connectors.vllm.copies import BlockSlots, PageRange
-from kvtier.transfer.ranks import RankOrder, Report
+from kvtier.cache.transfer.ranks import RankOrder, Report
+from kvtier.connectors.vllm.shared.copies import BlockSlots, PageRange
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from kvtier.connectors.vllm.kv_connector.messages import (
     RankMessage,
     StepMessage,
 )
-from kvtier.connectors.vllm.pages import EnginePages
-from kvtier.connectors.vllm.worker import TierWorker
+from kvtier.connectors.vllm.shared.pages import EnginePages
+from kvtier.connectors.vllm.shared.worker import TierWorker
 from kvtier.devices import Direction
 
 

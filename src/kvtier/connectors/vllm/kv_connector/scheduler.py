@@ -9,28 +9,28 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvtier.connectors.vllm.copies import BlockSlots, PageRange
-from kvtier.connectors.vllm.due_requests import DueRequests
 from kvtier.connectors.vllm.kv_connector.messages import (
     NOTHING,
     PageJob,
     RankMessage,
     StepMessage,
 )
-from kvtier.connectors.vllm.manager import Found, TierManager
-from kvtier.connectors.vllm.prompt import RequestBlocks, group_key
-from kvtier.connectors.vllm.queued_requests import QueuedRequests
-from kvtier.connectors.vllm.step import prefill_pieces
-from kvtier.telemetry.specs import VLLM_MOVED_BYTES, VLLM_MOVED_SECONDS
-from kvtier.types import DEVICE, HOST
+from kvtier.connectors.vllm.shared.copies import BlockSlots, PageRange
+from kvtier.connectors.vllm.shared.due_requests import DueRequests
+from kvtier.connectors.vllm.shared.manager import Found, TierManager
+from kvtier.connectors.vllm.shared.prompt import RequestBlocks, group_key
+from kvtier.connectors.vllm.shared.queued_requests import QueuedRequests
+from kvtier.connectors.vllm.shared.step import prefill_pieces
+from kvtier.core.types import DEVICE, HOST
+from kvtier.observe.specs import VLLM_MOVED_BYTES, VLLM_MOVED_SECONDS
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from kvtier.connectors.vllm.engine_facts import EngineFacts
-    from kvtier.connectors.vllm.request_state import RequestState
-    from kvtier.keyed.block_cache import Reserved
+    from kvtier.cache.block_cache import Reserved
+    from kvtier.connectors.vllm.shared.engine_facts import EngineFacts
+    from kvtier.connectors.vllm.shared.request_state import RequestState
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvtier.connectors.vllm.counts import METRICS, MetricValues
-from kvtier.telemetry.specs import VLLM_PREFIX, MetricSpec
+from kvtier.connectors.vllm.shared.counts import METRICS, MetricValues
+from kvtier.observe.specs import VLLM_PREFIX, MetricSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -21,8 +21,8 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.connectors.common.paged_pool import PoolShare
-from kvtier.connectors.vllm.pages import Cache, EnginePages, layer_sizes, tell_pages
-from kvtier.errors import LayoutError
+from kvtier.connectors.vllm.shared.pages import Cache, EnginePages, layer_sizes, tell_pages
+from kvtier.core.errors import LayoutError
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

@@ -32,28 +32,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvtier.connectors.vllm import new_weights, weights
-from kvtier.connectors.vllm.adapters import adapters_of
-from kvtier.connectors.vllm.cores import off_compute_cores
-from kvtier.connectors.vllm.due_requests import DueRequests
-from kvtier.connectors.vllm.key_scope import counts_media
+from kvtier.cache.transfer.ranks import RankOrder, Report
 from kvtier.connectors.vllm.offloading.ascend import split_caches
 from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
 from kvtier.connectors.vllm.offloading.recording import Finished, RecordedConnector, recorded
 from kvtier.connectors.vllm.offloading.spec import KvtierSpec
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages
-from kvtier.connectors.vllm.pages import EnginePages, layer_sizes
-from kvtier.connectors.vllm.queued_requests import QueuedRequests
-from kvtier.connectors.vllm.rank_weights import model_of_caller
-from kvtier.connectors.vllm.recording import record_settings
-from kvtier.connectors.vllm.registry import CONNECTOR_NAME
-from kvtier.connectors.vllm.request_state import Doubt, Keeping, RequestState
-from kvtier.connectors.vllm.shards import division_of, shards_of
+from kvtier.connectors.vllm.shared import new_weights, weights
+from kvtier.connectors.vllm.shared.adapters import adapters_of
+from kvtier.connectors.vllm.shared.cores import off_compute_cores
+from kvtier.connectors.vllm.shared.due_requests import DueRequests
+from kvtier.connectors.vllm.shared.key_scope import counts_media
+from kvtier.connectors.vllm.shared.pages import EnginePages, layer_sizes
+from kvtier.connectors.vllm.shared.queued_requests import QueuedRequests
+from kvtier.connectors.vllm.shared.rank_weights import model_of_caller
+from kvtier.connectors.vllm.shared.recording import record_settings
+from kvtier.connectors.vllm.shared.registry import CONNECTOR_NAME
+from kvtier.connectors.vllm.shared.request_state import Doubt, Keeping, RequestState
+from kvtier.connectors.vllm.shared.shards import division_of, shards_of
+from kvtier.connectors.vllm.shared.step import prefill_pieces
 from kvtier.connectors.vllm.standalone.unsupported import engine_of
-from kvtier.connectors.vllm.step import prefill_pieces
-from kvtier.telemetry.specs import VLLM_RECORDED_REQUESTS
+from kvtier.observe.specs import VLLM_RECORDED_REQUESTS
 from kvtier.tiers.wrappers import Shards
-from kvtier.transfer.ranks import RankOrder, Report
 
 if TYPE_CHECKING:
     import torch

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvtier.connectors.common.contract import Contract, Takes
-from kvtier.connectors.vllm.contract import CALLED as SHARED_CALLED
-from kvtier.connectors.vllm.contract import FILES as SHARED_FILES
-from kvtier.connectors.vllm.contract import with_shared
+from kvtier.connectors.vllm.shared.contract import CALLED as SHARED_CALLED
+from kvtier.connectors.vllm.shared.contract import FILES as SHARED_FILES
+from kvtier.connectors.vllm.shared.contract import with_shared
 
 OLDEST, NEWEST = "0.30", "0.33"
 """Oldest and newest version whose sources fulfil the contract."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
 
-from kvtier.connectors.vllm.copies import BlockSlots
-from kvtier.keyed.guard import SlotGuard
-from kvtier.transfer.ranks import RankOrder
-from kvtier.types import Slot
+from kvtier.cache.guard import SlotGuard
+from kvtier.cache.transfer.ranks import RankOrder
+from kvtier.connectors.vllm.shared.copies import BlockSlots
+from kvtier.core.types import Slot
 
 
 class HostSlots(BlockIDsLoadStoreSpec):

@@ -20,13 +20,13 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
 )
 
-from kvtier.connectors.vllm.limits import kind_of
-from kvtier.connectors.vllm.manager import Found, TierManager
+from kvtier.cache.block_cache import Reserved
 from kvtier.connectors.vllm.offloading.host_slots import HostSlots
 from kvtier.connectors.vllm.offloading.stats import stats_of
 from kvtier.connectors.vllm.offloading.translation import request_of, source_of
-from kvtier.connectors.vllm.request_state import RequestState
-from kvtier.keyed.block_cache import Reserved
+from kvtier.connectors.vllm.shared.limits import kind_of
+from kvtier.connectors.vllm.shared.manager import Found, TierManager
+from kvtier.connectors.vllm.shared.request_state import RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource

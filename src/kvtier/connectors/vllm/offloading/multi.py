@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvtier.connectors.vllm.multi import RecomputingMulti, over_multi
 from kvtier.connectors.vllm.offloading.spec import KvtierSpec
-from kvtier.connectors.vllm.registry import CONNECTOR_NAME, offloading_class
+from kvtier.connectors.vllm.shared.multi import RecomputingMulti, over_multi
+from kvtier.connectors.vllm.shared.registry import CONNECTOR_NAME, offloading_class
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

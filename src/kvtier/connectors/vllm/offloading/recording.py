@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from kvtier.connectors.vllm.recording import RequestRecording, record_settings
-from kvtier.connectors.vllm.registry import CONNECTOR_NAME
+from kvtier.connectors.vllm.shared.recording import RequestRecording, record_settings
+from kvtier.connectors.vllm.shared.registry import CONNECTOR_NAME
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

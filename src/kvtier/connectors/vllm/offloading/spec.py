@@ -13,13 +13,13 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
 )
 
-from kvtier.connectors.vllm.counts import METRICS
-from kvtier.connectors.vllm.halves import Sizes
 from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
 from kvtier.connectors.vllm.offloading.stats import definitions
 from kvtier.connectors.vllm.offloading.translation import facts_of
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages, pages_of
-from kvtier.connectors.vllm.pages import EnginePages
+from kvtier.connectors.vllm.shared.counts import METRICS
+from kvtier.connectors.vllm.shared.halves import Sizes
+from kvtier.connectors.vllm.shared.pages import EnginePages
 from kvtier.tiers.wrappers import Shards
 
 if TYPE_CHECKING:

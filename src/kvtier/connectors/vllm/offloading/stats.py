@@ -14,8 +14,8 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from kvtier.connectors.vllm.counts import MetricValues
-from kvtier.telemetry import MetricSpec
+from kvtier.connectors.vllm.shared.counts import MetricValues
+from kvtier.observe import MetricSpec
 
 KINDS = {"gauge": OffloadingGaugeMetadata, "counter": OffloadingCounterMetadata}
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.kv_offload.base import ReqContext
 
 import kvtier.connectors.vllm.offloading.positions  # noqa: F401 - of blocks, before vLLM 0.31
-from kvtier.connectors.vllm.engine_facts import EngineFacts, GroupFacts
-from kvtier.connectors.vllm.prompt import RequestBlocks
-from kvtier.types import DISK, HOST
+from kvtier.connectors.vllm.shared.engine_facts import EngineFacts, GroupFacts
+from kvtier.connectors.vllm.shared.prompt import RequestBlocks
+from kvtier.core.types import DISK, HOST
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig

@@ -11,10 +11,10 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.connectors.common.paged_pool import PoolShare
-from kvtier.connectors.vllm.copies import PageRange
 from kvtier.connectors.vllm.offloading.host_slots import HostSlots
-from kvtier.connectors.vllm.pages import EnginePages
-from kvtier.connectors.vllm.worker import RankRoom, TierWorker
+from kvtier.connectors.vllm.shared.copies import PageRange
+from kvtier.connectors.vllm.shared.pages import EnginePages
+from kvtier.connectors.vllm.shared.worker import RankRoom, TierWorker
 from kvtier.devices import Device, Direction
 
 

@@ -13,7 +13,7 @@ from itertools import islice, takewhile
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.hints import Said
+from kvtier.core.hints import Said
 from kvtier.index.policies.live import LivePolicy
 
 Names = npt.NDArray[np.uint64]

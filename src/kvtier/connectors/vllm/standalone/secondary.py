@@ -33,25 +33,25 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from kvtier.cache.block_cache import BlockState, TierUsage
+from kvtier.cache.storage_only import StorageJob, StorageOnlyCache
 from kvtier.connectors.common.opening import open_disk
-from kvtier.connectors.common.storage_only import StorageJob, StorageOnlyCache
-from kvtier.connectors.vllm import new_weights, weights
-from kvtier.connectors.vllm.counts import (
+from kvtier.connectors.vllm.offloading.stats import definitions, stats_of
+from kvtier.connectors.vllm.offloading.translation import facts_of, request_of
+from kvtier.connectors.vllm.shared import new_weights, weights
+from kvtier.connectors.vllm.shared.counts import (
     Counts,
     take_values,
 )
-from kvtier.connectors.vllm.names import VllmNames, vllm_source
-from kvtier.connectors.vllm.offloading.stats import definitions, stats_of
-from kvtier.connectors.vllm.offloading.translation import facts_of, request_of
-from kvtier.connectors.vllm.prompt import depth
+from kvtier.connectors.vllm.shared.names import VllmNames, vllm_source
+from kvtier.connectors.vllm.shared.prompt import depth
 from kvtier.connectors.vllm.standalone.settings import TierSettings
 from kvtier.connectors.vllm.standalone.unsupported import current_engine, refuse
+from kvtier.core.types import DISK
 from kvtier.devices.base import Memory
-from kvtier.keyed.block_cache import BlockState, TierUsage
 from kvtier.layout import opaque
-from kvtier.telemetry import Metrics, specs
+from kvtier.observe import Metrics, specs
 from kvtier.tiers import Pieces
-from kvtier.types import DISK
 
 logger = logging.getLogger(__name__)
 

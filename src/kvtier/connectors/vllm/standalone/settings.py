@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtier.config import setting
 from kvtier.connectors.common.settings import ConnectorSettings
+from kvtier.core.config import setting
 
 EXAMPLE = '{"type": "kvtier", "disk_path": "/nvme/kvtier", "disk_capacity": "200GiB"}'
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from kvtier.connectors.vllm.key_scope import counts_media, takes_media
+from kvtier.connectors.vllm.shared.key_scope import counts_media, takes_media
 from kvtier.connectors.vllm.standalone.settings import TierSettings
 
 if TYPE_CHECKING:

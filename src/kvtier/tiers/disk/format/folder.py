@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 from weakref import WeakSet
 
-from kvtier.errors import ConfigError, printable
-from kvtier.system.private_files import open_file
-from kvtier.system.process import OwnerProcess
+from kvtier.core.errors import ConfigError, printable
+from kvtier.core.system.private_files import open_file
+from kvtier.core.system.process import OwnerProcess
 
 DATA: Final = "data.slab"
 JOURNAL: Final = "journal"

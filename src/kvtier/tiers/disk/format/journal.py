@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.system.private_files import open_file
+from kvtier.core.system.private_files import open_file
 from kvtier.tiers.disk.format.folder import NEW_JOURNAL
 from kvtier.tiers.disk.format.records import RECORD, RECORD_BYTES, Records
 from kvtier.tiers.disk.system import DiskSystem

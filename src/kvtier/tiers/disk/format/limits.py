@@ -9,8 +9,8 @@ import dataclasses
 from pathlib import Path
 from typing import Final
 
-from kvtier.errors import ConfigError
-from kvtier.system.memory import available_bytes
+from kvtier.core.errors import ConfigError
+from kvtier.core.system.memory import available_bytes
 from kvtier.tiers.disk.bounce import ALIGNMENT
 from kvtier.tiers.disk.format.folder import DATA
 from kvtier.tiers.disk.format.records import RECORD_BYTES

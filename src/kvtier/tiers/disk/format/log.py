@@ -11,7 +11,7 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.system.private_files import open_file
+from kvtier.core.system.private_files import open_file
 from kvtier.tiers.disk.format.compaction import SLICE_RECORDS, Compaction
 from kvtier.tiers.disk.format.folder import JOURNAL, NEW_JOURNAL
 from kvtier.tiers.disk.format.journal import (

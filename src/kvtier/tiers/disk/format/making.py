@@ -8,8 +8,8 @@ import errno
 import os
 from pathlib import Path
 
-from kvtier.errors import ConfigError
-from kvtier.system.private_files import open_file
+from kvtier.core.errors import ConfigError
+from kvtier.core.system.private_files import open_file
 from kvtier.tiers.disk.format.folder import (
     DATA,
     JOURNAL,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.tiers.disk.format.sequence import Sequence as Numbers
 from kvtier.tiers.disk.format.superblock import SET_ID_BYTES, Membership, Superblock
 from kvtier.tiers.disk.slab import Slab

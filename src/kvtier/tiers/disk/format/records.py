@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import NATIVE, Keys, crc32c_rows
+from kvtier.core.hot import NATIVE, Keys, crc32c_rows
 
 RECORD: Final = np.dtype(
     [

@@ -7,8 +7,8 @@ from typing import Final, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers import pages
 from kvtier.tiers.disk.format.records import RECORD, RECORD_VERSION, RecordKind, Records, are_live
+from kvtier.tiers.memory import pages
 
 ROW: Final = np.dtype([("key", "V32"), ("seq", "<u8"), ("crc", "<u4"), ("data_crc", "<u4")])
 """One row is 48 bytes, three quarters of a cache line."""

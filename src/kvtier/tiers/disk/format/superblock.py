@@ -26,7 +26,7 @@ from typing import Final
 
 import numpy as np
 
-from kvtier._hot import crc32c
+from kvtier.core.hot import crc32c
 from kvtier.layout import KVGroup
 
 FORMAT_VERSION: Final = 2

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import TierError
+from kvtier.core.errors import TierError
+from kvtier.core.types import IoKind
 from kvtier.tiers.disk.bounce import Bounce
 from kvtier.tiers.disk.format.folder import DATA, OwnerLock, open_data
 from kvtier.tiers.disk.format.limits import check_memory
@@ -22,7 +23,6 @@ from kvtier.tiers.disk.opening import open_slab, read_superblock
 from kvtier.tiers.disk.recovery.replay import Replay
 from kvtier.tiers.disk.sealing import ENCRYPTED
 from kvtier.tiers.disk.system import DiskSystem
-from kvtier.types import IoKind
 
 BUFFER_BYTES = 16 << 20
 DEADLINE_S = 60.0

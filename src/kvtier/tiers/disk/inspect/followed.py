@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import SlotTable
-from kvtier.errors import CacheError, ConfigError
-from kvtier.system.private_files import open_file
+from kvtier.core.errors import CacheError, ConfigError
+from kvtier.core.hot import SlotTable
+from kvtier.core.system.private_files import open_file
 from kvtier.tiers.disk.format.folder import DATA, JOURNAL, open_data
 from kvtier.tiers.disk.format.journal import read_records
 from kvtier.tiers.disk.format.records import RECORD_BYTES, RecordKind, Records, are_valid

@@ -14,6 +14,7 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.types import DISK, BlockKey, BlockName
 from kvtier.devices.base import Finding
 from kvtier.layout import KVGroup
 from kvtier.tiers.disk.bounce import BlockPort, Bounce
@@ -27,7 +28,6 @@ from kvtier.tiers.disk.sealing import make_sealing
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageTier
-from kvtier.types import DISK, BlockKey, BlockName
 
 logger = logging.getLogger(__name__)
 

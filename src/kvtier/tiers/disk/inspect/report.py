@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import TierError
-from kvtier.system.private_files import open_file
+from kvtier.core.errors import TierError
+from kvtier.core.system.private_files import open_file
 from kvtier.tiers.disk.format.folder import JOURNAL, LOCK, owner_of
 from kvtier.tiers.disk.format.limits import check_sequence
 from kvtier.tiers.disk.format.records import RecordKind, Records, pick

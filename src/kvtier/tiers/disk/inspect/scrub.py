@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import crc32c_many
+from kvtier.core.hot import crc32c_many
+from kvtier.core.types import Slot
 from kvtier.tiers.disk.bounce import Bounce
 from kvtier.tiers.disk.format.records import RecordKind, Records
 from kvtier.tiers.disk.io import IoEngine
-from kvtier.types import Slot
 
 Int64s = npt.NDArray[np.int64]
 

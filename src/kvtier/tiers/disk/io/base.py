@@ -11,10 +11,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import crc32c_many
+from kvtier.core.errors import Closed
+from kvtier.core.hot import crc32c_many
+from kvtier.core.system.process import OwnerProcess
 from kvtier.devices.base import Finding
-from kvtier.errors import Closed
-from kvtier.system.process import OwnerProcess
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]

@@ -23,10 +23,10 @@ from typing import Final
 
 import numpy as np
 
+from kvtier.core.errors import DeviceError, TierError
+from kvtier.core.system.process import OwnerProcess
 from kvtier.devices.base import Fence, Finding, Memory
 from kvtier.devices.library import DriverError
-from kvtier.errors import DeviceError, TierError
-from kvtier.system.process import OwnerProcess
 from kvtier.tiers.disk.io.base import (
     IO_ALIGNMENT,
     Bools,

@@ -9,8 +9,8 @@ import time
 from collections import deque
 from typing import Final
 
+from kvtier.core.errors import DeviceError
 from kvtier.devices.base import Fence
-from kvtier.errors import DeviceError
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
 
+from kvtier.core.errors import TierError
+from kvtier.core.types import IoKind
 from kvtier.devices.base import Device, Memory
-from kvtier.errors import TierError
 from kvtier.tiers.disk.io.base import IoEngine
 from kvtier.tiers.disk.io.direct import DirectEngine
 from kvtier.tiers.disk.io.preadv import PreadvEngine
 from kvtier.tiers.disk.io.uring import UringEngine
 from kvtier.tiers.disk.io.vendors import KINDS
-from kvtier.types import IoKind
 
 logger = logging.getLogger(__name__)
 

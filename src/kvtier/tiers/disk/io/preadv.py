@@ -14,8 +14,8 @@ from enum import Enum
 
 import numpy as np
 
+from kvtier.core.system.process import OwnerProcess
 from kvtier.devices.base import Finding
-from kvtier.system.process import OwnerProcess
 from kvtier.tiers.disk.io.base import (
     IO_ALIGNMENT,
     Int64s,

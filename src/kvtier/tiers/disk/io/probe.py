@@ -20,9 +20,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
+from kvtier.core.errors import DeviceError
+from kvtier.core.system.child_process import Overdue, run_module
 from kvtier.devices.base import Finding
-from kvtier.errors import DeviceError
-from kvtier.system.child_process import Overdue, run_module
 from kvtier.tiers.disk.io.file_library import FileLibrary, Vendor
 from kvtier.tiers.disk.io.trial import TrialResult
 from kvtier.tiers.disk.io.vendors import KINDS

@@ -18,9 +18,9 @@ from typing import Final, Protocol, cast
 
 import numpy as np
 
+from kvtier.core.errors import CacheError, TierError
+from kvtier.core.system.plugins import load_plugin
 from kvtier.devices.base import CopyBatch, Direction, Memory
-from kvtier.errors import CacheError, TierError
-from kvtier.system.plugins import load_plugin
 from kvtier.tiers.disk.io.base import IO_ALIGNMENT, Int64s, Uint64s
 from kvtier.tiers.disk.io.vendors import KINDS
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtier._hot import UringRing
+from kvtier.core.errors import TierError
+from kvtier.core.hot import UringRing
+from kvtier.core.system.process import OwnerProcess
 from kvtier.devices.base import Finding, Memory
-from kvtier.errors import TierError
-from kvtier.system.process import OwnerProcess
 from kvtier.tiers.disk.io.base import Int64s, IoEngine, Uint32s, Uint64s, check_batch, is_direct
 
 PIECE_BYTES = 4 << 20

@@ -20,8 +20,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import crc32c
-from kvtier.system.private_files import open_file
+from kvtier.core.hot import crc32c
+from kvtier.core.system.private_files import open_file
 from kvtier.tiers.disk.format.folder import TRUST
 from kvtier.tiers.disk.format.records import RecordKind, Records
 from kvtier.tiers.disk.format.rows import SlotRows

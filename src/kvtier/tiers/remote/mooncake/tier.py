@@ -15,9 +15,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvtier.errors import ConfigError, install_command
-from kvtier.system.child_process import Overdue, run_module
-from kvtier.system.process import give_way, num_cores
+from kvtier.core.errors import ConfigError, install_command
+from kvtier.core.system.child_process import Overdue, run_module
+from kvtier.core.system.process import give_way, num_cores
+from kvtier.core.types import BlockKey
 from kvtier.tiers.remote.bounce_workers import (
     Addresses,
     Arrived,
@@ -29,7 +30,6 @@ from kvtier.tiers.remote.bounced_tier import DockedTier
 from kvtier.tiers.remote.errors import Unreachable, Unsound
 from kvtier.tiers.remote.location import Location, StoreOptions, StorePlugin
 from kvtier.tiers.storage import Outcome, StorageSite, StorageTier
-from kvtier.types import BlockKey
 
 PORT: Final = 50051
 PROTOCOLS: Final = ("tcp", "rdma")

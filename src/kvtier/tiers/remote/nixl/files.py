@@ -14,7 +14,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Final
 
-from kvtier.system.private_files import open_file
+from kvtier.core.system.private_files import open_file
+from kvtier.core.types import BlockKey
 from kvtier.tiers.disk.bounce import ALIGNMENT
 from kvtier.tiers.disk.format.folder import make_folder
 from kvtier.tiers.remote.bounce_workers import (
@@ -28,7 +29,6 @@ from kvtier.tiers.remote.errors import Unreachable
 from kvtier.tiers.remote.nixl.agent import READ, WRITE, Agent, Part
 from kvtier.tiers.remote.nixl.contract import check_contract
 from kvtier.tiers.storage import Outcome
-from kvtier.types import BlockKey
 
 FOLDER_MODE: Final = 0o700
 FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW

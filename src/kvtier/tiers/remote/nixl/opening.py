@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from kvtier.errors import ConfigError, install_command
+from kvtier.core.errors import ConfigError, install_command
 from kvtier.tiers.remote.bounce_workers import Connect
 from kvtier.tiers.remote.bounced_tier import DockedTier
 from kvtier.tiers.remote.location import Location, StoreOptions, StorePlugin

@@ -11,12 +11,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import KeyTable
+from kvtier.core.hot import KeyTable
+from kvtier.core.types import BlockKey
 from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.s3.manifests import Grave, Pack
 from kvtier.tiers.remote.s3.packs import PackCoding, PackName
 from kvtier.tiers.storage import Keys
-from kvtier.types import BlockKey
 
 Int64s = npt.NDArray[np.int64]
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
-from kvtier.errors import CacheError, ConfigError
+from kvtier.core.errors import CacheError, ConfigError
 from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
 from kvtier.tiers.remote.keeper import Entry, EntryBlocks, StoreKeeper
 from kvtier.tiers.remote.location import Location

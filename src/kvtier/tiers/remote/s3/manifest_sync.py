@@ -11,13 +11,13 @@ from contextlib import suppress
 from threading import Lock
 from typing import Final
 
+from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs.codec import RAW
 from kvtier.tiers.remote.s3.catalogue import Catalogue
 from kvtier.tiers.remote.s3.manifests import MAX_BYTES, Grave, Manifest, Pack, manifest_path
 from kvtier.tiers.remote.s3.objects import Missing, Objects, Taken
 from kvtier.tiers.remote.s3.packs import PackCoding, PackName
 from kvtier.tiers.storage import Keys
-from kvtier.types import BlockKey
 
 logger = logging.getLogger(__name__)
 

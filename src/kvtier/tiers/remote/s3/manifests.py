@@ -40,7 +40,8 @@ from typing import Final
 
 import numpy as np
 
-from kvtier._hot import crc32c_rows
+from kvtier.core.hot import crc32c_rows
+from kvtier.core.types import BlockKey
 from kvtier.tiers.remote.s3.packs import (
     MAX_BLOCKS,
     PackCoding,
@@ -49,7 +50,6 @@ from kvtier.tiers.remote.s3.packs import (
     pack_name,
 )
 from kvtier.tiers.storage import Keys
-from kvtier.types import BlockKey
 
 MAGIC: Final = b"kvtierM1"
 CODED_MAGIC: Final = b"kvtierM2"

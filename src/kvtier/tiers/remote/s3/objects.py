@@ -20,7 +20,7 @@ from obstore.exceptions import (
 )
 from obstore.store import S3Store
 
-from kvtier.system.hosts import is_local
+from kvtier.core.system.hosts import is_local
 from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
 from kvtier.tiers.remote.s3.manifests import MAX_BYTES
 

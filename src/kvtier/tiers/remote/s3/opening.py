@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier.errors import ConfigError, install_command
+from kvtier.core.errors import ConfigError, install_command
 from kvtier.tiers.codecs import make_coder
 from kvtier.tiers.remote.envelope import Envelope
 from kvtier.tiers.remote.location import Location, StoreOptions, StorePlugin

@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from kvtier.core.types import BlockKey
 from kvtier.tiers.crc_join import copied_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import HEADER_BYTES, Bools, Envelope, Headers
@@ -17,7 +18,6 @@ from kvtier.tiers.remote.s3.catalogue import PackLocation
 from kvtier.tiers.remote.s3.objects import Objects
 from kvtier.tiers.remote.s3.packs import Int64s, PackName, PackShape, pack_path
 from kvtier.tiers.storage import Keys, Outcome
-from kvtier.types import BlockKey
 
 MAX_HEADERS: Final = 4096
 """Pack headers kept in memory: at most 50 KiB each, mostly 1 KiB."""

@@ -30,7 +30,8 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from kvtier._hot import crc32c_rows
+from kvtier.core.hot import crc32c_rows
+from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs.codec import RAW
 from kvtier.tiers.codecs.frame import MOST_OVERHEAD
 from kvtier.tiers.crc_join import copied_crcs
@@ -44,7 +45,6 @@ from kvtier.tiers.remote.envelope import (
     size_behind,
 )
 from kvtier.tiers.storage import Keys
-from kvtier.types import BlockKey
 
 Uint8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]

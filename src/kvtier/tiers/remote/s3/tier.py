@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.types import BlockKey, BlockName, keys_of
 from kvtier.devices.base import Finding
-from kvtier.errors import ConfigError, TierError
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import Envelope, as_keys
 from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
@@ -30,7 +31,6 @@ from kvtier.tiers.remote.s3.packs import (
 )
 from kvtier.tiers.remote.s3.upkeep import IN_USE, Upkeep
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageTier
-from kvtier.types import BlockKey, BlockName, keys_of
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Final
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.tiers.remote.errors import Refused, Unsound
 from kvtier.tiers.remote.requests import RequestLoop
 from kvtier.tiers.remote.s3.manifest_sync import ManifestSync

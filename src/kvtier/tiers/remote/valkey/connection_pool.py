@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Final
 
-from kvtier.errors import ConfigError
-from kvtier.system.process import OwnerProcess
-from kvtier.system.user_paths import user_path
+from kvtier.core.errors import ConfigError
+from kvtier.core.system.process import OwnerProcess
+from kvtier.core.system.user_paths import user_path
 from kvtier.tiers.remote.location import Location, StoreOptions
 from kvtier.tiers.remote.valkey.resp import ReplyError, RespConnection, RespError, command
 

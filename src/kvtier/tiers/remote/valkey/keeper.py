@@ -8,7 +8,8 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from kvtier.errors import CacheError, ConfigError
+from kvtier.core.errors import CacheError, ConfigError
+from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs.frame import HEAD_BYTES, FrameHead
 from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, frame_bytes, size_behind
 from kvtier.tiers.remote.keeper import Entry, EntryBlocks, StoreKeeper
@@ -26,7 +27,6 @@ from kvtier.tiers.remote.valkey.resp import (
     command,
     is_of_the_key,
 )
-from kvtier.types import BlockKey
 
 Answer = TypeVar("Answer")
 

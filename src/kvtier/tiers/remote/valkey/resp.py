@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from kvtier._hot import receive_values
+from kvtier.core.hot import receive_values
 from kvtier.tiers.crc_join import block_crcs
 from kvtier.tiers.pieces import Pieces
 

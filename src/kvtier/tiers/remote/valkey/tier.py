@@ -14,8 +14,9 @@ from typing import Final
 
 import numpy as np
 
+from kvtier.core.errors import TierError
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.devices.base import Finding
-from kvtier.errors import TierError
 from kvtier.tiers.codecs.codec import Uint8s
 from kvtier.tiers.codecs.opening import make_coder
 from kvtier.tiers.crc_join import block_crcs
@@ -30,7 +31,6 @@ from kvtier.tiers.remote.valkey.connection_pool import (
 )
 from kvtier.tiers.remote.valkey.resp import Part, ReplyError, RespConnection, command
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageSite, StorageTier
-from kvtier.types import BlockKey, BlockName
 
 WINDOW_BYTES: Final = 16 << 20
 """Bytes of requested values not yet received; the server holds them in memory meanwhile."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.tools.replay.trace import BLOCKS_PER_REQUEST, Trace, TraceBuilder, chained, mixed
 from kvtier.tools.replay.traces.lines import TraceLine, check_counts
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from kvtier.errors import ConfigError, install_command, printable
+from kvtier.core.errors import ConfigError, install_command, printable
 from kvtier.tools.replay.trace import BYTES_PER_BLOCK
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtier.errors import ConfigError
-from kvtier.recording import Chains
+from kvtier.core.errors import ConfigError
+from kvtier.observe.recording import Chains
 
 TIME_UNITS = ("auto", "s", "ms")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtier.errors import ConfigError, printable
+from kvtier.core.errors import ConfigError, printable
 from kvtier.tools.replay.trace import Trace
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.tools.replay.trace import Trace, joined
 from kvtier.tools.replay.traces import agentic, hashed, recorded, request_log
 from kvtier.tools.replay.traces.clock import YEAR_S

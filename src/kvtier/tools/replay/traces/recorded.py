@@ -1,4 +1,4 @@
-"""Traces of ``kvtier serve --record``, read and written; see ``kvtier.recording.format``."""
+"""Traces of ``kvtier serve --record``, read and written; see ``observe/recording/format.py``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvtier.errors import ConfigError
-from kvtier.recording import MARK, VERSION, Header, LineWriter, unpacked
+from kvtier.core.errors import ConfigError
+from kvtier.observe.recording import MARK, VERSION, Header, LineWriter, unpacked
 from kvtier.tools.replay.trace import Trace, TraceBuilder, chained
 from kvtier.tools.replay.traces.lines import TraceLine, check_counts, shown
 

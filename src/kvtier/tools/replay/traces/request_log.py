@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.tools.replay.trace import Trace, TraceBuilder, chained
 from kvtier.tools.replay.traces.clock import Clock
 from kvtier.tools.replay.traces.lines import TraceLine

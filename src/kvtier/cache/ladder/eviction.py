@@ -1,0 +1,195 @@
+"""Allocation of slots in every tier, and eviction from full tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvtier.cache.ladder.admission import Admission, TransientBlocks
+from kvtier.cache.ladder.reuse_sampler import ReuseSampler
+from kvtier.cache.ladder.topology import Topology
+from kvtier.cache.ladder.transfers import Transfers
+from kvtier.cache.transfer import Mover
+from kvtier.core.types import BlockId, Slot, keys_of
+from kvtier.index import BlockIndex, State
+from kvtier.observe import Metrics
+from kvtier.observe.specs import EVICTED_BLOCKS, UNADMITTED_BLOCKS
+
+Admit = Callable[[], int]
+"""Return the number of blocks that the policy admits."""
+
+Demote = Callable[[Sequence[BlockId]], Sequence[BlockId]]
+"""Copy blocks to the tier below; return those that may be evicted now."""
+
+
+class Eviction:
+    """Allocates slots, and evicts blocks if too few are free.
+
+    on_left_out: see ``LadderCallbacks``.
+    demote: called with the blocks to evict from the fastest tier; None if they are not copied.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        index: BlockIndex,
+        mover: Mover,
+        transfers: Transfers,
+        metrics: Metrics,
+        reuse_sampler: ReuseSampler,
+        admission: Admission,
+        transient_blocks: TransientBlocks,
+        on_left_out: Callable[[str, Sequence[BlockId]], object] | None,
+        demote: Demote | None,
+    ) -> None:
+        self._topology = topology
+        self._index = index
+        self._mover = mover
+        self._transfers = transfers
+        self._metrics = metrics
+        self._reuse_sampler = reuse_sampler
+        self._admission = admission
+        self._transient_blocks = transient_blocks
+        self._on_left_out = on_left_out
+        self._demote = demote
+        self._told: dict[str, int] = {}  # the room of each tier, as the index knows it
+        for tier in topology.rooms:
+            self._tell_room(tier)
+
+    def num_available(self, tier: str) -> int:
+        """Return the slots of ``tier`` that are free or could be freed by eviction.
+
+        An upper bound.
+        """
+        return self._topology.rooms[tier].num_free + self._index.num_evictable(tier)
+
+    def allocate(self, num_slots: int, as_neighbours: bool = True) -> Sequence[Slot] | None:
+        """Allocate slots of the fastest tier, evicting as needed. None if that is not enough.
+
+        Attention reads consecutive slots in place and gathers any others in every step. So if a
+        tier below keeps copies, more blocks are evicted to get consecutive slots: at most twice
+        ``num_slots``.
+
+        as_neighbours: False for slots that attention does not read.
+        """
+        tier = self._topology.fastest
+        room = self._topology.rooms[tier]
+        missing = num_slots - room.num_free
+        if missing > self._index.num_evictable(tier):
+            return None
+        self.make(tier, missing)
+        budget = 2 * num_slots if as_neighbours and self._topology.below(tier) else 0
+        while budget > 0 and (short := num_slots - room.longest_run()) > 0:
+            more = min(budget, max(short, num_slots // 8))
+            budget -= more
+            if not self.make(tier, more):
+                break
+        return room.allocate(num_slots)
+
+    def reserve(
+        self, num_slots: int, but_not: Sequence[BlockId], admit: Admit
+    ) -> Sequence[Slot] | None:
+        """Reserve slots of the fastest tier that an engine fills itself. None if there are too few.
+
+        Nothing is evicted if the reservation fails.
+
+        Args:
+            num_slots: slots to reserve if the tier has that many free ones.
+            but_not: blocks that must not be evicted.
+            admit: called otherwise; returns how many blocks are worth evicting others for.
+        """
+        tier = self._topology.fastest
+        room = self._topology.rooms[tier]
+        self._tell_room(tier)
+        self._index.lease(but_not, tier)
+        if num_slots > room.num_free:
+            num_admitted = admit()
+            self._count_left_out(num_slots - num_admitted, tier)
+            num_slots = num_admitted
+        missing = num_slots - room.num_free
+        if missing <= self._index.num_evictable(tier):
+            self.make(tier, missing)
+        self._index.release(but_not, tier)
+        return room.allocate(num_slots)
+
+    def make(self, tier: str, num_blocks: int) -> int:
+        """Evict up to ``num_blocks`` blocks from ``tier``. Return how many were evicted."""
+        if tier == self._topology.staging:
+            num_blocks -= self._transient_blocks.make(num_blocks)
+        leaving = self._index.evict(tier, max(0, num_blocks))
+        self._reuse_sampler.on_evict(leaving, tier)
+        slots = self._leave(leaving, tier)
+        self._topology.rooms[tier].free(slots)
+        if slots:
+            self._metrics.count(EVICTED_BLOCKS, len(slots), tier=tier)
+        return len(slots)
+
+    def make_for(self, blocks: Sequence[BlockId], tier: str) -> Sequence[BlockId]:
+        """Evict blocks from ``tier`` to make room for ``blocks``. Return the blocks admitted.
+
+        The prefixes of ``blocks`` are not evicted: the end of a prompt must not push out its
+        beginning. There may be less room than blocks admitted.
+        """
+        room = self._topology.rooms[tier]
+        self._tell_room(tier)
+        prefixes = self._index.prefixes(blocks, tier) if len(blocks) > room.num_free else ()
+        self._index.lease(prefixes, tier)
+        admitted = self._admission.admit(blocks, tier)
+        self.make(tier, len(admitted) - room.num_free)
+        self._index.release(prefixes, tier)
+        self._count_left_out(len(blocks) - len(admitted), tier)
+        if self._on_left_out is not None and len(admitted) < len(blocks):
+            worth = set(admitted)
+            self._on_left_out(tier, [block for block in blocks if block not in worth])
+        return admitted
+
+    def _count_left_out(self, num_blocks: int, tier: str) -> None:
+        if num_blocks:
+            self._metrics.count(UNADMITTED_BLOCKS, num_blocks, tier=tier)
+
+    def _tell_room(self, tier: str) -> None:
+        """Tell the index a tier's capacity, which grows while the tier opens and may shrink."""
+        room = self._topology.rooms[tier]
+        num_slots = max(room.capacity, room.num_used + room.num_free)
+        if self._told.get(tier) != num_slots:
+            self._told[tier] = num_slots
+            self._index.set_room(tier, max(1, num_slots))
+
+    def remove(self, blocks: Sequence[BlockId], tier: str) -> None:
+        """Evict these blocks from ``tier``, if ready and not leased."""
+        states = self._index.states_of(blocks, tier)
+        ready = [block for block, at in zip(blocks, states, strict=True) if at is State.READY]
+        leaving = [block for block in ready if not self._index.num_leases(block, tier)]
+        self._reuse_sampler.on_evict(leaving, tier)
+        if tier == self._topology.staging:
+            self._transient_blocks.on_evict(leaving)
+        self._transfers.report(tier, leaving, is_removed=True)
+        slots = [self._index.lose(block, tier) for block in leaving]
+        self._topology.rooms[tier].free([slot for slot in slots if slot is not None])
+        if leaving:
+            self._metrics.count(EVICTED_BLOCKS, len(leaving), tier=tier)
+
+    def delete(self, tier: str, num_blocks: int) -> int:
+        """Evict up to ``num_blocks`` blocks from ``tier``, from storage for good.
+
+        Returns how many were evicted.
+        """
+        leaving = self._index.evict(tier, num_blocks)
+        self._topology.rooms[tier].free(self._leave(leaving, tier, for_good=True))
+        return len(leaving)
+
+    def _leave(
+        self, leaving: Sequence[BlockId], tier: str, for_good: bool = False
+    ) -> Sequence[Slot]:
+        """Remove evicted blocks from ``tier``. Return the slots that are free now."""
+        if self._demote is not None and tier == self._topology.fastest:
+            leaving = self._demote(leaving)
+        self._transfers.report(tier, leaving, is_removed=True)
+        if tier == self._topology.staging:
+            self._transient_blocks.on_evict(leaving)
+        if leaving and tier in self._topology.storages and (for_good or not self._evicts(tier)):
+            keys = keys_of(self._index.names(leaving))
+            self._mover.drop(tier, keys, for_good)
+        return self._index.forget_all(leaving, tier)
+
+    def _evicts(self, storage: str) -> bool:
+        return self._mover.storages[storage].evicts

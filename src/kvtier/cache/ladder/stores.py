@@ -1,0 +1,227 @@
+"""Copies away from the fastest tier: stores to the tier below, write-back, writes to storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtier.cache.ladder.eviction import Eviction
+from kvtier.cache.ladder.storage_lookup import StorageLookup
+from kvtier.cache.ladder.topology import Topology
+from kvtier.cache.ladder.transfers import Transfers
+from kvtier.cache.ladder.write_queues import WriteQueues
+from kvtier.cache.transfer import Mover, Waiter
+from kvtier.core.grouping import has
+from kvtier.core.types import BlockId
+from kvtier.index import BlockIndex, State
+from kvtier.observe import Metrics
+from kvtier.observe.specs import REFUSED_BLOCKS
+from kvtier.plan import Copy
+
+STORABLE = (State.READY, State.EVICTING)
+"""States in which a block's bytes can be copied to the tier below."""
+
+STORE_BLOCKS = 2048
+"""Most blocks per copy, since a poll finishes a whole copy at once."""
+WRITE_BLOCKS = 1024
+"""Most blocks whose writes to a tier begin at a time; one piece at least."""
+WRITE_SHARE = 128
+"""A piece is at least 1/WRITE_SHARE of a long queue, since each piece has a fixed cost for the
+cache's thread."""
+
+
+class Stored(NamedTuple):
+    """Result of storing blocks one tier down.
+
+    Attributes:
+        num_there: how many of the first blocks are in the tier below, or on their way to it.
+        is_left_out: whether the tier did not admit others.
+    """
+
+    num_there: int
+    is_left_out: bool
+
+
+class Stores:
+    """Copies blocks to a lower tier, as far as it admits them and has room."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        index: BlockIndex,
+        transfers: Transfers,
+        eviction: Eviction,
+        metrics: Metrics,
+    ) -> None:
+        self._topology = topology
+        self._index = index
+        self._transfers = transfers
+        self._eviction = eviction
+        self._metrics = metrics
+
+    def store(
+        self,
+        blocks: Sequence[BlockId],
+        src: str,
+        num_there: int = 0,
+        waiter: Waiter | None = None,
+    ) -> Stored:
+        """Copy blocks one memory tier down if they are not there yet.
+
+        Args:
+            blocks: consecutive blocks, in prompt order.
+            src: their tier.
+            num_there: result of the last call; these first blocks are not checked again.
+            waiter: notified when the blocks have arrived.
+        """
+        dst = self._topology.below(src)
+        if dst is None:
+            return Stored(0, False)
+        if num_there and self._index.state(blocks[num_there - 1], dst) is State.ABSENT:
+            num_there = 0  # evicted meanwhile
+        there = self._index.states_of(blocks[num_there:], dst)
+        if not has(there, State.ABSENT):
+            return Stored(len(blocks), False)
+        here = self._index.states_of(blocks[num_there:], src)
+        missing = [
+            at
+            for at, (below, above) in enumerate(zip(there, here, strict=True), num_there)
+            if below is State.ABSENT and above in STORABLE
+        ]
+        wanted = [blocks[at] for at in missing]
+        admitted, num_begun = self.copy_down(wanted, src, dst, waiter)
+        if num_begun == len(wanted):
+            return Stored(len(blocks), False)
+        begun = set(admitted[:num_begun])
+        first = next(at for at, block in zip(missing, wanted, strict=True) if block not in begun)
+        return Stored(first, len(admitted) < len(wanted))
+
+    def copy_down(
+        self, blocks: Sequence[BlockId], src: str, dst: str, waiter: Waiter | None = None
+    ) -> tuple[Sequence[BlockId], int]:
+        """Begin to copy the blocks that ``dst`` admits, as many as it has room for.
+
+        Returns the blocks admitted, and how many of the first of these are being copied.
+        """
+        if not blocks:
+            return blocks, 0
+        admitted = self._eviction.make_for(blocks, dst)
+        room = self._topology.rooms[dst]
+        slots = room.allocate(min(len(admitted), room.num_free)) or []
+        for at in range(0, len(slots), STORE_BLOCKS):
+            end = min(at + STORE_BLOCKS, len(slots))
+            transfer = self._transfers.begin(Copy(src, dst, admitted[at:end]), slots[at:end])
+            if waiter is not None:
+                waiter.wait_for(transfer)
+        self.count_refused(len(admitted) - len(slots), dst)
+        return admitted, len(slots)
+
+    def count_refused(self, num_blocks: int, tier: str) -> None:
+        """Count blocks for which ``tier`` had no room."""
+        if num_blocks:
+            self._metrics.count(REFUSED_BLOCKS, num_blocks, tier=tier)
+
+
+class StorageWriter:
+    """Writes blocks from memory to storage: queues them, and begins the writes that are due.
+
+    piece_blocks: blocks written at a time.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        mover: Mover,
+        transfers: Transfers,
+        write_queues: WriteQueues,
+        storage_lookup: StorageLookup,
+        stores: Stores,
+        piece_blocks: int,
+    ) -> None:
+        self._topology = topology
+        self._mover = mover
+        self._transfers = transfers
+        self._write_queues = write_queues
+        self._storage_lookup = storage_lookup
+        self._stores = stores
+        self._piece_blocks = piece_blocks
+
+    def enqueue(self, blocks: Sequence[BlockId]) -> None:
+        """Queue those of ``blocks`` that are in memory and worth a write; begin what is due."""
+        self._write_queues.offer(blocks)
+        self.write()
+
+    def write(self) -> None:
+        """Begin the writes that are due. A long queue is begun in part, since an engine waits."""
+        if not self._write_queues.is_open:
+            return
+        for queue in self._write_queues:
+            piece = max(self._piece_blocks, len(queue) // WRITE_SHARE)
+            left = max(piece, WRITE_BLOCKS)
+            while left > 0 and (wanted := queue.take(min(piece, left))):
+                left -= len(wanted)
+                queue.began(self._begin(wanted, queue.storage))
+
+    def _begin(self, wanted: Sequence[BlockId], storage: str) -> int:
+        """Begin to write blocks that storage does not have yet. Return how many.
+
+        Blocks whose copy in memory was given up are not written.
+        """
+        if lost := self._transfers.lost:
+            staging = self._topology.staging
+            wanted = [block for block in wanted if (block, staging) not in lost]
+        there = self._storage_lookup.adopt_stored(wanted, storage)
+        new = [block for block in wanted if block not in there] if there else wanted
+        if self._mover.accepts((self._topology.staging, storage)):
+            return self._stores.copy_down(new, self._topology.staging, storage)[1]
+        self._stores.count_refused(len(new), storage)  # evict nothing for a write that would fail
+        return 0
+
+
+class WriteBack:
+    """Copies blocks one tier down before they are evicted from the fastest tier.
+
+    patience_s: longest delay of an eviction by one copy.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        index: BlockIndex,
+        transfers: Transfers,
+        stores: Stores,
+        storage_writer: StorageWriter,
+        patience_s: float,
+    ) -> None:
+        self._topology = topology
+        self._index = index
+        self._transfers = transfers
+        self._stores = stores
+        self._storage_writer = storage_writer
+        self._patience_s = patience_s
+
+    def demote(self, leaving: Sequence[BlockId]) -> Sequence[BlockId]:
+        """Copy ``leaving`` one tier down and wait; return the blocks that may be evicted.
+
+        Blocks nearest to the root are worth most, and are copied first if there is not room for
+        all. Blocks that have arrived below are queued for storage.
+        """
+        src = self._topology.fastest
+        before = len(self._transfers.transfers)
+        self._stores.store(leaving[::-1], src)
+        stored: list[Sequence[BlockId]] = []
+        for transfer in self._transfers.newest(len(self._transfers.transfers) - before):
+            assert transfer.job is not None
+            if transfer.job.wait(self._patience_s):
+                self._transfers.finish(transfer)
+                stored.append(transfer.blocks)
+                continue
+            for block in transfer.blocks:  # still being read: it must not be evicted yet
+                self._index.keep(block, src)
+            self._index.lease(transfer.blocks, src)
+            transfer.holds_source = True
+            staying = set(transfer.blocks)
+            leaving = [block for block in leaving if block not in staying]
+        for blocks in stored:
+            self._storage_writer.enqueue(blocks)
+        return leaving

@@ -1,0 +1,177 @@
+"""Lease of one request: its prefix, the slots for the rest, and the copies it waits for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvtier.cache.transfer import Transfer, Waiter
+from kvtier.core.grouping import runs_of
+from kvtier.core.hot import Numbers
+from kvtier.core.types import DEVICE, BlockId, Label, Match, Slot
+from kvtier.index import PromptIndex
+from kvtier.observe import RequestRecord
+from kvtier.plan import Decision
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStored:
+    """A copy of a request's blocks to a slower memory has ended, a moment ago.
+
+    seconds: without the time in line. error: "" where all arrived.
+    """
+
+    tier: str
+    num_blocks: int
+    num_bytes: int
+    seconds: float
+    error: str
+
+
+class StoreListener(Waiter):
+    """Hears of the copies that store a request's blocks; nobody waits for them.
+
+    tell: called by the cache's thread.
+    """
+
+    def __init__(self, tell: Callable[[PrefixStored], object]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def take(self, transfer: Transfer, now: float) -> None:
+        self._told(transfer, "")
+
+    def failed(self, transfer: Transfer) -> None:
+        self._waiting_for.discard(transfer)
+        self._told(transfer, "not all blocks arrived")
+
+    def _told(self, transfer: Transfer, error: str) -> None:
+        job = transfer.job
+        assert job is not None, "it has ended"
+        num = len(transfer.blocks)
+        self._tell(PrefixStored(transfer.dst, num, job.num_bytes, job.seconds, error))
+
+
+class Lease(Waiter):
+    """Blocks of one request, in prompt order: a shared prefix, then room of its own.
+
+    Ready when nothing is on its way any more: the prefix is on the device, or the lease is broken.
+
+    blocks: the shared prefix; ``held[i]`` is the tier in which block i can't be evicted.
+    slots: device slots, ``slots[i]`` for block i: first the prefix's, then the room.
+    num_stored: blocks of the prefix in the tier below or on their way to it, at the last look.
+    is_left_out: the next ones are not worth their room there, and what comes behind them neither.
+    is_private: what the engine computes is neither shared nor stored, since the prompt was deleted.
+    broken: some load failed; release the lease and ask again. late: it came too late.
+    decision: what its plan was made from, as soon as there is one. stores: hears of the copies that
+    store what it has computed.
+    num_ended: ``num_shared`` at the end of the lease.
+    ring: slots of the window KV of a running sequence; empty for models without windows.
+    """
+
+    ring: Sequence[Slot] = ()
+
+    def __init__(
+        self,
+        index: PromptIndex,
+        namespace: bytes,
+        labels: Sequence[Label],
+        match: Match,
+        now: float,
+    ) -> None:
+        super().__init__()
+        self._index = index
+        self.namespace = namespace
+        self.labels = labels
+        self.blocks = match.blocks
+        self.held = list(match.tiers)
+        self.slots: Sequence[Slot] = []
+        self.num_stored = 0
+        self.is_left_out = self.is_private = False
+        self.broken = self.late = False
+        self.released = False
+        self.num_ended = 0
+        self.started = now
+        self.deadline = float("inf")
+        self.record = RequestRecord(num_asked_blocks=match.num_asked)
+        self.decision: Decision | None = None
+        self.stores: StoreListener | None = None
+        for tier, run in runs_of(self.held):
+            index.lease(match.blocks[run.start : run.stop], tier)
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks of the prefix; the engine must not write to their slots.
+
+        After the end of the lease it stays as it was.
+        """
+        return self.num_ended if self.released else len(self.blocks)
+
+    @property
+    def hit_blocks(self) -> dict[str, int]:
+        """Return the number of prefix blocks by the tier that holds them."""
+        return dict(Counter(self.held))
+
+    @property
+    def start_slots(self) -> Sequence[Slot]:
+        """Slots of the state to begin from, until the first commit; empty for one without."""
+        return ()
+
+    def snapshot_slots(self, num_blocks: int) -> Sequence[Slot]:
+        """Return where to write the state after ``num_blocks`` blocks; empty for nowhere."""
+        return ()
+
+    def has_begun(self) -> None:
+        """Note that the engine has copied what is in ``start_slots``."""
+        return
+
+    @property
+    def room(self) -> Sequence[Slot]:
+        """Slots that only this request uses."""
+        return self.slots[len(self.blocks) :]
+
+    def put(self, first: int, slots: Sequence[Slot]) -> None:
+        """The blocks from ``first`` on are in ``slots``."""
+        behind = self.slots[first + len(slots) :]
+        self.slots = Numbers.joined(self.slots[:first], slots, behind)
+
+    def adopt(self, blocks: Sequence[BlockId], tier: str) -> None:
+        """Add blocks to the end of the prefix that the caller has leased in ``tier`` already."""
+        self.blocks = Numbers.joined(self.blocks, blocks)
+        self.held += [tier] * len(blocks)
+
+    def cut(self, num_blocks: int) -> None:
+        """Cut the prefix to its first ``num_blocks`` blocks. Release the others."""
+        assert num_blocks <= len(self.blocks), f"a prefix of {len(self.blocks)} blocks"
+        self._release(range(num_blocks, len(self.blocks)))
+        del self.held[num_blocks:]
+        self.blocks = self.blocks[:num_blocks]
+
+    def _release(self, positions: range) -> None:
+        for tier, run in self._held_runs(positions):
+            self._index.release(self.blocks[run.start : run.stop], tier)
+
+    def take(self, transfer: Transfer, now: float) -> None:
+        for positions in transfer.waiters[self]:
+            for tier, run in self._held_runs(positions):
+                if tier != DEVICE:
+                    blocks = self.blocks[run.start : run.stop]
+                    self._index.lease(blocks, DEVICE)
+                    self._index.release(blocks, tier)
+                    self.held[run.start : run.stop] = [DEVICE] * len(run)
+                    self.record.arrivals.append((run, now - self.started))
+        if self.ready:
+            self.record.load_s = now - self.started
+
+    def _held_runs(self, positions: range) -> Iterator[tuple[str, range]]:
+        """Return runs of neighbours held in one tier, for one index call per run."""
+        return runs_of(self.held[positions.start : positions.stop], positions.start)
+
+    def failed(self, transfer: Transfer) -> None:
+        self.give_up()
+
+    def give_up(self, late: bool = False) -> None:
+        self.broken = True
+        self.late = late
+        self.forget_transfers()

@@ -1,0 +1,71 @@
+"""Report the events of a lease to metrics, cost account, reuse sampler and block events."""
+
+from __future__ import annotations
+
+import logging
+
+from kvtier.cache.ladder import Ladder
+from kvtier.cache.lease import Lease
+from kvtier.core.grouping import runs_of
+from kvtier.core.types import DEVICE, Match
+from kvtier.layout import KVGroup
+from kvtier.observe.block_events import BlockLog
+from kvtier.observe.specs import LATE_LOADS
+from kvtier.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+
+class LeaseObserver:
+    """Told by the cache, on its thread, once at each point of a lease's life.
+
+    Changes nothing but the lease's record.
+
+    group: of its blocks. events: where routers are told what comes and goes, None for nowhere.
+    """
+
+    def __init__(self, ladder: Ladder, group: KVGroup, events: BlockLog | None) -> None:
+        self._metrics = ladder.metrics
+        self._ladder = ladder
+        self._group = group
+        self._events = events
+
+    def planned(self, lease: Lease, plan: Plan) -> None:
+        """It holds what its plan reuses, there is room for the rest, and no copy has begun."""
+        lease.record.load_bytes = plan.num_copied_blocks * self._group.bytes_per_block
+        lease.record.hit_blocks = lease.hit_blocks
+        num_elsewhere = 0
+        for tier, run in runs_of(lease.held):
+            if tier != DEVICE:
+                num_elsewhere += len(run)
+                some = slice(run.start, run.stop)
+                self._ladder.on_admit(map(hash, lease.labels[some]), lease.blocks[some])
+        self._ladder.costs.planned(num_elsewhere, plan.num_declined_blocks)
+
+    def found(self, lease: Lease, match: Match) -> None:
+        """Report what a request found.
+
+        What storage had kept of the match may be known only now; what the lease is cut to is held.
+        """
+        if self._events is not None:
+            self._events.prompt(lease.namespace, lease.labels, lease.blocks, match.tiers)
+
+    def computed(self, lease: Lease, num_new: int) -> None:
+        """Its last ``num_new`` blocks are the cache's now."""
+        new = slice(lease.num_shared - num_new, lease.num_shared)
+        self._ladder.on_admit(map(hash, lease.labels[new]), lease.blocks[new])
+        if self._events is not None:
+            here = (DEVICE,) * lease.num_shared
+            self._events.prompt(lease.namespace, lease.labels, lease.blocks, here)
+
+    def late(self, lease: Lease, after_s: float) -> None:
+        """Its load is given up."""
+        self._metrics.count(LATE_LOADS)
+        logger.warning("load given up after_s=%.3f", after_s)
+
+    def ended(self, lease: Lease) -> None:
+        """The request that had it has ended, well or not."""
+        self._metrics.record(lease.record)
+        if not lease.broken:
+            saved = sum(lease.record.hit_blocks.values()) * self._group.block_size
+            self._ladder.costs.saved(0, saved, lease.record.load_s)

@@ -1,0 +1,271 @@
+"""Prefix cache for models with recurrent layers: a prefix can be reused where it has a snapshot.
+
+The state of recurrent layers is large and has no token axis, so it is stored at few points of a
+prompt. A snapshot is a branch of the prompt's path, of blocks like all others: it begins below the
+last block of its prefix. So tiers, policies and storage know one kind of block, and weigh snapshots
+against KV by the room that they take:
+
+    kv 0 -- kv 1 -- kv 2 -- kv 3 -- kv 4 ...
+                      \
+                       state 0 -- state 1 -- state 2       (reusable: 3 blocks)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from kvtier.cache.deletion import Deletion
+from kvtier.cache.lease import Lease
+from kvtier.cache.states.lease import Snapshot, SnapshotLease, SnapshotMatch, StateLease
+from kvtier.cache.states.stateful import StatefulCache
+from kvtier.cache.storage_lookup import begin_lookup
+from kvtier.cache.transfer import LayerGate
+from kvtier.core.config import CacheConfig
+from kvtier.core.types import DEVICE, Label, Match
+from kvtier.devices import Device
+from kvtier.observe.block_events import BlockLog
+from kvtier.plan import Plan
+from kvtier.tiers import ArenaOptions, DeviceTier, StorageTier
+
+SNAPSHOT_TOKENS = 4096
+"""Tokens between two snapshots of a long prompt. Qwen3-Next's KV of so many tokens is as large as
+one and a third of its states."""
+
+MOST_COMPARED = 4
+"""Snapshots of a prompt that the planner compares."""
+
+
+class SnapshotCache(StatefulCache):
+    """A prefix cache over the engine's device pool, for a model with recurrent layers.
+
+    A request writes snapshots where its lease says so (``Lease.snapshot_slots``): after its last
+    whole chunk, where it leaves what is cached of its prompt, and about every ``SNAPSHOT_TOKENS``.
+
+    Args:
+        config, device, pool, clock, storage, arena, events, names_codec: as in ``Cache``.
+        blocks_per_snapshot: blocks that the state takes.
+        grain_blocks: blocks of a chunk; snapshots come after whole chunks.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        device: Device,
+        pool: DeviceTier,
+        clock: Callable[[], float] = time.monotonic,
+        storage: Sequence[StorageTier] = (),
+        arena: ArenaOptions | None = None,
+        events: BlockLog | None = None,
+        names_codec: bool = False,
+        *,
+        blocks_per_snapshot: int,
+        grain_blocks: int = 1,
+    ) -> None:
+        super().__init__(config, device, pool, clock, storage, arena, events, names_codec)
+        self._size = self.state_blocks = blocks_per_snapshot
+        self._grain = grain_blocks
+        self._labels = [_state_label(at) for at in range(blocks_per_snapshot)]
+        grain_tokens = grain_blocks * self.group.block_size
+        self._every = max(1, SNAPSHOT_TOKENS // grain_tokens) * grain_blocks
+        self._deletion.branch, self._deletion.grain = self._labels, grain_blocks
+
+    # -- what is there ----------------------------------------------------------------------------
+
+    def match(self, namespace: bytes, labels: Sequence[Label]) -> SnapshotMatch:
+        known = super().match(namespace, labels)
+        whole = SnapshotMatch(
+            known.blocks, known.tiers, known.in_flight, known.num_asked, (), known.num_blocks
+        )
+        found = islice(self._snapshots(namespace, labels, known), MOST_COMPARED)
+        return whole.with_snapshots(list(found))
+
+    def _snapshots(
+        self, namespace: bytes, labels: Sequence[Label], known: Match
+    ) -> Iterator[Snapshot]:
+        """Yield the snapshots along the known blocks of a prompt, deepest first."""
+        last = known.num_blocks // self._grain * self._grain
+        for at in range(last, 0, -self._grain):
+            above = known.blocks[at - 1]
+            if not self._index.states(namespace, self._labels[:1], DEVICE, above):
+                continue
+            found = super().match(namespace, self._path(labels, at))
+            if found.num_blocks == at + self._size:
+                yield Snapshot(
+                    at,
+                    Match(found.blocks[at:], found.tiers[at:], found.in_flight[at:], self._size),
+                )
+
+    def _path(self, labels: Sequence[Label], num_blocks: int) -> list[Label]:
+        """Return the labels of a snapshot's path."""
+        return [*labels[:num_blocks], *self._labels]
+
+    def _wanted(self, namespace: bytes, labels: Sequence[Label]) -> Match:
+        match = self.match(namespace, labels)
+        if not match.snapshots:
+            return match
+        state = match.snapshots[0].match
+        return Match(
+            [*match.blocks, *state.blocks],
+            (*match.tiers, *state.tiers),
+            (*match.in_flight, *state.in_flight),
+            match.num_asked + self._size,
+        )
+
+    def lookup(self, namespace: bytes, labels: Sequence[Label]) -> bool:
+        """Look up a prompt's blocks in storage, and snapshots where they are likely.
+
+        These are the end of what is known of the prompt, where an earlier prompt may have ended,
+        and the regular ones before it. Later ones make earlier ones superfluous.
+        """
+        waits = super().lookup(namespace, labels)
+        if not self._ladder.unfound():
+            return waits
+        known = super().match(namespace, labels)
+        last = known.num_blocks // self._grain * self._grain
+        regular = range((last - 1) // self._every * self._every, 0, -self._every)
+        for at in (last, *regular[: MOST_COMPARED - 1]):
+            path = self._path(labels, at)
+            is_asked = at > 0 and begin_lookup(self._ladder, self._index, namespace, path)
+            if is_asked or super().match(namespace, path).num_blocks == len(path):
+                return waits or is_asked
+        return waits
+
+    # -- the life of a request --------------------------------------------------------------------
+
+    def lease(self, namespace: bytes, labels: Sequence[Label], match: Match) -> Lease:
+        assert isinstance(match, SnapshotMatch), "of this cache"
+        lease = SnapshotLease(self._index, namespace, labels[:], match, self._clock(), self._size)
+        self._leases.add(lease)
+        return lease
+
+    def transfer(self, lease: Lease, plan: Plan, num_blocks: int) -> bool:
+        assert isinstance(lease, SnapshotLease), "of this cache"
+        chosen = [
+            each for each in lease.match.snapshots if each.num_blocks == plan.num_reused_blocks
+        ]
+        for snapshot in chosen:  # one or none
+            # First: what it holds can't be evicted for the request's other blocks.
+            lease.start = StateLease(
+                self._index,
+                lease.namespace,
+                self._labels,
+                snapshot.match,
+                self._clock(),
+                snapshot.num_blocks,
+                lease,
+            )
+            self._leases.add(lease.start)
+            path = self._path(lease.labels, snapshot.num_blocks)
+            self._index.on_request(lease.namespace, path, self._clock())
+        points = self._points(lease, plan.num_reused_blocks, num_blocks)
+        num_slots = num_blocks + self._size * len(points)
+        is_begun = super().transfer(lease, plan, num_slots)
+        lease.num_blocks, lease.points = num_blocks, points
+        for snapshot in chosen if is_begun else ():
+            assert lease.start is not None, "it was made above"
+            num_bytes = self._load(lease.start, snapshot.match)
+            if num_bytes is None:
+                return False
+            lease.record.load_bytes += num_bytes
+        return is_begun
+
+    def _points(self, lease: SnapshotLease, first: int, num_blocks: int) -> list[int]:
+        """Return where a request that begins after ``first`` blocks makes snapshots, ascending.
+
+        If the device tier has too little room for all, those worth most are made: at the prompt's
+        end, for its continuation, with a token left for its repetition; where it leaves what was
+        known, because prompts do have that beginning in common; and the deepest of the regular
+        ones.
+        """
+        grain = self._grain
+        assert lease.decision is not None, "it is planned"
+        longest = (lease.decision.num_tokens - 1) // self.group.block_size
+        end = min(len(lease.labels), longest) // grain * grain
+        branch = min(lease.match.num_known // grain * grain, end)
+        wanted: list[int] = []
+        regular = range(end // self._every * self._every, first, -self._every)
+        for at in (end, branch, *regular):
+            near = self._every // 2 if at in regular else 1
+            if at > first and all(abs(at - other) >= near for other in wanted):
+                wanted.append(at)
+        num_slots = self.num_slots()[DEVICE]
+        room = (num_slots - num_blocks - self._size * (first > 0)) // self._size
+        return sorted(wanted[: max(0, room)])
+
+    def follow(self, lease: Lease) -> LayerGate | None:
+        """Return None: compute cannot start before the whole state is there."""
+        return None
+
+    def commit(self, lease: Lease, num_blocks: int) -> None:
+        """Do the same as ``Cache.commit``, and add the snapshots up to there.
+
+        The engine has written them.
+        """
+        super().commit(lease, num_blocks)
+        assert isinstance(lease, SnapshotLease), "of this cache"
+        self._end_start(lease)
+        for at in [point for point in lease.points if point <= len(lease.blocks)]:
+            if not lease.is_private:
+                self._add(lease, at)
+        self._check()
+
+    def _add(self, lease: SnapshotLease, at: int) -> None:
+        """Add a snapshot that the engine has written."""
+        ours = lease.take_snapshot(at)
+        made = self._index.insert(
+            lease.namespace, self._labels, DEVICE, ours, self._clock(), lease.blocks[at - 1]
+        )
+        num = len(made.blocks)
+        unused = [*ours[num:]]
+        unused += [slot for slot, used in zip(ours, made.slots, strict=False) if slot != used]
+        self._ladder.free(unused)
+        if not num:
+            return
+        match = Match(made.blocks, (DEVICE,) * num, (False,) * num, num)
+        state = StateLease(
+            self._index, lease.namespace, self._labels[:num], match, self._clock(), at, lease
+        )
+        state.slots, state.stores = made.slots, lease.stores
+        self._leases.add(state)
+        lease.made.append(state)
+        self._index.touch(made.blocks, self._clock())
+
+    def release(self, lease: Lease, record: bool = True) -> None:
+        if isinstance(lease, SnapshotLease) and not lease.released:
+            for state in lease.made:
+                state.is_private |= lease.is_private
+        super().release(lease, record)
+        if isinstance(lease, SnapshotLease):
+            for state in lease.made:  # below the request's own blocks, which come first
+                self._end(state)
+            lease.made = []  # they refer to the lease
+
+    # -- deletion and control ---------------------------------------------------------------------
+
+    def delete(self, namespace: bytes, labels: Sequence[Label]) -> Deletion:
+        for lease in self._leases:
+            if isinstance(lease, SnapshotLease) and lease.labels[:1] == labels[:1]:
+                for state in lease.made:
+                    state.is_private |= lease.namespace == namespace
+        return super().delete(namespace, labels)
+
+    def stored(self, namespace: bytes, labels: Sequence[Label]) -> tuple[int, bool]:
+        """Return how many of a prompt's first blocks are stored with a snapshot of their state.
+
+        The second value says whether more are on their way.
+        """
+        num, is_coming = super().stored(namespace, labels)
+        for at in range(num // self._grain * self._grain, 0, -self._grain):
+            path = self._path(labels, at)
+            found, comes = super().stored(namespace, path)
+            is_coming |= comes
+            if found == len(path):
+                return at, is_coming
+        return 0, is_coming
+
+
+def _state_label(at: int) -> Label:
+    """Return the label of a snapshot's block; no tokens have one of this length."""
+    return b"state" + at.to_bytes(4, "little")

@@ -1,0 +1,109 @@
+"""Prefix cache in which a cut needs a state beside the KV of its prefix."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvtier.cache.lease import Lease
+from kvtier.cache.states.lease import SnapshotMatch, StatefulLease, StateLease
+from kvtier.cache.tokens import Cache
+from kvtier.core.types import DEVICE, GroupMatch, Match
+from kvtier.plan import Copy, Decision, plan_groups
+from kvtier.plan.needs import GroupRoom, coming_runs
+
+
+class StatefulCache(Cache):
+    """Cache whose matches are ``SnapshotMatch`` and whose leases are ``StatefulLease``.
+
+    Attributes:
+        state_blocks: blocks of a state, at most.
+    """
+
+    state_blocks: int
+
+    def decide(
+        self, match: Match, num_tokens: int, grain_blocks: int = 1, load: bool = True
+    ) -> Decision:
+        assert isinstance(match, SnapshotMatch), "of this cache"
+        size, num_bytes = self.group.block_size, self.group.bytes_per_block
+        match = match if load else match.on_device()
+        costs = self._ladder.cost_snapshot(is_free=not self._weighs_costs)
+        num_free, staging = self.num_available_slots, self._ladder.num_staging
+        plan = plan_groups(
+            self._over_groups(match),
+            costs,
+            [
+                GroupRoom(num_bytes, num_free, staging),
+                GroupRoom(
+                    self.state_blocks * num_bytes,
+                    num_free // self.state_blocks,
+                    None if staging is None else staging // self.state_blocks,
+                    num_last=1,
+                ),
+            ],
+            num_tokens=num_tokens,
+            block_size=size,
+            grain_blocks=grain_blocks,
+            deadline_s=self.config.load_deadline_s,
+        )
+        plan = replace(plan, copies=tuple(copy for copy in plan.copies if copy.group == 0))
+        is_weighed = self._weighs_costs
+        return Decision(match, costs, plan, num_tokens, size, num_bytes, grain_blocks, is_weighed)
+
+    def _over_groups(self, match: SnapshotMatch) -> GroupMatch:
+        """Return the match with snapshots as a second group, of which a cut needs the last one."""
+        tiers: list[str | None] = [None] * match.num_blocks
+        coming = [False] * match.num_blocks
+        slowest_first = list(self._tiers)[::-1]
+        for each in match.snapshots:
+            found = set(each.match.tiers)
+            tiers[each.num_blocks - 1] = next(tier for tier in slowest_first if tier in found)
+            coming[each.num_blocks - 1] = all(each.match.in_flight)
+        return GroupMatch(
+            match.blocks,
+            (match.tiers, tuple(tiers)),
+            (match.in_flight, tuple(coming)),
+            [each.num_blocks for each in match.snapshots[::-1]],
+            match.num_asked,
+        )
+
+    def _load(self, lease: StateLease, match: Match) -> int | None:
+        """Begin to load a snapshot. Return the bytes to copy; None if there is no room for it.
+
+        match: the blocks of the snapshot.
+        """
+        sources: dict[str, list[range]] = {}
+        for kind, run in coming_runs(match.over_groups(), 0):
+            if not kind.in_flight:
+                sources.setdefault(kind.tier, []).append(run)
+        num_copied = sum(len(run) for runs in sources.values() for run in runs)
+        new_slots = self._ladder.allocate(num_copied) if num_copied else ()
+        if new_slots is None:
+            return None
+        for tier, runs in sources.items():
+            for run in runs:
+                copy = Copy(tier, DEVICE, match.blocks[run.start : run.stop])
+                self._ladder.load(copy, new_slots[: len(run)])
+                new_slots = new_slots[len(run) :]
+        lease.slots = self._index.slots(lease.blocks, DEVICE)
+        self._ladder.wait_for(lease, lease.slots)
+        lease.deadline = self._clock() + self.config.load_deadline_s
+        self._loading[lease] = None
+        self._index.touch(lease.blocks, self._clock())
+        return num_copied * self.group.bytes_per_block
+
+    def release(self, lease: Lease, record: bool = True) -> None:
+        if isinstance(lease, StatefulLease) and not lease.released:
+            self._end_start(lease)
+        super().release(lease, record)
+
+    def _end_start(self, lease: StatefulLease) -> None:
+        """Let go of the snapshot that the request began from."""
+        if lease.start is not None:
+            lease.start.is_private |= lease.is_private
+        self._end(lease.start)
+        lease.start = None  # it refers to the lease
+
+    def _end(self, state: StateLease | None) -> None:
+        if state is not None:
+            super().release(state, record=False)

@@ -1,7 +1,0 @@
-"""Command line. Importing it is fast, since commands import their dependencies when they run."""
-
-from __future__ import annotations
-
-from kvtier.cli.main import app
-
-__all__ = ["app"]

@@ -1,0 +1,1 @@
+"""Copies between SGLang's own device and host pools."""

@@ -1,0 +1,1 @@
+"""Storage back end below SGLang's HiCache."""

@@ -1,0 +1,340 @@
+"""``--enable-unified-cache-external-linker``: between SGLang's device pools and kvtier's tiers.
+
+SGLang's tree looks up each prompt here, beyond the pages on the device. ``lookup()`` reports only
+pages in host memory, so a load can fail only if the device fails. Pages in storage are promoted to
+host memory meanwhile (``promotion.py``), and requests wait for them (``scheduler_hooks.py``).
+
+The scheduler makes all calls, on its thread, in the same order on every rank. Answers may differ
+between ranks, since SGLang uses what all ranks have. But every rank must answer, so no method
+raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+from kvtier.cache.ladder import CostMetrics
+from kvtier.cache.transfer import TransferEngine
+from kvtier.connectors.common.pool_copies import Store
+from kvtier.connectors.sglang.linker import scheduler_hooks
+from kvtier.connectors.sglang.linker.layer_counter import LayerCounter
+from kvtier.connectors.sglang.linker.loading import Loading
+from kvtier.connectors.sglang.linker.pool_tiers import PoolTiers, link
+from kvtier.connectors.sglang.linker.promotion import PromptPromotion, WaitingPrompt
+from kvtier.connectors.sglang.shared import new_weights, prefill
+from kvtier.connectors.sglang.shared.device_pools import KV, DevicePool, find_pools
+from kvtier.connectors.sglang.shared.hooks import tell_missing
+from kvtier.connectors.sglang.shared.identity import page_keys
+from kvtier.connectors.sglang.shared.names import PageNames
+from kvtier.connectors.sglang.shared.new_weights import NEW_WEIGHTS
+from kvtier.connectors.sglang.shared.prefill import WATCH
+from kvtier.connectors.sglang.shared.prompt_reporting import PromptReporter, policy_of
+from kvtier.connectors.sglang.shared.ranks import RankConfig, replica_of
+from kvtier.connectors.sglang.shared.recording import open_recording
+from kvtier.connectors.sglang.shared.settings import LinkerSettings
+from kvtier.connectors.sglang.shared.unsupported import refuse, refuse_linked
+from kvtier.devices import find_device
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S = 60.0
+"""Longest wait for copies in flight when SGLang exits."""
+MOST_DEPTHS = 1 << 16
+"""Most pages whose position in the prompt is remembered until they are stored."""
+
+
+@dataclass(slots=True)
+class Offload:
+    """Store of a node's pages to host memory, by pool. is_whole: whether every pool's began."""
+
+    stores: list[tuple[PoolTiers, Store]] = field(default_factory=list)
+    is_whole: bool = False
+
+    @property
+    def done(self) -> bool:
+        return all(store.done for _, store in self.stores)
+
+
+class KvtierLinker(UnifiedCacheLinker):
+    """SGLang's linker to kvtier's tiers.
+
+    The constructor raises ``ConfigError``, with one sentence, for configurations that can't be
+    served. The other methods never raise.
+    """
+
+    def __init__(
+        self,
+        server_args: object,
+        params: Any,
+        *,
+        components: Collection[object],
+        extra_config: Mapping[str, object] | None = None,
+        forward_stream: Any = None,
+    ) -> None:
+        settings = LinkerSettings.read(extra_config or {})
+        config = RankConfig.of(params, server_args)
+        refuse(config, server_args, settings)
+        refuse_linked(config)
+        pools = find_pools(params.token_to_kv_pool_allocator.get_kvcache(), params, components)
+        self.forward_stream = forward_stream
+        self._page_size = params.page_size
+        self._names = PageNames(server_args, settings.namespace)
+        self._names.settle_engine(config)
+        self._engine = self._start_engine(pools)
+        self._linked = link(
+            pools,
+            settings,
+            config,
+            server_args,
+            self._names,
+            self._device,
+            self._engine,
+            policy_of(
+                settings,
+                server_args,
+                [pool.name for pool in pools],
+                scheduler_hooks.reporting_hooks(),
+            ),
+        )
+        self.pools = {PoolName(name): each.pool for name, each in self._linked.items()}
+        self.layer_done_counter = LayerCounter()
+        if PoolName.MAMBA in self.pools:
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
+        caches = {name: each.cache for name, each in self._linked.items()}
+        block_bytes = sum(each.copies.bytes_per_block for each in self._linked.values())
+        self._promotion = PromptPromotion(
+            caches, self._page_size, block_bytes, settings.always_loads
+        )
+        self.gate = scheduler_hooks.QueueGate(self._promotion)
+        self.asking = PromptReporter(caches[KV], self._page_size)
+        self._prompt = WaitingPrompt(0, 0)
+        self._loading = Loading(
+            self._linked, self._page_size, self.layer_done_counter, self._after_forward
+        )
+        self._is_closed = False
+        self._offloads: deque[Offload] = deque()
+        self._depths: dict[bytes, int] = {}
+        self._recording = open_recording(settings, config, self._page_size, replica_of())
+        WATCH.listen(self._observe_prefill)
+        NEW_WEIGHTS.listen(self)
+        tell_missing(WATCH.hooks(), prefill.LOSS)
+        tell_missing(NEW_WEIGHTS.hooks(), new_weights.LOSS)
+        tell_missing(scheduler_hooks.hooks(), scheduler_hooks.LOSS)
+
+    def _start_engine(self, pools: Sequence[DevicePool]) -> TransferEngine:
+        place = pools[0].buffers[0].rows.device
+        name = place.type if place.index is None else f"{place.type}:{place.index}"
+        self._device = find_device(name)
+        self._device.prepare()
+        engine = TransferEngine(self._device)
+        engine.start()
+        for finding in self._device.findings():
+            logger.info("kvtier %s: %s %s", finding.topic, finding.found, finding.note)
+        return engine
+
+    # -- look-ups ----------------------------------------------------------------------------------
+
+    @property
+    def _account(self) -> CostMetrics:
+        return self._linked[KV].cache.costs
+
+    def note_prompt(self, num_cached: int, num_tokens: int) -> None:
+        """Note the prompt of the next look-up.
+
+        num_cached: number of its first tokens that are on the device. num_tokens: its length.
+        """
+        self._prompt = WaitingPrompt(num_cached, num_tokens)
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        try:
+            return self._look_up(rid, transfers)
+        except Exception:
+            logger.exception("kvtier: a look-up failed, its prompt is computed rid=%s", rid)
+            return []
+
+    def _look_up(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        prompt, self._prompt = self._prompt, WaitingPrompt(0, 0)
+        self._loading.look_up(prompt.num_cached)
+        needs = _needs(transfers)
+        if needs is None or needs.keys() != self._linked.keys():
+            return []
+        keys = page_keys(next(each for each in transfers if each.name == PoolName.KV).keys)
+        self.asking.look_up(keys)
+        looks = {
+            name: each.cache.lookup(keys, has_gaps=name != KV)
+            for name, each in self._linked.items()
+        }
+        places = {name: found for name, (found, _) in looks.items()}
+        asked = [question for _, questions in looks.values() for question in questions]
+        cuts = self._promotion.cuts(rid, prompt, keys, places, needs, asked)
+        num_there = cuts[-1] if cuts else 0
+        self._remember(keys[num_there:], prompt.num_cached // self._page_size + num_there)
+        self._loading.promise(keys[:num_there], places)
+        return cuts
+
+    def _remember(self, keys: Sequence[bytes], first: int) -> None:
+        """Remember the position in the prompt of pages that will be computed."""
+        if len(self._depths) + len(keys) > MOST_DEPTHS:
+            self._depths.clear()
+        self._depths.update(zip(keys, range(first, first + len(keys)), strict=True))
+
+    # -- to the device -----------------------------------------------------------------------------
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Queue a load. The result depends on the transfers alone, since ranks must agree."""
+        wanted = [each for each in transfers if each.keys and each.device_indices is not None]
+        if not wanted:
+            return False
+        self._loading.queue(rid, wanted, self._promotion.waited_s(rid))
+        return True
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        return self._loading.cancel(rid)
+
+    def start_layer_wise_loading(self) -> int:
+        return self._loading.begin()
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return self._loading.finish(counter_index)
+
+    @contextmanager
+    def _after_forward(self) -> Iterator[None]:
+        """Submit copies in this context so that they start after the work queued on the forward.
+
+        That work may read the pages that the copies overwrite, or write those that they read.
+        """
+        if self.forward_stream is None or self._device.name == "cpu":
+            yield
+            return
+        with torch.get_device_module(self.forward_stream.device.type).stream(self.forward_stream):
+            yield
+
+    # -- from the device ---------------------------------------------------------------------------
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        """Begin a store. The result depends on the transfers alone, since ranks must agree."""
+        wanted = [each for each in transfers if each.keys and each.device_indices is not None]
+        if not wanted:
+            return False
+        self._offloads.append(offload := Offload())
+        try:
+            with self._after_forward():
+                depths: dict[bytes, int] = {}
+                for each in wanted:
+                    linked, keys = self._linked[each.name.value], page_keys(each.keys)
+                    if not depths:
+                        self.asking.store(keys, self._depths)
+                        depths = dict(zip(keys, self._depths_of(keys), strict=True))
+                    pages, at = linked.pool.pages(each.device_indices), [depths[k] for k in keys]
+                    offload.stores.append((linked, linked.copies.store(keys, at, pages)))
+            offload.is_whole = True
+        except Exception:
+            logger.exception("kvtier: pages could not be stored")
+        return True
+
+    def _depths_of(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the positions of pages in the prompt.
+
+        Generated pages come after the prompt's own.
+        """
+        depths: list[int] = []
+        for key in keys:
+            after = depths[-1] + 1 if depths else 0
+            depths.append(self._depths.pop(key, after))
+        return depths
+
+    def num_completed_offloads(self) -> int:
+        """Return how many of the first offloads are complete.
+
+        They complete in order. SGLang calls this in each step.
+        """
+        for linked in self._linked.values():
+            linked.cache.poll()
+        num = 0
+        while num < len(self._offloads) and self._offloads[num].done:
+            num += 1
+        return num
+
+    def pop_completed_offload(self) -> bool:
+        offload = self._offloads.popleft()
+        stored = [linked.copies.end_store(store) for linked, store in offload.stores]
+        return offload.is_whole and all(stored)
+
+    # -- upkeep ------------------------------------------------------------------------------------
+
+    def _observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
+        if not self._loading.take_waits():  # else the step may have waited for layers
+            self._account.observe_prefill(num_before, num_tokens, seconds)
+
+    def before_new_weights(self) -> None:
+        """Forget the pages of the old weights, since SGLang's keys stay the same.
+
+        SGLang is still told when copies in flight end, but their pages are not kept.
+        """
+        self._wait_for_copies()
+        for offload in self._offloads:
+            offload.is_whole = False
+        self._loading.forget_promised()
+        for linked in self._linked.values():
+            linked.cache.clear()
+        self._names.forget()
+
+    def after_new_weights(self) -> None:
+        """Give pages names from now on that no other process uses."""
+        self._names.disown("its weights were replaced in memory")
+
+    def _wait_for_copies(self) -> None:
+        """Wait for copies from and to the device."""
+        stores = (store.job for each in self._offloads for _, store in each.stores)
+        for job in (*self._loading.jobs(), *stores):
+            if job is not None:
+                job.wait()
+
+    def reset(self) -> None:
+        """Forget the device's pages. Pages in the tiers below are kept."""
+        self._wait_for_copies()
+        self._loading.reset()
+        while self._offloads:
+            self.pop_completed_offload()
+        self._promotion.forget()
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.reset()
+        WATCH.leave(self._observe_prefill)
+        NEW_WEIGHTS.leave(self)
+        if self._recording is not None:
+            self._recording.close()
+        self._names.close()
+        is_over = self._engine.close(DRAIN_S)
+        for linked in self._linked.values():
+            is_over &= linked.cache.close()
+        if is_over:
+            self._device.close()
+
+
+def _needs(transfers: Sequence[PoolTransfer]) -> dict[str, int] | None:
+    """Return, by pool, how many pages are needed before a cut; 0 for all of them.
+
+    None for a look-up of an unknown kind.
+    """
+    needs: dict[str, int] = {}
+    for each in transfers:
+        if each.hit_policy is PoolHitPolicy.TRAILING_PAGES:
+            needs[each.name.value] = max(1, len(each.keys or ()))
+        elif each.hit_policy is PoolHitPolicy.ALL_PAGES:
+            needs[each.name.value] = 0
+        else:
+            return None
+    return needs

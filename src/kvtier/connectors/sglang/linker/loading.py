@@ -1,0 +1,266 @@
+"""Loads of pages from host memory to the device, in three stages.
+
+    promised   reported to SGLang, which may load them until its next look-up
+    queued     requested by a request that waits for its forward
+    batch      copied for one forward, layer by layer
+
+In each stage the pages are held, so that they can't be evicted from host memory. Each stage holds
+them before the previous one releases them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvtier.cache.block_cache import BlockState
+from kvtier.cache.transfer import CopyJob
+from kvtier.connectors.common.pool_copies import Load
+from kvtier.connectors.sglang.linker.layer_counter import LayerCounter
+from kvtier.connectors.sglang.shared.device_pools import KV
+from kvtier.connectors.sglang.shared.identity import page_keys
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+
+    from kvtier.connectors.sglang.linker.pool_tiers import PoolTiers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ReusedTokens:
+    """Tokens ``first`` to ``end`` of a prompt that a request reuses after a wait."""
+
+    first: int
+    end: int
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPart:
+    """Pages of one pool: their keys, and their destinations on the device."""
+
+    linked: PoolTiers
+    keys: list[bytes]
+    pages: list[int]
+
+
+@dataclass(slots=True)
+class QueuedLoad:
+    """Load that a request has requested.
+
+    Attributes:
+        given: the tokens of its pages in the KV pool.
+        parts: its pages by pool.
+        is_whole: whether all of them are in host memory.
+    """
+
+    given: ReusedTokens
+    parts: list[LoadPart] = field(default_factory=list)
+    is_whole: bool = False
+
+
+@dataclass(slots=True)
+class LoadBatch:
+    """Loads for one forward.
+
+    Attributes:
+        loads: copies by pool.
+        is_whole: whether all requested pages were in host memory.
+        given: the tokens of each request.
+    """
+
+    loads: list[tuple[PoolTiers, Load]] = field(default_factory=list)
+    is_whole: bool = True
+    given: Sequence[ReusedTokens] = ()
+
+
+class Loading:
+    """Loads of one linker, on the scheduler's thread.
+
+    A load that can't be queued or begun is logged, and reported when its batch is finished: until
+    then this rank must do the same as the others.
+
+    Args:
+        linked: tiers by pool.
+        page_size: tokens per page.
+        layers: lets the forward wait for layers.
+        after_forward: context in which submitted copies start after the work queued on the
+            forward's stream.
+    """
+
+    def __init__(
+        self,
+        linked: Mapping[str, PoolTiers],
+        page_size: int,
+        layers: LayerCounter,
+        after_forward: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._linked = linked
+        self._page_size = page_size
+        self._layers = layers
+        self._after_forward = after_forward
+        self._account = linked[KV].cache.costs
+        self._num_cached = 0  # tokens on the device of the prompt that was looked up last
+        self._promised: dict[str, Sequence[bytes]] = {}  # by pool
+        self._queued: dict[str, QueuedLoad] = {}  # by request
+        self._batches: dict[int, LoadBatch] = {}
+        self._num_batches = 0
+        self._has_waited = False
+
+    # -- promised ----------------------------------------------------------------------------------
+
+    def look_up(self, num_cached: int) -> None:
+        """Begin a look-up of SGLang's, and release the pages promised by the one before.
+
+        num_cached: number of the prompt's first tokens that are on the device.
+        """
+        self._let_go()
+        self._num_cached = num_cached
+
+    def promise(self, keys: Sequence[bytes], places: Mapping[str, Sequence[BlockState]]) -> None:
+        """Hold the pages that SGLang may load now, until it loads them or looks up another prompt.
+
+        Other ranks may have fewer pages, so all pages in memory are held.
+
+        places: locations by pool, of ``keys`` and perhaps of more pages.
+        """
+        for name, linked in self._linked.items():
+            pairs = zip(keys, places[name], strict=False)
+            self._promised[name] = [key for key, place in pairs if place is BlockState.MEMORY]
+            linked.cache.hold(self._promised[name])
+
+    def _let_go(self) -> None:
+        for name, keys in self._promised.items():
+            self._linked[name].cache.release(keys)
+        self._promised.clear()
+
+    # -- queued ------------------------------------------------------------------------------------
+
+    def queue(self, rid: str, wanted: Sequence[PoolTransfer], waited_s: float) -> None:
+        """Queue a request's load, instead of any load that it has queued before.
+
+        Args:
+            rid: the request.
+            wanted: its pages by pool, with keys and device indices.
+            waited_s: how long the request has waited for them.
+        """
+        self.cancel(rid)
+        num_pages = max((len(each.keys) for each in wanted if each.name == KV), default=0)
+        self._account.planned(num_pages, 0)
+        end = self._num_cached + num_pages * self._page_size
+        self._queued[rid] = queued = QueuedLoad(ReusedTokens(self._num_cached, end, waited_s))
+        try:
+            for each in wanted:
+                queued.parts.append(self._hold(each))
+            queued.is_whole = True
+        except Exception:
+            logger.exception("kvtier: a load can't begin, its request fails rid=%s", rid)
+        self._let_go()
+
+    def _hold(self, transfer: PoolTransfer) -> LoadPart:
+        linked, keys = self._linked[transfer.name.value], page_keys(transfer.keys)
+        pages = linked.pool.pages(transfer.device_indices)
+        places = linked.cache.lookup(keys).states
+        if any(place is not BlockState.MEMORY for place in places):
+            raise LookupError(f"pages of pool {transfer.name} have left host memory")
+        if linked.pool.name == KV:
+            for tier, num in Counter(linked.cache.origins(keys)).items():
+                self._account.hit(tier, num)
+        linked.cache.hold(keys)
+        return LoadPart(linked, keys, pages)
+
+    def cancel(self, rid: str) -> bool:
+        """Cancel a request's queued load. Return whether it had one."""
+        queued = self._queued.pop(rid, None)
+        _release(queued.parts if queued else ())
+        return queued is not None
+
+    # -- batches -----------------------------------------------------------------------------------
+
+    def begin(self) -> int:
+        """Begin the loads of all queued requests, for the next forward.
+
+        Returns the number of their batch; -1 if none is queued.
+        """
+        if not self._queued:
+            return -1
+        queued, self._queued = list(self._queued.values()), {}
+        parts = [part for each in queued for part in each.parts]
+        is_whole = all(each.is_whole for each in queued)
+        batch = LoadBatch(is_whole=is_whole, given=[each.given for each in queued])
+        index = self._num_batches
+        self._num_batches += 1
+        self._batches[index] = batch
+        try:
+            with self._after_forward():
+                for part in _by_pool(parts):
+                    load = part.linked.copies.load(part.keys, part.pages)
+                    batch.loads.append((part.linked, load))
+        except Exception:
+            logger.exception("kvtier: a load could not be begun")
+            batch.is_whole = False
+        finally:
+            _release(parts)
+        self._layers.begin(index, [load.job for _, load in batch.loads])
+        return index
+
+    def finish(self, index: int) -> bool:
+        """End a batch after its forward. Return whether all requested pages had arrived."""
+        self._layers.end(index)
+        batch = self._batches.pop(index, None)
+        if batch is None:
+            return True
+        self._has_waited = True
+        are_there = batch.is_whole
+        for linked, load in batch.loads:
+            load.job.wait()
+            are_there &= linked.copies.end_load(load)
+        took_s = sum(load.job.seconds for _, load in batch.loads)
+        for each in batch.given if are_there else ():
+            share = took_s / len(batch.given)
+            self._account.saved(each.first, each.end, each.waited_s + share)
+        return are_there
+
+    def take_waits(self) -> bool:
+        """Whether a forward may have waited for layers since the last call."""
+        has_waited, self._has_waited = self._has_waited or bool(self._batches), False
+        return has_waited
+
+    def jobs(self) -> Iterator[CopyJob]:
+        """Return the jobs of batches that are not finished."""
+        return (load.job for batch in self._batches.values() for _, load in batch.loads)
+
+    # -- upkeep ------------------------------------------------------------------------------------
+
+    def forget_promised(self) -> None:
+        """Forget the promised pages without releasing them, before the caches are cleared."""
+        self._promised.clear()
+
+    def reset(self) -> None:
+        """Forget all loads, after waiting for the copies in flight."""
+        self._let_go()
+        for rid in list(self._queued):
+            self.cancel(rid)
+        for index in list(self._batches):
+            self.finish(index)
+
+
+def _release(parts: Iterable[LoadPart]) -> None:
+    for part in parts:
+        part.linked.cache.release(part.keys)
+
+
+def _by_pool(parts: Iterable[LoadPart]) -> Iterator[LoadPart]:
+    """Yield the pages of all requests, merged by pool."""
+    found: dict[str, LoadPart] = {}
+    for part in parts:
+        whole = found.setdefault(part.linked.pool.name, LoadPart(part.linked, [], []))
+        whole.keys.extend(part.keys)
+        whole.pages.extend(part.pages)
+    yield from found.values()

@@ -1,0 +1,1 @@
+"""Parts that the storage back end and the linker use."""

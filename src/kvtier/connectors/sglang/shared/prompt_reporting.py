@@ -1,0 +1,147 @@
+"""Report each request once, with all pages of its prompt, to a policy that learns.
+
+SGLang looks a prompt up from the end of its own cache. The keys of the pages before are taken from
+its tree, which has them already. Requests are noticed in:
+
+    linker    the tree's look-ups, also those of prompts that are fully on the device (hooks in
+              ``scheduler_hooks.py``)
+    storage   ``prefetch_from_storage``, which is called for every request that joins the queue
+              (``prefetches.py``)
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from kvtier.cache.block_cache import BlockCache
+from kvtier.connectors.common.settings import StoreSettings
+from kvtier.connectors.sglang.shared.hooks import Hooks, missing
+from kvtier.connectors.sglang.shared.identity import page_keys
+from kvtier.index.policies.replayed import LRU
+
+logger = logging.getLogger(__name__)
+
+
+def policy_of(
+    settings: StoreSettings, options: object, pools: Collection[str], hooks: Hooks
+) -> str:
+    """Return the eviction policy to use.
+
+    It is LRU if SGLang does not report requests, or if several pools would have to agree.
+
+    Args:
+        settings: the user's settings.
+        options: SGLang's ``ServerArgs``, or None.
+        pools: names of the pools.
+        hooks: the hooks that report requests; none if this SGLang does not support them.
+    """
+    if settings.eviction_policy == LRU:
+        return LRU
+    if len(pools) > 1:
+        reason = f"of {len(pools)} pools some need no prefix"
+    elif getattr(options, "disaggregation_mode", None) == "decode":
+        reason = "a server that only decodes looks nothing up"
+    elif not hooks or missing(hooks):
+        reason = "this SGLang does not tell of whole prompts"
+    else:
+        return settings.eviction_policy
+    logger.info("kvtier: eviction policy lru: %s", reason)
+    return LRU
+
+
+def keys_up_to(tree: Any, node: Any, in_front: Sequence[str] | None = None) -> list[str]:
+    """Return the keys of all hashed pages from the root of SGLang's tree to the end of a node.
+
+    in_front: keys before the node (SGLang's prefix keys), if the caller knows them.
+    """
+    if in_front is None:
+        in_front = tree.get_prefix_hash_values(node)
+    return [*in_front, *tree.tree_core.get_hash_values(node)]
+
+
+class PromptReporter:
+    """Reports a linker's requests, on the scheduler's thread. Its methods never raise.
+
+    A request that was not reported is served all the same.
+
+    cache: the cache of the KV pool. page_size: tokens per page.
+    """
+
+    def __init__(self, cache: BlockCache, page_size: int) -> None:
+        self._cache = cache
+        self._page_size = page_size
+        self._told: dict[int, weakref.ref[Any]] = {}  # reported requests, by their ``id``
+        self._now: tuple[Any, int, Callable[[], Sequence[str]]] | None = None
+        self._parent: Callable[[], str | None] | None = None
+
+    @contextmanager
+    def looking_up(
+        self, req: Any, num_cached: int, before: Callable[[], Sequence[str]]
+    ) -> Iterator[None]:
+        """Mark SGLang's look-up of a request, perhaps a repeated one, by this context.
+
+        Args:
+            req: the request.
+            num_cached: number of its first tokens that are on the device.
+            before: return the keys of their pages.
+        """
+        is_new = self._cache.learns and not self._is_told(req)
+        self._now = (req, num_cached, before) if is_new else None
+        try:
+            yield
+        finally:
+            self.look_up(())  # if the device has all whole pages, the linker is not called
+
+    def look_up(self, keys: Sequence[bytes]) -> None:
+        """Report the current request. keys: its pages behind those on the device."""
+        now, self._now = self._now, None
+        if now is not None:
+            with _quietly():
+                self._tell(*now, keys)
+
+    def _tell(
+        self, req: Any, num_cached: int, before: Callable[[], Sequence[str]], keys: Sequence[bytes]
+    ) -> None:
+        first = before() if num_cached else ()
+        if len(first) * self._page_size != num_cached:
+            return  # some cached pages are not hashed yet
+        at = id(req)
+        self._told[at] = weakref.ref(req, lambda _: self._told.pop(at, None))
+        self._cache.on_request([*page_keys(first), *keys])
+
+    def _is_told(self, req: Any) -> bool:
+        known = self._told.get(id(req))
+        return known is not None and known() is req
+
+    def note_node(self, parent: Callable[[], str | None]) -> None:
+        """Note that the next store belongs to a node behind the page with the key ``parent``."""
+        self._parent = parent
+
+    def store(self, keys: Sequence[bytes], known: Container[bytes]) -> None:
+        """Note that a node's pages are about to be stored.
+
+        Pages that are not among ``known`` belong to an answer, and follow the page before them.
+        """
+        parent, self._parent = self._parent, None
+        if not self._cache.learns:
+            return
+        first = next((at for at, key in enumerate(keys) if key not in known), len(keys))
+        with _quietly():
+            if first == len(keys):
+                return
+            if first:
+                self._cache.continues(keys[first:], keys[first - 1])
+            elif parent is not None and (key := parent()):
+                self._cache.continues(keys, *page_keys([key]))
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        logger.exception("kvtier: a request was not reported to the eviction policy")

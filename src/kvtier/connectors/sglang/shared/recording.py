@@ -1,0 +1,98 @@
+"""Record the requests of SGLang. The first rank of each engine records."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from kvtier.connectors.common.recording import open_recorder, outcome, record_tokens
+from kvtier.connectors.sglang.shared.prefill import WATCH
+from kvtier.observe.specs import SGLANG_RECORDED_REQUESTS
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
+
+    from kvtier.connectors.common.settings import ConnectorSettings
+    from kvtier.connectors.sglang.shared.identity import StorageConfig
+    from kvtier.observe.recording import Recorder
+
+logger = logging.getLogger(__name__)
+
+HEALTH_CHECK = "HEALTH_CHECK"
+"""Prefix of the names of SGLang's own requests."""
+
+
+class Recording:
+    """Records finished requests, on the scheduler's thread, until it is closed."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        WATCH.listen_to_ends(self._ended)
+
+    def _ended(self, req: Any) -> None:
+        # The tokens of a request with embeddings are placeholders.
+        if str(req.rid).startswith(HEALTH_CHECK) or req.input_embeds is not None:
+            return
+        try:
+            self._recorder.offer(
+                _arrival(req), req.origin_input_ids, len(req.output_ids), _tenant(req)
+            )
+        except Exception:
+            logger.exception("kvtier: a request was not recorded")
+
+    def close(self) -> None:
+        """Write the requests recorded so far, and end."""
+        WATCH.leave_ends(self._ended)
+        self._recorder.close()
+
+
+def open_recording(
+    settings: ConnectorSettings, config: StorageConfig, page_size: int, replica: int
+) -> Recording | None:
+    """Open a recording on the rank that records, if the settings enable it.
+
+    Returns None on other ranks, or if the file can't be written.
+
+    Args:
+        settings: the connector's settings.
+        config: this rank. With data-parallel attention, each ``dp_rank`` records its own requests.
+        page_size: tokens per page.
+        replica: number of the engine among independent replicas.
+    """
+    if not settings.record or config.tp_rank or config.pp_rank or config.attn_cp_rank:
+        return None
+    parts = (("replica", replica), ("dp", getattr(config, "dp_rank", 0)))
+    which = "-".join(f"{name}{rank}" for name, rank in parts if rank)
+    recorder = open_recorder(settings, record_tokens(page_size), _count, which)
+    return None if recorder is None else Recording(recorder)
+
+
+def _arrival(req: Any) -> float:
+    """Return ``time.monotonic`` at a request's arrival.
+
+    SGLang's own times are of ``perf_counter``, in the process that received the request first.
+    """
+    times = getattr(req, "time_stats", None)
+    began = getattr(times, "created_time", 0.0) or getattr(times, "wait_queue_entry_time", 0.0)
+    return time.monotonic() - (time.perf_counter() - began if began else 0.0)
+
+
+def _tenant(req: Any) -> str:
+    """Return what separates equal prompts in SGLang's own cache: salt and adapter name."""
+    salt = getattr(req, "cache_salt", None) or ""  # before 0.5.23 it is in ``extra_key``
+    return f"{salt}\0{req.extra_key}" if req.extra_key else salt
+
+
+def _count(written: bool) -> None:
+    _counter().labels(outcome(written)).inc()
+
+
+@cache
+def _counter() -> Counter:
+    # Imported as late as SGLang does: only then the environment has the multi-process directory.
+    from prometheus_client import Counter
+
+    spec = SGLANG_RECORDED_REQUESTS
+    return Counter(spec.name, spec.meaning, spec.labels)

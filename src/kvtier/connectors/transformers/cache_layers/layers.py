@@ -1,0 +1,416 @@
+"""Cache layers of transformers as blocks: shapes by a probe, and copies between a cache and blocks.
+
+A block is K and V of a few tokens, of every layer that keeps them. Only transformers reads it, so
+its content is a row of pieces, one per layer and tensor, each as transformers arranges it. The
+state of recurrent layers has no token axis: a snapshot of it fills whole blocks of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from kvtier.connectors.transformers.cache_layers.float32 import in_float32
+from kvtier.core.errors import CacheError
+from kvtier.layout import Attention, DType, KVGroup, Part
+
+logger = logging.getLogger(__name__)
+
+ALIGN_BYTES = 64
+"""Pieces begin at multiples of this, so that each can be viewed as its dtype."""
+PAGE_BYTES = 4096
+"""Blocks end at multiples of this, so that disks can read them directly."""
+PROBE_TOKENS = 2
+CHECK_TOKENS = 12
+MOST_DIFFERENCE, MOST_MEDIAN = 1e-2, 1e-1
+"""Largest difference of a token's logits from those in one shot, relative to its largest logit: of
+the worst token in float32, else of the median one: rounding sends tokens to other experts."""
+
+SLIDING = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+RECURRENT = (
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+WITHOUT_KV = [vars(cache_utils)[name] for name in ("DummyLayer",) if name in vars(cache_utils)]
+"""Classes of layers that keep nothing; transformers 5.20 has none."""
+KNOWN_LAYERS = (DynamicLayer, *SLIDING, *RECURRENT, *WITHOUT_KV)
+"""Classes whose content is known here; a subclass may keep more."""
+
+CACHE_FIELD = (
+    "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+)
+"""Name of the cache in outputs of transformers, which 5.24 has renamed."""
+
+
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """Return the name of the cache among the arguments of a model's ``forward``.
+
+    It is that of transformers, except for older code that a checkpoint brings.
+    """
+    parameters = inspect.signature(forward).parameters
+    is_older = CACHE_FIELD not in parameters and "past_key_values" in parameters
+    return "past_key_values" if is_older else CACHE_FIELD
+
+
+class UnsupportedModelError(CacheError):
+    """A model whose KV cannot be reused here. Its message completes "because"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """K or V of one layer in a block: [num_heads, block_tokens, dim].
+
+    window: last tokens that the layer keeps, less one; 0 for all.
+    offset, num_bytes: in the block.
+    """
+
+    layer: int
+    name: str
+    num_heads: int
+    dim: int
+    dtype: torch.dtype
+    window: int
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StatePiece:
+    """A state of one recurrent layer in a snapshot, without the batch axis.
+
+    name: "conv_states" or "recurrent_states". at: its number in the layer.
+    offset, num_bytes: in the snapshot.
+    """
+
+    layer: int
+    name: str
+    at: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    num_bytes: int
+
+
+class CacheLayers:
+    """The cache layers of a model, and the place of each in blocks and snapshots.
+
+    Args:
+        model: the model. It computes two tokens here, which tells the shapes.
+        block_tokens: tokens per block.
+
+    Attributes:
+        group: shape of a block.
+        blocks_per_snapshot: blocks that a snapshot of the state fills; 0 without recurrent layers.
+        windows: those of sliding layers, ascending.
+
+    Raises:
+        UnsupportedModelError: the model has layers whose KV cannot be restored.
+    """
+
+    def __init__(self, model: PreTrainedModel, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self._config = model.config
+        self._made_for = model.dtype, model.device
+        self.pieces: list[Piece] = []
+        self.states: list[StatePiece] = []
+        self._devices: list[torch.device] = []
+        block, snapshot = _Row(), _Row()
+        probe = self._probe(model)
+        self._classes = [type(layer) for layer in probe.layers]
+        for at, layer in enumerate(probe.layers):
+            if type(layer) not in KNOWN_LAYERS:
+                raise UnsupportedModelError(f"layer {at} keeps its KV in a {type(layer).__name__}")
+            device = model.device
+            if isinstance(layer, LinearAttentionLayer):
+                self._add_states(at, layer, snapshot)
+                device = layer.device or device
+            if isinstance(layer, DynamicLayer):
+                self._add_pieces(at, layer, block)
+                device = layer.device if layer.keys is not None else device
+            self._devices.append(device)
+        self.windows = tuple(sorted({each.window + 1 for each in self.pieces} - {1}))
+        num_bytes = max(PAGE_BYTES, -(-block.num_bytes // PAGE_BYTES) * PAGE_BYTES)
+        content = Part("chunk", 1, num_bytes, per_token=False)
+        self.group = KVGroup(Attention.FULL, 1, (content,), DType.UINT8, block_tokens)
+        self.blocks_per_snapshot = -(-snapshot.num_bytes // num_bytes)
+
+    def _add_pieces(self, at: int, layer: DynamicLayer, row: _Row) -> None:
+        if not layer.is_initialized:
+            raise UnsupportedModelError(f"layer {at} has no KV of its own")
+        window = layer.sliding_window - 1 if isinstance(layer, SLIDING) else 0
+        for name in ("keys", "values"):
+            tensor = getattr(layer, name)
+            if (
+                tensor.ndim != 4
+                or tensor.shape[0] != 1
+                or tensor.shape[2] != min(PROBE_TOKENS, window or PROBE_TOKENS)
+            ):
+                raise UnsupportedModelError(f"layer {at} has {name} of shape {tuple(tensor.shape)}")
+            heads, dim = int(tensor.shape[1]), int(tensor.shape[3])
+            size = heads * self.block_tokens * dim * tensor.dtype.itemsize
+            piece = Piece(at, name, heads, dim, tensor.dtype, window, row.add(size), size)
+            self.pieces.append(piece)
+
+    def _add_states(self, at: int, layer: LinearAttentionLayer, row: _Row) -> None:
+        for name in ("conv_states", "recurrent_states"):
+            for number, tensor in getattr(layer, name).items():
+                if tensor is not None:
+                    shape = tuple(tensor.shape[1:])
+                    offset = row.add(tensor.nbytes)
+                    self.states.append(
+                        StatePiece(at, name, number, shape, tensor.dtype, offset, tensor.nbytes)
+                    )
+
+    def _probe(self, model: PreTrainedModel) -> DynamicCache:
+        cache = DynamicCache(config=self._config)
+        with torch.no_grad():
+            ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device)
+            model(input_ids=ids, use_cache=True, **{cache_argument(model.forward): cache})
+        if not cache.layers or not any(
+            getattr(layer, "is_initialized", False)
+            or any(getattr(layer, "has_previous_state", {}).values())
+            for layer in cache.layers
+        ):
+            raise UnsupportedModelError("it uses no DynamicCache")
+        if not any(isinstance(layer, DynamicLayer) for layer in cache.layers):
+            # Its own cache then has no length, by which a model knows the positions of tokens.
+            raise UnsupportedModelError("no layer of it has attention")
+        return cache
+
+    def refuse_broken(self, model: PreTrainedModel) -> None:
+        """Raise ``UnsupportedModelError`` if the model does not continue its own cache.
+
+        A dozen tokens are computed at once, and in two parts: in float32 if that is possible.
+        Encoders look ahead, and Jamba drops its state where several tokens follow it.
+        """
+        if model.dtype is not torch.float32:
+            try:
+                with in_float32(model):
+                    self._refuse_difference(model)
+                return
+            except UnsupportedModelError:
+                raise
+            except Exception as error:  # any type: a part of a model may insist on its dtype
+                logger.info("a model is checked in %s, because %s", model.dtype, error)
+        self._refuse_difference(model)
+
+    def _refuse_difference(self, model: PreTrainedModel) -> None:
+        ids = torch.arange(1, CHECK_TOKENS + 1, device=model.device)[None]
+        cache = self.new_cache()
+
+        def compute(first: int, end: int, cache: DynamicCache) -> torch.Tensor:
+            options: dict[str, object] = {cache_argument(model.forward): cache}
+            if "position_ids" in inspect.signature(model.forward).parameters:
+                options["position_ids"] = torch.arange(first, end, device=model.device)[None]
+            output = model(input_ids=ids[:, first:end], use_cache=True, **options)
+            logits: torch.Tensor = output.logits[0].float()
+            return logits
+
+        with torch.no_grad():
+            first = CHECK_TOKENS // 2
+            whole = compute(0, CHECK_TOKENS, self.new_cache())[first:]
+            compute(0, first, cache)
+            parts = compute(first, CHECK_TOKENS, cache)
+        scale = whole.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny)
+        off = (whole - parts).abs().amax(-1) / scale
+        is_exact = model.dtype is torch.float32
+        difference = float(off.max() if is_exact else off.median())
+        if difference > (MOST_DIFFERENCE if is_exact else MOST_MEDIAN):
+            raise UnsupportedModelError(
+                f"its logits differ by {difference:.0e} of their scale where a prompt is computed "
+                "in two parts"
+            )
+
+    @property
+    def bytes_per_snapshot(self) -> int:
+        """Bytes of the blocks of a snapshot."""
+        return self.blocks_per_snapshot * self.group.bytes_per_block
+
+    @property
+    def fingerprint(self) -> str:
+        """The content of a block and of a snapshot: equal if they can be exchanged."""
+        return repr(self.pieces) + (repr(self.states) if self.states else "")
+
+    def new_cache(self) -> DynamicCache:
+        """Return an empty cache, as ``generate`` makes one."""
+        return DynamicCache(config=self._config)
+
+    def fit_model(self, model: PreTrainedModel) -> bool:
+        """Whether the model has the dtype and the device that it was probed with."""
+        return self._made_for == (model.dtype, model.device)
+
+    def fits(self, cache: DynamicCache) -> bool:
+        """Whether ``cache`` is empty, and has layers of the kinds that were probed."""
+        if cache.offloading:
+            return False
+        if not cache.layers:
+            return cache.layer_class_to_replicate is DynamicLayer and not self.states
+        return [type(layer) for layer in cache.layers] == self._classes and all(
+            map(_is_empty, cache.layers)
+        )
+
+    # -- KV of tokens ------------------------------------------------------------------------------
+
+    def save(
+        self, cache: DynamicCache, end: int, blocks: torch.Tensor, slots: Sequence[int]
+    ) -> None:
+        """Copy the KV of the tokens before ``end``, the last ones of the cache, to blocks.
+
+        What a sliding layer has dropped of them becomes zeros. Nobody needs it: a prefix is
+        continued at the end of a chunk.
+
+        blocks: uint8 [num_blocks, bytes_per_block].
+        slots: blocks of the tokens, of which there are ``len(slots) * block_tokens``.
+        """
+        where = torch.tensor(slots, device=blocks.device)
+        num_tokens = len(slots) * self.block_tokens
+        for piece in self.pieces:
+            layer = cache.layers[piece.layer]
+            tensor = getattr(layer, piece.name)[0]
+            first = tensor.shape[1] - num_tokens if piece.window else end - num_tokens
+            part = tensor[:, max(first, 0) : first + num_tokens]
+            if first < 0:
+                part = torch.nn.functional.pad(part, (0, 0, -first, 0))
+            rows = part.reshape(piece.num_heads, len(slots), self.block_tokens, piece.dim)
+            rows = rows.transpose(0, 1)
+            self._view(piece, blocks).index_copy_(0, where, rows.to(blocks.device))
+
+    def restore(self, cache: DynamicCache, blocks: torch.Tensor, slots: Sequence[int]) -> None:
+        """Fill an empty cache with the KV of consecutive blocks, from the first on.
+
+        For the arguments see ``save``.
+        """
+        self._make_layers(cache)
+        where = torch.tensor(slots, device=blocks.device)
+        num_tokens = len(slots) * self.block_tokens
+        for piece in self.pieces:
+            num = -(-min(piece.window or num_tokens, num_tokens) // self.block_tokens)
+            rows = self._view(piece, blocks).index_select(0, where[len(slots) - num :])
+            rows = rows.to(self._devices[piece.layer], non_blocking=True)
+            joined = rows.transpose(0, 1).flatten(1, 2)
+            if 0 < piece.window < joined.shape[1]:
+                joined = joined[:, -piece.window :].contiguous()
+            self._put(cache, piece, joined[None], num_tokens)
+
+    def join(self, cache: DynamicCache, rows: Sequence[DynamicCache], num_tokens: int) -> None:
+        """Fill an empty cache with one row per cache of ``rows``, padded on the left by zeros.
+
+        num_tokens: length of the rows, with padding. Padding is masked wherever it is used.
+        """
+        self._make_layers(cache)
+        for piece in self.pieces:
+            parts = [getattr(row.layers[piece.layer], piece.name)[0] for row in rows]
+            length = min(num_tokens, piece.window or num_tokens)
+            shape = (len(rows), piece.num_heads, length, piece.dim)
+            joined = torch.zeros(shape, dtype=piece.dtype, device=self._devices[piece.layer])
+            for at, part in enumerate(parts):
+                joined[at, :, length - part.shape[1] :] = part
+            self._put(cache, piece, joined, num_tokens)
+        for state in self.states:
+            tensors = [getattr(row.layers[state.layer], state.name)[state.at] for row in rows]
+            self._put_state(cache, state, torch.cat(tensors))
+
+    # -- states ------------------------------------------------------------------------------------
+
+    def save_states(self, cache: DynamicCache, blocks: torch.Tensor, slots: Sequence[int]) -> None:
+        """Copy the state of the recurrent layers to the blocks of a snapshot."""
+        if not slots:
+            return
+        snapshot = blocks.new_zeros(len(slots), blocks.shape[1])
+        flat = snapshot.view(-1)
+        for state in self.states:
+            tensor = getattr(cache.layers[state.layer], state.name)[state.at]
+            self._view_state(state, flat).copy_(tensor[0])
+        blocks.index_copy_(0, torch.tensor(slots, device=blocks.device), snapshot)
+
+    def restore_states(
+        self, cache: DynamicCache, blocks: torch.Tensor, slots: Sequence[int]
+    ) -> None:
+        """Give an empty cache the state of a snapshot."""
+        self._make_layers(cache)
+        if not self.states:
+            return
+        where = torch.tensor(slots, device=blocks.device)
+        flat = blocks.index_select(0, where).view(-1)
+        for state in self.states:
+            tensor = self._view_state(state, flat).to(self._devices[state.layer])
+            self._put_state(cache, state, tensor[None])
+
+    # -- layers ------------------------------------------------------------------------------------
+
+    def _make_layers(self, cache: DynamicCache) -> None:
+        while len(cache.layers) < len(self._devices):
+            cache.layers.append(DynamicLayer())  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _put(cache: DynamicCache, piece: Piece, tensor: torch.Tensor, num_tokens: int) -> None:
+        """Set K or V of an empty layer. Its own ``update`` would copy the tensor once more."""
+        layer = cache.layers[piece.layer]
+        assert isinstance(layer, DynamicLayer)
+        if not layer.is_initialized:
+            layer.lazy_initialization(tensor, tensor)
+        setattr(layer, piece.name, tensor)
+        if isinstance(layer, SLIDING):
+            layer.cumulative_length = num_tokens
+
+    @staticmethod
+    def _put_state(cache: DynamicCache, state: StatePiece, tensor: torch.Tensor) -> None:
+        layer = cache.layers[state.layer]
+        assert isinstance(layer, LinearAttentionLayer)
+        if state.name == "conv_states":
+            layer.lazy_initialization(conv_states=tensor, state_idx=state.at)
+        else:
+            layer.lazy_initialization(recurrent_states=tensor, state_idx=state.at)
+        getattr(layer, state.name)[state.at].copy_(tensor)
+        layer.has_previous_state[state.at] = True
+
+    def _view(self, piece: Piece, blocks: torch.Tensor) -> torch.Tensor:
+        """Return a piece of every block: [num_blocks, num_heads, block_tokens, dim]."""
+        flat = blocks[:, piece.offset : piece.offset + piece.num_bytes].view(piece.dtype)
+        shape = (len(blocks), piece.num_heads, self.block_tokens, piece.dim)
+        return flat.as_strided(shape, (flat.stride(0), *_dense(shape[1:])), flat.storage_offset())
+
+    @staticmethod
+    def _view_state(state: StatePiece, flat: torch.Tensor) -> torch.Tensor:
+        part = flat[state.offset : state.offset + state.num_bytes]
+        return part.view(state.dtype).view(state.shape)
+
+
+def _dense(shape: Sequence[int]) -> list[int]:
+    """Return the strides of a contiguous tensor."""
+    return [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
+class _Row:
+    """Places of pieces, one behind the other."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def add(self, size: int) -> int:
+        """Return the offset of a new piece."""
+        offset = self.num_bytes
+        self.num_bytes += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+        return offset
+
+
+def _is_empty(layer: object) -> bool:
+    if isinstance(layer, LinearAttentionLayer) and any(layer.has_previous_state.values()):
+        return False
+    return not isinstance(layer, DynamicLayer) or layer.get_seq_length() == 0

@@ -1,0 +1,140 @@
+"""Copies between an engine's pages and host memory, as both halves of a front describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cache.guard import SlotGuard
+from kvtier.cache.transfer import Job
+from kvtier.cache.transfer.ranks import RankOrder
+from kvtier.connectors.common.paged_pool import GroupPages
+from kvtier.connectors.vllm.shared.rank_weights import Look
+from kvtier.core.errors import CacheError, TierError
+from kvtier.core.types import DISK, Slot
+from kvtier.devices import Direction
+from kvtier.node.client.host import SlotMemory
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSlots:
+    """Locations of a copy's blocks: slots of the host tier, or direct reads from storage.
+
+    Args:
+        slots: of the blocks that pass through host memory, in the order of their keys.
+        direct: positions, among all keys of the copy, of the blocks that do not.
+        reads: orders to read these blocks to where they are used. The slots of an order are
+            positions, too.
+        guard: where the slots lie, and how a copy is checked, if they are a node's.
+    """
+
+    slots: Sequence[Slot]
+    direct: Sequence[int] = ()
+    reads: Sequence[RankOrder] = ()
+    guard: SlotGuard | None = None
+
+    def by_block(self) -> Sequence[Slot | None]:
+        """Return the slot of each block, None for a block that is read directly."""
+        if not self.direct:
+            return self.slots
+        slots, direct = iter(self.slots), frozenset(self.direct)
+        num_blocks = len(self.slots) + len(direct)
+        return [None if at in direct else next(slots) for at in range(num_blocks)]
+
+
+@dataclass(frozen=True, slots=True)
+class PageRange:
+    """Pages of one KV group, neighbours in a prompt.
+
+    pages: ids on the device, in the order of the prompt. first: place of the first one within its
+    block.
+    """
+
+    pages: Sequence[int]
+    first: int = 0
+
+
+def pages_with_slots(
+    ranges: Sequence[PageRange], slots: BlockSlots, pages_per_block: int
+) -> list[GroupPages]:
+    """Return, by group, which pages belong to which of the slots.
+
+    slots: one for each block that the ranges touch, group after group.
+    """
+    groups, at = [], 0
+    by_block = slots.by_block()
+    for each in ranges:
+        num = len(each.pages)
+        num_blocks = -(-(each.first + num) // pages_per_block) if num else 0
+        groups.append(GroupPages(each.pages, by_block[at : at + num_blocks], each.first))
+        at += num_blocks
+    assert at == len(by_block), "slots that no page belongs to"
+    return groups
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotCheck:
+    """Check of a load from a node, after its copy.
+
+    now: int64 [num_slots], the generations that the node changes. slots, then: those that were
+    copied, and their generations when they were leased.
+    """
+
+    now: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    then: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, memory: SlotMemory, slots: BlockSlots) -> SlotCheck | None:
+        """Return the check of a load; None for a process's own memory."""
+        if memory.generations is None or slots.guard is None:
+            return None
+        then = np.asarray(slots.guard.generations, np.int64)
+        return cls(memory.generations, np.asarray(slots.slots, np.int64), then)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the slots have held the same blocks all along."""
+        return bool((self.now[self.slots] == self.then).all())
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """A copy between vLLM's pages and host memory on one rank.
+
+    slots: of host memory, that are copied from or to.
+
+    job: of the device; None where nothing is copied. reads: from storage to vLLM's pages. check: of
+    a load from a node. look: at the weights, when the copy was submitted.
+    """
+
+    direction: Direction
+    slots: frozenset[Slot]
+    job: Job | None
+    reads: Sequence[Job] = ()
+    check: SlotCheck | None = None
+    look: Look | None = None
+
+    @property
+    def _jobs(self) -> Sequence[Job]:
+        return self.reads if self.job is None else [self.job, *self.reads]
+
+    @property
+    def done(self) -> bool:
+        """Nothing of it touches vLLM's pages any more."""
+        return all(job.done for job in self._jobs)
+
+    def wait(self) -> None:
+        for job in self._jobs:
+            job.wait()
+
+    @property
+    def error(self) -> CacheError | None:
+        """Why not all of it has arrived."""
+        failed = next((job for job in self._jobs if not job.succeeded), None)
+        if failed is None:
+            return None
+        return failed.error or TierError(DISK, "read", f"{len(failed.lost)} blocks did not arrive")

@@ -1,0 +1,224 @@
+"""Both halves of kvtier under vLLM, made from the settings and the facts of an engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import vllm
+
+from kvtier.cache.transfer.ranks import RankMover
+from kvtier.connectors.vllm.shared.cores import off_compute_cores
+from kvtier.connectors.vllm.shared.engine_facts import EngineFacts
+from kvtier.connectors.vllm.shared.identity import rank_layout
+from kvtier.connectors.vllm.shared.manager import TierManager
+from kvtier.connectors.vllm.shared.names import VllmNames
+from kvtier.connectors.vllm.shared.prompt import Shape
+from kvtier.connectors.vllm.shared.settings import VllmSettings
+from kvtier.connectors.vllm.shared.tiers import EngineTiers, node_tiers, rank_tiers
+from kvtier.connectors.vllm.shared.worker import RankRoom, TierWorker
+from kvtier.core.errors import ConfigError
+from kvtier.core.system.memory import total_bytes
+from kvtier.core.types import DEVICE, DISK, HOST, ClientHints, Direct, LoadPolicy
+from kvtier.devices import find_device
+from kvtier.node.client.channel import NodeClient
+from kvtier.observe.logs import log_in_engine
+from kvtier.tiers import StorageFacts
+from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.tiers.row import storage_names
+from kvtier.tiers.wrappers import Shards
+
+Manager = TypeVar("Manager", bound=TierManager)
+Worker = TypeVar("Worker", bound=TierWorker)
+
+SLOT_ALIGNMENT = 4096
+"""Slots begin on sectors, so that each can be read from a disk in place."""
+LAYOUT_DIGITS = 16
+"""Digits of a digest in a folder's name."""
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Sizes:
+    """Sizes and options of one engine's tiers, from which each process makes its half.
+
+    Raises ``ConfigError``. extra: of ``kv_connector_extra_config``.
+    """
+
+    def __init__(self, facts: EngineFacts, extra: Mapping[str, object]) -> None:
+        log_in_engine(logging.getLogger("vllm"))
+        self.settings = VllmSettings.read(extra)
+        self.facts = facts = replace(facts, any_size=self.settings.storage_shards > 0)
+        num_bytes = facts.bytes_per_page * facts.pages_per_block
+        self.slot_bytes = -(-num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        self.names = VllmNames(
+            facts, self.slot_bytes, f"vllm {vllm.__version__}", self.settings.namespace
+        )
+        host_bytes = 0 if self.settings.node else self.settings.host_bytes
+        self.num_slots = self._num_slots_in("host_capacity", host_bytes)
+        self._check_host()
+        self.num_disk_slots = self._num_slots_in("disk_capacity", self.settings.disk_bytes)
+        store_bytes = self.settings.store_bytes if self.settings.stores else 0
+        self.num_store_slots = self._num_slots_in("storage_capacity", store_bytes)
+        self.direct = self._find_direct()
+
+    def _num_slots_in(self, name: str, num_bytes: int) -> int:
+        """Slots of each shard in ``num_bytes`` of all of them."""
+        num_slots = num_bytes // self.facts.num_shards // self.slot_bytes if self.slot_bytes else 0
+        if num_bytes and self.slot_bytes and num_slots < 1:
+            raise ConfigError(
+                f"{name}: {num_bytes} bytes are below one block of {self.slot_bytes} bytes on each "
+                f"of {self.facts.num_shards} ranks; raise it"
+            )
+        return num_slots
+
+    def _check_host(self) -> None:
+        """Refuse more host memory than there is, before tables of that many slots are made."""
+        total, limited_by = total_bytes()
+        if self.num_slots * self.slot_bytes > total:
+            raise self.settings.wrong(
+                f"host_capacity: {self.settings.host_capacity!r} is more than the "
+                f"{total / 2**30:.1f} GiB that are there ({limited_by}); lower it"
+            )
+
+    def _find_direct(self) -> Direct:
+        """Whether blocks may go directly from the disk to vLLM's memory.
+
+        As far as is known before a rank has looked.
+        """
+        reason = ""
+        if not self.num_disk_slots:
+            reason = "there is no disk_path"
+        elif self.facts.num_shards < self.facts.num_ranks:
+            reason = "one rank has the disk, and all load what it brings to host memory"
+        direct = Direct(self.settings.disk_direct)
+        if direct is Direct.ON and reason:
+            raise self.settings.wrong(f"disk_direct is on, and {reason}; leave it off")
+        return Direct.OFF if reason else direct
+
+    # -- in the scheduler's process ----------------------------------------------------------------
+
+    def make_manager(self, kind: type[Manager]) -> Manager:
+        """Return the scheduler's half."""
+        facts, settings = self.facts, self.settings
+        tokens = tuple(each.tokens_per_page * facts.pages_per_block for each in facts.groups)
+        shape = Shape(tokens, self.slot_bytes, facts.num_shards)
+        mover = self._make_mover()
+        return kind(
+            self._make_tiers(mover, shape),
+            mover,
+            self.names,
+            shape,
+            LoadPolicy(settings.load_policy),
+            facts.publishes_events,
+            settings.client_hints != ClientHints.OFF,
+        )
+
+    def _make_mover(self) -> RankMover:
+        facts = self.facts
+        disk = replace(DiskTier.facts, direct=self.direct)
+        shared = StorageFacts(is_shared=True)
+        return RankMover(
+            {name: disk if name == DISK else shared for name in self._storage_names},
+            self.slot_bytes,
+            facts.num_ranks,
+            facts.num_shards,
+            self.settings.lookup_deadline_s,
+            device=DEVICE,
+        )
+
+    @property
+    def _storage_names(self) -> list[str]:
+        return storage_names(self.settings.stores, bool(self.num_disk_slots))
+
+    def _make_tiers(self, mover: RankMover, shape: Shape) -> EngineTiers:
+        settings = self.settings
+        if (client := self._node()) is not None:
+            return node_tiers(client, self.names, shape, settings.node_deadline_s)
+        room = dict.fromkeys(self._storage_names, self.num_store_slots)
+        room |= {HOST: self.num_slots, DISK: self.num_disk_slots}
+        return rank_tiers(
+            mover,
+            room,
+            self.names,
+            shape,
+            settings.bytes_per_day // self.facts.num_shards,
+            settings.lookup_deadline_s,
+            settings.eviction_policy,
+        )
+
+    def _node(self) -> NodeClient | None:
+        """Return a client of the node that has the tiers; None if this engine has its own."""
+        settings = self.settings
+        if not settings.node:
+            return None
+        return NodeClient(Path(settings.node), settings.node_tenant, self.facts.engine_id)
+
+    # -- in a rank ---------------------------------------------------------------------------------
+
+    def make_worker(
+        self,
+        kind: Callable[..., Worker],
+        pages: object,
+        device: str,
+        shards: Shards | None = None,
+    ) -> Worker:
+        """Return a rank's half.
+
+        Args:
+            kind: called as ``TierWorker``.
+            pages: as it takes them.
+            device: name of the device.
+            shards: of blocks in stores, if these do not depend on the ranks.
+        """
+        facts, settings = self.facts, self.settings
+        assert facts.any_size == (shards is not None), "shards are needed to store blocks in them"
+        if shards is None and facts.num_shards > 1:
+            shards = Shards.whole(f"{facts.rank}/{facts.num_shards}", self.slot_bytes)
+        room = RankRoom(
+            self.slot_bytes,
+            self.num_slots,
+            self._disk_options(),
+            settings.bytes_per_s // facts.num_shards,
+            self._shared_file(),
+            settings.stores if facts.rank < facts.num_shards else (),
+            self.num_store_slots * self.slot_bytes,
+            facts.num_shards,
+            self._node(),
+            shards,
+            settings.coding,
+        )
+        with off_compute_cores():
+            return kind(pages, find_device(device), room, facts.pages_per_block, facts.rank)
+
+    def _disk_options(self) -> DiskOptions | None:
+        """Return the options of this rank's slab."""
+        facts = self.facts
+        if not self.num_disk_slots or facts.rank >= facts.num_shards:
+            return None
+        num_bytes = self.num_disk_slots * self.slot_bytes
+        options = self.settings.disk_options(
+            self._folder(), num_bytes, rank=facts.rank, num_ranks=facts.num_shards
+        )
+        return replace(options, direct=self.direct)
+
+    def _folder(self) -> str:
+        """Return the name of this rank's folder, distinct for each data-parallel replica.
+
+        It does not depend on the number of replicas, which vLLM gives as 1 for dense models.
+        """
+        facts = self.facts
+        folder = (
+            f"replica{facts.replica}-rank{facts.rank}" if facts.replica else f"rank{facts.rank}"
+        )
+        if facts.any_size:  # the keys of its blocks do not say which part of them it has
+            folder += f"-{rank_layout(facts, self.slot_bytes)[:LAYOUT_DIGITS]}"
+        return folder
+
+    def _shared_file(self) -> Path | None:
+        """Host memory that the ranks share, where one of them stores for all."""
+        if not self.facts.is_replicated:
+            return None
+        return SHARED_MEMORY / f"kvtier-{self.facts.engine_id}"

@@ -1,0 +1,421 @@
+"""The scheduler's side: answers vLLM's questions about blocks, and decides for all ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+
+from kvtier.cache.block_cache import BlockState, Change, Reserved
+from kvtier.cache.transfer.ranks import RankMover, RankOrder, Report
+from kvtier.connectors.vllm.shared.copies import BlockSlots
+from kvtier.connectors.vllm.shared.counts import (
+    Counts,
+    MetricValues,
+    take_values,
+)
+from kvtier.connectors.vllm.shared.names import VllmNames
+from kvtier.connectors.vllm.shared.promotion import Promotion
+from kvtier.connectors.vllm.shared.prompt import RequestBlocks, Shape, depth
+from kvtier.connectors.vllm.shared.request_state import Advice, Doubt, RequestState, Way
+from kvtier.connectors.vllm.shared.tiers import EngineTiers
+from kvtier.core.types import DEVICE, DISK, HOST, LoadPolicy
+from kvtier.observe import specs
+from kvtier.plan import StepClock
+
+logger = logging.getLogger(__name__)
+
+
+class Found(Enum):
+    """Result of a look-up of one block, for a request that asks now."""
+
+    NOTHING = "nothing"
+    """Nowhere, or not for this request."""
+    READY = "ready"
+    ARRIVING = "arriving"
+    """On its way to memory."""
+    LATER = "later"
+    """In storage, or storage has not said yet: ask again."""
+
+
+FOUND = {
+    BlockState.NOWHERE: Found.NOTHING,
+    BlockState.ARRIVING: Found.ARRIVING,
+    BlockState.MEMORY: Found.READY,
+    BlockState.STORAGE: Found.LATER,
+    BlockState.UNKNOWN: Found.LATER,
+}
+
+
+class TierManager:
+    """The scheduler's side of both fronts: answers for requests what its ``BlockCache`` knows.
+
+    Used on the scheduler's thread.
+
+    tiers: cache of the engine's blocks. mover: gives orders to the ranks, and takes their reports.
+    follows_hints: those of clients count.
+    """
+
+    def __init__(
+        self,
+        tiers: EngineTiers,
+        mover: RankMover,
+        names: VllmNames,
+        shape: Shape,
+        policy: LoadPolicy,
+        publishes_events: bool,
+        follows_hints: bool = True,
+    ) -> None:
+        self._follows_hints = follows_hints
+        self.names = names
+        self.counts = Counts()
+        self._mover = mover
+        self._tiers = tiers
+        self.cache = tiers.cache
+        self._direct_reads = tiers.direct_reads
+        self.cache.metrics.keep_observations(specs.SHARED_WITH_VLLM)
+
+        def knows_storage() -> bool:
+            return mover.is_complete
+
+        self.promotion = Promotion(
+            self.cache, self._direct_reads, shape, policy, knows_storage, self.counts
+        )
+        self.steps = StepClock(self.cache.costs.observe_prefill)
+        self._shape = shape
+        self._publishes_events = publishes_events
+        self._requests: dict[str, RequestState] = {}
+        self._events: list[Change] = []
+        self._keeps = False
+        self._reset_at: int | None = None  # the last step before a reset
+        self._is_pool_old = False  # vLLM's own prefix cache may have KV of earlier weights
+        self.num_new_weights = 0
+
+    @property
+    def has_storage(self) -> bool:
+        """Whether blocks may be kept outside of this engine."""
+        return self._tiers.is_shared or bool(self.cache.storages)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def begin(self, request: RequestBlocks) -> RequestState:
+        """Return the state of a new request. The caller keeps it until its last store has ended."""
+        state = self._requests[request.request_id] = RequestState(request)
+        for action in request.kv_hints.actions:
+            self.counts.add(specs.VLLM_HINT_ACTIONS, 1, action)
+        return state
+
+    def finish(self, request_id: str) -> None:
+        """Note that a request has finished. Its stores may end later."""
+        state = self._requests.pop(request_id, None)
+        if state is not None:  # vLLM tells of no use but this
+            self._begin(state)  # where it had all of it itself, nothing was asked for
+            self._note_declined(state)
+            self.cache.touch(state.in_prompt_order())
+            if state.last_reported:
+                self._hint(state.request, at_end=True)
+            state.finish()
+
+    def num_to_load(
+        self,
+        state: RequestState,
+        num_computed: int,
+        num_tokens: int,
+        look_up: Callable[[], int | None],
+    ) -> int | None:
+        """Return how many tokens a request loads behind those that the device has; None: it waits.
+
+        It loads only where that pays, and waits no longer than computing would take.
+
+        look_up: return how many tokens are found, by ``find``; None if some are not ready.
+        """
+        if self.promotion.must_wait(state, num_computed):
+            return None
+        is_stale = self._is_pool_old and num_computed > 0
+        others = state.keeping.doubts & ~Doubt.WEIGHTS
+        state.keeping.doubts = others | Doubt.WEIGHTS if is_stale else others
+        while True:
+            state.begin_look_up(num_computed)
+            found = look_up()
+            if found:
+                return self.promotion.num_worth_loading(state, num_computed, found, num_tokens)
+            if found is not None:
+                return 0
+            match self.promotion.advise(state, num_computed, num_tokens):
+                case Advice.WAIT:
+                    return None
+                case Advice.COMPUTE:
+                    return 0
+
+    def find(self, key: bytes, state: RequestState) -> Found:
+        """Look up a block for a request."""
+        request = state.request
+        if state.limit is not None and request.ends.get(key, 0) > state.limit.end:
+            return Found.NOTHING
+        if not state.is_kept(key):
+            return Found.NOTHING
+        place = self._find(key, state)
+        (tier,) = self.promotion.sources({key: place})
+        if not request.limits.allows(tier):
+            return Found.NOTHING
+        if state.patience.given_up is not None and place is not BlockState.MEMORY:
+            return Found.NOTHING
+        state.lookup.met[key] = place
+        if place is BlockState.STORAGE and self.promotion.goes_direct(key, state):
+            return Found.READY
+        return FOUND[place]
+
+    def _find(self, key: bytes, state: RequestState) -> BlockState:
+        """Return the location of a block.
+
+        All blocks of a request are looked up when vLLM asks for the first. A block that was missing
+        is looked up again if storage may have recovered it by then.
+        """
+        lookup = state.lookup
+        if lookup.found is None:
+            self._begin(state)
+            keys = state.request.after(lookup.num_computed)
+            shared = [each for each in keys if state.is_shared(each)]
+            has_gaps = not self._shape.has_one_group
+            lookup.found = {}
+            if shared:
+                found, lookup.answers = self.cache.lookup(shared, has_gaps)
+                lookup.found.update(zip(shared, found, strict=True))
+            if len(shared) < len(keys):
+                own = [each for each in keys if not state.is_shared(each)]
+                lookup.found.update(zip(own, self.cache.lookup_private(own), strict=True))
+        place = lookup.found.get(key)
+        if not state.is_shared(key):
+            return self.cache.lookup_private([key])[0] if place is None else place
+        if place is None or place is BlockState.NOWHERE:
+            return self.cache.lookup_again(key, place)
+        return place
+
+    def origin(self, key: bytes, state: RequestState | None) -> str:
+        """Return the tier that a block of a request comes from, storage until it was used once."""
+        if state is not None and state.ways.get(key) is Way.READ:
+            return DISK
+        (origin,) = self.cache.origins([key])
+        return origin
+
+    def begin_load(self, keys: Collection[bytes], state: RequestState) -> BlockSlots:
+        """Hold blocks that were found, for a copy to the device. Return where they are."""
+        read = state.begin_load(keys, time.monotonic())
+        via_memory = [key for key in keys if key not in read]
+        sources: list[str] = []
+        if self._direct_reads is not None:
+            sources = self._direct_reads.read(list(read), list(read.values()))
+        for tier, num in Counter([*self.cache.origins(via_memory), *sources]).items():
+            self.counts.add(specs.VLLM_LOADED_CHUNKS, num, tier)
+        self.cache.costs.planned(len(keys), 0)  # loaded as it was decided
+        self._note_declined(state)
+        state.used.update(dict.fromkeys(keys))
+        direct = [at for at, key in enumerate(keys) if key in read] if read else []
+        held = self.cache.hold(via_memory)
+        return BlockSlots(held.slots, direct, self._mover.take_reads(), held.guard)
+
+    def end_load(self, keys: Collection[bytes], state: RequestState | None) -> None:
+        """Release blocks whose copy to the device has ended, well or not."""
+        ways = {} if state is None else state.ways
+        self.cache.release([key for key in keys if ways.get(key) is not Way.READ])
+        self.promotion.load_ended()
+        load = None if state is None else state.end_load()
+        if state is not None and load is not None:
+            waited_s = time.monotonic() - load.since_s
+            self.cache.costs.saved(state.lookup.num_computed, load.end, waited_s)
+
+    def _note_declined(self, state: RequestState) -> None:
+        """Count declined blocks. Of several look-ups of a request the last one counts."""
+        self.cache.costs.planned(0, state.lookup.declined)
+        state.lookup.declined = 0
+        if state.limit is not None:
+            self.cache.costs.planned(0, state.limit.declined)
+            state.limit.declined = 0
+
+    def begin_store(self, keys: Collection[bytes], state: RequestState | None) -> Reserved | None:
+        """Reserve slots for those of a request's blocks that are new. None if there is no room."""
+        if state is not None:
+            keys = self._kept(keys, state)
+        return self._reserve(keys, state)
+
+    def begin_stores(
+        self, wanted: Sequence[tuple[Collection[bytes], RequestState]]
+    ) -> list[Reserved | None]:
+        """Reserve slots for the new blocks of all requests of a step, by one call of the cache.
+
+        wanted: blocks of each request. Returns what ``begin_store`` returns for each.
+        """
+        if len(wanted) == 1:
+            return [self.begin_store(*wanted[0])]
+        asked = [(self._kept(keys, state), state) for keys, state in wanted]
+        room = self.cache.reserve([key for keys, _ in asked for key in keys])
+        if room is None:  # there may be room for some
+            return [self._reserve(keys, state) for keys, state in asked]
+        slots = dict(zip(room.keys, room.slots, strict=True))
+        found: list[Reserved | None] = []
+        for keys, state in asked:
+            new = [key for key in keys if key in slots]
+            found.append(Reserved(new, [slots.pop(key) for key in new], [], room.guard))
+            state.used.update(dict.fromkeys(keys))
+        return found
+
+    def _kept(self, keys: Collection[bytes], state: RequestState) -> list[bytes]:
+        """Return those of a request's blocks that may be stored. Tell the policy of them."""
+        kept = [key for key in keys if state.is_kept(key)]
+        if self.cache.learns:
+            self._tell(kept, state)
+        return kept
+
+    def _reserve(self, keys: Collection[bytes], state: RequestState | None) -> Reserved | None:
+        room = self.cache.reserve(keys)
+        if room is not None and state is not None:
+            state.used.update(dict.fromkeys(keys))
+        return room
+
+    def slots_of(self, room: Reserved) -> BlockSlots:
+        """Return the slots of new blocks, to copy to."""
+        return BlockSlots(room.slots, guard=room.guard)
+
+    def _begin(self, state: RequestState) -> None:
+        """The first time that its blocks matter: tell the policy of the request."""
+        if self.cache.learns and state.last_reported is None:
+            keys = [key for key in self._path(state.request) if state.is_kept(key)]
+            self.cache.on_request(keys)
+            state.last_reported = keys[-1] if keys else b""
+            self._hint(state.request, at_end=False)
+
+    def _hint(self, request: RequestBlocks, at_end: bool) -> None:
+        hint = request.hint if self._follows_hints else None
+        if hint is not None:
+            said = hint.at_end if at_end else hint.at_begin
+            self.cache.hint(self._path(request), said, self._shape.block_sizes[0])
+
+    def _path(self, request: RequestBlocks) -> list[bytes]:
+        return request.path(self._shape.block_sizes[0])
+
+    def _tell(self, keys: Sequence[bytes], state: RequestState) -> None:
+        """Blocks are about to be stored: those of an answer come behind its prompt."""
+        self._begin(state)
+        last = state.last_reported
+        if not last:
+            return
+        end_of = state.request.ends.get
+        end_asked = end_of(last, 0)
+        ends = {key: end_of(key, 0) for key in keys}
+        new = sorted((key for key in keys if ends[key] > end_asked), key=ends.__getitem__)
+        if new:
+            self.cache.continues(new, last)
+            state.last_reported = new[-1]
+
+    def end_store(
+        self, keys: Collection[bytes], state: RequestState | None, success: bool = True
+    ) -> None:
+        """Note that a request's blocks are in their slots, or that they were not copied."""
+        if not success or (state is not None and not state.keeping.is_computed_right()):
+            self.cache.abort(keys)
+            return
+        ends = {} if state is None else state.request.ends
+        in_order = sorted(keys, key=lambda key: ends.get(key, 0))
+        shared = [key for key in in_order if state is None or state.is_shared(key)]
+        own = [key for key in in_order if state is not None and not state.is_shared(key)]
+        for blocks in filter(None, (shared, own)):
+            depths = [self._depth(ends.get(key, 0)) for key in blocks]
+            self.cache.commit(blocks, depths, to_storage=blocks is shared)
+
+    def _depth(self, end: int) -> int:
+        """Place of the block that ends at a token, in its prompt."""
+        return depth(end, min(self._shape.block_sizes))
+
+    def take_changes(self) -> list[Change]:
+        """Return the blocks that entered and left tiers, where somebody wants events."""
+        self._note_changes()
+        events, self._events = self._events, []
+        return events
+
+    def _note_changes(self) -> None:
+        """Collect the changes of the cache for events.
+
+        Called often enough that nothing piles up if nobody wants events.
+        """
+        changes = self.cache.take_changes()
+        if self._publishes_events:
+            self._events += changes
+
+    def has_pending_work(self) -> bool:
+        return self.cache.is_busy or self._mover.is_busy or not self._mover.is_complete
+
+    @contextmanager
+    def keeping(self, keeps: bool) -> Iterator[None]:
+        """If ``keeps``, a reset meanwhile leaves what is in the tiers.
+
+        The weights are the same.
+        """
+        self._keeps = keeps
+        try:
+            yield
+        finally:
+            self._keeps = False
+
+    def reset_cache(self) -> None:
+        if self._keeps:
+            logger.info("the engine pauses with its weights: KV outside the device is kept")
+            self.cache.end_copies()
+        else:
+            kept = "in the node has other names" if self._tiers.is_shared else "is forgotten"
+            logger.warning("reset: the KV of this engine %s from now on", kept)
+            self.cache.clear()
+            if self.has_storage:
+                self.names.disown()
+            self.num_new_weights += 1
+            self._is_pool_old = True
+        self._reset_at = self.steps.last
+        for state in self._requests.values():
+            state.reset(has_new_weights=not self._keeps)
+
+    def pool_was_emptied(self) -> None:
+        """Note that vLLM's own prefix cache has nothing left, nor have requests any pages."""
+        self._is_pool_old = False
+
+    def take_values(self) -> MetricValues | None:
+        """Return the metrics that are new since the last call; None for nothing."""
+        self._note_changes()
+        return take_values(self.counts, self.cache.metrics, self.cache.usage())
+
+    def shutdown(self) -> None:
+        if self.has_storage:
+            self.names.close()
+        self.cache.close()
+
+    # -- what the fronts tell ----------------------------------------------------------------------
+
+    def state_of(self, request_id: str) -> RequestState:
+        """Return the state of a request that has begun and not finished."""
+        return self._requests[request_id]
+
+    def take_orders(self) -> list[RankOrder]:
+        """Return the next orders to the ranks."""
+        return self._mover.take_orders()
+
+    def observe_loads(self, sizes: Sequence[float], seconds: float) -> None:
+        """Copies to the device, of so many bytes each, took so long together."""
+        total = sum(sizes)
+        for size in sizes if total else ():
+            self.cache.costs.observe_copy((HOST, DEVICE), int(size), seconds * size / total)
+
+    def hear(self, report: Report) -> None:
+        """Take in reports of the ranks, before vLLM hears which of its jobs are done."""
+        self._mover.hear(report)
+        self._tiers.open(self._mover.num_open)
+        self.cache.distrust(report.failed)
+        self.cache.poll()
+        now_s = time.monotonic()
+        for step in report.steps:
+            self.steps.end(step, now_s)
+        if self._reset_at is not None and max(report.steps, default=0) > self._reset_at:
+            # The ranks ended their older copies before this step, which is of all of them.
+            self._reset_at = None
+            self.cache.copies_have_ended()
+        self._note_changes()

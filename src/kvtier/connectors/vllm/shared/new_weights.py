@@ -1,0 +1,208 @@
+"""Notices that vLLM's weights are replaced while it serves, and that a pause leaves them alone.
+
+Weights are replaced by a call into the ranks (``collective_rpc``), or go with a sleep of level 2.
+vLLM tells its connector nothing of either; it resets it when it sleeps or is paused with
+``clear_cache``, and gives no reason. So its engine core is hooked here, where kvtier is asked for.
+
+A call that replaces weights by its name, or that was seen to, gives KV another name at once. Before
+and after any other call that is not known to leave them alone all weights are read on the ranks.
+Every doubt counts as other weights: a call that fails, weights that can't be read, and at a pause
+an engine core inside the caller's process (whose model anybody can reach) and ranks that others can
+call (Ray). What changes weights past the engine core is noticed in the ranks (``rank_weights.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
+
+from kvtier.connectors.vllm.shared.rank_weights import digests
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+LEAVE_WEIGHTS = frozenset(
+    {
+        "check_health",
+        "checkpoint_prepare",
+        "checkpoint_restore",
+        "compute_weight_checksums",
+        "get_encoder_timing_stats",
+        "get_model_inspection",
+        "init_weight_transfer_engine",
+        "list_loras",
+        "profile",
+        "save_sharded_state",
+        "save_tensorized_model",
+        "shutdown_weight_transfer_engine",
+        "synchronize_device",
+        "update_max_model_len",
+    }
+)
+"""Calls of vLLM's own into the ranks that replace no weights."""
+REPLACE_WEIGHTS = frozenset(
+    {
+        "discard",
+        "finish_weight_update",
+        "load_model",
+        "reload_weights",
+        "reset_weights",
+        "sleep",
+        "start_draft_weight_update",
+        "start_weight_update",
+        "update_weights",
+        "wake_up",
+    }
+)
+"""Calls of vLLM's own into the ranks after which weights are others, or can't be read."""
+EXECUTORS = ("mp", "uni")
+"""Ranks that nobody but the engine core can call."""
+HOOKED = ("reset_prefix_cache", "_reset_caches", "sleep", "collective_rpc")
+
+
+class Connector(Protocol):
+    """A connector in the scheduler's process."""
+
+    def reset_for_weights(self) -> None:
+        """Forget all KV: other weights are in memory."""
+
+    def pool_was_emptied(self) -> None:
+        """Note that vLLM's own prefix cache has nothing left."""
+
+
+class NewWeights:
+    """State of one engine core: whether it is pausing. Used on the engine core's thread."""
+
+    def __init__(self) -> None:
+        self._connectors: WeakSet[Connector] = WeakSet()
+        self._is_pausing = False
+        self._replacing = set(REPLACE_WEIGHTS)
+
+    def watch(self, connector: Connector) -> None:
+        """Tell ``connector`` of new weights."""
+        self._connectors.add(connector)
+
+    def keep(self) -> bool:
+        """Return whether the reset that is under way leaves the weights as they are."""
+        return self._is_pausing
+
+    def reset_caches(self, core: EngineCore, reset: Callable[[], Any]) -> Any:
+        """Run the reset that is a part of a pause."""
+        self._is_pausing = _is_closed(core)
+        try:
+            return reset()
+        finally:
+            self._is_pausing = False
+
+    def reset_pool(self, reset: Callable[[], bool]) -> bool:
+        """Run a reset of vLLM's own prefix cache."""
+        is_empty = reset()
+        if is_empty:
+            for each in list(self._connectors):
+                each.pool_was_emptied()
+        return is_empty
+
+    def call_ranks(self, core: EngineCore, method: object, call: Callable[[], Any]) -> Any:
+        """Run a call into the ranks, and tell connectors if it may have replaced the weights."""
+        if method in LEAVE_WEIGHTS:
+            return call()
+        before = None if method in self._replacing else _digests(core)
+        after = None
+        try:
+            found = call()
+            after = before and _digests(core)
+            return found
+        finally:
+            if after is None or after != before:
+                if isinstance(method, str):
+                    self._replacing.add(method)
+                self.tell(str(method))
+
+    def tell(self, cause: str) -> None:
+        """Tell connectors that the weights are others, or are about to be."""
+        logger.warning("%s may have replaced the weights: KV has another name now", cause)
+        for each in list(self._connectors):
+            each.reset_for_weights()
+
+
+NEW_WEIGHTS = NewWeights()
+"""The one instance of this process."""
+
+
+def watch(connector: Connector) -> None:
+    """Hook the engine core of this process, and tell ``connector`` of other weights."""
+    from vllm.v1.engine.core import EngineCore
+
+    NEW_WEIGHTS.watch(connector)
+    if hasattr(EngineCore.collective_rpc, "__wrapped__"):
+        return
+    hooks = {
+        "reset_prefix_cache": _reset_prefix_cache,
+        "_reset_caches": _reset_caches,
+        "sleep": _sleep,
+        "collective_rpc": _collective_rpc,
+    }
+    for name, hook in hooks.items():
+        if hasattr(EngineCore, name):
+            setattr(EngineCore, name, hook(getattr(EngineCore, name)))
+        else:
+            logger.info("this vLLM's engine core has no %s: each reset empties tiers", name)
+
+
+def _reset_prefix_cache(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def hooked(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
+        return NEW_WEIGHTS.reset_pool(lambda: theirs(self, *args, **kwargs))
+
+    return hooked
+
+
+def _reset_caches(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def hooked(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
+        return NEW_WEIGHTS.reset_caches(self, lambda: theirs(self, *args, **kwargs))
+
+    return hooked
+
+
+def _sleep(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def hooked(self: EngineCore, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        if level > 1:
+            NEW_WEIGHTS.tell(f"a sleep of level {level}")
+        return theirs(self, level, *args, **kwargs)
+
+    return hooked
+
+
+def _collective_rpc(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def hooked(self: EngineCore, method: Any, *args: Any, **kwargs: Any) -> Any:
+        return NEW_WEIGHTS.call_ranks(self, method, lambda: theirs(self, method, *args, **kwargs))
+
+    return hooked
+
+
+def _digests(core: EngineCore) -> list[bytes] | None:
+    """Return the digest of each rank's weights; None if they can't be read.
+
+    A sleep takes the memory of weights away, and reading it then would end the process.
+    """
+    if getattr(core.vllm_config.model_config, "enable_sleep_mode", False):
+        return None
+    found: list[bytes | None] = core.model_executor.collective_rpc(digests)
+    return None if None in found else [each for each in found if each is not None]
+
+
+def _is_closed(core: EngineCore) -> bool:
+    """Whether weights can be replaced only by calls that are seen here."""
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    backend = core.vllm_config.parallel_config.distributed_executor_backend
+    is_hooked = type(core).collective_rpc is EngineCore.collective_rpc
+    return isinstance(core, EngineCoreProc) and is_hooked and backend in EXECUTORS

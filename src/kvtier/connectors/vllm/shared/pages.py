@@ -1,0 +1,235 @@
+"""An engine's tensors as shares of pages, by KV group.
+
+The location of a page's bytes is derived from shapes and strides, which fits the layout of every
+attention backend:
+
+    (num_pages, 2, ...)     K and V of a page side by side: one share
+    (2, num_pages, ...)     all K, then all V: two shares
+    (K, V, ...)             a tensor for each, as vllm-ascend has them, or MLA's two parts
+    (num_pages * k, ...)    the kernel's pages are smaller than the scheduler's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import product
+from typing import Any
+
+import torch
+
+from kvtier.connectors.common.paged_pool import PagedPool, PoolShare
+from kvtier.core.errors import LayoutError
+from kvtier.devices import Memory
+
+Cache = torch.Tensor | Sequence[torch.Tensor]
+"""KV of one layer, as an engine registers it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePages:
+    """Pages of an engine on one device.
+
+    groups: the shares of each KV group. tensors: own the memory of all shares. layout: order of a
+    page's bytes; engines that differ in it must not read each other's blocks.
+    """
+
+    groups: Sequence[Sequence[PoolShare]]
+    num_pages: int
+    tensors: Sequence[torch.Tensor]
+    layout: str = ""
+
+    @property
+    def device(self) -> str:
+        """Name of the device."""
+        device = self.tensors[0].device
+        return device.type if device.index is None else f"{device.type}:{device.index}"
+
+    def pool(self, pages_per_block: int, slot_bytes: int) -> PagedPool:
+        """Return the pages with the slots that their blocks are copied to."""
+        kind = self.tensors[0].device.type
+        storages = [tensor.untyped_storage() for tensor in self.tensors]
+        # One for each layer, or one for several: a layer is a part of it then.
+        allocations = {
+            each.data_ptr(): Memory(each.data_ptr(), each.nbytes(), kind, each) for each in storages
+        }
+        return PagedPool(
+            self.groups,
+            self.num_pages,
+            pages_per_block,
+            slot_bytes,
+            kind,
+            self.tensors,
+            list(allocations.values()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSize:
+    """Size of a layer's pages, as the engine's KV cache config has it.
+
+    page_bytes: possible sizes of a page, the likeliest first.
+    """
+
+    name: str
+    page_bytes: Sequence[int]
+
+
+def layer_sizes(groups: Sequence[Any]) -> list[list[LayerSize]]:
+    """Return the sizes of all layers' pages, by KV group of vLLM's ``KVCacheConfig``."""
+    return [
+        [LayerSize(name, _page_bytes(spec)) for name, spec in layer_specs(group).items()]
+        for group in groups
+    ]
+
+
+def layer_specs(group: Any) -> Mapping[str, Any]:
+    """Return the KV cache spec of each layer; a group of unlike layers has one for each."""
+    spec = group.kv_cache_spec
+    apart = getattr(spec, "kv_cache_specs", {})
+    return {name: apart.get(name, spec) for name in group.layer_names}
+
+
+def _page_bytes(spec: object) -> list[int]:
+    """Return the possible sizes of a page, the likeliest first.
+
+    Specs of vllm-ascend's may count the scales of quantised KV in the page as it is allocated, and
+    not in the one without padding.
+    """
+    names = ("unpadded_page_size_bytes", "real_page_size_bytes", "page_size_bytes")
+    found: Iterable[int | None] = (getattr(spec, each, None) for each in names)
+    return list(dict.fromkeys(each for each in found if each))
+
+
+def tell_pages(
+    kv_caches: Mapping[str, Cache], groups: Sequence[Sequence[LayerSize]], num_pages: int
+) -> EnginePages:
+    """Return the shares of all layers of each group. No memory is copied.
+
+    Raises ``LayoutError`` where pages can't be told.
+    """
+    shares, order = [], []
+    tensors: list[torch.Tensor] = []
+    for group in groups:
+        # Layers that share their KV have it once.
+        of_group: dict[PoolShare, None] = {}
+        for layer in group:
+            parts = tensors_of(kv_caches[layer.name])
+            tensors += parts
+            axis, of_layer = _shares(layer, parts, num_pages)
+            of_group.update(dict.fromkeys(of_layer))
+            order.append([layer.name, *(_describe(part, axis) for part in parts)])
+        shares.append(list(of_group))
+    layout = sha256(repr(order).encode()).hexdigest()
+    return EnginePages(shares, num_pages, tensors, layout)
+
+
+def _describe(part: torch.Tensor, axis: int) -> object:
+    """Return the order of a page's bytes in a part, whatever the number of pages."""
+    inner = [at for at in range(part.ndim) if at != axis]
+    by_stride = sorted(inner, key=part.stride)
+    return str(part.dtype), [(at, part.size(at)) for at in by_stride]
+
+
+def tensors_of(cache: Cache) -> list[torch.Tensor]:
+    """Return the tensors of one layer."""
+    return [cache] if isinstance(cache, torch.Tensor) else list(cache)
+
+
+def _shares(
+    layer: LayerSize, parts: Sequence[torch.Tensor], num_pages: int
+) -> tuple[int, list[PoolShare]]:
+    """Return the axis of pages, and the shares of one layer.
+
+    Neighbours are merged, and views of another part's bytes left out.
+    """
+    axis, num_rows = page_rows(layer, parts, num_pages)
+    runs = _merged([run for part in parts for run in _rows(part, axis)])
+    return axis, _merged(_of_pages(runs, num_rows))
+
+
+def page_rows(layer: LayerSize, parts: Sequence[torch.Tensor], num_pages: int) -> tuple[int, int]:
+    """Return the axis of pages of a layer's tensors, and how many of its rows make a page.
+
+    Tensors for K and V apart have pages as their first axis.
+
+    Raises ``LayoutError`` where pages can't be told.
+    """
+    axes = (0, 1) if len(parts) == 1 else (0,)
+    for page_bytes in layer.page_bytes:
+        told = [
+            (axis, num_rows)
+            for axis in axes
+            if (num_rows := _num_rows(axis, parts, num_pages, page_bytes))
+        ]
+        if len(told) > 1:
+            raise LayoutError(f"{layer.name}: {num_pages} pages are too few to tell K from V")
+        if told:
+            return told[0]
+    shapes = ", ".join(f"{tuple(each.shape)} strides {each.stride()}" for each in parts)
+    raise LayoutError(
+        f"{layer.name}: no axis of {shapes} is one of {num_pages} pages of "
+        f"{' or '.join(map(str, layer.page_bytes))} bytes"
+    )
+
+
+def _num_rows(axis: int, parts: Sequence[torch.Tensor], num_pages: int, page_bytes: int) -> int:
+    """Return how many rows make a page if pages are along ``axis`` of every part; 0 if not."""
+    if any(part.ndim <= axis or part.size(axis) < num_pages for part in parts):
+        return 0
+    runs = _merged([run for part in parts for run in _rows(part, axis)])
+    num_rows, rest = divmod(page_bytes, sum(each.nbytes for each in runs))
+    if rest or any(part.size(axis) < num_pages * num_rows for part in parts):
+        return 0
+    return num_rows
+
+
+def row_runs(part: torch.Tensor, axis: int, num_rows: int) -> list[PoolShare]:
+    """Return the runs of bytes of a page along ``axis``, in no order."""
+    return _of_pages(_rows(part, axis), num_rows)
+
+
+def _of_pages(runs: Sequence[PoolShare], num_rows: int) -> list[PoolShare]:
+    """Return the runs of rows as those of pages of so many rows."""
+    return [
+        PoolShare(each.address + row * each.stride, each.stride * num_rows, each.nbytes)
+        for each in runs
+        for row in range(num_rows)
+    ]
+
+
+def _rows(part: torch.Tensor, axis: int) -> list[PoolShare]:
+    """Return the runs of bytes of one row along ``axis``, as shares whose pages are rows."""
+    item = part.element_size()
+    inner = [(part.stride(at), part.size(at)) for at in range(part.ndim) if at != axis]
+    inner = sorted((stride, size) for stride, size in inner if size > 1)
+    run = 1
+    while inner and inner[0][0] == run:
+        run *= inner.pop(0)[1]
+    starts = (
+        sum(stride * place for (stride, _), place in zip(inner, places, strict=True))
+        for places in product(*(range(size) for _, size in inner))
+    )
+    stride = part.stride(axis) * item
+    return [
+        PoolShare(part.data_ptr() + start * item, stride, run * item) for start in sorted(starts)
+    ]
+
+
+def _merged(shares: Sequence[PoolShare]) -> list[PoolShare]:
+    """Return shares without those inside others; neighbours within a row are one."""
+    found: list[PoolShare] = []
+    order = {share: at for at, share in reversed(list(enumerate(shares)))}
+    for each in sorted(order, key=lambda share: (share.stride, share.address, -share.nbytes)):
+        last = found[-1] if found else None
+        if last is not None and last.stride == each.stride:
+            begin, end = last.address, last.address + last.nbytes
+            if each.address + each.nbytes <= end:
+                continue
+            if each.address == end and last.nbytes + each.nbytes <= each.stride:
+                found[-1] = PoolShare(begin, last.stride, last.nbytes + each.nbytes)
+                order.setdefault(found[-1], order[last])
+                continue
+        found.append(each)
+    return sorted(found, key=order.__getitem__)

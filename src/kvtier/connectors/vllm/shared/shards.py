@@ -1,0 +1,252 @@
+"""Shards of vLLM's blocks by KV heads and layers, for stores of engines of any parallel size.
+
+The bytes of a shard are those of its heads, layer after layer, in the order of a layer's axes in
+memory. Its name tells all that decides on that order, so that ranks which differ in it find nothing
+of each other. See ``kvtier.layout.division``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from blake3 import blake3
+
+from kvtier.connectors.vllm.shared.pages import (
+    Cache,
+    EnginePages,
+    LayerSize,
+    page_rows,
+    row_runs,
+    tensors_of,
+)
+from kvtier.connectors.vllm.shared.settings import VllmSettings
+from kvtier.core.errors import ConfigError, LayoutError
+from kvtier.layout import Division
+from kvtier.tiers.wrappers import Shards
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+Int64s = npt.NDArray[np.int64]
+
+
+def division_of(config: VllmConfig, settings: VllmSettings) -> Division:
+    """Return the division of an engine.
+
+    Raises ``ConfigError`` if a rank would have a part of a shard.
+    """
+    parallel, model = config.parallel_config, config.model_config
+    context_parallel = parallel.decode_context_parallel_size * getattr(
+        parallel, "prefill_context_parallel_size", 1
+    )
+    if context_parallel > 1:
+        raise settings.wrong(
+            "storage_shards: under context parallelism a rank has tokens of a block, not heads; "
+            "leave it out"
+        )
+    stage_layers = 0
+    if settings.storage_stages:
+        num_layers = int(model.get_total_num_hidden_layers())
+        stage_layers, rest = divmod(num_layers, settings.storage_stages)
+        if rest or not stage_layers:
+            raise settings.wrong(
+                f"storage_stages: {num_layers} layers can't be cut into "
+                f"{settings.storage_stages} equal stages"
+            )
+    num_heads = 1 if model.use_mla else int(model.get_total_num_kv_heads())
+    size = parallel.tensor_parallel_size
+    shards = settings.storage_shards
+    return Division.of(shards, num_heads, parallel.rank % size, size, stage_layers)
+
+
+def _stages(division: Division, layers: Sequence[LayerSize]) -> list[list[LayerSize]]:
+    """Return the layers of a rank, by stage."""
+    if not division.stage_layers:
+        return [list(layers)]
+    stages: dict[int, list[LayerSize]] = {}
+    for layer in layers:
+        stages.setdefault(_index_of(layer.name) // division.stage_layers, []).append(layer)
+    return [*stages.values()]
+
+
+def _index_of(layer: str) -> int:
+    """Return the number of a layer in its model, the first one in its name."""
+    found = next((each for each in layer.split(".") if each.isdecimal()), None)
+    if found is None:
+        raise ConfigError(f"storage_stages: {layer} has no number; leave it out")
+    return int(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerKV:
+    """KV of one layer in memory.
+
+    Args:
+        name: of the layer.
+        parts: its tensors.
+        page_axis: axis of pages, of all tensors.
+        num_rows: entries along this axis that make a page.
+        head_axes: axis of heads, of each tensor; None for one without heads.
+    """
+
+    name: str
+    parts: Sequence[torch.Tensor]
+    page_axis: int
+    num_rows: int
+    head_axes: Sequence[int | None]
+
+    @classmethod
+    def of(cls, layer: LayerSize, cache: Cache, num_pages: int, num_heads: int) -> _LayerKV:
+        parts = tensors_of(cache)
+        axis, num_rows = page_rows(layer, parts, num_pages)
+        axes = [_head_axis(layer.name, part, axis, num_heads) for part in parts]
+        return cls(layer.name, parts, axis, num_rows, axes)
+
+    def heads(self, first: int, num: int) -> list[torch.Tensor]:
+        """Return views of some heads of the rank's."""
+        return [
+            part if axis is None else part.narrow(axis, first, num)
+            for part, axis in zip(self.parts, self.head_axes, strict=True)
+        ]
+
+    def describe(self, num_heads: int) -> object:
+        """Return what decides on the order of the bytes of so many heads."""
+        views = self.heads(0, num_heads)
+        return [self.num_rows, *(_order(view, self.page_axis) for view in views)]
+
+
+def _head_axis(layer: str, part: torch.Tensor, page_axis: int, num_heads: int) -> int | None:
+    """Return the axis of heads; None for latents, which have none.
+
+    Beside pages and heads a tensor has an axis of tokens, one of a head's content, the last one,
+    and with a fifth one K and V, which is next to that of pages.
+    """
+    inner = [at for at in range(part.ndim) if at != page_axis]
+    if part.ndim == 5:
+        inner.remove(1 - page_axis)
+    if len(inner) == 2 and num_heads == 1:
+        return None
+    found = [at for at in inner[:-1] if part.size(at) == num_heads]
+    if len(inner) != 3 or len(found) != 1:
+        raise LayoutError(
+            f"storage_shards: {layer}: the axis of {num_heads} KV heads can't be told in "
+            f"{tuple(part.shape)}; leave it out"
+        )
+    return found[0]
+
+
+def _order(view: torch.Tensor, page_axis: int) -> object:
+    """Return the type, and each axis with its size, the outermost first; that of pages has 0."""
+    axes = [at for at in range(view.ndim) if view.size(at) > 1 or at == page_axis]
+    axes.sort(key=view.stride, reverse=True)
+    return str(view.dtype), [(at, 0 if at == page_axis else view.size(at)) for at in axes]
+
+
+def layout_of(
+    layers: Sequence[LayerSize],
+    kv_caches: Mapping[str, Cache],
+    num_pages: int,
+    division: Division,
+) -> str:
+    """Return a digest of the order of bytes of all layers, whatever the number of ranks."""
+    own = [_LayerKV.of(each, kv_caches[each.name], num_pages, division.num_own) for each in layers]
+    told = {json.dumps(each.describe(division.shard_heads)) for each in own}
+    return blake3(json.dumps(sorted(told)).encode()).hexdigest()
+
+
+def shards_of(
+    pages: EnginePages,
+    layers: Sequence[LayerSize],
+    kv_caches: Mapping[str, Cache],
+    division: Division,
+    pages_per_block: int,
+    slot_bytes: int,
+) -> Shards:
+    """Return the shards that a rank has of its blocks.
+
+    Args:
+        pages: the rank's, of one KV group.
+        layers: of this group.
+        kv_caches: their KV.
+        division: over ranks and shards.
+        pages_per_block: pages of a block.
+        slot_bytes: of a block in host memory.
+
+    Raises:
+        LayoutError: the heads can't be told, or the shards have unequal sizes.
+    """
+    if len(pages.groups) != 1:
+        raise LayoutError(
+            f"storage_shards: blocks of {len(pages.groups)} KV groups can't be cut by heads; leave "
+            "it out"
+        )
+    slots = _Slots.of(pages, pages_per_block)
+    names, offsets, sizes = [], [], []
+    for stage in _stages(division, layers):
+        own = [
+            _LayerKV.of(layer, kv_caches[layer.name], pages.num_pages, division.num_own)
+            for layer in stage
+        ]
+        # Layers that share their KV have it once, under the name of the last one.
+        own = [*{each.parts[0].data_ptr(): each for each in own}.values()]
+        told = [[each.name, each.describe(division.shard_heads)] for each in own]
+        for first in division.firsts:
+            names.append(division.shard_name(first, told))
+            at, num_bytes = slots.pieces(own, first, division.shard_heads)
+            offsets.append(at)
+            sizes.append(num_bytes)
+    if any(not np.array_equal(each, sizes[0]) for each in sizes):
+        totals = ", ".join(str(int(each.sum())) for each in sizes)
+        raise LayoutError(
+            f"storage_shards: a rank's shards have unequal sizes ({totals} bytes); use another "
+            "number of storage_stages"
+        )
+    return Shards.joined(names, np.stack(offsets), sizes[0], slot_bytes, division.is_writer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """Positions of pages' bytes in a block's slot. int64 [num_shares], by address of page 0."""
+
+    address: Int64s
+    nbytes: Int64s
+    before: Int64s
+    pages_per_block: int
+
+    @classmethod
+    def of(cls, pages: EnginePages, pages_per_block: int) -> _Slots:
+        (group,) = pages.groups
+        nbytes = np.array([share.nbytes for share in group], np.int64)
+        address = np.array([share.address for share in group], np.int64)
+        order = np.argsort(address)
+        before = np.cumsum(nbytes) - nbytes
+        return cls(address[order], nbytes[order], before[order], pages_per_block)
+
+    def pieces(self, layers: Sequence[_LayerKV], first: int, num: int) -> tuple[Int64s, Int64s]:
+        """Return offsets and sizes of the pieces of some heads of a block, in a shard's order."""
+        offsets, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for layer in layers:
+            for view in layer.heads(first, num):
+                runs = row_runs(view, layer.page_axis, layer.num_rows)
+                address = np.array([run.address for run in runs], np.int64)
+                stride = np.array([run.stride for run in runs], np.int64)
+                nbytes = np.array([run.nbytes for run in runs], np.int64)
+                page = np.arange(self.pages_per_block)
+                # As neighbours in the pool, for the order of axes to be that of addresses.
+                place = (address[:, None] + np.outer(stride, page)).ravel()
+                share = np.searchsorted(self.address, address, "right") - 1
+                within = address - self.address[share]
+                is_inside = (within >= 0) & (within + nbytes <= self.nbytes[share])
+                assert is_inside.all(), f"{layer.name}: bytes that belong to no page"
+                base = self.before[share] * self.pages_per_block + within
+                at = (base[:, None] + np.outer(self.nbytes[share], page)).ravel()
+                order = np.argsort(place, kind="stable")
+                offsets.append(at[order])
+                sizes.append(np.repeat(nbytes, len(page))[order])
+        return np.concatenate(offsets), np.concatenate(sizes)

@@ -1,0 +1,109 @@
+"""Tiers of one engine, as its scheduler knows them: of its ranks, or of a node."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from kvtier.cache.block_cache import BlockCache
+from kvtier.cache.direct import DirectReads
+from kvtier.cache.ladder import LadderOptions
+from kvtier.cache.local import LocalBlockCache
+from kvtier.cache.transfer.ranks import RankMover
+from kvtier.connectors.vllm.shared.names import VllmNames
+from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES, Shape
+from kvtier.core.types import DEVICE, DISK, HOST
+from kvtier.index import make_key_index
+from kvtier.node.client.cache import NodeCache
+from kvtier.node.client.channel import NodeClient
+from kvtier.tiers import DistantRoom, Quota, Room
+
+PIECE_BYTES = 16 << 20
+"""Bytes that a rank reads from its disk, or writes to it, at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTiers:
+    """Cache of an engine's blocks, and what only an engine with tiers of its own has.
+
+    host: slots in the memory of the ranks; None if they are a node's. direct_reads: from storage
+    to the engine's own pages; None if its ranks do not reach the storage.
+    """
+
+    cache: BlockCache
+    host: DistantRoom | None = None
+    direct_reads: DirectReads | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other engines share the tiers."""
+        return self.host is None
+
+    def open(self, num_slots: int) -> None:
+        """Note that every rank has opened so many slots."""
+        if self.host is not None:
+            self.host.open(num_slots)
+
+
+def rank_tiers(
+    mover: RankMover,
+    room: Mapping[str, int],
+    names: VllmNames,
+    shape: Shape,
+    bytes_per_day: int = 0,
+    lookup_deadline_s: float = 0.0,
+    eviction_policy: str = "runs",
+) -> EngineTiers:
+    """Return tiers in the ranks' own memory and storage.
+
+    Args:
+        mover: gives orders to the ranks.
+        room: blocks of each tier, in each rank.
+        names: the engine's.
+        shape: the engine's.
+        bytes_per_day: most bytes written to a rank's disk per day.
+        lookup_deadline_s: how long a request waits to hear what a store has.
+        eviction_policy: see ``StoreSettings``.
+    """
+
+    def limit(tier: str, own: int) -> int:
+        """Return how many blocks every rank has room for. own: by the first rank's slots."""
+        told = mover.num_blocks(tier)
+        return own if told is None else min(own, told)
+
+    host = DistantRoom(room[HOST])
+    rooms: dict[str, Room] = {HOST: host}
+    rooms |= {name: Quota(partial(limit, name, room[name])) for name in mover.storages}
+    learning = rooms if shape.is_cut_alike else ()
+    group_bytes = 0 if shape.has_one_group else GROUP_BYTES
+    index = make_key_index(
+        tuple(rooms), lambda: names.digest, learning, eviction_policy, group_bytes
+    )
+    cache = LocalBlockCache(
+        index,
+        rooms,
+        mover,
+        LadderOptions(
+            shape.bytes_per_block,
+            bytes_per_day={DISK: bytes_per_day},
+            piece_blocks=max(1, PIECE_BYTES // max(1, shape.bytes_per_block)),
+            lookup_patience_s=lookup_deadline_s,
+            block_size=shape.block_sizes[0] if index.learning else 0,
+            num_shards=shape.num_shards,
+        ),
+        lambda: names.digest,
+        time.monotonic,
+        device=DEVICE,
+        knows_storage=lambda: mover.is_complete,
+    )
+    return EngineTiers(cache, host, cache.direct_reads)
+
+
+def node_tiers(
+    client: NodeClient, names: VllmNames, shape: Shape, deadline_s: float
+) -> EngineTiers:
+    """Return tiers in a node. deadline_s: longest wait for its answers."""
+    block_bytes = shape.bytes_per_block * shape.num_shards
+    return EngineTiers(NodeCache(client, lambda: names.digest, block_bytes, deadline_s))

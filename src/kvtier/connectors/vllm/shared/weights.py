@@ -1,0 +1,120 @@
+"""Weights of a vLLM engine, and the options that decide on the bytes of its KV."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvtier.connectors.common.weights import Source
+from kvtier.connectors.vllm.shared.engine_code import engine_code
+from kvtier.connectors.vllm.shared.names import VllmNames, vllm_source
+from kvtier.identity import UnknownCodeError
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+MODEL_TRAITS = (
+    "disable_sliding_window",
+    "dtype",
+    "mm_processor_kwargs",
+    "model_class_overrides",
+    "model_impl",
+    "quantization",
+    "quantization_config",
+    "revision",
+)
+CACHE_TRAITS = (
+    "cache_dtype",
+    "calculate_kv_scales",
+    "kv_cache_dtype_skip_layers",
+    "mamba_cache_dtype",
+    "mamba_ssm_cache_dtype",
+)
+ADAPTER_TRAITS = (
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+    "enable_tower_connector_lora",
+    "lora_dtype",
+    "target_modules",
+)
+"""vLLM options that change the bytes of KV and are neither in the model's files nor in
+``EngineFacts``. An option that a version lacks has one value for all who run that version."""
+
+
+def _models(config: VllmConfig) -> list[ModelConfig]:
+    """The model, and the one that drafts for it: its KV is kept, too."""
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    models = [config.model_config]
+    return models if draft is None or draft is models[0] else [*models, draft]
+
+
+def settle(names: VllmNames, config: VllmConfig) -> None:
+    """Identify the weights that KV is computed with, and derive the names of blocks from them."""
+    if getattr(config.cache_config, "calculate_kv_scales", False):  # up to 0.29
+        names.disown("its scales are computed from the first prompt (calculate_kv_scales)")
+        return
+    try:
+        code = engine_code(config, _models(config))
+    except UnknownCodeError as error:
+        names.disown(str(error))
+    else:
+        names.settle(sources(config), traits(config, code))
+
+
+def sources(config: VllmConfig) -> list[Source]:
+    """Return the sources of all weights that KV is computed with."""
+    load = config.load_config
+    found = [
+        vllm_source(
+            # Of a model in an object store, ``model`` is a local folder without the weights.
+            getattr(model, "model_weights", "") or model.model,
+            getattr(model.hf_config, "_commit_hash", None) or model.revision or "",
+            load.download_dir or "",
+            str(load.load_format),
+        )
+        for model in _models(config)
+    ]
+    return [*found, *(source for model in _models(config) for source in _code_elsewhere(model))]
+
+
+def _code_elsewhere(model: ModelConfig) -> list[Source]:
+    """Return the repositories, other than a model's own, that its code is loaded from."""
+    if not model.trust_remote_code:
+        return []
+    named = getattr(model.hf_config, "auto_map", None) or {}
+    repositories = {str(each).partition("--")[0] for each in named.values() if "--" in str(each)}
+    return [vllm_source(each, model.code_revision or "") for each in sorted(repositories)]
+
+
+def traits(config: VllmConfig, code: Sequence[str] = ()) -> str:
+    """Return what decides on the bytes of KV beside weights and layout.
+
+    code: tells the code from outside vLLM apart.
+    """
+    cache, load = config.cache_config, config.load_config
+    found = {
+        "models": [_model_traits(model) for model in _models(config)],
+        "cache": {name: getattr(cache, name, None) for name in CACHE_TRAITS},
+        "loader": [str(load.load_format), load.model_loader_extra_config],
+        "draft": getattr(config.speculative_config, "method", None),
+    }
+    if code:  # else names stay what they were before it counted
+        found["code"] = list(code)
+    return json.dumps(found, sort_keys=True, default=str)
+
+
+def adapter_traits(config: VllmConfig) -> str:
+    """Return the options that decide on what an adapter does to KV."""
+    return json.dumps(
+        {name: getattr(config.lora_config, name, None) for name in ADAPTER_TRAITS}, default=str
+    )
+
+
+def _model_traits(model: ModelConfig) -> dict[str, object]:
+    files = model.hf_config.to_dict()
+    files.pop("_name_or_path", None)  # a model that was moved is the same model
+    own = {name: getattr(model, name, None) for name in MODEL_TRAITS}
+    # One rotary embedding is scaled by how long prompts may be, and not by how long they are.
+    length = model.max_model_len if "longrope" in json.dumps(files, default=str) else None
+    return {**own, "config": files, "length": length}

@@ -1,0 +1,49 @@
+"""Paths that users give, and the folder in their cache directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvtier.core.errors import ConfigError
+
+MOST_SOCKET_BYTES = 107
+"""Longest path of a Unix socket."""
+
+
+def user_path(given: str | Path) -> Path:
+    """Return the path that a user means: a leading ``~`` is a home directory.
+
+    A shell replaces it only at the beginning of a word, so not in ``--disk-path=~/kv``, in TOML or
+    in JSON.
+
+    Raises ``ConfigError`` if there is no such directory.
+    """
+    try:
+        return Path(given).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{given}: there is no such home directory; write the path out") from None
+
+
+def check_socket(path: str | Path, field: str) -> None:
+    """Raise ``ConfigError`` if a path is too long for a Unix socket. field: name of the setting."""
+    num = len(os.fsencode(user_path(path)))
+    if num > MOST_SOCKET_BYTES:
+        raise ConfigError(
+            f"{field}: the path {path} has {num} bytes, and that of a Unix socket at most "
+            f"{MOST_SOCKET_BYTES}; name a shorter one"
+        )
+
+
+def cache_folder() -> Path:
+    """Return ``$XDG_CACHE_HOME/kvtier`` or ``~/.cache/kvtier``, which may not exist yet.
+
+    It is for data that can be recomputed. A user without a home directory, as in containers with an
+    arbitrary user id, gets a folder that nobody makes.
+    """
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "kvtier"
+    try:
+        return Path.home() / ".cache/kvtier"
+    except RuntimeError:
+        return Path("/nonexistent/kvtier")

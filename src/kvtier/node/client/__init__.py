@@ -1,0 +1,1 @@
+"""A node's side in an engine's process."""

@@ -1,0 +1,587 @@
+"""``BlockCache`` of one engine in a node: the node's client.
+
+A look-up leases the blocks that it finds in memory until the next ``poll``, so that ``hold`` can't
+fail. The ranks map the node's memory and copy themselves (``host.py``). Each request has a
+deadline; without an answer in time the engine computes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from math import inf
+from threading import Thread
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from kvtier.cache.block_cache import (
+    BlockCache,
+    BlockLookup,
+    BlockState,
+    Change,
+    Held,
+    Reserved,
+    TierUsage,
+)
+from kvtier.cache.guard import PartitionFacts, SlotGuard
+from kvtier.cache.ladder import CostMetrics
+from kvtier.cache.local import states_of
+from kvtier.cache.waiters import Signal
+from kvtier.core.hints import Hint, Said, waits
+from kvtier.core.types import DEVICE, HOST, Slot
+from kvtier.node.client.channel import Channel, NodeClient, NodeError, OpenedPartition
+from kvtier.node.wire import protocol
+from kvtier.node.wire.protocol import FromEngine
+from kvtier.observe import Metrics
+from kvtier.observe.specs import PROBED_BLOCKS
+from kvtier.plan import CostModel, Costs, num_to_probe, ways_of
+from kvtier.plan.decide import Awaited
+
+Answer = TypeVar("Answer")
+
+BLOCK_S = 2e-6
+"""Time that a request may take longer per block. A busy node needs a tenth to a half of it, and the
+longer a prompt is, the more it costs to compute."""
+OPEN_S = 10.0
+"""Longest wait for a partition, off the engine's thread."""
+OPEN_WAIT_S = 0.25
+"""Longest wait of requests for a partition that is being opened."""
+
+
+@dataclass(slots=True, eq=False)
+class NodeSignal:
+    """Signal that ends once the node has sent an ``EndedNotice``, or the connection is lost.
+
+    client, channel: the connection. watch: number of the notice.
+    """
+
+    client: NodeClient
+    channel: Channel
+    watch: int
+
+    @property
+    def is_over(self) -> bool:
+        self.client.hear(self.channel)
+        return self.channel.has_ended(self.watch)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartitionOpening:
+    """Signal that ends when a partition is open or can't be opened, and in any case at ``until_s``.
+
+    thread: opens the partition. until_s: by ``time.monotonic``.
+    """
+
+    thread: Thread
+    until_s: float
+
+    @property
+    def is_over(self) -> bool:
+        return not self.thread.is_alive() or time.monotonic() >= self.until_s
+
+
+class NodeCache(BlockCache):
+    """Cache of one engine in a node. Owned by one thread.
+
+    Keys are the engine's, of one length. Nothing raises because of the node: without it every block
+    is nowhere, and nothing is stored.
+
+    Args:
+        client: connections to the node.
+        namespace: return the digest of everything else that decides on the bytes of a block; b""
+            while it is unknown. A new digest is a new partition, and forgets all leases.
+        block_bytes: bytes of a block, of all ranks together.
+        deadline_s: longest wait for an answer, and ``BLOCK_S`` more per block.
+        clock: seconds.
+    """
+
+    learns = True
+    is_busy = False
+    """The node's own thread carries out what moves there; an engine need not poll for it."""
+
+    def __init__(
+        self,
+        client: NodeClient,
+        namespace: Callable[[], bytes],
+        block_bytes: int,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.metrics = Metrics(is_exposed=False)
+        self._model = CostModel()
+        self.costs = CostMetrics(self.metrics, self._model, clock)
+        self._storages: list[str] = []
+        self._client = client
+        self._namespace = namespace
+        self._block_bytes = block_bytes
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._partition = _Partition(PartitionFacts(b"", block_bytes, 0), "", 0)
+        self._opening: PartitionOpening | None = None
+        self._watches = count(1 << 32)
+        self._states: dict[bytes, BlockState] = {}  # of the last look-ups
+        self._sources: dict[bytes, str] = {}
+        self._unread: list[_LookedUp] = []
+        self._reads: list[_Read] = []
+        self._probed_s: dict[str, float] = {}
+        self._ending: list[tuple[str, FromEngine]] = []  # notices, with the memory they are about
+
+    # -- locations ---------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[bytes], has_gaps: bool = False) -> BlockLookup[Awaited]:
+        """Look up a prompt's blocks, and lease those in memory until the next ``poll``.
+
+        While the partition is being opened, all blocks are ``UNKNOWN`` for a short time.
+        """
+        told = b"".join(keys)
+        found = self._ask(
+            keys,
+            lambda request, partition: protocol.LookupRequest(request, partition, told, has_gaps),
+            protocol.LookupAnswer,
+        )
+        if found is None:
+            opening = self._opening
+            if opening is None or opening.is_over:
+                return BlockLookup([BlockState.NOWHERE] * len(keys), [])
+            return BlockLookup([BlockState.UNKNOWN] * len(keys), [opening])
+        answer, channel = found
+        states = states_of(answer.places)
+        self._unread.append(_LookedUp(list(keys), states, answer))
+        answers = [NodeSignal(self._client, channel, answer.id)] if answer.pending else []
+        return BlockLookup(states, answers)
+
+    def lookup_again(self, key: bytes, before: BlockState | None = None) -> BlockState:
+        """Return the state of one block, as the last look-up since ``poll`` found it.
+
+        A look-up adopts all that the node's storage has recovered, so ``NOWHERE`` stays.
+        """
+        if before is BlockState.NOWHERE:
+            return before
+        self._read_answers()
+        state = self._states.get(key)
+        return self.lookup([key]).states[0] if state is None else state
+
+    def lookup_private(self, keys: Sequence[bytes]) -> list[BlockState]:
+        """Return ``NOWHERE`` for each block: a node keeps none that must stay in one process."""
+        return [BlockState.NOWHERE] * len(keys)
+
+    def _read_answers(self) -> None:
+        """Note by key what the last look-ups have found.
+
+        It is done when a block is asked for, since most look-ups lead to no copy.
+        """
+        tiers = (HOST, *self._storages)
+        leases = self._partition.leases
+        unread, self._unread = self._unread, []
+        for keys, states, answer in unread:
+            self._states.update(zip(keys, states, strict=True))
+            self._sources.update(zip(keys, map(tiers.__getitem__, answer.sources), strict=True))
+            codes = np.frombuffer(answer.places, np.uint8)
+            ready = [keys[at] for at in np.flatnonzero(codes == protocol.MEMORY).tolist()]
+            slots = protocol.unpack(answer.slots).tolist()
+            generations = protocol.unpack(answer.generations).tolist()
+            for key, slot, generation in zip(ready, slots, generations, strict=True):
+                leases.setdefault(key, _Lease(slot, generation)).num += 1
+
+    def sources(self, keys: Sequence[bytes]) -> list[str]:
+        """Return the tier that each block would be read from, as the last look-up found it."""
+        self._read_answers()
+        return [self._sources.get(key, HOST) for key in keys]
+
+    def origins(self, keys: Sequence[bytes]) -> list[str]:
+        """Return the tier from which each block in memory was brought for this engine."""
+        return [self._partition.brought.get(key, HOST) for key in keys]
+
+    # -- slots -------------------------------------------------------------------------------------
+
+    def hold(self, keys: Sequence[bytes]) -> Held:
+        """Return the slots of blocks in memory, to copy from. They are held until ``release``.
+
+        A block that is not leased any more has a slot whose copy is found to be wrong.
+        """
+        self._read_answers()
+        if any(key not in self._partition.leases for key in keys):
+            self.lookup(list(keys))
+            self._read_answers()
+        partition = self._partition
+        leases = [partition.leases.get(key) for key in keys]
+        for lease in leases:
+            if lease is not None:
+                lease.num_holds += 1
+        slots = [Slot(0) if lease is None else lease.slot for lease in leases]
+        generations = [-1 if lease is None else lease.generation for lease in leases]
+        return Held(slots, SlotGuard(partition.instance, partition.facts, generations))
+
+    def release(self, keys: Collection[bytes]) -> None:
+        given_back = []
+        for key in keys:
+            lease = self._partition.leases.get(key)
+            if lease is not None and lease.num_holds:
+                lease.num_holds -= 1
+                if lease.num > lease.num_holds:
+                    lease.num -= 1
+                    given_back.append(lease.slot)
+                self._partition.brought.pop(key, None)
+                if not lease.num:
+                    del self._partition.leases[key]
+        self._give_back(given_back)
+
+    def reserve(self, keys: Collection[bytes]) -> Reserved | None:
+        wanted = list(dict.fromkeys(keys))
+        told = b"".join(wanted)
+        found = self._ask(
+            wanted,
+            lambda request, partition: protocol.ReserveRequest(request, partition, told),
+            protocol.ReserveAnswer,
+        )
+        if found is None:
+            return None
+        answer, _ = found
+        new = [key for key, is_new in zip(wanted, answer.new, strict=True) if is_new]
+        if not new and not all(answer.known):
+            return None
+        slots = protocol.unpack(answer.slots).tolist()
+        generations = protocol.unpack(answer.generations).tolist()
+        for key, slot, generation in zip(new, slots, generations, strict=True):
+            self._partition.reserved[key] = _Lease(slot, generation)
+        partition = self._partition
+        return Reserved(new, slots, [], SlotGuard(partition.instance, partition.facts, ()))
+
+    def commit(self, keys: Sequence[bytes], depths: Sequence[int], to_storage: bool = True) -> None:
+        """Note that blocks have been copied into their slots.
+
+        Blocks that must not leave this process are given up.
+        """
+        if not to_storage:
+            self.abort(keys)
+            return
+        reserved = self._partition.reserved
+        mine = [(key, at) for key, at in zip(keys, depths, strict=True) if key in reserved]
+        slots = [reserved.pop(key).slot for key, _ in mine]
+        if slots:
+            told = protocol.pack(slots), protocol.pack([at for _, at in mine])
+            self._tell(lambda number: protocol.CommitNotice(number, *told))
+
+    def abort(self, keys: Iterable[bytes]) -> None:
+        reserved = self._partition.reserved
+        slots = protocol.pack([reserved.pop(key).slot for key in keys if key in reserved])
+        if slots:
+            self._tell(lambda number: protocol.AbortNotice(number, slots))
+
+    def distrust(self, slots: Collection[Slot]) -> None:
+        if slots:
+            told = protocol.pack(list(slots))
+            self._tell(lambda number: protocol.DistrustNotice(number, told))
+
+    def _give_back(self, slots: Sequence[Slot]) -> None:
+        self._tell_of_release(protocol.pack(slots))
+
+    def _tell_of_release(self, slots: bytes) -> None:
+        if slots:
+            self._tell(lambda number: protocol.ReleaseNotice(number, slots))
+
+    # -- between memory and storage ----------------------------------------------------------------
+
+    def promote(self, keys: Sequence[bytes], beside: Sequence[bytes] = ()) -> int:
+        told, kept = b"".join(keys), b"".join(beside)
+        found = self._ask(
+            keys,
+            lambda request, partition: protocol.PromoteRequest(request, partition, told, kept),
+            protocol.PromoteAnswer,
+        )
+        if found is None:
+            return 0
+        begun = keys[: found[0].num]
+        self._partition.brought.update(zip(begun, self.sources(begun), strict=True))
+        return len(begun)
+
+    def probe(self, keys: Sequence[bytes]) -> None:
+        wanted: dict[str, list[bytes]] = {}
+        for key, tier in zip(keys, self.sources(keys), strict=True):
+            if tier != HOST:
+                wanted.setdefault(tier, []).append(key)
+        now_s, reading = self._clock(), {read.tier for read in self._reads}
+        for tier, some in wanted.items():
+            last = self._model.last_copy((tier, HOST))
+            if last is None:
+                continue
+            seen_s, last_s = last
+            quiet_s = now_s - max(seen_s, self._probed_s.get(tier, -inf))
+            num = num_to_probe(len(some), self._block_bytes, quiet_s, last_s)
+            if num and tier not in reading:
+                self._probed_s[tier] = now_s
+                self.metrics.count(PROBED_BLOCKS, num, src=tier)
+                if num := self.promote(some[:num]):
+                    self.wait_for_reads(some[:num])
+
+    def wait_for_reads(self, keys: Sequence[bytes]) -> NodeSignal | Signal:
+        watch, told = next(self._watches), b"".join(keys)
+        channel = self._tell(lambda partition: protocol.WatchNotice(partition, watch, told))
+        if channel is None:
+            return Signal(is_over=True)
+        signal, now_s = NodeSignal(self._client, channel, watch), self._clock()
+        for tier, num in Counter(self.sources(keys)).items():
+            if tier != HOST:
+                channel.time_watch(watch)
+                self._reads.append(_Read(signal, tier, num * self._block_bytes, now_s))
+        return signal
+
+    # -- use ---------------------------------------------------------------------------------------
+
+    def touch(self, keys: Collection[bytes]) -> None:
+        if keys:
+            told = b"".join(keys)
+            self._tell(lambda number: protocol.UseNotice(number, told))
+
+    def on_request(self, keys: Iterable[bytes]) -> None:
+        if told := b"".join(keys):
+            self._tell(lambda number: protocol.PromptNotice(number, told))
+
+    def continues(self, keys: Iterable[bytes], before: bytes) -> None:
+        if told := b"".join(keys):
+            self._tell(lambda number: protocol.ContinueNotice(number, told, before))
+
+    def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> None:
+        self._say(keys, hint.said(block_size, 0.0))
+
+    def wait(self, keys: Collection[bytes], is_waiting: bool) -> None:
+        self._say(keys, [waits(is_waiting, 0.0)])
+
+    def _say(self, keys: Collection[bytes], said: Sequence[Said]) -> None:
+        """Send statements on blocks, whose times are seconds from now."""
+        if keys and said:
+            told, statements = b"".join(keys), [_fields(each) for each in said]
+            self._tell(lambda number: protocol.HintNotice(number, told, statements))
+
+    # -- upkeep ------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Release the leases of look-ups that were not held, and note reads that have ended."""
+        self._release_unheld()
+        self._states.clear()
+        self._sources.clear()
+        now_s = self._clock()
+        for read in [read for read in self._reads if read.signal.is_over]:
+            self._reads.remove(read)
+            # The node's own measure: here the end is noticed only in the engine's next step.
+            seconds = read.signal.channel.take_seconds(read.signal.watch) or now_s - read.since_s
+            self._model.observe_copy((read.tier, HOST), read.num_bytes, seconds, now_s)
+
+    def _release_unheld(self) -> None:
+        for each in self._unread:
+            self._tell_of_release(each.answer.slots)
+        self._unread.clear()
+        given_back: list[Slot] = []
+        leases = self._partition.leases
+        for key in [key for key, lease in leases.items() if lease.num > lease.num_holds]:
+            lease = leases[key]
+            given_back += [lease.slot] * (lease.num - lease.num_holds)
+            lease.num = lease.num_holds
+            if not lease.num:
+                del leases[key]
+        self._give_back(given_back)
+
+    @property
+    def storages(self) -> Sequence[str]:
+        return self._storages
+
+    def cost_snapshot(self) -> Costs:
+        return self._model.snapshot(
+            ways=ways_of((DEVICE, HOST), self._storages, ()),
+            witnesses={(HOST, DEVICE): None},
+            trial_bytes=self._block_bytes,
+            now_s=self._clock(),
+        )
+
+    def usage(self) -> Mapping[str, TierUsage]:
+        return {}
+
+    def clear(self) -> None:
+        """Give up everything that this engine uses. The engine's blocks stay in the node."""
+        self.end_copies()
+
+    def end_copies(self) -> None:
+        """Forget the engine's own copies, whose ends will not be reported.
+
+        Their slots stay in use until ``copies_have_ended``: a rank may still copy from or to them.
+        """
+        self._release_unheld()
+        partition = self._partition
+        if reserved := [lease.slot for lease in partition.reserved.values()]:
+            self._ending.append(
+                (
+                    partition.instance,
+                    protocol.AbortNotice(partition.number, protocol.pack(reserved)),
+                )
+            )
+        if leased := [lease.slot for lease in partition.leases.values() for _ in range(lease.num)]:
+            self._ending.append(
+                (
+                    partition.instance,
+                    protocol.ReleaseNotice(partition.number, protocol.pack(leased)),
+                )
+            )
+        partition.reserved.clear()
+        partition.leases.clear()
+
+    def copies_have_ended(self) -> None:
+        """Give back the slots of copies that ``end_copies`` forgot. All must have ended by now."""
+        ending, self._ending = self._ending, []
+        for instance, notice in ending:
+            self._client.tell(instance, notice)
+
+    def check_invariants(self) -> None:
+        partition = self._partition
+        assert all(each.num > 0 and each.num_holds >= 0 for each in partition.leases.values())
+        assert partition.leases.keys().isdisjoint(partition.reserved), (
+            "copied to and from at a time"
+        )
+
+    def take_changes(self) -> list[Change]:
+        """Return nothing: the node publishes which blocks enter and leave its tiers."""
+        return []
+
+    def close(self) -> bool:
+        if self._opening is not None:
+            self._opening.thread.join()
+        self.end_copies()
+        self.copies_have_ended()
+        self._client.close()
+        return True
+
+    # -- the node ----------------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        keys: Sequence[bytes],
+        make: Callable[[int, int], FromEngine],
+        kind: type[Answer],
+    ) -> tuple[Answer, Channel] | None:
+        """Return the answer to a request, and the connection it came by. None without one.
+
+        keys: some keys. make: return the message, from the numbers of request and partition.
+        """
+        scope = self._namespace()
+        if not scope or not keys:
+            return None
+        facts = PartitionFacts(scope, self._block_bytes, len(keys[0]))
+        until_s = time.monotonic() + self._deadline_s + BLOCK_S * len(keys)
+        try:
+            channel = self._client.take_idle()
+        except NodeError:
+            return None
+        if channel is None or not channel.has_partition(facts):
+            if channel is not None:
+                self._client.keep(channel)
+            self._open(facts)
+            return None
+        failure: NodeError | None = None
+        try:
+            partition = channel.partition(facts, until_s)
+            self._enter(facts, partition)
+            answer = channel.request(lambda number: make(number, partition.number), kind, until_s)
+            return answer, channel
+        except NodeError as error:
+            failure = error
+            return None
+        finally:
+            self._client.put_back(channel, failure)
+
+    def _tell(self, make: Callable[[int], FromEngine]) -> Channel | None:
+        """Send a notice on the partition; return its connection. None if it is sent later or never.
+
+        make: return the message, from the number of the partition.
+        """
+        partition = self._partition
+        return (
+            self._client.tell(partition.instance, make(partition.number))
+            if partition.instance
+            else None
+        )
+
+    def _enter(self, facts: PartitionFacts, partition: OpenedPartition) -> None:
+        """Forget all leases if they are of another partition, or of a memory that is gone."""
+        instance = partition.mapped.instance
+        if (self._partition.facts, self._partition.instance) != (facts, instance):
+            self.end_copies()
+            self._partition = _Partition(facts, instance, partition.number)
+
+    def _open(self, facts: PartitionFacts) -> None:
+        """Connect and open the partition on a thread of its own: both may take longer than a step.
+
+        The thread uses no other connection, since waiting requests listen to those.
+        """
+        is_opening = self._opening is not None and self._opening.thread.is_alive()
+        if not is_opening and self._client.breaker.is_passable:
+            opener = Thread(target=self._open_now, args=(facts,), name="kvtier-node", daemon=True)
+            opener.start()
+            self._opening = PartitionOpening(opener, time.monotonic() + OPEN_WAIT_S)
+
+    def _open_now(self, facts: PartitionFacts) -> None:
+        until_s = time.monotonic() + OPEN_S
+        try:
+            channel = self._client.connect(until_s)
+        except NodeError:
+            return
+        failure: NodeError | None = None
+        try:
+            channel.partition(facts, until_s)
+            self._storages = list(channel.mapped.storages)
+        except NodeError as error:
+            failure = error
+        finally:
+            self._client.put_back(channel, failure)
+
+
+def _fields(said: Said) -> protocol.Statement:
+    return (said.word, said.level, said.first, said.end, said.until)
+
+
+@dataclass(slots=True)
+class _Lease:
+    """A slot that this engine uses.
+
+    num: leases. num_holds: copies in flight. While there are any, at least one lease is kept.
+    """
+
+    slot: Slot
+    generation: int
+    num: int = 0
+    num_holds: int = 0
+
+
+@dataclass(slots=True)
+class _Partition:
+    """State of this engine in a partition.
+
+    brought: by key, the tier from which a block was brought for this engine, until its first use.
+    """
+
+    facts: PartitionFacts
+    instance: str
+    number: int
+    leases: dict[bytes, _Lease] = field(default_factory=dict)
+    reserved: dict[bytes, _Lease] = field(default_factory=dict)
+    brought: dict[bytes, str] = field(default_factory=dict)
+
+
+class _LookedUp(NamedTuple):
+    """A look-up whose answer was not noted by key yet."""
+
+    keys: Sequence[bytes]
+    states: Sequence[BlockState]
+    answer: protocol.LookupAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A read from storage that a request waits for."""
+
+    signal: NodeSignal
+    tier: str
+    num_bytes: int
+    since_s: float

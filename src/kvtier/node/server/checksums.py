@@ -1,0 +1,189 @@
+"""Checksums of blocks in a node's memory, computed beside the node's own thread.
+
+``RecordWriter`` writes a record for each block that was stored, in idle time. ``Verifier`` verifies
+the blocks that an earlier node has left.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Event, Thread, get_native_id
+
+import numpy as np
+
+from kvtier.core.hot import crc32c_many
+from kvtier.core.system.process import num_cores
+from kvtier.index.selection import Int64s
+from kvtier.node.server.records import Bools, PartitionRows, Records
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 16 << 20
+"""Bytes whose checksums are computed in one call."""
+MOST_WAITING = 1 << 16
+"""Most groups of blocks that wait for their records. The oldest get none: they are evicted first"""
+IDLE = 19
+"""Nice value of the thread that writes records: it has the time that nobody else wants."""
+CLOSE_WAIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRows:
+    """Memory of a partition's slots, and their rows. address: of slot 0."""
+
+    rows: PartitionRows
+    address: int
+    block_bytes: int
+
+    def crcs(self, slots: Int64s, threads: int = 1) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+        """Return the checksum of each slot's bytes: uint32 [n]."""
+        begins = slots.astype(np.uint64) * np.uint64(self.block_bytes) + np.uint64(self.address)
+        sizes = np.full(len(slots), self.block_bytes, np.uint64)
+        return crc32c_many(begins, sizes, threads)
+
+    @property
+    def piece(self) -> int:
+        """Number of blocks whose checksums are computed in one call."""
+        return max(1, PIECE_BYTES // self.block_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenBlocks:
+    """Blocks that were stored.
+
+    generations: int64 [n], of their slots at that time. keys: concatenated.
+    """
+
+    partition: BlockRows
+    slots: Int64s
+    generations: Int64s
+    keys: bytes
+    depths: Sequence[int]
+
+
+class RecordWriter:
+    """Writes the records of stored blocks, on a thread of its own.
+
+    A block may be evicted, and its slot overwritten, while its checksum is computed. The record is
+    then of a generation that the slot does not have any more, and counts for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[WrittenBlocks] = deque(maxlen=MOST_WAITING)
+        self._wakes = Event()
+        self._is_wanted = True
+        self._is_writing = False
+        self._thread = Thread(target=self._run, name="kvtier node records", daemon=True)
+        self._thread.start()
+
+    def add(self, blocks: WrittenBlocks) -> None:
+        """Write records of blocks, soon. Costs the caller next to nothing."""
+        self._waiting.append(blocks)
+        if not self._wakes.is_set():
+            self._wakes.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all records have been written."""
+        return not self._waiting and not self._is_writing
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), IDLE)
+        while self._is_wanted:
+            self._wakes.clear()
+            while self._waiting and self._is_wanted:
+                self._is_writing = True
+                try:
+                    self._write(self._waiting.popleft())
+                except Exception:  # the blocks have no record, and are dropped after a crash
+                    logger.exception("records were not written")
+            self._is_writing = False
+            if self._is_wanted and not self._waiting:
+                self._wakes.wait()
+
+    def _write(self, blocks: WrittenBlocks) -> None:
+        rows = blocks.partition.rows
+        keys = np.frombuffer(blocks.keys, rows.records.dtype["key"])
+        depths = np.asarray(blocks.depths, np.int64)
+        for at in range(0, len(keys), blocks.partition.piece):
+            piece = slice(at, at + blocks.partition.piece)
+            slots, generations = blocks.slots[piece], blocks.generations[piece]
+            is_there = rows.generations[slots] == generations
+            if not is_there.any() or not self._is_wanted:
+                continue
+            crcs = blocks.partition.crcs(slots)
+            rows.write(slots, generations, keys[piece], depths[piece], crcs)
+
+    def close(self) -> None:
+        """Stop, whatever waits."""
+        self._is_wanted = False
+        self._wakes.set()
+        self._thread.join(CLOSE_WAIT_S)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBlocks:
+    """Blocks that an earlier node has left. records: [n], of ``slots``."""
+
+    partition: BlockRows
+    slots: Int64s
+    records: Records
+
+    def pieces(self) -> Iterator[LeftBlocks]:
+        """Yield the blocks in groups that are verified, and taken over, at once."""
+        step = min(self.partition.piece, 256)
+        for at in range(0, len(self.slots), step):
+            piece = slice(at, at + step)
+            yield LeftBlocks(self.partition, self.slots[piece], self.records[piece])
+
+
+class Verifier:
+    """Verifies blocks on a thread of its own.
+
+    tell: called on that thread when some have been verified.
+    """
+
+    def __init__(self, tell: Callable[[], object]) -> None:
+        self._tell = tell
+        self._waiting: deque[tuple[Callable[[LeftBlocks, Bools], object], LeftBlocks]] = deque()
+        self._done: deque[tuple[Callable[[LeftBlocks, Bools], object], LeftBlocks, Bools]] = deque()
+        self._is_wanted = True
+        self._wakes = Event()
+        self._num_threads = max(1, num_cores() // 2)
+        self._thread = Thread(target=self._run, name="kvtier node verify", daemon=True)
+        self._thread.start()
+
+    def add(self, blocks: LeftBlocks, then: Callable[[LeftBlocks, Bools], object]) -> None:
+        """Verify blocks. then: called by ``poll`` with them, and with which of them are right."""
+        self._waiting.extend((then, piece) for piece in blocks.pieces())
+        self._wakes.set()
+
+    def poll(self) -> None:
+        """Tell of the blocks that have been verified."""
+        while self._done:
+            then, blocks, are_right = self._done.popleft()
+            then(blocks, are_right)
+
+    def _run(self) -> None:
+        while self._is_wanted:
+            self._wakes.clear()
+            while self._waiting and self._is_wanted:
+                then, blocks = self._waiting.popleft()
+                crcs = blocks.partition.crcs(blocks.slots, self._num_threads)
+                are_right = np.asarray(crcs == blocks.records["data_crc"])
+                self._done.append((then, blocks, are_right))
+                self._tell()
+            if self._is_wanted and not self._waiting:
+                self._wakes.wait()
+
+    def close(self) -> None:
+        """Stop, whatever waits."""
+        self._is_wanted = False
+        self._wakes.set()
+        self._thread.join(CLOSE_WAIT_S)

@@ -1,0 +1,402 @@
+"""Control of a running node: its state, and changes that a person or a router asks for.
+
+A partition is called a room here, as in the API, the CLI and the metrics. Rooms are named by
+``PartitionKey.name``, and prompts by the keys that engines give their blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvtier import __version__
+from kvtier.cache.local import LocatedBlocks
+from kvtier.control.contract import (
+    ControlError,
+    Deleted,
+    PinnedBlocks,
+    PromptName,
+    PromptPlaces,
+    check_pin,
+    check_wait,
+)
+from kvtier.core.keys import PackedKeys
+from kvtier.node.config import DEFAULT_TENANT, TenantQuota, change_bounds, check_tenant
+from kvtier.node.server.connection import bring
+from kvtier.node.server.deleting import PartitionDeletion, delete_blocks, delete_partition
+from kvtier.node.server.lookups import TimeCounts
+from kvtier.node.server.partition import Partition
+from kvtier.node.server.registry import Registry
+from kvtier.node.wire.protocol import MOST_KEYS
+
+Result = TypeVar("Result")
+BoundTexts = tuple[str | None, str | None]
+HEXADECIMAL = re.compile("[0-9a-fA-F]*")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """State of an attached engine.
+
+    slots: how many it reads or writes. waiting: its requests that wait for storage or for another
+    engine. failures, pauses: its calls without an answer in time, and how often its breaker opened
+    after them, as it has reported by now.
+    """
+
+    name: str
+    tenant: str
+    pids: Sequence[int]
+    slots: int
+    waiting: int
+    failures: int
+    pauses: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoomState:
+    """State of a partition.
+
+    used_bytes: by tier, as far as the index knows the blocks. capacity_bytes, breakers, errors: by
+    storage tier. looked_up: blocks by the place where engines found them.
+    is_open: False for one that only the disk has, since no engine has asked for it yet.
+    """
+
+    name: str
+    tenant: str
+    scope: str
+    block_bytes: int
+    key_bytes: int
+    is_open: bool
+    segments: int = 0
+    pinned_segments: int = 0
+    pinned_blocks: int = 0
+    used_bytes: Mapping[str, int] | None = None
+    capacity_bytes: Mapping[str, int] | None = None
+    looked_up: Mapping[str, int] | None = None
+    breakers: Mapping[str, str] | None = None
+    errors: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantState:
+    """Use of memory and disk by one tenant.
+
+    pinnable_segments: how many may hold pinned blocks. slab_bytes: of its slabs, used or not.
+    """
+
+    floor_bytes: int
+    ceiling_bytes: int | None
+    segments: int
+    pinned_segments: int
+    pinnable_segments: int
+    used_bytes: Mapping[str, int]
+    disk_floor_bytes: int = 0
+    disk_ceiling_bytes: int | None = None
+    slab_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeState:
+    """State of a node.
+
+    free_segments: those that belong to no partition, and whose pages are ready. unverified_blocks:
+    of the previous process, that are not verified yet. slots_aside: slots that engines of the
+    previous process may use.
+    """
+
+    version: str
+    instance: str
+    uptime_s: float
+    memory_bytes: int
+    segment_bytes: int
+    segments: int
+    free_segments: int
+    engines: Sequence[EngineState]
+    tenants: Mapping[str, TenantState]
+    rooms: Sequence[RoomState]
+    unverified_blocks: int = 0
+    slots_aside: int = 0
+
+
+class NodeControl:
+    """Queries and changes of one node. Every method runs on the thread of the node's event loop."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._node = registry.node
+        self._began_s = time.monotonic()
+
+    # -- state -------------------------------------------------------------------------------------
+
+    async def status(self) -> NodeState:
+        """Return the state of the node, its engines, tenants and partitions."""
+        node = self._node
+        memory = node.memory
+        return NodeState(
+            version=__version__,
+            instance=node.instance,
+            uptime_s=round(time.monotonic() - self._began_s, 1),
+            memory_bytes=memory.num_bytes,
+            segment_bytes=memory.segment_bytes,
+            segments=memory.num_segments,
+            free_segments=memory.num_free,
+            engines=[
+                EngineState(
+                    engine.name,
+                    engine.tenant or DEFAULT_TENANT,
+                    sorted({each.process.pid for each in engine.clients.values()}),
+                    engine.num_slots,
+                    engine.num_waiting,
+                    engine.num_failures,
+                    engine.num_pauses,
+                )
+                for engine in self._registry.engines.values()
+            ],
+            tenants=self._tenants(),
+            rooms=[*map(_open_partition, node.partitions), *self._closed_partitions()],
+            unverified_blocks=node.num_unverified,
+            slots_aside=node.num_aside,
+        )
+
+    def _tenants(self) -> dict[str, TenantState]:
+        node = self._node
+        names = {*node.quotas, *(partition.key.tenant for partition in node.partitions)}
+        return {name: self._tenant(name) for name in sorted(names)}
+
+    def _tenant(self, name: str) -> TenantState:
+        node = self._node
+        partitions = [partition for partition in node.partitions if partition.key.tenant == name]
+        used: Counter[str] = Counter()
+        for partition in partitions:
+            used.update(partition.used_bytes_by_tier())
+        quota = node.quota(name)
+        return TenantState(
+            floor_bytes=quota.host_floor,
+            ceiling_bytes=quota.host_ceiling,
+            segments=sum(len(partition.tier.segments) for partition in partitions),
+            pinned_segments=sum(len(partition.pins.segments) for partition in partitions),
+            pinnable_segments=node.pinnable_segments(name),
+            used_bytes=dict(used),
+            disk_floor_bytes=quota.disk_floor,
+            disk_ceiling_bytes=quota.disk_ceiling,
+            slab_bytes=node.disk_space.held_by(name),
+        )
+
+    def _closed_partitions(self) -> list[RoomState]:
+        is_open = {partition.key for partition in self._node.partitions}
+        return [
+            RoomState(
+                key.name, key.tenant, key.scope.hex(), key.block_bytes, key.key_bytes, is_open=False
+            )
+            for key in self._node.keys_on_disk()
+            if key not in is_open
+        ]
+
+    async def lookup_times(self) -> TimeCounts:
+        """Return the times of look-ups by engines."""
+        return self._registry.lookups.copy()
+
+    # -- prompts -----------------------------------------------------------------------------------
+
+    async def lookup(self, prompt: PromptName, timeout_s: float) -> PromptPlaces:
+        """Find the blocks of a prompt, and wait for the answers of stores."""
+        found = await self._partition(prompt.room)
+        wanted = _keys(found, _hexed(prompt))
+        until_s = time.monotonic() + check_wait(timeout_s)
+        self._registry.wake_all()
+        while True:
+            blocks, pending = found.lookup(wanted)
+            if all(each.is_over for each in pending) or not await self._registry.wait(until_s):
+                return _found(found, blocks)
+
+    async def prefetch(self, prompt: PromptName, timeout_s: float) -> PromptPlaces:
+        """Read the blocks of a prompt from storage into memory. Return where they are then."""
+        found = await self._partition(prompt.room)
+        return _found(found, await self._bring(found, _keys(found, _hexed(prompt)), timeout_s))
+
+    async def _bring(
+        self, partition: Partition, keys: Sequence[bytes], timeout_s: float
+    ) -> LocatedBlocks:
+        until_s = time.monotonic() + check_wait(timeout_s)
+        self._registry.wake_all()
+        return await bring(partition, keys, self._registry, until_s)
+
+    async def pin(self, prompt: PromptName, seconds: float, timeout_s: float) -> PinnedBlocks:
+        """Read the blocks of a prompt into memory, and keep the first ones there for a time."""
+        check_pin(seconds)
+        found = await self._partition(prompt.room)
+        wanted = _keys(found, _hexed(prompt))
+        await self._bring(found, wanted, timeout_s)
+        pin = self._node.pin(found, wanted, seconds)
+        num = len(pin.segment_of)
+        return PinnedBlocks(found.key.name, pin.number if num else 0, len(wanted), num)
+
+    async def unpin(self, room: str, number: int) -> None:
+        """End a pin before its time."""
+        found = await self._partition(room)
+        if not found.pins.remove(number):
+            raise ControlError(f"room {found.key.name} has no pin {number}", is_unknown=True)
+
+    # -- deletion ----------------------------------------------------------------------------------
+
+    async def delete(self, prompt: PromptName, timeout_s: float) -> Deleted:
+        """Delete the blocks of a prompt from every tier."""
+        found = await self._partition(prompt.room)
+        wanted = _keys(found, _hexed(prompt))
+        until_s = time.monotonic() + check_wait(timeout_s)
+        self._registry.wake_all()
+        left = await delete_blocks(found, wanted, self._registry.wait, until_s)
+        problems = []
+        if left:
+            errors = [f"{name}: {why}" for name, why in found.storage_errors().items() if why]
+            problems.append(f"{len(left)} blocks: storage has not confirmed it; {errors}")
+        return Deleted(not left, [found.key.name], len(wanted), problems)
+
+    async def delete_rooms(self, room: str, tenant: str, timeout_s: float) -> Deleted:
+        """Delete all blocks of one partition, or of all partitions of a tenant, from every tier."""
+        if bool(room) == bool(tenant):
+            raise ControlError("name a room or a tenant, and not both")
+        if room:
+            return await self._delete({room}, timeout_s)
+        check_tenant(tenant)
+        names = {name for name, each in self._partition_tenants().items() if each == tenant}
+        if not names:
+            raise ControlError(f"tenant {tenant!r} has no room here", is_unknown=True)
+        return await self._delete(names, timeout_s)
+
+    async def clear(self, room: str, memory_only: bool, timeout_s: float) -> Deleted:
+        """Delete all blocks of one or all partitions, or only evict them from memory."""
+        names = {room} if room else set(self._partition_tenants())
+        if not memory_only:
+            return await self._delete(names, timeout_s)
+        partitions = [each for each in self._node.partitions if each.key.name in names]
+        if room and not partitions:
+            raise ControlError(f"no room is called {room!r}", is_unknown=True)
+        for each in partitions:
+            for _ in each.evict_all():
+                await asyncio.sleep(0)
+        return Deleted(True, [each.key.name for each in partitions], None, [])
+
+    def _partition_tenants(self) -> dict[str, str]:
+        """Return the tenant of each partition by its name."""
+        keys = {*(partition.key for partition in self._node.partitions), *self._node.keys_on_disk()}
+        return {key.name: key.tenant for key in keys}
+
+    async def _delete(self, names: set[str], timeout_s: float) -> Deleted:
+        until_s = time.monotonic() + check_wait(timeout_s)
+        locations = self._node.config.stores
+        done: list[PartitionDeletion] = []
+        for name in sorted(names):
+            partition = await self._registry.opener.named(name)
+            if partition is None and not locations:
+                raise ControlError(f"no room is called {name!r}", is_unknown=True)
+            self._registry.wake_all()
+            done.append(
+                await delete_partition(name, partition, locations, self._registry.wait, until_s)
+            )
+        problems = [f"{each.name}: {problem}" for each in done for problem in each.problems]
+        return Deleted(not problems, [each.name for each in done], None, problems)
+
+    # -- quotas ------------------------------------------------------------------------------------
+
+    async def tenants(self) -> dict[str, TenantState]:
+        """Return quota and use of each tenant."""
+        return self._tenants()
+
+    async def set_quota(self, tenant: str, host: BoundTexts, disk: BoundTexts) -> TenantState:
+        """Change the quota of a tenant.
+
+        host, disk: floor and ceiling, as ``change_bounds`` has them.
+        """
+        quota = self._node.quota(tenant)
+        quota = TenantQuota(
+            *change_bounds((quota.host_floor, quota.host_ceiling), *host),
+            *change_bounds((quota.disk_floor, quota.disk_ceiling), *disk),
+        )
+        self._node.set_quota(tenant, quota)
+        self._registry.wake_all()
+        return self._tenant(tenant)
+
+    # -- names -------------------------------------------------------------------------------------
+
+    async def _partition(self, name: str) -> Partition:
+        """Return a partition by its name; the only one for ""."""
+        partitions = self._node.partitions
+        if not name and len(partitions) == 1:
+            name = partitions[0].key.name
+        found = await self._registry.opener.named(name) if name else None
+        if found is not None:
+            return found
+        names = ", ".join(sorted(self._partition_tenants())) or "none"
+        what = f"no room is called {name!r}" if name else "name a room"
+        raise ControlError(f"{what}; rooms: {names}", is_unknown=bool(name))
+
+
+def _open_partition(partition: Partition) -> RoomState:
+    key = partition.key
+    return RoomState(
+        name=key.name,
+        tenant=key.tenant,
+        scope=key.scope.hex(),
+        block_bytes=key.block_bytes,
+        key_bytes=key.key_bytes,
+        is_open=True,
+        segments=len(partition.tier.segments),
+        pinned_segments=len(partition.pins.segments),
+        pinned_blocks=partition.pins.num_blocks,
+        used_bytes=partition.used_bytes_by_tier(),
+        capacity_bytes=partition.capacity_by_storage(),
+        looked_up=partition.looked_up.by_place(),
+        breakers=partition.breakers(),
+        errors={name: why for name, why in partition.storage_errors().items() if why},
+    )
+
+
+def _keys(partition: Partition, keys: Sequence[str]) -> list[bytes]:
+    """Return keys that are written in hexadecimal, each once."""
+    size = partition.key.key_bytes
+    if not keys:
+        raise ControlError("no keys are named")
+    if len(keys) > MOST_KEYS:
+        raise ControlError(f"{len(keys)} keys are named; name at most {MOST_KEYS} at a time")
+    for text in keys:
+        if not HEXADECIMAL.fullmatch(text):
+            raise ControlError(f"key {text[:80]!r} is not hexadecimal")
+        if len(text) != 2 * size:
+            raise ControlError(
+                f"key {text[:80]!r} has {len(text) / 2:g} bytes; keys of room {partition.key.name} "
+                f"have {size}"
+            )
+    packed = bytes.fromhex("".join(keys))
+    return list(dict.fromkeys(PackedKeys(packed, size)))
+
+
+def _found(partition: Partition, blocks: LocatedBlocks) -> PromptPlaces:
+    return PromptPlaces.of(
+        partition.key.name, [state.name.lower() for state in blocks.block_states]
+    )
+
+
+def _hexed(prompt: PromptName) -> Sequence[str]:
+    """Return the keys of a prompt. Raises ``ControlError`` if it has another name."""
+    if prompt.keys is None:
+        raise ControlError("a node knows prompts by the keys of their blocks; give keys")
+    if prompt.tenant:
+        raise ControlError("keys belong to a room; name it, and no tenant")
+    return prompt.keys
+
+
+class LoopCalls:
+    """Calls from another thread to the thread of an event loop. loop: the node's."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    async def __call__(self, work: Callable[[], Coroutine[object, object, Result]]) -> Result:
+        """Run ``work`` there, and return its result."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), self._loop))

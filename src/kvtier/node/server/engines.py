@@ -1,0 +1,259 @@
+"""Engines that are attached to a node: their processes, and the slots that they use.
+
+A slot that an engine uses is taken back when the engine says so, or when every client of the engine
+has ended: its connections are closed, and it has said goodbye or its process is dead. Never by
+time, since a stopped process that resumes would write over another's block.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kvtier.cache.block_cache import Reserved
+from kvtier.core.errors import CacheError
+from kvtier.core.types import BlockId
+from kvtier.index.selection import Int64s, as_array, as_numbers
+from kvtier.node.server.partition import Partition
+from kvtier.node.server.users import SlotUser
+from kvtier.node.wire.frame_socket import FrameSocket
+from kvtier.node.wire.protocol import Turns, turns_of
+
+SO_PEERPIDFD = 77
+"""Socket option for the process descriptor of the peer (Linux 6.5)."""
+CREDENTIALS = struct.Struct("3i")
+
+
+class AttachError(CacheError):
+    """A process may not attach."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    """The process at the other end of a Unix socket.
+
+    pid: in the node's process namespace. uid: user. pidfd: becomes readable when the process ends.
+    identity: numbers that no other living process has, as far as the kernel tells them.
+    """
+
+    pid: int
+    uid: int
+    pidfd: int
+    identity: tuple[int, int]
+
+    def copy(self) -> EngineProcess:
+        """Return the process with a descriptor of its own."""
+        return replace(self, pidfd=os.dup(self.pidfd))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is dead."""
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Close the process descriptor."""
+        with suppress(OSError):
+            os.close(self.pidfd)
+
+
+def peer_of(connection: socket.socket) -> EngineProcess:
+    """Return the process at the other end of a connection.
+
+    Raises ``AttachError`` if the node could not notice the end of that process.
+    """
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    pid, uid, _ = CREDENTIALS.unpack(told)
+    try:
+        pidfd = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError:
+        if not pid:
+            raise AttachError(
+                "the process is in another process namespace, so the node can't notice its end; "
+                "start it with the node's (hostPID, or --pid=host), or use Linux 6.5 or newer"
+            ) from None
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            raise AttachError(f"process {pid} can't be watched: {error.strerror}") from None
+    return EngineProcess(pid, uid, pidfd, (pid, os.fstat(pidfd).st_ino))
+
+
+class Holdings:
+    """Slots of one partition that one engine uses.
+
+    Pages of the arrays cost memory once a slot in them was used.
+
+    Args:
+        partition: the partition.
+        user: the engine, as the next node will find it.
+
+    Attributes:
+        num_leases: uint32 [num_slots], how many leases the engine has of each slot.
+        is_reserved: bool [num_slots], whether the engine is to fill each slot.
+        num_reserved: number of reserved slots.
+    """
+
+    def __init__(self, partition: Partition, user: SlotUser) -> None:
+        self.partition = partition
+        self.num_leases = np.zeros(partition.tier.num_slots, np.uint32)
+        self.is_reserved = np.zeros(partition.tier.num_slots, bool)
+        self._leases = partition.slot_leases(user, self.num_leases, self.is_reserved)
+        self._key_bytes, self._is_alone = partition.key.key_bytes, not partition.cache.storages
+        self.num_reserved = 0
+
+    def lease(self, blocks: Sequence[BlockId]) -> tuple[bytes, bytes]:
+        """Lease blocks that are in memory, once more.
+
+        Returns their slots and generations, as ``protocol.pack`` has them.
+        """
+        return self._leases.lease(blocks, self.partition.now_s)
+
+    def serve(self, content: memoryview, number: int) -> tuple[bytes, bool] | None:
+        """Serve a simple message on this partition in one call; see ``SlotLeases.serve``.
+
+        number: of this partition. Returns the frame of the answer, b"" for none, and whether it
+        counts as a look-up. None if the message is to be served otherwise.
+        """
+        its = self.partition
+        if its.cache.is_doubtful:
+            return None
+        is_alone = self._is_alone and not its.reservations.has_overdue()
+        served = self._leases.serve(content, number, self._key_bytes, is_alone, its.now_s)
+        if served is None:
+            return None
+        answer, looked_up, ended = served
+        if looked_up:
+            its.looked_up.add(looked_up)
+        if ended:
+            its.note_released(ended)
+        return answer, bool(looked_up)
+
+    def release(self, slots: Int64s) -> None:
+        """Release one lease of each slot. Slots that the engine has not leased are ignored."""
+        self.partition.note_released(self._leases.release(slots))
+
+    def reserve(self, keys: Sequence[bytes]) -> tuple[Reserved, bytes] | None:
+        """Reserve slots for new blocks; see ``BlockCache.reserve``.
+
+        Returns also the slots' generations, as ``protocol.pack`` has them.
+        """
+        reserved = self.partition.reserve(keys)
+        if reserved is None:
+            return None
+        self.num_reserved += len(reserved.slots)
+        generations = self._leases.reserve(reserved.slots)
+        self.partition.reservations.add(self.is_reserved, reserved.slots, generations)
+        return reserved, generations
+
+    def commit(self, slots: Int64s, depths: Int64s, to_storage: bool) -> None:
+        """Note that reserved slots have been written. Others are ignored.
+
+        depths: int64 [num_slots], position of each block in its prompt.
+        """
+        which, blocks = self._end_reserved(slots)
+        if blocks:
+            its = depths if len(which) == len(depths) else depths[as_array(which)]
+            self.partition.cache.commit_blocks(blocks, as_numbers(its), to_storage)
+
+    def abort(self, slots: Int64s) -> None:
+        """Give up reserved slots. Others are ignored."""
+        _, blocks = self._end_reserved(slots)
+        if blocks:
+            self.partition.cache.abort_blocks(blocks)
+
+    def _end_reserved(self, slots: Int64s) -> tuple[Sequence[int], Sequence[BlockId]]:
+        which, blocks = self._leases.end_reserved(slots)
+        self.num_reserved -= len(blocks)
+        self.partition.reservations.end(slots[as_array(which)])
+        return which, blocks
+
+    def distrust(self, slots: Int64s) -> Turns:
+        """Give up the blocks in slots that this engine uses. Others are ignored."""
+        for at in turns_of(len(slots)):
+            some = np.unique(slots[at])
+            some = some[(some >= 0) & (some < len(self.num_leases))]
+            self.partition.distrust_slots(
+                some[self.is_reserved[some] | (self.num_leases[some] > 0)]
+            )
+            yield
+
+    def end(self) -> Turns:
+        """Release and give up everything."""
+        reserved = np.flatnonzero(self.is_reserved)
+        for at in turns_of(len(reserved)):
+            self.abort(reserved[at])
+            yield
+        leased = np.flatnonzero(self.num_leases)
+        for at in turns_of(len(leased)):
+            some = leased[at]
+            while len(some := some[self.num_leases[some] > 0]):
+                self.release(some)
+                yield
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots in use."""
+        return int(np.count_nonzero(self.num_leases)) + self.num_reserved
+
+
+@dataclass(slots=True)
+class AttachedClient:
+    """One client of an engine: a process that has mapped the memory, or a part of one.
+
+    process: the process. number: see ``SlotUsers``. connections: by number, those that are open. A
+    client without any is kept until its process ends, since it may still use slots. has_left:
+    whether it has said goodbye, and closed its end of all connections.
+    """
+
+    process: EngineProcess
+    number: int
+    connections: dict[int, FrameSocket] = field(default_factory=dict)
+    has_left: bool = False
+
+
+@dataclass(slots=True)
+class AttachedEngine:
+    """One engine, of one or several clients.
+
+    name, uid: the same in all of its processes. tenant: whose quota counts. user: what the next
+    node will know of it. clients: by name, those that are not known to have ended. partitions: by
+    number, what it uses of each. num_waiting: its requests that wait. num_failures, num_pauses:
+    sums of its ``ReportNotice``.
+    """
+
+    name: str
+    uid: int
+    tenant: str
+    user: SlotUser
+    clients: dict[str, AttachedClient] = field(default_factory=dict)
+    partitions: dict[int, Holdings] = field(default_factory=dict)
+    num_waiting: int = 0
+    num_failures: int = 0
+    num_pauses: int = 0
+
+    def holdings(self, number: int, partition: Partition) -> Holdings:
+        """Return what the engine uses of a partition."""
+        held = self.partitions.get(number)
+        if held is None:
+            held = self.partitions[number] = Holdings(partition, self.user)
+        return held
+
+    def end(self) -> Turns:
+        """Take everything back. No process of the engine may live."""
+        for holdings in self.partitions.values():
+            yield from holdings.end()
+        self.partitions.clear()
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots in use."""
+        return sum(each.num_slots for each in self.partitions.values())

@@ -1,0 +1,183 @@
+"""HTTP routes of a node's control API.
+
+All routes are served on a Unix socket, whose permissions say who may use them. On a TCP port of the
+loopback address only those that change nothing are served, since every user of the machine, and
+every page in a browser on it, can reach that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric
+from pydantic import BaseModel
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvtier import __version__
+from kvtier.control.contract import (
+    CacheControl,
+    Deleted,
+    PinnedBlocks,
+    PromptName,
+    PromptPlaces,
+)
+from kvtier.control.head import HeadAsGet
+from kvtier.control.page import page_router
+from kvtier.control.routes import control_router, refusal
+from kvtier.core.errors import CacheError
+from kvtier.node.server.control import LoopCalls, NodeControl, NodeState, TenantState
+from kvtier.node.server.metrics import NodeMetrics
+from kvtier.node.server.node import CacheNode
+
+MOST_BODY_BYTES = 8 << 20
+"""Longest body of a request: the keys of 65,536 blocks, of 32 bytes each, take five eighths."""
+DISCARDED_BYTES = 64 << 20
+"""So much of a longer one is read, since a client that still sends does not see the answer."""
+BODY_S = 30.0
+"""Longest time in which a body has to arrive."""
+
+
+class QuotaBody(BaseModel):
+    """New bounds of a tenant's host memory and of its slabs, as sizes. What is None stays as it is.
+
+    ceiling, disk_ceiling: "none" for no ceiling.
+    """
+
+    tenant: str
+    floor: str | None = None
+    ceiling: str | None = None
+    disk_floor: str | None = None
+    disk_ceiling: str | None = None
+
+
+class OnLoop(CacheControl):
+    """Control of a node, on the thread of the node's event loop."""
+
+    def __init__(self, control: NodeControl, call: LoopCalls) -> None:
+        self._control = control
+        self._call = call
+
+    async def lookup(self, prompt: PromptName, timeout_s: float) -> PromptPlaces:
+        return await self._call(lambda: self._control.lookup(prompt, timeout_s))
+
+    async def prefetch(self, prompt: PromptName, timeout_s: float) -> PromptPlaces:
+        return await self._call(lambda: self._control.prefetch(prompt, timeout_s))
+
+    async def pin(self, prompt: PromptName, seconds: float, timeout_s: float) -> PinnedBlocks:
+        return await self._call(lambda: self._control.pin(prompt, seconds, timeout_s))
+
+    async def unpin(self, room: str, number: int) -> None:
+        await self._call(lambda: self._control.unpin(room, number))
+
+    async def delete(self, prompt: PromptName, timeout_s: float) -> Deleted:
+        return await self._call(lambda: self._control.delete(prompt, timeout_s))
+
+    async def delete_rooms(self, room: str, tenant: str, timeout_s: float) -> Deleted:
+        return await self._call(lambda: self._control.delete_rooms(room, tenant, timeout_s))
+
+    async def clear(self, room: str, memory_only: bool, timeout_s: float) -> Deleted:
+        return await self._call(lambda: self._control.clear(room, memory_only, timeout_s))
+
+
+class ShortBodies:
+    """Middleware that reads the body of a request, with limits on its length and time."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, num_bytes, is_whole = bytearray(), 0, False
+        refusal: Response | None = None
+        try:
+            async with asyncio.timeout(BODY_S):
+                while not is_whole and num_bytes <= DISCARDED_BYTES:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return
+                    part: bytes = message.get("body", b"")
+                    is_whole = not message.get("more_body", False)
+                    num_bytes += len(part)
+                    if num_bytes <= MOST_BODY_BYTES:
+                        body += part
+            if num_bytes > MOST_BODY_BYTES:
+                refusal = _refused(f"the body has more than {MOST_BODY_BYTES} bytes", 413)
+        except TimeoutError:
+            refusal = _refused(f"the body did not arrive within {BODY_S:.0f} s", 408)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        messages: list[Message] = [{"type": "http.request", "body": bytes(body)}]
+
+        async def again() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, again, send)
+
+
+def _refused(reason: str, status: int) -> Response:
+    """Return the answer to a request whose body is not read to its end."""
+    return JSONResponse({"error": reason}, status, {"Connection": "close"})
+
+
+def reading_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastAPI:
+    """Return the application with the routes that change nothing."""
+    app = FastAPI(title="kvtier node", version=__version__, docs_url=None, redoc_url=None)
+
+    @app.exception_handler(CacheError)
+    async def refuse(request: Request, error: CacheError) -> JSONResponse:
+        return refusal(error)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Return "ok" if the node's own thread answers."""
+        await call(control.tenants)
+        return {"status": "ok"}
+
+    @app.get("/status")
+    async def status() -> NodeState:
+        """Return the state of the node, its engines, tenants and partitions."""
+        return await call(control.status)
+
+    @app.get("/quota")
+    async def quotas() -> dict[str, TenantState]:
+        """Return quota and use of each tenant."""
+        return await call(control.tenants)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Return the metrics of the node and of all partitions."""
+        return Response((await read()).text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def read() -> NodeMetrics:
+        state, lookups = await call(control.status), await call(control.lookup_times)
+        partitions: dict[tuple[str, str], CollectorRegistry] = {
+            (partition.key.tenant, partition.key.name): partition.cache.metrics.registry
+            for partition in list(node.partitions)
+        }
+        return NodeMetrics(state, lookups, partitions)
+
+    async def collect() -> Iterable[Metric]:
+        return (await read()).collect()
+
+    app.include_router(page_router(collect))
+    app.add_middleware(HeadAsGet)
+    app.add_middleware(ShortBodies)
+    return app
+
+
+def control_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastAPI:
+    """Return the application with all routes."""
+    app = reading_app(node, control, call)
+
+    app.include_router(control_router(OnLoop(control, call)))
+
+    @app.post("/quota")
+    async def set_quota(body: QuotaBody) -> TenantState:
+        """Change a tenant's quota until the node ends."""
+        host, disk = (body.floor, body.ceiling), (body.disk_floor, body.disk_ceiling)
+        return await call(lambda: control.set_quota(body.tenant, host, disk))
+
+    return app

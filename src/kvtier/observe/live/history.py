@@ -1,0 +1,60 @@
+"""History of the last minute's readings, which detects restarts of the server."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvtier.observe.live.make import make_picture
+from kvtier.observe.live.picture import Picture
+from kvtier.observe.live.reading import Reading
+
+WINDOW_S = 60.0
+"""Window of rates that are shown as "in the last minute"."""
+FLOW_S = 5.0
+"""Window of rates that are shown as "now"; in a shorter one they would fluctuate."""
+MOST_AGE_S = 90.0
+"""Age beyond which a reading is not used for the last minute, even if there is no younger one."""
+MOST = 256
+"""Most readings that are kept."""
+
+
+class History:
+    """Readings, oldest first. A counter that decreases means a restart; older ones are dropped."""
+
+    def __init__(self) -> None:
+        self._readings: deque[Reading] = deque(maxlen=MOST)
+        self._since_s: float | None = None
+        self._has_restarted = False
+
+    def add(self, reading: Reading) -> None:
+        """Add a reading that is newer than all before.
+
+        The oldest reading kept is about a minute old. It is dropped if it is older than
+        ``MOST_AGE_S``, so that rates start anew after a pause without readings.
+        """
+        if self._readings and reading.has_fallen(self._readings[-1]):
+            self._readings.clear()
+            self._since_s, self._has_restarted = reading.at_s, True
+        if self._since_s is None:
+            self._since_s = reading.at_s
+        self._readings.append(reading)
+        while len(self._readings) > 2 and reading.at_s - self._readings[1].at_s >= WINDOW_S:
+            self._readings.popleft()
+        if reading.at_s - self._readings[0].at_s > MOST_AGE_S:
+            self._readings.popleft()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds from the first reading since the server's start to the last."""
+        if not self._readings or self._since_s is None:
+            return 0.0
+        return self._readings[-1].at_s - self._since_s
+
+    def picture(self) -> Picture:
+        """Return the picture at the last reading. There must be one."""
+        now = self._readings[-1]
+        recent = (each for each in self._readings if now.at_s - each.at_s <= FLOW_S)
+        before = next(recent)
+        if before is now and len(self._readings) > 1:
+            before = self._readings[-2]
+        return make_picture(self._readings[0], before, now, self.age_s, self._has_restarted)

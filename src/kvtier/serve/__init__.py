@@ -1,0 +1,1 @@
+"""The embedded engine, and its server with OpenAI's API."""

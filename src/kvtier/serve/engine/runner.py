@@ -1,0 +1,230 @@
+"""Runs the model: one chunk of one prompt, or one token of many requests."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from kvtier.cache.lease import Lease
+from kvtier.cache.tokens import Cache
+from kvtier.cache.transfer import LayerGate
+from kvtier.connectors.transformers.cache_layers import cache_argument
+from kvtier.core.config import CHUNK_TOKENS, CacheConfig
+from kvtier.core.types import Slot
+from kvtier.devices import Device
+from kvtier.observe.block_events import BlockLog
+from kvtier.serve.engine.batch import BatchKV
+from kvtier.serve.engine.config import EngineInfo
+from kvtier.serve.engine.paged import PagedKV, PromptKV, Span
+from kvtier.serve.engine.pool import KVPool
+
+WARM_UP_TOKENS = 4096
+"""Longest context of the warm-up."""
+
+COMMIT_CHUNKS = 8
+"""Chunks of a prompt that are committed together. They are not needed before its prefill ends, but
+the stores of a very long prompt should begin earlier."""
+
+
+class Runner(ABC):
+    """Forwards of one model over the blocks of the device tier, which it allocates.
+
+    A prefill chunk always runs alone, so its KV depends only on its prompt and its place on the
+    grid, never on other requests.
+
+    commit_chunks: chunks of a prompt that are committed together.
+    """
+
+    commit_chunks = COMMIT_CHUNKS
+
+    @property
+    @abstractmethod
+    def block_size(self) -> int:
+        """Tokens per block."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """The content of a block: equal if blocks can be exchanged."""
+
+    @abstractmethod
+    def open_cache(self, config: CacheConfig, device: Device, events: BlockLog | None) -> Cache:
+        """Return the cache of the blocks; see ``Cache`` for the arguments."""
+
+    @abstractmethod
+    def span(self, lease: Lease, start: int, end: int) -> Span:
+        """Return tokens ``start .. end`` of a request. The lease is ready, or followed."""
+
+    @abstractmethod
+    def prefill_tail(
+        self, token_ids: Sequence[int], span: Span, keep: int, gate: LayerGate | None = None
+    ) -> torch.Tensor:
+        """Compute the KV of a prompt's tokens ``span.start .. span.end``.
+
+        token_ids: those tokens.
+        keep: tokens whose logits are returned, the last ones.
+        gate: of the loads of earlier tokens. The call returns when these have ended, and raises the
+        gate's ``DeviceError`` if they take too long.
+        Returns logits: float32 [keep, vocab_size], CPU.
+        """
+
+    @abstractmethod
+    def decode(self, token_ids: Sequence[int], spans: Sequence[Span]) -> torch.Tensor:
+        """Compute one more token for each sequence.
+
+        Returns logits: float32 [num_sequences, vocab_size], on the model's device.
+        """
+
+    @abstractmethod
+    def rehearse(
+        self, prompt: Sequence[int], keep: Sequence[int], decoded: Sequence[int]
+    ) -> torch.Tensor:
+        """Compute a prompt on the grid, and decode steps. The pool's blocks may be overwritten.
+
+        keep: of each chunk, last tokens whose logits are returned.
+        decoded: lengths of sequences whose last token is decoded after the others.
+        Returns logits of the chunks, and of the decode steps: float32 [num_tokens, vocab_size].
+        """
+
+    @abstractmethod
+    def warm_up(self, info: EngineInfo, observe: Callable[[int, int, float], None]) -> None:
+        """Run the model, and pass measured prefill times to ``observe``.
+
+        It measures a whole chunk, a short one, and one after a long context. The pool is empty, so
+        it may overwrite any blocks.
+
+        observe: takes the tokens before, those computed, and seconds.
+        """
+
+
+class ModelRunner(Runner):
+    """Forwards over the paged pool. Attention reads the blocks of the device tier.
+
+    Decoding batches requests; the batch size changes the rounding of logits.
+
+    chunk_tokens: the prefill grid.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, pool: KVPool, chunk_tokens: int = CHUNK_TOKENS
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._chunk_tokens = chunk_tokens
+        self._device = model.device
+        self._keeps_all = "logits_to_keep" not in inspect.signature(model.forward).parameters
+        self._cache_name = cache_argument(model.forward)
+
+    @property
+    def block_size(self) -> int:
+        return self._pool.group.block_size
+
+    @property
+    def fingerprint(self) -> str:
+        return self._pool.group.fingerprint
+
+    def open_cache(self, config: CacheConfig, device: Device, events: BlockLog | None) -> Cache:
+        return Cache(config, device, self._pool.tier(), events=events, names_codec=True)
+
+    def span(self, lease: Lease, start: int, end: int) -> Span:
+        return Span(lease.slots, start, end)
+
+    def prefill(
+        self, token_ids: Sequence[int], span: Span, gate: LayerGate | None = None
+    ) -> torch.Tensor:
+        """Do the same as ``prefill_tail``, and return the logits of the last token."""
+        return self.prefill_tail(token_ids, span, 1, gate)[-1]
+
+    @torch.inference_mode()
+    def prefill_tail(
+        self, token_ids: Sequence[int], span: Span, keep: int, gate: LayerGate | None = None
+    ) -> torch.Tensor:
+        positions = torch.arange(span.start, span.end)
+        kv = PromptKV(self._pool, span, gate)
+        logits = self._forward(torch.tensor(token_ids), positions, kv, keep)[-keep:]
+        if gate is not None:
+            gate.wait()  # first: waiting for the device has no time limit
+        return logits.float().cpu()
+
+    @torch.inference_mode()
+    def decode(self, token_ids: Sequence[int], spans: Sequence[Span]) -> torch.Tensor:
+        order = sorted(range(len(spans)), key=lambda at: spans[at].end)
+        is_sorted = order == list(range(len(spans)))
+        ordered = [spans[at] for at in order]
+        logits = self._forward(
+            torch.tensor([token_ids[at] for at in order]),
+            torch.tensor([span.start for span in ordered]),
+            BatchKV(self._pool, ordered),
+            keep=0,
+        ).float()
+        if is_sorted:
+            return logits
+        return logits.index_select(0, torch.tensor(order, device=logits.device).argsort())
+
+    def _forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKV, keep: int
+    ) -> torch.Tensor:
+        """Return the logits of the last ``keep`` tokens of the row; 0 keeps all."""
+        options: dict[str, object] = {self._cache_name: kv}
+        if not self._keeps_all:
+            options["logits_to_keep"] = keep
+        output = self._model(
+            input_ids=token_ids[None].to(self._device),
+            position_ids=positions[None].to(self._device),
+            use_cache=True,
+            kv=kv,
+            **options,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    # -- at load -----------------------------------------------------------------------------------
+
+    def rehearse(
+        self, prompt: Sequence[int], keep: Sequence[int], decoded: Sequence[int]
+    ) -> torch.Tensor:
+        span = self._first_blocks(len(prompt))
+        found = []
+        for few, start in zip(keep, range(0, len(prompt), self._chunk_tokens), strict=True):
+            end = min(start + self._chunk_tokens, len(prompt))
+            found.append(self.prefill_tail(prompt[start:end], span(start, end), few))
+        steps = [span(end - 1, end) for end in decoded]
+        found.append(self.decode([prompt[end - 1] for end in decoded], steps).cpu())
+        return torch.cat(found)
+
+    def warm_up(self, info: EngineInfo, observe: Callable[[int, int, float], None]) -> None:
+        chunk = min(info.chunk_tokens, info.max_model_tokens - 1)
+        most = min(WARM_UP_TOKENS, info.max_model_tokens - 1)
+        far = (most - chunk) // self.block_size * self.block_size
+        span = self._first_blocks(far + chunk + 1)
+        self.prefill([0] * chunk, span(0, chunk))  # pays the one-time costs
+        for first, num_tokens in ((0, chunk), (0, max(1, chunk // 4)), (far, chunk)):
+            piece = span(first, first + num_tokens)
+            observe(first, num_tokens, least_seconds(partial(self._timed_prefill, piece)))
+        self.decode([0], [span(chunk, chunk + 1)])
+
+    def _timed_prefill(self, span: Span) -> float:
+        began = time.perf_counter()
+        self.prefill([0] * (span.end - span.start), span)
+        return time.perf_counter() - began
+
+    def _first_blocks(self, num_tokens: int) -> Callable[[int, int], Span]:
+        """Return the spans of a sequence that has the pool's first blocks, by start and end."""
+        return partial(Span, [Slot(slot) for slot in range(-(-num_tokens // self.block_size))])
+
+
+def least_seconds(work: Callable[[], float]) -> float:
+    """Return the least time of a few runs of ``work``, which returns its seconds.
+
+    The first run counts only if it takes so long that another would take too long.
+    """
+    times: list[float] = []
+    while len(times) < 5 and (len(times) < 2 or sum(times) < 0.3) and sum(times) < 3:
+        times.append(work())
+    return min(times)

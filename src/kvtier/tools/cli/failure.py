@@ -1,0 +1,78 @@
+"""Errors of commands: one sentence on stderr, and an exit status."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from kvtier.core.errors import CacheError, install_command, printable
+
+logger = logging.getLogger(__name__)
+
+USAGE = 2
+"""Exit status of a command that could not do its work: a bad setting, a bad file, or a server that
+does not answer. A command that ran and found something wrong exits with 1."""
+
+
+def fail(command: str, reason: object) -> NoReturn:
+    """Print ``reason`` to stderr, with control characters escaped, and exit with ``USAGE``."""
+    lines = map(printable, str(reason).split("\n"))
+    typer.echo(f"kvtier {command}: " + "\n".join(lines), err=True)
+    raise typer.Exit(USAGE)
+
+
+@contextmanager
+def starting(command: str) -> Iterator[Callable[[], None]]:
+    """Report any error of a start in one sentence, with exit status ``USAGE``.
+
+    Yields a function to call when the start is complete; later errors are raised unchanged. The
+    traceback is logged at level DEBUG.
+    """
+    is_running = False
+
+    def complete() -> None:
+        nonlocal is_running
+        is_running = True
+
+    try:
+        yield complete
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:  # of any library
+        if is_running:
+            raise
+        logger.debug("start failed", exc_info=error)
+        fail(command, _sentence(error))
+
+
+class Commands(TyperGroup):
+    """Typer group that reports errors which the user or the machine caused in one sentence.
+
+    The exit status is ``USAGE``.
+    """
+
+    def invoke(self, ctx: Any) -> object:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # the reader of our output has gone: no message is needed
+        except (CacheError, OSError) as error:
+            groups = ctx.command_path.split()[1:]
+            fail(" ".join([*groups, ctx.invoked_subcommand]), error)
+
+
+def _sentence(error: Exception) -> str:
+    """Return ``error`` in one line; one that is not kvtier's own says how to find its origin."""
+    if isinstance(error, CacheError):
+        return str(error)
+    if isinstance(error, ImportError):
+        return f"{error}; install what the engine needs: {install_command('engine')}"
+    reason = str(error).strip().partition("\n")[0].rstrip(".:")
+    kind = type(error).__name__
+    told = f"{kind}: {reason}" if reason else kind
+    return f"can't start: {told}; --log-level debug shows where it comes from"

@@ -1,0 +1,90 @@
+"""Run a server with its engine, from their configurations until a signal."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import typer
+
+from kvtier import __version__
+from kvtier.control.doorman import raise_descriptor_limit, room_for_connections
+from kvtier.core.config import parse_size
+from kvtier.core.system.plugins import find_plugin
+from kvtier.core.system.signals import ended_by_signals
+from kvtier.core.system.user_paths import user_path
+from kvtier.observe.block_events import BlockLog
+from kvtier.observe.publisher import Publisher, is_local
+from kvtier.observe.recording import check_recording, salt_from_environment
+from kvtier.observe.traces import open_traces
+from kvtier.serve import server
+from kvtier.serve.engine import EngineConfig
+from kvtier.serve.engine.model_names import find_model
+from kvtier.serve.server import ServerConfig
+from kvtier.tiers.row import check_tiers
+from kvtier.tools.cli.api_keys import KEY_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+
+def serve_until_ended(
+    engine_config: EngineConfig, server_config: ServerConfig, on_ready: Callable[[], None]
+) -> None:
+    """Serve until a signal arrives. Settings are checked before torch and the model are loaded.
+
+    on_ready: called as soon as clients can connect.
+    """
+    raise_descriptor_limit()
+    room_for_connections()
+    _check(engine_config, server_config)
+    with ended_by_signals() as ending, ExitStack() as opened:
+        bound = server.bind(server_config.host, server_config.port)
+        listeners = [opened.enter_context(listener) for listener in bound]
+        if server_config.ssl_certfile is not None:
+            server.open_certificate(server_config)
+        _warn(engine_config, server_config, is_open=not all(map(server.is_loopback, listeners)))
+        logger.info("loading model name=%s", engine_config.model)
+
+        from kvtier.serve.engine import Engine
+
+        with Engine(engine_config) as engine:
+
+            def tell(url: str) -> None:
+                on_ready()
+                name = server_config.served_model_name or engine.info.model_name
+                typer.echo(f"kvtier serves {name} on {engine.info.device} at {url}")
+
+            if not ending.is_asked:
+                server.HttpServer(engine, server_config, listeners).run(tell, handle_signals=True)
+
+
+def _check(config: EngineConfig, server_config: ServerConfig) -> None:
+    """Raise ``ConfigError`` for all settings that can be refused before the model is loaded."""
+    find_model(config.model)
+    find_plugin("policies", config.cache.eviction_policy)
+    check_tiers(config.cache, parse_size(config.device_capacity, "device_capacity"))
+    if config.events:
+        Publisher(BlockLog(), config.events, config.events_replay).close()
+    if server_config.record:
+        path = user_path(server_config.record)
+        check_recording(path, server_config.record_max_bytes)
+        salt_from_environment()
+    if server_config.traces:
+        open_traces(__version__).close()
+
+
+def _warn(engine_config: EngineConfig, server_config: ServerConfig, is_open: bool) -> None:
+    warnings = []
+    if is_open and not server_config.api_keys:
+        warnings.append(
+            f"listening on {server_config.host} without an API key: anyone who can reach it "
+            f"can use it; set {KEY_VARIABLE}"
+        )
+    if engine_config.events and not is_local(engine_config.events):
+        warnings.append(
+            f"anyone who can reach {engine_config.events} reads the token ids of all prompts; "
+            "publish on a network that only routers are in"
+        )
+    for each in warnings:
+        typer.echo(f"kvtier serve: warning: {each}", err=True)

@@ -1,0 +1,75 @@
+"""``kvtier top``: live state of a cache, in a terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvtier.tools.cli.api_keys import KEY_VARIABLE
+from kvtier.tools.cli.failure import fail
+from kvtier.tools.cli.watch import URL, Node, watched_by
+
+if TYPE_CHECKING:
+    from kvtier.observe.live.scrape import WatchedEngine
+
+FIRST_S = 2.0
+"""Seconds between the two readings of ``--once``, whose difference gives the rates."""
+
+
+def top(
+    url: Annotated[str, typer.Argument(help="Address of the engine, or of its metrics.")] = URL,
+    once: Annotated[
+        bool, typer.Option("--once", help=f"Measure for {FIRST_S:.0f} seconds, print, and exit.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Measure once, and print one JSON object.")
+    ] = False,
+    every_s: Annotated[
+        float, typer.Option("--every", min=1.0, max=60.0, help="Seconds between updates.")
+    ] = 1.0,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help=f"Key of the engine; better given as {KEY_VARIABLE}."),
+    ] = None,
+    node: Node = None,
+) -> None:
+    """Show the live state of the cache of a kvtier server, vLLM, SGLang, or a node."""
+    watched = watched_by(url, api_key, node)
+    if once or as_json:
+        _once(watched, as_json)
+    else:
+        _on_and_on(watched, every_s)
+
+
+def _once(watched: WatchedEngine, as_json: bool) -> None:
+    from rich.console import Console
+
+    from kvtier.observe.live.terminal import draw
+
+    watched.look()
+    time.sleep(FIRST_S)
+    seen = watched.look()
+    if seen.picture is None:
+        fail("top", seen.error)
+    if as_json:
+        typer.echo(json.dumps(seen.picture, indent=2))
+    else:
+        Console().print(draw(seen, watched.url))
+
+
+def _on_and_on(watched: WatchedEngine, every_s: float) -> None:
+    from rich.live import Live
+
+    from kvtier.observe.live.terminal import Fitted, draw
+
+    try:
+        first = Fitted(draw(watched.look(), watched.url))
+        with Live(first, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(every_s)
+                live.update(Fitted(draw(watched.look(), watched.url)), refresh=True)
+    except KeyboardInterrupt:
+        return

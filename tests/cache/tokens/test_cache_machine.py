@@ -1,0 +1,479 @@
+"""The whole cache against a dictionary: random requests, faults, evictions, late and lost loads.
+
+After every step the bytes are right, no slot leaks, the leases balance and the invariants hold.
+Copies are held or run when the machine says so; nothing depends on how fast a thread is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvtier.cache.transfer import LayerGate
+from kvtier.core.errors import DeviceError
+from kvtier.core.hints import Hint, Retain
+from kvtier.core.keys import token_labels
+from kvtier.core.types import DEVICE, DISK, HOST, WritePolicy
+from kvtier.devices import Direction
+from kvtier.index import State
+from kvtier.index.trie import Node
+from kvtier.layout import ORDERS
+from tests.cache.tokens.world import BLOCK_SIZE, DEADLINE_S, GROUP, Request, World, count
+
+
+def _prompt(num_tokens: int, fork: int) -> list[int]:
+    """Prompts with much in common: the token 1 up to ``fork``, the token 2 from there on."""
+    return [1 if position < fork else 2 for position in range(num_tokens)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_steps() -> Iterator[None]:
+    """Every layer of a load is worth a step, and nobody loses patience on a slow machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvtier.cache.transfer.staging.STEP_BYTES", 1)
+        patch.setattr("kvtier.cache.transfer.layer_gate.PATIENCE_S", 60.0)
+        patch.setattr(
+            "kvtier.cache.transfer.local.TIMEOUT_S", {"find": 1e3, "read": 1e3, "write": 1e3}
+        )
+        yield
+
+
+prompts = st.builds(_prompt, st.sampled_from([9, 8, 5, 4, 13, 0]), st.sampled_from([13, 4, 7, 0]))
+namespaces = st.sampled_from([b"one", b"one", b"one", b"two"])
+directions = st.sampled_from(Direction)
+HINTS = [
+    Hint(),
+    Hint(back_in_s=DEADLINE_S),
+    Hint(ended=True),
+    Hint((Retain(90, last_token=3), Retain(10, 3, ttl_s=1.0))),
+]
+
+
+class CacheMachine(RuleBasedStateMachine):
+    make_world = World
+    policy = WritePolicy.WRITE_THROUGH
+    disk_blocks = 0
+    has_lost = False
+
+    @initialize(
+        layout=st.sampled_from(sorted(ORDERS)),
+        prefill_s=st.sampled_from([None, None, 1e9, 1e-15]),
+        host_blocks=st.sampled_from([4, 20, 20]),
+        store_batch_bytes=st.sampled_from([0, 0, 3 * GROUP.bytes_per_block, 1 << 20]),
+        opens_in_steps=st.booleans(),
+    )
+    def make(
+        self,
+        layout: str,
+        prefill_s: float | None,
+        host_blocks: int,
+        store_batch_bytes: int,
+        opens_in_steps: bool,
+    ) -> None:
+        """prefill_s per token: unknown, so cheap that nothing is loaded twice, or very dear."""
+        self.world = self.make_world(
+            self.policy,
+            layout=layout,
+            host_blocks=host_blocks,
+            store_batch_bytes=store_batch_bytes,
+            disk_blocks=self.disk_blocks,
+            opens_in_steps=opens_in_steps,
+        )
+        self.cache, self.device = self.world.cache, self.world.device
+        self.committed: set[tuple[bytes, ...]] = set()
+        self.is_held = False
+        if prefill_s is not None:
+            self.cache.observe_prefill(0, 1, prefill_s)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    @rule(
+        tokens=prompts,
+        namespace=namespaces,
+        keep=st.sampled_from([False, False, False, True]),
+        times=st.integers(1, 2),
+        clear=st.booleans(),
+    )
+    def serve(
+        self, tokens: list[int], namespace: bytes, keep: bool, times: int, clear: bool
+    ) -> None:
+        """Requests from start to end, as far as they need not wait; then the device is cleared."""
+        for _ in range(times):
+            request = self._fetch(tokens, namespace)
+            if request is None:
+                return
+            if not self.is_held:
+                self.cache.poll()
+            if request.lease.ready and not request.lease.broken:
+                self.world.check_request(request)
+                self.world.compute(request, len(request.labels))
+                self._commit(request, len(request.labels))
+            if not keep or len(self.world.requests) > 2:
+                self._release(request)
+        if clear:
+            self.clear(DEVICE)
+
+    @precondition(lambda self: len(self.world.requests) < 3)
+    @rule(
+        tokens=prompts,
+        namespace=namespaces,
+        num_output_blocks=st.integers(0, 2),
+        grain_blocks=st.sampled_from([1, 1, 2]),
+        load=st.sampled_from([True, True, True, False]),
+        hold=st.booleans(),
+    )
+    def fetch(
+        self,
+        tokens: list[int],
+        namespace: bytes,
+        num_output_blocks: int,
+        grain_blocks: int,
+        load: bool,
+        hold: bool,
+    ) -> None:
+        if hold:
+            self.hold()
+        self._fetch(tokens, namespace, num_output_blocks, grain_blocks, load)
+
+    def _fetch(
+        self,
+        tokens: list[int],
+        namespace: bytes,
+        num_output_blocks: int = 0,
+        grain_blocks: int = 1,
+        load: bool = True,
+    ) -> Request | None:
+        could_be_had = self._num_could_be_had()
+        request = self.world.fetch(tokens, num_output_blocks, grain_blocks, load, namespace)
+        self._settle()
+        if request is None:
+            wanted = len(tokens) // BLOCK_SIZE + 1 + num_output_blocks
+            assert wanted > could_be_had, "refused, though there was room"
+            return None
+        num_shared = request.lease.num_shared
+        assert num_shared % grain_blocks == 0
+        assert num_shared * BLOCK_SIZE < max(len(tokens), 1), "no token is left to compute"
+        assert all(self._key(request, n) in self.committed for n in range(1, num_shared + 1))
+        assert load or request.lease.ready, "waits for a load that was not wanted"
+        return request
+
+    @precondition(lambda self: len(self.world.requests) < 2 and self.committed)
+    @rule(data=st.data(), num_requests=st.integers(1, 3))
+    def load_the_same_prompt_for_several(self, data: st.DataObject, num_requests: int) -> None:
+        """None of the loads arrives before the machine lets them go."""
+        namespace, *labels = data.draw(st.sampled_from(sorted(self.committed)))
+        tokens = np.frombuffer(b"".join(labels), "<u4").tolist()
+        self.clear(DEVICE)
+        self.hold()
+        for number in range(num_requests):
+            self._fetch([*tokens, *[2] * (1 + number)], namespace)
+
+    def _num_could_be_had(self) -> int:
+        """Device slots that are free or hold a block which, like all below it, may leave."""
+        free = self.cache.num_available_slots - self.cache._index.num_evictable(DEVICE)
+
+        def may_leave(node: Node) -> bool:
+            place = node.residencies[0]
+            stays = place.state is State.WRITING or place.leases > 0
+            return not stays and all(map(may_leave, node.children.values()))
+
+        return free + sum(
+            node.residencies[0].state is State.READY and may_leave(node)
+            for node in self.world.nodes()
+        )
+
+    def _release(self, request: Request) -> None:
+        self.world.release(request)
+        self._settle()
+
+    def _key(self, request: Request, num_blocks: int) -> tuple[bytes, ...]:
+        return (request.namespace, *request.labels[:num_blocks])
+
+    def _usable(self) -> list[Request]:
+        return [r for r in self.world.requests if r.lease.ready and not r.lease.broken]
+
+    def _draw(self, data: st.DataObject, requests: list[Request]) -> Request:
+        number = data.draw(st.integers(0, len(requests) - 1), label="request")
+        return requests[number]
+
+    @precondition(lambda self: self._usable())
+    @rule(data=st.data())
+    def compute_and_commit(self, data: st.DataObject) -> None:
+        """Some blocks further; not all that is computed need be committed."""
+        request = self._draw(data, self._usable())
+        written = request.num_written
+        to = data.draw(st.integers(written, max(written, len(request.labels))))
+        self.world.check_request(request)
+        self.world.compute(request, to)
+        self._commit(request, data.draw(st.integers(0, to)))
+
+    def _commit(self, request: Request, num_blocks: int) -> None:
+        self.cache.commit(request.lease, num_blocks)
+        for num_blocks in range(1, request.lease.num_shared + 1):
+            self.committed.add(self._key(request, num_blocks))
+        self._settle()
+
+    @rule(
+        tokens=prompts,
+        namespace=namespaces,
+        hint=st.sampled_from(HINTS),
+        is_waiting=st.booleans(),
+    )
+    def say(self, tokens: list[int], namespace: bytes, hint: Hint, is_waiting: bool) -> None:
+        """Whatever anybody says, nothing else changes than what leaves first."""
+        labels = token_labels(tokens, BLOCK_SIZE)
+        self.cache.hint(namespace, labels, hint)
+        self.cache.wait(namespace, labels, is_waiting)
+
+    @precondition(lambda self: not self.is_held)
+    @rule(tokens=prompts, namespace=namespaces)
+    def follow(self, tokens: list[int], namespace: bytes) -> None:
+        """A layer's bytes are there once compute was held for it: before the lease is ready."""
+        request = self.world.fetch(tokens, namespace=namespace)
+        if request is None:
+            return
+        gate = self.cache.follow(request.lease)
+        if gate is not None:
+            self._follow(request, gate)
+        self._settle()
+        self._release(request)
+
+    def _follow(self, request: Request, gate: LayerGate) -> None:
+        try:
+            for layer in range(GROUP.num_layers):
+                gate.hold_compute(layer)
+                self._check_layer(request, layer)
+            gate.wait()
+        except DeviceError:
+            self.world.wait()
+            self.cache.poll()
+            assert request.lease.broken, "the gate was shut for no reason"
+
+    def _check_layer(self, request: Request, layer: int) -> None:
+        content = self.world.contents()[DEVICE]
+        per_layer = GROUP.bytes_per_block // GROUP.num_layers
+        part = slice(layer * per_layer, (layer + 1) * per_layer)
+        for position in range(request.lease.num_shared):
+            found = content[request.lease.slots[position]][part]
+            assert np.array_equal(found, self.world.expected(request, position)[part])
+
+    @precondition(lambda self: self.world.requests)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """Also of requests that still wait: the client went away."""
+        request = self._draw(data, self.world.requests)
+        self._release(request)
+        self.cache.release(request.lease)
+
+    @precondition(lambda self: any(r.lease.broken for r in self.world.requests))
+    @rule(data=st.data())
+    def recompute_what_did_not_arrive(self, data: st.DataObject) -> None:
+        request = self._draw(data, [r for r in self.world.requests if r.lease.broken])
+        self._release(request)
+        num_blocks = request.num_tokens // BLOCK_SIZE + 1
+        lease = self.cache.fetch(
+            request.namespace, request.labels, request.num_tokens, num_blocks, load=False
+        )
+        assert lease is None or (lease.ready and not lease.broken)
+        if lease is not None:
+            again = Request(request.namespace, request.labels, request.num_tokens, lease)
+            self.world.requests.append(again)
+            self.world.compute(again, len(again.labels))
+            self._commit(again, len(again.labels))
+        self._settle()
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Copies run at once unless they are held; none is noticed before the next poll."""
+        self.world.wait_for_threads()
+        if not self.is_held:
+            self.world.wait()
+
+    @rule()
+    def poll(self) -> None:
+        self.cache.poll()
+        self._settle()
+
+    @rule()
+    def drain(self) -> None:
+        self.let_go()
+        assert self.cache.drain()
+        assert all(request.lease.ready for request in self.world.requests)
+
+    def hold(self) -> None:
+        """Demotions are waited for, so stores run on where there are some."""
+        self.is_held = True
+        held = [Direction.LOAD] if self.policy is WritePolicy.WRITE_BACK else list(Direction)
+        self.device.hold(*held)
+
+    @rule()
+    def let_go(self) -> None:
+        self.is_held = False
+        self.device.let_go()
+        self.world.wait()
+
+    @rule(direction=directions, nth=st.integers(1, 2), how=st.sampled_from(["", "half", "crash"]))
+    def fail(self, direction: Direction, nth: int, how: str) -> None:
+        faults = {
+            "": self.device.fail,
+            "half": self.device.fail_half_way,
+            "crash": self.device.crash,
+        }
+        faults[how](direction, nth)
+
+    @precondition(lambda self: any(not r.lease.ready for r in self.world.requests))
+    @rule()
+    def be_late(self) -> None:
+        """The deadline of every load passes."""
+        self.world.clock.now += DEADLINE_S + 1
+        self.cache.poll()
+        assert all(request.lease.ready for request in self.world.requests)
+        self._settle()
+
+    @precondition(lambda self: self.world.host.num_open < self.world.host.num_slots)
+    @rule()
+    def open_more(self) -> None:
+        self.world.open_more()
+
+    @rule(tier=st.sampled_from([DEVICE, DEVICE, HOST]))
+    def clear(self, tier: str) -> None:
+        self.cache.poll()
+        self.cache.clear(tier)
+        self._settle()
+
+    # -- after every step --------------------------------------------------------------------------
+
+    @invariant()
+    def bytes_are_right_and_everything_adds_up(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    @rule(tokens=prompts, namespace=namespaces)
+    def match(self, tokens: list[int], namespace: bytes) -> None:
+        """Never longer than what was committed, nor shorter unless something was evicted."""
+        labels = token_labels(tokens, BLOCK_SIZE)
+        num_blocks = self.cache.match(namespace, labels).num_blocks
+        known = [n for n in range(len(labels) + 1) if (namespace, *labels[:n]) in self.committed]
+        longest = max(known, default=0)
+        assert num_blocks <= longest, "a block that nobody committed"
+        evicted = sum(
+            count(self.cache.metrics, "kvtier_evicted_blocks_total", tier=tier)
+            for tier in self.world.tiers
+        )
+        may_be_shorter = evicted or self.has_lost
+        assert may_be_shorter or num_blocks == longest, "a block is lost that nobody evicted"
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.close()
+
+
+class StorageMachine(CacheMachine):
+    """A small storage tier below, which may hang, lose blocks, and be found again."""
+
+    disk_blocks = 10
+
+    @rule()
+    def hold(self) -> None:
+        super().hold()
+        self.world.storage.open_reads.clear()
+        self.world.storage.open_writes.clear()
+
+    @rule()
+    def let_go(self) -> None:
+        self.world.open_storage()
+        super().let_go()
+
+    @precondition(lambda self: self.world.shelf.blocks)
+    @rule(data=st.data())
+    def spoil(self, data: st.DataObject) -> None:
+        """A block can't be read from now on."""
+        number = data.draw(st.integers(0, len(self.world.shelf.blocks) - 1), label="block")
+        self.world.storage.spoiled.add(list(self.world.shelf.blocks)[number])
+        self.has_lost = True
+
+    @precondition(lambda self: self.world.shelf.blocks)
+    @rule(data=st.data())
+    def refuse(self, data: st.DataObject) -> None:
+        """A block can't be written from now on."""
+        number = data.draw(st.integers(0, len(self.world.shelf.blocks) - 1), label="block")
+        self.world.storage.refused.add(list(self.world.shelf.blocks)[number])
+
+    @rule(disk_blocks=st.sampled_from([10, 10, 4]), opens_in_steps=st.booleans())
+    def restart(self, disk_blocks: int, opens_in_steps: bool) -> None:
+        """A new cache finds what the last one has stored."""
+        self.let_go()
+        shelf = self.world.shelf
+        self.world.end()
+        self.world = self.make_world(
+            self.policy,
+            host_blocks=20,
+            disk_blocks=disk_blocks,
+            shelf=shelf,
+            layout="layer_first",
+            opens_in_steps=opens_in_steps,
+        )
+        self.cache, self.device = self.world.cache, self.world.device
+        self.has_lost = True
+
+    @precondition(lambda self: len(self.world.prefetches) < 3)
+    @rule(tokens=prompts, namespace=namespaces, hold=st.booleans())
+    def prefetch(self, tokens: list[int], namespace: bytes, hold: bool) -> None:
+        if hold:
+            self.hold()
+        prefetch = self.world.prefetch(tokens, namespace)
+        assert prefetch is not None or len(self.world.prefetches) > 0, "refused, though none holds"
+        self._settle()
+
+    @precondition(lambda self: self.world.prefetches)
+    @rule(data=st.data())
+    def end_prefetch(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, len(self.world.prefetches) - 1), label="prefetch")
+        self.world.end_prefetch(self.world.prefetches[number])
+        self._settle()
+
+    @rule()
+    def clear_storage(self) -> None:
+        self.cache.poll()
+        self.cache.clear(DISK)
+        self._settle()
+
+
+class SelectiveMachine(CacheMachine):
+    policy = WritePolicy.WRITE_THROUGH_SELECTIVE
+
+
+class WriteBackMachine(CacheMachine):
+    policy = WritePolicy.WRITE_BACK
+
+
+STEPS = settings(stateful_step_count=60, max_examples=2 * settings.default.max_examples)
+
+
+def test_cache_that_writes_through() -> None:
+    run_state_machine_as_test(CacheMachine, settings=STEPS)
+
+
+def test_cache_over_storage() -> None:
+    run_state_machine_as_test(StorageMachine, settings=STEPS)
+
+
+def test_cache_that_writes_through_selectively() -> None:
+    run_state_machine_as_test(SelectiveMachine, settings=STEPS)
+
+
+def test_cache_that_writes_back() -> None:
+    run_state_machine_as_test(WriteBackMachine, settings=STEPS)

@@ -1,0 +1,394 @@
+"""A storage tier below the host tier: what it kept comes back, and what it lost is recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvtier.core.keys import token_labels
+from kvtier.core.types import DEVICE, DISK, HOST, BlockKey, WritePolicy
+from kvtier.devices import Direction
+from kvtier.testing import StoredBlocks
+from kvtier.tiers import StorageFacts
+
+from .world import BLOCK_SIZE, NS, A, B, C, Request, World, count, until
+
+MakeWorld = Callable[..., World]
+LONG = [*A, 9]
+"""Four blocks that can be reused, and a token left to compute."""
+
+
+@pytest.fixture
+def restarted(make_world: MakeWorld) -> World:
+    """A world whose storage has A from an earlier one."""
+    shelf = StoredBlocks()
+    make_world(disk_blocks=30, shelf=shelf).serve(LONG)
+    assert len(shelf.blocks) == 4
+    return make_world(disk_blocks=30, shelf=shelf.copy())
+
+
+def keys(world: World, tokens: list[int]) -> list[BlockKey]:
+    """Keys of blocks that the index knows."""
+    match = world.cache.match(NS, token_labels(tokens, BLOCK_SIZE))
+    return [world.cache._index.key(block) for block in match.blocks]
+
+
+def hits(request: Request) -> dict[str, int]:
+    return request.lease.record.hit_blocks
+
+
+def test_every_block_goes_down_the_ladder(make_world: MakeWorld) -> None:
+    world = make_world(disk_blocks=30)
+    world.serve(LONG)
+    assert [world.held(tier) for tier in (DEVICE, HOST, DISK)] == [4, 4, 4]
+    world.lose_the_device()
+    world.cache.clear(HOST)
+    assert world.matched(LONG) == [DISK] * 4
+
+
+def test_blocks_come_back_after_a_restart(restarted: World) -> None:
+    assert restarted.matched(LONG) == [], "nothing is in the index before somebody asks"
+    request = restarted.start(LONG)
+    assert request.lease.num_shared == 4
+    assert hits(request) == {DISK: 4}
+    restarted.finish(request)
+    assert restarted.storage.num_written == 0, "what storage has is not written again"
+    assert restarted.matched(LONG) == [DEVICE] * 4
+
+
+def test_a_longer_prompt_continues_what_came_back(restarted: World) -> None:
+    request = restarted.start([*A, 7, 7, 7, 7, 9])
+    assert hits(request) == {DISK: 4}
+    restarted.finish(request)
+    assert restarted.storage.num_written == 2
+
+
+def test_what_was_found_behind_a_gap_is_known_as_well(make_world: MakeWorld) -> None:
+    """Or it would keep its room in storage, and nobody would ever give it back."""
+    shelf = StoredBlocks()
+    make_world(disk_blocks=30, shelf=shelf).serve(LONG)
+    del shelf.blocks[list(shelf.blocks)[1]]
+    world = make_world(disk_blocks=30, shelf=shelf)
+    world.finish(world.start(LONG))
+    assert world.storage.num_used == world.held(DISK) == 4
+    assert world.storage.num_written == 1
+    world.check()
+
+
+def test_other_namespaces_find_nothing(restarted: World) -> None:
+    assert restarted.start(LONG).lease.num_shared == 4
+    assert restarted.ask(LONG, namespace=b"tenant").lease.num_shared == 0
+
+
+def test_a_block_that_storage_lost_is_recomputed(restarted: World) -> None:
+    restarted.storage.open_reads.clear()
+    first = restarted.ask(LONG)
+    lost = keys(restarted, LONG)[2]
+    restarted.storage.spoiled.add(lost)
+    restarted.storage.open_reads.set()
+    assert restarted.cache.drain()
+    assert first.lease.broken
+    restarted.release(first)
+    restarted.check()
+    assert restarted.matched(LONG) == [DEVICE, DEVICE], "what arrived before it is kept"
+    restarted.storage.spoiled.clear()
+    again = restarted.start(LONG)
+    assert again.lease.num_shared == 2
+    restarted.finish(again)
+    assert restarted.matched(LONG) == [DEVICE] * 4
+    assert restarted.held(DISK) == 4
+
+
+def test_two_requests_share_a_read(restarted: World) -> None:
+    restarted.storage.open_reads.clear()
+    first, second = restarted.ask(LONG), restarted.ask([*A, 5])
+    restarted.storage.open_reads.set()
+    assert restarted.cache.drain()
+    assert first.lease.num_shared == second.lease.num_shared == 4
+    assert first.lease.slots[:4] == second.lease.slots[:4]
+    restarted.check()
+
+
+def test_pieces_are_copied_on_while_the_next_is_read(restarted: World) -> None:
+    """Two blocks a piece: two reads, and each is followed by its own copy to the device."""
+    restarted.device.hold(Direction.LOAD)
+    request = restarted.ask(LONG)
+    reads = [each for each in restarted.cache._ladder._transfers.transfers if each.src == DISK]
+    assert [len(each.blocks) for each in reads] == [2, 2]
+    assert reads[0].job.wait(60)
+    restarted.cache.poll()
+    copies = [each for each in restarted.cache._ladder._transfers.transfers if each.src == HOST]
+    assert copies[0].job is not None
+    assert not request.lease.ready
+    restarted.device.let_go()
+    assert restarted.cache.drain()
+    restarted.check_request(request)
+
+
+def test_a_load_that_comes_too_late_is_given_up(restarted: World) -> None:
+    restarted.storage.open_reads.clear()
+    request = restarted.ask(LONG)
+    restarted.clock.now += 1000
+    restarted.cache.poll()
+    assert request.lease.ready
+    assert request.lease.broken
+    restarted.release(request)
+    again = restarted.ask(LONG, load=False)
+    assert again.lease.num_shared == 0
+    restarted.storage.open_reads.set()
+    assert restarted.cache.drain()
+    restarted.finish(again)
+
+
+def test_a_disk_that_hangs_is_not_waited_for(restarted: World) -> None:
+    """Once a read hangs for longer than the prefill takes, recomputing is the better plan."""
+    restarted.cache.observe_prefill(0, 1000, 1e-9)
+    restarted.storage.open_reads.clear()
+    first = restarted.ask(LONG)
+    second = restarted.ask([*A, 8])
+    assert first.lease.num_shared == 4, "the first read of all is a measurement"
+    assert second.lease.num_shared == 0
+    restarted.storage.open_reads.set()
+    assert restarted.cache.drain()
+
+
+def test_what_was_not_worth_waiting_for_is_read_meanwhile(restarted: World) -> None:
+    """Recomputing is cheaper: nobody waits, but a piece is in host memory for the next one."""
+    restarted.cache.observe_prefill(0, 1000, 1e-9)
+    restarted.cache._ladder.costs.observe_copy((DISK, HOST), 1, 1.0)
+    request = restarted.ask(LONG)
+    assert request.lease.num_shared == 0
+    assert request.lease.ready
+    assert restarted.cache.drain()
+    assert restarted.matched(LONG) == [HOST, HOST, DISK, DISK]
+    restarted.finish(request)
+
+
+def test_unclaimed_blocks_make_room_for_new_ones(make_world: MakeWorld) -> None:
+    first, shelf = make_world(disk_blocks=10), StoredBlocks()
+    for prompt in (A, B):
+        first.serve([*prompt, 9])
+    shelf.blocks.update(first.shelf.blocks)
+    world = make_world(disk_blocks=10, shelf=shelf)
+    assert world.storage.num_unfound == 8
+    world.serve([*C, 9])
+    assert world.storage.num_unfound == 6, "two were free, two had to go"
+    assert world.held(DISK) == 4
+    assert len(shelf.blocks) == 10
+
+
+def test_storage_is_a_hard_bound(make_world: MakeWorld) -> None:
+    world = make_world(disk_blocks=6)
+    for prompt in (A, B, C, A):
+        world.serve([*prompt, 9])
+        assert world.held(DISK) <= 6
+    assert len(world.shelf.blocks) <= 6
+
+
+def test_only_what_host_memory_has_room_for_is_loaded(make_world: MakeWorld) -> None:
+    shelf = StoredBlocks()
+    earlier = make_world(disk_blocks=30, shelf=shelf)
+    for prompt in (A, B):
+        earlier.serve([*prompt, 9])
+    world = make_world(disk_blocks=30, shelf=shelf, host_blocks=5)
+    world.storage.open_reads.clear()
+    first, second = world.ask(LONG), world.ask([*B, 9])
+    assert [each.lease.num_shared for each in (first, second)] == [4, 1]
+    world.storage.open_reads.set()
+    assert world.cache.drain()
+    world.finish(first)
+    world.finish(second)
+    world.finish(world.start([*B, 9]))
+
+
+def test_a_load_that_finds_no_room_after_all_is_given_up(restarted: World) -> None:
+    """Room is an upper bound: what is held in host memory may have to stay."""
+    request = restarted.ask(LONG, load=False)
+    room: Any = restarted.cache._tiers[HOST]
+    taken = room.allocate(room.num_free)
+    blocks = restarted.cache.match(NS, request.labels).blocks
+    for leg, _ in restarted.cache._ladder._loads.promote(blocks, DISK):
+        request.lease.wait_for(leg)
+    room.free(taken)
+    restarted.cache.poll()
+    assert request.lease.broken
+    restarted.release(request)
+    restarted.check()
+    assert restarted.held(HOST) == 0
+
+
+def test_a_block_is_written_at_its_nth_use(make_world: MakeWorld) -> None:
+    world = make_world(disk_blocks=30, archive_after_uses=2)
+    world.serve(LONG)
+    assert world.held(DISK) == 0
+    world.serve(LONG)
+    assert world.held(DISK) == 4
+
+
+def test_a_write_that_fails_is_tried_again_with_the_next_use(make_world: MakeWorld) -> None:
+    world = make_world(disk_blocks=30)
+    world.serve(LONG)
+    refused = set(world.shelf.blocks)
+    other = make_world(disk_blocks=30)
+    other.storage.refused = refused
+    other.serve(LONG)
+    assert other.held(DISK) == 0
+    other.storage.refused = set()
+    other.serve(LONG)
+    assert other.held(DISK) == 4
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_write_that_fails_takes_nothing_from_others(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    """A failed write may leave a part, which stays: every copy is the right one."""
+    shelf, facts = (
+        StoredBlocks(),
+        StorageFacts(evicts=True, finds_at_once=True, is_shared=is_shared),
+    )
+    world = make_world(disk_blocks=30, shelf=shelf, storage_facts=facts)
+    dropped: list[BlockKey] = []
+    drop = world.storage.drop
+
+    def noted(keys: list[BlockKey], for_good: bool = False) -> None:
+        dropped.extend(keys)
+        drop(keys, for_good)
+
+    monkeypatch.setattr(world.storage, "drop", noted)
+    make_world(disk_blocks=30, shelf=shelf).serve(LONG)
+    put_by_another = dict(shelf.blocks)
+    world.storage.unreachable = True
+    world.serve(LONG)
+    mover: Any = world.cache._ladder._mover
+    until(world, lambda: all(gate.lane.is_idle for gate in mover._gates.values()))
+    assert len(dropped) == (0 if is_shared else 4)
+    assert len(shelf.blocks) == (4 if is_shared else 0)
+    shelf.blocks.update(put_by_another)
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_every_write_policy_reaches_storage(make_world: MakeWorld, policy: WritePolicy) -> None:
+    world = make_world(policy, disk_blocks=40, device_blocks=10)
+    for prompt in (A, A, B, B, C, C, A, B):
+        world.serve([*prompt, 9])
+    assert world.held(DISK) >= 4
+
+
+def test_storage_that_hangs_is_left_open_at_the_end(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is inside still uses its files and memory."""
+    monkeypatch.setattr("kvtier.cache.ladder.transfers.CLOSE_WAIT_S", 0.01)
+    world = World(disk_blocks=30)
+    world.storage.open_writes.clear()
+    request = world.start(LONG)
+    world.compute(request, 4)
+    world.cache.commit(request.lease, 4)
+    world.release(request)
+    world.wait()
+    world.cache.poll()
+    world.cache.close()
+    assert not world.storage.closed
+    world.storage.open_writes.set()
+    other = make_world(disk_blocks=30)
+    other.end()
+    assert other.storage.closed
+
+
+def scrubbed(world: World) -> None:
+    """Notice the scrub that ``poll`` has begun, if it has."""
+    mover: Any = world.cache._ladder._mover
+    for job in mover._scrubs.values():
+        assert job.wait(60)
+    world.cache.poll()
+
+
+def test_idle_storage_is_scrubbed_now_and_then(restarted: World) -> None:
+    restarted.cache.poll()
+    scrubbed(restarted)
+    assert len(restarted.storage.scrubs) == 1
+    restarted.cache.poll()
+    assert len(restarted.storage.scrubs) == 1, "not again at once"
+    restarted.clock.now += 10
+    restarted.cache.poll()
+    scrubbed(restarted)
+    assert len(restarted.storage.scrubs) == 2
+    assert count(restarted.cache.metrics, "kvtier_scrubbed_bytes_total", tier=DISK) > 0
+
+
+def test_storage_in_use_is_not_scrubbed(restarted: World) -> None:
+    restarted.storage.open_reads.clear()
+    request = restarted.ask(LONG)
+    for _ in range(3):
+        restarted.clock.now += 10
+        restarted.cache.poll()
+    assert restarted.storage.scrubs == []
+    restarted.storage.open_reads.set()
+    assert restarted.cache.drain()
+    restarted.finish(request)
+
+
+def test_the_first_scrub_tells_the_planner_what_a_read_costs(restarted: World) -> None:
+    ladder = restarted.cache._ladder
+    assert (DISK, HOST) not in ladder.cost_snapshot().seconds_per_byte
+    restarted.cache.poll()
+    scrubbed(restarted)
+    assert (DISK, HOST) in ladder.cost_snapshot().seconds_per_byte
+
+
+def test_damage_that_a_scrub_finds_is_counted(restarted: World) -> None:
+    restarted.storage.spoiled.update(restarted.shelf.blocks)
+    restarted.cache.poll()
+    scrubbed(restarted)
+    assert count(restarted.cache.metrics, "kvtier_damaged_blocks_total", tier=DISK) == 4
+
+
+def test_a_slow_disk_leaves_host_memory_to_others(make_world: MakeWorld) -> None:
+    """Writes that the disk does not take wait without holding anything: promotions find room."""
+    shelf = StoredBlocks()
+    make_world(disk_blocks=90, shelf=shelf).serve(LONG)
+    world = make_world(disk_blocks=90, shelf=shelf, host_blocks=12)
+    world.storage.open_writes.clear()
+    for number in range(20, 26):
+        serve_while_writes_hang(world, [number] * 8)
+    assert world.cache._ladder.num_available(HOST) >= 9, "a quarter is on its way at most"
+    request = serve_while_writes_hang(world, LONG)
+    assert hits(request) == {DISK: 4}
+    assert not request.lease.broken
+    unwritten = count(world.cache.metrics, "kvtier_unwritten_blocks_total", tier=DISK)
+    assert unwritten > 0, "what left memory before its turn is counted"
+    world.storage.open_writes.set()
+
+
+def serve_while_writes_hang(world: World, tokens: list[int]) -> Request:
+    """A request from start to end, whose blocks get as far as host memory."""
+    request = world.ask(tokens)
+    until(world, lambda: request.lease.ready)
+    world.check_request(request)
+    world.compute(request, len(request.labels))
+    world.cache.commit(request.lease, len(request.labels))
+    world.release(request)
+    transfers = world.cache._ladder._transfers.transfers
+    until(world, lambda: all(each.dst == DISK for each in transfers))
+    return request
+
+
+def test_storage_that_fails_is_left_alone_and_tried_again(restarted: World) -> None:
+    restarted.storage.unreachable = True
+    outcomes = []
+    for _ in range(4):
+        request = restarted.start(LONG)
+        outcomes.append((request.lease.broken, request.lease.num_shared))
+        restarted.release(request)
+        num_reads = len(restarted.storage.reads)
+    assert outcomes[0][0], "the first one finds out"
+    assert outcomes[-1] == (False, 0), "nothing is planned that would be refused"
+    assert num_reads == 3, "and the storage is not asked"
+    restarted.storage.unreachable = False
+    restarted.clock.now += 100
+    request = restarted.start(LONG)
+    assert hits(request) == {DISK: 4}
+    restarted.finish(request)

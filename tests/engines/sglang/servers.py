@@ -1,0 +1,230 @@
+"""Real SGLang servers on the CPU, and what is asked of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+import kvtier
+from tests.kit.servers import free_port
+
+MODEL = Path(kvtier.__file__).parent / "serve/engine/builtin/kvtier-tiny"
+STAND_INS = Path(__file__).parent / "stand_ins"
+REPOSITORY = Path(__file__).parents[3]
+PAGE = int(os.environ.get("KVTIER_TEST_PAGE", "64"))
+"""Tokens. SGLang 0.5.17 and older have no allocator of longer pages on a CPU."""
+START_S = 600
+ANSWER_S = 120
+DEVICE = os.environ.get("KVTIER_TEST_DEVICE", "cpu")
+"""Device, by SGLang's name."""
+ON_CPU = (
+    *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none", "--mem-fraction-static", "0.3"),
+    *("--disable-overlap-schedule", "--disable-cuda-graph"),
+)
+OPTIONS = (
+    *("--device", DEVICE, "--dtype", "float32", "--host", "127.0.0.1"),
+    *("--page-size", str(PAGE), "--max-total-tokens", "8192"),
+    *("--enable-cache-report", "--skip-server-warmup"),
+    *(ON_CPU if DEVICE == "cpu" else ()),
+)
+HIERARCHICAL = ("--enable-hierarchical-cache", "--hicache-ratio", "1.5")
+
+
+def storage(
+    folder: Path | None, capacity: str = "256MiB", waits: str = "wait_complete", **settings: object
+) -> tuple[str, ...]:
+    """As ``kvtier sglang-args`` prints it, and how SGLang waits for reads.
+
+    folder: None without a disk.
+    """
+    extra = {
+        "backend_name": "kvtier",
+        "module_path": "kvtier.connectors.sglang.entry",
+        "class_name": "KvtierStorage",
+        "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
+        "prefetch_threshold": PAGE,
+        "load_policy": "always",
+        **settings,
+    }
+    if folder is not None:
+        extra |= {"disk_path": str(folder), "disk_capacity": capacity}
+    name = "--hicache-storage-backend"
+    return (
+        *HIERARCHICAL,
+        *(name, "dynamic", f"{name}-extra-config", json.dumps(extra)),
+        *("--hicache-storage-prefetch-policy", waits),
+    )
+
+
+def linker(folder: Path | None, capacity: str = "256MiB", **settings: object) -> tuple[str, ...]:
+    """The same in the place of SGLang's host memory.
+
+    folder: None for host memory alone. capacity: of each tier.
+    """
+    extra: dict[str, object] = {"host_capacity": capacity, "load_policy": "always"}
+    if folder is not None:
+        extra |= {"disk_path": str(folder), "disk_capacity": capacity}
+    config = {
+        "linker": "KvtierLinker",
+        "linker_module_path": "kvtier.connectors.sglang.entry",
+        "linker_extra_config": extra | settings,
+    }
+    name = "--unified-cache-external-linker"
+    return (
+        "--enable-unified-cache-external-linker",
+        *(f"{name}-backend", "dynamic", f"{name}-config", json.dumps(config)),
+    )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """tokens: generated.
+
+    logprobs: of these, and of the likeliest ones in each step. num_cached: tokens of the prompt
+    that were not computed; num_stored: of these, from storage.
+    """
+
+    tokens: list[int]
+    logprobs: list[Any]
+    num_cached: int
+    num_stored: int
+
+
+class Server:
+    """One that answers. log: what it has written."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process = process
+        self.log = log
+        self._url = f"http://127.0.0.1:{port}"
+
+    def ask(self, prompt: Sequence[int], num_tokens: int = 8) -> Answer:
+        sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+        body: Any = {
+            "input_ids": list(prompt),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "top_logprobs_num": 5,
+        }
+        answer = requests.post(f"{self._url}/generate", json=body, timeout=ANSWER_S)
+        answer.raise_for_status()
+        found = answer.json()
+        about = found["meta_info"]
+        details = about.get("cached_tokens_details") or {}
+        return Answer(
+            found["output_ids"],
+            [about["output_token_logprobs"], about["output_top_logprobs"]],
+            about["cached_tokens"],
+            details.get("storage", 0),
+        )
+
+    def flush(self) -> None:
+        """Empty device and host memory; storage stays."""
+        url = f"{self._url}/flush_cache"
+        requests.post(url, params={"timeout": 30}, timeout=ANSWER_S).raise_for_status()
+
+    def update_weights(self, model: Path, flush_cache: bool = True) -> None:
+        """Replace the weights in place by those of a folder."""
+        body: dict[str, str | bool] = {"model_path": str(model), "flush_cache": flush_cache}
+        url = f"{self._url}/update_weights_from_disk"
+        answer = requests.post(url, json=body, timeout=ANSWER_S)
+        assert answer.json()["success"], answer.text
+
+    def wait(self) -> None:
+        """Until it answers."""
+        end = time.monotonic() + START_S
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                if requests.get(f"{self._url}/health", timeout=ANSWER_S).ok:
+                    return
+            except requests.ConnectionError:
+                pass
+            time.sleep(0.3)
+        pytest.fail(f"the server does not answer:\n{self.text[-6000:]}")
+
+    def settle(self, folder: Path, num_pages: int, patience_s: float = 60) -> None:
+        """Until its slabs have acknowledged so many pages, told by the journals' sizes."""
+        end = time.monotonic() + patience_s
+        while time.monotonic() < end:
+            if sum(each.stat().st_size for each in folder.rglob("journal")) >= 64 * num_pages:
+                return
+            time.sleep(0.1)
+        pytest.fail(f"{num_pages} pages were not stored:\n{self.text[-6000:]}")
+
+    def kill(self) -> None:
+        """All of its processes, at once."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(60)
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+@contextmanager
+def server(
+    log: Path,
+    *options: str,
+    model: Path = MODEL,
+    cores: str = "0",
+    python: str = sys.executable,
+    **environment: str,
+) -> Iterator[Server]:
+    """A server in processes of its own, which end with it.
+
+    cores: to compute on, of each rank. python: its interpreter.
+    """
+    port = free_port()
+    command = [python, "-m", "sglang.launch_server", "--model-path", str(model)]
+    given = {"HF_HUB_OFFLINE": "1", **environment}
+    if DEVICE == "cpu":
+        given |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_CPU_OMP_THREADS_BIND": cores,
+            "PYTHONPATH": os.pathsep.join([str(STAND_INS), str(REPOSITORY), *_path()]),
+        }
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), *OPTIONS, *options],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **given},
+            start_new_session=True,
+        )
+        made = Server(process, port, log)
+        try:
+            made.wait()
+            yield made
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            with suppress(ProcessLookupError):  # whoever is left of its processes
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(60)
+
+
+def _path() -> list[str]:
+    """Return the folders in which this process finds packages, beside its own."""
+    return [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+
+
+def prompt(seed: int, num_tokens: int) -> list[int]:
+    """Tokens that no other seed begins with."""
+    rng = random.Random(seed)
+    return [rng.randrange(10, 4000) for _ in range(num_tokens)]

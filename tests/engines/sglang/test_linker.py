@@ -1,0 +1,194 @@
+"""The linker below SGLang's own tree: what it gives back is what the device had, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang")
+
+import torch
+
+from kvtier.connectors.sglang.shared.contract import LINKER
+from kvtier.core.errors import ConfigError
+from kvtier.devices import Direction
+from kvtier.devices.cpu import CpuDevice
+from kvtier.testing import FaultyDevice
+from tests.engines.sglang.trees import FULL, MAMBA, PAGE, SLIDING, WINDOW, Tree, wait_for
+
+FULL_PAGE_BYTES = 2 * FULL.num_layers * PAGE * FULL.head_num * FULL.head_dim * 2
+KINDS = {"full": FULL, "sliding": SLIDING}
+
+Grows = Callable[..., Tree]
+
+
+@pytest.fixture
+def grows() -> Iterator[Grows]:
+    """Makes trees that are closed in the end."""
+    made: list[Tree] = []
+
+    def make(kind: str, folder: Path | None = None, **extra: Any) -> Tree:
+        made.append(Tree(KINDS[kind], folder, **extra))
+        made[-1].fill(0)
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def prompt(seed: int, num_pages: int) -> list[int]:
+    return [seed * 1000 + at for at in range(num_pages * PAGE)]
+
+
+def same(found: list[torch.Tensor], wanted: list[torch.Tensor], window: bool = False) -> bool:
+    """window: buffers that keep a window have only the last tokens of those wanted."""
+    pairs = zip(found, wanted, strict=True)
+    return all(torch.equal(each, other[-len(each) :] if window else other) for each, other in pairs)
+
+
+def check_back(tree: Tree, rid: str, tokens: list[int], wanted: list[torch.Tensor]) -> None:
+    """All of a prompt comes back from host memory, as it was."""
+    req, found = tree.find(rid, tokens)
+    assert found == len(tokens)
+    slots = tree.load(req)
+    assert slots is not None
+    assert same(tree.content(slots, WINDOW), wanted, window=True)
+
+
+def test_installed_sglang_differs_in_nothing() -> None:
+    assert LINKER.differences() == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_come_back_from_host_memory(grows: Grows, kind: str) -> None:
+    tree = grows(kind)
+    kept = {seed: tree.compute(prompt(seed, 5)) for seed in (1, 2, 3)}
+    tree.settle()
+    tree.flush()
+    for seed, wanted in kept.items():
+        check_back(tree, f"r{seed}", prompt(seed, 5), wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_come_back_from_disk_in_another_process(
+    grows: Grows, tmp_path: Path, kind: str
+) -> None:
+    first = grows(kind, folder=tmp_path)
+    wanted = first.compute(prompt(1, 6))
+    first.settle()
+    first.close()
+    second = grows(kind, folder=tmp_path)
+    second.fill(1)
+    _, found = second.find("r", prompt(1, 6))
+    assert found == 0  # told of is what is in host memory
+    req = wait_for(second, "r", prompt(1, 6), 6 * PAGE)
+    slots = second.load(req)
+    assert slots is not None
+    assert same(second.content(slots, WINDOW), wanted, window=True)
+
+
+def test_what_was_told_of_stays_until_it_is_loaded(grows: Grows) -> None:
+    tree = grows("full", host_capacity=16 * FULL_PAGE_BYTES)
+    wanted = tree.compute(prompt(1, 6))
+    tree.settle()
+    tree.flush()
+    req, found = tree.find("r", prompt(1, 6))
+    assert found == 6 * PAGE
+    for seed in range(2, 6):  # far more than there is room for
+        tree.compute(prompt(seed, 8))
+        tree.settle()
+    slots = tree.load(req)
+    assert slots is not None
+    assert same(tree.content(slots), wanted)
+
+
+def test_load_that_is_cancelled_holds_nothing(grows: Grows) -> None:
+    tree = grows("full", host_capacity=8 * FULL_PAGE_BYTES)
+    tree.compute(prompt(1, 6))
+    tree.settle()
+    tree.flush()
+    req, _ = tree.find("r", prompt(1, 6))
+    tree.cache.linker.load_back(req)
+    tree.cache.linker.release_request("r")
+    assert tree.cache.ready_to_load_host_cache() == -1
+    kept = tree.compute(prompt(2, 8))  # all of host memory: the first prompt has to leave
+    tree.settle()
+    tree.flush()
+    check_back(tree, "s", prompt(2, 8), kept)
+
+
+def test_copy_that_fails_is_told_of_and_another_one_succeeds(grows: Grows) -> None:
+    tree = grows("full")
+    wanted = tree.compute(prompt(1, 4))
+    tree.settle()
+    tree.flush()
+    device = FaultyDevice(CpuDevice())
+    tree.linker._engine._device = device  # what copies from now on
+    device.fail(Direction.LOAD, 1)
+    req, _ = tree.find("r", prompt(1, 4))
+    assert tree.load(req) is None
+    check_back(tree, "s", prompt(1, 4), wanted)
+
+
+def test_new_weights_leave_no_pages_behind(grows: Grows, tmp_path: Path) -> None:
+    tree = grows("full", folder=tmp_path)
+    tree.compute(prompt(1, 4))
+    tree.settle()
+    tree.linker.before_new_weights()
+    tree.linker.after_new_weights()
+    tree.flush()
+    assert tree.find("r", prompt(1, 4))[1] == 0
+    wanted = tree.compute(prompt(2, 4))  # and the new ones' are kept
+    tree.settle()
+    tree.flush()
+    check_back(tree, "s", prompt(2, 4), wanted)
+
+
+def test_new_weights_in_the_middle_of_a_store_keep_nothing_of_it(grows: Grows) -> None:
+    """SGLang need not empty its own cache then: it is told of the end, of each store its own."""
+    tree = grows("full")
+    tree.compute(prompt(1, 4))
+    assert len(tree.cache.linker.pending_offloads) == 1
+    tree.linker.before_new_weights()
+    tree.linker.after_new_weights()
+    wanted = tree.compute(prompt(2, 4))
+    tree.settle()  # both are told of
+    tree.flush()
+    assert tree.find("r", prompt(1, 4))[1] == 0
+    check_back(tree, "s", prompt(2, 4), wanted)
+
+
+def test_load_that_is_asked_for_twice_holds_once(grows: Grows) -> None:
+    tree = grows("full", host_capacity=8 * FULL_PAGE_BYTES)
+    tree.compute(prompt(1, 6))
+    tree.settle()
+    tree.flush()
+    for _ in range(2):
+        req, _ = tree.find("r", prompt(1, 6))
+        tree.cache.linker.load_back(req)
+    tree.cache.linker.release_request("r")
+    kept = tree.compute(prompt(2, 8))  # all of host memory
+    tree.settle()
+    tree.flush()
+    check_back(tree, "s", prompt(2, 8), kept)
+
+
+def test_other_engines_find_nothing(grows: Grows, tmp_path: Path) -> None:
+    first = grows("full", folder=tmp_path)
+    first.compute(prompt(1, 4))
+    first.settle()
+    first.close()
+    second = grows("full", folder=tmp_path, namespace="other weights")
+    for _ in range(3):
+        assert second.find("r", prompt(1, 4))[1] == 0
+        second.settle()
+
+
+def test_pools_that_sglang_does_not_resolve_are_refused_with_one_sentence(grows: Grows) -> None:
+    with pytest.raises(ConfigError, match="does not say where its pages are") as caught:
+        Tree(MAMBA)
+    assert "\n" not in str(caught.value)

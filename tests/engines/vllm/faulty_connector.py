@@ -1,0 +1,59 @@
+"""kvtier's own connector, whose copies fail or are slow in a rank of a real vLLM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from kvtier.cache.transfer import CopyJob, TransferEngine
+from kvtier.connectors.vllm.kv_connector.connector import KvtierConnector
+from kvtier.core.errors import DeviceError
+from kvtier.devices import CopyBatch, Direction
+
+
+class FailingLoads(TransferEngine):
+    """Every second copy to the device fails, the first one to begin with."""
+
+    num = 0
+
+    def submit(self, steps: Any, direction: Direction) -> CopyJob:
+        batches: list[CopyBatch] = list(steps)
+        self.num += direction is Direction.LOAD
+        if direction is Direction.STORE or self.num % 2 == 0:
+            return super().submit(batches, direction)
+        job = CopyJob(0, 1)
+        job.finish(DeviceError("a copy failed, as was planned"))
+        return job
+
+
+class SlowStores(TransferEngine):
+    """A copy from the device takes longer than several steps."""
+
+    def _copy(self, job: Any, steps: Any, direction: Direction, *more: Any) -> Iterable[int]:
+        if direction is Direction.STORE:
+            time.sleep(0.5)
+        return super()._copy(job, steps, direction, *more)
+
+
+class FaultyConnector(KvtierConnector):
+    """``"kv_connector": "FaultyConnector"`` with the module path of this file."""
+
+    copies: ClassVar[type[TransferEngine]] = FailingLoads
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        super().register_kv_caches(kv_caches)
+        worker = self._pages.worker
+        worker._engine.close()
+        worker._engine = self.copies(worker._device)
+        worker._engine.start()
+
+
+# MultiConnector looks up by this name the class that reads the statistics.
+FaultyConnector.__name__ = KvtierConnector.__name__
+
+
+class SlowConnector(FaultyConnector):
+    """``"kv_connector": "SlowConnector"``."""
+
+    copies = SlowStores

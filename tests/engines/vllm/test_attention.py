@@ -1,0 +1,174 @@
+"""A real vLLM with kvtier under it, and other kinds of attention than the built-in model has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    FalconH1Config,
+    Gemma3TextConfig,
+    Lfm2Config,
+    PreTrainedConfig,
+)
+
+from tests.engines.vllm.engines import (
+    BLOCK,
+    connector,
+    count,
+    engine,
+    moved_from_disk,
+    one_by_one,
+    own_connector,
+    prompt,
+    with_disk,
+)
+
+SIZES: Any = {
+    "vocab_size": 4096,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
+CONVOLUTION: Any = {"conv_dim": 128, "block_dim": 128}
+KINDS = {
+    "latent": DeepseekV3Config(
+        **SIZES,
+        num_hidden_layers=2,
+        num_key_value_heads=4,
+        kv_lora_rank=512,
+        q_lora_rank=64,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        first_k_dense_replace=2,
+    ),
+    "sliding window": Gemma3TextConfig(
+        **SIZES,
+        num_hidden_layers=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=2 * BLOCK,
+        query_pre_attn_scalar=32,
+    ),
+    "convolution": Lfm2Config(
+        **SIZES,
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"] * 2,
+        tie_word_embeddings=False,
+        **CONVOLUTION,
+    ),
+    "state space": FalconH1Config(
+        **SIZES,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        mamba_d_ssm=128,
+        mamba_n_heads=4,
+        mamba_d_head=32,
+        mamba_d_state=32,
+    ),
+}
+
+
+LATENT_BYTES = 2 * (512 + 64) * 4
+"""Bytes of a token in two layers."""
+OPTIONS = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 1024}
+"""Blocks may be of 16 tokens."""
+BLOCK_BY_BLOCK = {"max_num_batched_tokens": BLOCK, "max_num_seqs": 16}
+"""vLLM's kernels for the CPU can't give a state from the middle of a step."""
+
+
+def save_random(config: PreTrainedConfig, folder: Path) -> None:
+    """Save a model with random weights.
+
+    They are large enough that a wrong block shows in every log-probability.
+    """
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for each in model.parameters():
+            if each.ndim > 1:
+                each.normal_(std=0.1)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kv_comes_from_host_and_after_a_restart_from_disk(kind: str, tmp_path: Path) -> None:
+    save_random(KINDS[kind], tmp_path / "model")
+    prompts = [prompt(seed, 7 * BLOCK + 50) for seed in range(3)]
+    config = with_disk(tmp_path / "slab", host_capacity="64MiB", disk_capacity="64MiB")
+    options = {**OPTIONS, **(BLOCK_BY_BLOCK if kind == "state space" else {})}
+    with engine(config, tmp_path / "model", **options) as llm:
+        cold = one_by_one(llm, prompts)
+        on_device = one_by_one(llm, prompts)
+        assert all(cached >= 7 * BLOCK for cached, _ in on_device)
+        assert llm.reset_prefix_cache()
+        assert one_by_one(llm, prompts) == on_device
+    assert len({tuple(answer[0]) for _, answer in cold}) == 3, "every prompt is answered alike"
+    with engine(config, tmp_path / "model", **options) as llm:
+        assert one_by_one(llm, prompts) == on_device
+
+
+@pytest.mark.timeout(900)
+def test_kv_of_several_groups_comes_directly_from_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full attention and windows: what each has of a block is in pieces of the same sizes."""
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # vLLM's memory begins at a page
+    save_random(KINDS["sliding window"], tmp_path / "model")
+    prompts = [prompt(seed, 7 * BLOCK + 50) for seed in range(3)]
+    sizes = {"host_capacity": "64MiB", "disk_capacity": "64MiB", "disk_direct": "on"}
+    config = with_disk(tmp_path / "slab", **sizes)
+    with engine(config, tmp_path / "model", **OPTIONS) as llm:
+        one_by_one(llm, prompts)
+        on_device = one_by_one(llm, prompts)
+    with engine(config, tmp_path / "model", **OPTIONS) as llm:
+        before = moved_from_disk()
+        assert one_by_one(llm, prompts) == on_device
+        past_host, through = moved_from_disk(before)
+        assert past_host > 0
+        assert through == 0
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("connects", [connector, own_connector])
+def test_latents_of_two_ranks_are_stored_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connects: Callable[..., dict[str, Any]]
+) -> None:
+    """Both ranks have the same: the first one stores it, in memory that the other one maps."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("two ranks need two cores")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+    save_random(KINDS["latent"], tmp_path / "model")
+    prompts = [prompt(seed, 7 * BLOCK + 50) for seed in range(3)]
+    slab = str(tmp_path / "slab")
+    config = connects(host_capacity="64MiB", disk_path=slab, disk_capacity="64MiB")
+    options = {**OPTIONS, "tensor_parallel_size": 2}
+    before = count("vllm:kv_offload_store_bytes_total")
+    with engine(config, tmp_path / "model", **options) as llm:
+        one_by_one(llm, prompts)
+        on_device = one_by_one(llm, prompts)
+        assert llm.reset_prefix_cache()
+        assert one_by_one(llm, prompts) == on_device
+        (one_rank,) = (tmp_path / "slab").iterdir()
+        assert one_rank.name == "rank0"
+        if connects is connector:
+            stored = count("vllm:kv_offload_store_bytes_total") - before
+            assert stored == sum(cached for cached, _ in on_device) * LATENT_BYTES
+        assert not list(Path("/dev/shm").glob("kvtier-*")), "a name is left"
+    with engine(config, tmp_path / "model", **options) as llm:
+        assert one_by_one(llm, prompts) == on_device

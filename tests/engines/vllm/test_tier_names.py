@@ -1,0 +1,119 @@
+"""kvtier's tier below vLLM's own host tier, in engines whose keys hold names instead of content.
+
+vLLM makes the scheduler's half from its real configuration; no model runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from kvtier.connectors.vllm.standalone.unsupported import engine_of
+from kvtier.core.errors import ConfigError
+from tests.engines.vllm.blip import make_blip
+from tests.engines.vllm.engines import ENVIRONMENT, MODEL, multi
+from tests.engines.vllm.tiering import World, config_of
+
+PAGE = 16
+LORA = {"enable_lora": True, "max_lora_rank": 8}
+COUNTED = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
+
+
+@pytest.fixture(scope="module")
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_blip(tmp_path_factory.mktemp("blip"))
+
+
+def _config(model: Path, **options: Any) -> VllmConfig:
+    """vLLM's own, for these options."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        made = EngineArgs(model=str(model), dtype="float32", block_size=PAGE, **options)
+        config = made.create_engine_config()
+    config.cache_config.kv_cache_layout = "LBHNC"
+    return config
+
+
+def _tiers(folder: Path, **settings: object) -> dict[str, Any]:
+    """Return the value of ``--kv-transfer-config``."""
+    tier = {"type": "kvtier", "disk_path": str(folder), "disk_capacity": "1MiB", **settings}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 1 << 20,
+            "secondary_tiers": [tier],
+        },
+    }
+
+
+def _start(config: VllmConfig, transfer: dict[str, Any]) -> None:
+    """The scheduler's half of vLLM's connector, made and ended."""
+    config.kv_transfer_config = KVTransferConfig(**transfer)
+    attention = FullAttentionSpec(
+        block_size=PAGE, num_kv_heads=1, head_size=32, dtype=torch.float32
+    )
+    cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer.0"], attention)])
+    KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache).shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(LORA, "adapters"), ({"enable_prompt_embeds": True}, "embeddings")],
+)
+def test_names_in_keys_are_refused_without_a_namespace(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    config = _config(MODEL, **options)
+    with pytest.raises(ConfigError, match=message):
+        _start(config, _tiers(tmp_path))
+    _start(config, _tiers(tmp_path, namespace="of Monday's adapters"))
+
+
+def test_media_are_refused_without_a_namespace(vision_model: Path, tmp_path: Path) -> None:
+    config = _config(vision_model)
+    with pytest.raises(ConfigError, match="images, video and audio: .*multi_modal_uuids"):
+        _start(config, _tiers(tmp_path))
+    _start(config, _tiers(tmp_path, namespace="nobody chooses identifiers"))
+
+
+def test_media_that_are_counted_are_refused(vision_model: Path, tmp_path: Path) -> None:
+    """No text makes a counter that starts again a name of content."""
+    config = _config(vision_model, **COUNTED)
+    with pytest.raises(ConfigError, match="vLLM counts images"):
+        _start(config, _tiers(tmp_path, namespace="any"))
+
+
+def test_text_of_a_model_that_could_see_is_served(vision_model: Path, tmp_path: Path) -> None:
+    _start(_config(vision_model, language_model_only=True), _tiers(tmp_path))
+    _start(_config(MODEL), _tiers(tmp_path))
+
+
+def test_tier_inside_another_connector_is_refused_as_well(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="adapters"):
+        _start(_config(MODEL, **LORA), multi(_tiers(tmp_path)))
+
+
+def test_engine_that_nobody_tells_of_is_refused_without_a_namespace(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nobody says whether the engine serves adapters"):
+        World(config_of(tmp_path, 16, 16, namespace=""))
+
+
+def test_engine_is_known_while_its_tiers_are_made_only(tmp_path: Path) -> None:
+    with engine_of(_config(MODEL)):
+        World(config_of(tmp_path, 16, 16, namespace="")).manager.shutdown()
+    with pytest.raises(ConfigError, match="nobody says"):
+        World(config_of(tmp_path, 16, 16, namespace=""))

@@ -1,0 +1,420 @@
+"""A picture of readings, and of too few of them."""
+
+from __future__ import annotations
+
+import io
+import json
+from math import inf
+
+import pytest
+from rich.console import Console
+
+from kvtier.observe.live.history import MOST_AGE_S, History
+from kvtier.observe.live.picture import Picture
+from kvtier.observe.live.scrape import ScrapeResult
+from kvtier.observe.live.terminal import Fitted, draw
+from kvtier.observe.live.wording import TOO_FEW, count, seconds, share, size
+
+from .texts import KVTIER, picture, reading, recorded
+
+ASKED = "kvtier_prompt_blocks_total"
+HITS = 'kvtier_hit_blocks_total{tier="%s"}'
+DISK = {'kvtier_slots{tier="disk"}': 100}
+
+
+def answer(picture: Picture, question: str) -> str:
+    (found,) = (each.text for each in picture.answers if each.question.startswith(question))
+    return found
+
+
+@pytest.mark.parametrize("engine", ["kvtier", "vllm", "sglang"])
+def test_each_engine_gives_a_whole_picture(engine: str) -> None:
+    history = History()
+    for turn in (1, 2):
+        history.add(recorded(engine, turn, 10.0 * turn))
+    seen = history.picture()
+    assert (seen.has_cache, seen.has_restarted, seen.window_s) == (True, False, 10.0)
+    assert {tier.name for tier in seen.tiers} >= {"device", "host", "disk"}
+    assert all(tier.fill is None or 0 <= tier.fill <= 1 for tier in seen.tiers)
+    assert ("disk", "host") in {(flow.src, flow.dst) for flow in seen.flows}
+    assert seen.hit_share.ever is not None
+    assert 0 < seen.hit_share.ever < 1
+    assert seen.saved.tokens
+    assert seen.loaded
+    assert seen.requests.running is not None
+    assert "host" in {guess.what for guess in seen.guesses}
+    assert seen.answers[0].question == "Is it worth its memory?"
+    assert json.loads(json.dumps(seen.as_json(), allow_nan=False))["engine"] == seen.engine
+
+
+def test_an_engine_without_kvtier_is_told_so() -> None:
+    seen = picture({"vllm:prompt_tokens_total": 5})
+    assert (seen.engine, seen.has_cache) == ("vLLM", False)
+    assert "runs without" in seen.answers[0].text
+
+
+def test_copies_that_only_kvtier_counts_under_vllm_are_shown() -> None:
+    moved = 'vllm:kvtier_moved_bytes_total{src="host",dst="device"}'
+    seen = picture({"vllm:prompt_tokens_total": 5, moved: 7})
+    (flow,) = (each for each in seen.flows if (each.src, each.dst) == ("host", "device"))
+    assert flow.num_bytes == 7
+
+
+def test_metrics_of_nobody_known_are_a_picture_of_nothing() -> None:
+    seen = picture({"go_goroutines": 5}, {"go_goroutines": 6})
+    assert (seen.engine, seen.tiers, seen.flows, seen.hits) == ("unknown", (), (), ())
+
+
+def test_shares_are_of_what_was_asked_for_meanwhile() -> None:
+    seen = picture(
+        {KVTIER: 1, ASKED: 1000, HITS % "host": 900},
+        {KVTIER: 2, ASKED: 1200, HITS % "host": 950, HITS % "disk": 50},
+    )
+    host, disk = seen.hits
+    assert (host.tier, host.recent) == ("host", 0.25)
+    assert host.ever == pytest.approx(950 / 1200)
+    assert (disk.tier, disk.recent) == ("disk", 0.25)
+    assert seen.hit_share.recent == 0.5
+
+
+def test_a_share_of_too_few_is_not_told() -> None:
+    seen = picture({KVTIER: 1, ASKED: 0}, {KVTIER: 2, ASKED: 99, HITS % "host": 99})
+    assert (seen.hit_share.recent, seen.hit_share.ever) == (None, None)
+    assert TOO_FEW.capitalize() in answer(seen, "Is it worth")
+
+
+def test_one_reading_has_sums_and_no_rates() -> None:
+    seen = picture({KVTIER: 1, "kvtier_saved_tokens_total": 70})
+    assert (seen.saved.tokens, seen.saved.tokens_per_s) == (70, None)
+
+
+def test_rates_are_over_the_time_between() -> None:
+    route = 'kvtier_copied_bytes_total{src="disk",dst="host"}'
+    seen = picture(
+        {KVTIER: 1, route: 1000, "kvtier_saved_seconds_total": 1.0},
+        {KVTIER: 1, route: 5000, "kvtier_saved_seconds_total": 6.0},
+    )
+    assert seen.flows[0].bytes_per_s == 400
+    assert seen.saved.seconds_per_s == 0.5
+
+
+def test_a_server_that_began_anew_is_not_compared_with_its_past() -> None:
+    history = History()
+    history.add(reading(0.0, {KVTIER: 9, ASKED: 1000, HITS % "host": 999}))
+    history.add(reading(1.0, {KVTIER: 0, ASKED: 200, HITS % "host": 0}))
+    seen = history.picture()
+    assert (seen.has_restarted, seen.age_s) == (True, 0.0)
+    assert (seen.hit_share.recent, seen.hit_share.ever) == (None, 0.0)
+    history.add(reading(2.0, {KVTIER: 1, ASKED: 400, HITS % "host": 100}))
+    assert history.picture().hit_share.recent == 0.5
+
+
+def test_the_last_minute_is_a_minute() -> None:
+    history = History()
+    for at_s in range(300):
+        history.add(reading(float(at_s), {KVTIER: at_s, ASKED: 10 * at_s}))
+    assert history.picture().window_s == 60
+    assert history.age_s == 299
+
+
+def test_a_short_while_of_many_readings_stays_bounded() -> None:
+    history = History()
+    for at in range(1000):
+        history.add(reading(at / 100, {KVTIER: 1}))
+    assert len(history._readings) == 256
+
+
+@pytest.mark.parametrize(
+    ("state", "word"),
+    [
+        (1, "being retried"),
+        (2, "is paused"),
+        (3, "shorter than it was. Find out what cut it, then"),
+    ],
+)
+def test_storage_that_is_not_well_is_the_answer_to_why(state: int, word: str) -> None:
+    queued = 'kvtier_queued_seconds{src="disk",dst="host"}'
+    seen = picture({KVTIER: 1, 'kvtier_breaker_state{tier="disk"}': state, queued: inf})
+    assert seen.tiers[0].left_alone == state
+    assert (seen.flows[0].is_refused, seen.flows[0].queued_s) == (True, None)
+    assert word in answer(seen, "Why was this slow")
+    json.dumps(seen.as_json(), allow_nan=False)
+
+
+def guesses(num: int, took_s: float, expected_s: float = 1.0) -> dict[str, float]:
+    return {
+        KVTIER: 1,
+        'kvtier_predicted_load_seconds_total{src="disk"}': expected_s,
+        'kvtier_actual_load_seconds_total{src="disk"}': took_s,
+        'kvtier_load_error_ratio_count{src="disk"}': num,
+        "kvtier_predicted_prefill_seconds_total": 2 * expected_s,
+        "kvtier_actual_prefill_seconds_total": 2 * took_s,
+    }
+
+
+NO_GUESSES = guesses(0, 0.0, 0.0)
+
+
+def test_estimates_are_judged_by_enough_copies() -> None:
+    few = picture(NO_GUESSES, guesses(4, 0.6, 0.2))
+    assert [guess.ratio for guess in few.guesses] == [None, None]
+    assert "too few to tell whether they take as long" in answer(few, "Why was this slow")
+    seen = picture(NO_GUESSES, guesses(5, 3.0))
+    assert [guess.ratio for guess in seen.guesses] == [3.0, 3.0]
+    said = answer(seen, "Why was this slow")
+    assert "Loading from disk took 3 times as long as expected." in said
+    seen = picture(NO_GUESSES, guesses(5, 1.1))
+    assert "Loads take no longer than expected" in answer(seen, "Why was this slow")
+
+
+def test_estimates_are_judged_by_the_last_minute_alone() -> None:
+    """However wrong they were before, and whatever one reading says of all that was."""
+    long_ago = guesses(100, 300.0, 100.0)
+    assert [guess.ratio for guess in picture(long_ago).guesses] == [None, None]
+    learned = guesses(105, 305.0, 105.0)
+    disk, prefill = picture(long_ago, learned).guesses
+    assert (disk.expected_s, disk.took_s, disk.num, disk.ratio) == (5.0, 5.0, 5, 1.0)
+    assert (prefill.expected_s, prefill.took_s, prefill.ratio) == (10.0, 10.0, 1.0)
+    disk, prefill = picture(long_ago, learned, *[learned] * 6, every_s=10.0).guesses
+    assert (disk.expected_s, disk.took_s, disk.ratio, prefill.ratio) == (0.0, 0.0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("kvtier_late_loads_total", "3 loads missed their deadline in the last minute"),
+        ('kvtier_damaged_blocks_total{tier="disk"}', "Disk returned 3 damaged blocks"),
+    ],
+)
+def test_why_it_was_slow_is_told_of_the_last_minute_alone(name: str, said: str) -> None:
+    """Earlier trouble is no reason for slowness now; it stays in the sums."""
+    disk = {KVTIER: 1, 'kvtier_slots{tier="disk"}': 100}
+    before, after = {**disk, name: 7}, {**disk, name: 10}
+    assert "Nothing here delays requests" in answer(picture(before), "Why was this slow")
+    assert said in answer(picture(before, after), "Why was this slow")
+    assert said in answer(picture(disk, {**disk, name: 3}), "Why was this slow"), "told since then"
+    seen = picture(before, *[after] * 8)
+    assert "Nothing here delays requests" in answer(seen, "Why was this slow")
+    assert 10 in (seen.late_loads, seen.tiers[0].damaged)
+
+
+def returns(num_seen: int, weight: int, evicted: int) -> dict[str, float]:
+    bucket = 'kvtier_return_seconds_bucket{tier="host",le="%s"}'
+    return {
+        KVTIER: 1,
+        'kvtier_slots{tier="host"}': 100,
+        'kvtier_evicted_blocks_total{tier="host"}': evicted,
+        'kvtier_returned_blocks_total{tier="host"}': num_seen * weight,
+        'kvtier_return_seconds_count{tier="host"}': num_seen,
+        bucket % "10.0": num_seen // 4,
+        bucket % "30.0": num_seen,
+        bucket % "+Inf": num_seen,
+    }
+
+
+def test_returns_are_a_share_of_what_left_where_the_sample_bears_it() -> None:
+    (host,) = picture(returns(40, 8, 640)).tiers
+    assert (host.returned, host.return_s) == (0.5, 30.0)
+    (few,) = picture(returns(2, 64, 640)).tiers
+    assert (few.returned, few.return_s) == (None, None), "ten blocks were looked at"
+
+
+def test_what_to_buy_names_the_tier_that_should_have_kept_more() -> None:
+    said = answer(picture(returns(40, 8, 640)), "What should I buy")
+    assert said.startswith(
+        "50 % of the blocks evicted from host were requested again, half of them"
+    )
+    assert "sizing guide: kvtier serve --record, then kvtier replay" in said
+    assert "Nothing yet" in answer(picture(returns(40, 1, 4000)), "What should I buy")
+    assert TOO_FEW.capitalize() in answer(picture(returns(1, 1, 10)), "What should I buy")
+
+
+def test_a_tier_is_told_in_bytes_as_it_is_bought() -> None:
+    """Also where several engines tell of the same tier: slots are summed, their size is not."""
+    values = returns(40, 8, 640)
+    values |= {f'kvtier_slots{{tier="host",engine="{each}"}}': 50 for each in range(2)}
+    del values['kvtier_slots{tier="host"}']
+    values['kvtier_used_slots{tier="host"}'] = 25
+    assert picture(values).tiers[0].capacity_bytes is None, "an engine that does not tell it"
+    values |= {f'kvtier_slot_bytes{{tier="host",engine="{each}"}}': 1 << 30 for each in range(2)}
+    (host,) = picture(values).tiers
+    assert (host.used_bytes, host.capacity_bytes) == (25 << 30, 100 << 30)
+    said = answer(picture(values), "What should I buy")
+    assert said.startswith("50 % of the blocks evicted from host (100 GiB) were requested again")
+
+
+def test_the_server_says_which_model_which_version_and_since_when() -> None:
+    info = 'kvtier_server_info{model_name="tiny",version="0.1.0"}'
+    server = picture({KVTIER: 1, info: 1, "kvtier_server_uptime_seconds": 90}).server
+    assert (server.models, server.version, server.uptime_s) == (("tiny",), "0.1.0", 90)
+    history = History()
+    history.add(recorded("vllm", 2, 0.0))
+    server = history.picture().server
+    assert (server.models, server.version, server.uptime_s) == (("tiny",), "", None)
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (share(None), TOO_FEW),
+        (share(0.0), "0 %"),
+        (share(0.001), "below 1 %"),
+        (share(0.384), "38 %"),
+        (seconds(0.0), "0 s"),
+        (seconds(2.5e-5), "25 µs"),
+        (seconds(0.0123), "12.3 ms"),
+        (seconds(99.0), "99 s"),
+        (seconds(600.0), "10 min"),
+        (seconds(2e5), "2.31 d"),
+        (count(9999), "9999"),
+        (count(12345), "12.3 k"),
+        (count(1.234e6), "1.23 M"),
+        (size(0), "0 B"),
+        (size(1536), "1.5 KiB"),
+        (size(1020 << 10), "1020 KiB"),
+        (size(5000 << 40), "5000 TiB"),
+        (size(1500 << 20, 4), "1.465 GiB"),
+        (seconds(-3.0), "0 s"),
+        (seconds(3e8), "3472 d"),
+        (count(999_960), "1000 k"),
+        (size(3 << 30), "3 GiB"),
+    ],
+)
+def test_numbers_are_short_and_have_their_unit(shown: str, text: str) -> None:
+    assert shown == text
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_other_engines_are_told_to_record_by_the_command(engine: str) -> None:
+    history = History()
+    history.add(recorded(engine, 2, 0.0))
+    assert "guide: kvtier record, then" in answer(history.picture(), "What should I buy")
+
+
+def test_what_is_spared_is_said_as_engines() -> None:
+    """294.5 s of computing in a minute are 4.9 engines, not a time."""
+    saved = "kvtier_saved_seconds_total"
+    before = {KVTIER: 1, ASKED: 1000, HITS % "host": 900, saved: 0}
+    after = {**before, saved: 294.5}
+    said = answer(picture(before, after, every_s=60.0), "Is it worth its memory")
+    assert "in the last minute as much as 4.9 engines like this compute." in said
+
+
+# -- the window ------------------------------------------------------------------------------------
+
+
+def test_after_hours_in_which_nobody_looked_the_last_minute_begins_anew() -> None:
+    """Rates, and the answers on damage and slowness: nothing of before is in them."""
+    damage = 'kvtier_damaged_blocks_total{tier="disk"}'
+    quiet = {**guesses(0, 0.0, 0.0), ASKED: 0, damage: 0, **DISK}
+    after = {**guesses(9, 9.0, 1.0), ASKED: 90_000, damage: 5, **DISK}
+    history = History()
+    for at_s, values in ((0.0, quiet), (10.0, quiet), (28_858.0, after)):
+        history.add(reading(at_s, values))
+    seen = history.picture()
+    assert seen.window_s == 0
+    assert "damaged" not in answer(seen, "Why was this slow")
+    assert [guess.ratio for guess in seen.guesses] == [None, None]
+    history.add(reading(28_860.0, after))
+    seen = history.picture()
+    assert (seen.window_s, seen.tiers[0].damaged_recently) == (2.0, 0.0)
+    assert seen.age_s == 28_860.0
+
+
+@pytest.mark.parametrize(
+    "pauses", [[2.0] * 100, [59.0] * 3, [61.0] * 3, [1.0, 95.0, 1.0, 30.0, 70.0]]
+)
+def test_the_window_is_never_far_beyond_a_minute(pauses: list[float]) -> None:
+    history, at_s = History(), 0.0
+    for pause in pauses:
+        history.add(reading(at_s, {KVTIER: 1}))
+        assert history.picture().window_s <= MOST_AGE_S
+        at_s += pause
+
+
+def test_a_server_that_began_anew_while_nobody_looked_is_said_so() -> None:
+    history = History()
+    history.add(reading(0.0, {KVTIER: 9}))
+    history.add(reading(9000.0, {KVTIER: 1}))
+    assert history.picture().has_restarted
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.56, 1.0, 1.4])
+def test_what_took_less_than_expected_is_no_cause(ratio: float) -> None:
+    seen = picture(NO_GUESSES, guesses(50, 50 * ratio, 50.0))
+    assert [guess.ratio for guess in seen.guesses] == [pytest.approx(ratio)] * 2
+    assert answer(seen, "Why was this slow").startswith("Nothing here delays requests")
+
+
+# -- what no engine of ours says -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [inf, 7, 0.5])
+def test_a_breaker_in_no_known_state_is_none_of_ours(state: float) -> None:
+    (tier,) = picture({KVTIER: 1, 'kvtier_breaker_state{tier="disk"}': state, **DISK}).tiers
+    assert tier.left_alone is None
+
+
+@pytest.mark.parametrize("le", ['le="many",', "", 'le="-1",', 'le="nan",'])
+def test_a_bucket_without_an_end_is_left_out(le: str) -> None:
+    values = {
+        KVTIER: 1,
+        **DISK,
+        'kvtier_evicted_blocks_total{tier="disk"}': 100,
+        'kvtier_returned_blocks_total{tier="disk"}': 40,
+        'kvtier_return_seconds_count{tier="disk"}': 40,
+        f'kvtier_return_seconds_bucket{{{le}tier="disk"}}': 30,
+        'kvtier_return_seconds_bucket{le="9",tier="disk"}': 40,
+    }
+    (tier,) = picture(values).tiers
+    assert (tier.returned, tier.return_s) == (0.4, 9.0)
+
+
+def test_a_sample_that_counts_nothing_is_no_division_by_it() -> None:
+    gone = {
+        'kvtier_evicted_blocks_total{tier="disk"}': 100,
+        'kvtier_returned_blocks_total{tier="disk"}': 0,
+        'kvtier_return_seconds_count{tier="disk"}': 40,
+    }
+    (tier,) = picture({KVTIER: 1, **DISK, **gone}).tiers
+    assert tier.returned == 0
+
+
+def test_a_name_is_shown_as_text_in_a_terminal() -> None:
+    evil = "[/x][bold]"
+    values = {
+        KVTIER: 1,
+        f'kvtier_slots{{tier="{evil}"}}': 5,
+        f'kvtier_copied_bytes_total{{src="{evil}",dst="host"}}': 5,
+        f'kvtier_breaker_state{{tier="{evil}"}}': 2,
+    }
+    shown = io.StringIO()
+    seen = ScrapeResult(picture(values).as_json())
+    Console(file=shown, width=200).print(draw(seen, "http://h/[/x]"))
+    assert shown.getvalue().count(evil) >= 3
+
+
+def test_a_terminal_tells_bytes_engines_and_a_slab_that_was_cut_short() -> None:
+    """As the page does: what is bought is in bytes, what is spared is engines."""
+    saved, slot_bytes = "kvtier_saved_seconds_total", 'kvtier_slot_bytes{tier="disk"}'
+    state = 'kvtier_breaker_state{tier="disk"}'
+    values = {KVTIER: 1, **DISK, slot_bytes: 1 << 30, state: 3, saved: 0}
+    seen = ScrapeResult(picture(values, {**values, saved: 294.5}, every_s=60.0).as_json())
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(draw(seen, "http://h"))
+    (disk,) = (line for line in shown.getvalue().splitlines() if line.startswith("disk "))
+    assert "100 GiB" in disk
+    assert "slab cut short" in disk
+    assert "prefill time saved 4.91 min (now 4.9 engines)" in shown.getvalue()
+
+
+@pytest.mark.parametrize(("height", "says_so"), [(12, True), (80, False)])
+def test_a_low_terminal_says_that_lines_were_cut(height: int, says_so: bool) -> None:
+    history = History()
+    history.add(recorded("kvtier", 2, 0.0))
+    console = Console(width=100, height=height, file=io.StringIO())
+    with console.capture() as shown:
+        console.print(Fitted(draw(ScrapeResult(history.picture().as_json()), "http://h")))
+    lines = shown.get().rstrip("\n").split("\n")
+    assert len(lines) <= height
+    assert ("more lines: enlarge the terminal" in lines[-1]) == says_so

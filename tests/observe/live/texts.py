@@ -1,0 +1,34 @@
+"""Metrics texts: as engines told them, and small ones made up for a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvtier.observe.live.history import History
+from kvtier.observe.live.picture import Picture
+from kvtier.observe.live.reading import Reading
+
+RECORDED = Path(__file__).parent / "recorded"
+"""Metrics of real servers with kvtier, each before and after some requests; see its README."""
+
+
+def recorded(engine: str, turn: int, at_s: float) -> Reading:
+    return Reading.parse((RECORDED / f"{engine}-{turn}.txt").read_text(), at_s)
+
+
+def reading(at_s: float, values: Mapping[str, float]) -> Reading:
+    """values: by what stands in front of the value in the text."""
+    return Reading.parse("".join(f"{at} {value}\n" for at, value in values.items()), at_s)
+
+
+def picture(*values: Mapping[str, float], every_s: float = 10.0) -> Picture:
+    """After these, one after the other."""
+    history = History()
+    for at, each in enumerate(values):
+        history.add(reading(at * every_s, each))
+    return history.picture()
+
+
+KVTIER = 'kvtier_server_requests_total{endpoint="chat",status="200"}'
+"""By which a text is one of kvtier's own server."""

@@ -1,0 +1,236 @@
+"""A reader's view of events agrees with the cache's content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from hypothesis import settings
+from hypothesis.stateful import invariant, run_state_machine_as_test
+
+from kvtier.core.keys import grid_labels, token_labels
+from kvtier.core.types import DEVICE, DISK, HOST, BlockId
+from kvtier.index import State
+from kvtier.observe import block_events
+from kvtier.observe.block_events import BlockEvents, BlockLog
+from tests.cache.tokens import test_cache_machine as machines
+from tests.cache.tokens.test_cache_machine import small_steps
+from tests.cache.tokens.world import BLOCK_SIZE, NS, A, B, World, path_of
+
+__all__ = ["small_steps"]
+
+MEDIA = {"GPU": DEVICE, "CPU": HOST, "STORAGE": DISK}
+
+
+class Reader:
+    """A router: what it knows from events alone."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, set[int]] = {tier: set() for tier in MEDIA.values()}
+        self.ever: set[int] = set()
+        self.parents: dict[int, int | None] = {}
+        self.tokens: dict[int, tuple[int, ...]] = {}
+
+    def read(self, events: Iterable[Mapping[str, Any]]) -> None:
+        for event in events:
+            if event["type"] == "AllBlocksCleared":
+                self.__init__()  # type: ignore[misc]
+                continue
+            hashes, held = event["block_hashes"], self.held[MEDIA[event["medium"]]]
+            assert hashes
+            assert len(set(hashes)) == len(hashes)
+            if event["type"] == "BlockRemoved":
+                assert held.issuperset(hashes), "left, and never came"
+                held.difference_update(hashes)
+                continue
+            assert held.isdisjoint(hashes), "came twice"
+            held.update(hashes)
+            self.ever.update(hashes)
+            self._learn(event)
+
+    def _learn(self, event: Mapping[str, Any]) -> None:
+        size, tokens = event["block_size"], event["token_ids"]
+        assert len(tokens) == size * len(event["block_hashes"])
+        above = event["parent_block_hash"]
+        for at, each in enumerate(event["block_hashes"]):
+            if size:
+                assert self.parents.setdefault(each, above) == above, "another parent"
+                ids = tuple(tokens[at * size : (at + 1) * size])
+                assert self.tokens.setdefault(each, ids) == ids, "other tokens"
+            above = each
+
+
+def hash_of(namespace: bytes, labels: Sequence[bytes]) -> int:
+    """Written from scratch."""
+    found = blake3(namespace).digest()[:8]
+    for label in labels:
+        found = blake3(found + label).digest()[:8]
+    return int.from_bytes(found, "little")
+
+
+class ToldWorld(World):
+    """With somebody who listens."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.reader = Reader()
+        self.translator = self.cache.block_events()
+
+    @staticmethod
+    def make_events() -> BlockLog:
+        return BlockLog()
+
+    def listen(self) -> None:
+        assert self.events is not None
+        changes, was_lost = self.events.take()
+        if was_lost:
+            self.translator.clear()
+            self.reader.read([block_events.CLEARED])
+            return
+        self.reader.read(self.translator.of(changes))
+
+    def there(self) -> dict[str, set[int]]:
+        """Return the hashes of what each tier has."""
+        found: dict[str, set[int]] = {tier: set() for tier in MEDIA.values()}
+        for node in self.nodes():
+            for tier, residency in zip(self.tiers, node.residencies, strict=True):
+                if residency.state in (State.READY, State.EVICTING):
+                    found[tier].add(hash_of(*path_of(node)))
+        return found
+
+    def check_reader(self) -> None:
+        self.listen()
+        there = self.there()
+        for tier, hashes in there.items():
+            assert self.reader.held[tier] == hashes & self.reader.ever
+        assert self.reader.held[DEVICE] == there[DEVICE], "on the device, and never told"
+
+
+def _told(kind: type[machines.CacheMachine]) -> type[machines.CacheMachine]:
+    class Told(kind):  # type: ignore[valid-type,misc]
+        make_world = ToldWorld
+
+        @invariant()
+        def reader_knows_what_is_there(self) -> None:
+            if hasattr(self, "world"):
+                self.world.check_reader()
+
+    return Told
+
+
+@pytest.mark.parametrize(
+    "kind", [machines.StorageMachine, machines.WriteBackMachine], ids=lambda kind: kind.__name__
+)
+def test_readers_know_what_is_where_whatever_happens(kind: type[machines.CacheMachine]) -> None:
+    run_state_machine_as_test(_told(kind), settings=settings(stateful_step_count=40))
+
+
+@pytest.fixture
+def world() -> ToldWorld:
+    return ToldWorld()
+
+
+def test_a_prompt_is_told_with_its_tokens_in_each_tier_and_leaves_them(world: ToldWorld) -> None:
+    world.serve(A)
+    world.listen()
+    labels = token_labels(A, BLOCK_SIZE)
+    expected = {hash_of(NS, labels[: at + 1]) for at in range(len(labels))}
+    assert world.reader.held == {DEVICE: expected, HOST: expected, DISK: set()}
+    assert set(world.reader.tokens.values()) == {tuple(A[:BLOCK_SIZE])}
+    assert sorted(world.reader.parents, key=str) == sorted(expected, key=str)
+    world.lose_the_device()
+    world.listen()
+    assert world.reader.held[DEVICE] == set()
+    assert world.reader.held[HOST] == expected
+    world.close()
+
+
+def test_what_storage_kept_is_told_when_a_prompt_asks_for_it() -> None:
+    world = ToldWorld(disk_blocks=20)
+    world.serve(A)
+    shelf = world.shelf
+    world.end()
+    world = ToldWorld(disk_blocks=20, shelf=shelf)
+    world.listen()
+    assert not world.reader.ever
+    world.serve(A)
+    world.check_reader()
+    labels = token_labels(A, BLOCK_SIZE)
+    first = [hash_of(NS, labels[: at + 1]) for at in range(3)]
+    assert world.reader.held[DISK].issuperset(first)
+    world.end()
+
+
+def test_tokens_of_a_chunk_are_those_of_its_blocks() -> None:
+    """The first block of a chunk is called by all tokens of the chunk; readers get its own."""
+    tokens = list(range(100, 116))
+    labels = grid_labels(tokens, 2, 8)
+    log, reader = BlockLog(), Reader()
+    log.prompt(NS, labels, [BlockId(at) for at in range(8)], (DEVICE,) * 8)
+    events = BlockEvents([DEVICE, HOST], [], 2)
+    (event,) = found = list(events.of(log.take()[0]))
+    reader.read(found)
+    assert event["token_ids"] == tokens
+    assert reader.held[DEVICE] == {hash_of(NS, list(labels)[: at + 1]) for at in range(8)}
+
+
+def test_a_number_that_is_used_again_is_another_block() -> None:
+    log, reader, events = BlockLog(), Reader(), BlockEvents([DEVICE, HOST], [], BLOCK_SIZE)
+    again = BlockId(1 << 32)
+    log.prompt(NS, token_labels(A, BLOCK_SIZE), [BlockId(0)], (DEVICE,))
+    log.moved(DEVICE, [BlockId(0)], True)
+    log.moved(HOST, [again], False)
+    log.prompt(NS, token_labels(B, BLOCK_SIZE), [again], (DEVICE,))
+    reader.read(events.of(log.take()[0]))
+    expected = {hash_of(NS, token_labels(B, BLOCK_SIZE)[:1])}
+    assert reader.held == {DEVICE: expected, HOST: expected, DISK: set()}
+
+
+def test_a_log_that_nobody_reads_stays_small_and_readers_begin_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(block_events, "MOST_BLOCKS", 8)
+    world = ToldWorld()
+    for _ in range(3):
+        world.serve(A)
+        world.serve(B)
+        world.lose_the_device()
+    assert world.events is not None
+    assert world.events._num_put - world.events._num_taken <= 8
+    world.listen()
+    assert not world.reader.ever
+    monkeypatch.undo()
+    world.serve(A)
+    world.listen()
+    labels = token_labels(A, BLOCK_SIZE)
+    assert world.reader.held[DEVICE] == {hash_of(NS, labels[: at + 1]) for at in range(len(labels))}
+    world.close()
+
+
+def test_what_is_too_old_is_told_without_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_events, "MOST_RECENT", 2)
+    events = BlockEvents([DEVICE, HOST], [], BLOCK_SIZE)
+    log, blocks = BlockLog(), [BlockId(at) for at in range(4)]
+    log.prompt(NS, token_labels(A, BLOCK_SIZE), blocks, (DEVICE,) * 4)
+    log.moved(HOST, blocks, False)
+    told = list(events.of(log.take()[0]))
+    assert [len(event["block_hashes"]) for event in told] == [4, 2, 2]  # type: ignore[arg-type]
+    assert [event["block_size"] for event in told] == [BLOCK_SIZE, BLOCK_SIZE, 0]
+    assert told[0]["block_hashes"] == [*told[2]["block_hashes"], *told[1]["block_hashes"]]  # type: ignore[misc]
+
+
+def test_most_of_what_is_asked_twice_costs_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is hashed, and no token is touched, of a prompt that was told already."""
+    labels = token_labels(np.arange(2000), BLOCK_SIZE)
+    blocks = [BlockId(at) for at in range(len(labels))]
+    events, log = BlockEvents([DEVICE, HOST], [], BLOCK_SIZE), BlockLog()
+    for _ in range(2):
+        log.prompt(NS, labels, blocks, (DEVICE,) * len(blocks))
+    first, second = log.take()[0]
+    assert len(list(events.of([first]))) == 1
+    monkeypatch.setattr(block_events, "_hash", None)
+    monkeypatch.setattr(type(labels), "__getitem__", None)
+    assert list(events.of([second])) == []

@@ -1,0 +1,55 @@
+"""Engines for the tests: small pools, the built-in model or random weights."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.core.config import CacheConfig
+from kvtier.core.types import WritePolicy
+from kvtier.serve.engine import Engine, EngineConfig
+
+pytestmark = pytest.mark.engine
+
+SMALL = EngineConfig(
+    model="random-gqa",
+    block_size=16,
+    chunk_tokens=32,
+    device_capacity="8MiB",
+    max_queue=1000,
+    threads=2,
+    cache=CacheConfig(host_capacity="16MiB", strict=True),
+)
+"""84 KiB per 16 tokens: the device tier holds about 5,400 tokens."""
+
+
+def changed(
+    host: str | int | None = None, policy: WritePolicy | None = None, **changes: Any
+) -> EngineConfig:
+    """``SMALL`` with other values."""
+    cache = SMALL.cache
+    if host is not None:
+        cache = replace(cache, host_capacity=host)
+    if policy is not None:
+        cache = replace(cache, write_policy=policy)
+    return replace(SMALL, cache=cache, **changes)
+
+
+@pytest.fixture(scope="session")
+def text() -> str:
+    """Real text: some modules of the standard library."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    return "".join((library / name).read_text() for name in ("argparse.py", "typing.py", "ast.py"))
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[[EngineConfig], Engine]]:
+    """Start engines that end with the test."""
+    with ExitStack() as stack:
+        yield lambda config: stack.enter_context(Engine(config))

@@ -1,0 +1,403 @@
+"""A checkpoint that would be served as another model is refused, in one sentence."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from kvtier.core.errors import ConfigError
+from kvtier.serve.engine.model_names import BUILTIN
+from kvtier.serve.engine.models import DEFAULT, choose_dtype, load_model
+from kvtier.serve.engine.random_models import random_config
+from kvtier.serve.engine.tokenizer import Tokenizer
+
+from .checkpoints import Tensors, change_json, change_tensors, checkpoint
+
+pytestmark = pytest.mark.engine
+
+CPU = torch.device("cpu")
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+ROOT = Path(__file__).parents[3]
+LAYERS = 5
+"""Layers of the built-in model."""
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 32,
+    "long_factor": [4.0] * 32,
+    "original_max_position_embeddings": 512,
+}
+
+
+def refusal(model: Path) -> str:
+    """Return why ``model`` is not loaded: one line, whatever the library below had to say."""
+    with pytest.raises(ConfigError) as refused:
+        load_model(str(model), CPU, "auto")
+    message = str(refused.value)
+    assert message.startswith("model: ")
+    assert "\n" not in message
+    assert len(message) < 700
+    return message
+
+
+def save(module: PreTrainedModel, folder: Path) -> None:
+    """Write a checkpoint of ``module``, with the built-in model's tokenizer."""
+    module.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(BUILTIN / DEFAULT / name, folder / name)
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model")
+    change_tensors(model, lambda tensors: tensors.pop(K_PROJ))
+    assert f"lacks {K_PROJ};" in refusal(model)
+
+
+def test_more_layers_than_the_file_has_are_refused(tmp_path: Path) -> None:
+    layers = ["full_attention"] * (LAYERS + 1)
+    model = checkpoint(tmp_path / "model", num_hidden_layers=LAYERS + 1, layer_types=layers)
+    message = refusal(model)
+    assert "lacks model.layers.5.input_layernorm.weight, " in message
+    assert " and 8 more;" in message
+
+
+def test_fewer_layers_than_the_file_has_are_refused(tmp_path: Path) -> None:
+    layers = ["full_attention"] * (LAYERS - 1)
+    model = checkpoint(tmp_path / "model", num_hidden_layers=LAYERS - 1, layer_types=layers)
+    message = refusal(model)
+    assert "has no place for: model.layers.4.input_layernorm.weight, " in message
+
+
+def test_a_shape_that_the_configuration_does_not_have_is_refused(tmp_path: Path) -> None:
+    message = refusal(checkpoint(tmp_path / "model", num_key_value_heads=1))
+    assert f"{K_PROJ} ([128, 256] in the file, [64, 256] by config.json)" in message
+
+
+def test_a_head_that_is_not_tied_has_to_be_in_the_file(tmp_path: Path) -> None:
+    assert "lacks lm_head.weight;" in refusal(checkpoint(tmp_path / "m", tie_word_embeddings=False))
+
+
+def test_a_classifier_is_refused(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model", tie_word_embeddings=False)
+    change_tensors(model, lambda tensors: tensors.update({"score.weight": torch.zeros(2, 256)}))
+    assert "lacks lm_head.weight;" in refusal(model)
+
+
+EXPERT = "model.layers.1.mlp.experts.2.gate_proj.weight"
+MERGED = "model.layers.1.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: tensors.pop(EXPERT),
+        lambda tensors: tensors.update({EXPERT: torch.zeros(3, 5)}),
+        lambda tensors: [tensors.pop(key) for key in list(tensors) if ".1.mlp.experts.2." in key],
+    ],
+    ids=["tensor", "shape", "expert"],
+)
+def test_experts_that_are_not_whole_are_refused_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Tensors], object]
+) -> None:
+    """transformers merges experts' weights, and tells of what it could not merge in a report."""
+    config = random_config("random-mla", 64)
+    save(AutoModelForCausalLM.from_config(config), tmp_path / "model")
+    change_tensors(tmp_path / "model", change)
+    transformers_log = logging.getLogger("transformers")
+    transformers_log.addHandler(caplog.handler)
+    try:
+        assert MERGED in refusal(tmp_path / "model")
+    finally:
+        transformers_log.removeHandler(caplog.handler)
+    assert "LOAD REPORT" not in caplog.text
+
+
+def sharded(model: Path, name: str) -> Path:
+    """Move the weights to the file ``name`` that an index names; return that file."""
+    weights = model / "model.safetensors"
+    names = dict.fromkeys(load_file(weights), name)
+    index = {"metadata": {}, "weight_map": names}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model / name).parent.mkdir(exist_ok=True)
+    return weights.rename(model / name)
+
+
+def test_weights_in_several_files_are_loaded(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model")
+    sharded(model, "model-00001-of-00001.safetensors")
+    load_model(str(model), CPU, "auto")
+
+
+def test_a_shard_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model")
+    shard = sharded(model, "model-00001-of-00001.safetensors")
+    save_file({k: v for k, v in load_file(shard).items() if k != K_PROJ}, shard, {"format": "pt"})
+    assert f"lacks {K_PROJ};" in refusal(model)
+    shard.unlink()
+    assert "can't be read (FileNotFoundError: " in refusal(model)
+
+
+@pytest.mark.parametrize("name", ["sub/w.safetensors", "../w.safetensors", "weights.dat"])
+def test_weights_that_the_identity_does_not_cover_are_refused(tmp_path: Path, name: str) -> None:
+    model = checkpoint(tmp_path / "model")
+    sharded(model, name)
+    assert f"index.json names the file {name!r}; weights have to be files of" in refusal(model)
+
+
+def test_weights_that_the_configuration_places_elsewhere_are_refused(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model", transformers_weights="sub/w.safetensors")
+    sharded(model, "sub/w.safetensors")
+    (model / "model.safetensors.index.json").unlink()
+    assert "config.json names the file 'sub/w.safetensors'" in refusal(model)
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_weights_that_are_all_there_are_loaded(
+    tmp_path: Path, family: type[LlamaConfig], is_tied: bool
+) -> None:
+    config = family(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=is_tied,
+    )
+    made = AutoModelForCausalLM.from_config(config)
+    save(made, tmp_path / "model")
+    loaded = load_model(str(tmp_path / "model"), CPU, "auto").module.state_dict()
+    for name, tensor in made.state_dict().items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_layers_that_predict_further_tokens_are_no_fault(tmp_path: Path) -> None:
+    config = random_config("random-mla", 64)
+    config.num_nextn_predict_layers = 1
+    save(AutoModelForCausalLM.from_config(config), tmp_path / "model")
+
+    def add(layer: int) -> Callable[[dict[str, torch.Tensor]], None]:
+        return lambda tensors: tensors.update(
+            {f"model.layers.{layer}.eh_proj.weight": torch.zeros(2, 2)}
+        )
+
+    change_tensors(tmp_path / "model", add(config.num_hidden_layers))
+    load_model(str(tmp_path / "model"), CPU, "auto")
+    change_tensors(tmp_path / "model", add(config.num_hidden_layers + 1))
+    assert "eh_proj" in refusal(tmp_path / "model")
+
+
+def test_an_adapter_beside_the_model_is_refused(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model")
+    (model / "adapter_config.json").write_text("{}")
+    assert "merge it" in refusal(model)
+
+
+@pytest.mark.parametrize("rotary", [LONGROPE, {"rope_type": "dynamic", "factor": 4.0}])
+def test_frequencies_that_depend_on_the_context_are_refused(
+    tmp_path: Path, rotary: dict[str, object]
+) -> None:
+    model = checkpoint(tmp_path / "model", rope_parameters={"rope_theta": 10000.0, **rotary})
+    assert f"rotary embeddings of type {rotary['rope_type']!r}" in refusal(model)
+
+
+def test_the_older_name_of_rotary_settings_counts_too(tmp_path: Path) -> None:
+    scaling = {"type": "dynamic", "factor": 4.0}
+    model = checkpoint(tmp_path / "model", rope_parameters=None, rope_scaling=scaling)
+    assert "'dynamic'" in refusal(model)
+
+
+def test_rotary_settings_of_each_type_of_layer_count(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model", rope_parameters={"full_attention": LONGROPE})
+    assert "'longrope'" in refusal(model)
+
+
+def test_frequencies_that_are_fixed_are_served(tmp_path: Path) -> None:
+    rotary = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+    model = checkpoint(tmp_path / "model", rope_parameters=rotary)
+    load_model(str(model), CPU, "auto")
+
+
+@pytest.fixture
+def nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question on the terminal fails the test."""
+
+    def ask(prompt: str = "") -> str:
+        pytest.fail(f"asked on the terminal: {prompt}")
+
+    monkeypatch.setattr(builtins, "input", ask)
+
+
+@pytest.mark.usefixtures("nobody_answers")
+def test_code_of_a_checkpoint_is_refused_without_a_question(tmp_path: Path) -> None:
+    auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    model = checkpoint(tmp_path / "model", model_type="own", auto_map=auto_map)
+    has_run = tmp_path / "has-run"
+    (model / "own.py").write_text(f"open({str(has_run)!r}, 'w')\n")
+    message = refusal(model)
+    assert "'own', which is known only to code in the checkpoint (auto_map)" in message
+    assert not has_run.exists()
+
+
+@pytest.mark.usefixtures("nobody_answers")
+def test_a_known_type_is_served_without_its_code(tmp_path: Path) -> None:
+    auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    model = checkpoint(tmp_path / "model", auto_map=auto_map)
+    tokenizer = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    change_json(model / "tokenizer_config.json", **tokenizer)
+    has_run = tmp_path / "has-run"
+    (model / "own.py").write_text(f"open({str(has_run)!r}, 'w')\n")
+    load_model(str(model), CPU, "auto")
+    assert Tokenizer(model).encode("def") != []
+    assert not has_run.exists()
+
+
+def test_a_type_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model", model_type="own")
+    assert "'own', which is unknown to the installed transformers" in refusal(model)
+    change_json(model / "config.json", model_type=None)
+    assert "has the model_type None; it has to be the name" in refusal(model)
+
+
+def test_pickled_code_does_not_run(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    has_run = tmp_path / "has-run"
+
+    class Runs:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (str(has_run),)
+
+    torch.save({K_PROJ: Runs()}, model / "pytorch_model.bin")
+    assert "the file holds more than tensors" in refusal(model)
+    assert not has_run.exists()
+
+
+def test_every_load_of_a_checkpoint_says_that_its_code_is_not_trusted() -> None:
+    """transformers asks on the terminal where nothing is said."""
+    loads = [
+        (path, call)
+        for folder in ("src", "scripts")
+        for path in (ROOT / folder).rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "from_pretrained"
+    ]
+    assert len(loads) >= 3
+    for path, call in loads:
+        said = {each.arg: ast.unparse(each.value) for each in call.keywords}
+        assert said.get("trust_remote_code") == "False", f"{path}:{call.lineno}"
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "bitsandbytes", "mxfp4", "unknown"])
+def test_a_quantised_checkpoint_is_refused(tmp_path: Path, method: str) -> None:
+    model = checkpoint(tmp_path / "model", quantization_config={"quant_method": method})
+    assert f"is quantised ({method});" in refusal(model)
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+@pytest.mark.parametrize("damage", [cut, lambda data: b"\xff" * 64 + data[64:], lambda data: b""])
+def test_a_damaged_file_of_weights_is_refused(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    model = checkpoint(tmp_path / "model")
+    file = model / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    message = refusal(model)
+    assert f"the weights in {model} can't be read" in message
+    assert "fetch it again" in message
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'"x"', b"\xff"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_broken_configuration_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    model = checkpoint(tmp_path / "model")
+    (model / name).write_bytes(content)
+    assert str(model / name) in refusal(model)
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "quantization_config"])
+def test_a_field_of_another_type_is_refused(tmp_path: Path, field: str) -> None:
+    assert "config.json can't be read" in refusal(checkpoint(tmp_path / "model", **{field: "x"}))
+
+
+def test_a_number_of_further_layers_that_is_none_is_no_number(tmp_path: Path) -> None:
+    load_model(str(checkpoint(tmp_path / "model", num_nextn_predict_layers="x")), CPU, "auto")
+
+
+def test_a_dtype_that_is_not_served_is_refused() -> None:
+    config = random_config("random-gqa", 64)
+    config.dtype = torch.float8_e4m3fn
+    with pytest.raises(ConfigError, match="'float8_e4m3fn' is unknown; use auto, float32"):
+        choose_dtype("auto", torch.device("cuda"), config)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(0, (0,)), ([3, 0], (3, 0)), (None, (2, 0)), ([], ())]
+)
+def test_the_end_of_an_answer_is_what_the_generation_config_says(
+    tmp_path: Path, given: object, expected: tuple[int, ...]
+) -> None:
+    """``None`` says nothing, so the configuration's own counts; 0 is a token like any other."""
+    model = checkpoint(tmp_path / "model")
+    change_json(model / "generation_config.json", eos_token_id=given)
+    assert load_model(str(model), CPU, "auto").eos_token_ids == expected
+
+
+@pytest.mark.parametrize("given", ["x", [1, "x"], True, 1.5])
+def test_an_end_that_is_no_token_is_refused(tmp_path: Path, given: object) -> None:
+    model = checkpoint(tmp_path / "model")
+    change_json(model / "generation_config.json", eos_token_id=given)
+    assert f"is {given!r}; it has to be a token id" in refusal(model)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "deepseek_v3"])
+def test_a_missing_tokenizer_is_refused(tmp_path: Path, model_type: str) -> None:
+    """For some types transformers makes an empty tokenizer instead of an error."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ConfigError, match="has no tokenizer; put the model's tokenizer.json there"):
+        Tokenizer(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"has no tokenizer|tokenizer in .* can't be read") as why:
+        Tokenizer(tmp_path)
+    assert "\n" not in str(why.value)
+
+
+def test_a_missing_tokenizer_is_found_out_before_weights_are_read(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    (model / "model.safetensors").unlink()
+    assert "has no tokenizer; put the model's tokenizer.json there" in refusal(model)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["{", "[]", '{"a": 1}'])
+def test_a_broken_tokenizer_is_refused(tmp_path: Path, name: str, content: str) -> None:
+    model = checkpoint(tmp_path / "model")
+    (model / name).write_text(content)
+    if (name, content) == ("tokenizer_config.json", '{"a": 1}'):
+        assert Tokenizer(model).encode("def") != []  # no field of it is needed
+        return
+    with pytest.raises(ConfigError, match="tokenizer in .* can't be read"):
+        Tokenizer(model)

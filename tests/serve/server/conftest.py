@@ -1,0 +1,80 @@
+"""A real engine with the built-in model, and real servers on loopback in front of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Event, Thread
+from typing import cast
+
+import openai
+import pytest
+
+from kvtier.core.config import CacheConfig
+from kvtier.serve.engine import Engine, EngineConfig
+from kvtier.serve.server import HttpServer, ServerConfig, bind
+
+MODEL = "kvtier-tiny"
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server in a thread of its own."""
+
+    url: str
+    server: HttpServer
+    engine: Engine
+
+    def client(self, api_key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60)
+
+
+@contextmanager
+def running(engine: object, config: ServerConfig | None = None) -> Iterator[Running]:
+    """Serve ``engine``, or a stand-in for one, until the block ends."""
+    real = cast(Engine, engine)
+    server = HttpServer(real, config or ServerConfig(), bind("127.0.0.1", 0))
+    is_ready = Event()
+    thread = Thread(target=server.run, args=(lambda url: is_ready.set(),), name="test-server")
+    thread.start()
+    assert is_ready.wait(30), "the server does not start"
+    try:
+        yield Running(server.url, server, real)
+    finally:
+        server.stop()
+        server.stop()  # tests that leave requests behind don't wait for them
+        thread.join(30)
+        assert not thread.is_alive(), "the server does not end"
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Engine]:
+    config = EngineConfig(
+        model=MODEL,
+        device_capacity="96MiB",
+        threads=1,
+        cache=CacheConfig(host_capacity="1x", strict=True),
+    )
+    with Engine(config) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def served(engine: Engine) -> Iterator[Running]:
+    """The server that most tests share."""
+    with running(engine) as made:
+        yield made
+
+
+@pytest.fixture
+def client(served: Running) -> Iterator[openai.OpenAI]:
+    with served.client() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def prefix() -> str:
+    """Some hundred tokens that prompts can share."""
+    lines = (f"def method_{at}(self, value):\n    return value + {at}\n\n" for at in range(40))
+    return "".join(lines)

@@ -1,0 +1,30 @@
+"""Options that are made from settings: the main ones first, with the settings' own defaults."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvtier.core.config import CacheConfig
+from kvtier.tools.cli import app
+from kvtier.tools.cli.settings_options import MAIN
+
+
+@pytest.mark.parametrize("command", ["serve", "node run", "vllm-args", "sglang-args"])
+def test_help_shows_the_five_settings_that_matter_first(command: str) -> None:
+    shown = CliRunner().invoke(app, [*command.split(), "--help"]).stdout
+    options = [line.split()[0] for line in shown.splitlines() if line.startswith("  --")]
+    expected = ["--" + name.replace("_", "-") for name in MAIN]
+    if command == "node run":
+        expected.remove("--node")
+    assert options[: len(expected)] == expected
+
+
+def test_option_has_the_default_and_the_help_of_its_setting() -> None:
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    params = {param.name: param for param in serve.params}
+    for name, field in CacheConfig.__dataclass_fields__.items():
+        if name in params and name != "host_capacity":
+            assert params[name].help.startswith(field.metadata["meaning"])
+            assert str(params[name].default or "") in (str(field.default or ""), "0")

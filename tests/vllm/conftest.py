@@ -1,7 +1,0 @@
-"""A request's illegal change of phase fails the test."""
-
-from __future__ import annotations
-
-from kvtier.connectors.vllm.request_state import RequestState
-
-RequestState.is_strict = True
