@@ -166,7 +166,7 @@ def _measure(model: Path, server: ValkeyServer, gigabits: int, rounds: int) -> L
         gigabits,
         KV_BYTES * LOADED_TOKENS,
         rounds,
-        statistics.median(each[0] for each in pairs),
-        statistics.median(each[1] for each in pairs),
+        statistics.median(pair[0] for pair in pairs),
+        statistics.median(pair[1] for pair in pairs),
         percentile_ratio(pairs, 50, LEAST_VALUES),
     )

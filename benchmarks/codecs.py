@@ -177,7 +177,7 @@ def codec_ways(block: Uint8s) -> dict[str, Way]:
 def measure(name: str, block: Uint8s, rounds: int) -> list[Row]:
     """Time all contestants on one block, in turn."""
     ways = codec_ways(block)
-    took: dict[str, tuple[list[float], list[float]]] = {each: ([], []) for each in ways}
+    took: dict[str, tuple[list[float], list[float]]] = {way: ([], []) for way in ways}
     sizes = {}
     for turn in range(rounds + 1):
         for each, (encode, decode) in ways.items():

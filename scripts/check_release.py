@@ -129,7 +129,7 @@ def try_demo(place: Environment, wheel: Path) -> None:
     result = place.home / "demo.json"
     print(place.run("kvtier", "bench", "serve", "--quick", "--json", result).strip())
     targets = json.loads(result.read_text())["targets"]
-    same = [each["value"] for each in targets if each["id"] == "C1"]
+    same = [target["value"] for target in targets if target["id"] == "C1"]
     if same != [1.0]:
         sys.exit(f"the demo did not give the same logits: {same}")
 

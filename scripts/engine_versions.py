@@ -192,7 +192,7 @@ def versions() -> Iterator[str]:
         for version in each_version:
             parts = [each for each in PARTS if each.engine == engine]
             name = f"{parts[0].contract.name}, "
-            serving = [each.title for each in parts if each.contract.covers(version)]
+            serving = [part.title for part in parts if part.contract.covers(version)]
             titles = ", ".join(each.removeprefix(name) for each in serving)
             passed = [
                 f"{record[each][version]} ({each.removeprefix(name)})"

@@ -289,7 +289,9 @@ def save(name: str, kind: str, folder: Path) -> None:
     vocab_size = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
     config = small_config(name, kind, vocab_size)
     with torch.device("meta"):
-        size = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(
+            parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters()
+        )
     if size > LARGEST:
         raise ValueError(f"{size / 1e6:.0f} million parameters: its sizes have other names")
     torch.manual_seed(0)

@@ -54,7 +54,7 @@ def _paragraph(text: str) -> str:
     if title not in ("Args:", "Attributes:", "Raises:"):
         return _fill(text)
     items = re.split(r"\n(?=\S)", textwrap.dedent(rest))
-    shown = (re.sub(r"^(\w+):", r"- `\1`:", each) for each in items)
+    shown = (re.sub(r"^(\w+):", r"- `\1`:", item) for item in items)
     return "\n".join([f"{title}\n", *(_fill(each, "  ") for each in shown)])
 
 
@@ -62,7 +62,7 @@ def _prose(text: str) -> str:
     """Return the paragraphs of a docstring, wrapped, with Markdown's quotes for code."""
     text = inspect.cleandoc(text).replace("\b", "").replace("``", "`")
     paragraphs = re.split(r"\n\s*\n", text)
-    return "\n\n".join(_paragraph(each) for each in paragraphs if each.strip())
+    return "\n\n".join(_paragraph(paragraph) for paragraph in paragraphs if paragraph.strip())
 
 
 def _cell(text: object) -> str:
@@ -172,9 +172,9 @@ def _commands(name: str, command: Any) -> Iterator[str]:
     """A section for a command, and for each of its own."""
     children = getattr(command, "commands", {})
     params = [
-        each
-        for each in command.params
-        if not getattr(each, "hidden", False) and each.name not in UNTOLD
+        param
+        for param in command.params
+        if not getattr(param, "hidden", False) and param.name not in UNTOLD
     ]
     yield f"## {name}\n" if name.count(" ") < 2 else f"### {name}\n"
     if command.help:
@@ -346,9 +346,9 @@ def python_page() -> str:
             parts.append(_code(name, what) + "\n")
         parts.append(_prose(what.__doc__ or "") + "\n")
         if is_dataclass:
-            parts += [f"{each}\n" for each in _fields(what)]
+            parts += [f"{field}\n" for field in _fields(what)]
         if inspect.isclass(what):
-            parts += [f"{each}\n" for each in _members(what)]
+            parts += [f"{member}\n" for member in _members(what)]
     parts.append("## Errors\n")
     rows = ["| error | is a | meaning |", "| -- | -- | -- |"]
     for name, what in vars(errors).items():

@@ -81,5 +81,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{found['label']}]({path}{found['anchor'] or ''})"
 
     pieces = FENCED.split(markdown)
-    pieces[::2] = [LINK.sub(link, MARK.sub("", each)) for each in pieces[::2]]
+    pieces[::2] = [LINK.sub(link, MARK.sub("", piece)) for piece in pieces[::2]]
     return "".join(pieces)

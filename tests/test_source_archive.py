@@ -51,6 +51,6 @@ def test_every_tracked_entry_of_the_repository_is_listed_or_known_to_be_left_out
         pytest.skip("no clone")
     entries = {name.partition("/")[0] for name in tracked.stdout.splitlines()}
     text = (ROOT / "pyproject.toml").read_text()
-    left_out = {each for each in entries if f'"!/{each}"' not in text}
+    left_out = {entry for entry in entries if f'"!/{entry}"' not in text}
     tools_of_the_clone = {".ci", ".clang-format", ".dockerignore", ".github"}
     assert left_out == {*tools_of_the_clone, ".pre-commit-config.yaml"}

@@ -157,7 +157,7 @@ def row(
         cpu_s_per_gb=statistics.median(answer["cpu_s"] for answer in answers) / gb,
         acknowledged_gb_per_s=gb / acknowledged if acknowledged else None,
         from_disk=from_disk,
-        gb_per_s_between=bounds([gb / each for each in seconds]),
+        gb_per_s_between=bounds([gb / second for second in seconds]),
         cpu_s_per_gb_between=bounds([answer["cpu_s"] / gb for answer in answers]),
     )
 
@@ -173,12 +173,12 @@ def targets(
     wanted: of a peer, both; None where the CPU time is no target.
     """
     reads = [each for each in rows if each.direction == READ and each.peer != FIO]
-    peers = list(dict.fromkeys(each.peer for each in reads if each.peer != OURS))
+    peers = list(dict.fromkeys(read.peer for read in reads if read.peer != OURS))
     found: list[dict[str, object]] = []
-    for ours in dict.fromkeys(each.contestant for each in reads if each.peer == OURS):
+    for ours in dict.fromkeys(read.contestant for read in reads if read.peer == OURS):
         for peer in peers:
             times, shares = [], []
-            for mine in (each for each in reads if each.contestant == ours):
+            for mine in (read for read in reads if read.contestant == ours):
                 theirs = [e for e in reads if e.peer == peer and e.block == mine.block]
                 fastest = max(theirs, key=lambda each: each.gb_per_s)
                 cheapest = min(theirs, key=lambda each: each.cost.value)

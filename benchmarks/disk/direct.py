@@ -150,7 +150,7 @@ def measure(folder: Path, name: str, group: KVGroup, options: argparse.Namespace
     for turn in range(options.rounds + 1):
         for verify in (Verify.ALWAYS, Verify.OFF):
             disk, mover = bench.open(verify, Direct.ON)
-            disk.find([each.key for each in bench.names])
+            disk.find([name.key for name in bench.names])
             ways = (DIRECT, THROUGH) if turn % 2 else (THROUGH, DIRECT)
             for way in ways:
                 seconds, cpu = bench.run(mover, way, turn)

@@ -99,16 +99,16 @@ def read_turns(stats: Sequence[Mapping[str, Any]]) -> list[Turn]:
     """From what ``--stats-json-output`` writes."""
     return [
         Turn(
-            each["conversation_id"],
-            each["input_num_turns"] // 2,
-            each["ttft_ms"],
-            each["tpot_ms"],
-            each["latency_ms"],
-            each["start_time_ms"],
-            each["input_num_tokens"],
-            each["output_num_tokens"],
+            stat["conversation_id"],
+            stat["input_num_turns"] // 2,
+            stat["ttft_ms"],
+            stat["tpot_ms"],
+            stat["latency_ms"],
+            stat["start_time_ms"],
+            stat["input_num_tokens"],
+            stat["output_num_tokens"],
         )
-        for each in stats
+        for stat in stats
     ]
 
 
@@ -132,22 +132,22 @@ class Run:
     @property
     def ttft_ms(self) -> float:
         """Mean over all turns, first ones too, as the script gives it."""
-        return mean([each.ttft_ms for each in self.turns])
+        return mean([turn.ttft_ms for turn in self.turns])
 
     @property
     def later_ttft_ms(self) -> float:
         """Mean over the turns that have something before them."""
-        return mean([each.ttft_ms for each in self.turns if each.number])
+        return mean([turn.ttft_ms for turn in self.turns if turn.number])
 
     @property
     def tpot_ms(self) -> float:
-        return mean([each.tpot_ms for each in self.turns])
+        return mean([turn.tpot_ms for turn in self.turns])
 
     @property
     def seconds(self) -> float:
         """From the first request to the last answer."""
-        begin = min(each.start_ms for each in self.turns)
-        return (max(each.start_ms + each.latency_ms for each in self.turns) - begin) / 1000
+        begin = min(turn.start_ms for turn in self.turns)
+        return (max(turn.start_ms + turn.latency_ms for turn in self.turns) - begin) / 1000
 
     @property
     def requests_per_s(self) -> float:
@@ -200,7 +200,9 @@ def run_script(server: Server, workload: Workload, seed: int, model: Path, folde
     counted, cpu_s = server.tokens().since(before), server.cpu_s() - cpu_s
     return Run(
         turns=tuple(turns),
-        answers={each["id"]: digest(each["messages"]) for each in conversations},
+        answers={
+            conversation["id"]: digest(conversation["messages"]) for conversation in conversations
+        },
         prompt_tokens=int(counted.prompt),
         cached_tokens=int(counted.cached),
         from_tier_tokens=int(counted.from_tier),
@@ -219,8 +221,8 @@ def num_failures(log: str) -> int:
 
 def in_both(first: Run, second: Run) -> tuple[Run, Run]:
     """With the turns that both had: where a run stops depends on which client is sooner."""
-    both = {(each.conversation, each.number) for each in first.turns} & {
-        (each.conversation, each.number) for each in second.turns
+    both = {(turn.conversation, turn.number) for turn in first.turns} & {
+        (turn.conversation, turn.number) for turn in second.turns
     }
     kept = [
         replace(run, turns=tuple(e for e in run.turns if (e.conversation, e.number) in both))
@@ -231,5 +233,5 @@ def in_both(first: Run, second: Run) -> tuple[Run, Run]:
 
 def digest(messages: Sequence[Mapping[str, str]]) -> str:
     """Return the digest of a conversation's answers."""
-    answers = [each["content"] for each in messages if each["role"] == "assistant"]
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
     return hashlib.sha256("\0".join(answers).encode()).hexdigest()[:16]

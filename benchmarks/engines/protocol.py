@@ -76,7 +76,9 @@ def last_error(log: str) -> str:
     """The innermost reason in the log of a process that ended."""
     errors = [match[1] for line in log.splitlines() if (match := ERROR.search(line))]
     # vLLM closes with errors that only say that another process ended.
-    telling = [each for each in errors if "Engine core" not in each and "WorkerProc" not in each]
+    telling = [
+        error for error in errors if "Engine core" not in error and "WorkerProc" not in error
+    ]
     lines = [line for line in log.splitlines() if line.strip()]
     return (telling or errors or lines or ["it ended without a word"])[-1].strip()
 
@@ -125,9 +127,9 @@ def family_of(pid: int, processes: Iterable[Process]) -> list[Process]:
     """A process and all below it."""
     children: defaultdict[int, list[Process]] = defaultdict(list)
     by_pid = {}
-    for each in processes:
-        children[each.parent].append(each)
-        by_pid[each.pid] = each
+    for process in processes:
+        children[process.parent].append(process)
+        by_pid[process.pid] = process
     family = [by_pid[pid]] if pid in by_pid else []
     for each in family:  # grows while it is walked
         family += children[each.pid]

@@ -39,7 +39,7 @@ class Results:
 
 def turn_row(contestant: str, number: int, run: Run) -> Row:
     """One run of the script."""
-    ttft = summarize([each.ttft_ms for each in run.turns])
+    ttft = summarize([turn.ttft_ms for turn in run.turns])
     assert ttft is not None, "a run has requests"
     return {
         "kind": SINGLE_RUN,
@@ -68,10 +68,10 @@ def summary_rows(
     that ended in both, with every answer as ``base`` gave it. beside: others whose time to first
     token is compared, too, by a short name.
     """
-    names = list(dict.fromkeys(name for each in runs.values() for name in each))
+    names = list(dict.fromkeys(name for run in runs.values() for name in run))
     rows: list[Row] = []
     for name in names:
-        mine = [each[name] for each in runs.values() if name in each]
+        mine = [run[name] for run in runs.values() if name in run]
         row: Row = {
             "kind": "multi-turn, medians",
             "contestant": name,
@@ -104,9 +104,9 @@ def summary_rows(
 def pairs(runs: dict[int, dict[str, Run]], base: str, name: str) -> list[tuple[Run, Run]]:
     """Return pairs per round of requests that both had; none of a contestant with itself."""
     return [
-        in_both(each[base], each[name])
-        for each in runs.values()
-        if {base, name} <= set(each) and name != base
+        in_both(run[base], run[name])
+        for run in runs.values()
+        if {base, name} <= set(run) and name != base
     ]
 
 
@@ -147,7 +147,7 @@ def new_prompt_rows(contestant: str, starts: Sequence[NewPrompts]) -> list[Row]:
     if not starts:
         return []
     rows: list[Row] = []
-    for mine in zip(*(row for each in starts for row in each.asked), strict=True):
+    for mine in zip(*(row for start in starts for row in start.asked), strict=True):
         row: Row = {
             "kind": "new prompts",
             "contestant": mine[0].contestant,
@@ -158,14 +158,14 @@ def new_prompt_rows(contestant: str, starts: Sequence[NewPrompts]) -> list[Row]:
             "cpu_s": spread(median_with_interval([each.cpu_s for each in mine])),
         }
         rows.append(row)
-    bursts = zip(*(row for each in starts for row in each.bursts), strict=True)
+    bursts = zip(*(row for start in starts for row in start.bursts), strict=True)
     for row, those in zip(rows, bursts, strict=False):
         row["tokens_per_s"] = spread(median_with_interval([each.tokens_per_s for each in those]))
     ratios: Row = {"kind": "new prompts, ratios", "contestant": contestant, "starts": len(starts)}
     for what, of in ASKED_RATIOS.items():
-        ratios[what] = over_starts([median_ratio(each.asked, of) for each in starts])
+        ratios[what] = over_starts([median_ratio(start.asked, of) for start in starts])
     for what, of_burst in BURST_RATIOS.items():
-        ratios[what] = over_starts([median_ratio(each.bursts, of_burst) for each in starts])
+        ratios[what] = over_starts([median_ratio(start.bursts, of_burst) for start in starts])
     return [*rows, ratios]
 
 
@@ -177,7 +177,7 @@ def median_ratio(pairs: Sequence[Sequence[Measured]], of: Callable[[Measured], f
 def over_starts(ratios: Sequence[float]) -> Row:
     """Their median, and each of them."""
     median: Row = spread(median_with_interval(ratios))
-    return {**median, "by_start": [round(each, 4) for each in ratios]}
+    return {**median, "by_start": [round(ratio, 4) for ratio in ratios]}
 
 
 def changed(cell: object, change: Callable[[float], float]) -> Estimate:
@@ -197,7 +197,7 @@ def measured_rows(results: Results, medians: Sequence[Row], new: Sequence[Row]) 
         for number, those in results.runs.items()
         for name, run in those.items()
     ]
-    checks: list[Row] = [{"kind": "check", **asdict(each)} for each in results.checks]
+    checks: list[Row] = [{"kind": "check", **asdict(check)} for check in results.checks]
     slow = [row for name, each in results.slow_disk.items() for row in each.rows(name)]
     return [*checks, *medians, *each_run, *new, *slow]
 

@@ -167,7 +167,7 @@ def burst_new(
             for server in in_turn(servers, number):
                 cpu_s = server.cpu_s()
                 begin = time.perf_counter()
-                for done in [pool.submit(server.ask, each, output_tokens) for each in prompts]:
+                for done in [pool.submit(server.ask, prompt, output_tokens) for prompt in prompts]:
                     done.result()
                 seconds, cpu_s = time.perf_counter() - begin, server.cpu_s() - cpu_s
                 row[server] = Burst(server.contestant.name, num_tokens / seconds, cpu_s)

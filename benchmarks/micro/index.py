@@ -163,8 +163,8 @@ def run(
             for contestant in contestants:
                 contestant.turn(phase, first, min(first + TURN, total))
         if phase == "insert":
-            facts = {each.name: each.ask("facts") for each in contestants}
-    return [each.row(phase) for phase in PHASES for each in contestants], facts
+            facts = {contestant.name: contestant.ask("facts") for contestant in contestants}
+    return [contestant.row(phase) for phase in PHASES for contestant in contestants], facts
 
 
 def targets(rows: list[Row], facts: dict[str, dict[str, object]]) -> list[dict[str, object]]:

@@ -113,7 +113,7 @@ class InNode:
 
 
 def _check(outcomes: Sequence[Outcome]) -> None:
-    num = sum(each is not Outcome.THERE for each in outcomes)
+    num = sum(outcome is not Outcome.THERE for outcome in outcomes)
     if num:
         raise RuntimeError(f"{num} of {len(outcomes)} blocks were not copied")
 

@@ -113,11 +113,11 @@ def measure(quick: bool) -> Part:
 
 
 def _mean_ms(answers: Sequence[Answered]) -> float:
-    return sum(each.ttft_ms for each in answers) / len(answers)
+    return sum(answer.ttft_ms for answer in answers) / len(answers)
 
 
 def _found(answers: Sequence[Answered]) -> int:
-    return sum(each.found for each in answers)
+    return sum(answer.found for answer in answers)
 
 
 def _row(way: str, rounds: Sequence[Sequence[Answered]]) -> JsonRow:

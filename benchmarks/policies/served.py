@@ -193,7 +193,7 @@ class Measurement:
             self.options.engine,
             policy,
             len(self.ttft_ms[policy]),
-            sum(len(each) for each in self.prompts.chains) * self.prompts.block_tokens,
+            sum(len(chain) for chain in self.prompts.chains) * self.prompts.block_tokens,
             statistics.fmean(ttft_ms),
             p90(ttft_ms),
             self.cached[policy],

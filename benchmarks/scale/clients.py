@@ -101,7 +101,7 @@ async def one_round(
     """``num_clients`` of a kind, until all have ended."""
     found = Round()
     seeds = [random.Random(rng.random()) for _ in range(num_clients)]
-    await asyncio.gather(*(client(address, each, found, begun) for each in seeds))
+    await asyncio.gather(*(client(address, seed, found, begun) for seed in seeds))
     return found
 
 

@@ -106,8 +106,8 @@ def _under_vllm(sizes: tuple[int, ...]) -> list[Row]:
     command = [str(VLLM), "-m", "benchmarks.scale.vllm_worker", *map(str, sizes)]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return [
-        Row(each["operation"], each["contestant"], "blocks", each["num"], each["seconds"])
-        for each in json.loads(done.stdout.splitlines()[-1])
+        Row(load["operation"], load["contestant"], "blocks", load["num"], load["seconds"])
+        for load in json.loads(done.stdout.splitlines()[-1])
     ]
 
 

@@ -108,9 +108,9 @@ def decode_steps(sizes: Sequence[int], rounds: int) -> list[Row]:
     """Steps of engines of each size, in turn."""
     engines = {num: Generating.of(num) for num in sizes}
     seconds = timed_in_turn({num: each.step for num, each in engines.items()}, rounds)
-    for each in engines.values():
-        assert each.all_generate
-        verify(each.finish())
+    for engine in engines.values():
+        assert engine.all_generate
+        verify(engine.finish())
     return [
         Row("decode step", "kvtier", "sequences", num, seconds[num], {"context": PROMPT_TOKENS})
         for num in sizes
@@ -176,7 +176,7 @@ def load_row(load: Load) -> Row:
         "rounds": len(load.rounds),
         "wall": True,
     }
-    seconds = [each for found in load.rounds for each in found.seconds]
+    seconds = [second for found in load.rounds for second in found.seconds]
     return Row(f"first token, {load.name}", "kvtier", "clients", load.num_clients, seconds, more)
 
 

@@ -191,8 +191,10 @@ def _restart(case: str, num_blocks: int, kept: Sequence[KeptKeys], tier: DiskTie
     ]
     digesting = (time.thread_time() - began) / NUM_RANKS
     here = _decider(num_blocks)
-    hellos = [Report(hellos={rank: Hello(4, each.found())}) for rank, each in enumerate(executors)]
-    orders = here.step([pickle.dumps(each, 5) for each in hellos])
+    hellos = [
+        Report(hellos={rank: Hello(4, executor.found())}) for rank, executor in enumerate(executors)
+    ]
+    orders = here.step([pickle.dumps(hello, 5) for hello in hellos])
     slowest: list[float] = []
     while True:
         _check(here, is_over := here.mover.is_complete)

@@ -97,7 +97,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
         with_kvtier(options.ratio, DISK, **settings),
         with_linker(host_bytes(options.ratio, options.device_blocks), DISK, **settings),
     ]
-    chosen = [NAMES[each] for each in options.contestants]
+    chosen = [NAMES[contestant] for contestant in options.contestants]
     return [each for each in made if each.name in chosen]
 
 

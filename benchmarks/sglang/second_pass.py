@@ -107,11 +107,11 @@ def rows(contestant: str, found: SecondPass) -> list[Row]:
             "prompt_tokens": found.prompt_tokens,
             "first_ttft_ms": round(statistics.mean(e.first_ms for e in found.prompts), 1),
             "ttft_ms": round(statistics.mean(e.second_ms for e in found.prompts), 1),
-            "from_device_ms": mean_ms(each for each in found.prompts if each.on_device),
-            "from_below_ms": mean_ms(each for each in found.prompts if not each.on_device),
+            "from_device_ms": mean_ms(prompt for prompt in found.prompts if prompt.on_device),
+            "from_below_ms": mean_ms(prompt for prompt in found.prompts if not prompt.on_device),
             "device_share": round(found.device_share, 4),
             "from_tier_share": round(found.tier_share, 4),
-            "same_answers": sum(each.same_answer for each in found.prompts),
+            "same_answers": sum(prompt.same_answer for prompt in found.prompts),
             "ttft_ratio": spread(median_with_interval(ratios(found.prompts))),
         }
     ]
@@ -119,7 +119,7 @@ def rows(contestant: str, found: SecondPass) -> list[Row]:
 
 def mean_ms(prompts: Iterable[Twice]) -> float:
     """To the first token, the second time."""
-    return round(statistics.mean(each.second_ms for each in prompts), 1)
+    return round(statistics.mean(prompt.second_ms for prompt in prompts), 1)
 
 
 def ratios(prompts: Sequence[Twice]) -> list[float]:

@@ -126,7 +126,7 @@ def wanted(peer: str) -> tuple[float, float | None]:
 def lookup_targets(lookups: Sequence[Lookup]) -> list[dict[str, object]]:
     """Return how many times faster than `file` look-ups are; the worst size counts."""
     found: list[dict[str, object]] = []
-    for ours in dict.fromkeys(each.contestant for each in lookups if each.peer == OURS):
+    for ours in dict.fromkeys(lookup.contestant for lookup in lookups if lookup.peer == OURS):
         times = [
             ratio(file.time, mine.time)
             for mine in lookups
@@ -145,8 +145,8 @@ def lookup_table(lookups: Sequence[Lookup]) -> Table:
     for heading in ("page", "storage"):
         result.add_column(heading, no_wrap=True)
     result.add_column("median µs", justify="right")
-    for each in lookups:
-        result.add_row(each.block, each.contestant, f"{each.exists_us:.0f}")
+    for lookup in lookups:
+        result.add_row(lookup.block, lookup.contestant, f"{lookup.exists_us:.0f}")
     return result
 
 

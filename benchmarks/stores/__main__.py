@@ -85,10 +85,10 @@ def main(arguments: list[str] | None = None) -> None:
         "plan": {name: getattr(options, name) for name in ("parts", *usual, "threads")},
         "rows": [
             *(asdict(each) for each in (*rows, *lookups)),
-            *(each.as_json() for each in troubles),
+            *(trouble.as_json() for trouble in troubles),
         ],
         "targets": [
-            *(target for each in rows for target in each.targets()),
+            *(target for row in rows for target in row.targets()),
             *(each.target() for each in (*lookups, *troubles)),
         ],
     }

@@ -152,7 +152,7 @@ def rows_of(kind: type[Place], block: str, processes: Sequence[Measured]) -> lis
 def _row(kind: type[Place], block: str, direction: str, processes: Sequence[Measured]) -> Row:
     rate, cpu = _over(processes, 0, direction)
     their_rate, their_cpu = _over(processes, 1, direction)
-    moved = [each.moved for each in processes]
+    moved = [process.moved for process in processes]
     shares = [one / other for one, other in zip(rate, their_rate, strict=True)]
     costs = [
         one / (other + memmove / MOST_CPU)
@@ -174,7 +174,7 @@ def _row(kind: type[Place], block: str, direction: str, processes: Sequence[Meas
 def _over(
     processes: Sequence[Measured], at: int, direction: str
 ) -> tuple[list[float], list[float]]:
-    found = [each.found[at, direction] for each in processes]
+    found = [process.found[at, direction] for process in processes]
     return [rate for rate, _ in found], [cpu for _, cpu in found]
 
 
@@ -184,15 +184,15 @@ def table(rows: Sequence[Row]) -> Table:
         made.add_column(heading, no_wrap=True)
     for heading in ("GB/s", "its client", "share", "CPU s/GB", "its client", "a memmove", "cost"):
         made.add_column(heading, justify="right")
-    for each in rows:
+    for row in rows:
         figures = (
-            each.gb_per_s,
-            each.client_gb_per_s,
-            each.share,
-            each.cpu_s_per_gb,
-            each.client_cpu_s_per_gb,
-            each.memmove_cpu_s_per_gb,
-            each.cost,
+            row.gb_per_s,
+            row.client_gb_per_s,
+            row.share,
+            row.cpu_s_per_gb,
+            row.client_cpu_s_per_gb,
+            row.memmove_cpu_s_per_gb,
+            row.cost,
         )
-        made.add_row(each.store, each.block, each.direction, *(f"{f:.3f}" for f in figures))
+        made.add_row(row.store, row.block, row.direction, *(f"{f:.3f}" for f in figures))
     return made

@@ -75,9 +75,9 @@ def lookup_table(lookups: Sequence[Lookup]) -> Table:
     made = Table(title=f"which of {ASKED} blocks are there?")
     for heading in ("store", "round trip ms", "p50 ms", "p99 ms", "95 % sure"):
         made.add_column(heading, justify="right")
-    for each in lookups:
-        low, high = each.p99_ms_between
+    for lookup in lookups:
+        low, high = lookup.p99_ms_between
         sure = TOO_FEW if low is None else f"{low:.2f} to {high:.2f}"
-        figures = (f"{each.p50_ms:.2f}", f"{each.p99_ms:.2f}")
-        made.add_row(each.store, f"{each.round_trip_ms:.0f}", *figures, sure)
+        figures = (f"{lookup.p50_ms:.2f}", f"{lookup.p99_ms:.2f}")
+        made.add_row(lookup.store, f"{lookup.round_trip_ms:.0f}", *figures, sure)
     return made

@@ -127,13 +127,13 @@ def trouble_table(trouble: str, rows: Sequence[TroubleRow]) -> Table:
     made = Table(title=f"ms to the first token: {trouble}, and none")
     for heading in ("store", "first", "p50", "without", "p99", "without", "p99 ratio"):
         made.add_column(heading, justify="right")
-    for each in rows:
+    for row in rows:
         ratio = TOO_FEW
-        if each.p99_ratio.is_bounded:
-            found = each.p99_ratio
+        if row.p99_ratio.is_bounded:
+            found = row.p99_ratio
             ratio = f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
-        figures: list[float | None] = [each.first_ms, each.with_it.p50, each.without.p50]
-        figures += [each.with_it.p99, each.without.p99]
+        figures: list[float | None] = [row.first_ms, row.with_it.p50, row.without.p50]
+        figures += [row.with_it.p99, row.without.p99]
         cells = ("–" if figure is None else f"{figure:.1f}" for figure in figures)
-        made.add_row(each.store, *cells, ratio)
+        made.add_row(row.store, *cells, ratio)
     return made

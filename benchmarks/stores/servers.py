@@ -126,8 +126,8 @@ class Tier:
 
     def close(self) -> None:
         self._tier.close()
-        for each in self._proxies:
-            each.close()
+        for proxy in self._proxies:
+            proxy.close()
 
 
 class Client(ABC):

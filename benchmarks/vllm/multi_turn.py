@@ -94,7 +94,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
         "endless": ENDLESS,
         "kvtier-on-disk": ON_DISK,
     }
-    chosen = [names[each] for each in options.contestants]
+    chosen = [names[contestant] for contestant in options.contestants]
     return [
         each if each.is_optional else replace(each, environment=options.environment)
         for each in made

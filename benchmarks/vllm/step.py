@@ -155,7 +155,7 @@ def rows_of(found: Mapping[str, Samples], num_running: int) -> list[dict[str, An
         steps = samples.steps.values()
         row: dict[str, Any] = {"contestant": name, "running": num_running, "steps": len(steps)}
         for side in SIDES:
-            row[f"{side}_us"] = rounded(median(getattr(each, side) for each in steps) / 1e3, 1)
+            row[f"{side}_us"] = rounded(median(getattr(step, side) for step in steps) / 1e3, 1)
             if name != ALONE:
                 more = above(samples, found[ALONE], side)
                 functions = samples.function_us(side)
@@ -165,7 +165,7 @@ def rows_of(found: Mapping[str, Samples], num_running: int) -> list[dict[str, An
                 row[f"{side}_by_function_us"] = {
                     each: rounded(us, 2) for each, us in functions.items()
                 }
-        row["message_bytes"] = [median(each.num_bytes[way] for each in steps) for way in (0, 1)]
+        row["message_bytes"] = [median(step.num_bytes[way] for step in steps) for way in (0, 1)]
         rows.append(row)
     return rows
 
@@ -236,7 +236,7 @@ def main(arguments: list[str] | None = None) -> None:
         "kvtier-with-disk": DISK,
         "kvtier-own-front": FRONT,
     }
-    chosen = [ALONE, *(names[each] for each in options.contestants)]
+    chosen = [ALONE, *(names[contestant] for contestant in options.contestants)]
     settings = dict(each.split("=", 1) for each in options.set)
 
     machine = machine_facts()

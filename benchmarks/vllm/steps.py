@@ -254,8 +254,8 @@ class Replica:
             self._half.shutdown()
 
     def time_functions(self, is_on: bool) -> None:
-        for each in self.functions.values():
-            each.is_on = is_on
+        for function in self.functions.values():
+            function.is_on = is_on
 
     def step(self) -> Step:
         from vllm.forward_context import set_forward_context

@@ -139,7 +139,7 @@ def _training(runs: list[dict[str, Any]], prompts: int) -> str:
     else:
         total = sum(run["train_tokens"] for run in runs)
         texts = [ONE_RUN.format(**_run_fields(first)), *map(_more, more)]
-        numbered = (f"{number}. {_indented(each)}\n" for number, each in enumerate(texts, 1))
+        numbered = (f"{number}. {_indented(text)}\n" for number, text in enumerate(texts, 1))
         times = total / first["corpus_tokens"]
         text = (
             f"{ways}{len(runs)} runs, {total:,} tokens in all, {times:.2f} times the corpus.\n\n"

@@ -81,7 +81,7 @@ def test_both_caches_find_a_prompt(tmp_path: Path) -> None:
 
 
 def node_leases(node: LocalNode) -> int:
-    return sum(each.num_slots for each in node.server.registry.engines.values())
+    return sum(engine.num_slots for engine in node.server.registry.engines.values())
 
 
 # -- bytes -----------------------------------------------------------------------------------------

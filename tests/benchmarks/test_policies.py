@@ -85,7 +85,8 @@ def test_targets_are_judged_by_column_and_against_lru(monkeypatch: pytest.Monkey
         replace(ours, share=0.02, hit_ratio=0.15, refs_per_s=3e6),
     ]
     judged = {
-        str(each["column"]): (each["value"], each["met"]) for each in hit_ratios.targets(rows)
+        str(target["column"]): (target["value"], target["met"])
+        for target in hit_ratios.targets(rows)
     }
     assert judged == {
         "conversation, 1 %": (11.0, True),

@@ -97,7 +97,7 @@ def test_sglang_alone_loads_no_plugin_and_a_slow_disk_is_one() -> None:
 
 def test_contestants_are_those_that_were_asked_for() -> None:
     options = read_options(["--contestants", "linker", "hicache", "--set", "load_policy=always"])
-    assert [each.name for each in contestants(options)] == [HICACHE, LINKER]
+    assert [contestant.name for contestant in contestants(options)] == [HICACHE, LINKER]
 
 
 def test_linker_has_as_much_host_memory_as_hicache() -> None:

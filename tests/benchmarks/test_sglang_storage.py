@@ -30,7 +30,7 @@ def _row(peer: str, rate: float, cpu: float) -> Row:
 
 def test_file_is_a_target_for_both_and_nixl_for_the_rate_alone() -> None:
     rows = [_row(OURS, 3.0, 0.02), _row(FILE, 2.0, 0.1), _row(NIXL, 4.0, 0.01)]
-    found = [(each["peer"], each["measure"], each["met"]) for each in targets(rows, wanted)]
+    found = [(target["peer"], target["measure"], target["met"]) for target in targets(rows, wanted)]
     assert found == [(FILE, "GB/s", True), (FILE, "CPU", True), (NIXL, "GB/s", False)]
 
 
@@ -66,7 +66,7 @@ class _Answers:
 
     def ask(self, do: str, batches: list[list[int]]) -> dict[str, object]:
         assert do == "look_up"
-        assert all(len(set(each)) == len(each) == 200 for each in batches)
+        assert all(len(set(batch)) == len(batch) == 200 for batch in batches)
         self.asked.append(self.contestant.name)
         self._turn += 1
         return {"each_s": [self._turn * 1e-6] * len(batches)}

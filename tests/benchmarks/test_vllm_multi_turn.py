@@ -140,7 +140,7 @@ def test_turns_are_numbered_within_their_conversation() -> None:
         }
         for messages in (1, 3, 5)
     ]
-    assert [each.number for each in read_turns(stats)] == [0, 1, 2]
+    assert [turn.number for turn in read_turns(stats)] == [0, 1, 2]
 
 
 def test_requests_that_failed_are_counted_over_the_clients() -> None:
@@ -169,8 +169,8 @@ def _run(ttft_ms: dict[tuple[str, int], float], cpu_s: float = 4.0) -> Run:
 
 def test_runs_are_compared_by_the_turns_of_both() -> None:
     first, second = in_both(_run({("a", 0): 9.0, ("a", 1): 3.0}), _run({("a", 1): 4.0}))
-    assert [each.ttft_ms for each in first.turns] == [3.0]
-    assert [each.ttft_ms for each in second.turns] == [4.0]
+    assert [turn.ttft_ms for turn in first.turns] == [3.0]
+    assert [turn.ttft_ms for turn in second.turns] == [4.0]
 
 
 def test_first_turns_are_left_out_of_the_later_ones() -> None:
@@ -211,7 +211,9 @@ def test_t4_prime_compares_with_a_pool_that_never_evicts(name: str, ours: float,
         runs[ENDLESS] = _run({("a", 0): 40.0, ("a", 1): 40.0})
         runs[name] = _run({("a", 0): ours, ("a", 1): ours})
     targets = result_json(results)["targets"]
-    (target,) = (each for each in targets if each["id"] == "T4'" and each["contestant"] == name)
+    (target,) = (
+        target for target in targets if target["id"] == "T4'" and target["contestant"] == name
+    )
     assert target["value"] == pytest.approx(ours / 40.0)
     assert target["met"] is met
 

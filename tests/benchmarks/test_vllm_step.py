@@ -28,7 +28,7 @@ def test_cost_is_that_above_the_same_step_without_a_connector() -> None:
 
 def test_target_is_met_by_process_and_contestant() -> None:
     found = {64: {ALONE: _samples(100, 5), VLLM: _samples(900, 5), HOST: _samples(130, 30)}}
-    judged = [(each["contestant"], each["process"], each["met"]) for each in targets(found)]
+    judged = [(target["contestant"], target["process"], target["met"]) for target in targets(found)]
     assert judged == [(HOST, "scheduler", True), (HOST, "rank", False)]
 
 

@@ -144,7 +144,7 @@ def test_full_storage_drops_what_was_used_least_recently_before_the_next_write()
     drop, write = engine.carry_out()
     assert (drop.verb, names(drop)) == (Verb.DROP, (name(KEYS[1]),))
     assert (write.verb, names(write)) == (Verb.WRITE, (name(KEYS[2]),))
-    in_storage = [each for each in engine.cache.take_changes() if each.tier == DISK]
+    in_storage = [change for change in engine.cache.take_changes() if change.tier == DISK]
     assert [(each.keys, each.is_removed) for each in in_storage] == [
         ([KEYS[1]], True),
         ([KEYS[2]], False),

@@ -201,4 +201,4 @@ def at_pages(pool: Any, host: Sequence[int], device: Sequence[int]) -> tuple[tor
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the warnings that a user would see."""
-    return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

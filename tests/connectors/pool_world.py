@@ -57,7 +57,8 @@ class PoolWorld:
         group = opaque(SLOT_BYTES)
         self.buffers = [np.zeros((NUM_PAGES, size), np.uint8) for size in SHARES]
         shares = [
-            PoolShare(each.ctypes.data, each.shape[1], each.shape[1]) for each in self.buffers
+            PoolShare(buffer.ctypes.data, buffer.shape[1], buffer.shape[1])
+            for buffer in self.buffers
         ]
         pool = PagedPool([shares], NUM_PAGES, 1, SLOT_BYTES, "cpu", self.buffers)
         self.device = CpuDevice()

@@ -34,7 +34,7 @@ def _written() -> dict[str, str]:
         built = contract.BUILT.get(name, ())
         lines = [f"    {each}: object" for each in built]
         others = (each for each in contract.READ.get(name, ()) if each not in built)
-        lines += [f"    {each}: object = None" for each in others]
+        lines += [f"    {other}: object = None" for other in others]
         found[name] = "\n".join([f"class {name}:", *lines, *methods.get(name, []), "    ...", ""])
     return found
 

@@ -60,8 +60,8 @@ def _cores() -> list[int]:
 def run(ours: Collection[int], *others: Collection[int]) -> list[list[int]]:
     """Return the cores that a rank finds. others: cores of the ranks beside it."""
     bystanders = [
-        f"import os, time; os.sched_setaffinity(0, {set(each)}); print(flush=True); time.sleep(60)"
-        for each in others
+        f"import os, time; os.sched_setaffinity(0, {set(other)}); print(flush=True); time.sleep(60)"
+        for other in others
     ]
     program = ENGINE.format(bystanders=bystanders, rank=RANK.format(ours=set(ours)))
     done = subprocess.run(

@@ -101,15 +101,19 @@ class Tensors:
         return disk
 
     def read(self) -> list[Bytes]:
-        return [self.fake.peek(each.address, each.nbytes) for each in self.allocations]
+        return [
+            self.fake.peek(allocation.address, allocation.nbytes) for allocation in self.allocations
+        ]
 
     def fill(self, content: Sequence[Bytes]) -> None:
-        for each, part in zip(self.allocations, content, strict=True):
-            self.fake.poke(each.address, part)
+        for allocation, part in zip(self.allocations, content, strict=True):
+            self.fake.poke(allocation.address, part)
 
     def random(self, seed: int) -> list[Bytes]:
         random = np.random.default_rng(seed)
-        return [random.integers(0, 256, each.nbytes, np.uint8) for each in self.allocations]
+        return [
+            random.integers(0, 256, allocation.nbytes, np.uint8) for allocation in self.allocations
+        ]
 
     def close(self) -> None:
         for disk in self.disks:

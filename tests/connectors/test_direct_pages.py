@@ -44,7 +44,7 @@ class Tensors:
 
     def __init__(self, sizes: Sequence[int], n: int, pad: int = 0, behind: int = 0) -> None:
         strides = [size + pad for size in sizes]
-        self.owner = mmap.mmap(-1, PAGE + sum(NUM_PAGES * each + PAGE for each in strides))
+        self.owner = mmap.mmap(-1, PAGE + sum(NUM_PAGES * stride + PAGE for stride in strides))
         self.bytes = np.frombuffer(self.owner, np.uint8)
         shares, at = [], self.bytes.ctypes.data + behind
         for size, stride in zip(sizes, strides, strict=True):
@@ -138,7 +138,7 @@ def test_what_can_not_come_directly_is_said_and_refused(
 ) -> None:
     disk = tensors.disk(tmp_path / "auto", Direct.AUTO)
     assert disk.facts.direct is Direct.OFF
-    assert any(reason in each.note for each in disk.findings())
+    assert any(reason in finding.note for finding in disk.findings())
     disk.close()
     with pytest.raises(ConfigError, match=reason):
         tensors.disk(tmp_path / "on", Direct.ON)

@@ -20,7 +20,7 @@ def _imports(file: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
         elif isinstance(node, ast.Import):
-            found.update(each.name for each in node.names)
+            found.update(name.name for name in node.names)
     return found
 
 
@@ -31,5 +31,5 @@ def test_only_its_own_fronts_import_vllms_offloading() -> None:
         if any("kv_offload" in each or ".v1.offloading" in each for each in _imports(file))
     }
     assert len(importers) > 3, "or the test looks at the wrong names"
-    elsewhere = {each for each in importers if not each.startswith(ITS_FRONTS)}
+    elsewhere = {importer for importer in importers if not importer.startswith(ITS_FRONTS)}
     assert elsewhere == {REGISTERS}

@@ -129,4 +129,4 @@ def test_key_of_a_block_depends_on_both_parts() -> None:
     digest, other = _digest(), _digest(salt="x")
     keys = {block_key(d, k) for d in (digest, other) for k in (b"a" * 36, b"a" * 35 + b"b")}
     assert len(keys) == 4
-    assert {len(each) for each in keys} == {32}
+    assert {len(key) for key in keys} == {32}

@@ -32,7 +32,7 @@ def request(**changes: object) -> Any:
 
 def media(*offsets: int) -> list[Any]:
     """Images, audio or video, at these places of a prompt."""
-    return [SimpleNamespace(mm_position=SimpleNamespace(offset=each)) for each in offsets]
+    return [SimpleNamespace(mm_position=SimpleNamespace(offset=offset)) for offset in offsets]
 
 
 def config(prefix_caching: bool, processor_gb: float | None) -> Any:

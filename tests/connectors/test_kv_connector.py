@@ -497,7 +497,7 @@ def test_requests_of_a_step_that_have_no_room_together_are_stored_as_far_as_ther
     for request, pages in zip(requests, (range(6), range(6, 12)), strict=True):
         assert world.asks(request) == 0
         world.gets_pages(request, pages)
-    message = world.message(*((each, range(6), len(TEXT)) for each in requests))
+    message = world.message(*((request, range(6), len(TEXT)) for request in requests))
     assert [len(job.pages[0].pages) for job in message.stores] == [6]
     world.run(message)
     assert world.asks(world.request("again", TEXT + "s")) == len(TEXT)

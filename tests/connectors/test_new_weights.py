@@ -200,7 +200,7 @@ def test_all_parameters_have_their_turn_and_a_look_reads_a_bounded_number(
         watch.look()
         sizes.append(len(read) - before)
     assert max(sizes) == NUM_PARAMETERS
-    assert {id(each) for each in read} == {id(each) for each in model.parameters()}
+    assert {id(each) for each in read} == {id(parameter) for parameter in model.parameters()}
 
 
 def test_watch_keeps_no_parameter_alive() -> None:

@@ -115,8 +115,8 @@ def step(watch: PrefillWatch, batch: list[Request], ends: list[Request]) -> None
     """SGLang's scheduler processes what a batch has computed."""
 
     def process(*_: Any) -> None:
-        for each in ends:
-            each.is_over = True
+        for end in ends:
+            end.is_over = True
 
     hook = watch.hooks()[f"{SCHEDULER}.process_batch_result"]
     hook(process, None, SimpleNamespace(reqs=batch), object())

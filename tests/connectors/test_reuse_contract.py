@@ -162,7 +162,7 @@ class UnderVllm:
             return
         self._orders = [*self._orders, *self._engine.mover.take_orders()]
         verb = Verb.FIND if event == "a" else Verb.READ
-        for order in [each for each in self._orders if each.verb is verb]:
+        for order in [order for order in self._orders if order.verb is verb]:
             num = len(keys_in(order.keys)) if event == "a" else len(order.names)
             missing = frozenset() if event == "r" else frozenset(range(num))
             self._engine.finish(order, Done(missing, missing if event == "a" else frozenset()))
@@ -440,4 +440,4 @@ def test_connectors_weigh_nothing() -> None:
     weighing = re.compile(r"\.(load_s|prefill_s|copy_s)\(|\bplan_(load|groups)\b")
     sources = sorted(Path(connectors.__path__[0]).rglob("*.py"))
     assert sources
-    assert [each.name for each in sources if weighing.search(each.read_text())] == []
+    assert [source.name for source in sources if weighing.search(source.read_text())] == []

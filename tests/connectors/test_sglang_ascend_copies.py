@@ -109,7 +109,7 @@ def test_events_of_layers_pass_in_their_order(ascends: Worlds) -> None:
     world.fake.let_go()
     for layer, event in enumerate(events):
         event.wait()
-        assert all(each.passed for each in events[:layer])
+        assert all(event.passed for event in events[:layer])
 
 
 @pytest.mark.parametrize("seed", range(6))

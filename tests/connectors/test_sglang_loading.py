@@ -73,13 +73,13 @@ class World:
 
     def num_held(self) -> list[int]:
         """By pool: pages that can't leave host memory."""
-        return [NUM_HOST - each.pool.ladder.num_available(HOST) for each in self.pools.values()]
+        return [NUM_HOST - pool.pool.ladder.num_available(HOST) for pool in self.pools.values()]
 
     def has(self, numbers: Sequence[int], first_page: int = 10) -> bool:
         """Whether the device has them, in all pools."""
         return all(
-            each.has(key_of(number), page)
-            for each in self.pools.values()
+            pool.has(key_of(number), page)
+            for pool in self.pools.values()
             for page, number in enumerate(numbers, first_page)
         )
 
@@ -96,8 +96,8 @@ def worlds() -> Iterator[Callable[..., World]]:
     yield make
     for world in made:
         world.loading.reset()
-        for each in world.pools.values():
-            each.close()
+        for pool in world.pools.values():
+            pool.close()
 
 
 @pytest.mark.parametrize("names", [(Name.KV,), (Name.KV, Name.SWA)])

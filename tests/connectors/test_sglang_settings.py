@@ -161,7 +161,7 @@ def test_whatever_decides_on_bytes_is_another_namespace() -> None:
     ]
     assert len(set(facts)) == len(facts)
     ranks = [config(tp_rank=rank, tp_size=2, is_mla_model=True) for rank in range(2)]
-    assert len({pool_facts(each, "kv", pool(), [1]) for each in ranks}) == 1
+    assert len({pool_facts(rank, "kv", pool(), [1]) for rank in ranks}) == 1
     engines = [
         engine_digest("w", "0.5.23", None, ""),
         engine_digest("v", "0.5.23", None, ""),

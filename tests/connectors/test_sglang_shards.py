@@ -129,7 +129,7 @@ def test_pages_in_another_order_have_other_shards() -> None:
         PagePart(48, 2, "b"),
         PagePart(96, 2, "a"),
     ]
-    names = {name for each in orders for name in cut([each], division, 96).names}
+    names = {name for order in orders for name in cut([order], division, 96).names}
     assert len(names) == 2 * len(orders)
 
 

@@ -101,7 +101,7 @@ def _made(kind: str, heads: int, num_layers: int) -> list[tuple[Cache, torch.Ten
         return [(KINDS | LATENTS)[kind](heads) for _ in range(num_layers)]
     sizes = (NUM_PAGES, num_layers, heads, TOKENS, 2 * DIM)
     caches = torch.zeros(sizes, dtype=torch.uint8).unbind(1)
-    return [(each, each.unflatten(3, (2, DIM)).permute(0, 3, 1, 2, 4)) for each in caches]
+    return [(cache, cache.unflatten(3, (2, DIM)).permute(0, 3, 1, 2, 4)) for cache in caches]
 
 
 class Rank:
@@ -118,7 +118,7 @@ class Rank:
         self.division, self.layers, self.per_block = division, layers, pages_per_block
         made = _made(kind, division.num_own, len(layers))
         self.views = [view for _, view in made]
-        names = [f"model.layers.{each}.attn" for each in layers]
+        names = [f"model.layers.{layer}.attn" for layer in layers]
         self.caches = dict(zip(names, (cache for cache, _ in made), strict=True))
         page_bytes = 2 * TOKENS * division.num_own * DIM
         self.sizes = [LayerSize(name, [page_bytes]) for name in names]
@@ -329,7 +329,7 @@ def test_rank_of_one_shard_has_it_in_one_piece() -> None:
 def test_layers_that_share_their_kv_are_stored_once() -> None:
     cache, _ = _blocks_first(2)
     layers = [LayerSize(f"model.layers.{at}.attn", [4 * TOKENS * DIM]) for at in range(2)]
-    caches = {each.name: cache for each in layers}
+    caches = {layer.name: cache for layer in layers}
     pages = tell_pages(caches, [layers], NUM_PAGES)
     shards = shards_of(pages, layers, caches, Division(2, 0, 1, 1), 1, 4096)
     assert shards.bytes_per_shard == 2 * TOKENS * DIM

@@ -121,9 +121,9 @@ def test_kubernetes_is_given_what_the_manifests_name(calls: Path) -> None:
     assert namespace == ["kubectl", "create", "namespace", settings["namespace"]]
     assert secret[:4] == ["kubectl", "-n", settings["namespace"], "create"]
     name, *literals = secret[6:]
-    keys = {each.removeprefix("--from-literal=").partition("=")[0] for each in literals}
+    keys = {literal.removeprefix("--from-literal=").partition("=")[0] for literal in literals}
     manifests = list(yaml.safe_load_all((folder / "server.yaml").read_text()))
-    (found,) = (each for each in manifests if each["kind"] == "StatefulSet")
+    (found,) = (manifest for manifest in manifests if manifest["kind"] == "StatefulSet")
     (container,) = found["spec"]["template"]["spec"]["containers"]
     wanted = [each["valueFrom"]["secretKeyRef"] for each in container["env"] if "valueFrom" in each]
     (monitor,) = yaml.safe_load_all((folder / "monitor.yaml").read_text())
@@ -144,11 +144,11 @@ def test_systemd_is_installed_from_what_is_there(name: str, calls: Path) -> None
     head = HEADS[f"systemd/{name}.service"]
     done = run(head, calls)
     copies = [each for each in done if each[0] == "install"]
-    sources = {(ROOT / each[-2]).resolve() for each in copies}
+    sources = {(ROOT / copy[-2]).resolve() for copy in copies}
     folder = DEPLOY / "systemd"
     assert sources == {folder / f"{name}.service", folder / "kvtier.sysusers", folder / settings}
     unit = (folder / f"{name}.service").read_text(encoding="utf-8")
-    (target,) = (each[-1] for each in copies if "/etc/kvtier" in each[-1])
+    (target,) = (copy[-1] for copy in copies if "/etc/kvtier" in copy[-1])
     assert reads.format(target) in unit
     made = next(each[-1] for each in done if each[:3] == ["python3", "-m", "venv"])
     assert starts.format(made) in unit
@@ -161,10 +161,10 @@ def test_a_node_in_kubernetes_is_given_what_the_manifest_names(calls: Path) -> N
     assert applied[:3] == ["kubectl", "apply", "-f"]
     assert (ROOT / applied[3]).samefile(DEPLOY / "kubernetes/node.yaml")
     manifests = list(yaml.safe_load_all((ROOT / applied[3]).read_text()))
-    (namespace,) = (each for each in manifests if each["kind"] == "Namespace")
+    (namespace,) = (manifest for manifest in manifests if manifest["kind"] == "Namespace")
     assert secret[:4] == ["kubectl", "-n", namespace["metadata"]["name"], "create"]
     name, literal = secret[6:]
-    (engine,) = (each for each in manifests if each["kind"] == "Deployment")
+    (engine,) = (manifest for manifest in manifests if manifest["kind"] == "Deployment")
     (container,) = engine["spec"]["template"]["spec"]["containers"]
     (wanted,) = (each["valueFrom"]["secretKeyRef"] for each in container["env"])
     assert wanted == {

@@ -37,7 +37,7 @@ def documents(path: str) -> list[Any]:
 
 
 def container(path: str) -> Any:
-    (found,) = (each for each in documents(path) if each["kind"] == "StatefulSet")
+    (found,) = (document for document in documents(path) if document["kind"] == "StatefulSet")
     (only,) = found["spec"]["template"]["spec"]["containers"]
     return only
 
@@ -101,7 +101,9 @@ def nodes() -> Iterator[tuple[str, list[str]]]:
 
 def of_kind(kind: str) -> Any:
     """Return the pod of the only object of a kind in the node's manifest."""
-    (found,) = (each for each in documents("kubernetes/node.yaml") if each["kind"] == kind)
+    (found,) = (
+        document for document in documents("kubernetes/node.yaml") if document["kind"] == kind
+    )
     return found["spec"]["template"]["spec"]
 
 
@@ -194,10 +196,10 @@ def test_probes_ask_what_needs_no_key() -> None:
 
 def test_a_pod_and_a_unit_have_time_to_end() -> None:
     serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    (grace_s,) = (each.default for each in serve.params if each.name == "shutdown_grace_s")
-    for each in documents("kubernetes/server.yaml"):
-        if each["kind"] == "StatefulSet":
-            spec = each["spec"]["template"]["spec"]
+    (grace_s,) = (param.default for param in serve.params if param.name == "shutdown_grace_s")
+    for document in documents("kubernetes/server.yaml"):
+        if document["kind"] == "StatefulSet":
+            spec = document["spec"]["template"]["spec"]
             assert spec["terminationGracePeriodSeconds"] > grace_s + 5
     assert int(service()["TimeoutStopSec"]) > grace_s + 5
     stop = load("compose/compose.yaml")["services"]["server"]["stop_grace_period"]
@@ -206,7 +208,7 @@ def test_a_pod_and_a_unit_have_time_to_end() -> None:
 
 def test_disks_and_memory_have_room_for_what_is_reserved() -> None:
     for path in ("kubernetes/server.yaml", "kubernetes/vllm.yaml"):
-        (found,) = (each for each in documents(path) if each["kind"] == "StatefulSet")
+        (found,) = (document for document in documents(path) if document["kind"] == "StatefulSet")
         (claim,) = found["spec"]["volumeClaimTemplates"]
         room = parse_size(claim["spec"]["resources"]["requests"]["storage"] + "B", "storage")
         text = json.dumps(container(path)["args"])

@@ -128,7 +128,11 @@ def test_the_monitor_is_what_the_operator_knows() -> None:
 
 def test_the_monitor_asks_a_port_and_a_path_that_are_there() -> None:
     (monitor,) = documents("kubernetes/monitor.yaml")
-    (service,) = (each for each in documents("kubernetes/server.yaml") if each["kind"] == "Service")
+    (service,) = (
+        document
+        for document in documents("kubernetes/server.yaml")
+        if document["kind"] == "Service"
+    )
     (endpoint,) = monitor["spec"]["endpoints"]
     assert endpoint["port"] in {each["name"] for each in service["spec"]["ports"]}
     wanted = monitor["spec"]["selector"]["matchLabels"]

@@ -133,7 +133,7 @@ def test_what_was_measured_is_remembered_and_used(
         device.copy(rig.scattered(Direction.LOAD, 512, 64), Direction.LOAD)
     assert fake.count("aclrtMemcpyAsync") == 64
     assert fake.count(BATCH_CALLS["ascend"]) == 0
-    (line,) = (each for each in device.findings() if each.topic == "fastest loads")
+    (line,) = (finding for finding in device.findings() if finding.topic == "fastest loads")
     assert line.found.startswith("each from 512 B")
     assert "512 B 9.0, 4 KiB 1.0" in line.note
 

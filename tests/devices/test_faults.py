@@ -68,7 +68,7 @@ def test_batch_call_is_used_where_it_is_and_2d_copies_where_it_is_not(
     has_batch = fake.variant in WITH_BATCH
     assert (fake.count(BATCH_CALLS[fake.vendor]) > 0) == has_batch
     assert (fake.count(ROWS[fake.vendor]) > before) == (not has_batch)
-    (line,) = (each for each in device.findings() if each.topic == "copy path")
+    (line,) = (finding for finding in device.findings() if finding.topic == "copy path")
     assert line.found == ("one batch call" if has_batch else "2-D and single copies")
     assert bool(line.note) == (not has_batch)
 

@@ -170,8 +170,8 @@ def check_vllm(words: Sequence[str]) -> None:
         if option != "--kv-transfer-config":
             continue
         if inner := re.fullmatch(r"\$\((.*)\)", value):
-            for each in commands(inner[1]):
-                check(each)
+            for command in commands(inner[1]):
+                check(command)
             continue
         extra = json.loads(value)["kv_connector_extra_config"]
         if extra.get("spec_name") == SPEC_NAME:
@@ -216,7 +216,7 @@ def _check_module(module: str, words: Sequence[str]) -> None:
     files = [Path(spec.origin)]
     if spec.submodule_search_locations:
         files = list(Path(spec.origin).parent.glob("**/*.py"))
-    source = "".join(each.read_text(encoding="utf-8") for each in files)
+    source = "".join(file.read_text(encoding="utf-8") for file in files)
     for word in words:
         if word.startswith("--") and f'"{word.partition("=")[0]}"' not in source + SHARED_OPTIONS:
             raise CommandError(f"{module} has no option {word}")

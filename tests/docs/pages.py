@@ -104,7 +104,7 @@ def read_page(path: str, text: str) -> Page:
         comment = COMMENTS.search(text[: found.start()])
         marks = _marks(comment["last"].strip() if comment else "", f"{path}:{line}")
         indent = len(found["indent"])
-        lines = [each[indent:] for each in found["text"].splitlines()]
+        lines = [splitline[indent:] for splitline in found["text"].splitlines()]
         language = found["language"] + found["rest"]
         blocks.append(Block(path, line, language, "\n".join(lines) + "\n", marks))
     return Page(path, text, tuple(blocks))

@@ -30,7 +30,7 @@ def shape(line: str) -> str:
 
 def missing_line(said: str, printed: str) -> str | None:
     """The first line of the page that the output does not have, in order; None for none."""
-    shapes = [shape(each) for each in printed.splitlines()]
+    shapes = [shape(splitline) for splitline in printed.splitlines()]
     at = 0
     for line in said.splitlines():
         if line.strip() in ("", ANYTHING) or not shape(line):

@@ -18,7 +18,9 @@ LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "src", "lin
 
 def _is_fresh() -> bool:
     sources = [*ROOT.glob("docs/**/*.md"), ROOT / "mkdocs.yml"]
-    return INDEX.exists() and INDEX.stat().st_mtime > max(each.stat().st_mtime for each in sources)
+    return INDEX.exists() and INDEX.stat().st_mtime > max(
+        source.stat().st_mtime for source in sources
+    )
 
 
 pytestmark = pytest.mark.skipif(not _is_fresh(), reason="the site is not built: make site")

@@ -28,7 +28,7 @@ NUM_MUTATIONS = int(os.environ.get("KVTIER_NUM_MUTATIONS", str(effort(ENOUGH, st
 SEED = os.environ.get("KVTIER_FUZZ_SEED", str(random.SystemRandom().randrange(2**32)))
 BATCH = 5000
 """Cases that one process runs."""
-TARGETS = [each.name for each in pkgutil.iter_modules(targets.__path__)]
+TARGETS = [module.name for module in pkgutil.iter_modules(targets.__path__)]
 ROOT = Path(__file__).parents[2]
 
 

@@ -175,8 +175,8 @@ def test_writers_at_the_same_time_leave_one_whole_file(folder: Path, memory: Wei
 
     threads = [Thread(target=write, args=(number,)) for number in range(4)]
     memory.remember(MODEL, {"0": (Stamp(0, 2, 3, 4), "cd" * 32)})
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert len(json.loads(only_file(folder).read_bytes())["files"]) == 1

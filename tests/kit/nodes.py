@@ -84,7 +84,7 @@ class NodeProcess:
     def room(self, tenant: str = "default") -> Any:
         """Return the state of a tenant's only room."""
         rooms = self.control.get("/status")["rooms"]
-        (found,) = (each for each in rooms if each["tenant"] == tenant)
+        (found,) = (room for room in rooms if room["tenant"] == tenant)
         return found
 
 

@@ -78,8 +78,8 @@ class Proxy:
         self._threads[0].join(10)
         self._listener.close()
         self.cut()
-        for each in self._threads:
-            each.join(10)
+        for thread in self._threads:
+            thread.join(10)
 
     def _accept(self) -> None:
         while True:

@@ -33,6 +33,6 @@ def mappings() -> Iterator[Mapping]:
 def is_dumped(address: int, num_bytes: int) -> bool:
     """Whether a core dump has any page of this memory."""
     end = address + num_bytes
-    found = [each for each in mappings() if each.start < end and each.end > address]
+    found = [mapping for mapping in mappings() if mapping.start < end and mapping.end > address]
     assert sum(min(each.end, end) - max(each.start, address) for each in found) == num_bytes
     return any(each.is_dumped for each in found)

@@ -44,7 +44,7 @@ def join(
 ) -> Uint8s | None:
     made = np.zeros(num_bytes, np.uint8)
     arrays = [np.frombuffer(part or b"\0", np.uint8) for part in parts]
-    places = [each.ctypes.data for each in arrays]
+    places = [array.ctypes.data for array in arrays]
     is_whole = planes.join_planes(made.ctypes.data, num_bytes, width, base, *places, len(parts[2]))
     return made if is_whole else None
 

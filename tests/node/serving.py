@@ -25,7 +25,7 @@ async def serve(server: NodeServer) -> None:
 
 def main() -> None:
     folder, *options = sys.argv[1:]
-    config = config_of(Path(folder), **dict(each.split("=", 1) for each in options))
+    config = config_of(Path(folder), **dict(option.split("=", 1) for option in options))
     node = CacheNode(config, CpuDevice())
     try:
         asyncio.run(serve(NodeServer(node, config.socket)))

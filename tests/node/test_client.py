@@ -119,8 +119,8 @@ def break_all(node: LocalNode) -> None:
     """The node closes all connections."""
 
     def close() -> None:
-        for each in list(node.server._connections):
-            each.close()
+        for connection in list(node.server._connections):
+            connection.close()
 
     node.do(close)
 

@@ -76,7 +76,7 @@ def expect_metrics(node: NodeProcess) -> None:
 
     def used(tenant: str) -> list[float]:
         lines = fetched(node, "/metrics").splitlines()
-        mine = [each for each in lines if f'tenant="{tenant}"' in each]
+        mine = [line for line in lines if f'tenant="{tenant}"' in line]
         return [
             float(each.split()[-1])
             for each in mine

@@ -181,7 +181,7 @@ def test_engine_lives_as_long_as_one_of_its_processes(node: LocalNode) -> None:
         first.kill()
         first.wait()
         node.until(
-            lambda: [len(each.clients) for each in node.server.registry.engines.values()] == [1]
+            lambda: [len(engine.clients) for engine in node.server.registry.engines.values()] == [1]
         )
         assert node.num_used == 3
         second.kill()
@@ -205,7 +205,7 @@ def test_connections_of_one_client_that_broke_cost_one_entry(node: LocalNode) ->
 
 
 def _is_idle(node: LocalNode) -> bool:
-    return not any(each._frames.is_open for each in node.server._connections)
+    return not any(connection._frames.is_open for connection in node.server._connections)
 
 
 def test_goodbye_after_a_lost_connection_frees_what_was_left(node: LocalNode) -> None:
@@ -320,16 +320,16 @@ def test_connections_of_a_process_are_bounded(
 ) -> None:
     monkeypatch.setattr(registry, "MOST_CONNECTIONS", 3)
     connections = [Bare(node.config.socket) for _ in range(3)]
-    for each in connections:
-        assert isinstance(each.attach(), protocol.AttachAnswer)
+    for connection in connections:
+        assert isinstance(connection.attach(), protocol.AttachAnswer)
     with bare(node.config.socket) as fourth:
         assert fourth.is_closed()
     connections.pop().close()
     node.until(lambda: node.server.registry._open.total() == 2)
     with bare(node.config.socket) as fourth:
         assert isinstance(fourth.attach(), protocol.AttachAnswer)
-    for each in connections:
-        each.close()
+    for connection in connections:
+        connection.close()
 
 
 def test_clients_that_a_process_left_without_a_goodbye_are_bounded(

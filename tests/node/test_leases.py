@@ -264,5 +264,7 @@ def leased(node: LocalNode) -> int:
     """Return the number of leases of all engines. Called on the node's thread."""
     engines = node.server.registry.engines.values()
     return sum(
-        int(each.num_leases.sum()) for engine in engines for each in engine.partitions.values()
+        int(partition.num_leases.sum())
+        for engine in engines
+        for partition in engine.partitions.values()
     )

@@ -175,9 +175,9 @@ class Machine(RuleBasedStateMachine):
         if from_node:
 
             def close() -> None:
-                for each in list(self.node.server._connections):
-                    if each._client == engine.client._name:
-                        each.hang_up()
+                for connection in list(self.node.server._connections):
+                    if connection._client == engine.client._name:
+                        connection.hang_up()
 
             self.node.do(close)
         else:
@@ -280,11 +280,11 @@ class Machine(RuleBasedStateMachine):
         def count() -> dict[str, tuple[int, int]]:
             return {
                 name: (
-                    sum(int(held.num_leases.sum()) for held in each.partitions.values()),
-                    sum(held.num_reserved for held in each.partitions.values()),
+                    sum(int(held.num_leases.sum()) for held in engine.partitions.values()),
+                    sum(held.num_reserved for held in engine.partitions.values()),
                 )
-                for each in self.node.server.registry.engines.values()
-                for name in each.clients
+                for engine in self.node.server.registry.engines.values()
+                for name in engine.clients
             }
 
         return self.node.do(count)

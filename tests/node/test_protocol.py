@@ -42,7 +42,7 @@ def is_well(node: LocalNode) -> bool:
 
 @given(contents=st.lists(st.binary(max_size=50), max_size=8), data=st.data())
 def test_frames_come_whole_however_they_are_cut(contents: list[bytes], data: st.DataObject) -> None:
-    stream = b"".join(struct.pack("<I", len(each)) + each for each in contents)
+    stream = b"".join(struct.pack("<I", len(content)) + content for content in contents)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
     frames, found = Frames(), []
     for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
@@ -215,7 +215,7 @@ def test_process_that_reads_no_answers_is_not_read_either(node: LocalNode) -> No
                 engine.socket.send(frame)
         assert is_well(node)
         connections = list(node.server._connections)
-        assert max(each._frames.num_unsent for each in connections) < 4 << 20
+        assert max(connection._frames.num_unsent for connection in connections) < 4 << 20
 
 
 def test_many_small_messages_do_not_keep_others_waiting(node: LocalNode) -> None:
@@ -224,9 +224,9 @@ def test_many_small_messages_do_not_keep_others_waiting(node: LocalNode) -> None
         partition = busy.enter("busy")
         turns: list[int] = []
         frames = next(
-            each._frames
-            for each in node.server._connections
-            if each._engine and each._engine.name == "busy"
+            connection._frames
+            for connection in node.server._connections
+            if connection._engine and connection._engine.name == "busy"
         )
         take_turn = frames._take_turn
 
@@ -286,7 +286,7 @@ def _field(name: str, kind: object) -> st.SearchStrategy[object]:
 
 def _message(kind: type[FromEngine]) -> st.SearchStrategy[FromEngine]:
     fields = msgspec.structs.fields(kind)
-    return st.builds(kind, **{each.name: _field(each.name, each.type) for each in fields})
+    return st.builds(kind, **{field.name: _field(field.name, field.type) for field in fields})
 
 
 _messages = st.one_of([_message(kind) for kind in get_args(FromEngine)])
@@ -306,5 +306,5 @@ def test_any_messages_leave_the_node_well(node: LocalNode, messages: list[FromEn
         last.send(protocol.DetachNotice())
         assert last.is_closed()
     engines = node.server.registry.engines
-    node.until(lambda: "anything" not in [each.name for each in engines.values()])
+    node.until(lambda: "anything" not in [engine.name for engine in engines.values()])
     wait_until(lambda: is_well(node))

@@ -90,7 +90,7 @@ class LocalNode:
     def num_used(self) -> int:
         """Number of slots that engines use."""
         return self.do(
-            lambda: sum(each.num_slots for each in self.server.registry.engines.values())
+            lambda: sum(engine.num_slots for engine in self.server.registry.engines.values())
         )
 
     def check(self) -> None:

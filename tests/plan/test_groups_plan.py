@@ -65,7 +65,7 @@ def cases(draw: Any) -> Case:
     num_blocks = draw(st.integers(0, 10))
     some = [draw(st.sampled_from(["d", "dddh", "ddhhs"])) for _ in rules]
     letters = [each if rule is ALL else each + "-" for each, rule in zip(some, rules, strict=True)]
-    rows = [draw(st.text(each, min_size=num_blocks, max_size=num_blocks)) for each in letters]
+    rows = [draw(st.text(letter, min_size=num_blocks, max_size=num_blocks)) for letter in letters]
     arriving = draw(st.text(" +", min_size=num_blocks, max_size=num_blocks))
     rooms = [
         GroupRoom(

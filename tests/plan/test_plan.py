@@ -254,8 +254,8 @@ def test_newest_observation_keeps_its_weight_after_many() -> None:
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=30))
 def test_estimate_stays_between_the_observations(seconds: list[float]) -> None:
     model = CostModel()
-    for each in seconds:
-        model.observe_copy(HOST_TO_DEVICE, 1000, each)
+    for second in seconds:
+        model.observe_copy(HOST_TO_DEVICE, 1000, second)
     estimate = model.snapshot().copy_s(HOST_TO_DEVICE, 1000)
     assert min(seconds) * 0.999 <= estimate <= max(seconds) * 1.001
 

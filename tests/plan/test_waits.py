@@ -14,7 +14,7 @@ UNTIL_S = 100.0
 
 @pytest.mark.parametrize("case", WAITS, ids=str)
 def test_state(case: WaitCase) -> None:
-    reads, answers = ([Signal() for each in case.blocks if each == kind] for kind in "SU")
+    reads, answers = ([Signal() for block in case.blocks if block == kind] for kind in "SU")
     wait, now_s = Wait(UNTIL_S, reads, answers), 0.0
     for event in case.happens:
         now_s = UNTIL_S if event == "t" else now_s

@@ -139,7 +139,7 @@ def test_segments_are_locked_in_order_and_unlocked_once_whatever_is_refused(
     granted = sorted({0, 1, 2, 3, 4} - refused - broken)
     assert [(each.address, each.nbytes) for each in device.locked] == placed(tier, granted)
     assert device.unlocked == []
-    found = next(each for each in tier.findings() if each.topic == "page-locked").found
+    found = next(finding for finding in tier.findings() if finding.topic == "page-locked").found
     assert (found == "yes", found == "no") == (len(granted) == 5, not granted)
     tier.close()
     tier.close()
@@ -168,7 +168,7 @@ def test_slots_open_as_their_segment_becomes_ready() -> None:
     assert tier.allocate(5) is None
     assert tier.allocate(3) == [0, 1, 2]
     assert tier.num_used == 3
-    found = {each.topic: each for each in tier.findings()}
+    found = {finding.topic: finding for finding in tier.findings()}
     assert found["host memory"].note == "the rest is being prepared"
     assert found["page-locked"].found.endswith("GiB, so far")
     for num_open in (12, 20, 28):
@@ -181,7 +181,7 @@ def test_slots_open_as_their_segment_becomes_ready() -> None:
     tier.free([Slot(slot) for slot in range(NUM_BLOCKS)])
     assert (tier.num_free, tier.num_used) == (NUM_BLOCKS, 0)
     assert Finding("page-locked", "yes") in tier.findings()
-    assert all(each.topic != "host memory" for each in tier.findings())
+    assert all(finding.topic != "host memory" for finding in tier.findings())
     tier.close()
 
 
@@ -255,7 +255,7 @@ def test_slots_without_memory_stay_closed(number: int, caplog: pytest.LogCapture
     assert tier.allocate(there + 1) is None
     slots = tier.allocate(there)
     assert slots is not None
-    (line,) = (each for each in tier.findings() if each.topic == "host memory")
+    (line,) = (finding for finding in tier.findings() if finding.topic == "host memory")
     assert line.note == "allocation failed: Cannot allocate memory"
     assert caplog.text.count("host memory is short") == 1
     assert num_resident(tier.arena.segments[number], tier) == 0, "kept from a system that is short"
@@ -326,7 +326,7 @@ def test_huge_pages_can_be_switched_off() -> None:
 def test_memory_of_a_node_that_is_not_there_is_a_finding_not_an_error() -> None:
     for node, found in ((None, "unknown"), (1023, "no")):
         tier = make_tier(LockingDevice(node=node), ArenaOptions())
-        lines = {each.topic: each.found for each in tier.findings()}
+        lines = {finding.topic: finding.found for finding in tier.findings()}
         assert lines["host memory is near the device"] == found
         assert tier.num_open == NUM_BLOCKS
         tier.close()

@@ -427,7 +427,7 @@ class LocalBlockCache(BlockCache):
             return None
         self._copies.reserve(reserved.slots)
         self.slots.fill(reserved.blocks, reserved.slots, 0)
-        left = [key for each in self._changes[num_changes:] for key in each.keys]
+        left = [key for change in self._changes[num_changes:] for key in change.keys]
         return Reserved(reserved.keys, reserved.slots, left)
 
     def commit(self, keys: Sequence[bytes], depths: Sequence[int], to_storage: bool = True) -> None:

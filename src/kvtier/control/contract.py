@@ -55,7 +55,7 @@ class PromptPlaces:
         """Return the locations with their counts."""
 
         def first(*kinds: str) -> int:
-            return next((at for at, each in enumerate(places) if each not in kinds), len(places))
+            return next((at for at, place in enumerate(places) if place not in kinds), len(places))
 
         in_memory, found = first("memory"), first("memory", "arriving", "storage")
         return cls(room, len(places), in_memory, found, places)

@@ -172,8 +172,8 @@ def parse_hint(given: object) -> Hint:
     back_in_s = fields.get("back_in_s")
     names = ("first_token", "last_token", "priority", "ttl_s")
     retain: list[Retain] = []
-    for each in ranges[: MAX_RANGES + 1]:
-        known = _fields("retain", each, names)
+    for range_ in ranges[: MAX_RANGES + 1]:
+        known = _fields("retain", range_, names)
         if known.get("priority") is None:
             raise ValueError("retain has a range without a priority; give one of 0 to 100")
         retain.append(Retain(**{k: v for k, v in known.items() if v is not None}))  # type: ignore[arg-type]

@@ -53,7 +53,7 @@ class LockedRanges:
     def minus(self, ranges: Iterable[Range]) -> LockedRanges:
         """Return these ranges without the ones given."""
         gone = set(ranges)
-        return LockedRanges([each for each in self._ranges if each not in gone])
+        return LockedRanges([range_ for range_ in self._ranges if range_ not in gone])
 
     def fit(self, copies: Copies, direction: Direction) -> tuple[Copies, bool]:
         """Return the copies, none of which crosses an edge of a range on the host's side.

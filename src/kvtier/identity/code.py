@@ -61,7 +61,7 @@ def code_digest(
             continue
         owners = [distribution(each) for each in installed.get(top, ())]
         if not is_named and owners and not any(map(_is_editable, owners)):
-            found[name] = sorted(f"{each.name} {each.version}" for each in owners)
+            found[name] = sorted(f"{owner.name} {owner.version}" for owner in owners)
             continue
         files = _files(name)
         if files is None:

@@ -25,7 +25,7 @@ class KnownBlock:
     @property
     def is_cached(self) -> bool:
         """Whether some tier holds the block, or is being filled with it."""
-        return any(each.state is not State.ABSENT for each in self.residencies)
+        return any(residency.state is not State.ABSENT for residency in self.residencies)
 
 
 class KnownBlocks:

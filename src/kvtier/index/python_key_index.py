@@ -66,7 +66,7 @@ class PythonKeyIndex(PythonBlocks, KeyIndex):
         return [hash(key) & MOST_HASH for key in self.keys(blocks)]
 
     def in_slots(self, slots: Collection[Slot], tier: str) -> list[BlockId]:
-        places = [(each.block, self._residency(each.block, tier)) for each in self._blocks]
+        places = [(block.block, self._residency(block.block, tier)) for block in self._blocks]
         return [block for block, at in places if at.state is not State.ABSENT and at.slot in slots]
 
     def keys(self, blocks: Iterable[BlockId]) -> list[bytes]:
@@ -173,13 +173,13 @@ class PythonKeyIndex(PythonBlocks, KeyIndex):
     def known(self) -> list[KeyedBlock]:
         return [
             KeyedBlock(
-                each.block,
-                each.key,
-                each.num_uses,
-                each.depth,
-                tuple((at.state, at.slot, at.leases) for at in each.residencies),
+                block.block,
+                block.key,
+                block.num_uses,
+                block.depth,
+                tuple((at.state, at.slot, at.leases) for at in block.residencies),
             )
-            for each in self._blocks
+            for block in self._blocks
         ]
 
     def order(self, tier: str) -> list[BlockId]:

@@ -122,7 +122,7 @@ class MemoryStorage(StorageTier):
             if key not in self._known and len(self._known) >= self._room:
                 return Outcome.FAILED
             if key not in self._shelf.blocks and len(self._shelf.blocks) >= self._room:
-                oldest = next(each for each in self._shelf.blocks if each not in self._known)
+                oldest = next(block for block in self._shelf.blocks if block not in self._known)
                 self._unfound.pop(oldest, None)
                 del self._shelf.blocks[oldest]
             self._known.add(key)

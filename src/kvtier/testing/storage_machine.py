@@ -58,7 +58,9 @@ class StorageMachine(RuleBasedStateMachine):
         before = self.kept & set(numbers)
         num_new = len(set(numbers) - self.kept)
         outcomes = self.user.put(*numbers)
-        there = {each for each, outcome in zip(numbers, outcomes, strict=True) if outcome is THERE}
+        there = {
+            number for number, outcome in zip(numbers, outcomes, strict=True) if outcome is THERE
+        }
         if self.storage.facts.evicts:
             self.maybe |= self.kept | there
             return

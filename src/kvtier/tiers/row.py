@@ -206,7 +206,7 @@ def storage_names(locations: Sequence[str], has_disk: bool) -> list[str]:
 
     Raises ``ConfigError`` if two names are the same.
     """
-    names = [DISK] * has_disk + [_read(each)[0] for each in locations]
+    names = [DISK] * has_disk + [_read(location)[0] for location in locations]
     _check_names(names)
     return names
 

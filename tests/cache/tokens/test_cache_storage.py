@@ -115,11 +115,19 @@ def test_pieces_are_copied_on_while_the_next_is_read(restarted: World) -> None:
     """Two blocks a piece: two reads, and each is followed by its own copy to the device."""
     restarted.device.hold(Direction.LOAD)
     request = restarted.ask(LONG)
-    reads = [each for each in restarted.cache._ladder._transfers.transfers if each.src == DISK]
-    assert [len(each.blocks) for each in reads] == [2, 2]
+    reads = [
+        transfer
+        for transfer in restarted.cache._ladder._transfers.transfers
+        if transfer.src == DISK
+    ]
+    assert [len(read.blocks) for read in reads] == [2, 2]
     assert reads[0].job.wait(60)
     restarted.cache.poll()
-    copies = [each for each in restarted.cache._ladder._transfers.transfers if each.src == HOST]
+    copies = [
+        transfer
+        for transfer in restarted.cache._ladder._transfers.transfers
+        if transfer.src == HOST
+    ]
     assert copies[0].job is not None
     assert not request.lease.ready
     restarted.device.let_go()
@@ -372,7 +380,7 @@ def serve_while_writes_hang(world: World, tokens: list[int]) -> Request:
     world.cache.commit(request.lease, len(request.labels))
     world.release(request)
     transfers = world.cache._ladder._transfers.transfers
-    until(world, lambda: all(each.dst == DISK for each in transfers))
+    until(world, lambda: all(transfer.dst == DISK for transfer in transfers))
     return request
 
 

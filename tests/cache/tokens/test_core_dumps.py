@@ -71,10 +71,10 @@ def test_token_ids_in_the_index_are_left_out(block_size: int) -> None:
 def _is_left_out(content: bytes) -> bool:
     """Whether ``content`` is found in memory that core dumps leave out."""
     with open("/proc/self/mem", "rb", buffering=0) as memory:
-        for each in mappings():
-            if each.is_dumped or not each.mode.startswith("rw"):
+        for mapping in mappings():
+            if mapping.is_dumped or not mapping.mode.startswith("rw"):
                 continue
-            memory.seek(each.start)
-            if content in memory.read(each.end - each.start):
+            memory.seek(mapping.start)
+            if content in memory.read(mapping.end - mapping.start):
                 return True
     return False

@@ -319,8 +319,8 @@ def test_a_follower_begins_after_its_leader_or_ends_with_it(
     world.storage.spoiled.update(world.cache._index.key(blocks[at]) for at in spoiled)
     request = world.ask(tokens)
     transfers = world.cache._ladder._transfers.transfers
-    for leader in [each for each in transfers if each.src == DISK]:
-        assert [each.src for each in leader.followers] == [HOST]
+    for leader in [transfer for transfer in transfers if transfer.src == DISK]:
+        assert [follower.src for follower in leader.followers] == [HOST]
         assert leader.followers[0].blocks == leader.blocks
         assert leader.followers[0].job is None, "its sources are not there yet"
     world.wait()

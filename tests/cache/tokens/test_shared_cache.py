@@ -247,11 +247,11 @@ def test_a_second_prompt_is_read_when_the_first_has_left() -> None:
     storage = MemoryStorage(GROUP, 64, StoredBlocks())
     engine = Engine.over(storage, host_capacity=8 * GROUP.bytes_per_block)
     prompts = [[number] * 8 for number in (1, 2)]
-    for each in prompts:
-        engine.serve(each)
+    for prompt in prompts:
+        engine.serve(prompt)
         engine.lose_memory()
         engine.cache.call(lambda cache: cache.clear("host"))
-    queued = [engine.cache.prefetch(engine.cache.prompt(each)) for each in prompts]
+    queued = [engine.cache.prefetch(engine.cache.prompt(prompt)) for prompt in prompts]
     wait_until(lambda: queued[0].ready)
     assert not queued[1].ready  # half of the memory may hold what waits
     queued[0].end()

@@ -57,21 +57,21 @@ class Ranks:
     def hear(self, report: Report) -> None:
         content = pickle.dumps(report, 5)
         self.num_bytes += len(content)
-        self.most_keys = max(self.most_keys, sum(len(each.keys) // 32 for each in report.pieces))
+        self.most_keys = max(self.most_keys, sum(len(piece.keys) // 32 for piece in report.pieces))
         self.mover.hear(pickle.loads(content))
 
     def step(self) -> None:
         """One step of an engine."""
         for order in self.mover.take_orders():
             self.told.append(order)
-            for rank, each in enumerate(self.tellings):
+            for rank, telling in enumerate(self.tellings):
                 if order.verb is Verb.ERASE:
                     for block in order.names:
                         self.kept[rank].pop(block.key, None)
                 elif order.verb in (Verb.DIGEST, Verb.LIST, Verb.CLEAR):
-                    each.begin(order)
-        pieces = [each.take() for each in self.tellings]
-        self.hear(Report(pieces=tuple(each for each in pieces if each is not None)))
+                    telling.begin(order)
+        pieces = [telling.take() for telling in self.tellings]
+        self.hear(Report(pieces=tuple(piece for piece in pieces if piece is not None)))
 
     def finish(self) -> int:
         """Returns the number of steps."""
@@ -237,7 +237,7 @@ def test_nothing_is_found_any_more_once_nothing_is_wanted(
     ranks.finish()
     assert ranks.found(ALL) == set()
     assert [each.verb for each in ranks.told][-1] is Verb.CLEAR
-    assert all(each.is_clearing for each in ranks.tellings)
+    assert all(telling.is_clearing for telling in ranks.tellings)
     cleared = ranks.tellings[0].take_cleared()
     assert cleared == ALL
     assert not ranks.tellings[0].is_clearing
@@ -283,7 +283,7 @@ def test_read_of_a_block_that_was_found_need_not_wait_for_the_others(
     engine.hear(Report(pieces=(piece,)))
     assert engine.find(labels[-1]) is BlockState.STORAGE
     assert engine.cache.promote(labels[-1:]) == 1
-    assert [each.verb for each in engine.mover.take_orders()] == [Verb.READ]
+    assert [order.verb for order in engine.mover.take_orders()] == [Verb.READ]
 
 
 def test_keys_of_storage_that_lists_them_itself_are_told() -> None:

@@ -421,7 +421,7 @@ def test_ranks_are_told_what_is_hurried_or_withdrawn() -> None:
     (job,) = (each.job for each in mover._moving.values())
     mover.hurry((DISK, HOST), job)
     assert not mover.withdraw((DISK, HOST), job), "nobody knows yet whether it was in time"
-    told = [(each.verb, each.about) for each in mover.take_orders()]
+    told = [(order.verb, order.about) for order in mover.take_orders()]
     assert told == [(Verb.HURRY, order.order_id), (Verb.WITHDRAW, order.order_id)]
 
 
@@ -458,7 +458,7 @@ def test_what_was_dropped_before_all_ranks_said_hello_is_not_found() -> None:
     assert mover.take_orders() == []
     mover.hear(Report(hellos={1: Hello(8, {DISK: found(KEYS[:3])})}))
     assert mover.find(DISK, KEYS[:3]).places_there == [2]
-    told = {each.verb: [name.key for name in each.names] for each in mover.take_orders()[:2]}
+    told = {order.verb: [name.key for name in order.names] for order in mover.take_orders()[:2]}
     assert told == {Verb.ERASE: KEYS[:1], Verb.DROP: KEYS[1:2]}
 
 

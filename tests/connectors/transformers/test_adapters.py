@@ -89,7 +89,9 @@ def merged_and_unloaded(model: Any) -> None:
 
 
 def trained(model: Any) -> None:
-    optimiser = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], 0.1)
+    optimiser = torch.optim.SGD(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], 0.1
+    )
     model.train()
     model(input_ids=IDS, labels=IDS).loss.backward()
     optimiser.step()

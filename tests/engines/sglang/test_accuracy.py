@@ -38,5 +38,5 @@ def test_log_probabilities_are_those_of_a_device_hit(tmp_path: Path, kind: str) 
     with server(log, *options) as second:
         restarted = [second.ask(each) for each in prompts]
     for answers in (device, flushed, restarted):
-        assert [each.num_cached for each in answers] == [NUM_WHOLE] * NUM_PROMPTS
-        assert [each.logprobs for each in answers] == [each.logprobs for each in device]
+        assert [answer.num_cached for answer in answers] == [NUM_WHOLE] * NUM_PROMPTS
+        assert [answer.logprobs for answer in answers] == [each.logprobs for each in device]

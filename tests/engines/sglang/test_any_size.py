@@ -495,8 +495,8 @@ def test_linkers_share_a_server_and_have_folders_of_their_own(
     for rank, part in enumerate(parts):
         assert all(map(torch.equal, heads_of(found, slice(rank, rank + 1)), part))
     folders = sorted(each.name for each in (tmp_path / "slabs").iterdir())
-    assert len({each[-16:] for each in folders}) == 3
-    assert [each[:-16] for each in folders] == [
+    assert len({folder[-16:] for folder in folders}) == 3
+    assert [folder[:-16] for folder in folders] == [
         "rank0-kv-linked-",
         "tp0-kv-linked-",
         "tp1-kv-linked-",

@@ -130,9 +130,9 @@ def _pool(world: AscendWorld, kind: str) -> Any:
         pool = _mha(world, num_drafts)
     else:
         pool = _mla(world, (0, 2) if "indexer" in kind else (), num_drafts)
-    for each in _host_buffers(pool):
-        scramble(each)
-        memory = Memory(each.data_ptr(), each.nbytes, "host", each)
+    for host_buffer in _host_buffers(pool):
+        scramble(host_buffer)
+        memory = Memory(host_buffer.data_ptr(), host_buffer.nbytes, "host", host_buffer)
         assert world.device.page_lock(memory)
         world._locked.append(memory)
     return pool
@@ -142,7 +142,7 @@ def _host_buffers(pool: Any) -> list[torch.Tensor]:
     if pool.layout == "page_first_direct":
         return [pool.kv_buffer]
     buffers = (pool.k_buffer, pool.v_buffer, pool.index_k_buffer)
-    return [each for each in buffers if each is not None]
+    return [buffer for buffer in buffers if buffer is not None]
 
 
 def _exchange(device_indices: Any, host_indices: Any, page_size: int, direction: int,
@@ -227,11 +227,11 @@ def test_what_kvtier_moves_is_what_sglang_moves(
 ) -> None:
     pool = _pool(world, kind)
     tensors = (*_host_buffers(pool), *world._adopted)
-    begin = [raw(each) for each in tensors]
+    begin = [raw(tensor) for tensor in tensors]
     theirs = _engine_moves(world, pool)
     assert world.fake.count(BATCH) == 0
-    for each, old in zip(tensors, begin, strict=True):
-        each.view(torch.uint8).copy_(old)
+    for tensor, old in zip(tensors, begin, strict=True):
+        tensor.view(torch.uint8).copy_(old)
     hooked(world)
     ours = _engine_moves(world, pool)
     assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
@@ -275,11 +275,11 @@ def test_hooks_take_in_sglangs_registry(
     l2_transfer.L2TransferEngine("kernel_ascend")
     HookRegistry.apply_hooks()
     l2_transfer.L2TransferEngine("kernel_ascend")
-    assert [each for each in caplog.messages if "are not installed" in each] == []
+    assert [message for message in caplog.messages if "are not installed" in message] == []
     theirs = mla.MLATokenToKVPoolHost.load_to_device_per_layer.__wrapped__
     monkeypatch.setattr(mla.MLATokenToKVPoolHost, "load_to_device_per_layer", theirs)
     l2_transfer.L2TransferEngine("kernel_ascend")
-    (said,) = [each for each in caplog.messages if "are not installed" in each]
+    (said,) = [message for message in caplog.messages if "are not installed" in message]
     assert said == (
         "kvtier's hooks are not installed: sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost."
         f"load_to_device_per_layer; {ascend_copies.LOSS}"

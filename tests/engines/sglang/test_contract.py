@@ -27,7 +27,7 @@ def test_installed_sglang_differs_in_nothing() -> None:
     assert folder is not None
     assert version_of(folder) == sglang.__version__
     assert STORAGE.differences() == []
-    assert [each.note for each in engines() if each.topic == "sglang"] == [
+    assert [engine.note for engine in engines() if engine.topic == "sglang"] == [
         "served: kvtier sglang-args prints the option for it"
     ]
 

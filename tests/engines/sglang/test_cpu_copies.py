@@ -31,9 +31,9 @@ def test_what_went_to_host_memory_comes_back_elsewhere(kind: str, layout: str) -
     backup = own[f"{CLASSES[kind]}.backup_from_device_all_layer"]
     load = own[f"{CLASSES[kind]}.load_to_device_per_layer"]
     torch.manual_seed(1)
-    for each in _device_buffers(pool):
-        each.copy_(torch.rand(each.shape))
-    before = [each.clone() for each in _device_buffers(pool)]
+    for device_buffer in _device_buffers(pool):
+        device_buffer.copy_(torch.rand(device_buffer.shape))
+    before = [device_buffer.clone() for device_buffer in _device_buffers(pool)]
     on_device, in_host, elsewhere = tokens(2, 4), tokens(7, 1), tokens(0, 5)
     backup(pool, None, in_host, on_device, "kernel")
     for layer in range(LAYERS):
@@ -47,8 +47,8 @@ def test_what_went_to_host_memory_comes_back_elsewhere(kind: str, layout: str) -
 def test_page_in_host_memory_is_what_sglang_reads_there() -> None:
     pool = host_pool("mha", "page_first")
     backup = hooks()[f"{CLASSES['mha']}.backup_from_device_all_layer"]
-    for each in _device_buffers(pool):
-        each.copy_(torch.rand(each.shape))
+    for device_buffer in _device_buffers(pool):
+        device_buffer.copy_(torch.rand(device_buffer.shape))
     backup(pool, None, tokens(3), tokens(2), "kernel")
     page = pool.get_data_page(3 * pool.page_size, flat=False)
     for layer in range(LAYERS):

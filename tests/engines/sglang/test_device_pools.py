@@ -42,13 +42,13 @@ def params(**more: Any) -> Any:
 
 def pieces(pool: DevicePool, page: int) -> list[tuple[int, int]]:
     """Address and size of each piece of a page."""
-    shares = [each.share for each in pool.buffers]
-    return [(each.address + page * each.stride, each.nbytes) for each in shares]
+    shares = [buffer.share for buffer in pool.buffers]
+    return [(share.address + page * share.stride, share.nbytes) for share in shares]
 
 
 def fill(tensors: list[torch.Tensor]) -> None:
-    for each in tensors:
-        raw = each.view(torch.uint8)
+    for tensor in tensors:
+        raw = tensor.view(torch.uint8)
         raw.copy_(torch.randint(0, 256, raw.shape))
 
 
@@ -58,7 +58,9 @@ def check_bytes(pool: DevicePool, by_layer: list[list[torch.Tensor]]) -> None:
     fill(tensors)
     for page in (0, 3, 8):
         tokens = slice(page * PAGE, (page + 1) * PAGE)
-        wanted = [bytes(each[tokens].contiguous().view(torch.uint8).numpy()) for each in tensors]
+        wanted = [
+            bytes(tensor[tokens].contiguous().view(torch.uint8).numpy()) for tensor in tensors
+        ]
         assert [ctypes.string_at(*piece) for piece in pieces(pool, page)] == wanted
     counts = [len(layer) for layer in by_layer]
     assert pool.ends == [sum(counts[: at + 1]) for at in range(len(counts))]
@@ -71,7 +73,7 @@ def check_as_sglang(kvcache: Any, made: Any, components: set[ComponentType]) -> 
     )
     pools = find_pools(kvcache, made, components)
     for pool in pools:
-        entries = [each for each in group.entries if each.indices_from_pool.value == pool.name]
+        entries = [entry for entry in group.entries if entry.indices_from_pool.value == pool.name]
         for page in (0, 2, 5):
             first = page * pool.page_size
             indices = torch.arange(first, first + pool.page_size)
@@ -134,7 +136,7 @@ def test_window_beside_full_attention() -> None:
         for layer, k, v in zip(layers, own.k_buffer, own.v_buffer, strict=True):
             by_layer[layer] = [k, v]
         check_bytes(pool, by_layer)
-    assert [each.name for each in pools] == ["kv", "swa"]
+    assert [pool.name for pool in pools] == ["kv", "swa"]
 
 
 def test_indexer_goes_with_its_kv() -> None:
@@ -171,7 +173,7 @@ def test_states_beside_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(fixtures, "HybridLinearKVPool", latent)
     cache, allocator, _ = fixtures.build_fixture(MAMBA, tree_core_backend="python")
     pools = check_as_sglang(allocator.get_kvcache(), cache.cache_init_params, set(cache.components))
-    assert [(each.name, each.page_size) for each in pools] == [("kv", PAGE), ("mamba", 1)]
+    assert [(pool.name, pool.page_size) for pool in pools] == [("kv", PAGE), ("mamba", 1)]
 
 
 @pytest.mark.parametrize("beside", ["k_scale_buffer", "index_k_buffer"])

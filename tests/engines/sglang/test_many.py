@@ -57,6 +57,6 @@ def test_a_thousand_requests_over_faults(tmp_path: Path, kind: str) -> None:
         cold = [running.ask(each, 4) for each in prompts]
         answers = _ask_all(running, prompts, order)
     assert len(answers) == NUM_REQUESTS
-    assert sum(each.num_cached for each in answers) > 0
-    wrong = [at for at, each in zip(order, answers, strict=True) if not _close(each, cold[at])]
+    assert sum(answer.num_cached for answer in answers) > 0
+    wrong = [at for at, answer in zip(order, answers, strict=True) if not _close(answer, cold[at])]
     assert wrong == []

@@ -111,7 +111,7 @@ def test_tree_with_a_file_that_cant_be_written_serves_as_ever(
 ) -> None:
     tree = Tree(FULL, record=str(tmp_path))
     tree.fill(0)
-    assert [each for each in caplog.messages if "recording" in each] == [
+    assert [message for message in caplog.messages if "recording" in message] == [
         f"kvtier serves without a recording: record: can't write {tmp_path}: Is a directory"
     ]
     tree.compute(tokens_of(1, 4 * PAGE))
@@ -140,7 +140,7 @@ def test_a_recording_replays_to_the_hits_that_a_server_counted(tmp_path: Path, w
     assert set(trace.output_tokens.tolist()) == {8}
     assert trace.block_tokens == SERVER_PAGE
     # Nothing had to leave.
-    assert _replayed(trace, trace.num_references) == [each.num_cached for each in answers]
-    (line,) = [each for each in metrics.splitlines() if 'outcome="written"' in each]
+    assert _replayed(trace, trace.num_references) == [answer.num_cached for answer in answers]
+    (line,) = [splitline for splitline in metrics.splitlines() if 'outcome="written"' in splitline]
     assert line.startswith("sglang:kvtier_recorded_requests_total{")
     assert float(line.rpartition(" ")[2]) == len(asked)

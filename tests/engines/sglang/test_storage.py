@@ -351,7 +351,7 @@ def test_ranks_have_slabs_of_their_own(opens: Opens) -> None:
     pools = [host_pool("mha", "page_first") for _ in range(2)]
     ranks = [opens(pool, rank=rank, size=2) for rank, pool in enumerate(pools)]
     ranks[0].batch_set_v1([key_of(0)], tokens(3))
-    assert [each.batch_exists([key_of(0)]) for each in ranks] == [1, 0]
+    assert [rank.batch_exists([key_of(0)]) for rank in ranks] == [1, 0]
 
 
 def test_of_mla_one_rank_writes_and_all_find(opens: Opens) -> None:
@@ -360,13 +360,13 @@ def test_of_mla_one_rank_writes_and_all_find(opens: Opens) -> None:
     keys = [key_of(number) for number in range(3)]
     assert ranks[1].batch_set_v1(keys, tokens(3, 1, 7)) == [False] * 3
     assert ranks[0].batch_set_v1(keys, tokens(3, 1, 7)) == [True] * 3
-    assert [each.batch_exists([*keys, key_of(9)]) for each in ranks] == [3, 3]
+    assert [rank.batch_exists([*keys, key_of(9)]) for rank in ranks] == [3, 3]
     fill(pools[1], 1)
     assert ranks[1].batch_get_v1(keys, tokens(2, 5, 9)) == [True] * 3
     for own, written in zip((2, 5, 9), (3, 1, 7), strict=True):
         assert torch.equal(content(pools[1], own), content(pools[0], written))
     assert ranks[0].clear()
-    assert [each.batch_exists(keys) for each in ranks] == [0, 0]
+    assert [rank.batch_exists(keys) for rank in ranks] == [0, 0]
 
 
 def test_pool_that_cannot_be_served_gets_one_sentence(opens: Opens) -> None:

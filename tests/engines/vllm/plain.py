@@ -21,8 +21,8 @@ class PlainWorker(OffloadingWorker):
     """Copies pages of one KV group, one page a block."""
 
     def __init__(self, caches: CanonicalKVCaches, num_blocks: int) -> None:
-        self._pages = [each.tensor for each in caches.tensors]
-        self._kept = [each.new_empty((num_blocks, *each.shape[1:])) for each in self._pages]
+        self._pages = [tensor.tensor for tensor in caches.tensors]
+        self._kept = [page.new_empty((num_blocks, *page.shape[1:])) for page in self._pages]
         self._done: list[TransferResult] = []
 
     def submit_store(
@@ -46,7 +46,7 @@ class PlainWorker(OffloadingWorker):
         return self._end(job_id, len(dst_spec.block_ids))
 
     def _end(self, job_id: int, num_blocks: int) -> bool:
-        num_bytes = num_blocks * sum(each[0].nbytes for each in self._pages)
+        num_bytes = num_blocks * sum(page[0].nbytes for page in self._pages)
         self._done.append(TransferResult(job_id, True, num_bytes, 1e-3))
         return True
 

@@ -198,9 +198,9 @@ class Replica:
     def compute(self, *numbers: int) -> None:
         """A request computes blocks; they are stored."""
         context = self._context(numbers)
-        output = self.manager.prepare_store([key_of(each) for each in numbers], context)
+        output = self.manager.prepare_store([key_of(number) for number in numbers], context)
         assert output is not None, "no room in host memory"
-        new = [each for each in numbers if key_of(each) in set(output.keys_to_store)]
+        new = [number for number in numbers if key_of(number) in set(output.keys_to_store)]
         for rank, tensor in enumerate(self.tensors):
             for page, number in enumerate(new):
                 tensor[page] = self._content(number, rank)

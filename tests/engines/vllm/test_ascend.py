@@ -82,7 +82,7 @@ def test_keys_and_values_are_shares_of_their_own() -> None:
     caches = {"a": _pair(), "b": list(_pair())}
     found = split_caches(caches, _config((["a", "b"], _spec())), [0])
     assert found is not None
-    assert [tuple(each.tensor.shape) for each in found.tensors] == [(NUM_PAGES, PART_BYTES)] * 4
+    assert [tuple(tensor.tensor.shape) for tensor in found.tensors] == [(NUM_PAGES, PART_BYTES)] * 4
     assert _shares(found) == [
         [(each.data_ptr(), PART_BYTES, PART_BYTES) for name in "ab" for each in caches[name]]
     ]
@@ -138,7 +138,7 @@ def test_states_of_recurrent_layers_are_shares() -> None:
     )
     found = split_caches({"a": states}, _config((["a"], spec)), [0])
     assert found is not None
-    first, second = (each.data_ptr() for each in states)
+    first, second = (state.data_ptr() for state in states)
     assert _shares(found) == [[(first, 2, 2), (second, 3, 3)]]
 
 

@@ -45,8 +45,8 @@ BATCH = "aclrtMemcpyBatchAsync"
 def _parts(caches: dict[str, Any]) -> list[torch.Tensor]:
     """Return every tensor of every layer as bytes, with pages first."""
     found = []
-    for each in caches.values():
-        for part in [each] if isinstance(each, torch.Tensor) else each:
+    for cache in caches.values():
+        for part in [cache] if isinstance(cache, torch.Tensor) else cache:
             assert part.shape[:2] == (NUM_PAGES, BLOCK)
             row = part[0].numel() * part.element_size()
             memory = torch.empty(0, dtype=torch.uint8)
@@ -113,7 +113,7 @@ def _spec(pages: list[int]) -> GPULoadStoreSpec:
 
 def _job(job_id: int, pages: list[int], slots: list[int]) -> PageJob:
     return PageJob(
-        job_id, "request", [PageRange(pages)], BlockSlots([Slot(each) for each in slots])
+        job_id, "request", [PageRange(pages)], BlockSlots([Slot(slot) for slot in slots])
     )
 
 
@@ -219,7 +219,7 @@ def test_vllm_ascends_own_connector_has_the_same_bytes_in_the_same_order(kind: s
     theirs: list[tuple[torch.Tensor, int]] = []
     for name, spec in ascend.specs.items():
         theirs += ascend.split_by_theirs(caches[name], spec.page_size_bytes)
-    ours = _runs((each.tensor.data_ptr(), each.page_size_bytes) for each in tensors)
+    ours = _runs((tensor.tensor.data_ptr(), tensor.page_size_bytes) for tensor in tensors)
     assert ours == _runs((tensor.data_ptr(), num_bytes) for tensor, num_bytes in theirs)
 
 

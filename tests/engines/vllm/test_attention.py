@@ -98,9 +98,9 @@ def save_random(config: PreTrainedConfig, folder: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for each in model.parameters():
-            if each.ndim > 1:
-                each.normal_(std=0.1)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.1)
     model.save_pretrained(folder)
 
 

@@ -39,7 +39,7 @@ def _folder() -> Path:
 
 def _files() -> list[str]:
     """Those that are there: a version without one fails the first test, or lacks nothing in it."""
-    return [each for each in CONTRACT.files if (_folder() / each).exists()]
+    return [file for file in CONTRACT.files if (_folder() / file).exists()]
 
 
 def _classes() -> dict[str, type]:
@@ -80,8 +80,8 @@ def test_written_sources_say_what_the_imported_classes_say() -> None:
             static = inspect.getattr_static(classes[name], method)
             found = inspect.signature(getattr(static, "__func__", static))
             names = [
-                "**" if each.kind is each.VAR_KEYWORD else each.name
-                for each in found.parameters.values()
+                "**" if parameter.kind is parameter.VAR_KEYWORD else parameter.name
+                for parameter in found.parameters.values()
             ][1:]
             assert written is not None, f"{name}.{method}"
             assert list(written) == names, f"{name}.{method}"

@@ -230,12 +230,12 @@ class Rank:
         groups: Sequence[Sequence[int]] = (),
     ) -> None:
         groups = groups or [range(len(sizes))]
-        self.n, self.slot_bytes = n, n * max(sum(sizes[at] for at in each) for each in groups)
+        self.n, self.slot_bytes = n, n * max(sum(sizes[at] for at in group) for group in groups)
         self.tensors = list(tensors) or [_tensor(size, behind) for size in sizes]
         given = map(theirs, self.tensors)
         caches = CanonicalKVCaches(
             [CanonicalKVCacheTensor(*each) for each in zip(given, sizes, strict=True)],
-            [[CanonicalKVCacheRef(at, sizes[at]) for at in each] for each in groups],
+            [[CanonicalKVCacheRef(at, sizes[at]) for at in group] for group in groups],
         )
         disk = DiskOptions(folder, 8 * self.slot_bytes, direct=direct, verify=verify)
         room = RankRoom(self.slot_bytes, 8, disk)
@@ -244,7 +244,7 @@ class Rank:
 
     def pages(self) -> np.ndarray:
         """uint8 [num_pages, bytes]: what the tensors have."""
-        return np.concatenate([each.numpy().view(np.uint8) for each in self.tensors], axis=1)
+        return np.concatenate([tensor.numpy().view(np.uint8) for tensor in self.tensors], axis=1)
 
     def fill(self, content: np.ndarray | int) -> None:
         begin = 0

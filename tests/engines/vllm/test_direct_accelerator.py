@@ -105,10 +105,10 @@ class Far(Rank):
         self.stream = stream[0]
         self.far = device
         tensors = layers(sizes)
-        storages = [each.untyped_storage() for each in tensors[::PARTS_PER_LAYER]]
-        for each in storages:
-            self.fake.adopt(each.data_ptr(), each.nbytes())
-            self._undo.callback(self.fake.disown, each.data_ptr())
+        storages = [tensor.untyped_storage() for tensor in tensors[::PARTS_PER_LAYER]]
+        for storage in storages:
+            self.fake.adopt(storage.data_ptr(), storage.nbytes())
+            self._undo.callback(self.fake.disown, storage.data_ptr())
         self.num_allocations = len(storages)
         kind = KINDS[self.fake.vendor]
         try:
@@ -126,8 +126,8 @@ class Far(Rank):
 
     def compute(self, value: int) -> None:
         """Set every byte, some time."""
-        for each in self.tensors[::PARTS_PER_LAYER]:
-            storage = each.untyped_storage()
+        for tensor in self.tensors[::PARTS_PER_LAYER]:
+            storage = tensor.untyped_storage()
             self.fake.fill(storage.data_ptr(), storage.nbytes(), value, self.stream)
 
     def close(self) -> None:

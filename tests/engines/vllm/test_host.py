@@ -43,7 +43,7 @@ def test_copies_keep_off_the_cores_that_vllm_computes_on(llm: Any) -> None:
         pytest.skip("no core is spare, or vLLM computes on several")
     compute = {int(bound)}
     processes = psutil.Process().children(recursive=True)
-    (worker,) = (each for each in processes if set(each.cpu_affinity()) == compute)
+    (worker,) = (process for process in processes if set(process.cpu_affinity()) == compute)
     cores = [os.sched_getaffinity(thread.id) for thread in worker.threads()]
     assert cores.count(allowed - compute) >= 2, "one thread stores, one loads"
 

@@ -101,7 +101,7 @@ class Scheduler:
 
     def reads(self) -> list[RankOrder]:
         """Return the blocks that ranks are to read next."""
-        return [each for each in self.manager.take_orders() if each.verb is Verb.READ]
+        return [order for order in self.manager.take_orders() if order.verb is Verb.READ]
 
     def computes_at_once(self) -> None:
         """A step that was so fast that no wait is worth it."""
@@ -286,7 +286,7 @@ def test_burst_over_a_slow_disk_leaves_host_memory_to_others_and_nobody_waits() 
         scheduler.store(request, prompt)
         scheduler.manager.on_request_finished(request)
     writes = scheduler.manager.take_orders()
-    assert sum(len(each.names) for each in writes if each.verb is Verb.WRITE) == 4, "a quarter"
+    assert sum(len(write.names) for write in writes if write.verb is Verb.WRITE) == 4, "a quarter"
     assert scheduler.ladder.num_available(HOST) == 12
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
@@ -411,7 +411,7 @@ def test_store_without_room_is_refused_without_a_line_in_the_log_of_vllm() -> No
 def test_events_tell_of_both_tiers(scheduler: Scheduler) -> None:
     scheduler.to_disk(KEYS[:1])
     events = list(scheduler.manager.take_events())
-    assert [(each.medium, each.removed) for each in events if KEYS[0] in each.keys] == [
+    assert [(event.medium, event.removed) for event in events if KEYS[0] in event.keys] == [
         (Medium.CPU, False),
         (Medium.STORAGE, False),
         (Medium.CPU, True),
@@ -457,7 +457,7 @@ def test_pause_keeps_the_tiers_and_gives_up_copies_under_way(scheduler: Schedule
 def two_groups(numbers: Sequence[int]) -> list[OffloadKey]:
     """Keys of a prompt, group by group."""
     hashes = [bytes([number]) * 32 for number in numbers]
-    return [make_offload_key(each, group) for group in range(2) for each in hashes]
+    return [make_offload_key(hash_value, group) for group in range(2) for hash_value in hashes]
 
 
 def serve(scheduler: Scheduler, numbers: Sequence[int], answer: Sequence[int] = ()) -> int:

@@ -36,7 +36,7 @@ def _until_stored(node: NodeProcess, num_rooms: int) -> None:
     before: list[int] = []
     while time.monotonic() < end_s:
         rooms = node.control.get("/status")["rooms"]
-        now = [(each["used_bytes"] or {}).get(HOST, 0) for each in rooms]
+        now = [(room["used_bytes"] or {}).get(HOST, 0) for room in rooms]
         if len(now) == num_rooms and all(now) and now == before:
             return
         before = now

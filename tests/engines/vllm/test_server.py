@@ -190,7 +190,7 @@ def test_multi_connector_serves_and_tells_its_statistics(
         metrics = _metrics(client)
     answers = [answer["tokens"] for _, answer in again]
     assert answers == [answer["tokens"] for _, answer in cold]
-    assert all(len(each) == 4 for each in answers)  # none ended early, by an error
+    assert all(len(answer) == 4 for answer in answers)  # none ended early, by an error
     assert max(cached for cached, _ in again) == 6 * BLOCK
     assert metrics["vllm:kv_offload_store_bytes_total", ""] > 0
     assert (("vllm:kvtier_used_chunks", "host") in metrics) == (FAILS in inside)

@@ -247,7 +247,7 @@ def test_blocks_of_stores_are_elsewhere_for_who_asks_by_place(valkey: str) -> No
     with replica(valkey) as world:
         world.compute(1)
         world.settle()
-        told = {(each.medium, each.locality) for each in world.manager.take_events()}
+        told = {(event.medium, event.locality) for event in world.manager.take_events()}
         assert told == {(Medium.CPU, Locality.LOCAL), (Medium.STORAGE, Locality.REMOTE)}
 
 

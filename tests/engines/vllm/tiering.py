@@ -59,7 +59,7 @@ def config_of(folder: Path, num_rows: int, num_slots: int, **tier: Any) -> Offlo
 
 
 def keys_of(*numbers: int, group: int = 0) -> list[OffloadKey]:
-    return [make_offload_key(shake_128(b"%d" % each).digest(32), group) for each in numbers]
+    return [make_offload_key(shake_128(b"%d" % number).digest(32), group) for number in numbers]
 
 
 def bytes_of(key: OffloadKey) -> np.ndarray:

@@ -101,7 +101,7 @@ def test_who_does_all_as_it_should_is_not_blamed(cufile: CuFile) -> None:
     assert cufile.submit(batch, 64) == 0
     left = 64
     while left:
-        ended = [each for each in cufile.events(batch, left) if each.status == 16]
+        ended = [event for event in cufile.events(batch, left) if event.status == 16]
         assert all(each.moved == PAGE for each in ended)
         left -= len(ended)
     cufile.calls.tell("BatchIODestroy", batch)
@@ -306,7 +306,7 @@ def test_a_batch_without_enough_buffers_never_ends(tmp_path: Path) -> None:
     ended: set[int] = set()
     for _ in range(20):
         events = cufile.events(batch, 65, 0.05)
-        ended |= {each.cookie for each in events if each.status == 16}
+        ended |= {event.cookie for event in events if event.status == 16}
     assert len(ended) == 64
     assert cufile.fake.num_moving == 1
     assert "more requests than there are buffers" in cufile.violations()
@@ -325,7 +325,7 @@ def test_a_cancel_promises_nothing(cufile: CuFile, how: Cancel, status: int) -> 
     cufile.fake.let_storage_go()
     statuses = {2}
     while statuses <= {2}:
-        statuses = {each.status for each in cufile.events(batch)}
+        statuses = {event.status for event in cufile.events(batch)}
     assert statuses - {2} == {status}
 
 

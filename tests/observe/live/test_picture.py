@@ -56,7 +56,7 @@ def test_an_engine_without_kvtier_is_told_so() -> None:
 def test_copies_that_only_kvtier_counts_under_vllm_are_shown() -> None:
     moved = 'vllm:kvtier_moved_bytes_total{src="host",dst="device"}'
     seen = picture({"vllm:prompt_tokens_total": 5, moved: 7})
-    (flow,) = (each for each in seen.flows if (each.src, each.dst) == ("host", "device"))
+    (flow,) = (flow for flow in seen.flows if (flow.src, flow.dst) == ("host", "device"))
     assert flow.num_bytes == 7
 
 

@@ -25,8 +25,8 @@ def reading(at_s: float, values: Mapping[str, float]) -> Reading:
 def picture(*values: Mapping[str, float], every_s: float = 10.0) -> Picture:
     """After these, one after the other."""
     history = History()
-    for at, each in enumerate(values):
-        history.add(reading(at * every_s, each))
+    for at, value in enumerate(values):
+        history.add(reading(at * every_s, value))
     return history.picture()
 
 

@@ -303,7 +303,7 @@ def test_every_load_of_a_checkpoint_says_that_its_code_is_not_trusted() -> None:
     ]
     assert len(loads) >= 3
     for path, call in loads:
-        said = {each.arg: ast.unparse(each.value) for each in call.keywords}
+        said = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
         assert said.get("trust_remote_code") == "False", f"{path}:{call.lineno}"
 
 

@@ -88,7 +88,7 @@ def test_what_a_waiting_request_needs_is_there_when_its_turn_comes(
         )
     )
     completion = waiting.result(60)
-    assert all(each.done for each in others)
+    assert all(other.done for other in others)
     assert completion.hit_tokens.get(HOST, 0) == (224 if is_told else 0)
     assert engine.drain()
     flood(engine)

@@ -37,7 +37,9 @@ def plain(text: str) -> list[tuple[list[int], Completion]]:
     with Engine(changed(prefix_cache=False, host=0, max_running=16)) as engine:
         prompts = requests(engine.tokenizer.encode(text), 120, seed=7)
         handles = [engine.submit(prompt, params) for prompt in prompts]
-        return [(each, handle.result(120)) for each, handle in zip(prompts, handles, strict=True)]
+        return [
+            (prompt, handle.result(120)) for prompt, handle in zip(prompts, handles, strict=True)
+        ]
 
 
 @pytest.mark.slow

@@ -98,7 +98,9 @@ def test_the_slower_runner_is_a_warning_with_its_reason(
 ) -> None:
     served = load_model(made(name, tmp_path), CPU, "auto")
     assert served.profile.runner_name == "layers"
-    (record,) = [each for each in caplog.records if each.name.startswith("kvtier.serve.engine")]
+    (record,) = [
+        record for record in caplog.records if record.name.startswith("kvtier.serve.engine")
+    ]
     assert record.levelname == "WARNING"
     assert "one sequence at a time" in record.getMessage()
     assert why in record.getMessage()

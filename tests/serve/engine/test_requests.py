@@ -174,7 +174,7 @@ def test_one_waits_for_another_without_a_host_tier(make: Make, policy: PrefetchP
 def test_default_settings_serve_more_than_run_at_once(make: Make) -> None:
     engine = make(EngineConfig(max_running=1, threads=1, device_capacity="32MiB"))
     handles = [engine.submit([5 + at] * 200, SamplingParams(max_tokens=2)) for at in range(4)]
-    assert {each.result(60).finish_reason for each in handles} <= {"length", "stop"}
+    assert {handle.result(60).finish_reason for handle in handles} <= {"length", "stop"}
 
 
 def test_auto_is_the_cpu_where_torch_knows_an_accelerator_that_is_not_there(

@@ -49,8 +49,8 @@ def nucleus(logits: torch.Tensor, params: SamplingParams) -> list[int]:
 def test_a_row_gets_the_same_tokens_in_any_company(
     params: list[SamplingParams], seed: int, spread: float
 ) -> None:
-    together = [Sampler(each) for each in params]
-    alone = [Sampler(each) for each in params]
+    together = [Sampler(param) for param in params]
+    alone = [Sampler(param) for param in params]
     for step in range(3):
         logits = random_logits(len(params), 100, seed=seed + step, spread=spread)
         tokens = choose(logits, together)
@@ -64,8 +64,8 @@ def test_rows_of_several_tiles_get_what_they_get_alone() -> None:
     logits = random_logits(5, TILE_LOGITS // 2, spread=3.0)
     params = SamplingParams(temperature=0.9, top_p=0.8, top_k=5000)
     seeds = [replace(params, seed=seed) for seed in range(5)]
-    tokens = choose(logits, [Sampler(each) for each in seeds])
-    alone = [choose(row[None], [Sampler(each)])[0] for row, each in zip(logits, seeds, strict=True)]
+    tokens = choose(logits, [Sampler(seed) for seed in seeds])
+    alone = [choose(row[None], [Sampler(seed)])[0] for row, seed in zip(logits, seeds, strict=True)]
     assert tokens == alone
 
 

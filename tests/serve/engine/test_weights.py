@@ -243,7 +243,7 @@ def test_weights_that_were_remembered_wrongly_are_found_out(
         with caplog.at_level(logging.ERROR):
             gate.opened.set()
             heard(engine)
-        assert sum("weights are not those" in each.message for each in caplog.records) == 1
+        assert sum("weights are not those" in record.message for record in caplog.records) == 1
         cold, warm = ask(engine, prompt), ask(engine, prompt)
         assert cold.num_cached_tokens == 0, "neither from the disk nor from memory"
         assert same(cold, right)

@@ -339,7 +339,7 @@ def test_requests_at_once_share_a_prefix_and_leave_nothing(models: Mapping[str, 
     with Engine(config(model, **changes)) as engine:
         for _ in range(3):
             handles = [engine.submit(each, params) for each in prompts]
-            found = [each.result(60) for each in handles]
+            found = [handle.result(60) for handle in handles]
             assert all(map(same, found, expected))
         assert any(each.num_cached_tokens for each in found)
         assert engine.drain()

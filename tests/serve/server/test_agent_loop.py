@@ -102,7 +102,9 @@ def test_three_calls_and_an_answer_reuse_their_own_prefix(
             assert call["function"]["name"] == "read_source"
             result = read_source(**json.loads(call["function"]["arguments"]))
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-    assert [each["role"] for each in messages[2:]] == ["assistant", "tool"] * 3 + ["assistant"]
+    assert [message["role"] for message in messages[2:]] == ["assistant", "tool"] * 3 + [
+        "assistant"
+    ]
     assert messages[-1]["content"]
     # All whole chunks of a turn's prompt are found in the next.
     assert cached == [0, *(tokens // 128 * 128 for tokens in prompts[:-1])]

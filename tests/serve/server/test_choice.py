@@ -55,8 +55,8 @@ def test_text_and_tokens_end_at_the_first_stop(
     assert reason == ("stop" if was_cut else "length")
     offsets = [sum(map(len, texts[:at])) for at in range(len(texts))]
     expected = [at for at, offset in enumerate(offsets) if not was_cut or offset < len(text)]
-    assert [each.token.token_id for each in tokens] == expected
-    assert [each.offset for each in tokens] == [offsets[at] for at in expected]
+    assert [token.token.token_id for token in tokens] == expected
+    assert [token.offset for token in tokens] == [offsets[at] for at in expected]
 
 
 def test_tokens_wait_for_their_text() -> None:

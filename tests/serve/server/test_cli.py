@@ -148,7 +148,7 @@ def test_settings_are_checked_before_torch_is_imported(
     (tmp_path / "other").touch()
     folder = str(tmp_path / "folder")
     port = [] if "--port" in options else ["--port", "0"]
-    options = [each.replace("{folder}", folder) for each in options]
+    options = [option.replace("{folder}", folder) for option in options]
     done = without_engine("serve", *port, *options)
     assert done.returncode == 2
     assert done.stderr.startswith(f"kvtier serve: {sentence.replace('{folder}', folder)}")

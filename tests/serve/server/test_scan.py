@@ -59,7 +59,7 @@ def test_a_body_passes_exactly_within_its_bounds(
     value: object, cuts: list[int], is_ascii: bool
 ) -> None:
     body = json.dumps(value, ensure_ascii=is_ascii).encode()
-    written = [json.dumps(each, ensure_ascii=is_ascii).encode() for each in strings(value)]
+    written = [json.dumps(string, ensure_ascii=is_ascii).encode() for string in strings(value)]
     longest = max((len(each) - 2 for each in written), default=0)
     containers, depth, commas = shape(value)
     exact = {

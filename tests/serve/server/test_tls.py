@@ -312,7 +312,7 @@ def test_a_key_that_every_user_may_open_is_named_in_a_warning(
     for mode in (0o600, 0o644):
         files.key.chmod(mode)
         Certificate(str(files.certificate), str(files.key))
-        warned = [each for each in caplog.messages if "every user" in each]
+        warned = [message for message in caplog.messages if "every user" in message]
         assert len(warned) == (mode == 0o644)
     assert str(files.key) in warned[0]
 

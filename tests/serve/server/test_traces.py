@@ -83,8 +83,8 @@ class Collector:
 
 def _attributes(span: Any) -> dict[str, object]:
     return {
-        each.key: getattr(each.value, str(each.value.WhichOneof("value")))
-        for each in span.attributes
+        attribute.key: getattr(attribute.value, str(attribute.value.WhichOneof("value")))
+        for attribute in span.attributes
     }
 
 

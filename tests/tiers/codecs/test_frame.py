@@ -262,7 +262,7 @@ def test_a_key_file_that_every_user_may_open_is_named_in_one_warning(
     link.symlink_to(keys)
     for _ in range(2):
         assert read_keyring(f"file:{link}") is not None
-    warned = [each for each in caplog.messages if str(link) in each]
+    warned = [message for message in caplog.messages if str(link) in message]
     assert len(warned) == (mode & 0o007 != 0)
 
 

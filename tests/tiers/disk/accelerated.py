@@ -90,8 +90,8 @@ class Accelerated:
         self.allocations = [
             Memory(address + begin, end - begin, memory.kind, None) for begin, end in pairwise(ends)
         ]
-        for each in self.allocations[1:]:
-            self.fake.cut(each.address)
+        for allocation in self.allocations[1:]:
+            self.fake.cut(allocation.address)
         self.file_layout = named_layout("block_first", group, NUM_BLOCKS)
         self.content = np.random.default_rng(7).integers(0, 256, self.file_layout.nbytes, np.uint8)
         """Bytes of all blocks, one behind the other."""

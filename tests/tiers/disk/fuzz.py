@@ -238,7 +238,7 @@ class Fuzzer:
         keys = [key(number) for number in rng.sample(NUMBERS, len(slots))]
         stored = here.store(keys, slots)
         results = here.load(keys, slots)
-        assert [each is OK for each in results] == stored, "stored, and not there"
+        assert [result is OK for result in results] == stored, "stored, and not there"
         here.tier.free(slots)
         return dict(zip(keys, slots, strict=True))
 

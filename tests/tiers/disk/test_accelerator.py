@@ -418,7 +418,10 @@ def test_a_disk_that_fails_costs_its_blocks_by_either_way(world: Accelerated) ->
     size = tier.blocks.parts[0].slot_bytes
     os.truncate(world.folder / "data.slab", (NUM_BLOCKS - 1) * size)
     outcomes = tier.get(keys(), world.in_pool(), 60)
-    assert sorted(each.value for each in outcomes) == ["damaged", *["there"] * (NUM_BLOCKS - 1)]
+    assert sorted(outcome.value for outcome in outcomes) == [
+        "damaged",
+        *["there"] * (NUM_BLOCKS - 1),
+    ]
 
 
 def test_a_copy_that_fails_is_not_called_there(world: Accelerated) -> None:
@@ -464,7 +467,9 @@ def test_a_driver_that_hangs_is_given_up_and_blocks_take_the_buffer(
     world.check_pool()
     assert world.fake.num_transfers == before, "nobody asks that driver again"
     tier.close()
-    assert any("file" in each for each in world.fake.storage_leaks), "what it may use stays"
+    assert any("file" in storage_leak for storage_leak in world.fake.storage_leaks), (
+        "what it may use stays"
+    )
     world.close()
     assert world.fake.violations == []
     assert world.fake.leaks == [], "but what only the device used was given back"

@@ -201,7 +201,7 @@ def test_a_block_that_no_registration_holds_takes_the_buffer_and_nobody_is_to_bl
             assert world.fake.num_transfers > before
             assert world.fake.count("copies") - copies == 8 + is_known, "of one block; one is cut"
         assert tier.blocks.slots.num_quarantined == 0
-        assert not [each for each in tier.findings() if each.topic == "direct reads"]
+        assert not [finding for finding in tier.findings() if finding.topic == "direct reads"]
 
 
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.MUCH, Fault.CUT])
@@ -237,8 +237,8 @@ def test_a_driver_that_hangs_keeps_every_allocation(
     world = Accelerated(name, tmp_path, cuts=BY_LAYER)
     owners = [Owner() for _ in world.allocations]
     world.allocations = [
-        Memory(each.address, each.nbytes, each.kind, owner)
-        for each, owner in zip(world.allocations, owners, strict=True)
+        Memory(allocation.address, allocation.nbytes, allocation.kind, owner)
+        for allocation, owner in zip(world.allocations, owners, strict=True)
     ]
     held = [weakref.ref(owner) for owner in owners]
     owners.clear()

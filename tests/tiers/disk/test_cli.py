@@ -67,7 +67,7 @@ def test_inspect_tells_what_is_in_a_slab(tmp_path: Path) -> None:
     ]  # fmt: skip
     ages = told["ages"]
     assert isinstance(ages, list)
-    assert [each["num_blocks"] for each in ages] == [0] * 7 + [5]
+    assert [age["num_blocks"] for age in ages] == [0] * 7 + [5]
     code, text = run("inspect", tmp_path / "slab")
     assert code == 0
     for part in ("5 of 8 slots", "closed in order", "3131313131313131", "full attention"):

@@ -51,7 +51,7 @@ def churn(here: World, rng: random.Random, num_batches: int, known: dict[int, Sl
         numbers = range(number + 1, number + 1 + wanted)
         number += wanted
         assert number < MOST_NUMBERS
-        stored = here.store([key(each) for each in numbers], slots)
+        stored = here.store([key(number) for number in numbers], slots)
         for each, slot, ok in zip(numbers, slots, stored, strict=True):
             if ok:
                 known[each] = slot

@@ -331,11 +331,11 @@ def test_a_slab_that_is_cut_short_while_in_use_is_said_so_once(
         os.truncate(file, 2 * SLOT_BYTES)
         for number, slot in zip(numbers, slots, strict=True):
             assert here.load([key(number)], [slot]) == [OK if slot < 2 else CORRUPT]
-        (said,) = [each.message for each in caplog.records if "is shorter" in each.message]
+        (said,) = [record.message for record in caplog.records if "is shorter" in record.message]
         assert f"missing_bytes={6 * SLOT_BYTES}" in said
         assert "then restart" in said
         assert here.load([key(0)], slots[:1]) == [OK]
         assert here.tier.breaker is BreakerState.CUT_SHORT, "the mark stays while others are read"
         os.truncate(file, 8 * SLOT_BYTES)
         assert here.tier.breaker is BreakerState.CLOSED
-        assert sum("has its length again" in each.message for each in caplog.records) == 1
+        assert sum("has its length again" in record.message for record in caplog.records) == 1

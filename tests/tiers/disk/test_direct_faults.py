@@ -40,7 +40,7 @@ def apart(world: World, num: int = 10) -> Batch:
 
 def check_read(world: World, results: list[int], *but: int) -> None:
     """Every piece of ``apart`` is whole, and there, but those with the results ``but``."""
-    assert sorted(each for each in results if each != 2 * PAGE) == sorted(but)
+    assert sorted(result for result in results if result != 2 * PAGE) == sorted(but)
     for at, result in enumerate(results):
         if result == 2 * PAGE:
             assert np.array_equal(world.in_memory(3 * at, 2), world.page(4 * at, 2))
@@ -64,7 +64,7 @@ def test_a_transfer_that_fails_costs_its_piece(
     world.fake.fail_transfer(Fault.ERROR, code, nth=4)
     if write:
         results = engine.write(*apart(world)).tolist()
-        assert sorted(each for each in results if each != 2 * PAGE) == [-told]
+        assert sorted(result for result in results if result != 2 * PAGE) == [-told]
         for at, result in enumerate(results):
             assert world.in_file(4 * at, 2).any() == (result < 0), "the memory is all 0"
     else:

@@ -360,7 +360,7 @@ def test_printable_text_stays_as_it_is() -> None:
 def test_repair_of_a_slab_that_was_cut_keeps_what_is_there(slab: Path) -> None:
     os.truncate(slab / "data.slab", 2 * SLOT_BYTES + 100)
     report = check_slab(slab, repair=True)
-    assert [each.slot for each in report.bad_blocks] == [2, 3]
+    assert [bad_block.slot for bad_block in report.bad_blocks] == [2, 3]
     assert (slab / "data.slab").stat().st_size == 2 * SLOT_BYTES
     assert check_slab(slab, repair=False).is_right
     with world(slab.parent, 8) as here:

@@ -81,7 +81,7 @@ def names(num: int = NUM_BLOCKS) -> list[BlockName]:
 
 
 def keys() -> list[BlockKey]:
-    return [each.key for each in names()]
+    return [name.key for name in names()]
 
 
 @pytest.mark.parametrize("verify", [Verify.ALWAYS, Verify.OFF])

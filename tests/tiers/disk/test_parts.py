@@ -59,8 +59,13 @@ def test_each_slab_has_its_own_share_of_every_block(tmp_path: Path) -> None:
     with world(tmp_path, 16, 2) as here:
         here.put(1)
         superblocks = [part.slab.superblock for part in here.tier.parts]
-        assert [(each.rank, each.num_ranks) for each in superblocks] == [(0, 2), (1, 2)]
-        assert [each.block_bytes for each in superblocks] == [SMALL.bytes_per_block // 2] * 2
+        assert [(superblock.rank, superblock.num_ranks) for superblock in superblocks] == [
+            (0, 2),
+            (1, 2),
+        ]
+        assert [superblock.block_bytes for superblock in superblocks] == [
+            SMALL.bytes_per_block // 2
+        ] * 2
         assert here.tier.num_slots == 16
 
 

@@ -44,7 +44,7 @@ def test_errors_in_a_row_stop_what_fails_and_nothing_else(
                 else:
                     assert (here.tier.can_load, here.tier.can_store) == (True, is_on)
                     assert here.store([key(100)], slots[number : number + 1]) == [False]
-        stopped = [each for each in caplog.records if "disk tier suspended" in each.message]
+        stopped = [record for record in caplog.records if "disk tier suspended" in record.message]
         assert len(stopped) == 1
         found, note = told(here)
         assert ("not read" in found) == (operation == "read")

@@ -44,7 +44,7 @@ def write(path: Path, num_slots: int, num_parts: int, seed: int, first: int) -> 
             numbers = range(number + 1, number + 1 + wanted)
             number += wanted
             for each, slot, ok in zip(
-                numbers, slots, here.store([key(each) for each in numbers], slots), strict=True
+                numbers, slots, here.store([key(number) for number in numbers], slots), strict=True
             ):
                 assert ok
                 known[each] = slot

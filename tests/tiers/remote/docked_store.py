@@ -168,10 +168,10 @@ class DockedStoreTests(ABC):
 
         def use() -> None:
             threads = [threading.Thread(target=work) for _ in range(4)]
-            for each in threads:
-                each.start()
-            for each in threads:
-                each.join()
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
 
         user.put(*range(4))
         use()

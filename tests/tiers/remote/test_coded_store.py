@@ -66,7 +66,7 @@ class TestS3(CodedStoreTests):
     def _path(self, prefix: str, at: int) -> str:
         key = KEYS[at].hex()
         paths = self.within(prefix).paths(f"packs/{key[:2]}")
-        (path,) = [each for each in paths if each.rpartition("/")[2].startswith(key)]
+        (path,) = [path for path in paths if path.rpartition("/")[2].startswith(key)]
         return path
 
     def stored(self, prefix: str, at: int) -> bytes:

@@ -38,10 +38,10 @@ def test_changed_header_is_none_of_its_key(
 ) -> None:
     memory, pieces = blocks()
     envelope = Envelope(BLOCK_BYTES, secret)
-    headers = [bytearray(each) for each in envelope.headers(KEYS, pieces, block_crcs(pieces))]
+    headers = [bytearray(header) for header in envelope.headers(KEYS, pieces, block_crcs(pieces))]
     for at, bit in flips:
         headers[at][bit // 8] ^= 1 << bit % 8
-    given_headers: list[bytes | None] = [bytes(each) for each in headers]
+    given_headers: list[bytes | None] = [bytes(header) for header in headers]
     given_headers += [None, given_headers[0][:cut] if given_headers[0] else None]
     keys = [*KEYS, KEYS[0], KEYS[0]]
     originals = envelope.headers(KEYS, pieces, block_crcs(pieces))

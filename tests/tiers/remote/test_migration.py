@@ -149,7 +149,7 @@ def test_damaged_blocks_are_counted_and_the_others_copied(
     found = run(valkey, s3)
     assert found.exit_code == 1
     assert found.stdout.endswith("not copied: 2 damaged blocks\n")
-    assert [at for at, each in enumerate(outcomes(s3)) if each is not THERE] == [3, 5]
+    assert [at for at, outcome in enumerate(outcomes(s3)) if outcome is not THERE] == [3, 5]
 
 
 def test_wrong_key_is_one_sentence(valkey: str, s3: str) -> None:
@@ -218,7 +218,7 @@ def test_source_under_another_name_is_recognised_and_stays_as_it_is(
     proxy.close()
     assert outcomes(source) == [THERE] * NUM
     keeper = make_keeper(source)
-    stored = [each for each in keeper.blocks(keeper.entries()) if each is not None]
+    stored = [block for block in keeper.blocks(keeper.entries()) if block is not None]
     assert sum(len(each.keys) for each in stored) == NUM, "nothing else is left in it"
     keeper.close()
 

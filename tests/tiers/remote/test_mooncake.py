@@ -263,10 +263,10 @@ def test_full_store_makes_room_and_is_never_wrong(tmp_path: Path) -> None:
         tier.close()
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in (0, 1, 2, 50)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert wrong == []
     assert {THERE, ABSENT} <= seen, "nothing had to go: the test is too small"
     master.close()

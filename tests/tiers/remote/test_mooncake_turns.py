@@ -86,14 +86,14 @@ def test_half_the_cores_move_blocks_at_a_time_and_four_at_most(
     clients = Clients(monkeypatch, cores, together)
     with ThreadPoolExecutor(2 * at_a_time) as pool:
         reads = [pool.submit(clients.read) for _ in range(2 * at_a_time)]
-        assert [each.result() for each in reads] == [[VALUE_BYTES]] * len(reads)
+        assert [read.result() for read in reads] == [[VALUE_BYTES]] * len(reads)
     one_more = Store(Barrier(at_a_time + 1, timeout=0.2))
     clients = Clients(monkeypatch, cores, one_more)
     with ThreadPoolExecutor(at_a_time + 1) as pool:
         reads = [pool.submit(clients.read) for _ in range(at_a_time + 1)]
-        for each in reads:
+        for read in reads:
             with pytest.raises(BrokenBarrierError):
-                each.result()
+                read.result()
 
 
 def test_a_call_that_hangs_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,8 +45,8 @@ def test_parts_that_come_before_their_header_are_judged_by_it(
 
     async def run() -> None:
         first, second, *others = parts
-        for each in others:
-            assert await take(*each) == ([], [])
+        for other in others:
+            assert await take(*other) == ([], [])
         for part, expected in ((first, [0, 1, 2, 6, 7]), (second, [3, 4, 5])):
             assert await take(*part) == (([], expected) if is_spoiled else (expected, []))
 

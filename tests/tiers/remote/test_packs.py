@@ -44,7 +44,7 @@ def test_pack_has_its_blocks_behind_its_header(num_blocks: int, sizes: list[int]
     assert SHAPE.header_bytes(num_blocks) % 4096 == 0
     headers = SHAPE.read_header(made[: SHAPE.header_bytes(num_blocks)], num_blocks)
     assert headers is not None
-    assert all(envelope.are_of([each.tobytes() for each in headers], keys))
+    assert all(envelope.are_of([header.tobytes() for header in headers], keys))
     for at, key in enumerate(keys):
         begin = SHAPE.offset(num_blocks, at)
         assert made[begin : begin + BLOCK_BYTES].tobytes() == stored_bytes(key, BLOCK_BYTES)
@@ -90,7 +90,7 @@ def test_parts_have_what_is_wanted_and_little_else(
     wanted = sorted(place.sample(range(num_blocks), place.randint(1, num_blocks)))
     shape = PackShape(block_bytes, 16 << 20)
     parts = parts_of(shape.offsets(num_blocks), np.array(wanted), with_header)
-    assert [at for each in parts for at in wanted[each.wanted]] == wanted, "each in one part"
+    assert [at for part in parts for at in wanted[part.wanted]] == wanted, "each in one part"
     assert all(one.end <= two.start for one, two in pairwise(parts))
     header_bytes = shape.header_bytes(num_blocks)
     assert (parts[0].start == 0) == with_header

@@ -205,7 +205,7 @@ def test_manifest_and_grave_stay_while_somebody_needs_them(bucket: Bucket) -> No
     tier.close()
     keeper = make_keeper(f"s3:{bucket.location()}")
     one, other = bucket.paths("packs")
-    (size,) = {each.num_bytes for each in keeper.entries()}
+    (size,) = {entry.num_bytes for entry in keeper.entries()}
     found = prune(keeper, max_bytes=size)
     assert (found.num_entries, found.num_notes) == (1, 0)
     assert len(bucket.paths("packs")) == 1

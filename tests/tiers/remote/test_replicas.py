@@ -89,7 +89,7 @@ def _stored_bytes(server: ValkeyServer, prefix: bytes) -> int:
     assert isinstance(names, list)
     lengths = [server.tell(b"STRLEN", name) for name in names]
     assert names
-    return sum(each for each in lengths if isinstance(each, int))
+    return sum(length for length in lengths if isinstance(length, int))
 
 
 @pytest.mark.slow

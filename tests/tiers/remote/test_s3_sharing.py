@@ -179,7 +179,7 @@ def test_blocks_of_another_size_are_others(bucket: Bucket) -> None:
     first.close()
     tier = bucket.tier()
     assert User(tier).find(0) == [ABSENT]
-    assert any("manifest" in each.note for each in tier.findings())
+    assert any("manifest" in finding.note for finding in tier.findings())
     tier.close()
 
 

@@ -57,10 +57,10 @@ def crowd(open_one: Callable[[], StorageTier], num_puts: int, num_keys: int) -> 
         read.append(found)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(NUM_WRITERS)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     for error in errors:
         raise error
     return sum(read, Counter())
@@ -142,8 +142,8 @@ def test_server_that_forgets_everything_is_full_and_goes_costs_blocks_only(tmp_p
         wait_until(lambda: seen[outcome] >= before + num)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-    for each in threads:
-        each.start()
+    for thread in threads:
+        thread.start()
     try:
         for _ in range(3):
             more(FAILED, 1)  # it is full
@@ -155,8 +155,8 @@ def test_server_that_forgets_everything_is_full_and_goes_costs_blocks_only(tmp_p
             more(THERE, 1000)
     finally:
         stop.set()
-        for each in threads:
-            each.join()
+        for thread in threads:
+            thread.join()
     assert errors == []
     assert {THERE, ABSENT, FAILED} <= set(seen)
     assert not seen[DAMAGED]

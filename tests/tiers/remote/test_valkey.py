@@ -167,7 +167,7 @@ def test_full_server_refuses_and_serves(tmp_path: Path) -> None:
     user = User(tier)
     outcomes = user.put(*range(8000))
     assert {*outcomes} == {THERE, FAILED}
-    stored = [number for number, each in enumerate(outcomes) if each is THERE]
+    stored = [number for number, outcome in enumerate(outcomes) if outcome is THERE]
     assert user.get(*stored) == [THERE] * len(stored)
     tier.close()
     server.close()

@@ -38,7 +38,7 @@ def test_password_is_used_and_never_told(
         assert "sesame" not in str(caught.value)
     tier = tier_with(":open-sesame@")
     assert User(tier).put(1) == [THERE]
-    shown = [repr(tier), *(str(each) for each in tier.findings()), caplog.text]
+    shown = [repr(tier), *(str(finding) for finding in tier.findings()), caplog.text]
     assert not any("sesame" in each for each in shown)
     tier.close()
     monkeypatch.setenv("VALKEYCLI_AUTH", "open-sesame")

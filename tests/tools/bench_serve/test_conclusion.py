@@ -84,5 +84,5 @@ def test_terminal_ends_with_the_conclusion_and_a_look_has_no_targets(is_quick: b
     text = io.StringIO()
     show_result(Console(file=text, width=400), result)
     lines = text.getvalue().splitlines()
-    assert [each.rstrip() for each in lines[-len(conclusion(result)) :]] == conclusion(result)
+    assert [line.rstrip() for line in lines[-len(conclusion(result)) :]] == conclusion(result)
     assert any(line.startswith("T1: ") for line in lines) is not is_quick

@@ -154,7 +154,9 @@ def test_what_may_be_nothing_is_told_as_an_interval() -> None:
 )
 def test_percentile_is_told_where_there_are_values_beyond_it(num_prompts: int, words: str) -> None:
     made = samples.ttft(num_prompts=num_prompts, from_device=num_prompts // 3)
-    disk = next(each for each in verdicts(samples.serve_result(ttft=made)) if "disk" in each.title)
+    disk = next(
+        verdict for verdict in verdicts(samples.serve_result(ttft=made)) if "disk" in verdict.title
+    )
     assert disk.meaning.endswith(words)
     summary = made.summary("disk")
     assert summary is not None
@@ -305,4 +307,4 @@ def test_store_that_gives_nothing_or_something_else_is_told() -> None:
     assert json.loads(json.dumps(nothing.as_json()))["store"]["reduction"] is None
     wrong = samples.serve_result(store=samples.store(different=1))
     assert not wrong.correct
-    assert [each.good for each in verdicts(wrong)] == [None, False]
+    assert [verdict.good for verdict in verdicts(wrong)] == [None, False]

@@ -86,7 +86,7 @@ def first_mean(rows: Floats) -> Floats:
 def test_bootstrap_holds_the_mean_as_often_as_it_says(count: int) -> None:
     """On a known, slightly skewed distribution the interval covers the mean in 95 % of cases."""
     samples = np.random.default_rng(2).lognormal(sigma=0.3, size=(400, count, 1))
-    found = [estimate(each.tolist(), first_mean) for each in samples]
+    found = [estimate(sample.tolist(), first_mean) for sample in samples]
     held = sum(each.contains(math.exp(0.3**2 / 2)) for each in found) / len(found)
     assert 0.91 <= held <= 0.98
     again = estimate(samples[0].tolist(), first_mean)

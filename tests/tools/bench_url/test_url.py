@@ -124,8 +124,8 @@ class Script(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for each in pieces:
-            self.wfile.write(f"{len(each):x}\r\n".encode() + each + b"\r\n")
+        for piece in pieces:
+            self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
         if is_ended:
             self.wfile.write(b"0\r\n\r\n")
         self.close_connection = True
@@ -244,14 +244,14 @@ def test_a_turn_repeats_its_conversation(server: Scripted) -> None:
     assert first[0] != second[0]
     # 40 tokens are shared.
     shared = re.compile(re.escape(first[0][:160]))
-    assert all(shared.match(each) for each in server.prompts())
+    assert all(shared.match(prompt) for prompt in server.prompts())
     for conversation in (first, second):
         assert len(conversation[0]) == 160 + 80
         for before, after in pairwise(conversation):
             assert after.startswith(before + " <said> ")
             assert len(after) == len(before) + len(" <said> ") + 80
     assert result["all"]["cached_tokens"] is None
-    assert result["all"]["prompt_tokens"] == sum(len(each) // 4 for each in server.prompts())
+    assert result["all"]["prompt_tokens"] == sum(len(prompt) // 4 for prompt in server.prompts())
 
 
 def test_a_chat_has_its_turns_by_role(server: Scripted) -> None:

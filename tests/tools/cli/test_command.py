@@ -37,9 +37,9 @@ def test_no_name_of_an_option_is_cut_in_a_narrow_window(name: str) -> None:
     shown = kvtier(*name.split(), "--help", COLUMNS="80", TERMINAL_WIDTH="80")
     assert shown.exit_code == 0
     words = shown.output.replace("/", " ").split()
-    names = [each for param in COMMANDS[name].params for each in param.opts if "--" in each]
+    names = [opt for param in COMMANDS[name].params for opt in param.opts if "--" in opt]
     assert names
-    assert [each for each in names if each not in words] == []
+    assert [name for name in names if name not in words] == []
     assert "…" not in shown.output
 
 

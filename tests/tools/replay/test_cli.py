@@ -28,7 +28,9 @@ has_report = pytest.mark.skipif(
 
 
 def kvtier(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "120"})
+    return CliRunner().invoke(
+        app, [str(argument) for argument in arguments], env={"COLUMNS": "120"}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +111,7 @@ def test_a_disk_is_bought_alone_where_host_memory_is_dear(conversations: Path) -
 def test_tiers_that_were_asked_for_are_told_about(conversations: Path) -> None:
     options = ("--device-capacity", "1GiB", "--host-capacity", "8GiB", "--disk-capacity", "1TiB")
     setups = replayed(conversations, *options)["setups"]
-    asked = next(each for each in setups if each["name"] == "asked for")
+    asked = next(setup for setup in setups if setup["name"] == "asked for")
     assert (asked["host_bytes"], asked["disk_bytes"]) == (8 << 30, 1 << 40)
     as_it_is = setups[0]["tokens"]
     assert as_it_is["host"] == as_it_is["disk"] == 0

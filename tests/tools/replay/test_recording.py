@@ -144,7 +144,7 @@ def test_an_engines_own_hashes_of_prefixes_become_keys(tmp_path: Path) -> None:
     trace = read(path)
     assert shared(trace) == [0, 2, 0]
     assert trace.input_tokens.tolist() == [14, 12, 3]
-    assert not any(each[:8] in path.read_bytes() for each in hashes)
+    assert not any(hash_value[:8] in path.read_bytes() for hash_value in hashes)
     keys = [Chains(salt, 4).keys_of_hashes(hashes).tolist() for salt in (b"s" * 32, b"t" * 32)]
     assert len({*keys[0], *keys[1]}) == 10
     assert counted.written == 3

@@ -230,7 +230,10 @@ def test_every_setting_is_told_with_its_source() -> None:
     assert settings.size("device_capacity", "2GiB", "1GiB") == 2 * GIB
     assert settings.size("disk_bytes_per_s", None, "5GB") == 5_000_000_000
     assert settings.price("host_price_per_gib", None, 8.0) == 8.0
-    told = [(each.name, each.value.replace("\u00a0", " ")) for each in settings.assumptions]
+    told = [
+        (assumption.name, assumption.value.replace("\u00a0", " "))
+        for assumption in settings.assumptions
+    ]
     assert told == [
         ("KV of a token", "2,560 bytes"),
         ("where time per token doubles", "token 2 of a prompt"),
@@ -239,7 +242,7 @@ def test_every_setting_is_told_with_its_source() -> None:
         ("disk to device", "5 GB/s"),
         ("price of host memory", "$8 per GiB"),
     ]
-    sources = [each.source for each in settings.assumptions]
+    sources = [assumption.source for assumption in settings.assumptions]
     assert sources[0].endswith("kvtier-tiny: 5 layers, full, bfloat16")
     assert sources[1:] == [GIVEN, DEFAULT, GIVEN, DEFAULT, DEFAULT]
 

@@ -471,7 +471,7 @@ def test_pieces_of_a_line_are_joined(
     trace = read(*cut(write(prompt, LONG)), *cut(write("x", [1, 2, 3, 4])))
     assert trace.input_tokens.tolist() == wanted.input_tokens.tolist() == [len(LONG), 4]
     assert trace.keys.tolist() == wanted.keys.tolist()
-    assert not [each for each in trace.notes if "left out" in each]
+    assert not [note for note in trace.notes if "left out" in note]
 
 
 @pytest.mark.parametrize("cut", [cri, docker])
@@ -522,7 +522,7 @@ def test_a_line_that_cant_be_read_costs_its_request_only(
     good = vllm_line("x", [1, 2, 3, 4])
     trace = read(good, bad, good, bad, good)
     assert trace.input_tokens.tolist() == [4, 4, 4]
-    (note,) = [each for each in trace.notes if "left out" in each]
+    (note,) = [note for note in trace.notes if "left out" in note]
     assert note.startswith("2 lines of requests are left out, which can't be read. The first one: ")
     assert ":2: " in note
     with pytest.raises(ConfigError, match=":1: "):
@@ -553,7 +553,7 @@ def test_pieces_without_an_end_are_not_kept(
     path.write_text("\n".join([*endless, *cri(vllm_line("x", [1, 2, 3])), ""]))
     trace = read_traces([path], OPTIONS)
     assert trace.input_tokens.tolist() == [3]
-    assert any("1 line of a request is left out" in each for each in trace.notes)
+    assert any("1 line of a request is left out" in note for note in trace.notes)
 
 
 @pytest.mark.parametrize(

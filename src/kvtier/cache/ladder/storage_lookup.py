@@ -231,7 +231,9 @@ class StorageLookup:
         # The duration, not the time of this call: an engine's step may lie between.
         if FAILED not in job.outcomes and job.seconds < self._patience.limit_s:
             self._late.discard(storage)
-        missing = next((at for at, each in enumerate(job.outcomes) if each is not THERE), None)
+        missing = next(
+            (at for at, outcome in enumerate(job.outcomes) if outcome is not THERE), None
+        )
         lacked = question.missing
         if lacked is None and missing is not None and job.outcomes[missing] is ABSENT:
             lacked = question.keys[missing]

@@ -374,7 +374,7 @@ class Transfers:
 
         Returns the tiers that are still in use afterwards.
         """
-        while any(each.after is not None for each in self.transfers):
+        while any(transfer.after is not None for transfer in self.transfers):
             if not self.wait(CLOSE_WAIT_S):
                 break
             self.poll()

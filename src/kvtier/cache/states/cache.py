@@ -143,7 +143,9 @@ class SnapshotCache(StatefulCache):
     def transfer(self, lease: Lease, plan: Plan, num_blocks: int) -> bool:
         assert isinstance(lease, SnapshotLease), "of this cache"
         chosen = [
-            each for each in lease.match.snapshots if each.num_blocks == plan.num_reused_blocks
+            snapshot
+            for snapshot in lease.match.snapshots
+            if snapshot.num_blocks == plan.num_reused_blocks
         ]
         for snapshot in chosen:  # one or none
             # First: what it holds can't be evicted for the request's other blocks.

@@ -43,7 +43,11 @@ class SnapshotMatch(Match):
     def on_device(self) -> SnapshotMatch:
         """Return the match without what would have to be loaded."""
         here = Match.on_device(self).num_blocks
-        left = [each for each in self.snapshots if each.is_on_device and each.num_blocks <= here]
+        left = [
+            snapshot
+            for snapshot in self.snapshots
+            if snapshot.is_on_device and snapshot.num_blocks <= here
+        ]
         return self.with_snapshots(left)
 
     def with_snapshots(self, snapshots: Sequence[Snapshot]) -> SnapshotMatch:

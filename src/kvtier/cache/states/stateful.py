@@ -55,15 +55,15 @@ class StatefulCache(Cache):
         tiers: list[str | None] = [None] * match.num_blocks
         coming = [False] * match.num_blocks
         slowest_first = list(self._tiers)[::-1]
-        for each in match.snapshots:
-            found = set(each.match.tiers)
-            tiers[each.num_blocks - 1] = next(tier for tier in slowest_first if tier in found)
-            coming[each.num_blocks - 1] = all(each.match.in_flight)
+        for snapshot in match.snapshots:
+            found = set(snapshot.match.tiers)
+            tiers[snapshot.num_blocks - 1] = next(tier for tier in slowest_first if tier in found)
+            coming[snapshot.num_blocks - 1] = all(snapshot.match.in_flight)
         return GroupMatch(
             match.blocks,
             (match.tiers, tuple(tiers)),
             (match.in_flight, tuple(coming)),
-            [each.num_blocks for each in match.snapshots[::-1]],
+            [snapshot.num_blocks for snapshot in match.snapshots[::-1]],
             match.num_asked,
         )
 

@@ -392,8 +392,8 @@ def _cell_label(at: int) -> Label:
 def _joined(matches: Sequence[Match]) -> Match:
     """Return the blocks of several matches as one."""
     return Match(
-        Numbers.joined(*(each.blocks for each in matches)),
-        tuple(tier for each in matches for tier in each.tiers),
-        tuple(is_coming for each in matches for is_coming in each.in_flight),
-        sum(each.num_asked for each in matches),
+        Numbers.joined(*(match.blocks for match in matches)),
+        tuple(tier for match in matches for tier in match.tiers),
+        tuple(is_coming for match in matches for is_coming in match.in_flight),
+        sum(match.num_asked for match in matches),
     )

@@ -63,7 +63,7 @@ class OwedDrops:
         owed = self.places(keys)
         if not owed:
             return outcomes
-        return [Outcome.ABSENT if at in owed else each for at, each in enumerate(outcomes)]
+        return [Outcome.ABSENT if at in owed else outcome for at, outcome in enumerate(outcomes)]
 
     def send(self) -> None:
         """Make storage drop all pending keys; an exception leaves the rest pending.

@@ -402,7 +402,7 @@ class _Gate:
             error = str(raised) or type(raised).__name__
             raise
         finally:
-            answered = any(each is not Outcome.FAILED for each in outcomes)
+            answered = any(outcome is not Outcome.FAILED for outcome in outcomes)
             if self.breaker.note(answered):
                 if answered:
                     logger.warning("storage calls work again lane=%s", self.lane.name)

@@ -29,7 +29,7 @@ class Takes:
 
     @property
     def required(self) -> tuple[str, ...]:
-        return tuple(each for each in self.names if not each.endswith(("=", "**")))
+        return tuple(name for name in self.names if not name.endswith(("=", "**")))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ def _compare(contract: Contract, sources: Sources) -> Iterator[str]:
     for name, attributes in contract.read.items():
         if name in sources.classes:
             there = sources.attributes(name) | _members(name, contract.optional)
-            missing = [each for each in attributes if each not in there]
+            missing = [attribute for attribute in attributes if attribute not in there]
             if missing:
                 yield f"{name} has no {', '.join(missing)}"
 
@@ -166,7 +166,7 @@ def _overridden(
             if f"{name}.{method}" not in optional:
                 yield f"{name} has no {method}"
             continue
-        known = [each.rstrip("=") for each in takes.names]
+        known = [name.rstrip("=") for name in takes.names]
         required = [each.rstrip("=") for each in takes.required]
         # In the same order, nothing unknown, and nothing left out that kvtier counts on.
         if list(found) != known[: len(found)] or len(found) < len(required):
@@ -237,9 +237,9 @@ class Sources:
                 given = function.args
                 names = [each.arg for each in (*given.posonlyargs, *given.args)][1:]
                 num_required = len(names) - len(given.defaults)
-                found = {each: place >= num_required for place, each in enumerate(names)}
-                for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-                    found[each.arg] = default is not None
+                found = {name: place >= num_required for place, name in enumerate(names)}
+                for kwonlyarg, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+                    found[kwonlyarg.arg] = default is not None
                 return found | ({"**": False} if given.kwarg else {})
         return None
 

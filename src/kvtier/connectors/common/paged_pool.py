@@ -102,12 +102,14 @@ class PagedPool:
     ) -> None:
         shares = [share for group in groups for share in group]
         begin = min(share.address for share in shares)
-        end = max(each.address + (num_pages - 1) * each.stride + each.nbytes for each in shares)
+        end = max(share.address + (num_pages - 1) * share.stride + share.nbytes for share in shares)
         self.memory = Memory(begin, end - begin, kind, owner)
         self._allocations = allocations
         # Offsets at which one allocation ends and another begins: no copy may cross them.
-        ends = {each.address + each.nbytes for each in allocations}
-        seams = sorted(each.address - begin for each in allocations if each.address in ends)
+        ends = {allocation.address + allocation.nbytes for allocation in allocations}
+        seams = sorted(
+            allocation.address - begin for allocation in allocations if allocation.address in ends
+        )
         self._seams = np.array(seams, np.int64)
         self._groups = [_Columns.of(group, begin) for group in groups]
         self._num_pages = num_pages

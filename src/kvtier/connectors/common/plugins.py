@@ -14,7 +14,8 @@ def plugin_modules(group: str, allowed: Collection[str] | None = None) -> list[s
     allowed: names of the plug-ins that the engine loads; None for all.
     """
     return sorted(
-        each.module
-        for each in entry_points(group=group)
-        if each.module.partition(".")[0] != OWN and (allowed is None or each.name in allowed)
+        entry_point.module
+        for entry_point in entry_points(group=group)
+        if entry_point.module.partition(".")[0] != OWN
+        and (allowed is None or entry_point.name in allowed)
     )

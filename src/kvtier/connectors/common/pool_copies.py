@@ -80,7 +80,7 @@ def open_cache(
         metrics: by default, metrics that are counted but not exposed.
     """
     tiers: dict[str, MemoryTier | StorageTier] = {host.name: host}
-    tiers |= {each.name: each for each in storages}
+    tiers |= {storage.name: storage for storage in storages}
     bytes_per_block = host.layout.group.bytes_per_block
     mover = LocalMover(tiers, None)
     mover.start()

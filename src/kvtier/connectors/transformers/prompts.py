@@ -132,7 +132,7 @@ def _rotary_kinds(parameters: object) -> set[str]:
         return set()
     if "rope_type" in parameters:
         return {str(parameters["rope_type"])}
-    return {kind for each in parameters.values() for kind in _rotary_kinds(each)}
+    return {kind for parameter in parameters.values() for kind in _rotary_kinds(parameter)}
 
 
 def _odd_arguments(call: Mapping[str, Any], cache_name: str) -> str:

@@ -14,7 +14,7 @@ def ending_signals() -> list[signal.Signals]:
     SIGHUP arrives when a terminal is closed; ``nohup`` has it ignored.
     """
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-    return [each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN]
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class Ending:
@@ -36,8 +36,10 @@ def ended_by_signals() -> Iterator[Ending]:
     exception, so look at ``is_asked``, too. An event loop inside may take the signals over.
     """
     ending = Ending()
-    numbers = [each for each in ending_signals() if each is not signal.SIGINT]
-    before = {each: signal.signal(each, ending._note) for each in numbers}
+    numbers = [
+        ending_signal for ending_signal in ending_signals() if ending_signal is not signal.SIGINT
+    ]
+    before = {number: signal.signal(number, ending._note) for number in numbers}
     try:
         yield ending
     finally:
@@ -48,8 +50,10 @@ def ended_by_signals() -> Iterator[Ending]:
 @contextmanager
 def signals_ignored() -> Iterator[None]:
     """Ignore SIGTERM and SIGHUP, while a process that ends closes its files."""
-    numbers = [each for each in ending_signals() if each is not signal.SIGINT]
-    before = {each: signal.signal(each, signal.SIG_IGN) for each in numbers}
+    numbers = [
+        ending_signal for ending_signal in ending_signals() if ending_signal is not signal.SIGINT
+    ]
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield
     finally:

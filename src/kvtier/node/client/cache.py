@@ -436,7 +436,7 @@ class NodeCache(BlockCache):
 
     def check_invariants(self) -> None:
         partition = self._partition
-        assert all(each.num > 0 and each.num_holds >= 0 for each in partition.leases.values())
+        assert all(lease.num > 0 and lease.num_holds >= 0 for lease in partition.leases.values())
         assert partition.leases.keys().isdisjoint(partition.reserved), (
             "copied to and from at a time"
         )

@@ -88,7 +88,7 @@ class NodeTier(StorageTier):
                 protocol.OutcomesAnswer,
                 until_s,
             )
-            return [told.get(each, FAILED) for each in answer.outcomes]
+            return [told.get(outcome, FAILED) for outcome in answer.outcomes]
 
         return self._call(ask, timeout_s, len(keys))
 

@@ -149,7 +149,7 @@ class NodeControl:
                 EngineState(
                     engine.name,
                     engine.tenant or DEFAULT_TENANT,
-                    sorted({each.process.pid for each in engine.clients.values()}),
+                    sorted({client.process.pid for client in engine.clients.values()}),
                     engine.num_slots,
                     engine.num_waiting,
                     engine.num_failures,
@@ -274,13 +274,15 @@ class NodeControl:
         names = {room} if room else set(self._partition_tenants())
         if not memory_only:
             return await self._delete(names, timeout_s)
-        partitions = [each for each in self._node.partitions if each.key.name in names]
+        partitions = [
+            partition for partition in self._node.partitions if partition.key.name in names
+        ]
         if room and not partitions:
             raise ControlError(f"no room is called {room!r}", is_unknown=True)
-        for each in partitions:
-            for _ in each.evict_all():
+        for partition in partitions:
+            for _ in partition.evict_all():
                 await asyncio.sleep(0)
-        return Deleted(True, [each.key.name for each in partitions], None, [])
+        return Deleted(True, [partition.key.name for partition in partitions], None, [])
 
     def _partition_tenants(self) -> dict[str, str]:
         """Return the tenant of each partition by its name."""

@@ -256,4 +256,4 @@ class AttachedEngine:
     @property
     def num_slots(self) -> int:
         """Number of slots in use."""
-        return sum(each.num_slots for each in self.partitions.values())
+        return sum(partition.num_slots for partition in self.partitions.values())

@@ -112,11 +112,11 @@ def _of_engines(state: NodeState) -> dict[MetricSpec, Values]:
         specs.NODE_ENGINE_FAILURES: Counter(),
         specs.NODE_ENGINE_PAUSES: Counter(),
     }
-    for each in state.engines:
-        engines[each.tenant,] += 1
-        told = len(each.pids), each.slots, each.waiting, each.failures, each.pauses
+    for engine in state.engines:
+        engines[engine.tenant,] += 1
+        told = len(engine.pids), engine.slots, engine.waiting, engine.failures, engine.pauses
         for counts, num in zip(numbers.values(), told, strict=True):
-            counts[each.tenant, each.name] += num  # two users may use the same name
+            counts[engine.tenant, engine.name] += num  # two users may use the same name
     return {specs.NODE_ENGINES: dict(engines), **{k: dict(v) for k, v in numbers.items()}}
 
 
@@ -124,7 +124,7 @@ def _of_partitions(state: NodeState) -> dict[MetricSpec, Values]:
     capacity: Counter[tuple[str, ...]] = Counter({(HOST,): state.memory_bytes})
     places: Counter[tuple[str, ...]] = Counter()
     used: Values = {}
-    partitions = [each for each in state.rooms if each.is_open]
+    partitions = [room for room in state.rooms if room.is_open]
     for partition in partitions:
         used |= {
             (partition.tenant, partition.name, tier): num
@@ -138,8 +138,12 @@ def _of_partitions(state: NodeState) -> dict[MetricSpec, Values]:
         specs.NODE_CAPACITY_BYTES: dict(capacity),
         specs.NODE_LOOKUP_BLOCKS: dict(places),
         specs.NODE_ROOM_BYTES: used,
-        specs.NODE_ROOM_SEGMENTS: {(each.tenant, each.name): each.segments for each in partitions},
-        specs.NODE_BLOCK_BYTES: {(each.tenant, each.name): each.block_bytes for each in partitions},
+        specs.NODE_ROOM_SEGMENTS: {
+            (partition.tenant, partition.name): partition.segments for partition in partitions
+        },
+        specs.NODE_BLOCK_BYTES: {
+            (partition.tenant, partition.name): partition.block_bytes for partition in partitions
+        },
     }
 
 

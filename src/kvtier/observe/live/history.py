@@ -53,7 +53,7 @@ class History:
     def picture(self) -> Picture:
         """Return the picture at the last reading. There must be one."""
         now = self._readings[-1]
-        recent = (each for each in self._readings if now.at_s - each.at_s <= FLOW_S)
+        recent = (reading for reading in self._readings if now.at_s - reading.at_s <= FLOW_S)
         before = next(recent)
         if before is now and len(self._readings) > 1:
             before = self._readings[-2]

@@ -94,7 +94,7 @@ def _uses(node: NodePicture | None) -> Iterator[str]:
     yield f"{num or 'no'} engine{'s' if num != 1 else ''} attached"
     if node.lookups_per_s is not None:
         yield f"{node.lookups_per_s:.3g} look-ups per second"
-    waiting = sum(each.waiting for each in node.engines)
+    waiting = sum(engine.waiting for engine in node.engines)
     yield f"{waiting:.0f} requests wait for storage" if waiting else "no request waits"
 
 

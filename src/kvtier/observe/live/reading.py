@@ -176,7 +176,7 @@ def _is_possible(name: str, value: float) -> bool:
 def _kept(name: str, labels: Mapping[str, str]) -> Labels:
     """Return the labels of a metric that are kept, as printable text."""
     names = KEPT_OF_NODE if name.startswith(specs.NODE_PREFIX) else KEPT
-    kept = (each for each in labels.items() if each[0] in names)
+    kept = (item for item in labels.items() if item[0] in names)
     return tuple(sorted((label, printable(value[:MOST_LABEL])) for label, value in kept))
 
 

@@ -68,8 +68,8 @@ class Chains:
         """
         hasher = blake3(key=self._salt)
         found = []
-        for each in hashes:
-            found.append(hasher.update(each).digest(8))
+        for hash_value in hashes:
+            found.append(hasher.update(hash_value).digest(8))
             hasher.reset()
         return np.frombuffer(b"".join(found), "<u8").astype(np.uint64)
 

@@ -268,7 +268,7 @@ def _table(
     """Return [num_sequences, blocks of the longest padded]: the slots of each, filled with 0."""
     width = -(-padded(int(ends[-1])) // block_size)
     table = np.zeros((len(slots), width), np.int64)
-    for row, each, end in zip(table, slots, ends.tolist(), strict=True):
+    for row, slot, end in zip(table, slots, ends.tolist(), strict=True):
         num_blocks = -(-end // block_size)
-        row[:num_blocks] = each[:num_blocks]
+        row[:num_blocks] = slot[:num_blocks]
     return table

@@ -57,7 +57,7 @@ class KVPool:
         self.group = group
         self.places = places or [Place(layer) for layer in range(group.num_layers)]
         self.num_bundles = 1 + max(
-            -1 if each.bundle is None else each.bundle for each in self.places
+            -1 if place.bundle is None else place.bundle for place in self.places
         )
         self.dtype = dtype
         self.layout = named_layout("layer_first", group, num_blocks)

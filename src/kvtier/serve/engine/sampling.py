@@ -169,7 +169,7 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
     logits: float32 [num_sequences, vocab_size], on any device; not changed.
     """
     token_ids: list[int] = most_likely(logits).tolist()
-    others = [at for at, each in enumerate(samplers) if not each.is_plain]
+    others = [at for at, sampler in enumerate(samplers) if not sampler.is_plain]
     if not others:
         return token_ids
     shaped: dict[int, torch.Tensor] = {}
@@ -214,7 +214,7 @@ def _sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
     It is the first one at which the cumulated probability of the kept tokens exceeds the drawn
     share of their total.
     """
-    asked = [each.params for each in samplers]
+    asked = [sampler.params for sampler in samplers]
     scaled = logits / torch.tensor([[each.temperature] for each in asked])
     _keep_top_k(scaled, [each.top_k for each in asked])
     weights = scaled.softmax(-1)
@@ -223,7 +223,7 @@ def _sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
             _keep_nucleus(row, each.top_p)
     sums = weights.cumsum(-1, dtype=torch.float64)
     total = sums[:, -1:]
-    drawn = torch.tensor([[each.draw()] for each in samplers], dtype=torch.float64) * total
+    drawn = torch.tensor([[sampler.draw()] for sampler in samplers], dtype=torch.float64) * total
     drawn = drawn.minimum(total.nextafter(torch.zeros_like(total)))  # a product may round up
     chosen = torch.searchsorted(sums, drawn, right=True)
     token_ids: list[int] = torch.where(total > 0, chosen, NO_TOKEN)[:, 0].tolist()

@@ -37,7 +37,7 @@ def grammar_of_answer(
     starts, rules = [], ["%llguidance {}"]
     if may_call:
         assert form is not None
-        named = [each for each in tools if choice.name in ("", each.name)]
+        named = [tool for tool in tools if choice.name in ("", tool.name)]
         schemas = [(each.name, _schema(each.parameters)) for each in named]
         rules.append(grammar_of_calls(form, schemas, is_single or bool(choice.name)))
         starts.append("calls")

@@ -20,24 +20,25 @@ def completion_logprobs(
     num_top: alternatives per token; the chosen one is added if it is not among them. The first
     token of a prompt has neither.
     """
-    texts = [tokenizer.token_text(each.token.token_id) for each in tokens]
+    texts = [tokenizer.token_text(token.token.token_id) for token in tokens]
     tops: list[dict[str, float] | None] = []
-    for text, each in zip(texts, tokens, strict=True):
-        if each.token.logprob is None:  # the first token of a prompt
+    for text, token in zip(texts, tokens, strict=True):
+        if token.token.logprob is None:  # the first token of a prompt
             tops.append(None)
             continue
         top: dict[str, float] = {}
-        for token_id, logprob in each.token.top_logprobs[:num_top]:
+        for token_id, logprob in token.token.top_logprobs[:num_top]:
             top.setdefault(tokenizer.token_text(token_id), _finite(logprob))
-        top.setdefault(text, _finite(each.token.logprob))
+        top.setdefault(text, _finite(token.token.logprob))
         tops.append(top)
     return {
         "tokens": texts,
         "token_logprobs": [
-            None if each.token.logprob is None else _finite(each.token.logprob) for each in tokens
+            None if token.token.logprob is None else _finite(token.token.logprob)
+            for token in tokens
         ],
         "top_logprobs": tops if num_top else None,
-        "text_offset": [each.offset for each in tokens],
+        "text_offset": [token.offset for token in tokens],
     }
 
 

@@ -53,7 +53,10 @@ class Accelerator:
         self._device = device
         self._memory = memory
         self._allocations = allocations
-        ends = [(each.address, each.address + each.nbytes) for each in allocations]
+        ends = [
+            (allocation.address, allocation.address + allocation.nbytes)
+            for allocation in allocations
+        ]
         self._edges = np.unique(np.array(ends, np.uint64))
         self._buffer = buffer
         self._health = health

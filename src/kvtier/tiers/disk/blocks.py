@@ -398,7 +398,9 @@ def _as_list(keys: Records) -> list[BlockKey]:
 
 def _enter(healths: Sequence[DiskHealth]) -> bool:
     """Return whether all of them allow a call. If one refuses, no trial call is used up."""
-    return all(each.is_passable for each in healths) and all(each.enter() for each in healths)
+    return all(health.is_passable for health in healths) and all(
+        health.enter() for health in healths
+    )
 
 
 def on_all(parts: Sequence[Part], work: Callable[[int, Part], Result]) -> list[Result]:

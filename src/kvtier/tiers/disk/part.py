@@ -139,7 +139,7 @@ class DiskPart:
         has_tail = self.num_bytes != self.slot_bytes
         has_only_buffers = arena is None and self.accelerator is not None
         if has_tail or has_only_buffers or (is_pool and self.pool_path.reason):
-            return [each.memory for each in bounces]
+            return [bounce.memory for bounce in bounces]
         memories = [arena] if arena is not None else []
         if self.options.direct is Direct.ON and pool is not None and not is_pool:
             memories += pool.allocations

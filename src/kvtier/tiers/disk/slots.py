@@ -56,7 +56,7 @@ class DiskSlots:
     def num_bytes(self) -> int:
         """Approximate memory use in bytes."""
         arrays = (self._state, self._is_bad, self._to_drop)
-        return self._free.num_bytes + sum(each.nbytes for each in arrays)
+        return self._free.num_bytes + sum(array.nbytes for array in arrays)
 
     @property
     def num_free(self) -> int:

@@ -212,7 +212,7 @@ class DiskTier(StorageTier):
                     outcomes[at] = Outcome.THERE
                 else:
                     self.blocks.free([slot])
-        return [each if each is Outcome.THERE else Outcome.FAILED for each in outcomes]
+        return [outcome if outcome is Outcome.THERE else Outcome.FAILED for outcome in outcomes]
 
     def _store(
         self,

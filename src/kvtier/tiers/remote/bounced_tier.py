@@ -165,7 +165,9 @@ class DockedTier(StorageTier):
                 outcomes[at] = outcome
         took_s = time.monotonic() - began - (coder.counts.decode_s - decoded_s)
         coder.choice.note_transfer(num_read, took_s)
-        self._forget([key for key, each in zip(keys, outcomes, strict=True) if each is DAMAGED])
+        self._forget(
+            [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is DAMAGED]
+        )
         return outcomes
 
     def _deliver(

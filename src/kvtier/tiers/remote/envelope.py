@@ -146,7 +146,9 @@ class Envelope:
         A header of the wrong length is invalid.
         """
         whole = [
-            at for at, each in enumerate(headers) if each is not None and len(each) == HEADER_BYTES
+            at
+            for at, header in enumerate(headers)
+            if header is not None and len(header) == HEADER_BYTES
         ]
         found = np.zeros(len(headers), bool)
         found[whole] = self._are_of(

@@ -66,8 +66,8 @@ class Migrated:
         return self.num_copied + self.num_there + self.num_damaged + self.num_unreadable
 
     def add(self, other: Migrated) -> None:
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 Note = Callable[[int, int], None]

@@ -37,8 +37,8 @@ class Contents:
 
     @classmethod
     def of(cls, entries: Sequence[Entry]) -> Contents:
-        ages = [each.age_s for each in entries]
-        num_bytes = sum(each.num_bytes for each in entries)
+        ages = [entry.age_s for entry in entries]
+        num_bytes = sum(entry.num_bytes for entry in entries)
         return cls(len(entries), num_bytes, max(ages, default=None), min(ages, default=None))
 
 
@@ -95,8 +95,8 @@ def prune(
     Only kvtier's entries are removed. is_real: False for a dry run.
     """
     entries = there = keeper.entries()
-    if sum(each.num_bytes for each in entries) > max_bytes:
-        there = [each for some in _pieces(entries) for each in keeper.ours(some)]
+    if sum(entry.num_bytes for entry in entries) > max_bytes:
+        there = [our for some in _pieces(entries) for our in keeper.ours(some)]
     num_entries = num_bytes = 0
     num_strange = len(entries) - len(there)
     removed: list[bytes] = []
@@ -104,9 +104,9 @@ def prune(
         ours = keeper.ours(some)
         if is_real:
             keeper.remove(ours)
-        removed += [each.name for each in ours]
+        removed += [our.name for our in ours]
         num_entries += len(ours)
-        num_bytes += sum(each.num_bytes for each in ours)
+        num_bytes += sum(our.num_bytes for our in ours)
         num_strange += len(some) - len(ours)
     num_notes = keeper.remove_notes(removed, is_real)
     return Pruned(Contents.of(entries), num_entries, num_bytes, num_strange, num_notes)
@@ -114,7 +114,7 @@ def prune(
 
 def chosen(entries: Sequence[Entry], older_than_s: float, max_bytes: float) -> list[Entry]:
     """Return the entries to remove, the oldest first."""
-    left = sum(each.num_bytes for each in entries)
+    left = sum(entry.num_bytes for entry in entries)
     found = []
     for each in sorted(entries, key=lambda entry: -entry.age_s):
         if each.age_s <= older_than_s and left <= max_bytes:

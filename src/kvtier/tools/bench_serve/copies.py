@@ -184,7 +184,7 @@ def _measure(
             times.append(perf_counter() - began)
     ratios = {
         name: median_with_interval(
-            [base / each for base, each in zip(seconds[CONTIGUOUS], times, strict=True)]
+            [base / time for base, time in zip(seconds[CONTIGUOUS], times, strict=True)]
         )
         for name, times in seconds.items()
     }

@@ -32,7 +32,7 @@ class Times:
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Times:
         """Summarize times in seconds."""
-        values = [1000 * each for each in seconds]
+        values = [1000 * second for second in seconds]
         return cls(
             rounded(median(values), 3) if values else None, rounded(percentile(values, 95), 3)
         )
@@ -71,8 +71,8 @@ class TurnFigures:
 
 def figures(run: LoadRun) -> dict[str, TurnFigures]:
     """Return the figures of all requests, of first turns and of later ones."""
-    first = [each.exchange for each in run.answers if each.turn == 1]
-    later = [each.exchange for each in run.answers if each.turn > 1]
+    first = [answer.exchange for answer in run.answers if answer.turn == 1]
+    later = [answer.exchange for answer in run.answers if answer.turn > 1]
     return {
         "all": TurnFigures.of(first + later),
         "first turns": TurnFigures.of(first),
@@ -93,8 +93,8 @@ def rates(run: LoadRun) -> dict[str, float]:
 
 def errors(run: LoadRun) -> list[tuple[str, int, str]]:
     """Return kind, number and an example of failed requests, the most frequent kind first."""
-    examples = {each.kind: str(each) for each in reversed(run.failures)}
-    kinds = Counter(each.kind for each in run.failures)
+    examples = {failure.kind: str(failure) for failure in reversed(run.failures)}
+    kinds = Counter(failure.kind for failure in run.failures)
     return [(kind, num, examples[kind]) for kind, num in kinds.most_common()]
 
 
@@ -149,5 +149,5 @@ def show_load(console: Console, run: LoadRun) -> None:
 
 def _sum(values: Iterator[int | None]) -> int | None:
     """Return the sum of the values that are not None; None if there are none."""
-    told = [each for each in values if each is not None]
+    told = [value for value in values if value is not None]
     return sum(told) if told else None

@@ -46,7 +46,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         name = " ".join(ctx.command_path.split()[1:])
-        if any(JSON in each.opts and not getattr(each, "is_flag", True) for each in self.params):
+        if any(JSON in param.opts and not getattr(param, "is_flag", True) for param in self.params):
             args = _with_stdout(args)
         try:
             return super().parse_args(ctx, args)
@@ -56,11 +56,11 @@ class Command(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options by their panel, without cutting names on narrow terminals."""
         sections: dict[str, list[tuple[str, str]]] = {}
-        for each in self.get_params(ctx):
-            record = each.get_help_record(ctx)
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
             if record is not None:
-                usual = "Options" if _is_option(each) else "Arguments"
-                panel = getattr(each, "rich_help_panel", None) or usual
+                usual = "Options" if _is_option(param) else "Arguments"
+                panel = getattr(param, "rich_help_panel", None) or usual
                 sections.setdefault(panel, []).append(record)
         for panel, records in sections.items():
             with formatter.section(panel):
@@ -89,10 +89,10 @@ def _is_option(param: Any) -> bool:
 def _with_stdout(args: list[str]) -> list[str]:
     """Return ``args`` with "-" after each ``--json`` without a file."""
     told: list[str] = []
-    for at, each in enumerate(args):
-        told.append(each)
+    for at, arg in enumerate(args):
+        told.append(arg)
         following = args[at + 1] if at + 1 < len(args) else None
-        if each == JSON and (following is None or following.startswith("--")):
+        if arg == JSON and (following is None or following.startswith("--")):
             told.append(STDOUT)
     return told
 
@@ -141,7 +141,7 @@ def _shared_params() -> list[Any]:
 
 def _key(param: Any) -> str:
     """Return the name of an option without its dashes, or of an argument."""
-    names = [each[2:] for each in param.opts if each.startswith("--")]
+    names = [opt[2:] for opt in param.opts if opt.startswith("--")]
     return names[0] if names else str(param.name).replace("_", "-")
 
 

@@ -325,11 +325,11 @@ def _short(reason: str) -> str:
 
 def _of(device: Device, kind: str) -> list[Finding]:
     """Return the device's findings, with its name before each topic."""
-    topics = (each for each in device.findings() if each.topic != "device")
+    topics = (finding for finding in device.findings() if finding.topic != "device")
     named = [] if kind == "cpu" else [Finding(device.name, "yes")]
     return [
         *named,
-        *(Finding(f"{device.name}: {each.topic}", each.found, each.note) for each in topics),
+        *(Finding(f"{device.name}: {topic.topic}", topic.found, topic.note) for topic in topics),
     ]
 
 

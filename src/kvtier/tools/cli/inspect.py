@@ -134,14 +134,14 @@ def _namespaces(report: SlabReport, now: float) -> Table:
     table.add_column("namespace", no_wrap=True)
     for heading in ("blocks", "size", "longest", "newest", "oldest"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for each in report.namespaces[:MAX_NAMESPACES]:
+    for namespace in report.namespaces[:MAX_NAMESPACES]:
         table.add_row(
-            each.digest[:16] or "(not named)",
-            f"{each.num_blocks:,}",
-            size(each.num_bytes),
-            f"{each.longest_blocks:,}",
-            seconds(round(now - each.newest_at)),
-            seconds(round(now - each.oldest_at)),
+            namespace.digest[:16] or "(not named)",
+            f"{namespace.num_blocks:,}",
+            size(namespace.num_bytes),
+            f"{namespace.longest_blocks:,}",
+            seconds(round(now - namespace.newest_at)),
+            seconds(round(now - namespace.oldest_at)),
         )
     rest = report.namespaces[MAX_NAMESPACES:]
     if rest:
@@ -164,12 +164,12 @@ def _ages(report: SlabReport) -> Table:
     table.add_column("blocks", justify="right", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    most = max(each.num_blocks for each in report.ages)
-    for each in report.ages:
+    most = max(age.num_blocks for age in report.ages)
+    for age in report.ages:
         table.add_row(
-            each.below,
-            f"{each.num_blocks:,}",
-            size(each.num_bytes),
-            "█" * -(-BAR_WIDTH * each.num_blocks // most),
+            age.below,
+            f"{age.num_blocks:,}",
+            size(age.num_bytes),
+            "█" * -(-BAR_WIDTH * age.num_blocks // most),
         )
     return table

@@ -302,11 +302,11 @@ def _sizes(text: str) -> tuple[Size, ...]:
     from kvtier.tools.replay.replay import Size
 
     found = []
-    for each in _names(text):
-        if share := re.fullmatch(r"([0-9]*\.?[0-9]+)\s*%", each):
+    for name in _names(text):
+        if share := re.fullmatch(r"([0-9]*\.?[0-9]+)\s*%", name):
             found.append(Size(share=float(share[1]) / 100))
         else:
-            found.append(Size(parse_size(each, "sizes")))
+            found.append(Size(parse_size(name, "sizes")))
         if not (found[-1].num_bytes or found[-1].share):
-            raise ConfigError(f"sizes: {each!r} is no size to look at")
+            raise ConfigError(f"sizes: {name!r} is no size to look at")
     return tuple(found)

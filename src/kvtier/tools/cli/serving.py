@@ -86,5 +86,5 @@ def _warn(engine_config: EngineConfig, server_config: ServerConfig, is_open: boo
             f"anyone who can reach {engine_config.events} reads the token ids of all prompts; "
             "publish on a network that only routers are in"
         )
-    for each in warnings:
-        typer.echo(f"kvtier serve: warning: {each}", err=True)
+    for warning in warnings:
+        typer.echo(f"kvtier serve: warning: {warning}", err=True)

@@ -36,7 +36,9 @@ def settings_options(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        own = [each for each in signature.parameters.values() if each.name != "settings"]
+        own = [
+            parameter for parameter in signature.parameters.values() if parameter.name != "settings"
+        ]
         # Arguments stay first; the main settings go before all other options.
         made = [_parameter(known[name], panel, defaults) for name in ordered]
         num_main = sum(name in MAIN for name in names)
@@ -55,9 +57,11 @@ def settings_options(
                     settings[name] = value
             command(settings=settings, **given)
 
-        as_keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+        as_keywords = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters
+        ]
         called.__signature__ = signature.replace(parameters=as_keywords)  # type: ignore[attr-defined]
-        called.__annotations__ = {each.name: each.annotation for each in parameters}
+        called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return called
 
     return decorate

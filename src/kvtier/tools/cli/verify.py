@@ -69,8 +69,10 @@ def show_check(console: Console, report: CheckReport) -> None:
         table.add_column("reason", no_wrap=True)
         table.add_column("key", no_wrap=True)
         table.add_column("namespace", no_wrap=True)
-        for each in report.bad_blocks[:MAX_BLOCKS]:
-            table.add_row(str(each.slot), each.reason, each.key[:16], each.namespace[:16])
+        for bad_block in report.bad_blocks[:MAX_BLOCKS]:
+            table.add_row(
+                str(bad_block.slot), bad_block.reason, bad_block.key[:16], bad_block.namespace[:16]
+            )
         console.print(table)
         if len(report.bad_blocks) > MAX_BLOCKS:
             say(f"and {len(report.bad_blocks) - MAX_BLOCKS:,} more: --json names them all")

@@ -104,7 +104,7 @@ def _assumptions(result: ReplayResult) -> Table:
     table.add_column(no_wrap=True)
     table.add_column()
     table.add_column()
-    for each in result.assumptions:
-        style = "yellow" if each.source == DEFAULT else "dim"
-        table.add_row(each.name, each.value, Text(printable(each.source), style))
+    for assumption in result.assumptions:
+        style = "yellow" if assumption.source == DEFAULT else "dim"
+        table.add_row(assumption.name, assumption.value, Text(printable(assumption.source), style))
     return table

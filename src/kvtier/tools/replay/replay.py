@@ -116,12 +116,12 @@ class _Replay:
         options, trace, sizing = self._options, self._trace, self._sizing
         curves = self._curves()
         evidence = gather(trace, self._segments)
-        judged = [each for each in self._sizes if each // self._block_bytes <= self._num_supported]
+        judged = [size for size in self._sizes if size // self._block_bytes <= self._num_supported]
         host = sizing.host_curve(self._sizes)
         choice = None if evidence.weakness else sizing.choose(judged, judged)
         bought = None if choice is None else choice.host
         host_bytes = 0 if bought is None else bought.num_bytes
-        disk = sizing.disk_curve([each for each in self._sizes if each > host_bytes], host_bytes)
+        disk = sizing.disk_curve([size for size in self._sizes if size > host_bytes], host_bytes)
         gained = None
         if choice is not None:
             gained = rate_per_hour(trace, choice.savings.seconds - sizing.without.seconds)

@@ -144,8 +144,8 @@ class ReplayResult:
                 "notes": list(facts.notes),
             },
             "assumptions": [
-                {"name": each.name, "value": each.value, "source": each.source}
-                for each in self.assumptions
+                {"name": assumption.name, "value": assumption.value, "source": assumption.source}
+                for assumption in self.assumptions
             ],
             "policy": self.policy,
             "hits": {
@@ -156,16 +156,16 @@ class ReplayResult:
             "disk": [_point_json(point) for point in self.disk],
             "setups": [
                 {
-                    "name": each.name,
-                    "device_bytes": each.device_bytes,
-                    "host_bytes": each.host_bytes,
-                    "disk_bytes": each.disk_bytes,
+                    "name": setup.name,
+                    "device_bytes": setup.device_bytes,
+                    "host_bytes": setup.host_bytes,
+                    "disk_bytes": setup.disk_bytes,
                     "tokens": dict(
-                        zip(("device", "host", "disk"), each.savings.by_tier, strict=True)
+                        zip(("device", "host", "disk"), setup.savings.by_tier, strict=True)
                     ),
-                    "saved_s": rounded(each.savings.total_s, 3),
+                    "saved_s": rounded(setup.savings.total_s, 3),
                 }
-                for each in self.setups
+                for setup in self.setups
             ],
             "recommendation": {
                 "host_bytes": _bytes(self.best_host),

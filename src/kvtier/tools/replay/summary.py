@@ -108,7 +108,9 @@ def _basis(result: ReplayResult) -> str:
         f"{policy_name(result.policy)}, caches are empty at the start, and saved time has its "
         "price only if the accelerators have other work."
     )
-    defaults = [each.name for each in result.assumptions if each.source == DEFAULT]
+    defaults = [
+        assumption.name for assumption in result.assumptions if assumption.source == DEFAULT
+    ]
     return f"{text} Assumed, not set by options: {', '.join(defaults)}." if defaults else text
 
 

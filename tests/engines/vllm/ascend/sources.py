@@ -80,12 +80,12 @@ class _Names(dict[str, Any]):
                     self.note_import(node)
 
     def note_import(self, node: ast.Import | ast.ImportFrom) -> None:
-        for each in node.names:
+        for name in node.names:
             if isinstance(node, ast.Import):
-                module = each.name if each.asname else each.name.partition(".")[0]
-                self._imports[each.asname or module] = (module, None)
+                module = name.name if name.asname else name.name.partition(".")[0]
+                self._imports[name.asname or module] = (module, None)
             else:
-                self._imports[each.asname or each.name] = (node.module or "", each.name)
+                self._imports[name.asname or name.name] = (node.module or "", name.name)
 
     def look_up(self, name: str) -> None:
         """Make a name known, if anything here defines it."""

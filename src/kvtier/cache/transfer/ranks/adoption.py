@@ -95,14 +95,14 @@ class Adoption:
         self._hellos[rank] = found
         if not self.has_heard_all or self._is_over:
             return
-        if all(each.keys is not None for each in self._hellos.values()):
-            for each in self._hellos.values():
-                self._count(as_keys(each.keys or b""))
+        if all(hello.keys is not None for hello in self._hellos.values()):
+            for hello in self._hellos.values():
+                self._count(as_keys(hello.keys or b""))
             self._end()
         elif self._num_ranks == 1:
             self._list()
         else:
-            num_keys = max(each.num_keys for each in self._hellos.values())
+            num_keys = max(hello.num_keys for hello in self._hellos.values())
             self._awaited = set(self._hellos)
             self._ask(Verb.DIGEST, num=num_buckets_for(num_keys))
         # The keys are not needed any more.
@@ -131,8 +131,8 @@ class Adoption:
     def _compare(self) -> None:
         first, *others = self._digests.values()
         self._differs = np.zeros(len(differing(first, first)), bool)
-        for each in others:
-            self._differs |= differing(first, each)
+        for other in others:
+            self._differs |= differing(first, other)
         self._digests.clear()
         self._list()
 

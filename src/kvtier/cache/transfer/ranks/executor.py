@@ -81,7 +81,7 @@ class RankExecutor:
         """Begin an order. Orders for storage that this rank does not have are ignored."""
         if order.tier not in self._mover.storages:
             return
-        if self._line or any(each.is_clearing for each in self._tellings.values()):
+        if self._line or any(telling.is_clearing for telling in self._tellings.values()):
             self._line.append(order)
         else:
             self._carry_out(order)
@@ -147,10 +147,10 @@ class RankExecutor:
         for name, each in self._tellings.items():
             if each.is_clearing:
                 self._mover.drop(name, each.take_cleared(), for_good=True)
-        while self._line and not any(each.is_clearing for each in self._tellings.values()):
+        while self._line and not any(telling.is_clearing for telling in self._tellings.values()):
             self._carry_out(self._line.popleft())
-        pieces = [each.take() for each in self._tellings.values()]
-        self._is_telling = any(each.is_busy for each in self._tellings.values())
+        pieces = [telling.take() for telling in self._tellings.values()]
+        self._is_telling = any(telling.is_busy for telling in self._tellings.values())
         return tuple(piece for piece in pieces if piece is not None)
 
     # -- reports -----------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def _found(order: RankOrder, job: FindJob) -> Done:
     outcomes = job.outcomes
     if job.error is not None:
         outcomes = [Outcome.FAILED] * len(keys_in(order.keys))
-    missing = [at for at, each in enumerate(outcomes) if each is not Outcome.THERE]
+    missing = [at for at, outcome in enumerate(outcomes) if outcome is not Outcome.THERE]
     gone = frozenset(at for at in missing if outcomes[at] is Outcome.ABSENT)
     return Done(frozenset(missing), gone, seconds=job.seconds)
 

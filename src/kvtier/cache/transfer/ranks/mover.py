@@ -284,13 +284,15 @@ class RankMover(Mover):
     def _has_heard_all(self) -> bool:
         """Whether every rank has said hello."""
         adoptions = self._adoptions.values()
-        has_heard = all(each.has_heard_all for each in adoptions)
+        has_heard = all(adoption.has_heard_all for adoption in adoptions)
         return has_heard and len(self._hellos) >= self._num_ranks
 
     @property
     def is_complete(self) -> bool:
         """Whether every rank has reported all it recovered."""
-        return self._has_heard_all and all(each.is_complete for each in self._adoptions.values())
+        return self._has_heard_all and all(
+            adoption.is_complete for adoption in self._adoptions.values()
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -301,14 +303,14 @@ class RankMover(Mover):
 
     @property
     def _is_erasing(self) -> bool:
-        return any(each.has_to_erase for each in self._adoptions.values())
+        return any(adoption.has_to_erase for adoption in self._adoptions.values())
 
     @property
     def num_open(self) -> int:
         """Slots in memory that every rank has open."""
         if len(self._hellos) < self._num_ranks:
             return 0
-        return min(each.num_open for each in self._hellos.values())
+        return min(hello.num_open for hello in self._hellos.values())
 
     def num_blocks(self, tier: str) -> int | None:
         """Return the number of blocks that every rank has room for in a storage tier.
@@ -316,7 +318,7 @@ class RankMover(Mover):
         Ranks may have shards of different sizes, so equal bytes hold different numbers of blocks.
         None while no rank has reported its room.
         """
-        told = (each.num_blocks.get(tier) for each in self._hellos.values())
+        told = (hello.num_blocks.get(tier) for hello in self._hellos.values())
         return min((each for each in told if each is not None), default=None)
 
     def hear(self, report: Report) -> None:

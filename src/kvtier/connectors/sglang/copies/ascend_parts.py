@@ -155,7 +155,7 @@ def _parts(*tensors: tuple[Any, Any, Sequence[int]]) -> Iterator[AscendPart]:
             pieces[0].shape != pieces[1].shape
             or device.dtype != host.dtype
             or not len(device) == host.shape[1] == len(layers)
-            or not all(each.is_contiguous() for each in pieces)
+            or not all(piece.is_contiguous() for piece in pieces)
         ):
             raise LayoutError(
                 f"a tensor {tuple(device.shape)} of {device.dtype} on the device is not mirrored by"

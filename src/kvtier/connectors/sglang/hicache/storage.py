@@ -322,7 +322,7 @@ class KvtierStorage(HiCacheStorage):
         if values is None:
             return False
         slab = self._slab()
-        pages = [each.contiguous() for each in values]
+        pages = [value.contiguous() for value in values]
         return all(self._store(slab, keys, slab.pages.in_tensors(pages)))
 
     # -- upkeep ------------------------------------------------------------------------------------

@@ -167,7 +167,9 @@ class KvtierLinker(UnifiedCacheLinker):
         needs = _needs(transfers)
         if needs is None or needs.keys() != self._linked.keys():
             return []
-        keys = page_keys(next(each for each in transfers if each.name == PoolName.KV).keys)
+        keys = page_keys(
+            next(transfer for transfer in transfers if transfer.name == PoolName.KV).keys
+        )
         self.asking.look_up(keys)
         looks = {
             name: each.cache.lookup(keys, has_gaps=name != KV)
@@ -191,7 +193,11 @@ class KvtierLinker(UnifiedCacheLinker):
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue a load. The result depends on the transfers alone, since ranks must agree."""
-        wanted = [each for each in transfers if each.keys and each.device_indices is not None]
+        wanted = [
+            transfer
+            for transfer in transfers
+            if transfer.keys and transfer.device_indices is not None
+        ]
         if not wanted:
             return False
         self._loading.queue(rid, wanted, self._promotion.waited_s(rid))
@@ -222,7 +228,11 @@ class KvtierLinker(UnifiedCacheLinker):
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Begin a store. The result depends on the transfers alone, since ranks must agree."""
-        wanted = [each for each in transfers if each.keys and each.device_indices is not None]
+        wanted = [
+            transfer
+            for transfer in transfers
+            if transfer.keys and transfer.device_indices is not None
+        ]
         if not wanted:
             return False
         self._offloads.append(offload := Offload())
@@ -294,7 +304,7 @@ class KvtierLinker(UnifiedCacheLinker):
 
     def _wait_for_copies(self) -> None:
         """Wait for copies from and to the device."""
-        stores = (store.job for each in self._offloads for _, store in each.stores)
+        stores = (store.job for offload in self._offloads for _, store in offload.stores)
         for job in (*self._loading.jobs(), *stores):
             if job is not None:
                 job.wait()
@@ -330,11 +340,11 @@ def _needs(transfers: Sequence[PoolTransfer]) -> dict[str, int] | None:
     None for a look-up of an unknown kind.
     """
     needs: dict[str, int] = {}
-    for each in transfers:
-        if each.hit_policy is PoolHitPolicy.TRAILING_PAGES:
-            needs[each.name.value] = max(1, len(each.keys or ()))
-        elif each.hit_policy is PoolHitPolicy.ALL_PAGES:
-            needs[each.name.value] = 0
+    for transfer in transfers:
+        if transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES:
+            needs[transfer.name.value] = max(1, len(transfer.keys or ()))
+        elif transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
+            needs[transfer.name.value] = 0
         else:
             return None
     return needs

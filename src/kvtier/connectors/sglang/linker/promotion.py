@@ -140,7 +140,7 @@ class PromptPromotion:
             end, loads = decision.end, decision.ready
             num_wanted = self._num_pages(prompt, end)
             reads = self._promote(keys[:num_wanted], places, needs)
-            is_unknown = asked and any(UNKNOWN in each[:num_wanted] for each in places.values())
+            is_unknown = asked and any(UNKNOWN in place[:num_wanted] for place in places.values())
             wait = Wait(decision.until_s, reads, asked if is_unknown else ())
             self._visits[rid] = PromptState(wait, began_s)
             while len(self._visits) > MOST_VISITS:

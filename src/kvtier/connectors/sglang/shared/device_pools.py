@@ -78,15 +78,15 @@ class DevicePool:
     @property
     def ends(self) -> list[int]:
         """Per layer, the number of buffers that belong to it or to earlier layers."""
-        layers = [each.layer for each in self.buffers]
+        layers = [buffer.layer for buffer in self.buffers]
         return [sum(each <= layer for each in layers) for layer in range(self.num_layers)]
 
     @property
     def shapes(self) -> list[list[object]]:
         """Layer, dtype, row shape and rows per page of each buffer."""
         return [
-            [each.layer, str(each.rows.dtype), list(each.rows.shape[1:]), each.page_rows]
-            for each in self.buffers
+            [buffer.layer, str(buffer.rows.dtype), list(buffer.rows.shape[1:]), buffer.page_rows]
+            for buffer in self.buffers
         ]
 
     @property
@@ -96,18 +96,18 @@ class DevicePool:
 
     @property
     def page_bytes(self) -> int:
-        return sum(each.share.nbytes for each in self.buffers)
+        return sum(buffer.share.nbytes for buffer in self.buffers)
 
     def paged(self, slot_bytes: int) -> PagedPool:
         """Return its pages as blocks in slots of ``slot_bytes`` bytes."""
         first = self.buffers[0].rows
         return PagedPool(
-            [[each.share for each in self.buffers]],
-            min(each.num_pages for each in self.buffers),
+            [[buffer.share for buffer in self.buffers]],
+            min(buffer.num_pages for buffer in self.buffers),
             1,
             slot_bytes,
             first.device.type,
-            [each.rows for each in self.buffers],
+            [buffer.rows for buffer in self.buffers],
         )
 
     def pages(self, indices: torch.Tensor) -> list[int]:
@@ -223,7 +223,7 @@ def _resolved(
             entries[0].page_size,
             group.num_layers,
             sorted(
-                (each for entry in entries for each in _buffers(entry)),
+                (buffer for entry in entries for buffer in _buffers(entry)),
                 key=lambda buffer: buffer.layer,
             ),
             entries[0].device_pool,

@@ -37,7 +37,7 @@ def engine_code(options: object) -> str:
     modules = [
         *plugin_modules("sglang.srt.plugins", names),
         *_platform(),
-        *(base.__module__ for each in ModelRegistry.models.values() for base in each.__mro__),
+        *(base.__module__ for model in ModelRegistry.models.values() for base in model.__mro__),
         *(each.__module__ for each in attention_registry.ATTENTION_BACKENDS.values()),
         *_hooks(options),
     ]
@@ -73,4 +73,4 @@ def _uses_transformers(options: object) -> bool:
     except Exception:  # of a hub that does not answer, or of a model's own code
         return True  # a version too many in the name shares less, never too much
     classes = (ModelRegistry.models.get(name) for name in names)
-    return any(each is None or each.__module__ == TRANSFORMERS for each in classes)
+    return any(class_ is None or class_.__module__ == TRANSFORMERS for class_ in classes)

@@ -32,7 +32,7 @@ def _has_taken(name: str, hook: Callable[..., Any]) -> bool:
         return False
     while found is not None:
         cells = getattr(found, "__closure__", None) or ()
-        if any(callable(each.cell_contents) and each.cell_contents == hook for each in cells):
+        if any(callable(cell.cell_contents) and cell.cell_contents == hook for cell in cells):
             return True
         found = getattr(found, "__wrapped__", None)
     return False

@@ -90,13 +90,17 @@ class Pages:
         Raises ``ValueError`` for a tensor of another size.
         """
         ends = np.cumsum(self.sizes)
-        for each in tensors:
-            if each.nbytes != ends[-1] or not each.is_contiguous() or each.device.type != "cpu":
+        for tensor in tensors:
+            if (
+                tensor.nbytes != ends[-1]
+                or not tensor.is_contiguous()
+                or tensor.device.type != "cpu"
+            ):
                 raise ValueError(
-                    f"a tensor of {each.nbytes} bytes on {each.device} is no page of {ends[-1]} "
-                    "bytes; give contiguous ones in host memory"
+                    f"a tensor of {tensor.nbytes} bytes on {tensor.device} is no page of "
+                    f"{ends[-1]} bytes; give contiguous ones in host memory"
                 )
-        begins = np.array([each.data_ptr() for each in tensors], np.int64).reshape(-1, 1)
+        begins = np.array([tensor.data_ptr() for tensor in tensors], np.int64).reshape(-1, 1)
         return Pieces((begins + ends - self.sizes).astype(np.uint64), self.sizes)
 
 

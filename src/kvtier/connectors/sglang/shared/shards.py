@@ -139,7 +139,7 @@ def _heads_of(pool: Any) -> int:
         and device
         and device <= {*TOKEN_FIRST}
         and axis
-        and all(each.ndim >= -axis and each.shape[axis] == own for each in buffers)
+        and all(buffer.ndim >= -axis and buffer.shape[axis] == own for buffer in buffers)
     )
     if not is_told:
         raise LayoutError(
@@ -169,9 +169,9 @@ def device_shards(
         own, num_rows = _device_heads(pool), pool.page_size
     division = _divide(storage_shards, num_heads, config, own)
     parts = []
-    for each in pool.buffers:
-        order = [each.layer, str(each.rows.dtype), each.rows.shape[-1]]
-        parts.append(PagePart(each.share.nbytes, num_rows, order))
+    for buffer in pool.buffers:
+        order = [buffer.layer, str(buffer.rows.dtype), buffer.rows.shape[-1]]
+        parts.append(PagePart(buffer.share.nbytes, num_rows, order))
     return cut(parts, division, slot_bytes)
 
 
@@ -180,12 +180,12 @@ def _device_heads(pool: DevicePool) -> int:
     source = pool.source
     own = getattr(source, "head_num", 0)
     is_told = getattr(source, "kv_cache_layout", "") in TOKEN_FIRST and all(
-        tuple(each.rows.shape[1:-1])
-        == ((own,) if each.page_rows == pool.page_size else (pool.page_size, own))
-        for each in pool.buffers
+        tuple(buffer.rows.shape[1:-1])
+        == ((own,) if buffer.page_rows == pool.page_size else (pool.page_size, own))
+        for buffer in pool.buffers
     )
     if not is_told:
-        shapes = {str(tuple(each.rows.shape[1:])) for each in pool.buffers}
+        shapes = {str(tuple(buffer.rows.shape[1:])) for buffer in pool.buffers}
         raise LayoutError(
             f"storage_shards: KV heads can't be told in a device pool of {type(source).__name__} "
             f"with rows of {', '.join(sorted(shapes))}; leave it out"
@@ -209,27 +209,27 @@ def cut(
     """
     own, some = division.num_own, division.shard_heads
     names, offsets = [], []
-    for each in parts:
-        if each.nbytes % (each.num_rows * own):
+    for part in parts:
+        if part.nbytes % (part.num_rows * own):
             raise LayoutError(
-                f"storage_shards: {own} KV heads can't be told in {each.nbytes} bytes of a page; "
+                f"storage_shards: {own} KV heads can't be told in {part.nbytes} bytes of a page; "
                 "leave it out"
             )
-    head_bytes = [each.nbytes // (each.num_rows * own) for each in parts]
+    head_bytes = [part.nbytes // (part.num_rows * own) for part in parts]
     order = [
-        [each.num_rows, size, each.order] for each, size in zip(parts, head_bytes, strict=True)
+        [part.num_rows, size, part.order] for part, size in zip(parts, head_bytes, strict=True)
     ]
-    nbytes = np.array([each.nbytes for each in parts], np.int64)
+    nbytes = np.array([part.nbytes for part in parts], np.int64)
     begins = np.cumsum(nbytes) - nbytes
     for first in division.firsts:
         names.append(division.shard_name(first, order))
         offsets.append(
             np.concatenate(
                 [
-                    begin + size * (first + own * np.arange(each.num_rows))
-                    for each, begin, size in zip(parts, begins, head_bytes, strict=True)
+                    begin + size * (first + own * np.arange(part.num_rows))
+                    for part, begin, size in zip(parts, begins, head_bytes, strict=True)
                 ]
             )
         )
-    sizes = np.repeat(np.array(head_bytes, np.int64) * some, [each.num_rows for each in parts])
+    sizes = np.repeat(np.array(head_bytes, np.int64) * some, [part.num_rows for part in parts])
     return Shards.joined(names, np.stack(offsets), sizes, page_bytes, division.is_writer, seams)

@@ -144,7 +144,7 @@ class CacheLayers:
                 self._add_pieces(at, layer, block)
                 device = layer.device if layer.keys is not None else device
             self._devices.append(device)
-        self.windows = tuple(sorted({each.window + 1 for each in self.pieces} - {1}))
+        self.windows = tuple(sorted({piece.window + 1 for piece in self.pieces} - {1}))
         num_bytes = max(PAGE_BYTES, -(-block.num_bytes // PAGE_BYTES) * PAGE_BYTES)
         content = Part("chunk", 1, num_bytes, per_token=False)
         self.group = KVGroup(Attention.FULL, 1, (content,), DType.UINT8, block_tokens)

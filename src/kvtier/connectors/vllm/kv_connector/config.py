@@ -51,9 +51,13 @@ def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
 
 def _groups(kv_cache_config: KVCacheConfig) -> list[Any]:
     groups = list(kv_cache_config.kv_cache_groups)
-    kinds = {type(each).__name__ for group in groups for each in layer_specs(group).values()}
+    kinds = {
+        type(layer_spec).__name__ for group in groups for layer_spec in layer_specs(group).values()
+    }
     served = all(
-        _keeps_whole_prompts(each) for group in groups for each in layer_specs(group).values()
+        _keeps_whole_prompts(layer_spec)
+        for group in groups
+        for layer_spec in layer_specs(group).values()
     )
     if len(groups) != 1 or not served:
         raise ConfigError(
@@ -71,7 +75,7 @@ def _bytes_per_page(kv_cache_config: KVCacheConfig) -> int:
     """
     tensors = kv_cache_config.kv_cache_tensors
     # A tensor with a block stride gives the size of the allocation that all tensors share.
-    is_one = any(getattr(each, "block_stride", 0) for each in tensors)
+    is_one = any(getattr(tensor, "block_stride", 0) for tensor in tensors)
     sizes = [int(each.size) for each in (tensors[:1] if is_one else tensors)]
     return sum(sizes) // int(kv_cache_config.num_blocks)
 

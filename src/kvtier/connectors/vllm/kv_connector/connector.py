@@ -195,10 +195,10 @@ class KvtierConnector(KVConnectorBase_V1):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         changes = self._half.manager.take_changes() if self._facts.publishes_events else ()
-        for each in changes:
-            hashes = [BlockHash(key[:-GROUP_BYTES]) for key in each.keys]
-            medium, _ = kind_of(each.tier)
-            if each.is_removed:
+        for change in changes:
+            hashes = [BlockHash(key[:-GROUP_BYTES]) for key in change.keys]
+            medium, _ = kind_of(change.tier)
+            if change.is_removed:
                 yield BlockRemoved(block_hashes=hashes, medium=medium)
             else:
                 yield BlockStored(

@@ -303,7 +303,7 @@ class KvtierOffloadingConnector(RecordedConnector):
 
     def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         worker = self.connector_worker
-        spec, groups = self._spec, [each.group_id for each in self._spec.config.groups]
+        spec, groups = self._spec, [group.group_id for group in self._spec.config.groups]
         if spec.sizes.facts.any_size:
             spec.cut = self._cut(kv_caches, groups)
         if type(worker) is OffloadingConnectorWorker:
@@ -319,7 +319,7 @@ class KvtierOffloadingConnector(RecordedConnector):
         """Return the function that cuts this rank's blocks into shards."""
         assert self.connector_worker is not None, "the scheduler's side has no ranks"
         config, sizes = self.connector_worker.kv_cache_config, self._spec.sizes
-        layers = layer_sizes([config.kv_cache_groups[each] for each in groups])[0]
+        layers = layer_sizes([config.kv_cache_groups[group] for group in groups])[0]
         division = division_of(self._vllm_config, sizes.settings)
         num_pages, slot_bytes = sizes.facts.pages_per_block, sizes.slot_bytes
         return lambda pages: shards_of(pages, layers, kv_caches, division, num_pages, slot_bytes)

@@ -79,9 +79,11 @@ class OffloadedTiers(TierManager, OffloadingManager):
         self.end_store(keys, _state(req_context), success)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        for each in self.take_changes():
-            medium, locality = kind_of(each.tier)
-            yield OffloadingEvent(each.keys, Medium(medium), each.is_removed, Locality(locality))
+        for change in self.take_changes():
+            medium, locality = kind_of(change.tier)
+            yield OffloadingEvent(
+                change.keys, Medium(medium), change.is_removed, Locality(locality)
+            )
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         values = self.take_values()

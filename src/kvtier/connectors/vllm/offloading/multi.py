@@ -41,9 +41,9 @@ class KvtierMultiConnector(RecomputingMulti):
         """
         made = super().build_prom_metrics(vllm_config, *arguments)
         offloading = made._prom_metrics.get(CONNECTOR_NAME)
-        extras = [dict(each) for each in _extra_configs(cls, vllm_config)]
-        specs = [OffloadingSpecFactory.get_spec_cls(each) for each in extras]
-        if offloading is None or not any(issubclass(each, KvtierSpec) for each in specs):
+        extras = [dict(extra_config) for extra_config in _extra_configs(cls, vllm_config)]
+        specs = [OffloadingSpecFactory.get_spec_cls(extra) for extra in extras]
+        if offloading is None or not any(issubclass(spec, KvtierSpec) for spec in specs):
             return made
         for spec, extra in zip(specs, extras, strict=True):
             for name, metadata in spec.build_metric_definitions(extra).items():

@@ -23,14 +23,14 @@ KINDS = {"gauge": OffloadingGaugeMetadata, "counter": OffloadingCounterMetadata}
 def definitions(specs: Iterable[MetricSpec]) -> dict[str, OffloadingMetricMetadata]:
     """Return the definitions of all metrics by name, which vLLM wants before the first value."""
     made: dict[str, OffloadingMetricMetadata] = {}
-    for each in specs:
-        name = each.registered_name
-        if each.kind == "histogram":
+    for spec in specs:
+        name = spec.registered_name
+        if spec.kind == "histogram":
             made[name] = OffloadingHistogramMetadata(
-                documentation=each.meaning, labelnames=each.labels, buckets=each.buckets
+                documentation=spec.meaning, labelnames=spec.labels, buckets=spec.buckets
             )
         else:
-            made[name] = KINDS[each.kind](documentation=each.meaning, labelnames=each.labels)
+            made[name] = KINDS[spec.kind](documentation=spec.meaning, labelnames=spec.labels)
     return made
 
 

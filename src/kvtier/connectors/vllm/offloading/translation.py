@@ -22,8 +22,8 @@ def facts_of(config: OffloadingConfig) -> EngineFacts:
     parallel = config.parallel
     return EngineFacts(
         groups=tuple(
-            GroupFacts(each.group_id, each.tokens_per_block, tuple(each.layer_names))
-            for each in config.groups
+            GroupFacts(group.group_id, group.tokens_per_block, tuple(group.layer_names))
+            for group in config.groups
         ),
         bytes_per_page=config.worker_kv_bytes_per_block,
         pages_per_block=config.cache.blocks_per_chunk,

@@ -86,7 +86,7 @@ class OffloadedPages(TierWorker, OffloadingWorker):
 
 def pages_of(caches: CanonicalKVCaches) -> EnginePages:
     """Return vLLM's canonical tensors as shares, by group."""
-    tensors = [each.tensor for each in caches.tensors]
+    tensors = [tensor.tensor for tensor in caches.tensors]
     for tensor in tensors:
         assert tensor.stride(-1) == 1, f"the bytes of a page are {tensor.stride(-1)} apart"
     groups = [

@@ -214,8 +214,8 @@ class RekeyedRequest:
         if len(theirs) > len(self._hashes):
             if self._unadapted is not None:
                 theirs = self._unadapted.hash()
-            for each in theirs[len(self._hashes) :]:
-                self._hashes.append(blake3(self._salt + each).digest(len(each)))
+            for their in theirs[len(self._hashes) :]:
+                self._hashes.append(blake3(self._salt + their).digest(len(their)))
         return self._hashes
 
 

@@ -66,10 +66,10 @@ def pages_with_slots(
     """
     groups, at = [], 0
     by_block = slots.by_block()
-    for each in ranges:
-        num = len(each.pages)
-        num_blocks = -(-(each.first + num) // pages_per_block) if num else 0
-        groups.append(GroupPages(each.pages, by_block[at : at + num_blocks], each.first))
+    for range_ in ranges:
+        num = len(range_.pages)
+        num_blocks = -(-(range_.first + num) // pages_per_block) if num else 0
+        groups.append(GroupPages(range_.pages, by_block[at : at + num_blocks], range_.first))
         at += num_blocks
     assert at == len(by_block), "slots that no page belongs to"
     return groups

@@ -77,4 +77,4 @@ def _attention() -> Iterator[str]:
 
 
 def _uses_transformers(classes: Iterable[str]) -> bool:
-    return any(each.startswith(TRANSFORMERS) for each in classes)
+    return any(class_.startswith(TRANSFORMERS) for class_ in classes)

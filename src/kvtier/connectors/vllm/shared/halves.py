@@ -103,7 +103,7 @@ class Sizes:
     def make_manager(self, kind: type[Manager]) -> Manager:
         """Return the scheduler's half."""
         facts, settings = self.facts, self.settings
-        tokens = tuple(each.tokens_per_page * facts.pages_per_block for each in facts.groups)
+        tokens = tuple(group.tokens_per_page * facts.pages_per_block for group in facts.groups)
         shape = Shape(tokens, self.slot_bytes, facts.num_shards)
         mover = self._make_mover()
         return kind(

@@ -78,4 +78,4 @@ def _before_media(request: Request, counts_media: bool) -> int:
 
 
 def _first_media(request: Request) -> int:
-    return min(int(each.mm_position.offset) for each in request.mm_features)
+    return min(int(mm_feature.mm_position.offset) for mm_feature in request.mm_features)

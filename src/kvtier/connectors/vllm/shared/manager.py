@@ -178,14 +178,14 @@ class TierManager:
         if lookup.found is None:
             self._begin(state)
             keys = state.request.after(lookup.num_computed)
-            shared = [each for each in keys if state.is_shared(each)]
+            shared = [key for key in keys if state.is_shared(key)]
             has_gaps = not self._shape.has_one_group
             lookup.found = {}
             if shared:
                 found, lookup.answers = self.cache.lookup(shared, has_gaps)
                 lookup.found.update(zip(shared, found, strict=True))
             if len(shared) < len(keys):
-                own = [each for each in keys if not state.is_shared(each)]
+                own = [key for key in keys if not state.is_shared(key)]
                 lookup.found.update(zip(own, self.cache.lookup_private(own), strict=True))
         place = lookup.found.get(key)
         if not state.is_shared(key):

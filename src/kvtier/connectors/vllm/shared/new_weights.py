@@ -103,8 +103,8 @@ class NewWeights:
         """Run a reset of vLLM's own prefix cache."""
         is_empty = reset()
         if is_empty:
-            for each in list(self._connectors):
-                each.pool_was_emptied()
+            for connector in list(self._connectors):
+                connector.pool_was_emptied()
         return is_empty
 
     def call_ranks(self, core: EngineCore, method: object, call: Callable[[], Any]) -> Any:
@@ -126,8 +126,8 @@ class NewWeights:
     def tell(self, cause: str) -> None:
         """Tell connectors that the weights are others, or are about to be."""
         logger.warning("%s may have replaced the weights: KV has another name now", cause)
-        for each in list(self._connectors):
-            each.reset_for_weights()
+        for connector in list(self._connectors):
+            connector.reset_for_weights()
 
 
 NEW_WEIGHTS = NewWeights()

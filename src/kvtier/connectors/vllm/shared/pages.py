@@ -52,7 +52,8 @@ class EnginePages:
         storages = [tensor.untyped_storage() for tensor in self.tensors]
         # One for each layer, or one for several: a layer is a part of it then.
         allocations = {
-            each.data_ptr(): Memory(each.data_ptr(), each.nbytes(), kind, each) for each in storages
+            storage.data_ptr(): Memory(storage.data_ptr(), storage.nbytes(), kind, storage)
+            for storage in storages
         }
         return PagedPool(
             self.groups,
@@ -98,7 +99,7 @@ def _page_bytes(spec: object) -> list[int]:
     not in the one without padding.
     """
     names = ("unpadded_page_size_bytes", "real_page_size_bytes", "page_size_bytes")
-    found: Iterable[int | None] = (getattr(spec, each, None) for each in names)
+    found: Iterable[int | None] = (getattr(spec, name, None) for name in names)
     return list(dict.fromkeys(each for each in found if each))
 
 
@@ -167,7 +168,7 @@ def page_rows(layer: LayerSize, parts: Sequence[torch.Tensor], num_pages: int) -
             raise LayoutError(f"{layer.name}: {num_pages} pages are too few to tell K from V")
         if told:
             return told[0]
-    shapes = ", ".join(f"{tuple(each.shape)} strides {each.stride()}" for each in parts)
+    shapes = ", ".join(f"{tuple(part.shape)} strides {part.stride()}" for part in parts)
     raise LayoutError(
         f"{layer.name}: no axis of {shapes} is one of {num_pages} pages of "
         f"{' or '.join(map(str, layer.page_bytes))} bytes"
@@ -179,7 +180,7 @@ def _num_rows(axis: int, parts: Sequence[torch.Tensor], num_pages: int, page_byt
     if any(part.ndim <= axis or part.size(axis) < num_pages for part in parts):
         return 0
     runs = _merged([run for part in parts for run in _rows(part, axis)])
-    num_rows, rest = divmod(page_bytes, sum(each.nbytes for each in runs))
+    num_rows, rest = divmod(page_bytes, sum(run.nbytes for run in runs))
     if rest or any(part.size(axis) < num_pages * num_rows for part in parts):
         return 0
     return num_rows
@@ -193,8 +194,8 @@ def row_runs(part: torch.Tensor, axis: int, num_rows: int) -> list[PoolShare]:
 def _of_pages(runs: Sequence[PoolShare], num_rows: int) -> list[PoolShare]:
     """Return the runs of rows as those of pages of so many rows."""
     return [
-        PoolShare(each.address + row * each.stride, each.stride * num_rows, each.nbytes)
-        for each in runs
+        PoolShare(run.address + row * run.stride, run.stride * num_rows, run.nbytes)
+        for run in runs
         for row in range(num_rows)
     ]
 

@@ -60,4 +60,4 @@ class QueuedRequests:
     def _keys(self, request: Request) -> list[bytes]:
         every = self._hashes_per_block
         hashes = request.block_hashes[every - 1 : every * MOST_BLOCKS : every]
-        return [group_key(each, self._group) for each in hashes]
+        return [group_key(hash_value, self._group) for hash_value in hashes]

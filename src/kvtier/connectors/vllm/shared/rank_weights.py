@@ -129,12 +129,14 @@ class ParameterWatch:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        balanced = [each for each in model.modules() if hasattr(each, "get_expert_weights")]
-        moving = {id(each) for module in balanced for each in module.parameters()}
+        balanced = [module for module in model.modules() if hasattr(module, "get_expert_weights")]
+        moving = {id(parameter) for module in balanced for parameter in module.parameters()}
         found = [
-            each
-            for each in model.parameters()
-            if id(each) not in moving and each.numel() and not hasattr(each, "__tensor_flatten__")
+            parameter
+            for parameter in model.parameters()
+            if id(parameter) not in moving
+            and parameter.numel()
+            and not hasattr(parameter, "__tensor_flatten__")
         ]
         users = Counter(each.data_ptr() for each in found)
         found = [each for each in found if users[each.data_ptr()] == 1]

@@ -155,7 +155,9 @@ def layout_of(
     division: Division,
 ) -> str:
     """Return a digest of the order of bytes of all layers, whatever the number of ranks."""
-    own = [_LayerKV.of(each, kv_caches[each.name], num_pages, division.num_own) for each in layers]
+    own = [
+        _LayerKV.of(layer, kv_caches[layer.name], num_pages, division.num_own) for layer in layers
+    ]
     told = {json.dumps(each.describe(division.shard_heads)) for each in own}
     return blake3(json.dumps(sorted(told)).encode()).hexdigest()
 
@@ -201,8 +203,8 @@ def shards_of(
             at, num_bytes = slots.pieces(own, first, division.shard_heads)
             offsets.append(at)
             sizes.append(num_bytes)
-    if any(not np.array_equal(each, sizes[0]) for each in sizes):
-        totals = ", ".join(str(int(each.sum())) for each in sizes)
+    if any(not np.array_equal(size, sizes[0]) for size in sizes):
+        totals = ", ".join(str(int(size.sum())) for size in sizes)
         raise LayoutError(
             f"storage_shards: a rank's shards have unequal sizes ({totals} bytes); use another "
             "number of storage_stages"

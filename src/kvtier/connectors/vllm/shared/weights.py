@@ -84,7 +84,9 @@ def _code_elsewhere(model: ModelConfig) -> list[Source]:
         return []
     named = getattr(model.hf_config, "auto_map", None) or {}
     repositories = {str(each).partition("--")[0] for each in named.values() if "--" in str(each)}
-    return [vllm_source(each, model.code_revision or "") for each in sorted(repositories)]
+    return [
+        vllm_source(repository, model.code_revision or "") for repository in sorted(repositories)
+    ]
 
 
 def traits(config: VllmConfig, code: Sequence[str] = ()) -> str:

@@ -129,7 +129,9 @@ class TierWorker:
         self._look: Look | None = None  # of the copies that are submitted together
         self._has_new_weights = False
         found = None if self._executor is None else self._executor.found()
-        direct = (each.name for each in self._storages if each.facts.direct is not Direct.OFF)
+        direct = (
+            storage.name for storage in self._storages if storage.facts.direct is not Direct.OFF
+        )
         self._hello = Hello(
             self._num_open(), found, frozenset(direct), self._num_blocks_in_storage()
         )
@@ -146,7 +148,7 @@ class TierWorker:
             raise
         if self._storages:
             self._executor = _executor(host, self._storages, room, self._rank)
-            _log([finding for each in self._storages for finding in each.findings()])
+            _log([finding for storage in self._storages for finding in storage.findings()])
 
     def watch_weights(self, model: torch.nn.Module | None) -> None:
         """Notice changes of this rank's model. None: only the scheduler's process notices some."""
@@ -235,7 +237,7 @@ class TierWorker:
 
     def _num_blocks_in_storage(self) -> dict[str, int]:
         """Return the room of each storage tier, in blocks; less where a disk lost some of it."""
-        return {each.name: each.num_blocks for each in self._storages}
+        return {storage.name: storage.num_blocks for storage in self._storages}
 
     def rest(self) -> None:
         """Sleep in a step that computes nothing; less where a copy is done before.
@@ -403,9 +405,9 @@ def _executor(
     host: HostTier, storages: Sequence[StorageTier], room: RankRoom, rank: int
 ) -> RankExecutor:
     """Carries out orders for ``storages``, in the background."""
-    mover = LocalMover({host.name: host} | {each.name: each for each in storages}, None)
+    mover = LocalMover({host.name: host} | {storage.name: storage for storage in storages}, None)
     mover.start()
-    kept = {each.name: each.kept_keys() for each in storages if each.name == DISK}
+    kept = {storage.name: storage.kept_keys() for storage in storages if storage.name == DISK}
     return RankExecutor(host, mover, kept, rank, room.num_shards)
 
 

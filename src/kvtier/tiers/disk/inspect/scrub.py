@@ -41,10 +41,10 @@ class ScrubResult:
     def sum(cls, scrubs: Sequence[ScrubResult]) -> ScrubResult:
         """Add up the results of several scrubs."""
         return cls(
-            sum(each.num_checked for each in scrubs),
-            sum(each.num_bytes for each in scrubs),
-            tuple(slot for each in scrubs for slot in each.corrupt),
-            tuple(slot for each in scrubs for slot in each.failed),
+            sum(scrub.num_checked for scrub in scrubs),
+            sum(scrub.num_bytes for scrub in scrubs),
+            tuple(slot for scrub in scrubs for slot in scrub.corrupt),
+            tuple(slot for scrub in scrubs for slot in scrub.failed),
         )
 
 

@@ -26,7 +26,9 @@ class RegisteredMemory:
         self.memories = sorted(buffers, key=lambda memory: memory.address)
         begins = [memory.address for memory in self.memories]
         self._begins = np.array(begins, np.uint64)
-        self._ends = np.array([each.address + each.nbytes for each in self.memories], np.uint64)
+        self._ends = np.array(
+            [memory.address + memory.nbytes for memory in self.memories], np.uint64
+        )
 
     def bases(self, addresses: Uint64s, sizes: Int64s) -> Uint64s:
         """Return the start of the registration that holds each whole piece; 0 for none."""

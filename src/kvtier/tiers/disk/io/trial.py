@@ -97,7 +97,7 @@ def run(kind: str, device_name: str, path: str, num_bytes: int = NUM_BYTES) -> T
         os.posix_fallocate(fd, 0, num_bytes)
         engine = make_engine(fd, [memory], device.driver.use)
         stack.callback(engine.close)
-        words = ", ".join(each.found for each in engine.findings())
+        words = ", ".join(finding.found for finding in engine.findings())
 
         random = np.random.default_rng()
         content = random.integers(0, 256, num_bytes, np.uint8)

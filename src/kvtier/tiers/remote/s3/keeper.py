@@ -88,7 +88,7 @@ class S3Keeper(StoreKeeper):
         return EntryBlocks(found.block_bytes, found.keys)
 
     def remove(self, entries: Sequence[Entry]) -> None:
-        self._asked(self._objects.delete([each.name.decode() for each in entries]))
+        self._asked(self._objects.delete([entry.name.decode() for entry in entries]))
 
     def remove_notes(self, removed: Iterable[bytes], is_real: bool) -> int:
         left = self._packs - {name.decode() for name in removed}
@@ -102,7 +102,7 @@ class S3Keeper(StoreKeeper):
             path: [pack.stamp for pack in each.packs if pack_path(pack.name) in left]
             for path, each in known
         }
-        oldest = min((min(each) for each in stamps.values() if each), default=None)
+        oldest = min((min(stamp) for stamp in stamps.values() if stamp), default=None)
         useless = [
             path
             for path, each in known

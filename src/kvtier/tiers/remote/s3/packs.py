@@ -242,13 +242,15 @@ def contents_of(header: bytes) -> PackContents | None:
     if found is None:
         return None
     envelopes = [each.tobytes() for each in found]
-    keys = [BlockKey(each[KEY]) for each in envelopes]
-    sizes_behind = [size_behind(each, key) for each, key in zip(envelopes, keys, strict=True)]
+    keys = [BlockKey(envelope[KEY]) for envelope in envelopes]
+    sizes_behind = [
+        size_behind(envelope, key) for envelope, key in zip(envelopes, keys, strict=True)
+    ]
     if sizes_behind != entries["size"].tolist():
         return None
     if coding is not None:
-        codecs = [codec_behind(each) for each in envelopes]
-        codec, key_id = max(each[0] for each in codecs), max(each[1] for each in codecs)
+        codecs = [codec_behind(envelope) for envelope in envelopes]
+        codec, key_id = max(codec[0] for codec in codecs), max(codec[1] for codec in codecs)
         coding = replace(coding, codec=codec, key_id=key_id)
     array = np.frombuffer(b"".join(keys), "V32")
     num_bytes = int(shape.offsets(number, coding)[-1])

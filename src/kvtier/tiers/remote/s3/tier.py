@@ -191,7 +191,7 @@ class S3Tier(StorageTier):
             outcomes[place.numbers] = Outcome.FAILED
         parts = self._reader.parts(places)
         reads: list[Callable[[], Coroutine[Any, Any, memoryview]]] = [
-            partial(self._reader.read, *each) for each in parts
+            partial(self._reader.read, *part) for part in parts
         ]
         for at, result in self._loop.each(reads, end_s):
             asked, part = parts[at]

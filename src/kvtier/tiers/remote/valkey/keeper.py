@@ -64,7 +64,7 @@ class ValkeyKeeper(StoreKeeper):
         for _ in range(MAX_PAGES):
             cursor, names = self._asked(partial(self._scan, cursor))
             names = [name for name in names if len(name) == len(self._prefix) + KEY_BYTES]
-            found.update((each.name, each) for each in self._facts(names))
+            found.update((fact.name, fact) for fact in self._facts(names))
             if cursor == b"0":
                 return list(found.values())
             if len(found) > MAX_ENTRIES:
@@ -99,17 +99,17 @@ class ValkeyKeeper(StoreKeeper):
     def blocks(self, entries: Sequence[Entry]) -> list[EntryBlocks | None]:
         def ask(line: RespConnection) -> list[bytes | None]:
             last = b"%d" % (HEADER_BYTES + HEAD_BYTES - 1)
-            line.send([command(b"GETRANGE", each.name, b"0", last) for each in entries])
+            line.send([command(b"GETRANGE", entry.name, b"0", last) for entry in entries])
             return line.values(len(entries))
 
         return [
-            _blocks_of(each, start or b"")
-            for each, start in zip(entries, self._asked(ask), strict=True)
+            _blocks_of(entry, start or b"")
+            for entry, start in zip(entries, self._asked(ask), strict=True)
         ]
 
     def remove(self, entries: Sequence[Entry]) -> None:
         def ask(line: RespConnection) -> None:
-            line.send([command(b"UNLINK", *(each.name for each in entries))])
+            line.send([command(b"UNLINK", *(entry.name for entry in entries))])
             line.reply()
 
         if entries:

@@ -151,7 +151,9 @@ class ValkeyTier(StorageTier):
         verify()
         took_s = time.monotonic() - began - (counts.decode_s - decoded_s)
         choice.note_transfer(num_stored, took_s)
-        self._forget([key for key, each in zip(keys, outcomes, strict=True) if each is DAMAGED])
+        self._forget(
+            [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is DAMAGED]
+        )
         return outcomes
 
     def _decode(self, key: BlockKey, value: Uint8s, block: Pieces) -> Outcome:
@@ -176,7 +178,7 @@ class ValkeyTier(StorageTier):
             for at, outcome in enumerate(outcomes)
             if outcome is ABSENT and not self._envelope.is_others(names[at].key)
         ]
-        outcomes = [THERE if each is THERE else FAILED for each in outcomes]
+        outcomes = [THERE if outcome is THERE else FAILED for outcome in outcomes]
         if not new:
             return outcomes
         window = max(1, WINDOW_BYTES // self.bytes_per_block)

@@ -112,7 +112,7 @@ _NONE = np.zeros(0, np.uint64)
 
 def _num_blocks(keep: int, runs: list[int]) -> int:
     """Return an upper bound of a request's blocks, before they are expanded."""
-    if len(runs) % 2 or not all(type(each) is int and each >= 0 for each in runs):
+    if len(runs) % 2 or not all(type(run) is int and run >= 0 for run in runs):
         raise ValueError("its runs are no pairs of start and length")
     return keep + sum(runs[1::2])
 

@@ -133,14 +133,14 @@ class TraceLine:
         """Return a list of integers. Those outside 0 .. 2**64 - 1 are folded into that range."""
         if values is None:
             self.refuse(f"{name} is missing")
-        if not isinstance(values, list) or not all(type(each) is int for each in values):
+        if not isinstance(values, list) or not all(type(value) is int for value in values):
             self.refuse(f"{name} should be a list of integers")
         try:
             return np.array(values, np.uint64)
         except OverflowError:
             if max(map(abs, values)) >> MAX_ID_BITS:
                 self.refuse(f"{name} should be integers of {MAX_ID_BITS} bits at most")
-            return np.array([_folded(each) for each in values], np.uint64)
+            return np.array([_folded(value) for value in values], np.uint64)
 
 
 def lines_of(path: Path, tell: Tell | None = None) -> Iterator[TraceLine]:
