@@ -112,7 +112,7 @@ test: setup
 	$(BIN)/python -m pytest -n logical $(PARALLEL)
 
 # The fixed set of tests/kit/effort.py, as on a pull request.
-CORE_TESTS := $(addprefix tests/,index plan tiers ladder node keyed)
+CORE_TESTS := $(addprefix tests/,index plan tiers node cache/ladder cache/transfer) $(wildcard tests/cache/test_*.py)
 
 test-core: setup-core
 	HYPOTHESIS_PROFILE=ci KVTIER_NUM_KILLS=20 KVTIER_EFFORT=0.05 \
