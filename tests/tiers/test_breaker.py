@@ -12,7 +12,7 @@ from kvtier.tiers.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker, Breake
 
 
 class Clock:
-    """Time, told by the test."""
+    """Clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -142,7 +142,7 @@ def test_of_many_threads_one_comes_through(clock: Clock) -> None:
 def test_open_breaker_lets_exactly_one_call_through_per_pause(
     limit: int, trial_s: float, steps: list[str], quarters: list[int]
 ) -> None:
-    """The model: when the next call may pass, told from what the breaker was told."""
+    """A model predicts when the next call may pass, from the outcomes that the breaker got."""
     clock = Clock()
     breaker = Breaker(clock, limit, trial_s)
     in_row, pause_s, next_s, is_tried = 0, FIRST_PAUSE_S, 0.0, False

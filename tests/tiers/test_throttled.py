@@ -1,4 +1,4 @@
-"""A tier that is no faster than it is told to be: as any tier, but for its pace."""
+"""A tier of limited bandwidth behaves as any other tier, except for its speed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RATE = 2 * GROUP.bytes_per_block
 
 
 class Time:
-    """Passes while somebody sleeps."""
+    """Clock that advances while a caller sleeps."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -168,7 +168,7 @@ def test_group_that_a_container_can_not_see_is_its_root(tmp_path: Path, name: st
 
 
 def test_files_in_the_page_cache_are_not_in_the_way(tmp_path: Path) -> None:
-    """Reading a model fills the group with pages that the kernel gives up when asked."""
+    """Reading a model fills the group with pages that the kernel reclaims when memory is needed."""
     group = {
         "sys/fs/cgroup/memory.max": "30000\n",
         "sys/fs/cgroup/memory.current": "29000\n",

@@ -60,11 +60,14 @@ def on_fake(
 
 
 class Accelerated:
-    """``NUM_BLOCKS`` known blocks, and a pool for them that only the accelerator reaches.
+    """``NUM_BLOCKS`` known blocks, and a pool of them in accelerator memory.
 
-    name: of the file library. has_host: there is a host tier, so that nothing has to go directly.
-    What is not said otherwise: blocks that were verified before are not verified again.
-    cuts: pages of the pool at which another allocation begins.
+    Unless ``open`` gets other options, blocks that were verified once are not verified again.
+
+    Args:
+        name: Name of the file library.
+        has_host: Add a host tier, so that no transfer has to be direct.
+        cuts: Pages of the pool at which a new allocation begins.
     """
 
     def __init__(

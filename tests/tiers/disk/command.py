@@ -1,4 +1,4 @@
-"""``kvtier`` as somebody runs it who does not trust a slab."""
+"""Run ``kvtier`` in a subprocess with limits, for slabs that may be damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk at which the process ends, in the middle of whatever it asked for."""
+"""A disk system that ends the process in the middle of a chosen operation."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tests.tiers.disk.wrapped_engine import SECTOR_BYTES, WrappedEngine, open_pl
 
 
 class Crash(BaseException):
-    """The process ends here. Not an ``Exception``: nobody is meant to handle it."""
+    """The process ends here. Not an ``Exception``, so that no handler catches it."""
 
 
 class CrashingDisk(DiskSystem):
-    """Crashes at the ``at``-th thing that it is asked to do; a write is half done then."""
+    """Crashes at the ``at``-th operation; a write is half done then."""
 
     def __init__(self, at: int) -> None:
         self.left = at
 
     def step(self) -> None:
-        """One more thing was asked for."""
+        """Count one operation; raise ``Crash`` at the chosen one."""
         self.left -= 1
         if self.left == 0:
             raise Crash

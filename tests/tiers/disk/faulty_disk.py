@@ -1,4 +1,4 @@
-"""A disk that fails when it is told to: errors, short transfers, flipped bytes, waits."""
+"""A disk system with planned faults: errors, short transfers, flipped bytes, waits."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from tests.tiers.disk.wrapped_engine import SECTOR_BYTES, WrappedEngine, open_pl
 
 
 class FaultyDisk(DiskSystem):
-    """Faults by operation.
+    """Disk system whose operations fail or wait as a test plans.
 
-    "read" and "write" are those of one block each, "journal" is a write to the journal or a
-    superblock, "sync" any sync. Counted over everything this system opened.
+    Operations are "read" and "write" (one block each), "journal" (a write to the journal or a
+    superblock) and "sync" (any sync). They are counted over all files that this system opened.
 
-    Reads and writes wait while they are held or stalled: tests say when, instead of sleeping.
-    deadlines: of each batch that was read or written, as it was given to the engine.
+    Reads and writes wait while they are held or stalled, so that tests need no sleep.
+
+    ``deadlines`` lists the (operation, deadline) of each batch that the engine got.
     """
 
     OPERATIONS = ("read", "write", "journal", "sync")
@@ -45,11 +46,11 @@ class FaultyDisk(DiskSystem):
             self._plan(operation, number, lambda _address: -code)
 
     def cut_short(self, operation: str, nth: int = 1, num_bytes: int = SECTOR_BYTES) -> None:
-        """The ``nth`` read or write from now moves only ``num_bytes``, and says so."""
+        """The ``nth`` read or write from now moves only ``num_bytes``, and reports that number."""
         self._plan(operation, nth, lambda _address: num_bytes)
 
     def flip(self, operation: str, nth: int = 1) -> None:
-        """The ``nth`` read or write from now has a wrong byte, and says nothing."""
+        """The ``nth`` read or write from now has a wrong byte, and reports success."""
         self._plan(operation, nth, lambda address: -_FLIP)
 
     def hold(self, *operations: str) -> None:
@@ -64,9 +65,9 @@ class FaultyDisk(DiskSystem):
             self._stalls[operation].end()
 
     def stall(self, *operations: str, after: int = 0) -> None:
-        """``after`` more reads or writes are done, and nothing then until ``let_go``.
+        """Finish ``after`` more reads or writes, and hold all later ones until ``let_go``.
 
-        What has a deadline is cancelled when it comes.
+        An operation with a deadline is cancelled at its deadline.
         """
         for operation in operations:
             self._stalls[operation].begin(after)

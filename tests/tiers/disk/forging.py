@@ -1,4 +1,4 @@
-"""Changes to a slab's files that whoever knows the format can make: every checksum is right."""
+"""Changes to a slab's files that keep every checksum right, as an attacker could make."""
 
 from __future__ import annotations
 

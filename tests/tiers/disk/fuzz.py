@@ -1,9 +1,11 @@
 """Damages slabs at random and uses them, again and again; for ``test_fuzz``.
 
-``python -m tests.tiers.disk.fuzz SEED VERIFY NUM_PARTS FIRST NUM`` does the mutations ``FIRST`` to
-``FIRST + NUM`` of a seed. Each follows from the seed and its own number alone, so that one can be
-repeated. The last line on stdout is what came of them, as JSON; before it stands the number of each
-that was begun, so that whoever finds this process dead knows which one it was.
+``python -m tests.tiers.disk.fuzz SEED VERIFY NUM_PARTS FIRST NUM`` runs the mutations ``FIRST`` to
+``FIRST + NUM`` of a seed. A mutation follows from the seed and its own number alone, so that one
+can be repeated.
+
+The process prints the number of each mutation before it begins, so that the log of a dead process
+names the one that killed it. The last line on stdout is the result, as JSON.
 """
 
 from __future__ import annotations
@@ -140,9 +142,9 @@ class Fuzzer:
     # -- one mutation ------------------------------------------------------------------------------
 
     def run(self, seed: str) -> None:
-        """Damage the slabs as the seed says, and use them in every way.
+        """Damage the slabs as ``seed`` determines, and use them in every way.
 
-        Raises where a byte is wrong, or anything but a ``CacheError`` comes of it.
+        Raises if a byte is wrong, or if an error other than a ``CacheError`` occurs.
         """
         rng = random.Random(seed)
         self.system.rng = rng

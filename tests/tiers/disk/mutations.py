@@ -29,9 +29,10 @@ MOST_DATA, MOST_JOURNAL = 1 << 30, 1 << 40
 class Damage:
     """A change that was made to the files.
 
-    sizes: of files that end in a hole, or before what they hold. is_plain: bytes of metadata were
-    lost, or are not those that were written, as a checksum or a size tells; or bytes of the data,
-    as its time tells. Anything else could look like a slab that was closed in order.
+    sizes: final size of each file that ends in a hole, or is cut short.
+
+    is_plain: a checksum, a size or a modification time shows the damage. Other damage could look
+    like a slab that was closed in order.
     """
 
     files: Files
@@ -180,10 +181,10 @@ def forge_superblock(rng: Random, damage: Damage) -> None:
 
 
 def forge_records(rng: Random, damage: Damage) -> None:
-    """Fields of some records.
+    """Change fields of some records.
 
-    A key is never that of another block: whoever writes down that one block is another one, with
-    the checksum of its bytes, is believed.
+    No record gets the key of another block. A record that names the wrong block, with the right
+    checksum of its bytes, cannot be detected.
     """
     name, records = _records(rng, damage)
     for _ in range(rng.choice((1, 1, 3)) if len(records) else 0):
@@ -199,9 +200,10 @@ def forge_records(rng: Random, damage: Damage) -> None:
 
 
 def replay_records(rng: Random, damage: Damage) -> None:
-    """Old records, of this journal or of another time, said once more.
+    """Insert old records, of this journal or of one from another time, once more.
 
-    In front, behind or between, as old as they were or as the newest.
+    They are put in front, at the end or between others, with their own sequence numbers or the
+    newest.
     """
     name, records = _records(rng, damage)
     if not len(records):
@@ -266,7 +268,7 @@ MUTATIONS: list[Callable[[Random, Damage], None]] = [
 
 
 def not_closed(files: Files) -> None:
-    """As a crash leaves it: no superblock says that its slab was closed in order."""
+    """Clear the flag of a clean close in every superblock, as after a crash."""
     for name, content in files.items():
         if name.endswith("superblock"):
             for start in (0, HALF_BYTES):

@@ -150,7 +150,7 @@ def test_several_disks_register_the_pool_once(world: Accelerated, tmp_path: Path
 
 
 def test_places_that_can_not_be_reached_straight_are_copied_to(world: Accelerated) -> None:
-    """Not at the beginning of a page, or in memory that the library was not told of."""
+    """Pieces that begin inside a page, or in memory that the library has not registered."""
     tier = stored(world)
     world.fill_pool(0)
     others = world.fake.allocate(GQA.bytes_per_block)

@@ -230,7 +230,7 @@ class Owner:
 def test_a_driver_that_hangs_keeps_every_allocation(
     name: str, hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may write to any of them: nothing is let go, and nobody else gets that memory."""
+    """The driver may still write to any of them, so none is released or reused."""
     monkeypatch.setattr(direct, "GRACE_S", 0.05)
     monkeypatch.setattr(direct, "_given_up", [])
     monkeypatch.setattr(file_library, "_opened", {})

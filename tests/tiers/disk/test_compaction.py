@@ -202,7 +202,10 @@ def test_records_that_can_not_be_read_back_are_written_from_memory(tmp_path: Pat
 
 
 def test_what_was_appended_meanwhile_must_be_read_back(tmp_path: Path, small_slices: None) -> None:
-    """Else the new journal could say of a slot what is true no more: the old one stays."""
+    """A damaged appended record ends the compaction, and the old journal stays in use.
+
+    Otherwise the new journal could describe slots by records that are out of date.
+    """
     with world(tmp_path, 32) as here:
         slab = here.tier.parts[0].slab
         slots = here.put(*range(24))

@@ -1,4 +1,4 @@
-"""Files that someone else changed, cut, mixed up or uses: told or survived, never believed."""
+"""Slab files that are changed, cut, mixed up or in use: reported or survived, never believed."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def test_device_too_full_to_grow_keeps_the_slab_as_it_is(slab: Path) -> None:
 def test_a_slab_that_is_cut_short_while_in_use_is_said_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not only as damaged blocks: the log says what happened, and what to do."""
+    """The log reports the missing bytes and the remedy, besides the damaged blocks."""
     numbers, file = range(NUM_BLOCKS), tmp_path / "slab" / "data.slab"
     with world(tmp_path, 8) as here, caplog.at_level("INFO"):
         slots = here.put(*numbers)

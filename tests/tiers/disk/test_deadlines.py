@@ -106,7 +106,7 @@ def test_memory_of_blocks_that_did_not_come_in_time_is_as_it_was(tmp_path: Path)
 
 
 def test_time_that_is_over_costs_nothing(tmp_path: Path) -> None:
-    """The disk is not asked, and no block that a restart found makes room for nothing."""
+    """No I/O is started, and no recovered block is evicted for a write that would fail."""
     with a_tier(tmp_path, num_blocks=4) as (tier, _):
         User(tier).put(*range(4))
     with a_tier(tmp_path, num_blocks=4) as (tier, system):

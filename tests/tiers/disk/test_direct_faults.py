@@ -73,10 +73,7 @@ def test_a_transfer_that_fails_costs_its_piece(
 
 
 def test_a_run_that_fails_is_told_piece_by_piece(tmp_path: Path) -> None:
-    """One call for all, and one of them is to blame: that of the read-only part?
-
-    Nobody knows, so each is asked for by itself.
-    """
+    """One vectored call fails, so each piece is retried by itself to find the failing ones."""
     with direct_world("cufile120-vectors", tmp_path) as world:
         engine = world.open()
         world.fake.fail_transfer(Fault.ERROR, errno.EIO)
@@ -190,7 +187,7 @@ def test_more_pieces_than_a_batch_has_room_for(batches: World) -> None:
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_no_batch_waits_for_buffers_that_are_not_there(name: str, tmp_path: Path) -> None:
-    """On the way through host memory. The fake writes down who asks for more than there are."""
+    """Transfers go through host memory. The fake records requests for more buffers than exist."""
     with direct_world(name, tmp_path) as world:
         world.fake.reset_storage(is_bounced=True)
         engine = world.open()

@@ -1,7 +1,7 @@
-"""The rules of every I/O engine, for those that reach an accelerator's memory, over strict fakes.
+"""The rules of every I/O engine, for engines that reach accelerator memory, over strict fakes.
 
-Each test also fails where its fake saw something that hardware might punish, or where something was
-not given back.
+Each test also fails if its fake saw a call that hardware might punish, or a resource that was not
+released.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def opened(request: pytest.FixtureRequest, memories: list[Memory]) -> Iterator[r
     engines: list[IoEngine] = []
 
     def make(fd: int, *arguments: object, **named: object) -> IoEngine:
-        """Whatever a test asks for: all of its memory is registered."""
+        """Open an engine over ``fd`` with all of the test's memory registered."""
         del arguments, named
         buffers = []
         for memory in memories:

@@ -91,7 +91,7 @@ def test_an_answer_is_bytes_or_an_errno(answer: int, left: int, told: int) -> No
 
 
 class Gate(Fence):
-    """Passes when the test says so, or fails."""
+    """Fence that the test opens, or lets fail."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()

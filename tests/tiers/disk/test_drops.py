@@ -1,4 +1,4 @@
-"""A block that is dropped for good stays away, or whoever drops it is told."""
+"""A block that is dropped permanently stays away, or the caller gets an error."""
 
 from __future__ import annotations
 

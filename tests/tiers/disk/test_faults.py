@@ -137,7 +137,7 @@ def test_block_that_was_overwritten_half_way_does_not_come_back(tmp_path: Path) 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("nth", [1, 2])
 def test_journal_that_can_not_grow_refuses_the_batch(tmp_path: Path, code: int, nth: int) -> None:
-    """The first append says what is overwritten, the second what was written."""
+    """The first append names the overwritten slots, the second one the written blocks."""
     system = FaultyDisk()
     with world(tmp_path, 2, system=system) as here:
         here.tier.free(here.put(1, 2))
@@ -206,7 +206,7 @@ def test_journal_that_can_not_be_begun_anew_stops_the_writes_only(
 def test_failed_sync_is_not_acknowledged_and_no_later_close_is_believed(
     tmp_path: Path, nth: int
 ) -> None:
-    """The kernel tells of a lost write once; nobody knows which block it was of."""
+    """The kernel reports a lost write once, and does not name the block."""
     system = FaultyDisk()
     settings: Any = {"durability": "power", "verify": "off", "errors_until_off": 2}
     with world(tmp_path, 4, system=system, **settings) as here:

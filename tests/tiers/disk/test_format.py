@@ -32,7 +32,7 @@ NUM_SLOTS = 5
 
 
 def crc32c(data: bytes) -> int:
-    """Bit by bit, as the polynomial says."""
+    """Compute CRC-32C bit by bit from its polynomial."""
     state = 0xFFFFFFFF
     for byte in data:
         state ^= byte

@@ -57,7 +57,7 @@ def full(mount: Path) -> Iterator[None]:
 
 
 def churn(here: World, first: int, num: int) -> dict[int, Slot]:
-    """Store ``num`` blocks one by one; returns those that are there at the end."""
+    """Store ``num`` blocks one by one; return the ones that are stored at the end."""
     last: dict[Slot, int] = {}
     for number in range(first, first + num):
         slots = here.tier.allocate(1)

@@ -89,7 +89,7 @@ def test_damaged_slab_is_refused_or_gives_right_bytes(
     [("blind", "wrong bytes"), ("crash", "exit -11"), ("hang", "Timeout")],
 )
 def test_fuzzer_notices_what_it_looks_for(folder: Path, control: str, sign: str) -> None:
-    """Checksums that nobody compares; a process that crashes, and one that hangs."""
+    """Controls: checksums that are not compared, a process that crashes, and one that hangs."""
     with pytest.raises(NotSurvivedError, match=r"repeat with: .* 1\n") as caught:
         fuzz(folder, "always", 1, 0, 100, control)
     assert sign in str(caught.value)

@@ -40,7 +40,7 @@ def slab(tmp_path: Path) -> Path:
 
 
 def refused(folder: Path, *parts: str) -> None:
-    """Whoever looks at, checks, repairs or opens the slab is told so in one sentence."""
+    """Check that report, check, repair and open each refuse the slab with one sentence."""
     for work in (
         lambda: report_slab(folder, 0.0),
         lambda: check_slab(folder, repair=False),

@@ -275,7 +275,7 @@ def test_blocks_that_end_early_spoil_no_other_checksum(place: Place, opened: Ope
 
 
 def test_a_deadline_in_the_middle_loses_no_buffer(place: Place, opened: Open) -> None:
-    """Wherever it falls: a block is whole, or it is told that it is not."""
+    """At any deadline, a block is either whole or reported as cancelled."""
     engine = opened(place.fd, [place.memory], 4)
     blocks = shuffled(3, FILE_PAGES, 300)
     batch = place.batch(*blocks)
@@ -357,7 +357,7 @@ def test_auto_falls_back_and_says_why(place: Place, monkeypatch: pytest.MonkeyPa
 
 
 class Silent:
-    """A pipe into which nothing is written: a read of it ends when the test says so."""
+    """A pipe into which nothing is written: a read of it ends when the test writes."""
 
     def __init__(self) -> None:
         self.fd, self.inlet = os.pipe()
@@ -387,7 +387,7 @@ def silent() -> Iterator[Silent]:
 def test_reads_of_a_device_that_hangs_are_cancelled_at_the_deadline(
     silent: Silent, is_registered: bool, num_blocks: int
 ) -> None:
-    """The kernel lets go of the memory: what comes later does not reach it."""
+    """The kernel releases the memory: bytes that arrive later do not reach it."""
     try:
         engine = open_engine(silent.fd, IoKind.URING, [silent.memory] if is_registered else [], 8)
     except TierError as error:

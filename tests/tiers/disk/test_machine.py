@@ -22,10 +22,13 @@ numbers = st.integers(0, 11)
 
 
 class DiskMachine(RuleBasedStateMachine):
-    """in_use: slots we hold, with the block that is stored there, if any.
+    """Model of a disk tier across stores, restarts and crashes.
 
-    durable: blocks that a restart has to find; forgotten slots and overwritten ones are not among
-    them. lost: slots whose data a crash took; nobody has noticed yet.
+    in_use: slots that the test holds, with the number of the stored block, if any.
+
+    durable: blocks that a restart has to find, without forgotten and overwritten slots.
+
+    lost: slots whose data a crash lost, and whose loss is not detected yet.
     """
 
     def __init__(self) -> None:

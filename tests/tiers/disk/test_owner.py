@@ -1,4 +1,4 @@
-"""One owner for one slab, in a directory that is nobody else's."""
+"""One owner per slab, in a directory that only its user can write to."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ OK, CORRUPT, FAILED = Outcome.THERE, Outcome.DAMAGED, Outcome.FAILED
 
 
 class OneFaulty(DiskSystem):
-    """The second disk fails when it is told to; the others don't."""
+    """The second disk has planned faults; the others have none."""
 
     def __init__(self) -> None:
         self.faults = FaultyDisk()

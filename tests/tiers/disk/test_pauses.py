@@ -1,4 +1,4 @@
-"""A disk that fails again and again is not asked for a while: reads and writes apart."""
+"""A disk that fails repeatedly gets no calls for a while; reads and writes pause separately."""
 
 from __future__ import annotations
 

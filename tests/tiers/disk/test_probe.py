@@ -219,10 +219,10 @@ def test_people_can_ask(
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda", "npu"])
 def test_this_machine_is_told_as_it_is(device: str) -> None:
-    """Without fakes.
+    """Probe this machine without fakes.
 
-    Nothing here can say what the machine has; but wrong bytes are wrong everywhere, and so is a
-    driver that hangs.
+    The test cannot know what the machine has. It fails for results that are wrong on every machine:
+    wrong bytes, and a driver that hangs.
     """
     folder = os.environ.get("KVTIER_PROBE_FOLDER", os.getcwd())
     lines = findings(folder, device)

@@ -27,7 +27,7 @@ LAZY = pytest.mark.parametrize("verify", ["off", "sampled"])
 
 
 def zero(folder: Path, slots: range, keep_time: bool) -> None:
-    """Zeros in place of blocks. keep_time: as the disk that lost them; nobody wrote to the file."""
+    """Zero blocks of a slab. keep_time: keep the file's times, as if the disk lost the blocks."""
     path = folder / "data.slab"
     before = path.stat()
     with path.open("r+b") as file:

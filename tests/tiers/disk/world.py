@@ -39,14 +39,14 @@ def block(name: bytes, num_bytes: int) -> bytes:
 
 
 def records_of(folder: Path, num_slots: int) -> Records:
-    """``RECORD`` [num_slots]: what the slab's journal says of each slot."""
+    """``RECORD`` [num_slots]: the current record of each slot in the slab's journal."""
     with (folder / "journal").open("rb") as file:
         records, _ = read_journal(folder, file.fileno(), num_slots)
     return replay(records, num_slots).table
 
 
 class Clock:
-    """Time, told by the test."""
+    """Clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = 1_800_000_000.0
@@ -139,7 +139,7 @@ class World:
         return slots
 
     def load(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> list[Outcome]:
-        """Load; wherever the tier says OK the bytes are compared."""
+        """Load blocks, and compare the bytes of each block that is reported as loaded."""
         places = range(len(keys))
         for place in places:
             self.arena.view(place, 2 * SLOT_BYTES)[:] = UNTOUCHED
@@ -154,7 +154,7 @@ class World:
         return results
 
     def claim(self, keys: Sequence[BlockKey]) -> list[Slot]:
-        """Claim the leading run of blocks that a restart found and nobody claimed."""
+        """Claim the leading run of blocks that a restart found and that are not claimed yet."""
         claimed: list[Slot] = []
         for name in keys if self.tier.can_load else ():
             num_before = self.tier.slots.num_unclaimed

@@ -1,8 +1,8 @@
 """Stores and frees blocks until it is killed; for ``test_crash``.
 
-Forks a writer for each line on stdin, so that one interpreter serves many kills. Every line on
-stdout is whole when it ends with a semicolon: what it says had happened before, or, for a block
-that goes, had not yet.
+Forks a writer for each line on stdin, so that one interpreter serves many kills. A line on stdout
+is complete when it ends with a semicolon. A "stored" line is printed after the block is stored, a
+"gone" line before the block is freed.
 """
 
 from __future__ import annotations

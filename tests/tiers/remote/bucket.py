@@ -51,7 +51,7 @@ class Bucket:
         coding: CodingConfig = DEFAULT_CODING,
         **options: object,
     ) -> S3Tier:
-        """One process's tier. It looks at what others have written when the test says so."""
+        """Open one process's tier. It reads the manifests of other writers only on request."""
         tier = self.storage(num_blocks, group, url, coding, **options)
         assert isinstance(tier, S3Tier)
         return tier
@@ -70,7 +70,7 @@ class Bucket:
         return make_s3(StorageSite("s3", location, group, capacity_bytes, coding=coding))
 
     def objects(self) -> Objects:
-        """As a tier asks for them."""
+        """Return a client of this prefix, as a tier makes it."""
         return Objects(BUCKET, self.prefix, self.url, "us-east-1")
 
     def paths(self, below: str = "") -> list[str]:

@@ -21,7 +21,7 @@ from tests.tiers.remote.bucket import KEY_ID, SECRET_KEY, Bucket
 
 @pytest.fixture(autouse=True)
 def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of this machine's own. Without any, a client asks the network for them."""
+    """Set test credentials. Without any, a client requests credentials over the network."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
     monkeypatch.setenv("AWS_REGION", "us-east-1")

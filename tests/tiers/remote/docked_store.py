@@ -25,7 +25,7 @@ def num_open() -> tuple[int, int]:
 
 
 def eventually(what: Callable[[], bool], patience_s: float = 60.0) -> bool:
-    """Whether it comes true."""
+    """Return whether ``what`` becomes true within ``patience_s``."""
     ends_at = time.monotonic() + patience_s
     while not what():
         if time.monotonic() > ends_at:

@@ -1,4 +1,4 @@
-"""One process with an engine over a store: asks a prompt, and writes down what came.
+"""One process with an engine over a store: computes a prompt, and writes its logits and hits.
 
 python -m tests.tiers.remote.replica MODEL LOCATION RESULT
 """

@@ -1,4 +1,4 @@
-"""A server that speaks S3 from a dictionary, and alters its answers as a test says."""
+"""A server that speaks S3 from a dictionary, and alters its answers for a test."""
 
 from __future__ import annotations
 
@@ -78,10 +78,9 @@ def refusal(status: int, code: str) -> Answer:
 
 
 class ScriptedBucket:
-    """Listens on loopback until it is closed. ``objects`` is what it holds.
+    """Listens on loopback until it is closed. ``objects`` is its content.
 
-    ends: whether a connection ends behind an answer that was altered, so that nobody waits for
-    more.
+    ends: close the connection after an altered answer, so that the client does not wait for more.
     """
 
     def __init__(self, alter: Alter = unaltered, ends: bool = False) -> None:

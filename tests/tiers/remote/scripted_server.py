@@ -1,4 +1,4 @@
-"""A server that speaks RESP from a dictionary, and alters its replies as a test says."""
+"""A server that speaks RESP from a dictionary, and alters its replies for a test."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def array(*replies: bytes) -> bytes:
 
 
 class ScriptedServer:
-    """Listens on loopback until it is closed. ``values`` is what it holds.
+    """Listens on loopback until it is closed. ``values`` is its content.
 
-    ends: whether a connection ends behind a reply that was altered, so that nobody waits for more.
+    ends: close the connection after an altered reply, so that the client does not wait for more.
     """
 
     def __init__(self, alter: Alter = lambda _, reply: reply, ends: bool = False) -> None:

@@ -174,7 +174,7 @@ class TestDocked(DockedStoreTests):
 
 
 class LateClient(ShelfClient):
-    """Says that a read is done, and goes on writing into its rows, as a network card may."""
+    """Reports a read as done and goes on writing into its rows, as a network card may."""
 
     def read(self, keys: Sequence[BlockKey], begins: Addresses) -> list[Arrived]:
         outcomes = super().read(keys, begins)

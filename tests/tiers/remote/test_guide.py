@@ -32,9 +32,9 @@ PORTS = {
 
 
 def commands(store: str) -> str:
-    """Those that begin the store and its servers, and those that ask, with ports that are free.
+    """Return the guide's commands for the store, its servers and the requests, with free ports.
 
-    What they install is there.
+    ``pip install`` lines are removed: the packages are installed.
     """
     valkey, s3, asking = (block.text for block in blocks_run_by("tests/tiers/remote/test_guide.py"))
     script = {"valkey": valkey, "s3": s3}[store] + asking

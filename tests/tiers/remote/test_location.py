@@ -47,7 +47,7 @@ SIGNS = [
 
 
 def said_of(url: str) -> list[str]:
-    """Return all that is said of a URL by whoever reads it, with the errors behind an error."""
+    """Return every text that contains a URL after it is read, with the causes of each error."""
     scheme, _, rest = url.partition(":")
     site = StorageSite("store", rest, GROUP, 1 << 20)
     said = [repr(site)]

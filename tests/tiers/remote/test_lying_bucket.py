@@ -1,4 +1,4 @@
-"""Answers that no S3 server gives: what asked for them ends as with one that does not answer."""
+"""Answers that no S3 server gives: the request fails as if there were no answer."""
 
 from __future__ import annotations
 

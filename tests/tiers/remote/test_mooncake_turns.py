@@ -27,7 +27,7 @@ VALUE_BYTES = HEADER_BYTES + GROUP.bytes_per_block + MOST_OVERHEAD
 
 
 class Store:
-    """Says of every block that it was moved. meet: where calls that move blocks meet."""
+    """Reports every block as moved. meet: barrier at which reads wait for each other."""
 
     def __init__(self, meet: Barrier) -> None:
         self.num_written = 0
@@ -73,7 +73,7 @@ class Clients:
 
 @pytest.fixture
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody goes on without a turn."""
+    """No call proceeds before it gets a turn."""
     monkeypatch.setattr(tier, "TURN_S", PATIENCE_S)
 
 

@@ -1,4 +1,4 @@
-"""Blocks out of parts of a pack, in whatever order they come."""
+"""Blocks from parts of a pack that arrive in any order."""
 
 from __future__ import annotations
 

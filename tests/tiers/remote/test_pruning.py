@@ -60,7 +60,7 @@ def name_of(prefix: str, number: int) -> bytes:
 
 
 def make_old(server: ValkeyServer, name: bytes, idle_s: float = 10 * DAY_S) -> None:
-    """As if nobody had used it for so long."""
+    """Give a value an idle time of ``idle_s`` seconds."""
     content = server.tell(b"DUMP", name)
     assert isinstance(content, bytes)
     idle = [b"REPLACE", b"IDLETIME", b"%d" % idle_s]

@@ -1,6 +1,6 @@
 """Engines that share a store.
 
-What one has computed the others load, and a store that fails harms nobody.
+An engine loads what another one has computed, and a failing store harms no engine.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def test_block_under_a_false_name_is_damaged(bucket: Bucket) -> None:
 def test_block_of_another_secret_is_damaged(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever can write to the bucket has no say in what is read from it."""
+    """Write access to the bucket is not enough to change what a tier reads."""
     monkeypatch.setenv("KVTIER_STORE_SECRET", "of somebody else")
     stranger = bucket.tier()
     User(stranger).put(0, 1)

@@ -1,4 +1,4 @@
-"""Stores that are used, and messages about those that are not."""
+"""Stores that can be opened, and the messages for stores that cannot."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_wrong_credentials_are_said_to_be_wrong(
 def test_missing_credentials_are_said_to_be_missing(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The machine is asked for its role then; this one has none."""
+    """The client then requests the machine's role; this machine has none."""
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")

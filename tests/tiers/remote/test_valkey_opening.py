@@ -72,7 +72,7 @@ def test_certificate_that_is_not_there_is_one_sentence() -> None:
 
 @pytest.mark.parametrize("may_ask", [True, False])
 def test_cluster_is_refused_by_one_sentence(tmp_path: Path, may_ask: bool) -> None:
-    """By what it says of itself, or by how it answers where not everybody may ask that."""
+    """Detected by INFO, or by the errors of its answers if the user may not run INFO."""
     server = ValkeyServer(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(free_port()))
     if not may_ask:
         server.tell(b"ACL", b"SETUSER", b"default", b"-info")
