@@ -65,7 +65,6 @@ IDIOM_LIMITS: dict[str, float] = {
     "src/kvtier/cache": 4,
     "src/kvtier/connectors/sglang": 4,
     "src/kvtier/connectors/transformers": 4,
-    "src/kvtier/connectors/vllm": 11,
     "src/kvtier/control": 4,
     "src/kvtier/node": 5,
     "tests/cache": 14,

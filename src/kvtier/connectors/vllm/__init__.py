@@ -1,27 +1,27 @@
 """Under vLLM: host and disk tiers on any device that kvtier serves.
 
     scheduler's process                          one process per rank
-    manager.py   what a front asks, to the       worker.py   copies, device <-> host slots
-                 cache below it (BlockCache)                 orders, to a RankExecutor
-    promotion.py what plan/decide.py decides,    (blocks: common/paged_pool.py)
-                 for one request
+    manager.py   requests of a front, passed     worker.py   copies, device <-> host slots
+                 to the cache (BlockCache)                   orders, to a RankExecutor
+    promotion.py decisions of plan/decide.py,    (blocks: common/paged_pool.py)
+                 applied to one request
 
-A front translates between vLLM and these: offloading/ stands on vLLM's OffloadingConnector and
-``v1/kv_offload``, kv_connector/ on its connector interface alone, for older versions. prompt.py,
+A front translates between vLLM and these modules. offloading/ uses vLLM's OffloadingConnector and
+``v1/kv_offload``; kv_connector/ uses only the connector interface, for older versions. prompt.py,
 copies.py, pages.py and engine_facts.py have the types that fronts translate to, and import nothing
 of ``v1/kv_offload``. halves.py makes both halves.
 
-How the words translate. What vLLM calls a *chunk*, its unit of offloading (``blocks_per_chunk``,
-``OffloadKey``), is a *block* here, as everywhere in kvtier: what one key names. What vLLM calls a
-*block* (``gpu_block_size``, ``block_ids``), a place in its own pool, is a *page* here: a block is
-``blocks_per_chunk`` pages of one KV group. Settings, classes and fields of vLLM's keep its names,
-and so do our metrics, by which dashboards know them.
+Terms. A *block* is what one key names, here as everywhere in kvtier: vLLM calls it a *chunk*, its
+unit of offloading (``blocks_per_chunk``, ``OffloadKey``). A *page* is a place in vLLM's own pool:
+vLLM calls it a *block* (``gpu_block_size``, ``block_ids``). A block is ``blocks_per_chunk`` pages
+of one KV group. Settings, classes and fields of vLLM keep its names. So do kvtier's metrics under
+vLLM, since dashboards know them by these.
 
 recording.py records the engine's requests. The ladder decides, in the scheduler's process, for all
 ranks (RankMover); every rank keeps its shard of a block in the same host slot and carries out
-orders. contract.py says what kvtier relies on, which is compared before anything else (entry.py);
-registry.py gives kvtier's connectors to the configurations that ask for them. standalone/ is for
-those who keep vLLM's own tiers.
+orders. contract.py lists what kvtier relies on; entry.py compares it before anything else.
+registry.py returns kvtier's connectors for configurations that name them. standalone/ has a tier
+and a policy for vLLM's own tiers.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Make kvtier's connectors, spec, tier and policy known to vLLM by their names.
 
-    vLLM calls it in each of its processes (entry point group ``vllm.general_plugins``), whether
-    kvtier is asked for or not: so it never raises.
+    vLLM calls it in each of its processes (entry point group ``vllm.general_plugins``), also if its
+    configuration does not name kvtier. It therefore never raises.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -64,7 +64,7 @@ def register() -> None:
 
 
 def _register_pieces() -> None:
-    """For those who keep vLLM's own host tier: a tier below it, and a policy for it."""
+    """Register a secondary tier and an eviction policy for vLLM's own host tier."""
     try:
         from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
         from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector  # noqa: F401

@@ -1,7 +1,7 @@
 """Entry point that vLLM imports by name. It checks the contract first.
 
-A vLLM that differs gets sentences that say where, instead of an error from deep inside; a process
-that has kvtier installed and does not ask for it pays nothing.
+If vLLM differs from the contract, the error names each difference. A process whose configuration
+does not name kvtier pays nothing for an installed kvtier.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class KvtierConnector(KVConnectorBase_V1):
         self._track(request)
 
     def _track(self, request: Request) -> Tracked:
-        """Return a request's state. Before 0.23 vLLM tells of no request that it adds."""
+        """Return a request's state. Before 0.23 vLLM does not report the requests that it adds."""
         if self._half.is_known(request.request_id):
             return self._half.begin(request)
         keyed, scope, adapter = self._adapters.begin(request, self._counts_media)
@@ -216,7 +216,7 @@ class KvtierConnector(KVConnectorBase_V1):
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """Return the statistics of the scheduler's half; those of a rank are empty.
 
-        Some versions of vLLM ask the scheduler's half only if a rank has returned statistics.
+        Some versions of vLLM query the scheduler's half only if a rank has returned statistics.
         """
         if self._scheduler is None:
             return ConnectorStats() if self._pages.asks_for_statistics() else None

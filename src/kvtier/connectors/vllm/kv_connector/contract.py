@@ -108,7 +108,7 @@ READ = with_shared({
 OPTIONAL = frozenset(
     {"KVConnectorBase_V1.on_new_request", "KVConnectorBase_V1.has_pending_push_work"}
 )
-"""Not in every version: vLLM tells of new requests from 0.23 on, and asks from 0.25 on whether a
+"""Not in every version: vLLM reports new requests from 0.23 on, and checks from 0.25 on whether a
 connector has work."""
 
 FILES = (
@@ -143,7 +143,7 @@ RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def refused_runner(folder: Path) -> str:
-    """Return why kvtier can't serve the model runner that the environment asks for; "" if it can.
+    """Return why kvtier can't serve the model runner that the environment selects; "" if it can.
 
     The model runner V2 of vLLM 0.18 drops what a connector in a rank reports to the scheduler.
 

@@ -7,10 +7,10 @@ from typing import Any
 
 
 def take_steps_while_busy() -> None:
-    """Have vLLM's scheduler go on while its connector says that it has work.
+    """Make vLLM's scheduler take steps while its connector has pending work.
 
-    vLLM asks its connector itself from 0.25 on. Before, what a finished request has stored would
-    reach the disk when the next request comes, or never.
+    vLLM does so itself from 0.25 on. Older versions take no steps without requests, so blocks
+    stored by the last request would reach the disk only with the next request, or never.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.sched.scheduler import Scheduler

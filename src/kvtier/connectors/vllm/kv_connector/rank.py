@@ -73,7 +73,7 @@ class RankHalf:
         self.worker.submit(job.job_id, job.pages, job.slots, direction)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose last store has ended, and those whose load has."""
+        """Return the requests whose last store has ended, and the requests whose load has ended."""
         if not (self._jobs or self._finishing):
             return set(), set()
         loaded: set[str] = set()

@@ -122,7 +122,7 @@ class SchedulerHalf:
     # -- requests ----------------------------------------------------------------------------------
 
     def begin(self, request: Any) -> Tracked:
-        """Return a request that vLLM has added, or asks about for the first time."""
+        """Return the state of a request; create it if vLLM has just added or first queried it."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             ends: dict[bytes, int] = {}
@@ -153,7 +153,7 @@ class SchedulerHalf:
     # -- loads -------------------------------------------------------------------------------------
 
     def num_to_load(self, tracked: Tracked, num_computed: int) -> int | None:
-        """Return the number of tokens to load behind ``num_computed``; None to be asked again."""
+        """Return the number of tokens to load behind ``num_computed``; None to make vLLM retry."""
         request = tracked.request
         if request.skip_reading_prefix_cache:
             return 0

@@ -51,7 +51,7 @@ def split_caches(
     if all(isinstance(kv_caches[name], torch.Tensor) for name in names):
         return None
     for name in names:
-        # Keys of this connector's blocks do not tell one order of a page's axes from another.
+        # Keys of this connector's blocks do not depend on the order of a page's axes.
         if not all(part[0].is_contiguous() for part in kv_caches[name]):
             raise LayoutError(f"{name}: a page is not one run of bytes in the order of its axes")
     pages = tell_pages(kv_caches, layer_sizes(groups), config.num_blocks)

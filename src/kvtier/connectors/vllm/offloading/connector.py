@@ -72,10 +72,13 @@ T = TypeVar("T")
 
 @dataclass
 class TierMetadata(OffloadingConnectorMetadata):
-    """vLLM's jobs of a step, and ours.
+    """Jobs of a step, vLLM's and kvtier's.
 
-    step: number of the step, if its end is to be told. computes: the model runs in this step.
-    weights: how often they were replaced, as far as the scheduler's half knows.
+    Attributes:
+        orders: kvtier's transfers between host memory and storage.
+        step: number of the step if the ranks report its end, else None.
+        computes: whether the model runs in this step.
+        weights: how often the weights were replaced, as far as the scheduler's half knows.
     """
 
     orders: Sequence[RankOrder] = ()
@@ -88,12 +91,12 @@ class TierMetadata(OffloadingConnectorMetadata):
 
 
 NOTHING = TierMetadata({}, {})
-"""Metadata of a step in which nothing moves: one object in every process, which nobody changes."""
+"""Metadata of a step in which nothing moves: one immutable object in every process."""
 
 
 @dataclass
 class TierWorkerMetadata(OffloadingWorkerMetadata):
-    """vLLM's finished jobs, and what else a rank has to say."""
+    """A rank's finished jobs of vLLM, and its report to kvtier's scheduler half."""
 
     report: Report = field(default_factory=Report)
 
@@ -134,7 +137,7 @@ class KvtierOffloadingConnector(RecordedConnector):
         self._steps: list[int] = []
         self._waiting: QueuedRequests | None = None
         self._due = DueRequests.for_config(vllm_config)
-        self._is_due = True  # vLLM's half has something for the next step, whoever runs in it
+        self._is_due = True  # vLLM's half has work for the next step, whichever requests run in it
         self._has_stores = False  # in a rank: that vLLM's half begins in the next step
         self._has_ended = False  # in a rank: vLLM's half may have something to report
         self._has_news = True  # statistics or events, in the scheduler's process
@@ -287,7 +290,7 @@ class KvtierOffloadingConnector(RecordedConnector):
         return super().get_kv_connector_stats()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """As vLLM's, which asks for them last in a step."""
+        """Return the events, or nothing if there is no news. vLLM calls it last in a step."""
         if not self._has_news:
             return ()
         self._has_news = False

@@ -1,18 +1,18 @@
 """The parts of vLLM that kvtier relies on, as data, and how the installed vLLM differs.
 
-vLLM calls its offloading interface experimental: between versions methods move, take more, or go.
-What follows is compared with the vLLM that is installed (``common/contract.py``).
+vLLM calls its offloading interface experimental: between versions, methods are moved, extended or
+removed. The data below is compared with the installed vLLM (``common/contract.py``).
 
     version     what is new in it, for kvtier
-    0.27.1      the worker, the look-up results and the config of today
-    0.29        a step tells the connector of loads that it waits for
-    0.30        stores are queued when a step's saving ends, no longer when it is asked for results;
-                requests whose load failed have a place of their own in a rank's results
-    0.31        a key has a place in its request; nobody calls ``touch`` any more: a manager has to
-                remember itself what a request used
-    0.32        which tier a hit came from is asked for and counted
-    0.33        loads within a step, which the worker is told to hurry with (``expedited``); a
-                manager may have a lock
+    0.27.1      today's worker, look-up results and config
+    0.29        a step reports to the connector the loads that it waits for
+    0.30        stores are queued when a step's saving ends, no longer when results are collected;
+                a rank's results list requests whose load failed separately
+    0.31        a key has a position in its request; vLLM no longer calls ``touch``, so a manager
+                has to remember itself what a request used
+    0.32        the manager reports which tier a hit came from, and vLLM counts it
+    0.33        loads within a step, which the worker must hurry with (``expedited``); a manager may
+                have a lock
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ OPTIONAL = frozenset(
         "ReqContext._offload_key_positions",
     }
 )
-"""Not in every version: before 0.32 nobody asks where a hit came from; before 0.31 kvtier notes
-itself where a key is in its request (``offloading/positions.py``)."""
+"""Not in every version: before 0.32 vLLM does not query where a hit came from; before 0.31 kvtier
+itself notes the position of a key in its request (``offloading/positions.py``)."""
 
 FILES = (
     f"{OFFLOAD}/base.py",

@@ -35,9 +35,10 @@ class KvtierMultiConnector(RecomputingMulti):
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any) -> KVConnectorPromMetrics:
-        """As vLLM's, which makes the metrics of a class for the first connector of that class.
+        """Add the metrics of kvtier's spec to vLLM's.
 
-        With those that only another spec has.
+        vLLM makes the metrics of a connector class from the first connector of that class. This
+        method adds the metrics that only the specs of the others have.
         """
         made = super().build_prom_metrics(vllm_config, *arguments)
         offloading = made._prom_metrics.get(CONNECTOR_NAME)

@@ -1,4 +1,4 @@
-"""vLLM's OffloadingConnector, recording what the engine was asked: in the scheduler's process."""
+"""vLLM's OffloadingConnector, which also records requests, in the scheduler's process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Finished = tuple[bool, dict[str, Any] | None]
 
 
 class RecordedConnector(OffloadingConnector):
-    """Records requests where its settings say so, and is vLLM's own beside that."""
+    """vLLM's OffloadingConnector, which also records requests if its settings enable it."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

@@ -1,4 +1,4 @@
-"""kvtier's terms for what vLLM's ``v1/kv_offload`` says: engines, requests, tiers."""
+"""Translation of vLLM's ``v1/kv_offload`` types into kvtier's: engines, requests, tiers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def facts_of(config: OffloadingConfig) -> EngineFacts:
-    """Return the facts that vLLM tells an offloading spec."""
+    """Return the facts about the engine in an offloading spec's config."""
     parallel = config.parallel
     return EngineFacts(
         groups=tuple(

@@ -21,8 +21,8 @@ from kvtier.devices import Device, Direction
 class OffloadedPages(TierWorker, OffloadingWorker):
     """``TierWorker`` under the interface that vLLM's OffloadingConnector calls.
 
-    vLLM hears of every copy as done; of those that failed, ``take_failed_loads`` and
-    ``take_report`` tell.
+    It reports every copy to vLLM as successful. Failures are reported by ``take_failed_loads`` and
+    ``take_report``.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class OffloadedPages(TierWorker, OffloadingWorker):
         return [
             TransferResult(each.job_id, True, each.num_bytes, each.seconds)
             if each.num_bytes
-            else TransferResult(each.job_id, True)  # nobody learns from it
+            else TransferResult(each.job_id, True)  # no speed to learn from
             for each in ended
         ]
 
     def take_failed_loads(self) -> list[int]:
-        """Return the loads that failed, of those that vLLM has heard of as done."""
+        """Return the ids of failed loads, which were reported to vLLM as successful."""
         failed, self._failed_loads = self._failed_loads, []
         return failed
 

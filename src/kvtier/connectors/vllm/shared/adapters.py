@@ -240,7 +240,7 @@ WATCHING: WeakSet[Adapters] = WeakSet()
 
 
 def watch(adapters: Adapters) -> None:
-    """Hook the engine core of this process, and tell ``adapters`` of loads before they begin."""
+    """Hook the engine core of this process; ``adapters`` learns of each load before it begins."""
     from vllm.v1.engine.core import EngineCore
 
     WATCHING.add(adapters)

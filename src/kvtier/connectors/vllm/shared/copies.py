@@ -77,10 +77,12 @@ def pages_with_slots(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotCheck:
-    """Check of a load from a node, after its copy.
+    """Check of a load from a node's memory, made after its copy.
 
-    now: int64 [num_slots], the generations that the node changes. slots, then: those that were
-    copied, and their generations when they were leased.
+    Attributes:
+        now: int64 [num_slots], current generations of all slots; the node changes them.
+        slots: int64 [num_copied], slots that were copied.
+        then: int64 [num_copied], their generations when they were leased.
     """
 
     now: npt.NDArray[np.int64]

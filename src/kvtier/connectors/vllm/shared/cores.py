@@ -33,9 +33,9 @@ def off_compute_cores() -> Iterator[None]:
 
 
 def spare_cores() -> set[int]:
-    """Those that the process which started this one may use, and none of its children is bound to.
+    """Return the cores that the parent process may use and that none of its children is bound to.
 
-    Near to this one's memory. Empty where nothing is bound.
+    Only cores of this process's NUMA nodes count. The set is empty if no process is bound.
     """
     parent = psutil.Process().parent()
     if parent is None:

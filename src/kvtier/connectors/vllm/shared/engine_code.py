@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 KNOWN = ("kvtier", "torch", "transformers", "vllm")
-"""Packages that vLLM's version and kvtier's formats identify, or that are told by a version."""
+"""Packages that vLLM's version, kvtier's formats or a version of their own identify."""
 ENUMS = ("AttentionBackendEnum", "MambaAttentionBackendEnum")
 OVERRIDES = ("_ATTN_OVERRIDES", "_MAMBA_ATTN_OVERRIDES")
 TRANSFORMERS = "vllm.model_executor.models.transformers"
@@ -25,7 +25,7 @@ TRANSFORMERS = "vllm.model_executor.models.transformers"
 
 
 def engine_code(config: VllmConfig, models: Iterable[ModelConfig]) -> list[str]:
-    """Return what tells the code from outside vLLM apart; [] if there is none.
+    """Return texts that identify the code from outside vLLM; [] if there is none.
 
     Raises:
         UnknownCodeError: some of it can't be identified.

@@ -1,8 +1,8 @@
 """Facts that must agree before two vLLM processes may share a block of KV.
 
-vLLM's keys name a prompt's tokens, its adapter, images and salt, and the KV group. What else there
-is that decides on the bytes of a block is named here: whatever differs is a miss, never wrong KV.
-Of the weights that is all their bytes; weights.py says where these are.
+vLLM's keys name a prompt's tokens, its adapter, images and salt, and the KV group. The namespace
+names everything else that decides on the bytes of a block. If any of it differs, look-ups miss;
+KV is never wrong. For the weights, that is a digest of all their bytes; weights.py finds them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ def namespace(
     traits: str = "",
     salt: str = "",
 ) -> Namespace:
-    """The namespace of an engine's blocks.
+    """Return the namespace of an engine's blocks.
 
-    bytes_per_block: of all ranks that keep a block together. engine: name and version
-    of what computes the KV. weights: digest of the model's files, which says all of its name.
-    traits: what else the caller knows of how the model is computed. salt: separates tenants, or
-    what nobody here knows of.
+    Args:
+        facts: the engine's facts.
+        bytes_per_block: on all ranks that keep a block together.
+        engine: name and version of the software that computes the KV.
+        weights: digest of the model's files, which replaces the model's name.
+        traits: other facts that decide on how the model is computed.
+        salt: text that separates tenants, or engines that differ in ways kvtier does not see.
     """
     return Namespace(
         model=weights,
@@ -42,9 +45,10 @@ def namespace(
 
 
 def _layout(facts: EngineFacts, bytes_per_block: int) -> str:
-    """Return a digest of how a block's bytes are arranged, as far as the namespace says it.
+    """Return a digest of the arrangement of a block's bytes, for the namespace.
 
-    If stores do not depend on the ranks, nor does it: shards and folders have names of their own.
+    If stores are shared by engines of any size, it does not depend on the ranks: shards and folders
+    have names of their own.
     """
     if not facts.any_size:
         return rank_layout(facts, bytes_per_block)

@@ -1,10 +1,10 @@
-"""Scope of a request's keys: how far they name content, and how far a name that somebody chose.
+"""Scope of a request's keys: up to which token they name content.
 
-vLLM's keys hash a prompt's tokens and its ``cache_salt``, and beside them names: an adapter's name
-and path (``adapters.py`` puts its content there instead), and an identifier of each image, video or
-audio. A client may choose an identifier (``multi_modal_uuids``), and vLLM counts its inputs where
-all its caches are off. No identifier says whether it is a hash of the content. Another process may
-give the same name to something else.
+vLLM's keys hash a prompt's tokens and its ``cache_salt``. They also hash names: an adapter's name
+and path (``adapters.py`` replaces them by its content), and an identifier of each image, video or
+audio. A name is not content, and another process may give the same name to something else. A client
+may choose an identifier (``multi_modal_uuids``), and vLLM numbers its inputs if all its caches are
+off. An identifier does not show whether it is a hash of the content.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def scope_of(request: Request, counts_media: bool, names_adapter: bool = False) 
 
 
 def counts_media(config: VllmConfig) -> bool:
-    """Whether vLLM names media by a counter: it does where no cache of its own needs their hash.
+    """Whether vLLM names media by a counter, as it does if none of its own caches needs their hash.
 
-    The names that clients give are not told from these.
+    Names that clients give count as well: they cannot be distinguished from a counter.
     """
     media = config.model_config.multimodal_config
     if not takes_media(config) or config.cache_config.enable_prefix_caching:

@@ -35,7 +35,7 @@ class RequestLimits:
     """Limits of one request.
 
     Attributes:
-        max_load: Largest number of tokens to load behind those that the device has.
+        max_load: Largest number of tokens to load behind the tokens that the device has.
         max_store: Number of leading tokens behind which nothing is stored.
         tiers: The request loads from tiers that match one of these; None for all tiers.
     """

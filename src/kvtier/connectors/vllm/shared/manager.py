@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Found(Enum):
-    """Result of a look-up of one block, for a request that asks now."""
+    """Result of a look-up of one block for one request."""
 
     NOTHING = "nothing"
     """Nowhere, or not for this request."""
@@ -111,8 +111,8 @@ class TierManager:
     def finish(self, request_id: str) -> None:
         """Note that a request has finished. Its stores may end later."""
         state = self._requests.pop(request_id, None)
-        if state is not None:  # vLLM tells of no use but this
-            self._begin(state)  # where it had all of it itself, nothing was asked for
+        if state is not None:  # vLLM reports a use only here
+            self._begin(state)  # vLLM looks up nothing if its own pool had the whole prompt
             self._note_declined(state)
             self.cache.touch(state.in_prompt_order())
             if state.last_reported:
@@ -126,7 +126,7 @@ class TierManager:
         num_tokens: int,
         look_up: Callable[[], int | None],
     ) -> int | None:
-        """Return how many tokens a request loads behind those that the device has; None: it waits.
+        """Return how many tokens a request loads behind those on the device; None if it waits.
 
         It loads only where that pays, and waits no longer than computing would take.
 
@@ -171,8 +171,8 @@ class TierManager:
     def _find(self, key: bytes, state: RequestState) -> BlockState:
         """Return the location of a block.
 
-        All blocks of a request are looked up when vLLM asks for the first. A block that was missing
-        is looked up again if storage may have recovered it by then.
+        The first call looks up all blocks of the request. A block that was missing is looked up
+        again if storage may have recovered it by then.
         """
         lookup = state.lookup
         if lookup.found is None:
@@ -263,7 +263,7 @@ class TierManager:
         return found
 
     def _kept(self, keys: Collection[bytes], state: RequestState) -> list[bytes]:
-        """Return those of a request's blocks that may be stored. Tell the policy of them."""
+        """Return those of a request's blocks that may be stored, and report them to the policy."""
         kept = [key for key in keys if state.is_kept(key)]
         if self.cache.learns:
             self._tell(kept, state)
@@ -280,7 +280,7 @@ class TierManager:
         return BlockSlots(room.slots, guard=room.guard)
 
     def _begin(self, state: RequestState) -> None:
-        """The first time that its blocks matter: tell the policy of the request."""
+        """Report the request to the policy, if this is the first time that its blocks matter."""
         if self.cache.learns and state.last_reported is None:
             keys = [key for key in self._path(state.request) if state.is_kept(key)]
             self.cache.on_request(keys)
@@ -330,15 +330,15 @@ class TierManager:
         return depth(end, min(self._shape.block_sizes))
 
     def take_changes(self) -> list[Change]:
-        """Return the blocks that entered and left tiers, where somebody wants events."""
+        """Return the blocks that entered and left tiers, if events are published."""
         self._note_changes()
         events, self._events = self._events, []
         return events
 
     def _note_changes(self) -> None:
-        """Collect the changes of the cache for events.
+        """Collect the cache's changes for events; discard them if events are not published.
 
-        Called often enough that nothing piles up if nobody wants events.
+        It is called often enough that changes do not accumulate in the cache.
         """
         changes = self.cache.take_changes()
         if self._publishes_events:
@@ -389,7 +389,7 @@ class TierManager:
             self.names.close()
         self.cache.close()
 
-    # -- what the fronts tell ----------------------------------------------------------------------
+    # -- reports of the fronts ---------------------------------------------------------------------
 
     def state_of(self, request_id: str) -> RequestState:
         """Return the state of a request that has begun and not finished."""
@@ -400,13 +400,13 @@ class TierManager:
         return self._mover.take_orders()
 
     def observe_loads(self, sizes: Sequence[float], seconds: float) -> None:
-        """Copies to the device, of so many bytes each, took so long together."""
+        """Record copies to the device. sizes: bytes of each. seconds: time of all together."""
         total = sum(sizes)
         for size in sizes if total else ():
             self.cache.costs.observe_copy((HOST, DEVICE), int(size), seconds * size / total)
 
     def hear(self, report: Report) -> None:
-        """Take in reports of the ranks, before vLLM hears which of its jobs are done."""
+        """Apply reports of the ranks, before their ended jobs are reported to vLLM."""
         self._mover.hear(report)
         self._tiers.open(self._mover.num_open)
         self.cache.distrust(report.failed)

@@ -1,7 +1,7 @@
 """vLLM's MultiConnector with kvtier as one of the connectors inside.
 
-Each connector inside gets a copy of the configuration, and vLLM's scheduler reads the outer one. So
-what a connector inside asks of the scheduler is passed on.
+Each connector inside gets a copy of the configuration, but vLLM's scheduler reads the outer one.
+Settings that a connector inside changes for the scheduler are therefore copied to the outer one.
 """
 
 from __future__ import annotations

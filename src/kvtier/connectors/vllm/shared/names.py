@@ -31,12 +31,16 @@ FROM_FILES = frozenset(
 
 
 class VllmNames(SharedNames):
-    """Names of one engine's blocks. Only the scheduler's process knows them, and tells the ranks.
+    """Names of one engine's blocks. The scheduler's process makes them and sends them to the ranks.
 
-    bytes_per_block: of all ranks that keep a block together, or on one rank. salt: the user's
-    ``namespace``.
+    Args:
+        facts: the engine's facts.
+        bytes_per_block: on all ranks that keep a block together, or on one rank.
+        engine: name and version of the engine.
+        salt: the user's ``namespace``.
 
-    needs_layout: blocks have no name before ``tell_layout``.
+    Attributes:
+        needs_layout: blocks have no name before ``tell_layout``.
     """
 
     def __init__(
@@ -57,12 +61,12 @@ class VllmNames(SharedNames):
         return b"" if self.needs_layout else super().digest
 
     def tell_layout(self, layout: str) -> None:
-        """Note how the ranks lay out a page's bytes, where vLLM's config does not say."""
+        """Set the layout of a page's bytes on the ranks, if vLLM's config does not contain it."""
         self._facts = replace(self._facts, kv_cache_layout=layout)
         self.needs_layout = False
 
     def settle(self, sources: Sequence[Source], traits: str = "") -> None:
-        """As ever. traits: of the model, what ``EngineFacts`` does not say."""
+        """Set the weights' sources. traits: facts about the model that ``EngineFacts`` lacks."""
         self._traits = traits
         super().settle(sources)
 

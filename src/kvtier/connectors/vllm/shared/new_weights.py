@@ -1,14 +1,15 @@
-"""Notices that vLLM's weights are replaced while it serves, and that a pause leaves them alone.
+"""Detects that vLLM's weights are replaced while it serves, and that a pause leaves them alone.
 
-Weights are replaced by a call into the ranks (``collective_rpc``), or go with a sleep of level 2.
-vLLM tells its connector nothing of either; it resets it when it sleeps or is paused with
-``clear_cache``, and gives no reason. So its engine core is hooked here, where kvtier is asked for.
+Weights are replaced by a call into the ranks (``collective_rpc``), or lost in a sleep of level 2.
+vLLM reports neither to its connector. It only resets the connector when it sleeps or is paused with
+``clear_cache``, without a reason. The engine core is therefore hooked here if kvtier is in use.
 
-A call that replaces weights by its name, or that was seen to, gives KV another name at once. Before
-and after any other call that is not known to leave them alone all weights are read on the ranks.
-Every doubt counts as other weights: a call that fails, weights that can't be read, and at a pause
-an engine core inside the caller's process (whose model anybody can reach) and ranks that others can
-call (Ray). What changes weights past the engine core is noticed in the ranks (``rank_weights.py``).
+A call that replaces weights by its name, or that has done so before, gives KV another name at once.
+Around any other call that is not known to leave the weights alone, all weights are read on the
+ranks. Every doubt counts as other weights: a call that fails; weights that can't be read; and at a
+pause, an engine core inside the caller's process (any code there can reach the model) and ranks
+that other processes can call (Ray). ``rank_weights.py`` detects, in the ranks, changes that bypass
+the engine core.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ REPLACE_WEIGHTS = frozenset(
 )
 """Calls of vLLM's own into the ranks after which weights are others, or can't be read."""
 EXECUTORS = ("mp", "uni")
-"""Ranks that nobody but the engine core can call."""
+"""Executors whose ranks only the engine core can call."""
 HOOKED = ("reset_prefix_cache", "_reset_caches", "sleep", "collective_rpc")
 
 
@@ -84,7 +85,7 @@ class NewWeights:
         self._replacing = set(REPLACE_WEIGHTS)
 
     def watch(self, connector: Connector) -> None:
-        """Tell ``connector`` of new weights."""
+        """Notify ``connector`` of new weights from now on."""
         self._connectors.add(connector)
 
     def keep(self) -> bool:
@@ -108,7 +109,7 @@ class NewWeights:
         return is_empty
 
     def call_ranks(self, core: EngineCore, method: object, call: Callable[[], Any]) -> Any:
-        """Run a call into the ranks, and tell connectors if it may have replaced the weights."""
+        """Run a call into the ranks, and notify connectors if it may have replaced the weights."""
         if method in LEAVE_WEIGHTS:
             return call()
         before = None if method in self._replacing else _digests(core)
@@ -124,7 +125,7 @@ class NewWeights:
                 self.tell(str(method))
 
     def tell(self, cause: str) -> None:
-        """Tell connectors that the weights are others, or are about to be."""
+        """Notify connectors that the weights were replaced, or are about to be."""
         logger.warning("%s may have replaced the weights: KV has another name now", cause)
         for connector in list(self._connectors):
             connector.reset_for_weights()
@@ -135,7 +136,7 @@ NEW_WEIGHTS = NewWeights()
 
 
 def watch(connector: Connector) -> None:
-    """Hook the engine core of this process, and tell ``connector`` of other weights."""
+    """Hook the engine core of this process, and notify ``connector`` of new weights."""
     from vllm.v1.engine.core import EngineCore
 
     NEW_WEIGHTS.watch(connector)

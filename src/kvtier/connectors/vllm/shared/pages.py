@@ -108,7 +108,7 @@ def tell_pages(
 ) -> EnginePages:
     """Return the shares of all layers of each group. No memory is copied.
 
-    Raises ``LayoutError`` where pages can't be told.
+    Raises ``LayoutError`` if the axis of pages of a layer is not clear.
     """
     shares, order = [], []
     tensors: list[torch.Tensor] = []
@@ -153,9 +153,9 @@ def _shares(
 def page_rows(layer: LayerSize, parts: Sequence[torch.Tensor], num_pages: int) -> tuple[int, int]:
     """Return the axis of pages of a layer's tensors, and how many of its rows make a page.
 
-    Tensors for K and V apart have pages as their first axis.
+    Separate tensors for K and V have pages as their first axis.
 
-    Raises ``LayoutError`` where pages can't be told.
+    Raises ``LayoutError`` if no axis, or more than one, can be that of the pages.
     """
     axes = (0, 1) if len(parts) == 1 else (0,)
     for page_bytes in layer.page_bytes:

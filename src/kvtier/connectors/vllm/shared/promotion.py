@@ -46,7 +46,7 @@ COMING = (BlockState.ARRIVING, BlockState.STORAGE)
 
 @dataclass(frozen=True, slots=True)
 class DiskAnswer:
-    """Over when the ranks' disks have said whether they have a block."""
+    """Wait for a block that ends once the ranks' disks have reported whether they have it."""
 
     cache: BlockCache
     key: bytes
@@ -61,9 +61,14 @@ class Promotion:
 
     A request is described by the blocks that its last look-up met.
 
-    direct_reads: of the engine's ranks; None if they do not reach the storage. knows_storage:
-    return whether the ranks' disks have said all that they have. counts: counts blocks that are
-    computed although they were there. clock: seconds.
+    Args:
+        cache: the cache below.
+        direct_reads: those of the engine's ranks; None if the ranks do not reach the storage.
+        shape: block sizes of the engine.
+        policy: whether loads are always made, or only if they pay.
+        knows_storage: return whether the ranks' disks have reported all blocks that they have.
+        counts: counts blocks that are recomputed although they were found.
+        clock: seconds.
     """
 
     def __init__(
@@ -221,7 +226,7 @@ class Promotion:
         """Note what a request waits for.
 
         A request whose blocks are all in memory waits for the end of another request's load. One
-        without a look-up waits for its own copies in flight, and vLLM asks for it again.
+        without a look-up waits for its own copies in flight; vLLM then retries it.
         """
         coming, unknown = [], None
         lookup = state.lookup

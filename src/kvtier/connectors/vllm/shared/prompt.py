@@ -59,7 +59,7 @@ def depth(end: int, block_size: int) -> int:
 
 @dataclass(eq=False)
 class RequestBlocks:
-    """Blocks of one request, and what its client asked for.
+    """Blocks of one request, and the parameters that its client sent.
 
     Args:
         request_id: the engine's.
@@ -103,8 +103,8 @@ class RequestBlocks:
     def hint(self) -> Hint | None:
         """The client's hint, else the orchestrator's. It is read once.
 
-        vLLM has taken the request when a connector sees it: a hint that can't be understood is
-        none, and the log says why.
+        An invalid hint is logged and ignored, since vLLM has accepted the request before a
+        connector sees it.
         """
         given = (self.params or {}).get(HINTS)
         if given is None:

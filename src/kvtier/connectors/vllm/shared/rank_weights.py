@@ -148,9 +148,9 @@ class ParameterWatch:
         self._looks: list[Look] = []
 
     def begin_anew(self) -> None:
-        """Take the weights as they are at the next look for those that KV is computed with.
+        """Make the weights at the next look the reference for later looks.
 
-        They can't be read before: a sleep may have taken their memory away.
+        They are not read now, because a sleep may have freed their memory.
         """
         self._looks = []
 

@@ -1,7 +1,7 @@
-"""Records what a vLLM engine was asked, in the scheduler's process.
+"""Records a vLLM engine's requests, in the scheduler's process.
 
-vLLM names each prefix of a prompt by a hash of its tokens, adapter, images and salt: these, salted
-again, are the trace's keys. Tokens are not looked at.
+vLLM names each prefix of a prompt by a hash of its tokens, adapter, images and salt. These hashes,
+salted again, are the trace's keys. Tokens are not read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def record_settings(extra: Mapping[str, object]) -> VllmSettings:
 
 
 class RequestRecording:
-    """Records requests where the settings say so; else it does nothing.
+    """Records requests if the settings enable it; does nothing otherwise.
 
     Args:
         extra: settings of the connector.
@@ -73,7 +73,7 @@ class RequestRecording:
             num_keys = request.num_prompt_tokens // self._key_tokens
             ends = slice(self._key_hashes - 1, num_keys * self._key_hashes, self._key_hashes)
             hashes = request.block_hashes[ends]
-            if len(hashes) < num_keys:  # vLLM was told to hash nothing
+            if len(hashes) < num_keys:  # vLLM's block hashes are off
                 self._count(False)
                 return
             self._recorder.offer_hashes(

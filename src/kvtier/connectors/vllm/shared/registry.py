@@ -1,10 +1,10 @@
-"""Connector classes for the vLLM configurations that ask for kvtier.
+"""Connector classes for the vLLM configurations that name kvtier.
 
-vLLM has one connector for all offloading specs, and one for several connectors. Both are made
-before vLLM reads which of them are kvtier's. ``wrap_factory`` therefore wraps the method of vLLM's
-factory that finds the class for a configuration. A configuration that asks for kvtier gets a class
-derived from the one that the factory has found: vLLM's, or that of a platform's plug-in, as
-vllm-ascend's. For every other configuration the method returns what it returned before.
+vLLM has one connector for all offloading specs, and one for several connectors. It makes both
+before it reads which of them are kvtier's. ``wrap_factory`` therefore wraps the method of vLLM's
+factory that finds the class for a configuration. For a configuration that names kvtier, the method
+returns a class derived from the one that the factory has found: vLLM's, or that of a platform's
+plug-in such as vllm-ascend. For every other configuration its result is unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ before vLLM 0.23, and returns the class with a flag."""
 
 
 def wrap_factory(factory: Any) -> None:
-    """Have vLLM's ``KVConnectorFactory`` return kvtier's classes where kvtier is asked for.
+    """Make vLLM's ``KVConnectorFactory`` return kvtier's classes where kvtier is configured.
 
     A second call does nothing, since one process may load its plug-ins twice.
     """

@@ -102,9 +102,9 @@ class LookUp:
 
     Attributes:
         num_computed: tokens that the device had.
-        found: state of each block behind these tokens; None before vLLM has asked for the first.
+        found: state of each block behind these tokens; None before vLLM's first query.
         answers: look-ups in stores that are worth waiting for.
-        met: states of the blocks that vLLM has asked for, in that order.
+        met: states of the blocks that vLLM has queried, in that order.
         declined: blocks in memory that are recomputed, because loading would take longer.
     """
 
@@ -292,7 +292,7 @@ class RequestState:
         return self.request.ends.get(key, ALL)
 
     def in_prompt_order(self) -> list[bytes]:
-        """Return all blocks of the request, also those that the device had itself."""
+        """Return all blocks of the request, including blocks that the device had itself."""
         blocks = self.request.in_order()
         return blocks if self.used.keys() <= set(blocks) else list(self.used)
 

@@ -1,8 +1,8 @@
 """Shards of vLLM's blocks by KV heads and layers, for stores of engines of any parallel size.
 
 The bytes of a shard are those of its heads, layer after layer, in the order of a layer's axes in
-memory. Its name tells all that decides on that order, so that ranks which differ in it find nothing
-of each other. See ``kvtier.layout.division``.
+memory. Its name contains all facts that decide on that order, so ranks that differ in one of them
+find none of each other's shards. See ``kvtier.layout.division``.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def shards_of(
         slot_bytes: of a block in host memory.
 
     Raises:
-        LayoutError: the heads can't be told, or the shards have unequal sizes.
+        LayoutError: the axis of heads is not clear, or the shards have unequal sizes.
     """
     if len(pages.groups) != 1:
         raise LayoutError(

@@ -1,4 +1,4 @@
-"""Work of one engine step, as vLLM's scheduler tells connectors."""
+"""Work of one engine step, as vLLM's scheduler reports it to connectors."""
 
 from __future__ import annotations
 

@@ -90,9 +90,9 @@ def _code_elsewhere(model: ModelConfig) -> list[Source]:
 
 
 def traits(config: VllmConfig, code: Sequence[str] = ()) -> str:
-    """Return what decides on the bytes of KV beside weights and layout.
+    """Return the facts that decide on the bytes of KV beside weights and layout, as JSON.
 
-    code: tells the code from outside vLLM apart.
+    code: identifies the code from outside vLLM.
     """
     cache, load = config.cache_config, config.load_config
     found = {

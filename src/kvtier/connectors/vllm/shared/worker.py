@@ -85,7 +85,7 @@ class RankRoom:
 
 @dataclass(frozen=True, slots=True)
 class EndedCopy:
-    """A copy that has ended. Size and time are 0 if they say nothing about the copy's speed."""
+    """A copy that has ended. Size and time are 0 if they do not show the copy's speed."""
 
     job_id: int
     num_bytes: int = 0
@@ -94,12 +94,12 @@ class EndedCopy:
 
 
 class TierWorker:
-    """Copies what the scheduler asks for, each direction on a thread and a stream of its own.
+    """Carries out the scheduler's copies, each direction on a thread and a stream of its own.
 
-    A store starts after the compute that was queued when it was submitted, a load after what may
-    still read the pages that it overwrites.
+    A store starts after the compute that was queued when it was submitted. A load starts after work
+    that may still read the pages that it overwrites.
 
-    ``take_ended`` tells of every copy, and ``take_report`` of the slots of those that failed.
+    ``take_ended`` reports every copy, and ``take_report`` the slots of failed copies.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class TierWorker:
             self._executor.carry_out(order)
 
     def may_report(self) -> bool:
-        """Whether ``take_report`` is due: something moved, or nobody has looked for a while."""
+        """Whether ``take_report`` is due: after a change, and at least every ``LOOK_S``."""
         moves = self._executor is not None and not self._executor.is_idle
         now_s = time.monotonic()
         if not (moves or self._failed_slots or self._has_new_weights) and now_s < self._next_look_s:
@@ -225,7 +225,7 @@ class TierWorker:
         return Report(done, hellos, failed, scrubbed, steps, pieces, breakers, has_new_weights)
 
     def _hellos(self) -> dict[int, Hello]:
-        """Return what this rank has to say about itself, where that is new."""
+        """Return this rank's state, by rank, if it has changed; else {}."""
         before = Hello(self._hello.num_open, num_blocks=self._hello.num_blocks)
         now = Hello(self._num_open(), num_blocks=self._num_blocks_in_storage())
         if self._is_told and now == before:
@@ -338,7 +338,7 @@ class TierWorker:
             logger.warning("a load is computed: the node gave its slots to other blocks meanwhile")
             return EndedCopy(job_id, has_failed=True)
         if copy.job is None:
-            return EndedCopy(job_id)  # a report tells what reads took
+            return EndedCopy(job_id)  # a report has the time that reads took
         return EndedCopy(job_id, copy.job.num_bytes, copy.job.seconds)
 
     def _note_new_weights(self) -> None:

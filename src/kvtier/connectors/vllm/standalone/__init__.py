@@ -1,6 +1,6 @@
-"""For those who keep vLLM's own host tier.
+"""Parts that extend vLLM's own host tier instead of replacing it.
 
-A bounded, checked, restart-safe tier on disk below it (``secondary.py`` over
-``common/storage_only.py``), and an eviction policy for it (``policy.py`` over ``capacity.py``).
-Only the adapters, ``secondary.py`` and ``policy.py``, know vLLM.
+``secondary.py`` is a bounded, checked, restart-safe disk tier below it, over
+``common/storage_only.py``. ``policy.py`` is an eviction policy for it, over ``capacity.py``. Only
+these two adapters know vLLM.
 """

@@ -1,7 +1,7 @@
-"""Room in a tier that takes whatever comes: who leaves for it, by the policy that works on runs.
+"""Eviction for a tier without admission, by the learned policy.
 
-vLLM asks for room when it has a block to store, and can't be told that another one is worth more.
-So what is not worth its room is a *guest*: the next to leave, for whatever comes.
+vLLM requests slots when it has a block to store, and cannot be refused. A block that the policy
+would not admit therefore becomes a *guest*: it is stored, and evicted before all other blocks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ FADE = 0.99
 class Path:
     """A request's blocks, group by group.
 
-    names: all of its prompt's. last: the one that came last. is_cut: one of them was not worth its
-    room, so those behind it are not, either.
+    Attributes:
+        room: the tier.
+        names: names of all blocks of its prompt.
+        last: name of the block that was stored last; None before the first.
+        is_cut: one of its blocks was not admitted, so the blocks behind it are not, either.
     """
 
     def __init__(self, room: GuestTier, names: Names) -> None:
@@ -38,10 +41,10 @@ class Path:
 
 
 class GuestTier:
-    """``capacity`` blocks. Owned by one thread.
+    """Resident blocks of a tier of ``capacity`` blocks, and their eviction. One thread owns it.
 
-    A request's own blocks leave for its later ones only where nothing else may: they are worth
-    nothing without each other.
+    A request's own blocks are evicted for its later ones only if no others can be, since a block
+    has no value without the blocks before it.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -55,13 +58,13 @@ class GuestTier:
         return self._live.num_blocks + len(self._guests)
 
     def is_guest(self, name: int) -> bool:
-        """Whether a resident block is here for the moment only."""
+        """Whether a resident block is a guest."""
         return name in self._guests
 
     def ask(self, paths: Sequence[Names], now_s: float) -> Path:
         """Report a request that begins, and return its path.
 
-        paths: of each KV group the names of its blocks, in the prompt's order.
+        paths: for each KV group, the names of its blocks in prompt order.
         """
         path = Path(self, np.concatenate([NONE, *paths]))
         for names in paths:
@@ -71,16 +74,17 @@ class GuestTier:
         return path
 
     def retain(self, names: Names, said: Said, now_s: float) -> None:
-        """Somebody says something of a group's blocks of a prompt, which was asked for.
+        """Record the retention hint of one KV group of a prompt that was reported by ``ask``.
 
-        Guests leave before all others, whatever is said.
+        A hint has no effect on guests: they are evicted before all other blocks.
         """
         self._live.retain(names, said, now_s)
 
     def _welcome(self, names: Names, path: Path) -> None:
-        """Swap guests that are used again with the blocks that are worth least.
+        """Turn guests that a request uses into ordinary blocks, and as many others into guests.
 
-        Used are those that come next in a prompt.
+        names: the blocks behind the prompt's resident ones, in prompt order. The guests that they
+            begin with are used; they change places with the blocks of the least value.
         """
         used = list(takewhile(self._guests.__contains__, names.tolist()))
         others = self._live.victims(len(used), path.names) if used else []
@@ -90,10 +94,10 @@ class GuestTier:
         self.enter(used)
 
     def enter(self, names: Sequence[int], behind: int | None = None) -> None:
-        """These blocks are resident now.
+        """Report that blocks are resident now.
 
-        behind: a resident block, behind which those lie that nobody has asked for, such as those of
-        an answer.
+        behind: a resident block that precedes ``names`` in the prompt. It is needed for blocks that
+            were not in the request, such as those of an answer.
         """
         stay = [name for name in names if name not in self._coming]
         self._guests.update((name, None) for name in names if name in self._coming)
@@ -104,7 +108,7 @@ class GuestTier:
             self._live.entered(np.array(stay, np.uint64))
 
     def leave(self, name: int) -> None:
-        """This block is gone that was not told to."""
+        """Report that a block is no longer resident for another reason than ``make``."""
         if name in self._guests:
             del self._guests[name]
         else:
@@ -113,10 +117,14 @@ class GuestTier:
     def make(
         self, num_blocks: int, new: Sequence[int], path: Path | None, held: Collection[int]
     ) -> list[int]:
-        """Blocks that leave now, ``num_blocks`` of them or as many as may.
+        """Evict up to ``num_blocks`` blocks, and return their names.
 
-        new: those that come for them, in their prompt's order; what of them is a guest is known
-        from now on. path: of the request whose they are. held: resident blocks that stay.
+        Args:
+            num_blocks: slots that are needed.
+            new: the blocks to store in them, in prompt order. Blocks that the policy does not admit
+                become guests in ``enter``.
+            path: path of their request; None if they belong to several requests or to none.
+            held: resident blocks that must stay.
         """
         kept = np.fromiter(held, np.uint64, len(held))
         own = kept if path is None else np.concatenate([kept, path.names])
@@ -149,6 +157,6 @@ class GuestTier:
         return leaving
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where more is resident than fits, or a block is counted twice."""
+        """Raise AssertionError if too many blocks are resident, or a block is counted twice."""
         self._live.check_invariants()
         assert len(self) <= self.capacity, "more is resident than fits"

@@ -15,17 +15,19 @@ from kvtier.connectors.vllm.offloading.translation import request_of
 from kvtier.connectors.vllm.standalone.capacity import GuestTier, Names, Path
 
 NAME_BYTES = 12
-"""At the end of a key: of a hash of the prefix, and the KV group."""
+"""Trailing bytes of a key: the end of the prefix's hash, and the KV group."""
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 NAME = Struct(">QI")
 HASH_AND_GROUP = np.dtype([("hash", ">u8"), ("group", ">u4")])
 
 
 class KvtierPolicy(CachePolicy):
-    """Keeps what is used again soonest, as far as what was used again before tells.
+    """Eviction by the predicted time to the next use, learned from earlier reuse.
 
-    As LRU while nothing is learned, and where LRU would have more hits. Prompts that nobody
-    repeats, and more than fit, do not drive out those that are. clock: seconds.
+    It evicts like LRU while nothing is learned, and where LRU would have more hits. Prompts that
+    are never repeated do not displace repeated ones, even if they are too many to fit.
+
+    clock: seconds.
     """
 
     clock: Callable[[], float] = staticmethod(time.monotonic)
@@ -45,7 +47,7 @@ class KvtierPolicy(CachePolicy):
         return self._blocks.get(key)
 
     def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
-        """All of a store one after the other: what is told of them waits for the last one."""
+        """Add a block. The blocks of one store are reported together, after the last one."""
         name = _name(key)
         self._blocks[key] = chunk
         self._keys[name] = key
@@ -93,7 +95,7 @@ class KvtierPolicy(CachePolicy):
         """
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """A request begins to store, or goes on."""
+        """Note the request whose blocks are stored next. Report it if it is new."""
         self._settle()
         self._storing = req_context
         if self._path_of(req_context) is None:
@@ -106,7 +108,10 @@ class KvtierPolicy(CachePolicy):
         reused_keys: set[OffloadKey],
         req_context: ReqContext,
     ) -> None:
-        """One that had nothing to store is told of here, as far as its prompt is here."""
+        """Apply the request's end hint.
+
+        A request that stored nothing is reported only now, with the resident part of its prompt.
+        """
         self._settle()
         if self._storing is req_context:
             self._storing = None
@@ -118,7 +123,7 @@ class KvtierPolicy(CachePolicy):
         self._hint(req_context, at_end=True)
 
     def _path_of(self, context: ReqContext | None) -> Path | None:
-        """None before it was asked for, and since the cache was emptied."""
+        """Return the request's path; None if it was not reported since the last ``clear``."""
         path = None if context is None else context.get_state(Path)
         return path if path is not None and path.room is self.room else None
 
@@ -149,8 +154,8 @@ class KvtierPolicy(CachePolicy):
     def _without_gaps(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         """Return the blocks of a group that needs only the end of a prompt.
 
-        A window or a state never stores most of it: these are the blocks here, and those that may
-        come behind.
+        A window or a state never stores most of its blocks. The result has the resident blocks, and
+        the blocks behind the last of them, which may be stored next.
         """
         there = (at for at, key in enumerate(keys) if key in self._blocks)
         here = [at for at in there if not self.room.is_guest(_name(keys[at]))]
@@ -181,7 +186,10 @@ class KvtierPolicy(CachePolicy):
         return self._storing and self._storing.get_offload_key_position(key)
 
     def _any(self, n: int, held: set[int]) -> list[int]:
-        """Blocks that are in the way of none that is held, or of what is: the last ones first."""
+        """Remove up to ``n`` blocks that are not held, the last inserted first.
+
+        Unlike ``GuestTier.make`` it may remove blocks that precede held ones in their prompts.
+        """
         found: list[int] = []
         for name in reversed(self._keys):
             if len(found) == n:
@@ -197,13 +205,13 @@ class KvtierPolicy(CachePolicy):
 
 
 def _names(keys: Sequence[OffloadKey]) -> Names:
-    """uint64 [len(keys)]: the end of each hash, mixed with the group."""
+    """Return the names of keys, uint64 [len(keys)]: the end of each hash, mixed with the group."""
     found = np.frombuffer(b"".join(key[-NAME_BYTES:] for key in keys), HASH_AND_GROUP)
     names: Names = found["hash"] ^ (found["group"].astype(np.uint64) * GOLDEN)
     return names
 
 
 def _name(key: OffloadKey) -> int:
-    """The same of one."""
+    """Return the name of one key, as ``_names`` does."""
     prefix, group = NAME.unpack(key[-NAME_BYTES:])
     return int(prefix ^ (group * int(GOLDEN) & 0xFFFF_FFFF_FFFF_FFFF))

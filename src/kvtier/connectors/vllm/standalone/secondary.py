@@ -67,8 +67,8 @@ QUEUED_SHARE = 2
 class KvtierTier(SecondaryTierManager):
     """kvtier's disk tier, in the scheduler's process.
 
-    Whatever the disk does after the start is a miss or a store that did not happen. At the start,
-    settings that can't be used raise ``ConfigError``; a disk that can't be read is left alone, and
+    After the start, a failure of the disk is a miss or a store that did not happen. At the start,
+    settings that can't be used raise ``ConfigError``. A disk that can't be read is left alone, and
     vLLM serves without it.
     """
 
@@ -133,7 +133,8 @@ class KvtierTier(SecondaryTierManager):
     def reset_for_weights(self) -> None:
         """Delete all blocks, and keep none until a restart: other weights are in memory.
 
-        vLLM's own host tier has KV of the old ones, and vLLM does not tell when it is emptied.
+        vLLM's own host tier still has KV of the old weights, and vLLM does not report when it is
+        emptied.
         """
         self.slab.clear()
         self._names.forget()
@@ -152,7 +153,7 @@ class KvtierTier(SecondaryTierManager):
         return FOUND[place]
 
     def _adopt_behind(self, key: OffloadKey, prompt: Sequence[OffloadKey]) -> None:
-        """Adopt the blocks behind ``key``, which vLLM asks for next, all at once."""
+        """Adopt the blocks behind ``key`` in one call; vLLM looks them up next."""
         behind = prompt[prompt.index(key) + 1 :] if key in prompt else []
         self.slab.adopt_recovered(behind, stops_at_gap=False)
         self.slab.touch([key, *behind])
@@ -206,9 +207,9 @@ class KvtierTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """All of the prompt was used, also what vLLM had in its own memory.
+        """Mark the whole prompt as used, including blocks that vLLM had in its own memory.
 
-        Its start leaves last.
+        The prompt's first blocks are evicted last.
         """
         self.slab.touch(request_of(req_context).in_order())
 

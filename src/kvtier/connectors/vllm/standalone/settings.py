@@ -13,7 +13,7 @@ EXAMPLE = '{"type": "kvtier", "disk_path": "/nvme/kvtier", "disk_capacity": "200
 
 @dataclass(frozen=True)
 class TierSettings(ConnectorSettings):
-    """Ours, and of vLLM's those that a tier has to know."""
+    """Settings of kvtier's tier, and the settings of vLLM's tiers that it has to know."""
 
     option: ClassVar[str] = "secondary tier kvtier"
     own: ClassVar[frozenset[str]] = frozenset({"type", "module_path", "backpressure"})

@@ -1,8 +1,9 @@
-"""Check for engines whose KV kvtier's tier cannot keep on disk. Each is one sentence at start.
+"""Refusal, at the start, of engines whose KV kvtier's secondary tier cannot keep on disk.
 
-vLLM tells a tier a block's key and no more, so blocks whose key holds a name instead of content
-cannot be told from the others (key_scope.py), and the engine is refused as a whole. Nor does vLLM
-tell it of the engine: kvtier's connector does, which vLLM makes where this tier is asked for.
+vLLM gives a tier only a block's key. Blocks whose key holds a name instead of content cannot be
+distinguished from others (key_scope.py), so the engine is refused as a whole. vLLM does not give a
+tier the engine's configuration, either. kvtier's connector does, which vLLM makes if this tier is
+configured.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ INSTEAD = 'use kvtier as a whole ("spec_name": "kvtier"), which keeps such KV of
 
 @contextmanager
 def engine_of(config: VllmConfig) -> Iterator[None]:
-    """Tell tiers that are made meanwhile which engine they belong to."""
+    """Provide the engine's configuration to tiers that are made in this context."""
     token = _ENGINE.set(config)
     try:
         yield
