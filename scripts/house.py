@@ -76,7 +76,6 @@ IDIOM_LIMITS: dict[str, float] = {
     "tests/kit": 10,
     "tests/native": 6,
     "tests/node": 7,
-    "tests/observe": 23,
     "tests/serve": 14,
     "tests/tools": 4,
 }

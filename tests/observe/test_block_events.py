@@ -1,4 +1,4 @@
-"""A reader's view of events agrees with the cache's content."""
+"""The cache content reconstructed from block events equals the cache's content."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEDIA = {"GPU": DEVICE, "CPU": HOST, "STORAGE": DISK}
 
 
 class Reader:
-    """A router: what it knows from events alone."""
+    """A router that knows the cache content from events alone."""
 
     def __init__(self) -> None:
         self.held: dict[str, set[int]] = {tier: set() for tier in MEDIA.values()}
@@ -64,7 +64,7 @@ class Reader:
 
 
 def hash_of(namespace: bytes, labels: Sequence[bytes]) -> int:
-    """Written from scratch."""
+    """Return the event hash of a prefix, by an independent implementation."""
     found = blake3(namespace).digest()[:8]
     for label in labels:
         found = blake3(found + label).digest()[:8]
@@ -72,7 +72,7 @@ def hash_of(namespace: bytes, labels: Sequence[bytes]) -> int:
 
 
 class ToldWorld(World):
-    """With somebody who listens."""
+    """A world whose block events are read."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -93,7 +93,7 @@ class ToldWorld(World):
         self.reader.read(self.translator.of(changes))
 
     def there(self) -> dict[str, set[int]]:
-        """Return the hashes of what each tier has."""
+        """Return the hashes of the blocks in each tier."""
         found: dict[str, set[int]] = {tier: set() for tier in MEDIA.values()}
         for node in self.nodes():
             for tier, residency in zip(self.tiers, node.residencies, strict=True):
@@ -165,7 +165,7 @@ def test_what_storage_kept_is_told_when_a_prompt_asks_for_it() -> None:
 
 
 def test_tokens_of_a_chunk_are_those_of_its_blocks() -> None:
-    """The first block of a chunk is called by all tokens of the chunk; readers get its own."""
+    """The index keys the first block of a chunk by all tokens of the chunk; events have its own."""
     tokens = list(range(100, 116))
     labels = grid_labels(tokens, 2, 8)
     log, reader = BlockLog(), Reader()
@@ -223,7 +223,7 @@ def test_what_is_too_old_is_told_without_its_tokens(monkeypatch: pytest.MonkeyPa
 
 
 def test_most_of_what_is_asked_twice_costs_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is hashed, and no token is touched, of a prompt that was told already."""
+    """Publishing a known prompt again neither hashes nor reads its tokens."""
     labels = token_labels(np.arange(2000), BLOCK_SIZE)
     blocks = [BlockId(at) for at in range(len(labels))]
     events, log = BlockEvents([DEVICE, HOST], [], BLOCK_SIZE), BlockLog()

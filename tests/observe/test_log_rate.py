@@ -1,4 +1,4 @@
-"""Lines that a log keeps of a flood."""
+"""The rate limit of repeated log lines."""
 
 from __future__ import annotations
 

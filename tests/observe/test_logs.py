@@ -112,12 +112,12 @@ def test_an_explanation_is_a_value_too() -> None:
     assert "tokens=9 reused=0 computed_tokens=9" in TextLines().format(record)
 
 
-# -- inside of engines -----------------------------------------------------------------------------
+# -- inside engines --------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def ours() -> Iterator[logging.Logger]:
-    """The logger of kvtier, as an engine finds it."""
+    """The kvtier logger with an engine's defaults: no handlers, no level."""
     logger = logging.getLogger("kvtier")
     before = logger.handlers[:], logger.level, logger.propagate
     logger.handlers, logger.propagate = [], True
@@ -128,7 +128,7 @@ def ours() -> Iterator[logging.Logger]:
 
 
 class Engine:
-    """A logger of an engine's, and what it was given."""
+    """An engine's logger, and the text it has written."""
 
     def __init__(self) -> None:
         self.stream = io.StringIO()

@@ -1,4 +1,4 @@
-"""Metrics: one table of names, and numbers that say what happened."""
+"""Metrics: one table of names, and values that match the events they count."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_names_carry_their_unit_and_a_meaning(spec: MetricSpec) -> None:
 
 
 def test_only_the_declaration_spells_a_name() -> None:
-    """In the sources, comments and pages included. Grafana and Prometheus read their own files."""
+    """Check sources, comments and pages. Grafana and Prometheus read their own files."""
     package = Path(specs.__file__).parents[1]
     sources = {*package.rglob("*.py"), *package.rglob("*.js"), *package.rglob("*.html")}
     sources |= {*(package.parents[1] / "benchmarks").rglob("*.py")}

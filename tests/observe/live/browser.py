@@ -1,4 +1,4 @@
-"""A real Chromium, if there is one."""
+"""A real Chromium, if one is installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def program() -> str | None:
 
 
 def why_not() -> str:
-    """Return what is missing for a browser; "" for nothing."""
+    """Return what is missing for a browser; "" if nothing is."""
     if program() is None:
         return "no Chromium on this machine: make test-page installs one"
     if find_spec("playwright") is None:

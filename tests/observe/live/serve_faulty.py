@@ -1,4 +1,4 @@
-"""``kvtier serve``, with a disk that is gone from SIGUSR1 until SIGUSR2."""
+"""Run ``kvtier serve`` with a disk that fails between SIGUSR1 and SIGUSR2."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ SMALL = (
     *("--device", "cpu", "--threads", "1", "--device-capacity", "6MiB"),
     *("--host-capacity", "8MiB", "--disk-capacity", "64MiB"),
 )
-"""Tiers so small that a few prompts go through all of them."""
+"""Tiers so small that a few prompts pass through all of them."""
 
 
 class Serve:
-    """Started when made; close it. log: what it has written."""
+    """A ``kvtier serve`` that the constructor starts. ``log`` is the file of its output."""
 
     def __init__(self, folder: Path, *options: str, key: str | None = None) -> None:
         self.port = free_port()
@@ -79,7 +79,7 @@ class Serve:
             return found
 
     def work(self, num_prompts: int = 6, turns: int = 2) -> None:
-        """Ask for the same prompts again and again; together they are more than the device has."""
+        """Request the same prompts repeatedly. Together they exceed the device tier."""
         for _ in range(turns):
             for number in range(num_prompts):
                 self.ask(prompt(number))
@@ -94,6 +94,6 @@ class Serve:
 
 
 def prompt(number: int) -> str:
-    """Some hundred tokens, of another story each."""
+    """Return a prompt of some hundred tokens; each number gives another text."""
     lines = (f"def story_{number}_{at}(self):\n    return {at} * {number}\n\n" for at in range(60))
     return "".join(lines)

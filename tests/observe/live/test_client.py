@@ -1,4 +1,4 @@
-"""The HTTP client of the commands that look at a server: over real sockets, at servers that lie."""
+"""The HTTP client of the monitoring commands, over real sockets, against misbehaving servers."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ EXPLAINED = {
 
 
 class Liar(BaseHTTPRequestHandler):
-    """Answers as the first part of the path says. ``server.seen`` has every request's headers."""
+    """Handler whose behaviour the path selects. ``server.seen`` has every request's headers."""
 
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         self.server.seen.append(dict(self.headers))  # type: ignore[attr-defined]
-        with suppress(OSError):  # the client has gone
+        with suppress(OSError):  # the client has disconnected
             getattr(self, "tell_" + urlsplit(self.path).path.split("/")[1])()
 
     def do_CONNECT(self) -> None:
@@ -105,7 +105,7 @@ class Liar(BaseHTTPRequestHandler):
         self._trickle(b"HTTP/1.1 200 OK\r\nX: " + b"x" * 400 + b"\r\nContent-Length: 0\r\n\r\n")
 
     def tell_lines(self) -> None:
-        """Two lines; the second one when the client has the first."""
+        """Send two lines; send the second one only after the client has received the first."""
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
@@ -131,7 +131,7 @@ class Liar(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def _trickle(self, content: bytes) -> None:
-        """A byte at a time, sooner than any timeout of a socket."""
+        """Send one byte at a time, each before a socket timeout could expire."""
         for each in content:
             self.wfile.write(bytes([each]))
             if self.server.is_over.wait(0.05):  # type: ignore[attr-defined]
@@ -148,7 +148,7 @@ class Liar(BaseHTTPRequestHandler):
 
 
 class Server:
-    """A liar that runs."""
+    """A running HTTP server with ``Liar`` as its handler."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Liar)
@@ -222,7 +222,7 @@ def test_requests_to_this_machine_go_to_no_proxy(
 def test_a_key_goes_to_no_proxy_that_can_read_it(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The name of the server is one that only the proxy could look up."""
+    """Only the proxy could resolve the server's name."""
     proxy = Server(stack)
     monkeypatch.setenv("http_proxy", proxy.url)
     monkeypatch.setenv("https_proxy", proxy.url)
@@ -323,7 +323,7 @@ def test_the_environments_key_is_taken_out_of_it(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_the_process_list_does_not_show_a_key(command: str, server: Server) -> None:
-    """Looked at when the server has been asked: it keeps the command waiting."""
+    """Read the process list while the server delays its answer."""
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "kvtier.tools.cli", command, f"{server.url}/slowly"),

@@ -45,9 +45,9 @@ def served(tmp_path: Path) -> Iterator[Serve]:
 
 @pytest.fixture
 def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
-    """Opens a page, on which nothing may go wrong.
+    """Return a function that opens a page. The test fails on any error of the page.
 
-    No script, no file, nothing that the policy forbids.
+    Errors include script errors, missing files and violations of the content security policy.
     """
     wrong: list[str] = []
     contexts: list[Any] = []
@@ -69,7 +69,7 @@ def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
 
 
 def _is_bad(said: Any) -> bool:
-    """A server that is away is no fault of the page's."""
+    """Whether a console message is an error of the page. An unreachable server is not one."""
     is_away = re.search("ERR_|status of (401|502|503)", said.text)
     return said.type == "error" and not is_away
 
@@ -224,7 +224,7 @@ def test_a_slow_answer_does_not_forget_a_key_that_was_given_since(
         with page.expect_response(lambda answer: answer.status == 401):
             held[-1].continue_()
         with page.expect_response(lambda answer: answer.ok):
-            pass  # it goes on asking, with the key
+            pass  # with the key, polling goes on
         page.reload()
         wait_for(page, "Live", "#state")
     finally:

@@ -1,4 +1,4 @@
-"""A picture of readings, and of too few of them."""
+"""The picture made from a history of readings, and from too few of them."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_estimates_are_judged_by_enough_copies() -> None:
 
 
 def test_estimates_are_judged_by_the_last_minute_alone() -> None:
-    """However wrong they were before, and whatever one reading says of all that was."""
+    """Estimates before the last minute do not count, nor do the totals of a single reading."""
     long_ago = guesses(100, 300.0, 100.0)
     assert [guess.ratio for guess in picture(long_ago).guesses] == [None, None]
     learned = guesses(105, 305.0, 105.0)
@@ -187,7 +187,7 @@ def test_estimates_are_judged_by_the_last_minute_alone() -> None:
     ],
 )
 def test_why_it_was_slow_is_told_of_the_last_minute_alone(name: str, said: str) -> None:
-    """Earlier trouble is no reason for slowness now; it stays in the sums."""
+    """Earlier trouble remains in the totals, but does not explain slowness now."""
     disk = {KVTIER: 1, 'kvtier_slots{tier="disk"}': 100}
     before, after = {**disk, name: 7}, {**disk, name: 10}
     assert "Nothing here delays requests" in answer(picture(before), "Why was this slow")
@@ -230,7 +230,7 @@ def test_what_to_buy_names_the_tier_that_should_have_kept_more() -> None:
 
 
 def test_a_tier_is_told_in_bytes_as_it_is_bought() -> None:
-    """Also where several engines tell of the same tier: slots are summed, their size is not."""
+    """If several engines report one tier, their slots are added; the slot size is not."""
     values = returns(40, 8, 640)
     values |= {f'kvtier_slots{{tier="host",engine="{each}"}}': 50 for each in range(2)}
     del values['kvtier_slots{tier="host"}']
@@ -292,7 +292,7 @@ def test_other_engines_are_told_to_record_by_the_command(engine: str) -> None:
 
 
 def test_what_is_spared_is_said_as_engines() -> None:
-    """294.5 s of computing in a minute are 4.9 engines, not a time."""
+    """294.5 s of computing saved per minute are shown as 4.9 engines, not as a time."""
     saved = "kvtier_saved_seconds_total"
     before = {KVTIER: 1, ASKED: 1000, HITS % "host": 900, saved: 0}
     after = {**before, saved: 294.5}
@@ -304,7 +304,7 @@ def test_what_is_spared_is_said_as_engines() -> None:
 
 
 def test_after_hours_in_which_nobody_looked_the_last_minute_begins_anew() -> None:
-    """Rates, and the answers on damage and slowness: nothing of before is in them."""
+    """After a gap in the readings, rates, damage and slowness ignore all earlier readings."""
     damage = 'kvtier_damaged_blocks_total{tier="disk"}'
     quiet = {**guesses(0, 0.0, 0.0), ASKED: 0, damage: 0, **DISK}
     after = {**guesses(9, 9.0, 1.0), ASKED: 90_000, damage: 5, **DISK}
@@ -346,7 +346,7 @@ def test_what_took_less_than_expected_is_no_cause(ratio: float) -> None:
     assert answer(seen, "Why was this slow").startswith("Nothing here delays requests")
 
 
-# -- what no engine of ours says -------------------------------------------------------------------
+# -- metrics that no kvtier engine reports ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", [inf, 7, 0.5])
@@ -395,7 +395,7 @@ def test_a_name_is_shown_as_text_in_a_terminal() -> None:
 
 
 def test_a_terminal_tells_bytes_engines_and_a_slab_that_was_cut_short() -> None:
-    """As the page does: what is bought is in bytes, what is spared is engines."""
+    """The terminal shows capacity in bytes and savings in engines, as the page does."""
     saved, slot_bytes = "kvtier_saved_seconds_total", 'kvtier_slot_bytes{tier="disk"}'
     state = 'kvtier_breaker_state{tier="disk"}'
     values = {KVTIER: 1, **DISK, slot_bytes: 1 << 30, state: 3, saved: 0}

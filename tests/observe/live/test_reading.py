@@ -1,4 +1,4 @@
-"""One scrape, whoever it is of."""
+"""Parsing one scrape of any supported engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ONLY_ONCE_IT_HAPPENED = {
     specs.UNADMITTED_BLOCKS,
 }
 NOT_RECORDED = {specs.SLOT_BYTES, specs.PROBED_BLOCKS}
-"""Told since the texts were recorded."""
+"""Metrics added after the texts were recorded."""
 ENGINES = {"kvtier": "kvtier", "vllm": "vLLM", "sglang": "SGLang"}
 
 

@@ -25,7 +25,7 @@ KEY = "a key"
 
 
 class Engine(BaseHTTPRequestHandler):
-    """Answers with what an engine told once; other paths misbehave."""
+    """Handler that serves recorded metrics of an engine. Other paths misbehave."""
 
     def do_GET(self) -> None:
         kind = self.path.rpartition("/")[2]

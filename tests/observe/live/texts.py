@@ -1,4 +1,4 @@
-"""Metrics texts: as engines told them, and small ones made up for a rule."""
+"""Metrics texts: recorded from real engines, and small ones written for one rule."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def recorded(engine: str, turn: int, at_s: float) -> Reading:
 
 
 def reading(at_s: float, values: Mapping[str, float]) -> Reading:
-    """values: by what stands in front of the value in the text."""
+    """Return a reading of these values. A key is the metric name with its labels."""
     return Reading.parse("".join(f"{at} {value}\n" for at, value in values.items()), at_s)
 
 
 def picture(*values: Mapping[str, float], every_s: float = 10.0) -> Picture:
-    """After these, one after the other."""
+    """Return the picture after readings of ``values``, ``every_s`` seconds apart."""
     history = History()
     for at, value in enumerate(values):
         history.add(reading(at * every_s, value))
@@ -31,4 +31,4 @@ def picture(*values: Mapping[str, float], every_s: float = 10.0) -> Picture:
 
 
 KVTIER = 'kvtier_server_requests_total{endpoint="chat",status="200"}'
-"""By which a text is one of kvtier's own server."""
+"""A metric by which a text is recognized as one of kvtier's own server."""
