@@ -72,7 +72,6 @@ IDIOM_LIMITS: dict[str, float] = {
     "tests/docs": 15,
     "tests/engines": 9,
     "tests/fuzz": 6,
-    "tests/index": 13,
     "tests/kit": 10,
     "tests/native": 6,
     "tests/node": 7,

@@ -1,4 +1,4 @@
-"""The two indexes, for tests that both have to pass."""
+"""The native index and its Python twin, for tests that both have to pass."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ LEARNING: Mapping[str, type[EvictionPolicy]] = MappingProxyType(
         for each in (RunsPolicy, ArcPolicy, S3FifoPolicy, LfudaPolicy, SievePolicy)
     }
 )
-"""The policies that are told of requests."""
+"""Policies that learn from requests, by their native name."""
 
 
 class FollowingPolicy(EvictionPolicy):
-    """Evicts the blocks that another index chose, and notices a block that must not leave."""
+    """Evicts the blocks that another index chose, and checks that each of them may be evicted."""
 
     def __init__(self) -> None:
         self.chosen: list[BlockId] = []
@@ -70,9 +70,9 @@ def make(
     learning: Collection[str] = (),
     policy: str = "runs",
 ) -> PromptIndex:
-    """Make an empty index under LRU, natively in ``learning`` tiers under ``policy``.
+    """Make an empty index under LRU; ``learning`` tiers of a native one are under ``policy``.
 
-    The test is skipped where the native core is missing.
+    The test is skipped if there is no native core.
     """
     if kind == "python":
         assert not learning, "only the native core has other policies"
@@ -83,10 +83,9 @@ def make(
 
 
 class Both:
-    """Calls the native index and its twin alike, and notices where they differ.
+    """Calls the native index and its twin alike, and checks that they agree.
 
-    In ``learning`` tiers the twin follows the choices of the native one, and checks that they are
-    allowed.
+    In ``learning`` tiers the twin evicts what the native index chose, if it may be evicted.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Both:
     def admit(
         self, blocks: Sequence[BlockId], tier: str, num_free: int, least_chance: float = 0.0
     ) -> Sequence[BlockId]:
-        """The twin admits everything."""
+        """Return the native index's choice; the twin admits everything."""
         return self.native.admit(blocks, tier, num_free, least_chance)
 
     def __getattr__(self, name: str) -> Any:

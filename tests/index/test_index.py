@@ -183,7 +183,7 @@ def test_block_that_is_leaving_is_not_matched_until_it_is_kept(filled: Filled) -
 def test_match_stops_at_a_hole_and_finds_the_tail_again(filled: Filled) -> None:
     blocks = filled.put("abcd")
     filled.index.lease([blocks[3]], DEVICE)
-    # What leaves out of order: a parent that was chosen stays absent while its child is kept.
+    # Evicted out of order: a chosen parent stays absent while its child is kept.
     filled.index.release([blocks[3]], DEVICE)
     chosen = filled.index.evict(DEVICE, 3)
     assert chosen == [blocks[3], blocks[2], blocks[1]]
@@ -414,7 +414,7 @@ def test_tokens_are_read_where_they_lie(filled: Filled, kind: str) -> None:
     assert filled.matched_labels(labels[:100]) == 100
     below = filled.index.extend(NS, labels[:40])[-1]
     assert filled.index.states(NS, labels[40:], DEVICE, below) == [State.READY] * 135
-    tokens.extend(range(4))  # nothing keeps the array's memory
+    tokens.extend(range(4))  # no reference keeps the array's memory alive
     assert filled.matched_labels(view_labels(np.array(tokens), 4)) == 175
 
 
@@ -499,7 +499,7 @@ def test_an_index_has_as_many_tiers_as_it_is_given(kind: str) -> None:
 
 
 def test_both_indexes_agree_on_thousands_of_blocks() -> None:
-    """So many that memory, look-up table and queue have to grow, and places are used again."""
+    """So many that memory, hash table and queue have to grow, and places are reused."""
     both = Both((DEVICE, HOST))
     rng = random.Random(1)
     heads = [[rng.randrange(9) for _ in range(300)] for _ in range(4)]

@@ -1,6 +1,6 @@
-"""Native index, its twin and a dictionary side by side.
+"""The native index and its Python twin against a dictionary.
 
-Random paths, leases, writes that succeed and fail, evictions.
+The steps are random paths, leases, writes that succeed and fail, and evictions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMESPACES = (b"one", b"two")
 LABELS = (b"a", b"b")
 
 Path = tuple[bytes, ...]
-"""Namespace, then labels: what names a block."""
+"""Namespace, then labels: the name of a block."""
 
 paths = st.tuples(
     st.sampled_from(NAMESPACES), st.lists(st.sampled_from(LABELS), min_size=1, max_size=5)
@@ -71,7 +71,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.next_slot = 0
 
     def make_index(self) -> Any:
-        """The native index and its twin: what one answers, the other has to answer, too."""
+        """Return the native index with its twin. Both have to return the same."""
         return Both(TIERS)
 
     # -- the model ---------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class IndexMachine(RuleBasedStateMachine):
         return self.model[path], self.model[path].tiers[tier], tier
 
     def _candidates(self, tier: str) -> set[Path]:
-        """Ready, not leased, and where all blocks are needed no child that stays in the tier."""
+        """Return the evictable blocks: ready, not leased, without a child in the tier."""
         stay = {path for path, _ in self._places(State.READY, State.WRITING) if _ == tier}
         parents = {path[:-1] for path in stay}
         return {
@@ -115,7 +115,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(path=paths, tier=tiers_of_the_index, data=st.data())
     def begin_write(self, path: Path, tier: str, data: st.DataObject) -> None:
-        """Begin to write a tail of the path, as far as the tier has not got it."""
+        """Begin to write those blocks of a path's tail that are absent from the tier."""
         blocks = self._extend(path, data)
         for length, block in enumerate(blocks, start=2):
             known = self.model.setdefault(path[:length], self._new(block))
@@ -129,7 +129,7 @@ class IndexMachine(RuleBasedStateMachine):
                 self.next_slot += 1
 
     def _extend(self, path: Path, data: st.DataObject) -> list[BlockId]:
-        """From the root, or from a known block on: both give the same blocks."""
+        """Extend from the root or from a known block. Both return the same blocks."""
         known = [n for n in range(2, len(path)) if path[:n] in self.model]
         cut = data.draw(st.sampled_from([1, *known]))
         if cut == 1:
@@ -148,7 +148,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.commit(known.block, tier, float(self.now))
         place = known.tiers[tier]
         place.state = State.READY
-        if place.last_use < 0:  # what was used on its way there keeps that time
+        if place.last_use < 0:  # blocks that were used before their commit keep that time
             place.last_use = self.now
 
     @precondition(lambda self: len(self._places(State.WRITING)) > 1)
@@ -169,7 +169,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def name(self, data: st.DataObject) -> None:
-        """Whatever blocks, in whatever order; some keys may have been computed elsewhere."""
+        """Names of any blocks in any order. Some keys may have been computed before."""
         paths = data.draw(st.lists(st.sampled_from(sorted(self.model)), min_size=1, max_size=6))
         blocks = [self.model[path].block for path in paths]
         names = [
@@ -195,10 +195,10 @@ class IndexMachine(RuleBasedStateMachine):
         data=st.data(),
     )
     def insert(self, path: Path, tier: str, hold: bool, tick: int, data: st.DataObject) -> None:
-        """The whole path at once, from the root or from a known block on.
+        """Insert the whole path at once, from the root or from a known block.
 
-        Without a tick it is as old as what was used last: then both indexes have to choose the same
-        victim all the same.
+        Without a tick it is as old as the last used block. Both indexes still have to choose the
+        same victim.
         """
         known = [n for n in range(2, len(path)) if path[:n] in self.model]
         cut = data.draw(st.sampled_from([1, *known]))
@@ -239,7 +239,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._places(State.READY))
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
-        """Any ready block, leaf or not; nothing happens while it is leased."""
+        """Lose any ready block, leaf or not. A leased block stays."""
         known, place, tier = self._draw(data, self._places(State.READY))
         slot = self.index.lose(known.block, tier)
         if place.leases:
@@ -275,7 +275,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
-        """The end of a known path."""
+        """Touch the end of a known path."""
         path = data.draw(st.sampled_from(sorted(self.model)))
         first = data.draw(st.integers(2, len(path)))
         used = [self.model[path[:length]] for length in range(first, len(path) + 1)]
@@ -316,7 +316,7 @@ class IndexMachine(RuleBasedStateMachine):
         self._prune()
 
     def _check_order(self, path: Path, candidates: set[Path], tier: str) -> None:
-        """A block leaves that may."""
+        """Check that an evicted block is one of the least recently used candidates."""
         oldest = min(self.model[other].tiers[tier].last_use for other in candidates)
         assert self.model[path].tiers[tier].last_use == oldest, "a younger block left first"
 
@@ -398,7 +398,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 class TwinMachine(IndexMachine):
-    """The twin alone: where nothing was compiled, it is all there is."""
+    """The Python twin alone, for machines without the native core."""
 
     def make_index(self) -> Any:
         return make("python", TIERS)

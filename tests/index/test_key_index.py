@@ -1,4 +1,4 @@
-"""The flat index by key: what it promises, and the native one beside its twin."""
+"""The flat index by key: its rules, and the native one compared with its twin."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvtier.index.python_key_index import PythonKeyIndex
 TIERS = (HOST, DISK)
 NS = b"n" * 32
 KEYS = [bytes([number // 2]) * 35 + bytes([number % 2]) for number in range(8)]
-"""As of two groups, for those who look at the last byte by itself."""
+"""Pairs of keys that differ in their last byte only, as those of two groups do."""
 MAKERS = [NativeKeyIndex, PythonKeyIndex] if NATIVE else [PythonKeyIndex]
 
 Make = Callable[..., KeyIndex]
@@ -39,7 +39,7 @@ def index(request: pytest.FixtureRequest) -> KeyIndex:
 
 
 def put(index: KeyIndex, keys: list[bytes], tier: str = HOST) -> Sequence[BlockId]:
-    """Blocks that are ready, in slots of their place in ``KEYS``."""
+    """Store blocks; a block's slot is its position in ``KEYS``."""
     blocks = index.make(keys)
     index.begin_write_all(blocks, tier, [Slot(KEYS.index(key)) for key in keys])
     index.commit_all(blocks, tier, 0.0)
@@ -47,7 +47,7 @@ def put(index: KeyIndex, keys: list[bytes], tier: str = HOST) -> Sequence[BlockI
 
 
 def leaving(index: KeyIndex, num: int, tier: str = HOST) -> list[bytes]:
-    """Keys of the next ones, which are gone then."""
+    """Evict the next blocks. Return their keys."""
     blocks = index.evict(tier, num)
     keys = index.keys(blocks)
     index.forget_all(blocks, tier)
@@ -169,7 +169,7 @@ def test_keys_of_another_length_are_refused(index: KeyIndex) -> None:
 def test_what_is_expected_has_room_and_what_is_known_stays(index: KeyIndex) -> None:
     blocks = put(index, KEYS)
     index.expect(100_000)
-    index.expect(10)  # less than there is room for
+    index.expect(10)  # fewer than there are free slots for
     assert index.find_all(KEYS).blocks == blocks
     num_bytes = index.num_bytes if isinstance(index, NativeKeyIndex) else 0
     names = [number.to_bytes(36, "big") for number in range(1, 4_000)]
@@ -202,10 +202,10 @@ def test_misuse_is_told(index: KeyIndex) -> None:
 
 
 class Both:
-    """The native index and its twin: what one answers, the other has to answer, too.
+    """Calls the native index and its twin alike, and checks that they agree.
 
-    In ``learning`` tiers the twin is made to evict what the native one chose, as far as that may
-    leave; its own order says nothing there.
+    In ``learning`` tiers the twin evicts what the native index chose, if it may be evicted. The
+    twin's own order does not matter there.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class Both:
         return chosen
 
     def write_new(self, keys: Sequence[bytes], tier: str, slots: Sequence[Slot]) -> None:
-        """The hashes of each have a seed of their own."""
+        """Write new blocks. Native index and twin hash with a seed of their own each."""
         blocks, hashes = self._first.write_new(keys, tier, slots, 0.0)
         assert list(hashes) == list(self._first.hashes(blocks))
         if NATIVE:
@@ -244,7 +244,7 @@ class Both:
     def admit_keys(
         self, keys: Sequence[bytes], tier: str, num_free: int, least_chance: float = 0.0
     ) -> Sequence[bytes]:
-        """The twin admits everything."""
+        """Return the native index's choice; the twin admits everything."""
         return self._first.admit_keys(keys, tier, num_free, least_chance)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -265,7 +265,7 @@ some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True)
 class KeyIndexMachine(RuleBasedStateMachine):
     """Random writes, uses, leases and evictions.
 
-    num_beside: of the keys, how many are of one place with any of them.
+    num_beside: how many other keys lie at the same place as a key.
     """
 
     learning: Collection[str] = ()
@@ -342,7 +342,7 @@ class KeyIndexMachine(RuleBasedStateMachine):
     def evict(self, tier: str, num: int) -> None:
         num_evictable = self.index.num_evictable(tier)
         chosen = self.index.evict(tier, num)
-        # Where a policy learns, a block may be kept by one behind it, and places leave as a whole.
+        # In learning tiers a block may be held by one behind it, and places are evicted as a whole.
         more = self.num_beside if num else 0
         assert len(chosen) <= min(num + more, num_evictable)
         assert len(chosen) >= min(num, num_evictable) or self.learning

@@ -1,6 +1,7 @@
-"""Several KV groups in the flat index where a policy learns.
+"""Several KV groups in the flat index with a learned policy.
 
-What of a prompt lies at one place stands and falls together, so the choices are those of one group.
+The blocks of all groups at one place of a prompt are evicted together, so the choices are those of
+one group.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def any_index(request: pytest.FixtureRequest) -> KeyIndex:
 
 
 def both(places: Sequence[bytes]) -> list[bytes]:
-    """Keys of two groups, as a prompt has them."""
+    """Return keys of two groups, in a prompt's order."""
     return [place + group for place in places for group in (FULL, WINDOW)]
 
 
@@ -91,7 +92,7 @@ def test_a_place_stays_while_one_of_its_blocks_is_held(any_index: KeyIndex) -> N
 
 
 def test_a_group_may_have_no_block_at_a_place(any_index: KeyIndex) -> None:
-    """A recurrent state is kept at the end of a prompt only."""
+    """A recurrent state is stored at the end of a prompt only."""
     full = [place + FULL for place in PLACES[:4]]
     state = PLACES[3] + STATE
     for now in (0.0, 1.0):
@@ -129,8 +130,7 @@ def test_on_the_disk_a_place_lies_behind_what_it_lies_behind_in_memory(
 class Groups:
     """A host tier with room for ``num_places`` places of a prompt, used as vLLM does.
 
-    windows: of the groups beside the one that needs all, how many blocks at a prompt's end each
-    needs.
+    windows: for each group besides the full one, how many blocks at a prompt's end it needs.
     """
 
     def __init__(self, num_places: int, windows: Sequence[int], policy: str) -> None:
@@ -149,7 +149,7 @@ class Groups:
         )
 
     def request(self, path: Sequence[bytes], now_s: float) -> int:
-        """The blocks of its beginning that are found in all groups."""
+        """Return the number of leading places that are found in all groups, and store the rest."""
         self.now_s = now_s
         num_groups = len(self.groups)
         keys = [name + group for name in path for group in self.groups]

@@ -1,6 +1,6 @@
-"""The native index where a policy that learns decides what leaves.
+"""The native index with a learned policy.
 
-Beside a twin that checks each choice, and a model; and what the ladder relies on.
+A twin and a model check each choice. Further tests cover the guarantees that the ladder needs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NS = b"namespace"
 
 
 class LearningMachine(IndexMachine):
-    """As with least recently used first, but for what leaves; and requests are told of."""
+    """The index machine with reported requests. The policy's eviction order is not LRU's."""
 
     policy: ClassVar[str]
 
@@ -83,13 +83,13 @@ class LearningMachine(IndexMachine):
         self.index.set_room(tier, num_blocks)
         self.index.on_request(
             NS, [Label(b"x")], float(self.now)
-        )  # what is too much is forgotten then
+        )  # blocks beyond the maximum are then forgotten
 
 
 @pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_native_index_twin_and_model_agree_where_a_policy_learns(policy: str) -> None:
-    few = settings(stateful_step_count=50)  # its other half is LRU's machine
+    few = settings(stateful_step_count=50)  # the LRU machine runs the other half
     machine = type("Machine", (LearningMachine,), {"policy": policy})
     run_state_machine_as_test(machine, settings=few)
 
@@ -100,7 +100,7 @@ def index() -> PromptIndex:
 
 
 class Host:
-    """A host tier that gets what is asked for, as far as it is let in; the device forgets it."""
+    """A host tier that gets the requested blocks that it admits. The device then evicts them."""
 
     def __init__(self, index: PromptIndex, capacity: int) -> None:
         self.index = index
@@ -109,7 +109,7 @@ class Host:
         index.set_room(HOST, capacity)
 
     def request(self, labels: Sequence[Label], now: float) -> int:
-        """The blocks that were there, from the first one on."""
+        """Request a prompt, and store it. Return the number of leading blocks found."""
         index = self.index
         index.on_request(NS, labels, now)
         states = index.states(NS, labels, HOST)

@@ -1,6 +1,6 @@
-"""The native flat index where a policy learns.
+"""The native flat index with a learned policy.
 
-Beside a twin that checks each choice, and what the ladder relies on.
+A twin checks each choice. Further tests cover the guarantees that the ladder needs.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def index() -> KeyIndex:
 
 @pytest.fixture(params=LEARNING)
 def any_index(request: pytest.FixtureRequest) -> KeyIndex:
-    """Under each policy."""
+    """Return an index under each policy."""
     return NativeKeyIndex(TIERS, lambda: NS, TIERS, request.param)
 
 
 class LearningMachine(KeyIndexMachine):
-    """As with least recently used first; and requests are told of."""
+    """The key index machine with reported requests."""
 
     learning = TIERS
 
@@ -48,7 +48,7 @@ class LearningMachine(KeyIndexMachine):
         self.now = 0.0
 
     def in_order(self, keys: list[bytes]) -> list[bytes]:
-        """As keys of one prompt come."""
+        """Return keys in the order of one prompt."""
         return keys
 
     @rule(keys=some_keys, passes=st.sampled_from([0.0, 1.0, 60.0]))
@@ -87,7 +87,7 @@ class LearningMachine(KeyIndexMachine):
     )
     def admit(self, keys: list[bytes], tier: str, num_free: int, least_chance: float) -> None:
         admitted = self.index.admit_keys(keys, tier, num_free, least_chance)
-        has_places = self.group_bytes > 0  # of which blocks may be here
+        has_places = self.group_bytes > 0  # some blocks of a place may be present
         assert least_chance or has_places or admitted[:num_free] == keys[:num_free]
 
     @rule(at_blocks=st.sampled_from([0.0, 2.0, 64.0]))
@@ -97,7 +97,7 @@ class LearningMachine(KeyIndexMachine):
     @rule(tier=some_tier, num_blocks=st.sampled_from([1, 2, 50]))
     def set_room(self, tier: str, num_blocks: int) -> None:
         self.index.set_room(tier, num_blocks)
-        self.index.on_request(KEYS[:1], self.now)  # what is too much is forgotten then
+        self.index.on_request(KEYS[:1], self.now)  # blocks beyond the maximum are then forgotten
 
 
 @pytest.mark.parametrize("policy", LEARNING)
@@ -107,7 +107,7 @@ def test_native_index_and_its_twin_do_the_same_where_a_policy_learns(policy: str
 
 
 def left(index: KeyIndex, num: int, tier: str = HOST) -> list[bytes]:
-    """Keys of blocks that have left."""
+    """Evict blocks. Return their keys."""
     blocks = index.evict(tier, num)
     keys = index.keys(blocks)
     index.forget_all(blocks, tier)
@@ -149,7 +149,7 @@ def test_blocks_written_together_leave_from_the_end_although_nobody_reported_the
 
 
 def test_in_storage_a_block_lies_behind_what_it_lies_behind_in_memory(any_index: KeyIndex) -> None:
-    """Nobody has asked for it since storage has it."""
+    """The policy knows the order from a request before the blocks were stored on disk."""
     for key in KEYS[:3]:
         put(any_index, [key])
     any_index.on_request(KEYS[:3], 0.0)
@@ -203,14 +203,14 @@ def test_what_has_a_priority_stays_for_its_time(index: KeyIndex) -> None:
 @pytest.mark.parametrize("key_bytes", [8, 32, 36, 100], ids=lambda num: f"{num}-byte keys")
 def test_what_was_made_beforehand_holds_keys_of_any_size_and_more_of_them(key_bytes: int) -> None:
     index = NativeKeyIndex(TIERS, lambda: NS, TIERS)
-    index.expect(400_000)  # enough for memory that is made beforehand, in all of its parts
+    index.expect(400_000)  # enough for preallocated memory, in all of its parts
     expected = index.num_bytes
     assert expected >= 400_000 * (36 + 12), "nothing was made"
     keys = [number.to_bytes(key_bytes, "little") for number in range(1, 6_001)]
     free = list(range(len(keys)))[::-1]
     for at in range(0, len(keys), 20):
         if at == 2_000:
-            index.expect(800_000)  # too late: what is known stays where it is
+            index.expect(800_000)  # too late: known blocks are not moved
         if at % 400 == 300:
             free += index.forget_all(index.evict(HOST, 30), HOST)
         prompt = keys[at : at + 20]

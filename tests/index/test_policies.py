@@ -1,4 +1,4 @@
-"""Our eviction policies, by the suite that every policy has to pass, and by what is special."""
+"""The built-in eviction policies: the suite of all policies, and their special cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TestLruPolicy(PolicySuite):
 
 
 class OwnPolicy(LruPolicy):
-    """Derived from ours, and free to choose otherwise."""
+    """A policy derived from a built-in one, which may choose differently."""
 
 
 @pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")

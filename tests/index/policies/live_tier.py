@@ -1,4 +1,4 @@
-"""A tier that is kept by a live policy, as its owner would: for tests."""
+"""A tier that drives a live policy as its owner would, for tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def names(keys: Keys) -> Keys:
 
 
 class Tier:
-    """Stores what is asked for, as far as the policy lets it in. check: as often as it changes."""
+    """A tier that stores the requested blocks that its policy admits.
+
+    check: check the policy's invariants after every change.
+    """
 
     def __init__(self, policy: Any, capacity: int, check: bool = False) -> None:
         self.policy = policy
@@ -29,7 +32,7 @@ class Tier:
         self._check = check
 
     def request(self, keys: Keys, now: float) -> int:
-        """The hits. All that is new is stored at once."""
+        """Return the number of hits. All new blocks are stored at once."""
         path = names(keys)
         hits = self.policy.asked(path, now)
         new = np.array([name for name in path.tolist() if name not in self.blocks], np.uint64)
@@ -37,7 +40,7 @@ class Tier:
         return int(hits)
 
     def store(self, new: Keys, kept: Keys) -> int:
-        """Returns how many of them: the first ones."""
+        """Store the leading new blocks that are admitted and fit. Return their number."""
         num = int(self.policy.admits(new, kept))
         self.lose(num - self.num_free, kept)
         num = min(num, self.num_free)

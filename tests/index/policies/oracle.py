@@ -19,11 +19,11 @@ class Oracle(ABC):
 
     @abstractmethod
     def resident(self) -> Sequence[object]:
-        """Blocks in the tier."""
+        """Return the blocks in the tier."""
 
     @property
     def num_history(self) -> int:
-        """Blocks that have left and are remembered."""
+        """Return the number of evicted blocks that are remembered."""
         return 0
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Lru(Oracle):
 
 
 class _ByBlock(Oracle):
-    """A policy that knows no prompts: it is told of a request's blocks, the last one first."""
+    """A policy that sees single blocks, not prompts. It gets a request's last block first."""
 
     def serve(self, path: list[object]) -> None:
         for name in reversed(path):
@@ -135,7 +135,7 @@ class Arc(_ByBlock):
 
 
 class S3Fifo(_ByBlock):
-    """A small queue for new blocks, a main one, and a ghost queue as long as the main one."""
+    """A small queue for new blocks, a main queue, and a ghost queue as long as the main one."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -210,7 +210,8 @@ class Sieve(_ByBlock):
 class Lfuda(Oracle):
     """Least frequently used leaf first.
 
-    A block's worth is its uses, plus the worth of the last block that left when it was used.
+    A block's worth is its uses plus the age at its last use. The age is the highest worth evicted
+    so far.
     """
 
     def __init__(self, capacity: int) -> None:

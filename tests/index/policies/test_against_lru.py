@@ -1,4 +1,4 @@
-"""Whatever comes, the policy that learns is not worse than LRU, and its memory is bounded."""
+"""The learned policy is not worse than LRU, and its memory is bounded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.index.policies.traffic import CAPACITY, TRAFFIC
 pytestmark = pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")
 
 MOST_BELOW = 0.003
-"""Share of the requested blocks by which a policy may find less than LRU."""
+"""Maximum share of the requested blocks by which a policy may find less than LRU."""
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -34,7 +34,7 @@ def test_runs_are_never_clearly_below_lru(traffic: str, seed: int) -> None:
 
 @pytest.mark.parametrize("traffic", ["scan_flood", "loop_over_capacity", "tenants"])
 def test_what_lru_loses_to_a_flood_is_kept(traffic: str) -> None:
-    """The learned policy finds what LRU hardly does."""
+    """The learned policy finds blocks that LRU has evicted."""
     hits = dict.fromkeys(("runs", "lru"), 0)
     for policy in hits:
         replay = PolicyReplay(policy, CAPACITY)
@@ -44,7 +44,7 @@ def test_what_lru_loses_to_a_flood_is_kept(traffic: str) -> None:
 
 
 def test_history_and_memory_stay_bounded_in_a_long_life() -> None:
-    """Ten thousand prompts of many lengths, then ten thousand more: not a byte comes on top."""
+    """After ten thousand prompts of many lengths, ten thousand more need no further memory."""
     chance = np.random.default_rng(5)
     replay = PolicyReplay("runs", CAPACITY)
     sizes = []

@@ -1,7 +1,7 @@
-"""The policy that works on runs, live.
+"""The live policy on runs.
 
-Told of what happens, step by step, it chooses as it does where it is driven by whole requests; and
-nothing that may happen upsets it.
+Its choices, made step by step, equal those of a replay of whole requests. No sequence of calls
+breaks it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Make = Callable[..., Any]
 NOTHING = np.zeros(0, np.uint64)
 HARD = ("scan_flood", "reversed_habits", "stack", "one_million_tokens", "tenants")
 MOST_BELOW = 0.003
-"""Share of the requested blocks by which a policy may find less than LRU."""
+"""Maximum share of the requested blocks by which a policy may find less than LRU."""
 native = pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")
 
 
@@ -48,12 +48,12 @@ def test_what_is_asked_for_is_found_as_far_as_it_was_stored(make: Make) -> None:
 
 
 def test_what_a_prompt_has_does_not_leave_for_what_it_brings(make: Make) -> None:
-    """Nobody holds what was found of it.
+    """A request's new blocks do not evict its found blocks, although no lease holds them.
 
-    The deep blocks are worth more than those in front, by far, and nothing without them.
+    The deep blocks are worth far more than those in front, and nothing without them.
     """
     policy = make(20, 7, 1.0)
-    for turn in range(400):  # a prompt that grows, and begins anew
+    for turn in range(400):  # a prompt that grows, then starts again
         path = names(prompt(turn // 4, 10 * (1 + turn % 4)))
         num_there = policy.asked(path, float(turn))
         new = path[num_there:]
@@ -118,7 +118,7 @@ def test_a_block_that_is_lost_takes_nothing_with_it(make: Make) -> None:
 
 
 def test_a_block_behind_a_gap_stays_where_it_is(make: Make) -> None:
-    """Its run has left what is behind it, and another run knows it as one that has left."""
+    """Block 3 remains in the tier and evictable, although block 2 in front of it was evicted."""
     policy = make(8)
 
     def path(*blocks: int) -> np.ndarray:
@@ -169,7 +169,7 @@ def test_bad_arguments_are_told(make: Make) -> None:
     assert policy.num_blocks() == 0
 
 
-# -- beside what is replayed -----------------------------------------------------------------------
+# -- compared with a replay ------------------------------------------------------------------------
 
 
 @native
@@ -202,15 +202,15 @@ def test_prompts_that_nobody_repeats_are_not_let_in_once_that_is_known() -> None
     assert tier.num_stored < 0.5 * 1000 * 20
 
 
-# -- whatever happens ------------------------------------------------------------------------------
+# -- random steps ----------------------------------------------------------------------------------
 
 steps = st.lists(
     st.tuples(
-        st.integers(0, 9),  # what happens
+        st.integers(0, 9),  # the kind of step
         st.integers(0, 6),  # a prompt
-        st.integers(0, 5),  # how much of it is that of the first
-        st.integers(0, 12),  # how many more blocks it has
-        st.integers(0, 8),  # how many of something
+        st.integers(0, 5),  # number of leading blocks shared with prompt 0
+        st.integers(0, 12),  # number of further blocks
+        st.integers(0, 8),  # a number of blocks
         st.sampled_from([0.0, 0.1, 1.0, 7.0, 300.0]),
     ),
     max_size=120,
@@ -232,9 +232,9 @@ def test_nothing_that_may_happen_upsets_it(
             tier.store(absent, path)
         elif what < 5:
             tier.policy.asked(path, now)
-        elif what == 5:  # some of it, perhaps not the first
+        elif what == 5:  # some of the absent blocks, perhaps not the first
             tier.store(absent[num // 2 : num], path)
-        elif what == 6:  # behind what is there
+        elif what == 6:  # the blocks of the path, those in the tier included
             free = [*path.tolist()]
             while sum(name not in tier.blocks for name in free) > tier.num_free:
                 free.pop()
@@ -254,7 +254,7 @@ def test_nothing_that_may_happen_upsets_it(
 def test_where_most_is_held_the_rest_leaves_and_nothing_else(make: Make, share: float) -> None:
     chance = np.random.default_rng(3)
     tier = Tier(make(2000, 1), 2000)
-    for at in range(400):  # some are asked for again: there is something to learn
+    for at in range(400):  # some prompts are requested again, so the policy can learn
         for number in (at, max(0, at - 5)):
             tier.request(names(prompt(number, 4)), float(at))
     for at in range(1000, 1400):
@@ -263,7 +263,7 @@ def test_where_most_is_held_the_rest_leaves_and_nothing_else(make: Make, share: 
     held = blocks[chance.random(len(blocks)) < share]
     num_free_to_go = len(blocks) - len(held)
     left = tier.lose(len(blocks), held)
-    # What has a held block behind it stays, too.
+    # A block in front of a held block stays, too.
     assert len(left) <= num_free_to_go
     assert bool(left) == bool(num_free_to_go)
     assert not tier.lose(1, held)

@@ -1,7 +1,4 @@
-"""Policies that keep blocks in queues, in a tier.
-
-What each is good for, and what it finds beside a replay of it.
-"""
+"""Queue policies in a tier: their strengths, and their hits compared with a replay."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ from tests.index.policies.traffic import CAPACITY, TRAFFIC, Keys, prompt
 QUEUES = ("arc", "s3fifo", "lfuda", "sieve")
 pytestmark = pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")
 MOST_BELOW = 0.02
-"""Share of the requested blocks by which a tier may find less than a replay: in a tier a block does
-not leave before those behind it, and room for a whole request is made before any of it comes."""
+"""Maximum share of the requested blocks by which a tier may find less than a replay. A tier evicts
+a block only after those behind it, and frees space for a whole request beforehand."""
 
 
 class Host:
-    """A host tier that stores what is requested and admitted, beside what the request found."""
+    """A host tier that stores the admitted blocks of a request. Blocks that it found are leased."""
 
     def __init__(self, policy: str, capacity: int) -> None:
         self.index = NativeKeyIndex((HOST,), lambda: b"", (HOST,), policy)
@@ -36,7 +33,7 @@ class Host:
         self._free = [Slot(slot) for slot in reversed(range(capacity))]
 
     def request(self, prompt: Keys, now: float) -> int:
-        """The hits."""
+        """Return the number of hits."""
         keys = [int(name).to_bytes(8, "big") for name in names(prompt).tolist()]
         blocks, states = self.index.find_all(keys)
         found = [*(state == State.READY for state in states), False].index(False)
@@ -71,7 +68,7 @@ def test_what_can_be_replayed_can_be_chosen_in_a_tier() -> None:
 
 @pytest.mark.parametrize("policy", QUEUES)
 def test_what_is_used_again_outlives_what_is_not(policy: str) -> None:
-    """A flood of prompts, larger than the tier, that nobody repeats."""
+    """The flood is larger than the tier, and none of its prompts is repeated."""
     hits = {}
     for name in (policy, "lru"):
         host = Host(name, 100)

@@ -1,4 +1,4 @@
-"""Replayed policies: common promises, and each list policy beside a plain version of it."""
+"""Replayed policies: rules for all of them, and each list policy compared with its oracle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.index.policies.traffic import prompt
 
 Make = Callable[..., Any]
 KNOW_PATHS = ("runs", "lru", "lfuda")
-"""The others know blocks, and no prompts."""
+"""Policies that see prompts. The others see single blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +78,12 @@ def test_lru_loses_what_was_used_least_recently_and_ends_before_beginnings(make:
     replay.request(prompt(1, 1), 2.0)
     replay.request(prompt(3, 3), 3.0)
     assert replay.request(prompt(1, 3), 4.0) == 1
-    # 1's other blocks were the first to leave, then 2's last; and now two more of 2's.
+    # Prompt 1's other blocks are evicted first, then 2's last; then two more of 2's.
     assert replay.request(prompt(2, 3), 5.0) == 0
 
 
 def test_a_request_never_loses_blocks_of_its_own(make: Make) -> None:
-    """Its prefix was used longest ago; what it brings is as much as there is room for."""
+    """Its prefix is the least recently used, and its new blocks need all other space."""
     for policy in KNOW_PATHS:
         replay = make(policy, 20)
         replay.request(prompt(1, 10), 0.0)
@@ -131,10 +131,10 @@ def test_time_that_runs_backwards_stands_still(make: Make, policy: str) -> None:
         jumps.check_invariants()
 
 
-# -- beside the oracle -----------------------------------------------------------------------------
+# -- compared with the oracle ----------------------------------------------------------------------
 
 Request = tuple[int, int, int]
-"""A prompt, how far it is the same as prompt 0, and its further blocks."""
+"""Number of a prompt, how many leading blocks it shares with prompt 0, and how many follow."""
 
 requests = st.lists(
     st.tuples(st.integers(0, 12), st.integers(0, 6), st.integers(0, 24)), max_size=150

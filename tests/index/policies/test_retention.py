@@ -1,4 +1,4 @@
-"""Hints on prompts: what leaves before what, for how long, and never for ever."""
+"""Retention hints on prompts: the eviction order, and the expiry of hints."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def store(policy: Any, path: Keys, now: float) -> Keys:
 
 
 def some(policy: Any, num: int = 3, length: int = 6) -> list[Keys]:
-    """Prompts of their own, resident; the first is the oldest."""
+    """Store prompts that share nothing. The first is the oldest."""
     return [store(policy, names(prompt(at + 1, length)), float(at)) for at in range(num)]
 
 
@@ -192,7 +192,7 @@ def test_what_is_lower_is_not_let_in_where_only_what_is_higher_could_leave(make:
 
 @pytest.mark.parametrize("kind", [Word.KEEP, Word.BACK])
 def test_a_client_raises_no_more_than_its_share(make: Make, kind: Word) -> None:
-    """One that marks everything, for a day: the other's prompts are there all the same."""
+    """A client that marks all its prompts for a day does not evict the other client's prompts."""
     policy = make(400)
     tier = Tier(policy, 400, check=True)
     usual = [prompt(at, 20) for at in range(10)]
@@ -215,7 +215,7 @@ def test_a_client_whose_words_are_over_may_raise_others(make: Make) -> None:
     paths = some(policy)
     policy.retain(paths[0], keep(90, 50.0), 5.0)
     policy.retain(paths[1], keep(90, 200.0), 6.0)
-    policy.retain(paths[0], keep(80, 50.0), 6.0)  # what is raised may be said again
+    policy.retain(paths[0], keep(80, 50.0), 6.0)  # a raised prompt may be raised again
     left = policy.victims(12, NOTHING)
     assert left == [*paths[1][::-1].tolist(), *paths[2][::-1].tolist()], "no room for more"
     policy.asked(names(prompt(9, 1)), 60.0)
@@ -242,7 +242,7 @@ def test_bad_words_are_told(make: Make) -> None:
     policy.check_invariants()
 
 
-# -- nothing said ----------------------------------------------------------------------------------
+# -- hints without effect --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("traffic", ["scan_flood", "tenants"])
@@ -273,7 +273,7 @@ def test_where_nothing_is_said_there_is_no_memory_for_it(make: Make) -> None:
     assert policy.num_bytes() == before
 
 
-# -- whatever is said ------------------------------------------------------------------------------
+# -- random hints ----------------------------------------------------------------------------------
 
 saids = st.builds(
     lambda kind, level, first, length, lasts: (kind, level, first, first + length, lasts),
@@ -285,11 +285,11 @@ saids = st.builds(
 )
 steps = st.lists(
     st.tuples(
-        st.integers(0, 12),  # what happens
+        st.integers(0, 12),  # the kind of step
         st.integers(0, 4),  # a prompt
-        st.integers(0, 5),  # how much of it is that of the first
-        st.integers(0, 12),  # how many more blocks it has
-        st.integers(0, 8),  # how many of something
+        st.integers(0, 5),  # number of leading blocks shared with prompt 0
+        st.integers(0, 12),  # number of further blocks
+        st.integers(0, 8),  # a number of blocks
         st.sampled_from([0.0, 0.1, 1.0, 7.0, 300.0]),
         saids,
     ),
@@ -311,7 +311,7 @@ def test_no_hint_upsets_it(make: Make, steps: list[Step], capacity: int, seed: i
             tier.store(absent, path)
         elif what == 3:
             tier.policy.asked(path, now)
-        elif what == 4:  # some of it, perhaps not the first
+        elif what == 4:  # some of the absent blocks, perhaps not the first
             tier.store(absent[num // 2 : num], path)
         elif what < 10:
             tier.policy.retain(path, Said(kind, level, first, end, now + lasts), now)
@@ -323,7 +323,7 @@ def test_no_hint_upsets_it(make: Make, steps: list[Step], capacity: int, seed: i
             tier.policy.left(gone)
             tier.blocks.difference_update(gone.tolist())
             tier.check()
-        else:  # what was asked for, in any order
+        else:  # requested blocks, in any order
             for name in absent[::-1][: tier.num_free].tolist():
                 tier.policy.entered(np.array([name], np.uint64))
                 tier.blocks.add(name)
@@ -333,7 +333,7 @@ def test_no_hint_upsets_it(make: Make, steps: list[Step], capacity: int, seed: i
 
 
 def test_it_learns_where_much_is_said(make: Make) -> None:
-    """Long enough for lessons, for chance among many runs, and for the queue of ends."""
+    """The test is long enough for learning, for sampling among runs and for the expiry queue."""
     chance = np.random.default_rng(11)
     tier = Tier(make(400, 5), 400, check=True)
     for at in range(500):

@@ -1,4 +1,4 @@
-"""Behaviour of the learned policy on prompts, seen from outside."""
+"""Behaviour of the learned policy on prompts, by its hits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NA
 
 
 def ask(replay: PolicyReplay, requests: Iterable[tuple[float, Keys]]) -> int:
-    """The hits."""
+    """Return the number of hits."""
     return sum(replay.request(keys, now) for now, keys in requests)
 
 
@@ -27,14 +27,14 @@ def test_prompts_that_nobody_repeats_are_not_even_stored_once_that_is_known() ->
     ask(replay, traffic[:1000])
     before = replay.num_stored
     assert ask(replay, traffic[1000:]) == 500 * 20
-    # But for the room that the others leave.
+    # They are stored in free space only: the repeated prompts take 80 of 100 blocks.
     assert replay.num_stored - before < 0.25 * 500 * 20
 
 
 def test_seconds_count_and_not_requests() -> None:
-    """Two kinds of prompts, each used twice: within seconds, or after an hour.
+    """Two kinds of prompts are each used twice: within seconds, or after an hour.
 
-    There is room for those that are used soon, and for nothing else.
+    The tier has room for those that are used soon, and for no others.
     """
     replay, lru = PolicyReplay("runs", 45), PolicyReplay("lru", 45)
     requests: list[tuple[float, Keys]] = []
@@ -54,10 +54,10 @@ def test_seconds_count_and_not_requests() -> None:
 
 
 def test_the_last_block_of_a_prompt_is_known_to_be_its_last() -> None:
-    """Conversations grow, and the last block is another one each time.
+    """Conversations grow, and each turn ends with a new last block.
 
-    It is learned that this is never used again, and the room goes to others. There is room for half
-    of all.
+    The policy learns that the last block is never used again, and gives the space to others. The
+    tier has room for half of all blocks.
     """
     replay = PolicyReplay("runs", 100)
     asked = stored = 0
@@ -85,10 +85,10 @@ def test_the_same_seed_chooses_the_same_and_another_seed_much_the_same() -> None
 
 @pytest.mark.parametrize("seed", range(3))
 def test_by_time_more_time_is_saved_than_by_blocks(seed: int) -> None:
-    """Short prompts and long ones come back, and others come once.
+    """Short prompts and long prompts are repeated; other prompts come once.
 
-    A run's last block saves most, and is worth nothing without those in front of it: it does not
-    speak for the run.
+    A run's last block saves most time, but is worth nothing without those in front of it. So it
+    does not determine the run's worth.
     """
     chance = np.random.default_rng(seed)
     asked: list[Keys] = []
@@ -109,7 +109,7 @@ def test_by_time_more_time_is_saved_than_by_blocks(seed: int) -> None:
 
 
 def test_a_prompt_of_a_million_tokens_is_a_few_runs() -> None:
-    """Its history costs a few entries, not one for each of its blocks."""
+    """Its history takes a few entries, not one per block."""
     replay = PolicyReplay("runs", 70_000)
     replay.request(prompt(1, 65_536), 0.0)
     for number in range(2, 5):

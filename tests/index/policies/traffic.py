@@ -1,4 +1,4 @@
-"""Requests made to be hard for a policy: who asks for what, when."""
+"""Request sequences made to be hard for a policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Keys = npt.NDArray[np.uint64]
 Requests = Iterator[tuple[float, Keys]]
 """Seconds, and the keys of a prompt's blocks."""
 CAPACITY = 1000
-"""Blocks that the tier has room for: what the traffic below is made for."""
+"""Capacity, in blocks, of the tier for which the sequences are made."""
 
 
 def prompt(number: int, num_blocks: int) -> Keys:
@@ -21,7 +21,7 @@ def prompt(number: int, num_blocks: int) -> Keys:
 
 
 def scan_flood(chance: np.random.Generator) -> Requests:
-    """Twenty prompts come back every minute; between them long ones, each of them asked once."""
+    """Twenty prompts are repeated every minute. Long prompts between them are requested once."""
     once = count(1000)
     for now in range(6000):
         yield float(now), prompt(now % 20, 20) if now % 3 == 0 else prompt(next(once), 40)
@@ -34,20 +34,20 @@ def loop_over_capacity(chance: np.random.Generator) -> Requests:
 
 
 def loop_under_capacity(chance: np.random.Generator) -> Requests:
-    """All of it fits, exactly."""
+    """The same prompts in the same order, exactly as many as fit."""
     for now in range(12_000):
         yield float(now), prompt(now % 100, 10)
 
 
 def sudden_change(chance: np.random.Generator) -> Requests:
-    """The prompts that are requested change completely, six times."""
+    """The set of requested prompts changes completely, six times."""
     for now in range(12_000):
         era, place = now // 2000, int(chance.integers(90))
         yield now / 4, prompt(1000 * era + place, 10)
 
 
 def reversed_habits(chance: np.random.Generator) -> Requests:
-    """First the newest are never used again, and the old ones are; then the other way round."""
+    """Alternately, only old prompts are used again, and only the newest ones."""
     for now in range(12_000):
         era, at = divmod(now, 3000)
         if era % 2 == 0:
@@ -57,7 +57,7 @@ def reversed_habits(chance: np.random.Generator) -> Requests:
 
 
 def stack(chance: np.random.Generator) -> Requests:
-    """Recently used prompts are used next: nothing suits LRU better."""
+    """Recently used prompts are used next. LRU is the best policy for this sequence."""
     order = list(range(400))
     for now in range(12_000):
         at = min(int(chance.geometric(0.02)) - 1, len(order) - 1)
@@ -67,13 +67,13 @@ def stack(chance: np.random.Generator) -> Requests:
 
 
 def uniform(chance: np.random.Generator) -> Requests:
-    """Nothing tells what comes next."""
+    """Independent, uniformly drawn prompts: no request is predictable."""
     for now in range(12_000):
         yield float(now), prompt(int(chance.integers(400)), 10)
 
 
 def one_million_tokens(chance: np.random.Generator) -> Requests:
-    """Conversations; and now and then a prompt of 65,536 blocks that nobody repeats."""
+    """Conversations, and now and then a prompt of 65,536 blocks that is never repeated."""
     for now in range(8000):
         if now % 1000 == 999:
             yield float(now), prompt(100_000 + now, 65_536)
@@ -84,7 +84,7 @@ def one_million_tokens(chance: np.random.Generator) -> Requests:
 def tenants(chance: np.random.Generator) -> Requests:
     """Four tenants with a system prompt each; conversations grow by turns.
 
-    The fourth asks as often as the others together, and never comes back to a conversation.
+    The fourth tenant sends as many requests as the others together, and repeats no conversation.
     """
     once = count(1 << 20)
     turns: dict[int, int] = {}
@@ -100,13 +100,13 @@ def tenants(chance: np.random.Generator) -> Requests:
 
 
 def same_moment(chance: np.random.Generator) -> Requests:
-    """As ``stack``, but no time passes: all ages are nothing."""
+    """As ``stack``, but no time passes: all ages are 0."""
     for _, keys in stack(chance):
         yield 0.0, keys
 
 
 def bursts(chance: np.random.Generator) -> Requests:
-    """An hour of silence between any two hundred requests that come at once."""
+    """Bursts of a hundred requests, an hour apart."""
     for now in range(9000):
         era = now // 100
         number = int(chance.integers(60)) + 20 * (era % 7)
