@@ -1,14 +1,14 @@
-"""Pages of the documentation, and the blocks of code in them.
+"""Pages of the documentation, and their blocks of code.
 
-What becomes of a block is said by an HTML comment in front of it, which no reader sees:
+An HTML comment in front of a block, which readers do not see, decides how the block is tested:
 
     (nothing)                           shell: run as it stands, by ``make test-docs``
     <!-- quick -->                      run in the usual tests, too
-    <!-- run -->                        Python: run, too, as a shell block is
+    <!-- run -->                        Python: run, as a shell block is
     <!-- exits N -->                    ends with N, and not with 0
     <!-- not run: what is not here -->  only parsed
     <!-- run by tests/FILE.py -->       that test runs it
-    <!-- prints -->                     what the shell block before it prints, numbers aside
+    <!-- prints -->                     the output of the shell block before it, numbers aside
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INDENTED = re.compile(r"(?:\A|\n)[ ]*\n    (?![ ]*[-*+\d|])(?P<line>\S.*)")
 
 
 class PageError(AssertionError):
-    """A page that breaks a rule; the message says where, and what to write instead."""
+    """A page that breaks a rule. The message names the place and the correction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Page:
 
 
 def read_page(path: str, text: str) -> Page:
-    """Raises ``PageError`` for a mark that nobody knows."""
+    """Parse a page. Raises ``PageError`` for an unknown mark."""
     blocks: list[Block] = []
     for found in FENCE.finditer(text):
         line = text.count("\n", 0, found.start()) + 1
@@ -132,7 +132,7 @@ def _marks(comment: str, where: str) -> Marks:
 
 @cache
 def pages() -> tuple[Page, ...]:
-    """Those that people read: all that are on the site, and README."""
+    """Return the pages for readers: README, CONTRIBUTING, benchmarks, examples and docs."""
     paths = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
     for folder in ("benchmarks", "examples", "docs"):
         paths += sorted(ROOT.glob(f"{folder}/**/*.md"))
@@ -148,5 +148,5 @@ def blocks(language: str = SHELL) -> Iterator[Block]:
 
 
 def blocks_run_by(test_file: str) -> list[Block]:
-    """Those that a test of its own runs. test_file: its path from the repository's root."""
+    """Return the blocks that a test of its own runs. test_file: its path below the repository."""
     return [block for block in blocks() if block.marks.run_by == test_file]

@@ -28,7 +28,7 @@ LINKED = ("benchmarks", "examples", "src", "tests")
 
 
 class RunError(AssertionError):
-    """A block that did not do what its page says."""
+    """A block that did not behave as its page describes."""
 
 
 def run_blocks(blocks: Sequence[Block], folder: Path) -> list[str]:

@@ -1,9 +1,10 @@
-"""Whether what a command printed is what its page says, but for numbers.
+"""Compare a command's output with its page, numbers aside.
 
-A line of the page stands for one of the output that is equal, where runs of blanks and of lines
-that tables are drawn with count as one, numbers as any number, and units of size and time as any
-of their kind. ``...`` within a line stands for anything, as a line of its own for any lines.
-Lines that the page leaves out do no harm: other parts of a server may speak meanwhile.
+Each line of the page must match a line of the output, in the same order. Runs of blanks and of
+characters that draw tables count as one. A number matches any number, with a unit of size or time
+any unit of the same kind. ``...`` within a line matches any text, as a line of its own any lines.
+
+Output that the page leaves out is allowed, because other parts of a server may print meanwhile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Installation of kvtier: one wording for messages, and pages that say the same."""
+"""Messages and pages describe the installation of kvtier with the same commands."""
 
 from __future__ import annotations
 

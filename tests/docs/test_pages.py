@@ -1,4 +1,4 @@
-"""Every block of every page says what it is; every command in one could be meant so."""
+"""Every block of every page has a language and a mark; every command in one is valid."""
 
 from __future__ import annotations
 

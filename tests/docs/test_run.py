@@ -1,6 +1,6 @@
-"""The commands of the pages, as they stand there.
+"""Run the commands of the pages unchanged.
 
-Those that are marked ``quick`` always; all others, servers among them, by ``make test-docs``.
+Blocks marked ``quick`` always run. ``make test-docs`` runs all others, servers included.
 """
 
 from __future__ import annotations
@@ -41,5 +41,5 @@ def test_commands_do_what_the_page_says(page: Page, tmp_path: Path) -> None:
 
 
 def test_some_pages_are_run() -> None:
-    """Or a change of the marks would leave all of them out, and nobody would notice."""
+    """A change of the marks that excluded all pages would otherwise go unnoticed."""
     assert sum(len(_chosen(page)) for page in pages()) >= (30 if ALL else 5)

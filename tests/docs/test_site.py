@@ -1,4 +1,4 @@
-"""The site that ``make site`` built: whole, and nothing on it comes from another host."""
+"""The site that ``make site`` built is complete, and loads nothing from another host."""
 
 from __future__ import annotations
 
