@@ -1,6 +1,6 @@
 """Both halves of ``KvtierConnector`` without vLLM: real copies between tensors and host memory.
 
-Requests, steps and pages are what vLLM's scheduler would tell.
+Requests, steps and pages have the form that vLLM's scheduler passes.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class KvWorld:
             self.hear()
 
     def hear(self, *ranks: RankHalf) -> None:
-        """Wait for the copies of ranks, all of them by default, and take in what they say."""
+        """Wait for the copies of ranks, by default all, and process their messages."""
         messages: list[RankMessage] = []
         for rank in ranks or self.ranks:
             rank.worker.wait(set(rank.worker.job_ids))

@@ -1,6 +1,6 @@
-"""A device pool of a few layers, and what is kept of it in host memory and storage.
+"""A device pool of a few layers, over host memory and storage.
 
-Bytes follow from keys, and are compared wherever a load says that they are in place.
+Bytes follow from keys, and are compared for every load that is reported as done.
 """
 
 from __future__ import annotations
@@ -39,9 +39,12 @@ def bytes_of(key: bytes) -> bytes:
 
 
 class PoolWorld:
-    """num_host, num_stored: blocks that there is room for.
+    """A device pool, host memory and storage.
 
-    storages: in the place of one in memory that fails when it is told to.
+    Args:
+        num_host: Capacity of host memory, in blocks.
+        num_stored: Capacity of storage, in blocks.
+        storages: Storage tiers in place of the default one, which is in memory and can fail.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class PoolWorld:
         return is_there
 
     def places(self, *numbers: int) -> list[BlockState]:
-        """Return the locations of blocks; those that storage recovered are adopted."""
+        """Return the locations of blocks, after adopting the ones that storage recovered."""
         keys = [key_of(number) for number in numbers]
         self.pool.adopt_recovered(keys)
         return self.pool.locate_all(keys)

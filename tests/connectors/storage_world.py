@@ -1,6 +1,6 @@
-"""Storage as a cache, and the host memory of an engine whose scheduler asks it.
+"""Storage as a cache, and the host memory of an engine whose scheduler uses it.
 
-Bytes follow from keys, and are compared wherever a load says that they are in place.
+Bytes follow from keys, and are compared for every load that is reported as done.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class World:
         self._next_row = 0
 
     def submit(self, is_load: bool, numbers: Sequence[int]) -> StorageJob:
-        """A job over the first rows; what is loaded can be told from what is not."""
+        """Submit a load or a store of blocks over the next rows of host memory."""
         keys = [key_of(number) for number in numbers]
         if self._next_row + len(numbers) > len(self.rows):
             self._next_row = 0

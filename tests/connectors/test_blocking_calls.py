@@ -1,4 +1,4 @@
-"""A slab that several threads call: what each of them is told, and when."""
+"""A slab that several threads call: the result of each call, and when it returns."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Caller:
 
 
 def until_over(caller: Caller) -> None:
-    """The read that nobody waits for."""
+    """Repeat look-ups until no probe of the storage is in flight."""
     deadline_s = time.monotonic() + PATIENCE_S
     while caller.calls._probes:
         assert time.monotonic() < deadline_s

@@ -1,4 +1,4 @@
-"""A slab that several threads call, where what leaves follows from the requests it was told of."""
+"""A slab that several threads call, with eviction that learns from the reported requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connector that is chosen for an installed vLLM, and how people are told."""
+"""Choice of the connector for an installed vLLM, and the messages about it."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_groups_whose_blocks_are_in_other_pieces_are_told(
 
 @pytest.mark.parametrize("verify", Verify)
 def test_flipped_bit_is_found_where_nobody_has_verified_it(verify: Verify, tmp_path: Path) -> None:
-    """After a crash nobody vouches for what is in a slab: every block is verified as it comes."""
+    """After a crash the content of a slab is unverified: each block is verified when it is read."""
     tensors = Tensors(LAYOUTS["K and V of three layers"], 1)
     before = tensors.disk(tmp_path, Direct.ON, verify)
     first = memory_bytes(store(before, 2, seed=1))[:256].tobytes()

@@ -1,4 +1,4 @@
-"""kvtier's own front under vLLM: its two halves, asked as vLLM asks them."""
+"""Both halves of kvtier's own connector, called as vLLM calls them."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_stores_of_a_step_that_vllm_did_not_end_begin_in_the_next(
 def test_request_that_is_aborted_while_it_loads_leaves_nothing_behind(
     make: Callable[..., KvWorld],
 ) -> None:
-    """vLLM keeps the pages of a load until all ranks have reported it, whatever kvtier says."""
+    """vLLM keeps a load's pages until all ranks have reported it, whatever ``finish`` returns."""
     world = make(num_ranks=2)
     world.serve("first", TEXT, range(6))
     again = world.request("again", TEXT + "s")

@@ -39,7 +39,7 @@ def make(node: NodeProcess) -> Iterator[Callable[..., KvWorld]]:
 
 
 def _open_room(world: KvWorld) -> None:
-    """Ask until the room is open: an engine computes meanwhile."""
+    """Reserve until the node's partition is open; an engine computes meanwhile."""
     cache, until_s = world.half.manager.cache, time.monotonic() + 10
     while cache.reserve([b"k" * 36]) is None:
         assert time.monotonic() < until_s

@@ -1,4 +1,4 @@
-"""Pages are told from shapes and strides, whatever backend laid them out."""
+"""Pages are derived from shapes and strides, for the layout of any backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device pool over host memory and storage: what comes back is what was there."""
+"""A device pool over host memory and storage: loaded pages equal the stored ones."""
 
 from __future__ import annotations
 

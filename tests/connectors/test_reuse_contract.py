@@ -1,7 +1,7 @@
 """Every connector translates the same decision: one table of cases, real caches below.
 
-A case is asked for as its engine does: again when the request has waited, and once more when all
-that it waited for has come.
+A case is queried as its engine does: again when the request has waited, and once more when
+everything that it waited for has arrived.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ NUM_TOKENS = 1
 
 
 class Answer(NamedTuple):
-    """loads: blocks that an engine is told to load. waits: it is told to wait."""
+    """Decision of a connector.
+
+    loads: number of blocks that the engine has to load. waits: the request has to wait.
+    """
 
     loads: int = 0
     waits: bool = False

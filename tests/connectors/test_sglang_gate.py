@@ -64,7 +64,10 @@ def world() -> Iterator[World]:
 
 
 def scheduler(queue: Sequence[Any], others: Callable[[int], int] = lambda at: 0) -> Any:
-    """others: whether another rank waits for what this one asks as its nth question."""
+    """Return a stand-in for SGLang's scheduler.
+
+    others: value that another rank contributes at each position of the reduction.
+    """
 
     def reduce(tensor: torch.Tensor, op: object) -> None:
         assert op is torch.distributed.ReduceOp.MAX

@@ -57,7 +57,7 @@ class Told:
         self.behind.append((numbers, int.from_bytes(before, "big")))
 
     def look_up(self, req: Request, before: Sequence[int], after: Sequence[int]) -> None:
-        """As SGLang: nothing is asked where no whole page is left."""
+        """Look a prompt up as SGLang does: without a storage query if no whole page is left."""
         keys = [key(number) for number in before]
         with self.asking.looking_up(req, len(before) * PAGE, lambda: keys):
             if after:

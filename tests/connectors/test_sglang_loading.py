@@ -63,7 +63,7 @@ class World:
         self.loading.promise([key_of(number) for number in numbers], places)
 
     def queue(self, rid: str, numbers: Sequence[int], first_page: int = 10) -> None:
-        """As SGLang asks for them, one behind the other from a page of the device on."""
+        """Queue a load as SGLang does, into consecutive device pages from ``first_page``."""
         slots = torch.arange(first_page * PAGE, (first_page + len(numbers)) * PAGE)
         keys = [key_of(number).hex() for number in numbers]
         wanted: list[Any] = [

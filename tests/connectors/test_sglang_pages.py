@@ -19,7 +19,7 @@ PAGE, NUM_PAGES, PIECE = 4, 6, 32
 
 
 class Pool:
-    """Two pieces a page, one behind all pages' other one; or wherever ``at`` says."""
+    """Two pieces per page, the second pieces behind all first ones, or at the offsets of ``at``."""
 
     page_size, page_num, layout, dtype = PAGE, NUM_PAGES, "test", torch.uint8
 

@@ -9,7 +9,7 @@ from kvtier.connectors.sglang.shared.prefill import SCHEDULER, PrefillWatch
 
 
 class Steps:
-    """A scheduler that takes as long as a test says, hooked."""
+    """A hooked scheduler whose steps take as long as a test sets."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -17,7 +17,7 @@ DISK = {"disk_path": "/nvme/kv", "disk_capacity": "1MiB"}
 
 
 def config(**changes: object) -> Any:
-    """As SGLang tells a rank that it is alone."""
+    """Return the config that SGLang passes to a single rank."""
     known = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "model_name": "m"}
     known |= {"attn_cp_rank": 0, "attn_cp_size": 1, "dcp_size": 1, "is_mla_model": False}
     return SimpleNamespace(**{**known, "extra_config": None, **changes})

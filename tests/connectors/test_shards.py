@@ -156,7 +156,7 @@ class Rank:
         return self.tier.put(NAMES, self._blocks, 1.0)
 
     def load(self, kv: Sequence[KV]) -> list[Outcome]:
-        """Load all blocks, and compare those that were found with ``kv``."""
+        """Load all blocks, and compare the found ones with ``kv``."""
         found = self.tier.find(KEYS, 1.0)
         assert found == self.tier.get(KEYS, self._blocks, 1.0)
         self._copy(NUM_BLOCKS * self.per_block, Direction.LOAD)

@@ -1,4 +1,4 @@
-"""A slab as a cache that a scheduler asks: what is there, what leaves, what a restart finds."""
+"""A slab as a scheduler's cache: look-ups, evictions, and recovery by a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A slab as a cache that a scheduler asks, when something fails, and at its end."""
+"""A slab as a scheduler's cache: failures, and shutdown."""
 
 from __future__ import annotations
 

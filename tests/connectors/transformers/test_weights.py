@@ -1,4 +1,4 @@
-"""KV is found by the weights that a model computes with, whoever changed them."""
+"""KV is found by the weights that a model computes with, however they were changed."""
 
 from __future__ import annotations
 
