@@ -1,4 +1,4 @@
-"""SGLang's own host pools on the CPU, small, with bytes that can be told apart."""
+"""SGLang's own host pools on the CPU, small, with distinct bytes."""
 
 from __future__ import annotations
 

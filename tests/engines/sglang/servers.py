@@ -1,4 +1,4 @@
-"""Real SGLang servers on the CPU, and what is asked of them."""
+"""Real SGLang servers on the CPU, and requests to them."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Server:
         pytest.fail(f"the server does not answer:\n{self.text[-6000:]}")
 
     def settle(self, folder: Path, num_pages: int, patience_s: float = 60) -> None:
-        """Until its slabs have acknowledged so many pages, told by the journals' sizes."""
+        """Wait until the slabs have acknowledged ``num_pages`` pages, by their journals' sizes."""
         end = time.monotonic() + patience_s
         while time.monotonic() < end:
             if sum(each.stat().st_size for each in folder.rglob("journal")) >= 64 * num_pages:

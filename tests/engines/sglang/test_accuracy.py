@@ -1,6 +1,6 @@
 """Twenty prompts of 3,500 tokens.
 
-What each tier gives back is answered as from the device, bit for bit.
+Answers with KV from each tier equal those with KV from the device, bit for bit.
 """
 
 from __future__ import annotations

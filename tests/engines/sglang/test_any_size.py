@@ -114,7 +114,7 @@ class HostRank:
         assert done == [Outcome.THERE] * NUM
 
     def load(self, shelf: StoredBlocks, kv: torch.Tensor, places: Sequence[int]) -> list[Outcome]:
-        """Load pages, and compare those that were found, and that no others have changed."""
+        """Load pages; compare the found ones, and check that no others have changed."""
         before = self.view.clone()
         tier = self.over(shelf)
         found = tier.find(KEYS, 1.0)

@@ -67,7 +67,7 @@ def check_bytes(pool: DevicePool, by_layer: list[list[torch.Tensor]]) -> None:
 
 
 def check_as_sglang(kvcache: Any, made: Any, components: set[ComponentType]) -> list[DevicePool]:
-    """Every page's pieces are those that SGLang's own linkers would copy, layer by layer."""
+    """Check that a page has the pieces that SGLang's own linkers would copy, layer by layer."""
     group = resolve_hybrid_device_pool_group(
         kvcache=kvcache, page_size=PAGE, params=made, components=components
     )

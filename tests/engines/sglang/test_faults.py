@@ -89,7 +89,7 @@ def _slot_bytes(folder: Path) -> int:
 
 
 def _store_until_killed(running: Server, folder: Path, num_before: int) -> None:
-    """Ask, and kill the server when it has acknowledged a part of what it computed."""
+    """Send prompts, and kill the server when it has acknowledged a part of their blocks."""
 
     def ask() -> None:
         for seed in range(100, 110):

@@ -1,4 +1,4 @@
-"""The linker below SGLang's own tree: what it gives back is what the device had, bit for bit."""
+"""The linker below SGLang's own tree: loaded KV equals the device's KV, bit for bit."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_new_weights_leave_no_pages_behind(grows: Grows, tmp_path: Path) -> None
 
 
 def test_new_weights_in_the_middle_of_a_store_keep_nothing_of_it(grows: Grows) -> None:
-    """SGLang need not empty its own cache then: it is told of the end, of each store its own."""
+    """SGLang need not empty its own cache then. It gets the end of each store."""
     tree = grows("full")
     tree.compute(prompt(1, 4))
     assert len(tree.cache.linker.pending_offloads) == 1

@@ -38,9 +38,10 @@ __all__ = ["opens"]  # a fixture
 
 
 def _flood(num_requests: int) -> list[list[int]]:
-    """Eight prompts of six pages come back, in turns.
+    """Return prompts as page numbers: eight that recur, among others that do not.
 
-    Of three requests two are for a prompt of eight pages that nobody repeats. Numbers of pages.
+    Every third request is one of eight prompts of six pages, in turns. The others have eight pages
+    each, and occur once.
     """
     prompts = []
     for at in range(num_requests):

@@ -145,7 +145,7 @@ class Tree:
         return found
 
     def settle(self) -> None:
-        """Until all offloads are told of, and nothing moves below."""
+        """Wait until all offloads are reported, and no transfer is in flight below."""
         ends = time.monotonic() + 20
         while self.cache.linker.pending_offloads and time.monotonic() < ends:
             self.cache.check_hicache_events()

@@ -42,7 +42,7 @@ class FaultySpec(KvtierSpec):
 
 
 class SilentDiskSpec(KvtierSpec):
-    """Its disk answers no read, and leaves a file ``asked`` beside the slabs."""
+    """Spec whose disk answers no read; a read creates a marker file beside the slabs."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         folder = Path(str(self.sizes.settings.disk_path))

@@ -2,7 +2,7 @@
 
 The scheduler's half and the ranks' halves that the spec makes, driven as vLLM drives them.
 
-Bytes follow from keys and ranks, and are compared wherever a load says that they are in place.
+Bytes follow from keys and ranks, and are compared for every load that is reported as done.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Replica:
     # -- steps -------------------------------------------------------------------------------------
 
     def step(self, without: Collection[int] = ()) -> None:
-        """Run an engine step that computes nothing. without: ranks that lose what they are told."""
+        """Run an engine step that computes nothing. without: ranks whose orders are lost."""
         self.num_steps += 1
         orders = self.manager.take_orders()
         for rank, worker in enumerate(self.workers):
@@ -209,9 +209,9 @@ class Replica:
         self.manager.on_request_finished(context)
 
     def load(self, *numbers: int) -> int:
-        """A request asks for blocks, and waits as it is told to.
+        """Look blocks up, wait as the connector requires, and load the leading run of found blocks.
 
-        How many of the first ones it gets; their bytes are compared on every rank.
+        Compare the loaded bytes on every rank; return the number of loaded blocks.
         """
         context = self._context(numbers)
         num = self._num_found(context, numbers)

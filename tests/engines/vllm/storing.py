@@ -1,4 +1,4 @@
-"""Serves prompts for ever, and says when each is answered; to be killed in the middle.
+"""Serves prompts endlessly, and prints a line for each answered batch; to be killed in the middle.
 
 python -m tests.engines.vllm.storing SLAB
 """

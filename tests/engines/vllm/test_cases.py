@@ -1,6 +1,6 @@
 """A real vLLM with kvtier: features of the engine that change what is computed, or in what order.
 
-Prompts are asked for from the engine's own pool, from host memory and disk after eviction, and
+Each prompt is served from the engine's own pool, from host memory and disk after eviction, and
 after a restart. Answers with their log-probabilities are equal to those of the engine's own hit,
 bit for bit.
 """
@@ -180,7 +180,7 @@ def test_requests_of_every_kind(tmp_path: Path) -> None:
 
 
 def _crowd(llm: Any) -> None:
-    """Ask for so much at a time that requests are preempted, twice, and for each prompt alone."""
+    """Run so many prompts at a time that requests are preempted, twice, and each prompt alone."""
     many = vllm.SamplingParams(max_tokens=60, temperature=0, logprobs=3, ignore_eos=True)
     prompts: list[Any] = [prompt(5300 + seed, NUM_BLOCKS * BLOCK + 100) for seed in range(11)]
     before = count(PREEMPTED)

@@ -38,7 +38,10 @@ def _folder() -> Path:
 
 
 def _files() -> list[str]:
-    """Those that are there: a version without one fails the first test, or lacks nothing in it."""
+    """Return the contract's files that exist.
+
+    If a version has no such file, the first test fails, unless the contract requires nothing of it.
+    """
     return [file for file in CONTRACT.files if (_folder() / file).exists()]
 
 

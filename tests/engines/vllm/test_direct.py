@@ -156,9 +156,9 @@ def test_host_memory_that_is_all_in_use_keeps_nobody_waiting() -> None:
 
 
 def test_another_requests_hold_is_its_own() -> None:
-    """One loads a block from host memory, and one reads it directly.
+    """One request loads a block from host memory, and one reads it directly.
 
-    The first to end lets go of its own.
+    The first one to end releases only its own hold.
     """
     scheduler = on_disk(Direct.ON)
     direct = scheduler.request("direct", KEYS[:1])
@@ -275,7 +275,7 @@ class Rank:
     def load(
         self, blocks: Sequence[int], direct: Sequence[int], to: list[int], first: int = 0
     ) -> Done | None:
-        """Load blocks to pages; those at ``direct`` from the disk. What a report says of it."""
+        """Load blocks to pages, the ones at ``direct`` from disk; return the report of these."""
         held = [block for at, block in enumerate(blocks) if at not in direct]
         names = tuple(NAMES[blocks[at]] for at in direct)
         order = RankOrder(2, Verb.READ, DISK, names, tuple(map(Slot, direct)))
@@ -490,7 +490,7 @@ def test_block_that_a_rank_has_lost_fails_the_load(rank: Rank) -> None:
 
 
 def test_rank_whose_tensors_begin_behind_a_page_says_so(tmp_path: Path) -> None:
-    """As torch's do on a CPU, unless it is told to align them."""
+    """Torch's tensors on a CPU do, unless they are allocated with alignment."""
     rank = Rank(tmp_path / "auto", direct=Direct.AUTO, behind=64)
     assert rank.worker.take_report(frozenset()).hellos[0].direct == frozenset()
     rank.close()

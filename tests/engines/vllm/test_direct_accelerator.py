@@ -85,7 +85,7 @@ def layers(sizes: Sequence[int]) -> list[torch.Tensor]:
 
 
 class Far(Rank):
-    """Over a fake; its tensors are the accelerator's. before: is told of the fake first."""
+    """Rank over a fake, with tensors in its memory. before: called with the fake first."""
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ def test_what_the_library_fails_at_is_read_by_way_of_host_memory(
 def test_load_with_a_flipped_bit_fails_and_its_block_is_gone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A damaged block among those that are verified, here the first of a sample, is dropped."""
+    """A damaged block that is verified, here the first of a sample, is dropped."""
     monkeypatch.setattr(LocalMover, "scrub", lambda self: [])  # it might find the block before
     with far_rank(name, tmp_path, GQA, 1, Direct.ON, Verify.SAMPLED) as rank:
         rank.store(3, [0, 1, 2])

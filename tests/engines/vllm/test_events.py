@@ -40,7 +40,7 @@ class Subscriber:
         self.batches: dict[int, KVEventBatch] = {}
 
     def receive(self) -> bool:
-        """Receive what is there; return whether there is a gap."""
+        """Receive the pending events; return whether there is a gap."""
         while self.sub.poll(300):
             _, number, payload = self.sub.recv_multipart()
             self.batches[int.from_bytes(number, "big")] = decode(payload)

@@ -65,7 +65,7 @@ def make_adapter(folder: Path, seed: int) -> Path:
 
 
 def ask(llm: Any, folder: Path | None, number: int = 1, **more: Any) -> tuple[int, Answer]:
-    """Ask for ``TEXT`` with the adapter in a folder; None for the model alone."""
+    """Run ``TEXT`` with the adapter in ``folder``; None for the model alone."""
     if folder is None:
         return run(llm, TEXT)[0]
     return run(llm, TEXT, lora_request=LoRARequest(folder.name, number, str(folder), **more))[0]

@@ -1,4 +1,4 @@
-"""The scheduler's side, asked as vLLM's scheduler asks."""
+"""The scheduler's side, called as vLLM's scheduler calls it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Known(VllmNames):
 
 
 class Scheduler:
-    """Asks as vLLM's scheduler does, and says what one rank would."""
+    """Calls the manager as vLLM's scheduler does, and reports as one rank would."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ def test_damaged_block_is_a_miss(scheduler: Scheduler) -> None:
 
 
 def test_block_whose_read_failed_is_computed_and_stays_on_disk(scheduler: Scheduler) -> None:
-    """Whoever waited for it does not wait for another read; another request may."""
+    """The request that waited for it does not wait for another read; another request may."""
     scheduler.to_disk(KEYS[:2])
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
@@ -337,7 +337,7 @@ def test_request_loads_only_from_the_tiers_that_it_names(scheduler: Scheduler) -
 
 
 def test_end_of_a_request_keeps_its_beginning(scheduler: Scheduler) -> None:
-    """vLLM's own pool had all of it, and nothing was asked for here."""
+    """vLLM's own pool had all of it, so kvtier got no look-up."""
     for key in KEYS[:4]:
         scheduler.store(scheduler.request("first", KEYS[:4]), [key])
     scheduler.manager.on_request_finished(scheduler.request("again", KEYS[:2]))

@@ -42,10 +42,14 @@ PROMPTS = [prompt(9000 + number, NUM_BLOCKS * BLOCK + 30) for number in range(8)
 def stages(
     config: dict[str, Any], layers: tuple[int, ...] = LAYERS, **changes: Any
 ) -> Iterator[Any]:
-    """A vLLM of two stages on the CPU. config: of its connector. layers: of each stage.
+    """Run a vLLM of two stages on the CPU.
 
-    The second stage gets a place for what the first one sends when vLLM warms up. On a CPU it does
-    so only where it compiles, and where it is not told how much memory the KV takes.
+    When vLLM warms up, the second stage allocates a buffer for the first one's output. On a CPU it
+    does so only if it compiles and if the memory for KV is not set.
+
+    Args:
+        config: Config of its connector.
+        layers: Number of layers of each stage.
     """
     cores = sorted(os.sched_getaffinity(0))
     with pytest.MonkeyPatch.context() as patch:

@@ -34,7 +34,7 @@ PAGE_BYTES = 4096
 
 
 class Sleeps:
-    """Stands in for ``time``, and counts the seconds that somebody sleeps."""
+    """Stands in for ``time``, and counts the seconds slept."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

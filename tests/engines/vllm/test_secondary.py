@@ -52,7 +52,7 @@ from tests.tiers.disk.faulty_disk import FaultyDisk
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> FaultyDisk:
-    """A disk that fails when it is told to."""
+    """Replace the disk by one with planned faults."""
     system = FaultyDisk()
     monkeypatch.setattr(
         opening, "DiskTier", lambda options, group, rows: DiskTier(options, group, rows, system)
@@ -426,7 +426,7 @@ def test_one_slab_has_one_owner(tmp_path: Path) -> None:
 
 
 def test_replicas_of_one_service_have_slabs_of_their_own(tmp_path: Path) -> None:
-    """vLLM tells replicas of a dense model their number, and that there is one of them."""
+    """vLLM gives each replica of a dense model its number, but a number of replicas of 1."""
     parallel = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 1, 1, None, False)
     with running(tmp_path / "slab") as world:
         world.store(keys_of(1))

@@ -45,7 +45,7 @@ TELLS_STORES = {
 
 
 def _printed(tmp_path: Path) -> list[str]:
-    """As a user is told to start it."""
+    """Return vLLM's options as ``kvtier vllm-args`` prints them for a user."""
     command = [sys.executable, "-m", "kvtier.tools.cli", "vllm-args", "--host-capacity", "64MiB"]
     command += ["--connector", FRONT.connector]
     command += ["--disk-path", str(tmp_path), "--disk-capacity", "64MiB"]

@@ -1,4 +1,4 @@
-"""A disk of 8 MB/s below a real vLLM, and a burst of prompts: it holds up nobody."""
+"""A disk of 8 MB/s below a real vLLM: a burst of prompts delays no request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests in vLLM's queue, told of as those whose blocks are about to be used."""
+"""Requests in vLLM's queue are reported as upcoming uses of their blocks."""
 
 from __future__ import annotations
 

@@ -109,9 +109,9 @@ class World:
         self.finish(context)
 
     def load(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """A request asks for blocks, and waits until they are in the host tier or not to be had.
+        """Look blocks up until each is in the host tier or cannot be loaded; load the found ones.
 
-        What is there is compared.
+        Compare the loaded bytes; return whether each block was found.
         """
         context = self.request(keys)
         found: list[bool] = []

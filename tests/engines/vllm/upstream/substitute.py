@@ -105,7 +105,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 class Manager(OffloadedTiers):
-    """Ours, made as vLLM's is made; slots are told as vLLM's are told."""
+    """kvtier's manager with the constructor of vLLM's, and with slots in vLLM's form."""
 
     medium = Medium.CPU
 
@@ -291,7 +291,7 @@ class Copies:
         assert not left, "keys without pages"
 
     def _invent(self, key: bytes, place: int, group: int) -> None:
-        """Content for what a test says was stored, and never did."""
+        """Make up content for blocks that a test reports as stored without storing them."""
         before = 0
         for share, (_, nbytes) in enumerate(self._groups[group]):
             if (key, place, share) not in self._stored:

@@ -23,7 +23,7 @@ class _Words(type):
 
 
 class _Anything(metaclass=_Words):
-    """A class for every name that is asked for."""
+    """A class for every requested name."""
 
 
 class _Module(ModuleType):
