@@ -71,7 +71,6 @@ IDIOM_LIMITS: dict[str, float] = {
     "tests/fuzz": 6,
     "tests/kit": 10,
     "tests/native": 6,
-    "tests/node": 7,
     "tests/serve": 14,
     "tests/tools": 4,
 }

@@ -229,7 +229,7 @@ def test_late_answer_is_undone_though_the_client_asks_nothing_more(
 def test_no_two_threads_hear_a_connection_at_a_time(
     node: LocalNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One waits for late answers, and the engine's asks whether a wait is over."""
+    """One waits for late answers, and the engine's thread checks whether a wait is over."""
     hearing: list[str] = []
     overlaps: list[str] = []
     hear = Channel.hear

@@ -229,7 +229,7 @@ def test_bound_that_is_not_named_stays_as_it_is(shared: NodeProcess) -> None:
 
 
 def test_look_ups_of_a_server_are_counted_and_timed(node: NodeProcess) -> None:
-    """A server attaches as to a store, and asks by another message than vLLM."""
+    """A server attaches as to a store, and looks up with another message than vLLM."""
     with BareEngine(node) as engine:
         engine.store(1, 2)
         before = node.control.get("/status")["rooms"][0]["looked_up"]["memory"]
@@ -366,7 +366,7 @@ def test_a_node_is_configured_by_a_file_and_leaves_no_socket(tmp_path: Path) -> 
     ],
 )
 def test_quotas_are_compared_in_segments(quotas: list[str], sentence: str) -> None:
-    """The node has four. Floors that fit in bytes only would keep memory free for nobody."""
+    """The node has four segments. A floor counts as whole segments, rounded up."""
     its = parse_quotas(quotas)
     if not sentence:
         NodeConfig(host_capacity="256MiB", quotas=its)

@@ -1,4 +1,4 @@
-"""Slots in use: taken back when the engine says so, or when it has ended, and not earlier."""
+"""Slots in use are freed when the engine releases them or has ended, and not earlier."""
 
 from __future__ import annotations
 
@@ -484,7 +484,7 @@ def test_default_tenant_can_be_given_to_some(tmp_path: Path) -> None:
 
 
 def test_engine_of_another_user_is_another_engine(node: LocalNode) -> None:
-    """Nobody takes over, or blocks, the name of another user's or tenant's engine."""
+    """No engine takes over, or blocks, the name of another user's or tenant's engine."""
     with bare(node.config.socket) as first, bare(node.config.socket) as second:
         first.attach("engine", "a")
         second.attach("engine", "b")

@@ -27,7 +27,7 @@ NUM_ENGINES = 3
 class Forker:
     """Starts nodes and engines in a folder, and kills them.
 
-    processes: those that it has started, and not killed.
+    processes: ids of the running processes that it has started.
     """
 
     def __init__(self, folder: Path) -> None:

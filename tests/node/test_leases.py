@@ -1,4 +1,4 @@
-"""Leases of an engine, in the node and in its client: counted right, whatever is asked for."""
+"""Leases of an engine, in the node and in its client: counts stay right for any requests."""
 
 from __future__ import annotations
 

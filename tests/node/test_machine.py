@@ -266,7 +266,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def node_knows_what_is_in_use(self) -> None:
-        """It may know of more, of which it was not told yet."""
+        """The node may count more uses than an engine has: releases that it did not receive yet."""
 
         found = self._uses()
         for engine in self.living:

@@ -18,7 +18,7 @@ from tests.node.world import PATIENCE_S, LocalNode, bare, config_of, keys, local
 
 
 class Disk:
-    """Lets the storage of some partitions open only when it is told to."""
+    """Holds the opening of some partitions' storage until a test allows it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may_open = Event()

@@ -249,7 +249,7 @@ def test_floor_is_kept_free_from_the_start(tmp_path: Path) -> None:
 
 
 def test_ceiling_counts_segments_that_are_still_in_use(tmp_path: Path) -> None:
-    """A tenant can't have more by leasing what it is to give back."""
+    """A tenant cannot exceed its ceiling by leasing blocks of segments that it has to return."""
     ceiling = TenantQuota(0, 8 * SEGMENT)
     with world(tmp_path, a=ceiling) as here:
         partition, other = here.partition("a"), here.partition("b")

@@ -1,4 +1,4 @@
-"""An engine that reserves slots and does not fill them holds nobody up."""
+"""An engine that reserves slots and does not fill them blocks no other engine."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_node_that_ends_leaves_nothing(tmp_path: Path) -> None:
 def test_lock_that_was_released_meanwhile_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its file was removed, so a lock on it would keep nobody out."""
+    """The lock's file was removed, so a lock on it would exclude no process."""
     path, lock = tmp_path / "lock", fcntl.flock
     first = LockFile(path)
     with pytest.raises(BlockingIOError):
@@ -172,7 +172,7 @@ def test_directory_that_others_can_write_to_is_refused(tmp_path: Path, mode: int
 
 
 def test_link_to_a_directory_is_refused(tmp_path: Path) -> None:
-    """Somebody may have put it there, where the name is known."""
+    """Another user may have created the link, since the name is known."""
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "memory").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="no directory of this user"):

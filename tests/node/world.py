@@ -169,7 +169,7 @@ def node_process(folder: Path, *options: str) -> Iterator[NodeProcess]:
 
 
 class Bare:
-    """A connection that sends what it is told to, wrong or right."""
+    """A connection that sends any message, valid or not."""
 
     def __init__(self, path: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
