@@ -70,7 +70,6 @@ IDIOM_LIMITS: dict[str, float] = {
     "tests/cache": 14,
     "tests/fuzz": 6,
     "tests/kit": 10,
-    "tests/native": 6,
     "tests/serve": 14,
     "tests/tools": 4,
 }

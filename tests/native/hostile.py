@@ -1,7 +1,7 @@
-"""Calls the native core with whatever numbers come to mind: ``-m tests.native.hostile SEED NUM``.
+"""Calls the native core with arbitrary arguments: ``-m tests.native.hostile SEED NUM``.
 
-Each of the calls must come to an end and give a result, or raise one of ``REFUSALS``. A program of
-its own, because what goes wrong ends a process: the line that was printed last says with what.
+Each call must end and return a result, or raise one of ``REFUSALS``. It runs in a process of its
+own, because a fault in the core ends the process. The last printed line is the call that did.
 """
 
 # mypy: disable-error-code="arg-type,assignment,call-arg"
@@ -100,7 +100,7 @@ class Hostile:
         return self.random.choice((list, tuple, iter, np.array if not made else list))(made)
 
     def blocks(self) -> Any:
-        """Mostly those that there are."""
+        """Return blocks, mostly existing ones."""
         if self.random.random() < 0.3:
             return self.numbers()
         known = [each[0] for each in self.trie.dump() if each[1] is not None]

@@ -1,4 +1,4 @@
-"""The copy that says what it has copied: one suite for the native core and its Python twin."""
+"""The copy that returns checksums: one suite for the native core and its Python twin."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def received(
 
 @contextmanager
 def sending(*parts: bytes, pause_s: float = 0.0, is_open: bool = True) -> Iterator[socket.socket]:
-    """A socket to which somebody sends these parts, and then no more."""
+    """Yield a socket to which a thread sends these parts, and then nothing."""
     here, there = socket.socketpair()
 
     def send() -> None:

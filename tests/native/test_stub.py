@@ -55,7 +55,7 @@ def stubs() -> dict[str, dict[str, object]]:
 
 
 def methods() -> dict[str, dict[str, object]]:
-    """Every method of every class that the stub declares, but those that Python itself knows."""
+    """Return the methods of every class in the stub, without special and decorated ones."""
     body = ast.parse(STUB.read_text(encoding="utf-8")).body
     return {
         f"{kind.name}.{item.name}": signature(item)
