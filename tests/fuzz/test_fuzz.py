@@ -1,8 +1,7 @@
 """Input from outside, damaged at random: an answer or one sentence, within bounded time and memory.
 
-KVTIER_NUM_MUTATIONS says how many cases each target gets (300; fewer with less effort),
-KVTIER_FUZZ_SEED which ones.
-``make fuzz`` runs a hundred thousand.
+KVTIER_NUM_MUTATIONS is the number of cases of each target (300; fewer with less effort),
+KVTIER_FUZZ_SEED selects them. ``make fuzz`` runs a hundred thousand.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ NAMES = ("", "/", "..", "../x", "manifests/../x", "manifests//x", "packs/\u2028"
 
 
 def a_list(rng: random.Random, answer: Answer) -> bytes:
-    """Return a list that nobody asked for: well formed, or none."""
+    """Return a list that does not fit the request: well formed, or not."""
     name = rng.choice(NAMES)
     size = rng.choice((*LENGTHS, -1, "x", ""))
     match rng.randrange(8):
@@ -119,7 +119,7 @@ def an_answer(rng: random.Random, asked: Question, answer: Answer) -> bytes:
 
 
 def open_tier(url: str) -> S3Tier:
-    """One process's tier, which looks at what others have written when it is told to."""
+    """Open one process's tier. It reads the manifests of other writers only on request."""
     location = f"//{BUCKET}/fuzz?endpoint={url}&poll_s=0&publish_s=3600"
     made = make_s3(StorageSite("s3", location, GROUP, 64 * GROUP.bytes_per_block))
     assert isinstance(made, S3Tier)
