@@ -68,7 +68,6 @@ IDIOM_LIMITS: dict[str, float] = {
     "src/kvtier/control": 4,
     "src/kvtier/node": 5,
     "tests/cache": 14,
-    "tests/kit": 10,
     "tests/serve": 14,
     "tests/tools": 4,
 }

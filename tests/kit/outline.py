@@ -8,7 +8,7 @@ VOID = {"meta", "br", "link", "img"}
 
 
 class Outline(HTMLParser):
-    """Checks that elements are closed in order, and keeps what is asked about."""
+    """Checks that elements are closed in order, and collects ids, links and text."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,11 +17,12 @@ Line = SimpleQueue[tuple[float, bytes]]
 
 
 class Proxy:
-    """Passes on what comes, ``delay_s`` later each way. Close it.
+    """Forwards bytes between clients and a server, ``delay_s`` later each way. Close it.
 
-    to_port: of the server. port: of its own; 0 for any. hold: after so many bytes more, either way,
-    nothing is passed on, and nobody is told (a black hole), until ``let_go``. cut: all connections
-    end now.
+    to_port: the server's port. port: its own port; 0 for any.
+
+    hold: forward so many more bytes, either way, then none until ``let_go``, with connections left
+    open (a black hole). cut: end all connections now.
     """
 
     def __init__(self, to_port: int, delay_s: float = 0.0, port: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Real servers of stores, on loopback ports that nobody uses, each in a folder of its own."""
+"""Real servers of stores, on free loopback ports, each in a folder of its own."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class ValkeyServer:
 
 
 def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    """Until somebody listens."""
+    """Wait until the port accepts connections."""
     give_up = time.monotonic() + PATIENCE_S
     while time.monotonic() < give_up:
         assert process.poll() is None, f"the server has ended: {process.returncode}"
@@ -148,7 +148,7 @@ class StoreHttpServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Returns when it answers, whatever it says."""
+        """Start the process; return when it answers, with any status."""
         # SeaweedFS takes credentials that it finds there for those of its users.
         env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
         with self._log.open("ab") as log:
@@ -205,7 +205,7 @@ def rclone(binary: str, folder: Path, user: str) -> StoreHttpServer:
 
 
 def make_bucket(url: str) -> None:
-    """Ask for it until it is there, and has taken an object: the first one takes seconds."""
+    """Create the bucket, and retry until it has taken an object: the first one takes seconds."""
     end_s = time.monotonic() + START_S
     for path in (BUCKET, f"{BUCKET}/first"):
         while not _is_put(f"{url}/{path}"):
@@ -251,10 +251,12 @@ def has_mooncake() -> Path | None:
 
 
 class MooncakeMaster:
-    """A master, and a process that lends it memory. Close it.
+    """A Mooncake master, and a process that lends it memory. Close it.
 
-    lent_bytes: how much; 0 for no such process. lease_ms: how long what was asked for stays, at
-    least. stop, start: as a crash of both and a restart. frozen: both live, and answer nobody.
+    lent_bytes: lent memory; 0 for no lending process. lease_ms: minimum time that an object stays
+    after a read.
+
+    stop, start: as a crash and a restart of both. frozen: both live, but answer no call.
     """
 
     def __init__(self, folder: Path, lent_bytes: int = 512 << 20, lease_ms: int = 500) -> None:

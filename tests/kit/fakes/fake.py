@@ -117,7 +117,7 @@ def _run(*arguments: str, to: Path) -> None:
 
 
 class Fake:
-    """One variant: what tests tell it, and what it has seen. Also the product loads ``path``."""
+    """One variant: controls for tests, and records of calls. The product loads ``path``, too."""
 
     def __init__(self, variant: str, path: Path | None = None) -> None:
         self.variant = variant
