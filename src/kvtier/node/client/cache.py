@@ -170,9 +170,9 @@ class NodeCache(BlockCache):
         return [BlockState.NOWHERE] * len(keys)
 
     def _read_answers(self) -> None:
-        """Note by key what the last look-ups have found.
+        """Index the results of the last look-ups by key.
 
-        It is done when a block is asked for, since most look-ups lead to no copy.
+        It is done when a block is first used, since most look-ups lead to no copy.
         """
         tiers = (HOST, *self._storages)
         leases = self._partition.leases
@@ -201,7 +201,7 @@ class NodeCache(BlockCache):
     def hold(self, keys: Sequence[bytes]) -> Held:
         """Return the slots of blocks in memory, to copy from. They are held until ``release``.
 
-        A block that is not leased any more has a slot whose copy is found to be wrong.
+        A block whose lease has ended gets a slot that fails the check after the copy.
         """
         self._read_answers()
         if any(key not in self._partition.leases for key in keys):
@@ -254,7 +254,7 @@ class NodeCache(BlockCache):
     def commit(self, keys: Sequence[bytes], depths: Sequence[int], to_storage: bool = True) -> None:
         """Note that blocks have been copied into their slots.
 
-        Blocks that must not leave this process are given up.
+        Blocks that must not be shared with other processes are aborted instead.
         """
         if not to_storage:
             self.abort(keys)
@@ -352,7 +352,7 @@ class NodeCache(BlockCache):
         self._say(keys, [waits(is_waiting, 0.0)])
 
     def _say(self, keys: Collection[bytes], said: Sequence[Said]) -> None:
-        """Send statements on blocks, whose times are seconds from now."""
+        """Send retention hints on blocks. Their times are seconds from now."""
         if keys and said:
             told, statements = b"".join(keys), [_fields(each) for each in said]
             self._tell(lambda number: protocol.HintNotice(number, told, statements))
@@ -429,7 +429,7 @@ class NodeCache(BlockCache):
         partition.leases.clear()
 
     def copies_have_ended(self) -> None:
-        """Give back the slots of copies that ``end_copies`` forgot. All must have ended by now."""
+        """Release the slots of copies that ``end_copies`` forgot. All must have ended by now."""
         ending, self._ending = self._ending, []
         for instance, notice in ending:
             self._client.tell(instance, notice)
@@ -461,7 +461,7 @@ class NodeCache(BlockCache):
         make: Callable[[int, int], FromEngine],
         kind: type[Answer],
     ) -> tuple[Answer, Channel] | None:
-        """Return the answer to a request, and the connection it came by. None without one.
+        """Return the answer to a request and its connection; None if there is no answer.
 
         keys: some keys. make: return the message, from the numbers of request and partition.
         """

@@ -212,15 +212,15 @@ class Channel:
         return self.is_open and bool(self._requests or self._unsent)
 
     def has_ended(self, watch: int) -> bool:
-        """Whether an ``EndedNotice`` has come, or can't come any more."""
+        """Whether an ``EndedNotice`` has arrived, or can't arrive any more."""
         return not self.is_open or watch not in self._watches
 
     def time_watch(self, watch: int) -> None:
-        """Keep what the ``EndedNotice`` says of its duration, until ``take_seconds``."""
+        """Keep the duration in the ``EndedNotice`` of a watch until ``take_seconds``."""
         self._seconds[watch] = 0.0
 
     def take_seconds(self, watch: int) -> float:
-        """Return how long the node took until the end of a timed watch; 0 if it did not say."""
+        """Return how long the node took until the end of a timed watch; 0 if it is not known."""
         return self._seconds.pop(watch, 0.0)
 
     @property
@@ -229,7 +229,10 @@ class Channel:
         return self._socket.fileno() >= 0
 
     def say_goodbye(self, until_s: float) -> None:
-        """Tell the node that this client uses no slot, and close. Waits for late answers first."""
+        """Send a ``DetachNotice``, by which this client uses no slot any more, and close.
+
+        Waits for late answers first.
+        """
         with suppress(NodeError, TimeoutError):
             self._flush(until_s)
             while self._requests:
@@ -357,7 +360,7 @@ class Channel:
         self.close()
 
     def _undo(self, answer: FromNode) -> None:
-        """Give back the slots of an answer that came too late."""
+        """Release the slots of an answer that arrived too late."""
         if isinstance(answer, protocol.EndedNotice):
             return
         message = self._requests.pop(answer.id, None)
@@ -505,10 +508,10 @@ class NodeClient:
         )
 
     def tell(self, instance: str, notice: FromEngine) -> Channel | None:
-        """Send a notice on a partition of a memory. Never waits, and tells the breaker nothing.
+        """Send a notice on a partition of a memory. Never waits, and does not affect the breaker.
 
-        Returns the connection that it was sent over. None if there is no connection: then a notice
-        on slots is sent as soon as there is one, and any other is left out.
+        Returns the connection that it was sent over; None if there is no connection. Then a notice
+        on slots is sent as soon as there is one, and any other is dropped.
         """
         if not self._process.is_here:
             return None
@@ -557,7 +560,7 @@ class NodeClient:
         self.keep(channel)
 
     def keep(self, channel: Channel) -> None:
-        """End the use of a connection over which nothing was asked."""
+        """Return a connection with no request in flight to the idle ones."""
         if not channel.is_open:
             self._absorb(channel)
             return
@@ -590,7 +593,7 @@ class NodeClient:
                     return
 
     def hear(self, channel: Channel) -> None:
-        """Receive what has come over a connection, unless it is in use. Never waits."""
+        """Receive pending messages of a connection, unless it is in use. Never waits."""
         with self._lock:
             if channel in self._idle:
                 channel.hear()
@@ -608,9 +611,9 @@ class NodeClient:
             logger.warning("node %s is %s", self.path, state)
 
     def close(self) -> None:
-        """Say goodbye, once nothing of this process uses a slot any more, and close.
+        """Detach from the node and close. This process must use no slot any more.
 
-        If a connection was lost, the node is told over a new one.
+        If a connection was lost, the notice is sent over a new one.
         """
         if not self._process.is_here or self._is_closed:
             return

@@ -172,7 +172,7 @@ class NodeHost:
         return [Finding("host memory", f"of the node {self._client.path}")]
 
     def close(self) -> None:
-        """Unregister the memory, and say goodbye. No copy may be in flight."""
+        """Unregister the memory, and detach from the node. No copy may be in flight."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()

@@ -1,7 +1,7 @@
 """Checksums of blocks in a node's memory, computed beside the node's own thread.
 
 ``RecordWriter`` writes a record for each block that was stored, in idle time. ``Verifier`` verifies
-the blocks that an earlier node has left.
+the blocks left by the previous node process.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class RecordWriter:
 
 @dataclass(frozen=True, slots=True)
 class LeftBlocks:
-    """Blocks that an earlier node has left. records: [n], of ``slots``."""
+    """Blocks left by the previous node process. records: [n], of ``slots``."""
 
     partition: BlockRows
     slots: Int64s
@@ -165,7 +165,7 @@ class Verifier:
         self._wakes.set()
 
     def poll(self) -> None:
-        """Tell of the blocks that have been verified."""
+        """Report the blocks that have been verified since the last call."""
         while self._done:
             then, blocks, are_right = self._done.popleft()
             then(blocks, are_right)

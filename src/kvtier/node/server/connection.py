@@ -91,13 +91,13 @@ class Connection:
         self._frames = FrameSocket(connection, self._take, self._fail, self.close)
 
     def _take(self, content: memoryview) -> Turns | None:
-        """Handle one message. Return the turns that are left for it, if there are any."""
+        """Handle one message. Return the rest of its work in turns; None if it is done."""
         if self._serve_simply(content):
             return None
         return self._handle(protocol.decode_engine(content))
 
     def _fail(self, error: Exception) -> None:
-        """Serve a process no further whose message failed. It ends the cache of no other one."""
+        """Disconnect a process whose message failed. Other processes are served as before."""
         if isinstance(error, ProtocolError):
             logger.warning("disconnected pid=%d reason=%s", self._peer.pid, error)
             self.close()
@@ -111,7 +111,7 @@ class Connection:
     ) -> None:
         """Send a message, with file descriptors.
 
-        undo: called if the process never reads the whole message, so is never told of its slots.
+        undo: called if the process never reads the whole message, and so never uses its slots.
         """
         self._send_frame(protocol.frame(message), fds, undo)
 
@@ -131,7 +131,7 @@ class Connection:
             self.close()
 
     def hang_up(self) -> None:
-        """Serve the process no further. What it says of its slots counts until it closes, too."""
+        """Serve the process no further. Its notices on slots still count until it closes."""
         self._cancel_tasks()
         self._frames.hang_up()
 
@@ -141,7 +141,7 @@ class Connection:
             task.cancel()
 
     def close(self, is_goodbye: bool = False) -> None:
-        """Close the socket. What the process was told of is kept until its client has ended.
+        """Close the socket. Slots that the process was given stay reserved until its client ends.
 
         is_goodbye: see ``Registry.detach``.
         """
@@ -484,7 +484,7 @@ def _look_up(
 
 
 def _undo_lookup(held: Holdings, frame: bytes) -> None:
-    """Release what a process was never told of. frame: the ``LookupAnswer``."""
+    """Release the leases of an undelivered look-up answer. frame: the ``LookupAnswer``."""
     answer = protocol.decode_node(memoryview(frame)[protocol.FRAME_HEADER.size :])
     assert isinstance(answer, protocol.LookupAnswer), "only a look-up is answered simply"
     held.release(unpack(answer.slots))

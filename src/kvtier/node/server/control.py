@@ -1,4 +1,4 @@
-"""Control of a running node: its state, and changes that a person or a router asks for.
+"""Control of a running node: its state, and changes that a person or a router requests.
 
 A partition is called a room here, as in the API, the CLI and the metrics. Rooms are named by
 ``PartitionKey.name``, and prompts by the keys that engines give their blocks.
@@ -61,9 +61,13 @@ class EngineState:
 class RoomState:
     """State of a partition.
 
-    used_bytes: by tier, as far as the index knows the blocks. capacity_bytes, breakers, errors: by
-    storage tier. looked_up: blocks by the place where engines found them.
-    is_open: False for one that only the disk has, since no engine has asked for it yet.
+    Attributes:
+        is_open: False for a partition that only the disk has, since no engine has opened it yet.
+        used_bytes: by tier, of the blocks that the index knows.
+        capacity_bytes: by storage tier.
+        looked_up: blocks by the place where engines found them.
+        breakers: state of the breaker by storage tier.
+        errors: last error by storage tier.
     """
 
     name: str
@@ -104,9 +108,10 @@ class TenantState:
 class NodeState:
     """State of a node.
 
-    free_segments: those that belong to no partition, and whose pages are ready. unverified_blocks:
-    of the previous process, that are not verified yet. slots_aside: slots that engines of the
-    previous process may use.
+    Attributes:
+        free_segments: segments that belong to no partition, and whose pages are ready.
+        unverified_blocks: blocks of the previous process that are not verified yet.
+        slots_aside: slots that engines of the previous process may use.
     """
 
     version: str

@@ -23,7 +23,7 @@ LEAST_BLOCKS = 16
 
 
 class DiskSpace:
-    """Sizes of the slabs in a directory, and of those that are being made. Any thread may use it.
+    """Sizes of the slabs in a directory, finished or in the making. Any thread may use it.
 
     Args:
         folder: the directory; "" for none.

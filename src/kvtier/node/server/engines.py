@@ -1,8 +1,8 @@
 """Engines that are attached to a node: their processes, and the slots that they use.
 
-A slot that an engine uses is taken back when the engine says so, or when every client of the engine
-has ended: its connections are closed, and it has said goodbye or its process is dead. Never by
-time, since a stopped process that resumes would write over another's block.
+A slot that an engine uses is taken back when the engine releases it, or when every client of the
+engine has ended: its connections are closed, and it has detached or its process is dead. There is
+no timeout, since a stopped process that resumes would overwrite another's block.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ class AttachError(CacheError):
 class EngineProcess:
     """The process at the other end of a Unix socket.
 
-    pid: in the node's process namespace. uid: user. pidfd: becomes readable when the process ends.
-    identity: numbers that no other living process has, as far as the kernel tells them.
+    Attributes:
+        pid: in the node's process namespace.
+        uid: user.
+        pidfd: becomes readable when the process ends.
+        identity: numbers that no other living process has, as far as the kernel provides them.
     """
 
     pid: int
@@ -209,9 +212,12 @@ class Holdings:
 class AttachedClient:
     """One client of an engine: a process that has mapped the memory, or a part of one.
 
-    process: the process. number: see ``SlotUsers``. connections: by number, those that are open. A
-    client without any is kept until its process ends, since it may still use slots. has_left:
-    whether it has said goodbye, and closed its end of all connections.
+    Attributes:
+        process: the process.
+        number: see ``SlotUsers``.
+        connections: open connections by number. A client without any is kept until its process
+            ends, since it may still use slots.
+        has_left: whether it has detached, and closed its end of all connections.
     """
 
     process: EngineProcess
@@ -224,10 +230,16 @@ class AttachedClient:
 class AttachedEngine:
     """One engine, of one or several clients.
 
-    name, uid: the same in all of its processes. tenant: whose quota counts. user: what the next
-    node will know of it. clients: by name, those that are not known to have ended. partitions: by
-    number, what it uses of each. num_waiting: its requests that wait. num_failures, num_pauses:
-    sums of its ``ReportNotice``.
+    Attributes:
+        name: the same in all of its processes.
+        uid: user, the same in all of its processes.
+        tenant: whose quota counts.
+        user: identification of the engine that the next node process will find.
+        clients: clients by name, until they are known to have ended.
+        partitions: slots that it uses, by the partition's number.
+        num_waiting: its requests that wait.
+        num_failures: sum over its ``ReportNotice``.
+        num_pauses: sum over its ``ReportNotice``.
     """
 
     name: str

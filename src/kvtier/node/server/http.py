@@ -1,8 +1,8 @@
 """HTTP routes of a node's control API.
 
-All routes are served on a Unix socket, whose permissions say who may use them. On a TCP port of the
-loopback address only those that change nothing are served, since every user of the machine, and
-every page in a browser on it, can reach that.
+All routes are served on a Unix socket, whose permissions decide who may use them. On a TCP port of
+the loopback address only routes that change nothing are served: every user of the machine can reach
+that port, and so can every page in a browser on it.
 """
 
 from __future__ import annotations

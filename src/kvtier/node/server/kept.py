@@ -1,4 +1,4 @@
-"""Slots of a partition that an earlier node has left: blocks to take over, and slots in use."""
+"""Slots of a partition left by the previous process: blocks to take over, and slots in use."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class KeptSlots:
 
     @property
     def num_unverified(self) -> int:
-        """Number of blocks that are yet to be verified."""
+        """Number of blocks that are not verified yet."""
         return len(self._unverified)
 
     @property

@@ -1,8 +1,8 @@
 """Host memory of a node: one shared arena in segments, each of which belongs to one block size.
 
 A slot is named by its number at its block size: slot ``s`` begins at byte ``s * block_bytes`` of
-the arena, whichever segment that is. Slots that cross the end of a segment do not exist. So an
-engine computes every address by itself, and is told nothing when segments change hands.
+the arena, whichever segment that is. Slots that cross the end of a segment do not exist. Engines
+therefore compute every address by themselves, and need no notice when segments change partitions.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class NodeMemory:
         return segment
 
     def give_back(self, segment: int) -> None:
-        """Take back a segment whose slots nobody uses any more."""
+        """Return a segment whose slots are all unused to the free ones."""
         self.records.owners[segment] = FREE
         heappush(self._free, segment)
 
@@ -183,7 +183,7 @@ class NodeMemory:
         self._unlock()
 
     def _unlock(self) -> None:
-        """Release the directories, and remove those that are empty."""
+        """Release the directories, and remove empty ones."""
         while self._locks:
             directory, lock = self._locks.popitem()
             lock.release()
@@ -360,7 +360,7 @@ class SegmentTier(MemoryTier):
         self._num_open -= num_slots
 
     def take_empty(self) -> list[int]:
-        """Return the retired segments whose slots are all free. They belong to nobody then."""
+        """Return the retired segments whose slots are all free, and remove them from this tier."""
         empty = [segment for segment, num_used in self._retired.items() if not num_used]
         for segment in empty:
             del self._retired[segment]

@@ -51,8 +51,8 @@ that asks. So partitions that are equally busy keep what they have."""
 BALANCE_S = 0.1
 """Seconds between decisions on which segments change hands."""
 MOST_RETIRING = 4
-"""Segments of one tenant that may be on their way back at a time. A tenant whose blocks are in use
-for long delays nobody but itself."""
+"""Segments of one tenant that may be retiring at a time. A tenant whose blocks are in use for long
+delays only itself."""
 MOST_PARTITIONS = 1024
 MOST_PARTITIONS_OF_TENANT = 64
 """Each partition costs threads, and memory for each slot that it could have."""
@@ -115,7 +115,7 @@ class CacheNode:
         self._kept = self._keep()  # segments of partitions that were not opened yet
 
     def _keep(self) -> dict[PartitionKey, list[int]]:
-        """Return the segments that an earlier node has left, by partition."""
+        """Return the segments left by the previous process, by partition."""
         records = self.memory.records
         kept: dict[PartitionKey, list[int]] = {}
         for name in records.partitions():
@@ -192,12 +192,12 @@ class CacheNode:
 
     @property
     def kept_partitions(self) -> Sequence[PartitionKey]:
-        """Partitions whose memory an earlier node has left, and that are not open yet."""
+        """Partitions left by the previous process that are not open yet."""
         return list(self._kept)
 
     @property
     def num_unverified(self) -> int:
-        """Number of blocks of an earlier node that are yet to be verified."""
+        """Number of blocks of the previous process that are not verified yet."""
         return sum(partition.kept.num_unverified for partition in self.partitions)
 
     @property
@@ -278,7 +278,7 @@ class CacheNode:
         return self.memory.num_segments if most is None else most
 
     def _is_full(self, tenant: str) -> bool:
-        """Whether a tenant has as much as it may have, with what it is to give back."""
+        """Whether a tenant has as many segments as it may have, including retiring ones."""
         num = self._num_held[tenant] + self._num_retiring[tenant]
         return num >= self._num_ceiling(tenant)
 
@@ -303,7 +303,7 @@ class CacheNode:
         return None
 
     def _rebalance(self) -> None:
-        """Retire a cold segment for each partition that asked for one in vain."""
+        """Retire a cold segment for each partition whose request for one was not met."""
         now_s = self._clock()
         if now_s < self._next_balance_s:
             return

@@ -88,7 +88,7 @@ class PartitionOpener:
         return None
 
     async def open_kept(self) -> None:
-        """Open the partitions whose memory an earlier node has left."""
+        """Open the partitions left by the previous process."""
         for key in self._node.kept_partitions:
             try:
                 await self.open(key)

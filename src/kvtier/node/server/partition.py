@@ -1,7 +1,7 @@
 """Cache of one tenant's blocks of one namespace, in a node.
 
-A *partition* holds a ``LocalBlockCache`` whose memory is those segments of the node's arena that it
-has now. It asks for further segments before it evicts, and gives segments back when the node
+A *partition* holds a ``LocalBlockCache`` whose memory is the set of segments of the node's arena
+that it has now. It requests further segments before it evicts, and returns segments when the node
 retires them.
 """
 
@@ -254,9 +254,9 @@ class Partition:
     def apply(
         self, keys: Sequence[bytes], said: Sequence[tuple[int, int, int, int, float]]
     ) -> Turns:
-        """Apply statements on a prompt's blocks, one a turn. Invalid ones are ignored.
+        """Apply hints to a prompt's blocks, one a turn. Invalid ones are ignored.
 
-        said: the statements.
+        said: the hints, each (kind, level, first block, end, seconds).
         """
         for word, level, first, end, for_s in said:
             now = self._clock()
@@ -367,7 +367,7 @@ class Partition:
         return found
 
     def delete_all(self) -> Iterator[None]:
-        """Delete every block, also those that only a slab knows.
+        """Delete every block, including blocks that only a slab knows.
 
         Yields between steps. Blocks that engines copy are deleted when they have released them, and
         storage confirms later (``has_undeleted``). Blocks in shared stores that the index does not

@@ -23,8 +23,11 @@ OTHER_SCOPES = "kvtier room whose scope has another length"
 class PartitionKey:
     """Identity of a partition.
 
-    tenant: whose quota counts. scope: digest of the namespace. block_bytes: bytes of a block.
-    key_bytes: length of the engines' keys.
+    Attributes:
+        tenant: whose quota counts.
+        scope: digest of the namespace.
+        block_bytes: bytes of a block.
+        key_bytes: length of the engines' keys.
     """
 
     tenant: str

@@ -132,7 +132,7 @@ class Pins:
             self.remove(number)
 
     def expire(self) -> None:
-        """End the pins whose time is over."""
+        """End expired pins."""
         if self._pins:
             now_s = self._clock()
             for pin in list(self._pins.values()):

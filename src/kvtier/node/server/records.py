@@ -246,7 +246,7 @@ class ArenaRecords:
             self.begin_anew(reason)
 
     def begin_anew(self, reason: str) -> None:
-        """Remove what an earlier node has left. reason: why; "" if no block is lost."""
+        """Remove the files of the previous process. reason: why; "" if no block is lost."""
         if reason:
             logger.warning("the blocks in memory of the previous node are lost: %s", reason)
         self.is_kept = False

@@ -56,7 +56,7 @@ class Registry:
 
     Attributes:
         opener: opens partitions.
-        engines: by user, tenant and name. So nobody can use, or occupy, another user's name.
+        engines: by user, tenant and name, so a user cannot use, or occupy, another user's name.
         lookups: times of look-ups.
         wake: called when a request waits for something that only a poll can notice.
     """

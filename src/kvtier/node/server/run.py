@@ -143,7 +143,7 @@ class ControlServer:
             await asyncio.sleep(self._doormen[0].tick_s)
 
     async def close(self) -> None:
-        """Answer what was asked, and end."""
+        """Answer pending requests, and end."""
         for server in self._servers:
             server.should_exit = True
         await asyncio.to_thread(self._thread.join, CLOSE_WAIT_S)

@@ -29,7 +29,7 @@ REST_S = 0.1
 class NodeServer:
     """Listens for engines. One event loop owns it and the node.
 
-    node: the node. path: of the socket; one that an earlier node has left is replaced.
+    node: the node. path: of the socket; one left by a previous process is replaced.
 
     Raises:
         ConfigError: the socket can't be made, or another node listens there.

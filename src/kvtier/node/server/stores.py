@@ -1,6 +1,6 @@
-"""Stores of a node: each partition has a place of its own in every store that lists blocks.
+"""Stores of a node: each partition has its own place in every store that lists blocks.
 
-So all blocks of a partition can be found and deleted, also those that no index knows.
+All blocks of a partition can therefore be found and deleted, including blocks that no index knows.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class FrameSocket:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the process has closed its end. What it has sent may be yet to be handled."""
+        """Whether the process has closed its end. Data that it has sent may not be handled yet."""
         poll = select.poll()
         poll.register(self._fd, select.POLLHUP)
         return bool(poll.poll(0))

@@ -7,9 +7,9 @@ are only added at the end of a message, with a default, so that a peer of the ve
 them.
 
 No message occupies the node for long, whatever it contains: the goal is 20 ms of its event loop.
-Lengths are bounded by the types of the fields. The line *Work* of a message says what its handling
-costs at most. *In turns* means ``MOST_AT_ONCE`` keys or slots at a time: between two turns the node
-serves other connections, and after the last one the next message of this one.
+Lengths are bounded by the types of the fields. The line *Work* of a message is the most that its
+handling costs. *In turns* means ``MOST_AT_ONCE`` keys or slots at a time: between two turns the
+node serves other connections, and after the last one the next message of this one.
 """
 
 from __future__ import annotations
@@ -89,9 +89,11 @@ class PartitionNotice(_Message):
 class AttachRequest(_Message):
     """First message of a connection.
 
-    version: of the protocol. engine: name of the engine, the same in all of its processes. tenant:
-    whose quota counts; engines of different tenants never share a block. client: name of the
-    client, the same for all connections of one ``NodeClient``.
+    Attributes:
+        version: of the protocol.
+        engine: name of the engine, the same in all of its processes.
+        tenant: whose quota counts; engines of different tenants never share a block.
+        client: name of the client, the same for all connections of one ``NodeClient``.
 
     Work: one small file.
     """
@@ -122,10 +124,12 @@ class OpenRequest(_Message):
 class LookupRequest(PartitionRequest):
     """Find a prompt's blocks, in its order. Blocks in memory are leased until ``ReleaseNotice``.
 
-    keys: concatenated. has_gaps: whether blocks behind a missing one may be of use. counts: whether
-    the node's metrics count it.
+    Attributes:
+        keys: concatenated.
+        has_gaps: whether blocks behind a missing one may be of use.
+        counts: whether the node's metrics count it.
 
-    Work: one look-up per key, in the index and in the disk's; stores are asked by threads.
+    Work: one look-up per key, in the index and in the disk's; threads query the stores.
     """
 
     keys: Keys
