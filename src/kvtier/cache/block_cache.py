@@ -84,7 +84,7 @@ class Change:
 
 
 class TierUsage(NamedTuple):
-    """Slots of a tier: those in use, and those that are open by now."""
+    """Numbers of slots of a tier: in use, and open so far."""
 
     num_used: int
     num_open: int
@@ -120,7 +120,7 @@ class BlockCache(ABC):
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes], has_gaps: bool = False) -> BlockLookup[Awaited]:
-        """Look up a prompt's blocks, also in storage. Those that storage has count as used.
+        """Look up a prompt's blocks, also in storage. Blocks found in storage count as used.
 
         Args:
             keys: the blocks of one prompt, in its order.

@@ -19,17 +19,24 @@ PINNED_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """A deletion that has begun. blocks: those that were known. names: their keys, and others'."""
+    """A deletion that has begun.
+
+    Attributes:
+        blocks: the blocks that the index knew.
+        names: keys of these blocks, and of others in storage.
+    """
 
     blocks: frozenset[BlockId]
     names: Sequence[BlockKey]
 
 
 class PromptDeletion:
-    """Deletes blocks from every tier, from storage for good. Owned by the cache's thread.
+    """Deletes blocks from every tier, from storage permanently. Owned by the cache's thread.
 
-    branch, grain: labels of blocks that may be below every ``grain`` blocks of a prompt, and
-    belong to it.
+    Attributes:
+        branch: labels of blocks that may follow every ``grain`` blocks of a prompt; they belong to
+            the prompt.
+        grain: see ``branch``.
     """
 
     branch: Sequence[Label] = ()
@@ -72,8 +79,8 @@ class PromptDeletion:
     def delete_all(self, is_meant: Callable[[bytes], bool]) -> Deletion:
         """Delete all blocks of the namespaces for which ``is_meant`` is true.
 
-        A disk does not know the namespaces of the blocks that an earlier process left. Those that
-        belong to no known block of another namespace are deleted, too: they are computed again.
+        A disk does not know the namespaces of blocks left by an earlier process. Blocks on it that
+        belong to no known block of another namespace are deleted, too: they are recomputed.
         Cost: O(all blocks).
         """
         blocks: list[BlockId] = []
@@ -164,7 +171,7 @@ class PromptPins:
         return bool(blocks)
 
     def expire(self, now_s: float) -> None:
-        """End the pins whose time is over."""
+        """End expired pins."""
         for number in [each for each, (until_s, _) in self._pins.items() if until_s <= now_s]:
             self.remove(number)
 

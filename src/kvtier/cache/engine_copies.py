@@ -58,7 +58,7 @@ class EngineCopies:
         Returns the blocks that are in memory now; doubted ones are not.
 
         Args:
-            blocks: blocks that are being written in memory. Those that are not reserved are
+            blocks: blocks that are being written in memory. Blocks that are not reserved are
                 skipped.
             depths: position of each block in its prompt.
             now: the time.
@@ -126,7 +126,7 @@ class EngineCopies:
         return self._index.slots(blocks, self._memory)
 
     def release(self, blocks: Sequence[BlockId]) -> Sequence[Slot]:
-        """Release blocks whose copies have ended. Return the slots of those that were held."""
+        """Release blocks whose copies have ended. Return the slots of the held ones among them."""
         held = self._held
         mine = [block for block in blocks if block in held]
         slots = self._index.slots(mine, self._memory)

@@ -19,9 +19,9 @@ class _Hold:
 
 
 class Holds:
-    """Holds on blocks of a storage tier, each of which expires.
+    """Holds on blocks of a storage tier. Each hold expires.
 
-    So no block is held for ever if an engine never loads the blocks that it was told of.
+    An engine that never loads the blocks reported to it therefore holds none for ever.
 
     Args:
         index: blocks by key.

@@ -17,9 +17,9 @@ from kvtier.plan import Decision
 
 @dataclass(frozen=True, slots=True)
 class PrefixStored:
-    """A copy of a request's blocks to a slower memory has ended, a moment ago.
+    """A copy of a request's blocks to a slower memory has just ended.
 
-    seconds: without the time in line. error: "" where all arrived.
+    seconds: without the time in the queue. error: "" if all blocks arrived.
     """
 
     tier: str
@@ -30,7 +30,7 @@ class PrefixStored:
 
 
 class StoreListener(Waiter):
-    """Hears of the copies that store a request's blocks; nobody waits for them.
+    """Reports the copies that store a request's blocks. The request does not wait for them.
 
     tell: called by the cache's thread.
     """
@@ -54,20 +54,22 @@ class StoreListener(Waiter):
 
 
 class Lease(Waiter):
-    """Blocks of one request, in prompt order: a shared prefix, then room of its own.
+    """Blocks of one request, in prompt order: a shared prefix, then slots of its own.
 
-    Ready when nothing is on its way any more: the prefix is on the device, or the lease is broken.
+    It is ready when no copy is in flight: the prefix is on the device, or the lease is broken.
 
-    blocks: the shared prefix; ``held[i]`` is the tier in which block i can't be evicted.
-    slots: device slots, ``slots[i]`` for block i: first the prefix's, then the room.
-    num_stored: blocks of the prefix in the tier below or on their way to it, at the last look.
-    is_left_out: the next ones are not worth their room there, and what comes behind them neither.
-    is_private: what the engine computes is neither shared nor stored, since the prompt was deleted.
-    broken: some load failed; release the lease and ask again. late: it came too late.
-    decision: what its plan was made from, as soon as there is one. stores: hears of the copies that
-    store what it has computed.
-    num_ended: ``num_shared`` at the end of the lease.
-    ring: slots of the window KV of a running sequence; empty for models without windows.
+    Attributes:
+        blocks: the shared prefix; ``held[i]`` is the tier in which block i can't be evicted.
+        slots: device slots, ``slots[i]`` for block i: first the prefix's, then the request's own.
+        num_stored: blocks of the prefix in the tier below or on their way to it, at the last look.
+        is_left_out: the tier below does not admit the next blocks, nor any behind them.
+        is_private: new blocks are neither shared nor stored, since the prompt was deleted.
+        broken: some load failed; release the lease and fetch again.
+        late: a load missed its deadline.
+        decision: the inputs of its plan, as soon as there is a plan.
+        stores: reports the copies that store the blocks that it has computed.
+        num_ended: ``num_shared`` at the end of the lease.
+        ring: slots of the window KV of a running sequence; empty for models without windows.
     """
 
     ring: Sequence[Slot] = ()

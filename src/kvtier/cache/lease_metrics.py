@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class LeaseObserver:
-    """Told by the cache, on its thread, once at each point of a lease's life.
+    """Observer of leases. The cache calls it on its thread, once at each point of a lease's life.
 
-    Changes nothing but the lease's record.
+    It changes only the lease's record.
 
-    group: of its blocks. events: where routers are told what comes and goes, None for nowhere.
+    group: of its blocks. events: publishes blocks that enter and leave tiers; None for no events.
     """
 
     def __init__(self, ladder: Ladder, group: KVGroup, events: BlockLog | None) -> None:
@@ -31,7 +31,7 @@ class LeaseObserver:
         self._events = events
 
     def planned(self, lease: Lease, plan: Plan) -> None:
-        """It holds what its plan reuses, there is room for the rest, and no copy has begun."""
+        """Report a lease that holds the prefix of its plan and its own slots; no copy has begun."""
         lease.record.load_bytes = plan.num_copied_blocks * self._group.bytes_per_block
         lease.record.hit_blocks = lease.hit_blocks
         num_elsewhere = 0
@@ -43,15 +43,15 @@ class LeaseObserver:
         self._ladder.costs.planned(num_elsewhere, plan.num_declined_blocks)
 
     def found(self, lease: Lease, match: Match) -> None:
-        """Report what a request found.
+        """Report the prefix that a request found.
 
-        What storage had kept of the match may be known only now; what the lease is cut to is held.
+        Matches in storage may be known only now. The lease holds the part that its plan keeps.
         """
         if self._events is not None:
             self._events.prompt(lease.namespace, lease.labels, lease.blocks, match.tiers)
 
     def computed(self, lease: Lease, num_new: int) -> None:
-        """Its last ``num_new`` blocks are the cache's now."""
+        """Report that the cache has taken over the lease's last ``num_new`` blocks."""
         new = slice(lease.num_shared - num_new, lease.num_shared)
         self._ladder.on_admit(map(hash, lease.labels[new]), lease.blocks[new])
         if self._events is not None:
@@ -59,12 +59,12 @@ class LeaseObserver:
             self._events.prompt(lease.namespace, lease.labels, lease.blocks, here)
 
     def late(self, lease: Lease, after_s: float) -> None:
-        """Its load is given up."""
+        """Report that a lease's load was given up. after_s: time that it took until then."""
         self._metrics.count(LATE_LOADS)
         logger.warning("load given up after_s=%.3f", after_s)
 
     def ended(self, lease: Lease) -> None:
-        """The request that had it has ended, well or not."""
+        """Report that the lease's request has ended, successfully or not."""
         self._metrics.record(lease.record)
         if not lease.broken:
             saved = sum(lease.record.hit_blocks.values()) * self._group.block_size

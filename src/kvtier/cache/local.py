@@ -355,10 +355,10 @@ class LocalBlockCache(BlockCache):
         """Adopt blocks that storage recovered from an earlier run. Return their keys.
 
         The index knows them afterwards, and they are read and evicted like other blocks. Only
-        storage that answers at once is asked. Constant time if it has no more recovered blocks.
+        storage that answers at once is searched. Constant time if it has no more recovered blocks.
 
         Args:
-            keys: blocks of one prompt, in its order. Those that the index knows are skipped.
+            keys: blocks of one prompt, in its order. Blocks that the index knows are skipped.
             stops_at_gap: look up keys in growing pieces, until a piece is not found in full.
         """
         return self._lookup.adopt(keys, stops_at_gap)
@@ -551,9 +551,9 @@ class LocalBlockCache(BlockCache):
         self.ladder.poll()
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Delete blocks from every tier, also those that only storage knows.
+        """Delete blocks from every tier, including blocks that only storage knows.
 
-        Nothing finds them from now on. A block that the engine copies is deleted when it reports
+        They are not found from now on. A block that the engine copies is deleted when it reports
         the end of its copy, a block in flight between tiers when its copy has ended.
         """
         reserved = self._copies.doubt(self._coming(keys))
@@ -570,7 +570,7 @@ class LocalBlockCache(BlockCache):
         self.ladder.clear()
 
     def end_copies(self) -> None:
-        """End the engine's own copies. Keep all blocks but those that were being stored.
+        """End the engine's own copies. Keep all blocks except those being stored.
 
         The engine's later copies must begin after these have ended.
         """

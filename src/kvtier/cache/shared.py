@@ -1,4 +1,4 @@
-"""A cache for programs without a loop of their own: any thread may call it, and nobody polls.
+"""A cache for programs without a loop of their own: any thread may call it, and it polls itself.
 
 kv = torch.zeros(num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
 config = kvtier.CacheConfig(host_capacity="8GiB", disk_path="/nvme/kv")
@@ -8,7 +8,7 @@ prompt = cache.prompt(tokens)
 lease = cache.fetch(prompt)         waits for the copies
 ...                                 compute what is behind lease.num_shared, into lease.slots
 cache.finish(lease)
-cache.stored(prompt).result()       only if somebody has to know
+cache.stored(prompt).result()       only to wait until it is stored
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from kvtier.tiers import DeviceTier
 POLL_S = 0.0005
 """Time between two polls of a ``SharedCache`` while somebody waits for a copy."""
 BUSY_POLL_S = 0.005
-"""The same, while copies are in flight and nobody waits for them."""
+"""Time between two polls while copies are in flight and no thread waits for them."""
 IDLE_POLL_S = 0.5
-"""The same, while nothing is in flight: upkeep only, such as verification of an idle disk."""
+"""Time between two polls while nothing is in flight: upkeep, such as verification of a disk."""
 
 T = TypeVar("T")
 

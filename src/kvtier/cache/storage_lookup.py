@@ -30,7 +30,7 @@ def begin_lookup(
 
 
 class _WantedLabels(WantedBlocks):
-    """Blocks of a prompt behind those that the index knows.
+    """Blocks of a prompt behind the ones that the index knows.
 
     Args:
         index: blocks by their labels.

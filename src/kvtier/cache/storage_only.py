@@ -66,7 +66,7 @@ class StorageJob:
 
     Attributes:
         is_load: whether it is a load; otherwise a store.
-        asked: its blocks.
+        asked: the blocks requested.
         placed: those of them whose memory is lent.
         moving: those of them that it reads or writes.
         began_s: time of its start.
@@ -330,7 +330,7 @@ class StorageOnlyCache:
         return job
 
     def _place(self, keys: Sequence[bytes], memory: Pieces, depths: Sequence[int]) -> None:
-        """Note blocks that the engine has in memory, and write those that storage lacks."""
+        """Note blocks that the engine has in memory, and write the ones that storage lacks."""
         now = self._clock()
         blocks, hashes = self._index.write_new(keys, HOST, self._memory.lend(memory), now)
         self._index.commit_prompt(blocks, depths, HOST, now)

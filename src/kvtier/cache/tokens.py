@@ -58,8 +58,7 @@ class Cache:
         device: copies between the tiers in memory.
         pool: the device tier, over memory that the engine owns.
         clock: seconds; for tests.
-        storage: storage tiers to use instead of those that ``config`` names. The cache closes
-            them.
+        storage: storage tiers to use instead of the ones in ``config``. The cache closes them.
         arena: how the host tier allocates its memory.
         events: records the blocks that enter and leave tiers.
         names_codec: whether all namespaces have ``lossy_codec(config)`` in them (see
@@ -290,7 +289,7 @@ class Cache:
         """Add the lease's blocks up to ``num_blocks``, which the engine has computed, to the cache.
 
         The lease must be ready. If another request has committed the same block meanwhile, that one
-        is shared, and the slot of the duplicate is freed. Stores blocks as the write policy says.
+        is shared, and the slot of the duplicate is freed. The write policy decides what is stored.
 
         Args:
             lease: lease of the request.
@@ -399,7 +398,7 @@ class Cache:
         self._check()
 
     def _store(self, lease: Lease) -> None:
-        """Copy missing blocks one tier down, as the write policy says."""
+        """Copy missing blocks one tier down, according to the write policy."""
         wanted = lease.blocks
         if self.config.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             uses = zip(wanted, self._index.num_uses_of(wanted), strict=True)
@@ -436,10 +435,10 @@ class Cache:
     # -- deletion and control ---------------------------------------------------------------------
 
     def delete(self, namespace: bytes, labels: Sequence[Label]) -> Deletion:
-        """Delete a prompt's blocks from every tier. Nothing finds them from now on.
+        """Delete a prompt's blocks from every tier. They are not found from now on.
 
-        Requests in flight with the same beginning go on, and store nothing. ``is_deleted`` tells
-        when every tier has confirmed it.
+        Requests in flight with the same beginning continue, and store nothing. ``is_deleted``
+        returns whether every tier has confirmed the deletion.
         """
         deletion = self._deletion.delete(namespace, labels)
         for lease in self._leases:
@@ -496,7 +495,7 @@ class Cache:
     def stored(self, namespace: bytes, labels: Sequence[Label]) -> tuple[int, bool]:
         """Return how many of a prompt's first blocks a storage tier has acknowledged.
 
-        The second value says whether the next block is on its way there.
+        The second value is whether the next block is on its way there.
         """
         storages = self._ladder.storages
         columns = [self._index.states(namespace, labels, tier) for tier in storages]

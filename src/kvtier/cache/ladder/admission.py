@@ -88,7 +88,7 @@ class TransientBlocks:
 
 
 class Admission:
-    """Asks the tiers' policies which blocks to admit.
+    """Queries the tiers' policies on which blocks to admit.
 
     Each tier's policy decides for its tier alone. Storage is written from memory, so a block that
     only storage admits passes through memory as a transient block.

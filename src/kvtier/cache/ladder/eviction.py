@@ -147,7 +147,7 @@ class Eviction:
             self._metrics.count(UNADMITTED_BLOCKS, num_blocks, tier=tier)
 
     def _tell_room(self, tier: str) -> None:
-        """Tell the index a tier's capacity, which grows while the tier opens and may shrink."""
+        """Report a tier's capacity to the index. It grows while the tier opens, and may shrink."""
         room = self._topology.rooms[tier]
         num_slots = max(room.capacity, room.num_used + room.num_free)
         if self._told.get(tier) != num_slots:
@@ -169,7 +169,7 @@ class Eviction:
             self._metrics.count(EVICTED_BLOCKS, len(leaving), tier=tier)
 
     def delete(self, tier: str, num_blocks: int) -> int:
-        """Evict up to ``num_blocks`` blocks from ``tier``, from storage for good.
+        """Evict up to ``num_blocks`` blocks from ``tier``, from storage permanently.
 
         Returns how many were evicted.
         """

@@ -22,7 +22,7 @@ LEAST_BLOCKS = 128
 
 
 class InFlight:
-    """Finds transfers by the slot they fill, and collects those that end, without scanning others.
+    """Finds transfers by the slot they fill, and collects ended ones, without scanning the others.
 
     For each slot of a memory tier it keeps the number of the last transfer that was to fill it, in
     eight bytes. The number of a finished transfer is ignored.

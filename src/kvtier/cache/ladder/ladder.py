@@ -354,7 +354,7 @@ class Ladder:
     def unfound(self, finds_at_once: bool | None = None) -> list[str]:
         """Return the storage tiers that may have blocks that the index does not know yet.
 
-        finds_at_once: only those that answer look-ups at once (True), or only the others (False).
+        finds_at_once: only tiers that answer look-ups at once (True), or only the others (False).
         """
         return self._storage_lookup.unfound(finds_at_once)
 
@@ -446,15 +446,15 @@ class Ladder:
         blocks: Sequence[BlockId],
         reserved: Collection[BlockId] = (),
     ) -> None:
-        """Delete blocks from every tier, from storage for good.
+        """Delete blocks from every tier, from storage permanently.
 
-        A copy that is in use, or in flight, is not used any more from now on; it is deleted as soon
-        as it is released. Storage drops blocks that the index does not know, too.
+        A copy that is in use or in flight is not used from now on; it is deleted as soon as it is
+        released. Storage drops blocks that the index does not know, too.
 
         Args:
             names: keys of the blocks in storage.
             blocks: the blocks; ``NO_BLOCK`` for one that the index does not know.
-            reserved: those that the engine itself copies to the fastest tier; it gives them up.
+            reserved: blocks that the engine itself copies to the fastest tier, and gives up.
         """
         transfers = self._transfers
         for tier in self._topology.rooms:

@@ -93,7 +93,7 @@ class Loads:
     """Copies towards the fastest tier, for scheduled and for queued requests.
 
     first_blocks: size of the first piece of a read from storage, in blocks.
-    probes: says when a tier that is not read is probed.
+    probes: decides when a tier that is not read is probed.
     """
 
     def __init__(

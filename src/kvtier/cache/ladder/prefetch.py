@@ -21,7 +21,7 @@ class Prefetch(Waiter):
         tier: the memory that storage is read into.
         blocks: the blocks requested there.
         deadline: time at which the wait for them ends.
-        broken: whether some did not arrive, or not in time. The others are held all the same.
+        broken: whether some did not arrive, or not in time. The others are still held.
     """
 
     def __init__(

@@ -102,7 +102,7 @@ class StorageLookup:
     def unfound(self, finds_at_once: bool | None = None) -> list[str]:
         """Return the storage tiers that may have blocks that the index does not know yet.
 
-        finds_at_once: only those that answer look-ups at once (True), or only the others (False).
+        finds_at_once: only tiers that answer look-ups at once (True), or only the others (False).
         """
         facts = self._mover.storages
         return [
@@ -191,7 +191,7 @@ class StorageLookup:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether somebody waits for an answer that ``hear`` may find."""
+        """Whether a look-up that ``hear`` may end is pending."""
         return any(not asked.is_over for asked in self._asked.values())
 
     def hear(self) -> None:

@@ -40,13 +40,13 @@ MOST_COMPARED = 4
 class SnapshotCache(StatefulCache):
     """A prefix cache over the engine's device pool, for a model with recurrent layers.
 
-    A request writes snapshots where its lease says so (``Lease.snapshot_slots``): after its last
-    whole chunk, where it leaves what is cached of its prompt, and about every ``SNAPSHOT_TOKENS``.
+    A request writes snapshots to the lease's ``snapshot_slots``: after its last whole chunk, at the
+    end of the cached part of its prompt, and about every ``SNAPSHOT_TOKENS``.
 
     Args:
         config, device, pool, clock, storage, arena, events, names_codec: as in ``Cache``.
         blocks_per_snapshot: blocks that the state takes.
-        grain_blocks: blocks of a chunk; snapshots come after whole chunks.
+        grain_blocks: blocks of a chunk; snapshots follow whole chunks.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class SnapshotCache(StatefulCache):
     def stored(self, namespace: bytes, labels: Sequence[Label]) -> tuple[int, bool]:
         """Return how many of a prompt's first blocks are stored with a snapshot of their state.
 
-        The second value says whether more are on their way.
+        The second value is whether more are on their way.
         """
         num, is_coming = super().stored(namespace, labels)
         for at in range(num // self._grain * self._grain, 0, -self._grain):

@@ -15,7 +15,7 @@ from kvtier.index import PromptIndex
 class Snapshot:
     """Cached state that a cut needs beside the KV of its prefix.
 
-    num_blocks: blocks of the prompt that it comes after.
+    num_blocks: number of the prompt's blocks before it.
     match: its own blocks, all of which are ready in some tier.
     """
 
@@ -66,7 +66,7 @@ class SnapshotMatch(Match):
 class StateLease(Lease):
     """Blocks of one snapshot that a request begins from, or has made.
 
-    at: blocks of the prompt that it comes after. owner: the request's lease.
+    at: number of the prompt's blocks before it. owner: the request's lease.
     """
 
     def __init__(
@@ -172,9 +172,9 @@ class WindowLease(StatefulLease):
     """Lease of a request of a model with windows.
 
     Attributes:
-        ring: slots of the window KV of its last tokens, which it writes again and again.
+        ring: slots of the window KV of its last tokens, which it overwrites in turn.
         cells: slots of cells that the engine has written and not committed, by the number of blocks
-            that they come after.
+            before them.
         made: blocks of cells that it has committed, by that number, until they are freed.
 
     allocate: returns the slots of a cell; None if there is no room.

@@ -98,7 +98,7 @@ class StatefulCache(Cache):
         super().release(lease, record)
 
     def _end_start(self, lease: StatefulLease) -> None:
-        """Let go of the snapshot that the request began from."""
+        """Release the snapshot that the request began from."""
         if lease.start is not None:
             lease.start.is_private |= lease.is_private
         self._end(lease.start)

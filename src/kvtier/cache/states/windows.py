@@ -186,7 +186,7 @@ class WindowCache(StatefulCache):
     ) -> Snapshot | None:
         """Return the cells that a cut needs; None if one is missing.
 
-        matched: cells by the number of blocks that they come after; filled here.
+        matched: cells by the number of blocks before them; filled here.
         """
         cells = []
         for at in self._shape.ends_in_reach(cut):
@@ -366,7 +366,7 @@ class WindowCache(StatefulCache):
     def stored(self, namespace: bytes, labels: Sequence[Label]) -> tuple[int, bool]:
         """Return how many of a prompt's first blocks are stored with the cells that a cut needs.
 
-        The second value says whether more are on their way.
+        The second value is whether more are on their way.
         """
         num, is_coming = super().stored(namespace, labels)
         path = self._index.extend(namespace, labels[:num])

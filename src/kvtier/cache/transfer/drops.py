@@ -102,8 +102,8 @@ class OwedDrops:
 class Unanswered:
     """Keys of look-ups that failed. Thread-safe.
 
-    Storage may have found these blocks and may count them as known to the owner, so it has to be
-    asked again.
+    Storage may have found these blocks and may count them as known to the owner, so they have to be
+    looked up again.
     """
 
     def __init__(self) -> None:

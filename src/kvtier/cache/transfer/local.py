@@ -381,7 +381,7 @@ class _Gate:
         return _where(job.outcomes, Outcome.FAILED)
 
     def send_drops(self, job: Job) -> Iterable[int]:
-        """Make storage drop pending keys; those that it does not drop stay pending."""
+        """Make storage drop pending keys; keys that it does not drop stay pending."""
         del job
 
         def send() -> list[Outcome]:

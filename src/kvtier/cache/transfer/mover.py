@@ -110,7 +110,7 @@ class Mover(ABC):
 
     @abstractmethod
     def drop(self, tier: str, keys: Sequence[BlockKey], for_good: bool = False) -> None:
-        """Tell storage that it need not keep these blocks. for_good: not even after a restart."""
+        """Let storage drop these blocks. for_good: it must not recover them after a restart."""
 
     def drop_unfound(self, tier: str) -> None:
         """Drop, permanently, all blocks that no look-up has found yet."""

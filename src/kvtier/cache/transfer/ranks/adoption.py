@@ -73,7 +73,7 @@ class Adoption:
 
     @property
     def has_heard_all(self) -> bool:
-        """Whether every rank has said hello."""
+        """Whether every rank has sent its hello."""
         return len(self._hellos) >= self._num_ranks
 
     @property
@@ -209,7 +209,7 @@ class Adoption:
         self._touched = _table()
 
     def forget(self) -> None:
-        """Discard all recovered keys, and those that ranks have yet to report."""
+        """Discard all recovered keys, including keys that ranks have not reported yet."""
         self._ranks_of, self._num_found = _table(), 0
         self._doubtful.clear()
         self._awaited.clear()
@@ -221,7 +221,7 @@ class Adoption:
         return self._is_over and bool(self._doubtful)
 
     def take_erased(self) -> list[BlockKey]:
-        """Return some keys that not all ranks have, to be dropped for good.
+        """Return some keys that not all ranks have, to be dropped permanently.
 
         Empty until ``is_complete``.
         """

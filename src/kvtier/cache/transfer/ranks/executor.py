@@ -161,7 +161,7 @@ class RankExecutor:
         return not (self._under_way or self._done or self._line or self._is_telling)
 
     def take_done(self) -> dict[int, Done]:
-        """Return the orders that ended since the last call, by id, and once those that are late."""
+        """Return the orders that have ended or become late since the last call, by id."""
         ended = [order_id for order_id, each in self._under_way.items() if each.job.done]
         for order_id in ended:
             each = self._under_way.pop(order_id)

@@ -66,16 +66,17 @@ class RankMover(Mover):
     A block that one rank could not move counts as not moved. While a rank is late with a move, its
     slots stay in use, and further moves along the same route are refused.
 
-    Ranks report by themselves what their own storage recovered. A store has to be asked: each rank
-    looks up its shard, and a block is found if all ranks found it.
+    Ranks report by themselves the blocks that their own storage recovered. A store has to be
+    queried: each rank looks up its shard, and a block is found if all ranks found it.
 
-    storages: storage tiers of each rank; those that do not find at once are asked.
-    block_bytes: bytes of a block in one rank.
-    num_ranks: ranks that say hello.
-    num_storage_ranks: those of them that have the storage.
-    lookup_patience_s: time after which ranks report a look-up as late.
-    device: tier of the engine's memory, whose slots the engine itself knows: a read order to it is
-    sent with the engine's own load.
+    Args:
+        storages: storage tiers of each rank; tiers that do not find at once are queried.
+        block_bytes: bytes of a block in one rank.
+        num_ranks: ranks that send a hello.
+        num_storage_ranks: how many of them have the storage.
+        lookup_patience_s: time after which ranks report a look-up as late.
+        device: tier of the engine's memory, whose slots the engine itself knows: a read order to it
+            is sent with the engine's own load.
     """
 
     tells_late = True
@@ -170,7 +171,7 @@ class RankMover(Mover):
             self._order(Verb.HURRY, route[0], about=self._ids[job])
 
     def withdraw(self, route: Route, job: Job) -> bool:
-        """Order the ranks to withdraw; their reports say whether it was in time."""
+        """Order the ranks to withdraw; their reports show whether it was in time."""
         if job in self._ids:
             self._order(Verb.WITHDRAW, route[0], about=self._ids[job])
         return False
@@ -178,8 +179,9 @@ class RankMover(Mover):
     def find(self, tier: str, keys: Sequence[BlockKey]) -> FindJob:
         """Look up keys on all ranks.
 
-        A store is asked. Otherwise the job is done at once and holds the keys that all ranks are
-        known to have and that no look-up has found yet; a key counts as absent until that is known.
+        In a store, the ranks look them up. Otherwise the job is done at once and holds the keys
+        that all ranks are known to have and that no look-up has found yet; a key counts as absent
+        until then.
         """
         job = FindJob()
         if tier not in self._adoptions:
@@ -207,7 +209,7 @@ class RankMover(Mover):
         return self._adoptions[tier].num_unfound > 0
 
     def drop_unfound(self, tier: str) -> None:
-        """Drop all recovered blocks, including those that ranks have yet to report.
+        """Drop all recovered blocks, including blocks that ranks have not reported yet.
 
         Does nothing for a store, whose blocks are shared.
         """
@@ -257,7 +259,7 @@ class RankMover(Mover):
         ranks: tuple[int, ...] = (),
         buckets: tuple[int, bytes] | None = None,
     ) -> None:
-        """Ask ranks for their recovered keys."""
+        """Order ranks to report their recovered keys."""
         self._num_orders += 1
         order = RankOrder(self._num_orders, verb, tier, ranks=ranks, num=num, buckets=buckets)
         self._orders.append(order)
@@ -265,7 +267,7 @@ class RankMover(Mover):
     # -- messages in the engine's own -------------------------------------------------------------
 
     def take_orders(self) -> list[RankOrder]:
-        """Return the next orders for the ranks, in order; none until all have said hello."""
+        """Return the next orders for the ranks, in order; none until all have sent their hello."""
         if not (self._orders or self._is_erasing) or not self._has_heard_all:
             return []
         for tier, adoption in self._adoptions.items():
@@ -282,7 +284,7 @@ class RankMover(Mover):
 
     @property
     def _has_heard_all(self) -> bool:
-        """Whether every rank has said hello."""
+        """Whether every rank has sent its hello."""
         adoptions = self._adoptions.values()
         has_heard = all(adoption.has_heard_all for adoption in adoptions)
         return has_heard and len(self._hellos) >= self._num_ranks

@@ -121,7 +121,7 @@ class Telling:
         return self._num_cleared is not None
 
     def take_cleared(self) -> list[BlockKey]:
-        """Return the next keys to be dropped for good."""
+        """Return the next keys to be dropped permanently."""
         if self._num_cleared is None:
             return []
         end = self._num_cleared + CLEARED_PER_STEP
