@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class HeadAsGet:
-    """Middleware by which every route for GET also answers HEAD, as load balancers ask for it.
+    """Middleware by which every route for GET also answers HEAD, which load balancers use.
 
     The HTTP server leaves the body out.
     """

@@ -1,4 +1,4 @@
-"""HTTP routes of a running cache's control, but those that differ between node and server."""
+"""HTTP routes of a running cache's control that node and server share."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def control_router(control: CacheControl) -> APIRouter:
 
     @router.post("/delete")
     async def delete(body: DeleteBody) -> Deleted:
-        """Delete blocks from every tier. It is complete when the answer says so."""
+        """Delete blocks from every tier. The answer contains whether it is complete."""
         if body.keys is None and body.prompt is None:
             return await control.delete_rooms(body.room, body.tenant, body.timeout_s)
         return await control.delete(body.named(), body.timeout_s)
