@@ -300,7 +300,7 @@ class KvtierOffloadingConnector(RecordedConnector):
     # -- in a rank ---------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """As vLLM's, or the platform's; where neither knows of K and V apart, ours."""
+        """Register KV caches as vLLM or the platform does; split K and V if neither does."""
         self._register(kv_caches)
         self._worker.watch_weights(model_of_caller())
 
@@ -368,9 +368,9 @@ class KvtierOffloadingConnector(RecordedConnector):
             self._has_stores, self._has_ended = bool(meta.store_jobs), True
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """As vLLM's, with the requests whose load failed: it has them computed.
+        """Return vLLM's results, with the requests whose load failed, which vLLM then recomputes.
 
-        vLLM 0.30 takes in the step's stores here, later versions in ``wait_for_save``.
+        vLLM 0.30 queues the step's stores here, later versions in ``wait_for_save``.
         """
         meta = self._connector_metadata
         if meta is not NOTHING:

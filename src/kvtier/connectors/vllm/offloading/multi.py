@@ -24,7 +24,7 @@ class KvtierMultiConnector(RecomputingMulti):
     def _get_connector_classes_and_configs(
         cls, vllm_config: VllmConfig
     ) -> list[tuple[type, VllmConfig]]:
-        """As vLLM's, with one class for all OffloadingConnectors.
+        """Return vLLM's classes, with one class for all OffloadingConnectors.
 
         vLLM makes the metrics of each class, and two classes of this connector have the same ones.
         """

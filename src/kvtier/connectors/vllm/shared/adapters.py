@@ -209,7 +209,7 @@ class RekeyedRequest:
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """As many as vLLM has so far."""
+        """vLLM's block hashes so far, each hashed again with the salt."""
         theirs: Sequence[bytes] = self._request.block_hashes
         if len(theirs) > len(self._hashes):
             if self._unadapted is not None:
