@@ -42,7 +42,7 @@ def register() -> None:
 
 
 def wrapping_hooks() -> Hooks:
-    """Return the hooks around SGLang functions, without those that an older SGLang lacks."""
+    """Return the hooks around SGLang functions, as far as the installed SGLang has these."""
     from kvtier.connectors.sglang.hicache.prefetches import PREFETCHES
     from kvtier.connectors.sglang.linker import scheduler_hooks
     from kvtier.connectors.sglang.shared.new_weights import NEW_WEIGHTS

@@ -216,7 +216,7 @@ class KvtierLinker(UnifiedCacheLinker):
     def _after_forward(self) -> Iterator[None]:
         """Submit copies in this context so that they start after the work queued on the forward.
 
-        That work may read the pages that the copies overwrite, or write those that they read.
+        That work may read pages that the copies overwrite, or write pages that they read.
         """
         if self.forward_stream is None or self._device.name == "cpu":
             yield
@@ -288,7 +288,7 @@ class KvtierLinker(UnifiedCacheLinker):
     def before_new_weights(self) -> None:
         """Forget the pages of the old weights, since SGLang's keys stay the same.
 
-        SGLang is still told when copies in flight end, but their pages are not kept.
+        The ends of copies in flight are still reported to SGLang, but their pages are not kept.
         """
         self._wait_for_copies()
         for offload in self._offloads:

@@ -1,8 +1,8 @@
 """Hooks around SGLang's scheduler that hold requests in its queue while their KV is promoted.
 
-SGLang schedules the first request in its queue, and looks up its prefix only then. So the requests
-near the head are looked up in advance, and those that wait are taken out of the queue while SGLang
-chooses its next batch.
+SGLang schedules the first request in its queue, and looks up its prefix only then. The requests
+near the head are therefore looked up in advance. Waiting ones are taken out of the queue while
+SGLang chooses its next batch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ REST_S = 2e-4
 class QueueGate:
     """Holds back waiting requests, on the thread of one scheduler.
 
-    Every rank holds back the same requests: those that wait on any rank. No request waits longer
-    than the longest of the ranks' deadlines.
+    Every rank holds back a request if it waits on any rank. No request waits longer than the
+    longest of the ranks' deadlines.
     """
 
     def __init__(self, promotion: PromptPromotion) -> None:
@@ -45,7 +45,7 @@ class QueueGate:
         self._passed: set[str] = set()
 
     def choose(self, scheduler: Any, is_idle: bool, choose: Callable[[], Any]) -> Any:
-        """Return SGLang's choice of requests to compute, without those that wait.
+        """Return SGLang's choice of requests to compute, without waiting ones.
 
         Args:
             scheduler: SGLang's scheduler.

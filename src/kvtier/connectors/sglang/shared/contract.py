@@ -1,11 +1,11 @@
 """The parts of SGLang that kvtier relies on, as data (see ``common/contract.py``).
 
 version     what is new in it, for kvtier
-0.5.14      the storage back end's calls of today
+0.5.14      today's calls of the storage back end
 0.5.16      host pools have modules of their own; the context of a process has SGLang's options
-0.5.23      a back end is told that all host pools are known; where a prompt may be cut is a list,
-            that ranks intersect; pools beside the KV may come as groups of blocks, which are
-            not served; whole prompts are told of
+0.5.23      SGLang notifies a back end when all host pools are known; it reports whole prompts;
+            the positions where a prompt may be cut are a list, which ranks intersect; pools
+            beside the KV may be groups of blocks, which are not served
 """
 
 from __future__ import annotations

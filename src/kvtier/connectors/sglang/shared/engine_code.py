@@ -25,7 +25,7 @@ TRANSFORMERS = "sglang.srt.models.transformers"
 
 
 def engine_code(options: object) -> str:
-    """Return what tells the code from outside SGLang apart; "" if there is none.
+    """Return a text that identifies the code from outside SGLang; "" if there is none.
 
     options: SGLang's ``ServerArgs``; None if unknown.
 

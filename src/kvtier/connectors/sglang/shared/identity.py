@@ -118,7 +118,7 @@ def engine_digest(weights: str, version: str, options: object, salt: str, code: 
         version: SGLang's version.
         options: SGLang's ``ServerArgs``, or None.
         salt: the namespace setting.
-        code: tells the code from outside SGLang apart.
+        code: identifies the code from outside SGLang.
     """
     traits = {name: getattr(options, name, None) for name in MODEL_TRAITS}
     return Namespace(
@@ -146,7 +146,7 @@ def pool_facts(
         pool: SGLang's pool.
         sizes: sizes of a page's pieces in order, with their kinds if these differ.
         any_size: whether pages are shared with engines of other tensor parallel sizes. The names of
-            their shards tell heads and sizes then.
+            their shards contain heads and sizes then.
     """
     left_out = TENSOR_FACTS if any_size else ()
     ranks = {each: getattr(config, each, None) for each in RANK_FACTS if each not in left_out}

@@ -1,7 +1,7 @@
-"""Notice that SGLang replaces its weights while serving: hooks around what does it, and its flush.
+"""Detects that SGLang replaces its weights while serving: hooks around its updates and its flush.
 
-SGLang flushes its own cache with an update, unless it is told not to or requests are running. Until
-a flush its pages are of the old weights, and so are those that it would store.
+SGLang flushes its own cache with an update, unless the update disables it or requests are running.
+Until a flush, pages in its cache are of the old weights, and so are pages that it would store.
 """
 
 from __future__ import annotations

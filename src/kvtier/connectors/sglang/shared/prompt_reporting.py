@@ -66,7 +66,7 @@ def keys_up_to(tree: Any, node: Any, in_front: Sequence[str] | None = None) -> l
 class PromptReporter:
     """Reports a linker's requests, on the scheduler's thread. Its methods never raise.
 
-    A request that was not reported is served all the same.
+    A request that was not reported is served nevertheless.
 
     cache: the cache of the KV pool. page_size: tokens per page.
     """

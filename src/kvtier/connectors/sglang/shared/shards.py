@@ -54,7 +54,7 @@ def num_kv_heads(options: object, has_latents: bool) -> int:
         has_latents: whether the model's KV are latents of MLA, which count as one.
 
     Raises:
-        ConfigError: nothing tells them, or SGLang adds some.
+        ConfigError: the options do not name the model, or SGLang adds heads.
     """
     if has_latents:
         return 1
@@ -110,7 +110,7 @@ def host_shards(
 
     Raises:
         ConfigError: a rank would have a part of a shard, or other heads than the model.
-        LayoutError: heads can't be told in the pool.
+        LayoutError: the axis of heads in the pool is not clear.
     """
     own = num_rows = 1
     if not config.is_mla_model:
@@ -162,7 +162,7 @@ def device_shards(
 
     Raises:
         ConfigError: see ``host_shards``.
-        LayoutError: heads can't be told in the pool.
+        LayoutError: the axis of heads in the pool is not clear.
     """
     own = num_rows = 1
     if not pool.has_latents:
