@@ -62,8 +62,6 @@ IDIOM_LIMITS: dict[str, float] = {
     "native/trie": 12,
     "native/uring": 7,
     "scripts/tiny": 5,
-    "src/kvtier/connectors/sglang": 4,
-    "src/kvtier/connectors/transformers": 4,
     "tests/cache": 14,
     "tests/serve": 14,
     "tests/tools": 4,

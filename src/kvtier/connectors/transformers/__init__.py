@@ -3,11 +3,11 @@
     kvtier.attach(model, host_capacity="8GiB", disk_path="/nvme/kv")
     model.generate(**inputs)  # and pipelines, chats, streamers: unchanged
 
-``attached.py`` has the wrapper around a model's ``forward``. ``prompts.py`` says which calls
-begin prompts, and why others are passed through. ``grid.py`` computes prompts in chunks, and
-``weights_in_memory.py`` identifies a loaded model: its tensors, and what else ``reach.py`` finds.
-``watch.py`` notices changes of what was found.
-``cache_layers`` copies KV between transformers' cache layers and blocks.
+``attached.py`` has the wrapper around a model's ``forward``. ``prompts.py`` decides which calls
+begin prompts; other calls are passed through. ``grid.py`` computes prompts in chunks.
+``weights_in_memory.py`` identifies a loaded model by its tensors and the objects that ``reach.py``
+finds. ``watch.py`` detects changes of these. ``cache_layers`` copies KV between transformers' cache
+layers and blocks.
 """
 
 from __future__ import annotations

@@ -125,10 +125,10 @@ class ChunkGrid:
     def prefill(
         self, prompts: PromptBatch, namespace: bytes | None, reuse: TokenSources
     ) -> CausalLMOutputWithPast:
-        """Compute prompts into ``prompts.cache``, each of different ones once.
+        """Compute prompts into ``prompts.cache``. Equal prompts are computed once.
 
         namespace: None to compute without the cache.
-        Returns the output of ``forward``, with the logits that were asked for.
+        Returns the output of ``forward``, with the requested logits.
         """
         if len(prompts.rows) == 1 and len(prompts.rows[0]) == prompts.num_tokens:
             return self.compute(
@@ -165,7 +165,7 @@ class ChunkGrid:
         return self._compute(tokens, cache, lease, reuse, num_logits, device)
 
     def keep(self, tokens: list[int], namespace: bytes, device: torch.device) -> int:
-        """Compute whole chunks, and keep those that are not known. Return the tokens of these."""
+        """Compute whole chunks, and keep the unknown ones. Return how many tokens these have."""
         sources = TokenSources()
         lease = self._fetch(tokens, len(tokens) + 1, namespace, sources)  # all may be known
         if lease is None:

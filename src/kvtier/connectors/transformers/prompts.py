@@ -145,7 +145,7 @@ def _odd_arguments(call: Mapping[str, Any], cache_name: str) -> str:
 
 
 def _odd_settings(model: PreTrainedModel, call: Mapping[str, Any]) -> str:
-    """Return the setting of a configuration that asks for what a chunk's output lacks, or ""."""
+    """Return the setting of a configuration that requires output that a chunk lacks, or ""."""
     config = model.config
     if call.get("use_cache") is None and getattr(config, "use_cache", None) is False:
         return "config.use_cache is off"

@@ -338,7 +338,7 @@ class ModelReach:
             self._keep_here(value, f"{path} is compiled code of {module}")
 
     def _buffer(self, path: str, value: Any) -> None:
-        """Describe an object that holds bytes. No version tells when they change: they are read."""
+        """Describe an object that holds bytes. It has no version, so the bytes are read."""
 
         def read() -> bytes:
             if isinstance(value, np.ndarray | np.generic):
@@ -406,7 +406,7 @@ class ModelReach:
     def _named_values(
         self, path: str, values: Mapping[str, Any], but: frozenset[str], is_library: bool
     ) -> None:
-        """Describe attributes, in the order of their names: it says nothing."""
+        """Describe attributes, sorted by name, since their own order has no meaning."""
         for name in sorted(values, key=str):
             if name not in but:
                 value = values[name]

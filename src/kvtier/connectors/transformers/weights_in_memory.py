@@ -1,7 +1,7 @@
 """Identity of a model that is in memory: all bytes of its weights, its settings and its code.
 
-Files can't tell what a model computes with: it may have been quantised, merged with an adapter or
-trained since it was loaded.
+Its files do not suffice: the model may have been quantised, merged with an adapter or trained
+since it was loaded.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def meaning(tensor: torch.Tensor) -> str:
 
 
 def unreadable(name: str, tensor: torch.Tensor) -> str:
-    """Return why the bytes of a tensor don't say everything, or ""."""
+    """Return why the bytes of a tensor do not determine its values, or ""."""
     if tensor.is_meta:
         return f"{name} is offloaded"
     if " at 0x" in meaning(tensor):

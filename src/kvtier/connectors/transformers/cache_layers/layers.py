@@ -111,7 +111,7 @@ class CacheLayers:
     """The cache layers of a model, and the place of each in blocks and snapshots.
 
     Args:
-        model: the model. It computes two tokens here, which tells the shapes.
+        model: the model. It computes two tokens here, which shows the shapes.
         block_tokens: tokens per block.
 
     Attributes:
@@ -272,8 +272,8 @@ class CacheLayers:
     ) -> None:
         """Copy the KV of the tokens before ``end``, the last ones of the cache, to blocks.
 
-        What a sliding layer has dropped of them becomes zeros. Nobody needs it: a prefix is
-        continued at the end of a chunk.
+        KV that a sliding layer has dropped becomes zeros. It is never read: a prefix is continued
+        at the end of a chunk.
 
         blocks: uint8 [num_blocks, bytes_per_block].
         slots: blocks of the tokens, of which there are ``len(slots) * block_tokens``.
