@@ -58,7 +58,7 @@ def _connector(monkeypatch: pytest.MonkeyPatch) -> None:
     modules: dict[str, dict[str, object]] = {
         "offloading.connector": {"KvtierOffloadingConnector": Ours, "over": _over},
         "offloading.multi": {"over_offloading": _over},
-        "multi": {"over_multi": _over},
+        "shared.multi": {"over_multi": _over},
     }
     for name, content in modules.items():
         module = ModuleType(f"kvtier.connectors.vllm.{name}")

@@ -46,7 +46,7 @@ def places(engine: Bare, partition: int, some: bytes) -> list[int]:
 HOLDER = """
 import os, socket, sys
 from tests.node.world import Bare, keys
-from kvtier.node import protocol
+from kvtier.node.wire import protocol
 from pathlib import Path
 from tempfile import TemporaryDirectory
 engine = Bare(Path(sys.argv[1]))

@@ -38,7 +38,7 @@ def test_nobody_waits_for_an_engine_that_does_not_fill_its_slots(
     node: LocalNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("reservations", "connection"):
-        monkeypatch.setattr(f"kvtier.node.{module}.OVERDUE_S", 0.3)
+        monkeypatch.setattr(f"kvtier.node.server.{module}.OVERDUE_S", 0.3)
     with closing(_cache(node)) as late, closing(_cache(node)) as other:
         partition = late.reserve(KEYS)
         assert partition is not None

@@ -334,7 +334,8 @@ def _write_records(here: World, rows: Any, steps: Steps) -> None:
 USER = """
 import mmap, os, sys
 from pathlib import Path
-from kvtier.node import protocol, records
+from kvtier.node.server import records
+from kvtier.node.wire import protocol
 from tests.node.world import BLOCK, SCOPE, Bare, keys
 engine = Bare(Path(sys.argv[1]))
 told = engine.attach("user", client="user")

@@ -313,5 +313,5 @@ def test_off_needs_host_memory(tmp_path: Path, make_world: MakeWorld) -> None:
     )
     with pytest.raises(ConfigError, match="disk_direct: off sends blocks through host memory"):
         Cache(config, world.device, world.pool)
-    with pytest.raises(ConfigError, match="disk_direct: 'no' is unknown"):
+    with pytest.raises(ConfigError, match="disk_direct can't be 'no'"):
         replace(config, disk_direct="no")  # type: ignore[arg-type]

@@ -92,7 +92,7 @@ def test_written_sources_say_what_the_imported_classes_say() -> None:
 
 def test_doctor_can_ask_without_importing_vllm_or_torch() -> None:
     script = (
-        "import sys; from kvtier.connectors.vllm import fronts; fronts.choose();"
+        "import sys; from kvtier.connectors.vllm.shared import fronts; fronts.choose();"
         "print([name for name in ('vllm', 'torch') if name in sys.modules])"
     )
     done = subprocess.run(
