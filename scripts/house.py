@@ -62,7 +62,6 @@ IDIOM_LIMITS: dict[str, float] = {
     "native/trie": 12,
     "native/uring": 7,
     "scripts/tiny": 5,
-    "tests/cache": 14,
     "tests/serve": 14,
     "tests/tools": 4,
 }

@@ -1,4 +1,4 @@
-"""A cache for engines that bring keys, and the orders of its ranks."""
+"""A cache for engines that bring their own keys, and the orders to its ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NS = b"n" * 32
 BLOCK_BYTES = 64
 PATIENCE_S = 0.1
 NUM_STORED = 1000
-"""Blocks of each store that are known at a time."""
+"""Capacity, in blocks, of the cache's record of each store."""
 
 
 def name(key: bytes) -> BlockKey:
@@ -33,7 +33,7 @@ def names(order: RankOrder) -> tuple[BlockKey, ...]:
 
 
 class Engine:
-    """A cache, and the orders of its ranks."""
+    """A cache, and the orders to its ranks."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Engine:
         self.cache.commit(room.keys, range(len(room.keys)))
 
     def carry_out(self, failed: Sequence[int] = (), gone: Sequence[int] = ()) -> list[RankOrder]:
-        """Everything that is ordered, and what follows from it; every rank does the same."""
+        """Carry out all orders, also those that follow. Every rank reports the same outcome."""
         carried = []
         while orders := self.mover.take_orders():
             for order in orders:
@@ -112,7 +112,7 @@ class Engine:
         return carried
 
     def find(self, key: bytes) -> BlockState:
-        """Return the location of a block; one that storage recovered is adopted."""
+        """Return the location of a block. A block that storage recovered is adopted."""
         self.cache.adopt_recovered([key])
         return self.cache.locate(key)
 

@@ -1,4 +1,4 @@
-"""Reads from storage to an engine's own memory: ordered by the ladder, carried by the engine."""
+"""Reads from storage to an engine's own memory: the ladder orders them, the engine reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOME = KEYS[:3]
 
 
 def on_disk(direct: Direct = Direct.ON, **settings: Any) -> Engine:
-    """``SOME`` of the keys are on disk, and not in memory."""
+    """Return an engine that has ``SOME`` of the keys on disk and not in memory."""
     engine = Engine(num_host=4, direct=direct, **settings)
     for key in SOME:
         engine.store([key])

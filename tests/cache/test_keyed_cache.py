@@ -1,4 +1,4 @@
-"""The cache for engines that bring keys; its ranks get orders, and report what they did."""
+"""The cache for engines that bring keys. Its ranks get orders, and report their outcomes."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_full_storage_drops_what_was_used_least_recently_before_the_next_write()
 
 
 def test_end_of_a_prompt_leaves_before_its_beginning() -> None:
-    """In memory and in storage, whether it was stored, brought back or used again."""
+    """In memory and in storage: after a store, a promotion and a reuse."""
     engine = Engine(num_host=16)
     engine.store(KEYS[:4])
     engine.carry_out()

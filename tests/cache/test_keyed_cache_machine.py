@@ -1,4 +1,4 @@
-"""The cache for engines that bring keys, over two ranks that are a dictionary each, and fail."""
+"""The cache for engines that bring keys, over two ranks that are dictionaries and that fail."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.kit.snapshot import snapshot
 from .keyed_world import KEYS, Engine, name, names
 
 PAGES = 1000
-"""From here on places are the engine's pages, and no slots."""
+"""Slot numbers from here on are pages of the engine."""
 
 
 class Rank:
-    """Carries out orders on dictionaries: what its slots hold, and its storage."""
+    """Carries out orders on two dictionaries: the content of its slots, and of its storage."""
 
     def __init__(self) -> None:
         self.slots: dict[int, bytes] = {}
@@ -36,7 +36,7 @@ class Rank:
         for at, key in enumerate(names(order)):
             match order.verb:
                 case Verb.DROP:
-                    del self.disk[key]  # it is there, or the order is wrong
+                    del self.disk[key]  # KeyError if the order is wrong
                 case Verb.ERASE:
                     self.disk.pop(key, None)
                 case Verb.WRITE:
@@ -55,7 +55,7 @@ class Rank:
 
 
 class KeyedMachine(RuleBasedStateMachine):
-    """Two ranks that fail now and then. Whatever is found in memory is the right block."""
+    """Two ranks that fail now and then. A block found in memory is always the right one."""
 
     @initialize(num_host=st.integers(1, 5), num_disk=st.integers(1, 6))
     def make(self, num_host: int, num_disk: int) -> None:
@@ -66,7 +66,7 @@ class KeyedMachine(RuleBasedStateMachine):
         self.under_way: list[tuple[RankOrder, int]] = []
         self.holding: list[bytes] = []
         self.storing: list[tuple[bytes, int]] = []
-        self.deleted: set[bytes] = set()  # and not stored again
+        self.deleted: set[bytes] = set()  # and not stored again since
 
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True))
     def store(self, keys: list[bytes]) -> None:
@@ -131,7 +131,7 @@ class KeyedMachine(RuleBasedStateMachine):
             self.under_way += [(order, 0), (order, 1)]
 
     def is_lost(self, key: bytes) -> bool:
-        """Held in memory, and not to be used."""
+        """Whether the block is in memory, but marked as lost."""
         found = self.engine.index.find(key)
         return found is not None and (found[0], HOST) in self.engine.ladder.lost
 
@@ -173,7 +173,7 @@ class KeyedMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.cache.clear()
-        self.holding, self.storing = [], []  # nobody hears of their end
+        self.holding, self.storing = [], []  # clearing forgets both
         assert all(self.engine.find(key) is BlockState.NOWHERE for key in KEYS)
 
     @invariant()
@@ -186,7 +186,7 @@ class KeyedMachine(RuleBasedStateMachine):
                 assert self.engine.find(key) is BlockState.NOWHERE, "a deleted block is found"
 
     def teardown(self) -> None:
-        """When everything has ended, ranks and cache agree about storage."""
+        """When all orders have ended, ranks and cache agree about storage."""
         if not hasattr(self, "engine"):
             return
         while self.storing:

@@ -1,4 +1,4 @@
-"""Stores that ranks look up: when a block is there, which requests wait for it, and how long."""
+"""Stores that ranks look up: hits, requests that wait for a look-up, and deadlines."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ LATE = Done(num_ranks=0, is_late=True)
 
 
 class Sharing(Engine):
-    """An engine whose ranks share a store with others.
+    """An engine whose ranks share a store with other engines.
 
-    stored: by rank, what the store has of its shards. now_s: what the clock shows. fails: the store
-    does not answer look-ups.
+    stored: shards in the store, by rank.
+    now_s: current time.
+    fails: whether look-ups fail.
     """
 
     def __init__(self, num_ranks: int = 1, num_host: int = 8) -> None:
@@ -39,7 +40,7 @@ class Sharing(Engine):
         super().__init__(num_host, 100, num_ranks, stores=[STORE], clock=lambda: self.now_s)
 
     def give(self, keys: Sequence[bytes], ranks: Sequence[int] | None = None) -> None:
-        """Another replica has stored blocks; of those of some ranks only, perhaps."""
+        """Store blocks as another engine would. ``ranks``: store the shards of these only."""
         for rank in range(self.num_ranks) if ranks is None else ranks:
             self.stored[rank].update(map(name, keys))
 
@@ -48,7 +49,7 @@ class Sharing(Engine):
         return places
 
     def step(self) -> list[RankOrder]:
-        """Every rank carries out its orders, and reports."""
+        """Let every rank carry out its orders and report. Return the orders."""
         orders, report = self.mover.take_orders(), Report()
         for order in orders:
             for rank in range(self.num_ranks):
@@ -135,7 +136,7 @@ def test_disk_is_read_before_the_store(engine: Sharing) -> None:
     engine.store(KEYS[:1])
     engine.step()
     engine.give(KEYS[1:2])
-    engine.store(LONG[:8])  # all that host memory has room for
+    engine.store(LONG[:8])  # as many as host memory has slots
     engine.step()
     assert engine.look(KEYS[:2]) == [STORAGE, UNKNOWN]
     engine.step()
@@ -264,7 +265,7 @@ def test_answer_to_what_was_asked_before_a_clear_is_not_heard(engine: Sharing) -
 
 
 def test_block_that_the_store_has_lost_is_computed(engine: Sharing) -> None:
-    """It was there when it was looked up, and is not when it is read."""
+    """The store had the block at the look-up, and has lost it before the read."""
     engine.give(KEYS[:1])
     engine.look(KEYS[:1])
     engine.step()

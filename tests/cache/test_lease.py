@@ -1,4 +1,4 @@
-"""Leases, against a model of what each must hold in every tier."""
+"""Leases, against a model of the blocks that each must hold in every tier."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ paths = st.lists(st.sampled_from([b"a", b"b"]), min_size=1, max_size=6).map(tupl
 
 @dataclass
 class Held:
-    """Blocks that a lease must hold: the tier of each position."""
+    """Blocks that a lease must hold, with the tier of each position."""
 
     lease: Lease
     path: tuple[bytes, ...]
@@ -76,7 +76,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(HOST in held.tiers for held in self.held))
     @rule(data=st.data())
     def arrive(self, data: st.DataObject) -> None:
-        """A transfer brings blocks to the device: the lease holds them there from then on."""
+        """A transfer to the device completes. From then on the lease holds the blocks there."""
         held = data.draw(st.sampled_from([held for held in self.held if HOST in held.tiers]))
         places = [at for at, tier in enumerate(held.tiers) if tier == HOST]
         if data.draw(st.booleans(), label="with blocks that it holds on the device"):
@@ -94,7 +94,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
-        """The engine has computed more of the prompt."""
+        """Commit the rest of the prompt, which the engine has computed."""
         held = data.draw(st.sampled_from(self.held))
         lease, first = held.lease, held.lease.num_shared
         labels, above = held.path[first:], lease.blocks[-1] if lease.blocks else None

@@ -1,4 +1,4 @@
-"""Queries change nothing: a look at where blocks are, as often as anybody likes."""
+"""Queries for the location of blocks change no state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOWHERE, ARRIVING, MEMORY, STORAGE, UNKNOWN = BlockState
 
 
 def world(num_ranks: int = 1) -> Engine:
-    """A cache with a block in each place: stored, reserved, on disk, recovered and not adopted."""
+    """Return a cache with blocks in each state: stored, reserved, on disk, recovered only."""
     engine = Engine(num_host=3, num_ranks=num_ranks, says_hello=False)
     engine.hello(0, *map(name, KEYS[4:7]))
     if num_ranks == 1:
@@ -24,7 +24,7 @@ def world(num_ranks: int = 1) -> Engine:
 
 
 def locate_twice(engine: Engine) -> list[BlockState]:
-    """Return where all blocks are; every query is made twice, and the state is compared."""
+    """Return the locations of all blocks. Every query runs twice, and the state is compared."""
     before = snapshot(engine)
     for _ in range(2):
         places = engine.cache.locate_all(KEYS)

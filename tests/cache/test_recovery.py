@@ -1,4 +1,4 @@
-"""A tier that was slow for a moment is used again, and one that stays slow is left alone."""
+"""A tier that was slow for a moment is used again; one that stays slow is not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_TOKENS = 16
 NUM_BLOCKS = 6
 """Blocks of a prompt."""
 COPY_S, PREFILL_S = 1e-4, 1e-3
-"""Seconds per block: a load takes a fifth of what computing takes, or less."""
+"""Seconds per block. A load takes at most a fifth of the time of a prefill."""
 SLOWNESS = 200
 PROMPT_S = 0.1
 """Time between prompts."""
@@ -27,10 +27,11 @@ KINDS = [DISK, STORE, HOST, "direct"]
 
 
 class Served:
-    """Prompts over one tier, which is slow for some copies.
+    """Prompts over one tier, some of whose copies are slow.
 
-    now_s: the clock. slow_copies: the next copies along the tier's route that are slow.
-    num_read: blocks that were read from storage, probes included.
+    now_s: current time.
+    slow_copies: how many of the next copies along the tier's route are slow.
+    num_read: blocks read from storage, probes included.
     """
 
     def __init__(self, kind: str) -> None:
@@ -59,7 +60,7 @@ class Served:
         return [self._serve(next(self._next)) for _ in range(num_prompts)]
 
     def serve_while_slow(self, num_copies: int) -> None:
-        """Serve prompts until so many copies were slow."""
+        """Serve prompts until ``num_copies`` copies were slow."""
         self.slow_copies = num_copies
         for _ in range(1000):
             if not self.slow_copies:
@@ -144,7 +145,7 @@ def test_after_slow_copies_a_tier_is_used_again_within_twenty_prompts(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tier_whose_first_copies_were_slow_is_used(kind: str) -> None:
-    """An engine that starts on a busy machine."""
+    """The engine starts on a busy machine."""
     served = Served(kind)
     served.serve_while_slow(5)
     served.serve(20)
@@ -162,7 +163,7 @@ def test_one_slow_copy_changes_no_decision(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tier_that_stays_slow_is_left_alone(kind: str) -> None:
-    """A probe reads it, which no request waits for; a trial from memory loads a single block."""
+    """Only probes read it, for which no request waits. A trial from memory loads a single block."""
     served = Served(kind)
     served.serve(20)
     served.slow_copies = 10**6

@@ -1,4 +1,4 @@
-"""The rules of ``BlockCache`` for a cache of this process."""
+"""The rules of ``BlockCache`` for a cache in this process."""
 
 from __future__ import annotations
 

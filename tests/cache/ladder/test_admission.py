@@ -1,4 +1,4 @@
-"""Admission to memory and storage, by the policies of both."""
+"""Admission to host memory and storage, by the policies of both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCKS = [BlockId(number) for number in range(4)]
 
 
 class Judges:
-    """An index whose policies let in what they are told to. chances: of each block on the disk."""
+    """An index that admits the blocks in ``lets_in``. chances: chance of reuse of each block."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Noted:
 
 @dataclass(frozen=True)
 class Chance:
-    """Write queues at which every block needs the same chance of reuse."""
+    """Write queues that require the same chance of reuse of every block."""
 
     is_open: bool
     chance: float

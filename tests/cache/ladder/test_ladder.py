@@ -1,4 +1,4 @@
-"""The ladder refuses an index of other tiers."""
+"""The ladder rejects an index of other tiers."""
 
 from __future__ import annotations
 

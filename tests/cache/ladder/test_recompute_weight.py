@@ -1,4 +1,4 @@
-"""The weight of late blocks follows measured prefill."""
+"""The recompute weight of late blocks follows measured prefill times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK_TOKENS = 16
 
 
 class Told:
-    """An index that notes what it is told."""
+    """An index that records each recompute slope that it gets."""
 
     def __init__(self) -> None:
         self.at_blocks: list[float] = []
@@ -24,7 +24,7 @@ class Told:
 
 
 def measure(costs: CostModel, token_s: float, pair_s: float, times: int = 1) -> None:
-    """Whole prompts are computed, short ones and long ones."""
+    """Observe prefills of whole prompts, short and long."""
     for _ in range(times):
         for length in (100, 1000, 10_000):
             costs.observe_prefill(0, length, token_s * length + pair_s * length * length / 2)

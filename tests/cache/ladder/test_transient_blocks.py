@@ -1,4 +1,4 @@
-"""Blocks that are in host memory on their way only."""
+"""Transient blocks: in host memory only on their way to storage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.cache.keyed_world import KEYS, Engine
 
 
 class Picky(Engine):
-    """Its host memory, of two blocks, wants to keep none of ``unwanted``."""
+    """An engine with two blocks of host memory, whose policy admits no block of ``unwanted``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(num_host=2)
@@ -24,7 +24,7 @@ class Picky(Engine):
         monkeypatch.setattr(type(self.index), admit_keys.__name__, picky)
 
     def put(self, key: bytes) -> None:
-        """Into host memory, and to the disk."""
+        """Store a block in host memory and on disk."""
         self.store([key])
         self.carry_out()
 
@@ -36,14 +36,14 @@ class Picky(Engine):
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Picky:
     made = Picky(monkeypatch)
-    for key in KEYS[:2]:  # there is room, nobody is asked
+    for key in KEYS[:2]:  # there is room, so the policy is not queried
         made.put(key)
     return made
 
 
 def test_what_has_passed_leaves_before_all_others(engine: Picky) -> None:
     engine.unwanted = set(KEYS[2:])
-    engine.put(KEYS[2])  # in the place of the first
+    engine.put(KEYS[2])  # takes the slot of the first block
     assert engine.places(KEYS[:3]) == [
         BlockState.STORAGE,
         BlockState.MEMORY,

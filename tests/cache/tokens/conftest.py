@@ -1,4 +1,4 @@
-"""Worlds for the tests of the cache; each is closed and checked at the end."""
+"""Worlds for the tests of the cache. Each is closed and checked at the end."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Processes that fork, a child that ends, and a parent that goes on.
+"""Scenarios in which a process forks, its child ends, and the parent goes on.
 
 ``-m tests.cache.tokens.forking SCENARIO exit|_exit FOLDER``.
 
-A program of its own, so that the child ends as an interpreter does: it leaves every ``with``, runs
-what was registered for its exit, and lets go of every object.
+This is a program of its own, so that the child ends as an interpreter does: it leaves every
+``with``, runs the registered exit handlers, and frees every object.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from tests.cache.tokens.locking import LockingDevice
 from tests.tiers.disk.world import key, world
 
 NOT_HERE = 77
-"""Exit status where the system has not what a scenario is about."""
+"""Exit status if the system lacks a feature that the scenario needs."""
 PAGE, NUM_PAGES = 4096, 16
 PATIENCE_S = 30
 GROUP = full_attention(2, 1, 16, DType.FLOAT16, 4)
 
 
 def refuses(error: type[Exception], call: Callable[[], object]) -> None:
-    """The call says to whom the thing belongs."""
+    """Check that the call raises an error that names the owner process."""
     with pytest.raises(error, match=f"belongs to process {os.getppid()}"):
         call()
 
 
 class Fork:
-    """Forks, and notices how the child ended. ending: ``exit`` or ``_exit``."""
+    """Forks, and checks how the child ended. ending: ``exit`` or ``_exit``."""
 
     def __init__(self, ending: str) -> None:
         self.ending = ending
@@ -68,7 +68,7 @@ class Fork:
 
 
 def ring(fork: Fork, folder: Path) -> None:
-    """Memory and file stay registered: without, every read would fail."""
+    """Memory and file stay registered; otherwise every read would fail."""
     content = np.random.default_rng(1).integers(0, 256, NUM_PAGES * PAGE, np.uint8)
     (folder / "file").write_bytes(content.tobytes())
     fd = os.open(folder / "file", os.O_RDWR | os.O_DIRECT)
@@ -95,7 +95,7 @@ def ring(fork: Fork, folder: Path) -> None:
 
 
 def slab(fork: Fork, folder: Path) -> None:
-    """The owner keeps its lock, and what it writes from then on is there after a restart."""
+    """The owner keeps its lock, and its later writes are found after a restart."""
     with world(folder) as here:
         before = here.put(1, 2)
 
@@ -116,7 +116,7 @@ def slab(fork: Fork, folder: Path) -> None:
 
 
 def lock(fork: Fork, folder: Path) -> None:
-    """A child that goes on does not hold the slab when its owner has closed it."""
+    """A child that lives on does not hold the slab's lock after the owner has closed it."""
     del fork
     with world(folder) as here:
         here.put(1)
@@ -133,7 +133,7 @@ def lock(fork: Fork, folder: Path) -> None:
 
 
 def killed(fork: Fork, folder: Path) -> None:
-    """Leaves a child that goes on until its input ends, and no parent."""
+    """The parent is killed, and its child lives on until its input ends."""
     del fork
     with world(folder) as here:
         here.put(1)
@@ -145,7 +145,7 @@ def killed(fork: Fork, folder: Path) -> None:
 
 
 def arena(fork: Fork, folder: Path) -> None:
-    """Check that locked and shared memory stays so."""
+    """Check that locked and shared memory stays locked and shared."""
     device = LockingDevice()
     options = ArenaOptions(file=folder / "arena")
     with closing(HostTier(GROUP, 8 * GROUP.bytes_per_block, device, options)) as tier:
@@ -163,7 +163,7 @@ def arena(fork: Fork, folder: Path) -> None:
 
 
 def cache(fork: Fork, folder: Path) -> None:
-    """The parent's requests go on; a child is told at once, and does not wait for threads."""
+    """The parent's requests go on. A child's calls fail at once, without waiting for threads."""
     del folder
     layout = named_layout("layer_first", GROUP, 16)
     pool = DeviceTier(host_memory(layout.nbytes), layout)

@@ -1,4 +1,4 @@
-"""A device that locks pages, notes it, and waits where a test wants that."""
+"""A device that records page-locking, and blocks in it where a test needs that."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ PATIENCE_S = 60.0
 
 
 class LockingDevice(CpuDevice):
-    """The CPU, where it grants page-locking.
+    """A CPU device that grants page-locking.
 
-    num_granted: calls of ``page_lock`` that return at once, the others wait for ``grant_next`` or
-    ``grant_all``; None for all. refused, broken: which calls, from 0 on, answer False or raise.
-    node: what it says as its NUMA node.
+    num_granted: calls of ``page_lock`` that return at once. Others block until ``grant_next`` or
+        ``grant_all``. None for all.
+    refused, broken: indices of the calls that return False or raise.
+    node: its NUMA node.
     """
 
     def __init__(
@@ -60,12 +61,12 @@ class LockingDevice(CpuDevice):
             self.unlocked.append(memory)
 
     def grant_next(self, arena: Arena) -> None:
-        """One more call returns; comes back when what it was for is open."""
+        """Let one more call return, and wait until its segment is open."""
         with self._changed:
             self._num_granted += 1
             self._changed.notify_all()
             is_last = self._num_granted >= len(arena.segments)
-            # The arena asks for a segment when the one before is open.
+            # The arena requests a segment only after the one before is open.
             assert is_last or self._changed.wait_for(
                 lambda: len(self.asked) > self._num_granted, PATIENCE_S
             )

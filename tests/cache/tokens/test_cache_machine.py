@@ -1,7 +1,7 @@
 """The whole cache against a dictionary: random requests, faults, evictions, late and lost loads.
 
 After every step the bytes are right, no slot leaks, the leases balance and the invariants hold.
-Copies are held or run when the machine says so; nothing depends on how fast a thread is.
+Copies are held or run as the machine decides; nothing depends on the speed of a thread.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from tests.cache.tokens.world import BLOCK_SIZE, DEADLINE_S, GROUP, Request, Wor
 
 
 def _prompt(num_tokens: int, fork: int) -> list[int]:
-    """Prompts with much in common: the token 1 up to ``fork``, the token 2 from there on."""
+    """Return a prompt with a shared beginning: token 1 up to ``fork``, token 2 from there on."""
     return [1 if position < fork else 2 for position in range(num_tokens)]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_steps() -> Iterator[None]:
-    """Every layer of a load is worth a step, and nobody loses patience on a slow machine."""
+    """Make every layer of a load a step, and lengthen the time-outs for slow machines."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvtier.cache.transfer.staging.STEP_BYTES", 1)
         patch.setattr("kvtier.cache.transfer.layer_gate.PATIENCE_S", 60.0)
@@ -82,7 +82,7 @@ class CacheMachine(RuleBasedStateMachine):
         store_batch_bytes: int,
         opens_in_steps: bool,
     ) -> None:
-        """prefill_s per token: unknown, so cheap that nothing is loaded twice, or very dear."""
+        """Make a world. ``prefill_s`` per token is unknown, too low for reloads, or very high."""
         self.world = self.make_world(
             self.policy,
             layout=layout,
@@ -109,7 +109,7 @@ class CacheMachine(RuleBasedStateMachine):
     def serve(
         self, tokens: list[int], namespace: bytes, keep: bool, times: int, clear: bool
     ) -> None:
-        """Requests from start to end, as far as they need not wait; then the device is cleared."""
+        """Serve requests from start to end unless they have to wait. ``clear``: the device."""
         for _ in range(times):
             request = self._fetch(tokens, namespace)
             if request is None:
@@ -172,7 +172,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.world.requests) < 2 and self.committed)
     @rule(data=st.data(), num_requests=st.integers(1, 3))
     def load_the_same_prompt_for_several(self, data: st.DataObject, num_requests: int) -> None:
-        """None of the loads arrives before the machine lets them go."""
+        """No load ends before the machine releases it."""
         namespace, *labels = data.draw(st.sampled_from(sorted(self.committed)))
         tokens = np.frombuffer(b"".join(labels), "<u4").tolist()
         self.clear(DEVICE)
@@ -181,7 +181,7 @@ class CacheMachine(RuleBasedStateMachine):
             self._fetch([*tokens, *[2] * (1 + number)], namespace)
 
     def _num_could_be_had(self) -> int:
-        """Device slots that are free or hold a block which, like all below it, may leave."""
+        """Number of free device slots, and of blocks that are evictable with all below them."""
         free = self.cache.num_available_slots - self.cache._index.num_evictable(DEVICE)
 
         def may_leave(node: Node) -> bool:
@@ -211,7 +211,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._usable())
     @rule(data=st.data())
     def compute_and_commit(self, data: st.DataObject) -> None:
-        """Some blocks further; not all that is computed need be committed."""
+        """Compute some more blocks. Only a part of the computed blocks may be committed."""
         request = self._draw(data, self._usable())
         written = request.num_written
         to = data.draw(st.integers(written, max(written, len(request.labels))))
@@ -232,7 +232,7 @@ class CacheMachine(RuleBasedStateMachine):
         is_waiting=st.booleans(),
     )
     def say(self, tokens: list[int], namespace: bytes, hint: Hint, is_waiting: bool) -> None:
-        """Whatever anybody says, nothing else changes than what leaves first."""
+        """Hints change the eviction order, and nothing else."""
         labels = token_labels(tokens, BLOCK_SIZE)
         self.cache.hint(namespace, labels, hint)
         self.cache.wait(namespace, labels, is_waiting)
@@ -240,7 +240,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_held)
     @rule(tokens=prompts, namespace=namespaces)
     def follow(self, tokens: list[int], namespace: bytes) -> None:
-        """A layer's bytes are there once compute was held for it: before the lease is ready."""
+        """A layer's bytes are present once compute was held for it, before the lease is ready."""
         request = self.world.fetch(tokens, namespace=namespace)
         if request is None:
             return
@@ -272,7 +272,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.requests)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        """Also of requests that still wait: the client went away."""
+        """Release any request, including one that still waits, as when its client disconnects."""
         request = self._draw(data, self.world.requests)
         self._release(request)
         self.cache.release(request.lease)
@@ -297,7 +297,7 @@ class CacheMachine(RuleBasedStateMachine):
     # -- copies ------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Copies run at once unless they are held; none is noticed before the next poll."""
+        """Run all copies unless they are held. The cache notices none before the next poll."""
         self.world.wait_for_threads()
         if not self.is_held:
             self.world.wait()
@@ -314,7 +314,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(request.lease.ready for request in self.world.requests)
 
     def hold(self) -> None:
-        """Demotions are waited for, so stores run on where there are some."""
+        """Hold loads, and stores unless the policy is write-back: demotions wait for stores."""
         self.is_held = True
         held = [Direction.LOAD] if self.policy is WritePolicy.WRITE_BACK else list(Direction)
         self.device.hold(*held)
@@ -337,7 +337,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(not r.lease.ready for r in self.world.requests))
     @rule()
     def be_late(self) -> None:
-        """The deadline of every load passes."""
+        """Let the deadline of every load pass."""
         self.world.clock.now += DEADLINE_S + 1
         self.cache.poll()
         assert all(request.lease.ready for request in self.world.requests)
@@ -363,7 +363,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(tokens=prompts, namespace=namespaces)
     def match(self, tokens: list[int], namespace: bytes) -> None:
-        """Never longer than what was committed, nor shorter unless something was evicted."""
+        """The match is not longer than what was committed. It is shorter only after an eviction."""
         labels = token_labels(tokens, BLOCK_SIZE)
         num_blocks = self.cache.match(namespace, labels).num_blocks
         known = [n for n in range(len(labels) + 1) if (namespace, *labels[:n]) in self.committed]
@@ -382,7 +382,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 class StorageMachine(CacheMachine):
-    """A small storage tier below, which may hang, lose blocks, and be found again."""
+    """The machine with a small storage tier, which may hang, lose blocks, and restart."""
 
     disk_blocks = 10
 
@@ -400,7 +400,7 @@ class StorageMachine(CacheMachine):
     @precondition(lambda self: self.world.shelf.blocks)
     @rule(data=st.data())
     def spoil(self, data: st.DataObject) -> None:
-        """A block can't be read from now on."""
+        """Make a block unreadable from now on."""
         number = data.draw(st.integers(0, len(self.world.shelf.blocks) - 1), label="block")
         self.world.storage.spoiled.add(list(self.world.shelf.blocks)[number])
         self.has_lost = True
@@ -408,13 +408,13 @@ class StorageMachine(CacheMachine):
     @precondition(lambda self: self.world.shelf.blocks)
     @rule(data=st.data())
     def refuse(self, data: st.DataObject) -> None:
-        """A block can't be written from now on."""
+        """Make a block unwritable from now on."""
         number = data.draw(st.integers(0, len(self.world.shelf.blocks) - 1), label="block")
         self.world.storage.refused.add(list(self.world.shelf.blocks)[number])
 
     @rule(disk_blocks=st.sampled_from([10, 10, 4]), opens_in_steps=st.booleans())
     def restart(self, disk_blocks: int, opens_in_steps: bool) -> None:
-        """A new cache finds what the last one has stored."""
+        """A new cache recovers the blocks that the last one has stored."""
         self.let_go()
         shelf = self.world.shelf
         self.world.end()

@@ -1,4 +1,4 @@
-"""Promises of the cache to a request, one sentence at a time."""
+"""Guarantees of the cache to a request, one per test."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_twins_are_deduplicated_at_commit(world: World) -> None:
     world.check()
 
 
-# -- loads on their way ----------------------------------------------------------------------------
+# -- loads in flight -------------------------------------------------------------------------------
 
 
 def test_two_requests_share_a_load_in_flight(world: World) -> None:
@@ -267,7 +267,7 @@ def test_late_load_is_given_up_and_arrives_for_others(world: World) -> None:
 
 
 def test_what_is_recomputed_while_its_load_is_late_stays_private(world: World) -> None:
-    """Two copies of a block, one on its way: the lease keeps its own until the other is there."""
+    """A block has two copies, one in flight. The lease keeps its own until the other arrives."""
     world.put_on_host(A)
     late = world.ask([*A, 9])
     world.clock.now += DEADLINE_S + 1
@@ -286,7 +286,7 @@ def test_what_is_recomputed_while_its_load_is_late_stays_private(world: World) -
 
 
 def test_hole_left_by_a_failed_load_is_filled_by_recomputing(world: World) -> None:
-    """A load fails whose blocks another load's blocks follow: the tail is found again later."""
+    """A load fails whose blocks another load's blocks follow. The tail is found again later."""
     world.serve([*A, *B])
     world.lose_the_device()
     world.device.hold(Direction.LOAD)

@@ -1,4 +1,4 @@
-"""Write policies, room, and the rest of what the cache promises, one sentence at a time."""
+"""Write policies, capacity, and the remaining guarantees of the cache, one per test."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_without_a_host_tier_blocks_are_just_evicted(make_world: MakeWorld) -> N
         assert len(world.matched(B)) == 4
 
 
-# -- room ------------------------------------------------------------------------------------------
+# -- capacity --------------------------------------------------------------------------------------
 
 
 def test_refusal_is_none_and_leaks_nothing(world: World) -> None:
@@ -148,7 +148,7 @@ def test_prompt_that_was_used_last_stays(world: World) -> None:
 
 
 def test_a_block_more_leaves_where_that_gives_neighbours(make_world: MakeWorld) -> None:
-    """Attention reads neighbouring slots in place, and gathers anything else."""
+    """Attention reads neighbouring slots in place, and gathers all others."""
     world = make_world(device_blocks=10)
     for token in (1, 2, 3):
         world.serve([token, token, 0])
@@ -159,7 +159,7 @@ def test_a_block_more_leaves_where_that_gives_neighbours(make_world: MakeWorld) 
 
 
 def leave_holes(world: World) -> None:
-    """Fill the pool of 20 with requests whose room is free afterwards: every other slot."""
+    """Fill the pool of 20 so that every other slot is free afterwards."""
     requests = [world.start([token, token, 0]) for token in range(10)]
     for request in requests:
         world.finish(request)
@@ -168,7 +168,7 @@ def leave_holes(world: World) -> None:
 
 
 def test_older_blocks_leave_until_there_are_neighbours(make_world: MakeWorld) -> None:
-    """Single free slots everywhere: a request that fits in them gets a run all the same."""
+    """Every second slot is free. A request that fits in them still gets adjacent slots."""
     world = make_world(device_blocks=20)
     leave_holes(world)
     slots = world.ask([99] * 7).lease.slots
@@ -249,7 +249,7 @@ def test_demotion_of_several_prompts_keeps_their_beginnings(make_world: MakeWorl
     assert world.matched(first) == world.matched(second) == [HOST] * 4
 
 
-# -- the rest --------------------------------------------------------------------------------------
+# -- other guarantees ------------------------------------------------------------------------------
 
 
 def test_swapped_block_is_noticed(world: World) -> None:
@@ -267,7 +267,7 @@ def test_swapped_block_is_noticed(world: World) -> None:
 
 
 def test_flipped_bit_in_a_load_is_noticed(world: World) -> None:
-    """Negative control for loads. A check of stored bytes is the business of lower tiers."""
+    """Negative control for loads. Lower tiers check the stored bytes."""
     world.put_on_host(A)
     world.device.flip(Direction.LOAD)
     world.device.let_go()
@@ -363,7 +363,7 @@ def test_bytes_of_blocks_depend_on_the_whole_prefix(world: World) -> None:
     assert np.array_equal(expected(b"n", [b"a", b"b"]), made[0])
 
 
-# -- host memory that is still being made ready ----------------------------------------------------
+# -- host memory that is not ready yet -------------------------------------------------------------
 
 
 def test_host_tier_is_used_while_it_opens(make_world: MakeWorld) -> None:

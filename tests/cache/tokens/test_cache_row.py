@@ -1,4 +1,4 @@
-"""Rows of tiers: without a host tier, with several storages, with remote ones."""
+"""Ladders without a host tier, with several storage tiers, and with remote ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def hits(request: Request) -> dict[str, int]:
 
 
 def test_without_a_host_tier_storage_serves_the_device(make_world: MakeWorld) -> None:
-    """Storage that reaches the device's memory itself serves it."""
+    """Storage that reads and writes device memory directly serves it."""
     shelf = StoredBlocks()
     earlier = make_world(disk_blocks=30, host_blocks=0, shelf=shelf)
     earlier.serve(LONG)
@@ -61,7 +61,7 @@ def test_a_look_up_that_takes_its_time_is_for_the_next_request(make_world: MakeW
 def test_a_request_that_costs_more_than_computing_is_never_made(
     make_world: MakeWorld, request_s: float, num_loaded: int
 ) -> None:
-    """Nothing was read before: what storage says of itself has to do."""
+    """Nothing was read before, so the estimate is the latency that the storage reports."""
     shelf = StoredBlocks()
     make_world(disk_blocks=30, shelf=shelf).serve(LONG)
     facts = StorageFacts(finds_at_once=True, request_s=request_s)
@@ -73,7 +73,7 @@ def test_a_request_that_costs_more_than_computing_is_never_made(
 
 
 def test_storage_tiers_stand_beside_each_other(make_world: MakeWorld) -> None:
-    """A write goes to every storage tier; a hit in one never crosses the other."""
+    """Every write goes to each storage tier. A hit in one never passes through another."""
     far = MemoryStorage(GROUP, 30, StoredBlocks(), "far")
     world = make_world(disk_blocks=30, more_storage=(far,))
     world.serve(LONG)

@@ -1,4 +1,4 @@
-"""Hundreds of requests while copies run as they like: threads choose the order, not the test."""
+"""Hundreds of requests with free-running copies: threads choose the order, not the test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_many_requests_get_the_right_bytes_and_leak_nothing(
 ) -> None:
     world = make_world(policy, host_blocks=host_blocks, device_blocks=24, layout=layout)
     ask_for_many(world, random.Random(host_blocks))
-    if policy is WritePolicy.WRITE_THROUGH and host_blocks == 40:  # room for all that is asked for
+    if policy is WritePolicy.WRITE_THROUGH and host_blocks == 40:  # capacity for all requests
         assert count(world.cache.metrics, "kvtier_hit_blocks_total", tier=HOST) > 0
 
 

@@ -1,4 +1,4 @@
-"""A storage tier below the host tier: what it kept comes back, and what it lost is recomputed."""
+"""A storage tier below the host tier: stored blocks are found again, lost ones are recomputed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = [*A, 9]
 
 @pytest.fixture
 def restarted(make_world: MakeWorld) -> World:
-    """A world whose storage has A from an earlier one."""
+    """Return a world whose storage has A from an earlier one."""
     shelf = StoredBlocks()
     make_world(disk_blocks=30, shelf=shelf).serve(LONG)
     assert len(shelf.blocks) == 4
@@ -30,7 +30,7 @@ def restarted(make_world: MakeWorld) -> World:
 
 
 def keys(world: World, tokens: list[int]) -> list[BlockKey]:
-    """Keys of blocks that the index knows."""
+    """Return the keys of blocks that the index knows."""
     match = world.cache.match(NS, token_labels(tokens, BLOCK_SIZE))
     return [world.cache._index.key(block) for block in match.blocks]
 
@@ -66,7 +66,7 @@ def test_a_longer_prompt_continues_what_came_back(restarted: World) -> None:
 
 
 def test_what_was_found_behind_a_gap_is_known_as_well(make_world: MakeWorld) -> None:
-    """Or it would keep its room in storage, and nobody would ever give it back."""
+    """Otherwise such blocks would occupy storage without ever being released."""
     shelf = StoredBlocks()
     make_world(disk_blocks=30, shelf=shelf).serve(LONG)
     del shelf.blocks[list(shelf.blocks)[1]]
@@ -112,7 +112,7 @@ def test_two_requests_share_a_read(restarted: World) -> None:
 
 
 def test_pieces_are_copied_on_while_the_next_is_read(restarted: World) -> None:
-    """Two blocks a piece: two reads, and each is followed by its own copy to the device."""
+    """Two blocks per piece: two reads, each followed by its own copy to the device."""
     restarted.device.hold(Direction.LOAD)
     request = restarted.ask(LONG)
     reads = [
@@ -151,7 +151,7 @@ def test_a_load_that_comes_too_late_is_given_up(restarted: World) -> None:
 
 
 def test_a_disk_that_hangs_is_not_waited_for(restarted: World) -> None:
-    """Once a read hangs for longer than the prefill takes, recomputing is the better plan."""
+    """If a read hangs for longer than the prefill takes, the prompt is recomputed."""
     restarted.cache.observe_prefill(0, 1000, 1e-9)
     restarted.storage.open_reads.clear()
     first = restarted.ask(LONG)
@@ -163,7 +163,7 @@ def test_a_disk_that_hangs_is_not_waited_for(restarted: World) -> None:
 
 
 def test_what_was_not_worth_waiting_for_is_read_meanwhile(restarted: World) -> None:
-    """Recomputing is cheaper: nobody waits, but a piece is in host memory for the next one."""
+    """Recomputing is cheaper, so no request waits. One piece is still read for the next request."""
     restarted.cache.observe_prefill(0, 1000, 1e-9)
     restarted.cache._ladder.costs.observe_copy((DISK, HOST), 1, 1.0)
     request = restarted.ask(LONG)
@@ -212,7 +212,7 @@ def test_only_what_host_memory_has_room_for_is_loaded(make_world: MakeWorld) -> 
 
 
 def test_a_load_that_finds_no_room_after_all_is_given_up(restarted: World) -> None:
-    """Room is an upper bound: what is held in host memory may have to stay."""
+    """Free slots are an upper bound: blocks held in host memory may have to stay."""
     request = restarted.ask(LONG, load=False)
     room: Any = restarted.cache._tiers[HOST]
     taken = room.allocate(room.num_free)
@@ -252,7 +252,7 @@ def test_a_write_that_fails_is_tried_again_with_the_next_use(make_world: MakeWor
 def test_write_that_fails_takes_nothing_from_others(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, is_shared: bool
 ) -> None:
-    """A failed write may leave a part, which stays: every copy is the right one."""
+    """A failed write may leave a part of the block. It remains; every stored copy is right."""
     shelf, facts = (
         StoredBlocks(),
         StorageFacts(evicts=True, finds_at_once=True, is_shared=is_shared),
@@ -288,7 +288,7 @@ def test_every_write_policy_reaches_storage(make_world: MakeWorld, policy: Write
 def test_storage_that_hangs_is_left_open_at_the_end(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is inside still uses its files and memory."""
+    """The hanging thread still uses the storage's files and memory."""
     monkeypatch.setattr("kvtier.cache.ladder.transfers.CLOSE_WAIT_S", 0.01)
     world = World(disk_blocks=30)
     world.storage.open_writes.clear()
@@ -307,7 +307,7 @@ def test_storage_that_hangs_is_left_open_at_the_end(
 
 
 def scrubbed(world: World) -> None:
-    """Notice the scrub that ``poll`` has begun, if it has."""
+    """Wait for the scrub that ``poll`` has begun, if any."""
     mover: Any = world.cache._ladder._mover
     for job in mover._scrubs.values():
         assert job.wait(60)
@@ -355,7 +355,7 @@ def test_damage_that_a_scrub_finds_is_counted(restarted: World) -> None:
 
 
 def test_a_slow_disk_leaves_host_memory_to_others(make_world: MakeWorld) -> None:
-    """Writes that the disk does not take wait without holding anything: promotions find room."""
+    """Writes that the disk has not accepted hold no host memory, so promotions find free slots."""
     shelf = StoredBlocks()
     make_world(disk_blocks=90, shelf=shelf).serve(LONG)
     world = make_world(disk_blocks=90, shelf=shelf, host_blocks=12)
@@ -372,7 +372,7 @@ def test_a_slow_disk_leaves_host_memory_to_others(make_world: MakeWorld) -> None
 
 
 def serve_while_writes_hang(world: World, tokens: list[int]) -> Request:
-    """A request from start to end, whose blocks get as far as host memory."""
+    """Serve a request from start to end. Its blocks get as far as host memory."""
     request = world.ask(tokens)
     until(world, lambda: request.lease.ready)
     world.check_request(request)

@@ -1,4 +1,4 @@
-"""Core dumps leave out memory from which prompts can be read."""
+"""Core dumps exclude memory from which prompts can be read."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.kit.smaps import is_dumped, mappings
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="VmFlags is of Linux")
 
 GROUP = full_attention(1, 1, 96, DType.FLOAT16, 8)
-"""Blocks of 3 KiB: the tier's memory does not end where a page does."""
+"""Blocks of 3 KiB: the tier's memory does not end at a page boundary."""
 
 
 def test_ordinary_memory_is_dumped() -> None:
-    """The control: the flag is not simply missing, or everywhere."""
+    """Negative control: the flag is neither missing nor set everywhere."""
     memory = mmap.mmap(-1, 3 * mmap.PAGESIZE)
     assert is_dumped(np.frombuffer(memory, np.uint8).ctypes.data, len(memory))
 
@@ -60,7 +60,7 @@ def test_buffers_that_blocks_pass_through_are_left_out() -> None:
 @pytest.mark.skipif(not hot.NATIVE, reason="the Python twin keeps labels as objects")
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_token_ids_in_the_index_are_left_out(block_size: int) -> None:
-    """Short labels lie in a node's row, long ones in an arena of their own."""
+    """Short labels are in a node's row, long ones in an arena of their own."""
     tokens = np.random.default_rng(block_size).integers(1 << 30, 1 << 31, block_size)
     labels = token_labels(tokens, block_size)
     index = NativeIndex({DEVICE: "lru"})
@@ -69,7 +69,7 @@ def test_token_ids_in_the_index_are_left_out(block_size: int) -> None:
 
 
 def _is_left_out(content: bytes) -> bool:
-    """Whether ``content`` is found in memory that core dumps leave out."""
+    """Whether ``content`` is found in memory that core dumps exclude."""
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         for mapping in mappings():
             if mapping.is_dumped or not mapping.mode.startswith("rw"):

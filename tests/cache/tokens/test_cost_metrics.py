@@ -1,4 +1,4 @@
-"""Planned blocks, expected costs and outcomes, from the places that decide."""
+"""Planned blocks, expected costs and outcomes, counted where they are decided."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_what_waiting_cost_is_taken_off_what_was_saved(metrics: Metrics) -> None
     account.saved(0, 100, 0.25)
     assert count(metrics, "kvtier_saved_seconds_total") == pytest.approx(0.75)
     account.saved(0, 100, 2.0)  # a loss of 1.0
-    account.saved(0, 100, 0.5)  # half of it
+    account.saved(0, 100, 0.5)  # makes up for half of it
     assert count(metrics, "kvtier_saved_seconds_total") == pytest.approx(0.75)
     account.saved(0, 100, 0.25)
     assert count(metrics, "kvtier_saved_seconds_total") == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""Deletion of prompts through the whole cache: no tier returns them, also after a restart."""
+"""Deletion of prompts through the whole cache: no tier returns them, even after a restart."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_blocks_in_use_are_not_found_and_go_when_their_request_ends(make_world: 
     assert world.matched(LONG) == []
     late = world.start(LONG)
     assert late.lease.num_shared == 0
-    for request in (late, running):  # what they computed is not kept
+    for request in (late, running):  # the blocks that they computed are dropped
         world.compute(request, len(request.labels))
         world.cache.commit(request.lease, len(request.labels))
         world.release(request)

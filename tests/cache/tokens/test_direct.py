@@ -1,4 +1,4 @@
-"""Storage directly to and from the device's memory: who waits for what, and what is never held."""
+"""Direct transfers between storage and device memory: waits, fences, and what they hold."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ READ_ONLY = StorageFacts(finds_at_once=True, writes_from=frozenset({"elsewhere"}
 
 @pytest.fixture
 def shelf(make_world: MakeWorld) -> StoredBlocks:
-    """Return what an earlier process has left: ``LONG``."""
+    """Return storage in which an earlier process has left ``LONG``."""
     made = StoredBlocks()
     make_world(disk_blocks=30, shelf=made).serve(LONG)
     return made.copy()
@@ -66,7 +66,7 @@ def test_what_goes_straight_leaves_host_memory_alone(
 def test_what_is_read_ahead_goes_to_host_memory_all_the_same(
     make_world: MakeWorld, shelf: StoredBlocks
 ) -> None:
-    """Nothing on the device is held for a request whose turn has not come."""
+    """Nothing on the device is held for a request that is still queued."""
     world = make_world(disk_blocks=30, shelf=shelf, storage_facts=ON)
     prefetch = world.prefetch(LONG)
     assert prefetch is not None
@@ -108,7 +108,7 @@ def test_a_straight_read_that_fails_is_computed(make_world: MakeWorld, shelf: St
 def test_storage_that_hangs_holds_no_more_of_the_device_than_a_ring_has(
     make_world: MakeWorld, facts: StorageFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nobody waits: requests are served, and what there is no room for is not written."""
+    """No request waits. Blocks that the ring has no room for are not written."""
     monkeypatch.setattr("kvtier.cache.transfer.ring.RING_BYTES", 2 * GROUP.bytes_per_block)
     world = make_world(disk_blocks=30, host_blocks=0, device_blocks=24, storage_facts=facts)
     storage_of(world).open_writes.clear()
@@ -162,7 +162,7 @@ def test_a_copy_to_the_ring_that_fails_is_not_written(make_world: MakeWorld, fau
 
 
 def test_a_full_ring_drops(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two storages share it, and each would take all of it."""
+    """Two storages share the ring, and each would fill it."""
     monkeypatch.setattr("kvtier.cache.transfer.ring.RING_BYTES", 2 * GROUP.bytes_per_block)
     far = MemoryStorage(GROUP, 30, StoredBlocks(), "far", READ_ONLY)
     world = make_world(disk_blocks=30, host_blocks=0, storage_facts=READ_ONLY, more_storage=(far,))
@@ -194,7 +194,7 @@ def test_where_the_device_can_be_written_from_there_is_no_ring(make_world: MakeW
 
 
 class StrictDevice(CpuDevice):
-    """Computes as late as it may: when somebody waits for it."""
+    """A device that computes as late as it may: when a fence is waited for."""
 
     def __init__(self) -> None:
         super().__init__(threads=1)
@@ -205,7 +205,7 @@ class StrictDevice(CpuDevice):
         self._queued.append(work)
 
     def catch_up(self) -> None:
-        """Do everything that was queued."""
+        """Run all queued work."""
         with self._lock:
             for work in self._queued:
                 work()
@@ -237,7 +237,7 @@ NAMES = [BlockName(b"n" * 32, at, BlockKey(b"%032d" % at)) for at in range(4)]
 
 
 class Bench:
-    """A pool, a disk that reaches it, and a device that is late."""
+    """A pool, a disk with direct access to it, and a device that computes late."""
 
     def __init__(self, folder: Path, writes_from: frozenset[str] | None = None) -> None:
         layout = named_layout("layer_first", BLOCKS, len(SLOTS))
@@ -272,7 +272,7 @@ class Bench:
 def heeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether fences are waited for.
 
-    Without that the bytes have to be wrong, or the test would show nothing.
+    Negative control: without the wait the bytes have to be wrong.
     """
     if not request.param:
         monkeypatch.setattr(LateFence, "wait", lambda self: None)

@@ -1,4 +1,4 @@
-"""Whatever storage does, requests go on: no wrong bytes, nothing leaks, nobody waits for ever.
+"""Requests survive every fault of storage: no wrong bytes, no leaks, no endless wait.
 
 Every world checks at its end that no lease is left, and that slots and blocks add up.
 """
@@ -20,12 +20,12 @@ from .world import GROUP, A, B, C, World, until
 MakeWorld = Callable[..., World]
 NUM_BLOCKS = 30
 SLOW = StorageFacts()
-"""Look-ups take their time, too."""
+"""Storage whose look-ups take time, too."""
 
 
 @pytest.fixture
 def shelf() -> StoredBlocks:
-    """Storage that has LONG from an earlier process."""
+    """Return storage that has LONG from an earlier process."""
     shelf = StoredBlocks()
     earlier = World(disk_blocks=NUM_BLOCKS, shelf=shelf)
     earlier.serve(LONG)
@@ -38,7 +38,7 @@ def shelf() -> StoredBlocks:
 def make_faulty(
     make_world: MakeWorld, shelf: StoredBlocks
 ) -> Callable[..., tuple[World, FaultyStorage]]:
-    """A world over faulty storage that has LONG."""
+    """Return a function that makes a world over faulty storage that has LONG."""
 
     def make(facts: StorageFacts | None = None) -> tuple[World, FaultyStorage]:
         storage = FaultyStorage(MemoryStorage(GROUP, NUM_BLOCKS, shelf, facts=facts))
@@ -141,7 +141,7 @@ def test_drop_that_goes_wrong_is_storages_own_affair(
 def test_look_ups_that_got_no_answer_are_asked_again(
     make_faulty: Callable[..., tuple[World, FaultyStorage]],
 ) -> None:
-    """Also one that was refused, for storage is left alone."""
+    """This includes look-ups that were refused while the storage's breaker was open."""
     world, storage = make_faulty(SLOW)
 
     def ask() -> None:

@@ -1,4 +1,4 @@
-"""A forked child has a copy of everything that its parent made, and must leave it alone."""
+"""A forked child has a copy of all that its parent made, and must not touch it."""
 
 from __future__ import annotations
 

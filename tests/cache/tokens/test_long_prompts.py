@@ -1,4 +1,4 @@
-"""Cost of a long prompt on the deciding thread: counted, never timed."""
+"""Cost of a long prompt on the deciding thread: counted, not timed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_short_load_comes_in_pieces_of_one_size() -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts calls of the index, but those of its own checks."""
+    """Count calls of the index, except those of its own checks."""
     counted: Counter[str] = Counter()
     world = World()
     kind = type(world.cache._index)
@@ -79,7 +79,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def a_prompt(num_blocks: int) -> list[int]:
-    """And a token that is left to compute."""
+    """Return a prompt of ``num_blocks`` blocks, and a token that is left to compute."""
     return [7 + at // 1000 for at in range(num_blocks * BLOCK_SIZE)] + [1]
 
 
@@ -96,7 +96,7 @@ def a_world(num_blocks: int, shelf: StoredBlocks | None = None) -> World:
 
 @pytest.mark.parametrize("num_blocks", [40, 640])
 def test_calls_of_the_index_are_a_few_for_each_piece(num_blocks: int, calls: Counter[str]) -> None:
-    """To fetch a prompt from storage, to notice that it came, to let go of it."""
+    """The calls of fetching a prompt from storage, of noticing its arrival and of its release."""
     tokens, shelf = a_prompt(num_blocks), StoredBlocks()
     before = a_world(num_blocks, shelf)
     before.serve(tokens)
@@ -109,7 +109,7 @@ def test_calls_of_the_index_are_a_few_for_each_piece(num_blocks: int, calls: Cou
     assert [len(keys) for keys in world.storage.reads] == list(piece_sizes(num_blocks, 2))
     world.check_request(request)
     world.release(request)
-    del calls["num_held"]  # of the checks
+    del calls["num_held"]  # calls of the invariant checks
     assert sum(calls.values()) <= 30 + 20 * num_pieces, calls.most_common()
     world.close()
 
@@ -150,7 +150,7 @@ def test_few_keys_are_hashed_of_a_prompt_that_storage_does_not_have() -> None:
 def test_keys_that_were_computed_ahead_are_not_hashed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither to ask storage, nor to write to it."""
+    """Neither look-ups in storage nor writes hash them again."""
     num_blocks, shelf = 4 * FIRST_KEYS, StoredBlocks()
     world = a_world(num_blocks, shelf)
     assert not world.cache.wants_keys(token_labels([1] * 99_999, BLOCK_SIZE)), "nothing is unfound"
@@ -178,7 +178,7 @@ def test_keys_that_were_computed_ahead_are_not_hashed_again(
 
 
 class SeenJob(Job):
-    """Counts who looks whether it is done."""
+    """A job that counts how often ``done`` is read."""
 
     num_looks = 0
 
@@ -195,7 +195,7 @@ def under_way() -> InFlight:
 
 
 def begun(under_way: InFlight, num: int, num_blocks: int = 1) -> list[Transfer]:
-    """Transfers to the next slots of the host tier."""
+    """Begin transfers to the next slots of the host tier."""
     first = sum(len(each.blocks) for each in under_way.all)
     made = []
     for at in range(first, first + num * num_blocks, num_blocks):
@@ -271,7 +271,7 @@ def test_who_fills_a_slot_is_found_by_the_slot(data: st.DataObject) -> None:
 
 
 def test_the_next_deadline_is_all_that_a_poll_looks_at() -> None:
-    """Two prompts are on their way; each is given up when its own time has come."""
+    """Two prompts are loading. Each load is given up at its own deadline."""
     world = World(device_blocks=20, load_deadline_s=10.0)
     for tokens in ([1] * 8, [2] * 8):
         world.serve(tokens)

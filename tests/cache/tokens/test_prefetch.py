@@ -1,4 +1,4 @@
-"""Reading storage for requests that wait for their turn."""
+"""Reading storage for requests that are still queued."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG_A, LONG_B = [*A, 9], [*B, 9]
 
 @pytest.fixture
 def shelf(make_world: MakeWorld) -> StoredBlocks:
-    """A and B, from an earlier world."""
+    """Return storage that has A and B from an earlier world."""
     shelf = StoredBlocks()
     earlier = make_world(disk_blocks=30, shelf=shelf)
     for prompt in (LONG_A, LONG_B):
@@ -106,7 +106,7 @@ def test_what_somebody_else_wants_is_read_to_the_end(world: World) -> None:
 
 
 def test_a_load_does_not_wait_for_others_prefetch(world: World) -> None:
-    """It lets the piece that is being read end, and passes the next one."""
+    """It waits for the piece that is being read, and overtakes the next one."""
     world.storage.open_reads.clear()
     world.prefetch(LONG_A)
     assert world.storage.is_reading.wait(60)
@@ -175,7 +175,7 @@ def test_without_storage_there_is_nothing_to_wait_for(make_world: MakeWorld) -> 
 def test_policies_say_how_long_a_request_waits(
     make_world: MakeWorld, shelf: StoredBlocks, policy: PrefetchPolicy, expected: list[bool]
 ) -> None:
-    """At once, after the time-out, after the deadline of loads, and when everything is there."""
+    """Wait times: none, until the time-out, until the loads' deadline, or until all has arrived."""
     world = make_world(disk_blocks=30, shelf=shelf, prefetch_policy=policy)
     world.storage.open_reads.clear()
     prefetch = world.prefetch(LONG_A)
@@ -217,7 +217,7 @@ def test_unknown_policy_and_bad_timeout_are_refused(world: World) -> None:
 def test_request_waits_for_its_turn_where_there_is_no_host_tier(
     make_world: MakeWorld, policy: PrefetchPolicy
 ) -> None:
-    """There is nothing to read, so nothing to wait for, and nothing is held."""
+    """There is nothing to read, so there is no wait, and nothing is held."""
     world = make_world(host_blocks=0, prefetch_policy=policy)
     world.serve(LONG_A)
     prefetch = world.prefetch(LONG_A)

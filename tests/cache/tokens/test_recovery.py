@@ -53,12 +53,12 @@ def test_slow_copies_keep_a_tier_from_being_read_for_few_prompts(
         world.finish(request)
     assert num_loaded[0] == 0, "nothing was slow"
     assert num_loaded[20:] == [NUM_BLOCKS] * 10
-    if kind != "disk":  # a piece is read from an idle disk for each prompt
+    if kind != "disk":  # an idle disk prefetches a piece for each prompt anyway
         assert count(world.cache.metrics, "kvtier_probed_blocks_total", src=route[0]) > 0
 
 
 def test_a_request_does_not_wait_for_blocks_that_are_read_beside_it(make_world: MakeWorld) -> None:
-    """It is fetched again while its own first blocks are read from the slow disk."""
+    """It is fetched again while its own first blocks are being read from the slow disk."""
     world = make_world(host_blocks=6, disk_blocks=200)
     for number in (1, 2, 3):
         world.serve(prompt(number))

@@ -1,4 +1,4 @@
-"""Evicted blocks that are wanted again, by a sample of them."""
+"""The sampled count of evicted blocks that are needed again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME = "kvtier_returned_blocks_total"
 
 
 class Tiers:
-    """An index of two tiers, and who is told what comes and goes."""
+    """An index of two tiers, and a sampler notified of admissions and evictions."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -31,7 +31,7 @@ class Tiers:
         self._num_slots = 0
 
     def come(self, *keys: bytes, tiers: tuple[str, ...] = (HOST,)) -> None:
-        """Blocks were computed, and are in these tiers from now on."""
+        """Add computed blocks to these tiers."""
         blocks = self.index.make(keys)
         for tier in tiers:
             slots = [Slot(self._num_slots + at) for at in range(len(keys))]
@@ -87,7 +87,7 @@ def test_the_number_of_a_block_that_is_gone_is_anothers(tiers: Tiers) -> None:
     tiers.come(b"a")
     tiers.evict(1)
     tiers.returns.forget()
-    tiers.come(b"b")  # may have the number that the other had
+    tiers.come(b"b")  # may get the block number of ``a``
     tiers.evict(1)
     tiers.come(b"a")
     assert tiers.returned() == 0
@@ -110,7 +110,7 @@ def test_many_blocks_are_estimated_from_a_sample_of_bounded_size(tiers: Tiers) -
     tiers.evict(num)
     assert len(tiers.returns._gone) <= MOST_GONE
     tiers.come(*everything[: num // 2])
-    # Of 16,000 blocks one in 8 to 16: a deviation of 30 to 45 in 1,000 to 2,000.
+    # A sample of one in 8 to 16 of 16,000 blocks deviates by 30 to 45 in 1,000 to 2,000.
     assert tiers.returned() == pytest.approx(num // 2, rel=0.2)
 
 

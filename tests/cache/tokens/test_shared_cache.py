@@ -1,4 +1,4 @@
-"""A cache that threads share: it needs no ``poll``, and is durable without ``drain``."""
+"""A cache that threads share. It needs no ``poll``, and is durable without ``drain``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPT = [1, 1, 2, 2, 10, 10, 9]
 
 
 class Engine:
-    """Threads that compute prompts: the KV of a token is its number."""
+    """Threads that compute prompts. The KV of a token is its number."""
 
     def __init__(self, cache: SharedCache, kv: np.ndarray[Any, Any]) -> None:
         self.cache = cache
@@ -46,7 +46,7 @@ class Engine:
 
     @classmethod
     def over(cls, storage: MemoryStorage, num_blocks: int = 16, **changes: Any) -> Engine:
-        """Make a pool over a storage tier that the test holds up."""
+        """Make a pool over a storage tier that the test can hold up."""
         layout = named_layout("layer_first", GROUP, num_blocks)
         memory = host_memory(layout.nbytes)
         config = CacheConfig(**SETTINGS | changes)
@@ -58,7 +58,7 @@ class Engine:
         return cls(SharedCache(cache, namespace), kv[: layout.nbytes // 4].reshape(shape))
 
     def serve(self, tokens: list[int], **named: str) -> int:
-        """Return the number of reused blocks, whose bytes are checked."""
+        """Serve a prompt. Return the number of reused blocks, whose bytes are checked."""
         prompt = self.cache.prompt(tokens, **named)
         lease = self.cache.fetch(prompt)
         assert lease is not None
@@ -79,7 +79,7 @@ class Engine:
 
 
 def tokens(number: int) -> list[int]:
-    """Return a prompt of three blocks, of which two are those of all others."""
+    """Return a prompt of three blocks, the first two of which all prompts share."""
     return [1, 1, 2, 2, 10 + number, 10 + number, 9]
 
 
@@ -130,7 +130,7 @@ def test_tenants_and_adapters_share_nothing(tmp_path: Path) -> None:
     engine.cache.close()
 
 
-# -- room ----------------------------------------------------------------------------------------
+# -- capacity ------------------------------------------------------------------------------------
 
 
 def test_a_prompt_without_room_gets_no_lease(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_second_prompt_is_read_when_the_first_has_left() -> None:
         engine.cache.call(lambda cache: cache.clear("host"))
     queued = [engine.cache.prefetch(engine.cache.prompt(prompt)) for prompt in prompts]
     wait_until(lambda: queued[0].ready)
-    assert not queued[1].ready  # half of the memory may hold what waits
+    assert not queued[1].ready  # waiting prompts may hold half of the memory
     queued[0].end()
     wait_until(lambda: queued[1].ready)
     queued[1].end()
@@ -359,7 +359,7 @@ def test_a_future_fails_if_the_thread_of_the_cache_ends() -> None:
     engine.cache.close()
 
 
-# -- what is given -------------------------------------------------------------------------------
+# -- arguments -----------------------------------------------------------------------------------
 
 
 def test_a_pool_of_any_layout_is_restored(tmp_path: Path) -> None:
@@ -490,6 +490,6 @@ def test_generated_tokens_are_kept_behind_their_prompt(tmp_path: Path) -> None:
             engine.cache.finish(lease, refused, prompt=engine.cache.prompt(whole))
     assert lease.labels == labels, "a refused call changes nothing"
     engine.cache.finish(lease, prompt=engine.cache.prompt(whole))
-    num_blocks = (len(whole) - 1) // BLOCK_SIZE  # the last token is computed
+    num_blocks = (len(whole) - 1) // BLOCK_SIZE  # the last token is always computed
     assert engine.serve(whole) == num_blocks > len(PROMPT) // BLOCK_SIZE
     engine.cache.close()

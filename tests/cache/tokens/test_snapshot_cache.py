@@ -1,4 +1,4 @@
-"""A prompt is reused where it has a snapshot of the recurrent layers, and snapshots are few."""
+"""Prompts are reused at snapshots of the recurrent layers' state, of which there are few."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.cache.tokens.test_cache_machine import StorageMachine
 from tests.cache.tokens.world import NS, A, Content, Request, World, store_slowly, until
 
 SIZE = 2
-"""Blocks of a snapshot."""
+"""Blocks per snapshot."""
 EVERY = 4
 """Blocks between two snapshots of a long prompt."""
 
@@ -52,7 +52,7 @@ class SnapshotWorld(World):
                     self.block_bytes.write(self.pool.memory, self.pool.layout, slot, block)
 
     def states(self, request: Request, at: int) -> list[Content]:
-        """Return the content of a snapshot after ``at`` blocks."""
+        """Return the content of the snapshot after ``at`` blocks."""
         path = self.cache._path(request.labels, at)
         return [
             self.block_bytes.expected(request.namespace, path[: at + 1 + n]) for n in range(SIZE)
@@ -138,7 +138,7 @@ def test_where_prompts_part_the_second_one_makes_a_snapshot(make: Make) -> None:
     world.serve(LONG)
     others = [[*A, 4, 4, *[number] * 9] for number in (5, 6)]
     second = world.start(others[0])
-    assert second.lease.num_shared == 4  # a regular snapshot, where five blocks are known
+    assert second.lease.num_shared == 4  # a regular snapshot, although five blocks are known
     assert points(second.lease) == [5, 9]
     world.finish(second)
     third = world.start(others[1])
@@ -191,7 +191,7 @@ def test_a_load_of_a_snapshot_that_fails_or_is_late_breaks_the_lease(make: Make)
     assert request.lease.broken
     world.release(request)
     again = world.start(LONG)
-    assert again.lease.num_shared == 8  # the snapshot before
+    assert again.lease.num_shared == 8  # at the snapshot before
     world.finish(again)
 
 
@@ -200,10 +200,10 @@ class SnapshotMachine(StorageMachine):
 
     make_world = SnapshotWorld
     disk_blocks = 20
-    has_lost = True  # a prompt may have too little room for a snapshot
+    has_lost = True  # a prompt may have too few slots for a snapshot
 
     def _num_could_be_had(self) -> int:
-        return 0  # snapshots take room, too
+        return 0  # snapshots take slots, too
 
 
 def test_random_requests() -> None:

@@ -1,4 +1,4 @@
-"""Loads in steps: which bytes come with which step, and computing behind them."""
+"""Loads in steps: the bytes of each step, and computing behind the steps."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ GROUPS = {
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer is worth a step."""
+    """Make every layer a step."""
     monkeypatch.setattr("kvtier.cache.transfer.staging.STEP_BYTES", 1)
 
 
 class Plain(MemoryTier):
-    """Slots in plain memory, with noise in them."""
+    """Slots in plain memory, filled with noise."""
 
     def __init__(self, layout: str, group: KVGroup, seed: int) -> None:
         made = named_layout(layout, group, 8)
@@ -50,7 +50,7 @@ class Plain(MemoryTier):
         memory_bytes(self.memory)[:] = noise
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Release nothing."""
 
 
 SLOTS = [Slot(at) for at in (6, 0, 1, 2)], [Slot(at) for at in (3, 4, 5, 0)]
@@ -118,11 +118,11 @@ def test_few_bytes_are_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(stage_steps(host, SLOTS[0], pool, SLOTS[1])) == 1
 
 
-# -- the gate --------------------------------------------------------------------------------------
+# -- the layer gate --------------------------------------------------------------------------------
 
 
 class CountingFence(Fence):
-    """Says how often compute was held for it."""
+    """A fence that counts how often compute was held for it."""
 
     def __init__(self) -> None:
         self.num_holds = 0

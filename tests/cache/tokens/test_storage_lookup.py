@@ -1,4 +1,4 @@
-"""Storage that takes its time to say what it has: who waits for it, and for how long."""
+"""Storage with slow look-ups: which requests wait for them, and how long."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASKED = StorageFacts(finds_at_once=False)
 
 @pytest.fixture
 def world(make_world: MakeWorld) -> World:
-    """Storage has them since an earlier life."""
+    """Return a world whose storage has A, B and C from an earlier one."""
     before = make_world(disk_blocks=20)
     for tokens in (A, B, C):
         before.serve(tokens)
@@ -39,7 +39,7 @@ def is_asking(world: World, tokens: list[int]) -> bool:
 
 
 def ask_until_late(world: World, tokens: list[int]) -> None:
-    """A request asks, and goes on without the answer."""
+    """A request looks up storage, and continues without the answer after its deadline."""
     storage_of(world).open_finds.clear()
     assert is_asking(world, tokens)
     world.clock.now += PATIENCE_S
@@ -47,7 +47,7 @@ def ask_until_late(world: World, tokens: list[int]) -> None:
 
 
 def hear(world: World, tokens: list[int]) -> None:
-    """The answer comes, and the next request finds what it says."""
+    """The answer arrives, and the next request finds the blocks."""
     storage_of(world).open_finds.set()
     labels = token_labels(tokens, BLOCK_SIZE)
     until(world, lambda: len(world.cache.match(NS, labels).blocks) == 4)
@@ -69,7 +69,7 @@ def test_late_answer_is_for_the_next_request_and_nobody_waits_meanwhile(world: W
 
 def test_storage_that_was_slow_is_not_waited_for_until_it_is_fast(world: World) -> None:
     ask_until_late(world, A)
-    time.sleep(1.5 * PATIENCE_S)  # the look-up takes that
+    time.sleep(1.5 * PATIENCE_S)  # the look-up takes that long
     hear(world, A)
     assert not is_asking(world, B)
     hear(world, B)
@@ -77,7 +77,7 @@ def test_storage_that_was_slow_is_not_waited_for_until_it_is_fast(world: World) 
 
 
 def test_storage_that_was_heard_late_is_waited_for(world: World) -> None:
-    """It answered at once, while the engine was busy with a long step."""
+    """It answered at once; only the engine was busy with a long step."""
     ask_until_late(world, A)
     hear(world, A)
     assert is_asking(world, B)

@@ -1,4 +1,4 @@
-"""Models with windows: a request keeps what its windows reach, and reuse needs the last cells."""
+"""Models with windows: a request keeps the KV in its windows, and reuse needs the last cells."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ WHOLE_CHUNKS = WindowShape(window=4, num_bundles=BUNDLES, block_size=BLOCK_SIZE,
 class WindowWorld(World):
     """A world whose engine has layers with windows.
 
-    It writes a mark into each slot of a ring when it first checks it, and nobody else may write
-    there.
+    When it first checks a ring, it marks each slot. No other writer may write there.
     """
 
     cache: WindowCache
@@ -66,7 +65,7 @@ class WindowWorld(World):
                 self.block_bytes.write(self.pool.memory, self.pool.layout, slot, block)
 
     def cell(self, request: Request, at: int) -> list[Content]:
-        """Return the content of the cell before the first ``at`` blocks' end."""
+        """Return the content of the cell at the end of the first ``at`` blocks."""
         labels = self.cell_name(request.namespace, request.labels[:at])
         return [
             self.block_bytes.expected(request.namespace, labels[: n + 1])
@@ -98,7 +97,7 @@ class WindowWorld(World):
             assert np.array_equal(held[slot], right), "wrong bytes in a cell"
 
     def num_cells(self, tier: str, request: Request) -> list[int]:
-        """Return after how many blocks of a prompt ``tier`` has a whole cell."""
+        """Return the prefix lengths, in blocks, at which ``tier`` has a whole cell."""
         found = []
         grain = self.shape.grain_blocks
         for at in range(grain, len(request.labels) + 1, grain):
@@ -227,7 +226,7 @@ def test_what_a_window_has_passed_is_freed_on_the_device_and_stays_below(make: M
         world.compute(request, at)
         world.cache.commit(request.lease, at)
         assert world.cache.drain()
-    # Two cells for the next turn, and one more for the prompt's repetition.
+    # Two cells for the next turn, and one for a repetition of the prompt.
     assert world.num_cells(DEVICE, request) == [10, 11, 12]
     assert world.num_cells(HOST, request) == list(range(1, 13))
     world.release(request)
@@ -255,7 +254,7 @@ def test_a_cut_needs_every_cell_in_reach(make: Make) -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "runs"])
 def test_cells_that_no_cut_needs_leave_host_memory_first(make: Make, policy: str) -> None:
-    """The prompt is used again and again, and of its cells only the last ones."""
+    """The prompt is used repeatedly, but only the last of its cells."""
     world = make(host_blocks=12 + 12 * BUNDLES, disk_blocks=0, eviction_policy=policy)
     request = world.serve(LONG)
     assert world.num_cells(HOST, request) == list(range(1, 13))
@@ -382,10 +381,10 @@ class WindowMachine(StorageMachine):
 
     make_world = WindowWorld
     disk_blocks = 20
-    has_lost = True  # a prompt may have too little room for a cell
+    has_lost = True  # a prompt may have too few slots for a cell
 
     def _num_could_be_had(self) -> int:
-        return 0  # rings and cells take room, too
+        return 0  # rings and cells take slots, too
 
 
 class WriteBackMachine(WindowMachine):

@@ -1,7 +1,7 @@
 """A whole cache over tiny blocks in numpy memory, with a clock, a faulty device and an engine.
 
-The bytes of a block are a pure function of its namespace and whole prefix: wherever a block turns
-up, what it has to hold is known, and a wrong block can't pass for a right one.
+The bytes of a block are a pure function of its namespace and whole prefix. So the expected content
+of every slot is known, and a wrong block is always detected.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ IN_STEPS = ArenaOptions(
     segment_bytes=3 * GROUP.bytes_per_block,
     page_bytes=GROUP.bytes_per_block,
 )
-"""A host tier that begins with two slots, and gets three more when a test says so."""
+"""A host tier that begins with two slots, and opens three more when a test calls ``open_more``."""
 NS = b"namespace"
 A, B, C = [1] * 8, [2] * 8, [3] * 8
 """Prompts of four blocks, of which three can be reused: a token is left to compute."""
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock in seconds that only tests advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -67,7 +67,7 @@ class Clock:
 
 @dataclass(eq=False)
 class Request:
-    """A request of the engine: the prompt, its lease, the blocks computed into its room."""
+    """A request of the engine: the prompt, its lease, and the blocks computed into its slots."""
 
     namespace: bytes
     labels: Sequence[Label]
@@ -77,7 +77,7 @@ class Request:
 
     @property
     def num_written(self) -> int:
-        """Leading blocks whose bytes are in the lease's slots."""
+        """Number of leading blocks whose bytes are in the lease's slots."""
         return max(self.lease.num_shared, self.num_computed)
 
     def prefix(self, position: int) -> Sequence[Label]:
@@ -86,17 +86,17 @@ class Request:
 
 
 class World:
-    """A cache, and everything around it that a test wants to see or turn."""
+    """A cache with all parts around it that tests observe or control."""
 
     @staticmethod
     def choose_device(cpu: Device, pool: Memory) -> Device:
-        """The device that copies. Tests put others in its place, which work on the same memory."""
+        """Return the device that copies. Tests override this; the memory is the same."""
         del pool
         return cpu
 
     @staticmethod
     def make_events() -> BlockLog | None:
-        """Make the listener of block events; none, unless a test wants one."""
+        """Return the listener of block events; None unless a test overrides this."""
         return None
 
     @staticmethod
@@ -174,7 +174,7 @@ class World:
         load: bool = True,
         namespace: bytes = NS,
     ) -> Request | None:
-        """Ask for a prompt, with room for its last, partial block and its output."""
+        """Fetch a prompt, with slots for its last, partial block and its output."""
         self.clock.now += 0.01
         labels = token_labels(tokens, BLOCK_SIZE)
         num_blocks = len(tokens) // BLOCK_SIZE + 1 + num_output_blocks
@@ -189,13 +189,13 @@ class World:
         return request
 
     def ask(self, tokens: Sequence[int], load: bool = True, namespace: bytes = NS) -> Request:
-        """``fetch``, where the test expects room."""
+        """``fetch``, where the test expects free slots."""
         request = self.fetch(tokens, load=load, namespace=namespace)
         assert request is not None, "the test expects room"
         return request
 
     def prefetch(self, tokens: Sequence[int], namespace: bytes = NS) -> Prefetch | None:
-        """Prefetch for a request that waits for its turn."""
+        """Prefetch for a request that is still queued."""
         prefetch = self.cache.prefetch(namespace, token_labels(tokens, BLOCK_SIZE))
         if prefetch is not None:
             self.prefetches.append(prefetch)
@@ -206,7 +206,7 @@ class World:
         self.cache.end_prefetch(prefetch)
 
     def compute(self, request: Request, num_blocks: int) -> None:
-        """Do the prefill of the blocks up to ``num_blocks``: write their bytes into the room."""
+        """Prefill the blocks up to ``num_blocks``: write their bytes into the slots."""
         for position in range(request.num_written, num_blocks):
             block = self.expected(request, position)
             slot = request.lease.slots[position]
@@ -218,7 +218,7 @@ class World:
         self.cache.release(request.lease)
 
     def serve(self, tokens: Sequence[int], namespace: bytes = NS) -> Request:
-        """One request from start to end; waits for what is on its way. Returns it, released."""
+        """Run a request from start to end, and wait for its transfers. Return it, released."""
         request = self.start(tokens, namespace)
         self.finish(request)
         return request
@@ -246,7 +246,7 @@ class World:
         assert self.held(DEVICE) == 0
 
     def put_on_host(self, tokens: Sequence[int]) -> None:
-        """The prompt's blocks are in the host tier only, and loads are held from now on."""
+        """Leave the prompt's blocks in the host tier only, and hold loads from now on."""
         self.serve(tokens)
         self.lose_the_device()
         self.device.hold(Direction.LOAD)
@@ -258,7 +258,7 @@ class World:
         return tier
 
     def open_more(self) -> None:
-        """The next slots of the host tier open."""
+        """Open the next slots of the host tier."""
         self.locking.grant_next(self.host.arena)
 
     # -- checks ------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class World:
         return self.block_bytes.expected(request.namespace, request.prefix(position))
 
     def check(self) -> None:
-        """Bytes are right everywhere, slots and leases add up."""
+        """Check all bytes, slots and leases."""
         self.cache.check_invariants()
         contents = self.contents()
         self.check_tiers(contents)
@@ -275,7 +275,7 @@ class World:
             self.check_request(request, contents[DEVICE])
 
     def contents(self) -> dict[str, Content]:
-        """Per tier what every slot holds."""
+        """Return the content of every slot, by tier."""
         return {
             name: self.block_bytes.read_all(tier.memory, tier.layout)
             for name, tier in self.cache._tiers.items()
@@ -283,7 +283,7 @@ class World:
         }
 
     def check_request(self, request: Request, content: Content | None = None) -> None:
-        """Every slot that the engine may read holds exactly the bytes of its prefix."""
+        """Check that every slot that the engine may read holds exactly the bytes of its prefix."""
         lease = request.lease
         if lease.broken or not lease.ready or not request.num_written:
             return
@@ -297,7 +297,7 @@ class World:
             assert is_right, f"wrong bytes in block {position} of a request"
 
     def check_tiers(self, contents: dict[str, Content]) -> None:
-        """Every block that can be matched holds exactly the bytes of its prefix."""
+        """Check that every block that can be matched holds exactly the bytes of its prefix."""
         for node in self.nodes():
             namespace, prefix = path_of(node)
             expected = self.block_bytes.expected(namespace, prefix)
@@ -310,8 +310,8 @@ class World:
     def kept(self, node: Node) -> Content | None:
         """Return the stored bytes under the block's key.
 
-        None where the block was found damaged and replaced: the cache learns of it when it reads
-        the block. Storage other than the world's own may damage blocks by itself.
+        None if the block was found damaged and replaced; the cache notices that when it reads the
+        block. Storage other than the world's own may damage blocks by itself.
         """
         key = self.cache._index.key(node.block)
         if key not in self.shelf.blocks:
@@ -328,15 +328,15 @@ class World:
         return self.cache._index.tiers
 
     def wait(self) -> None:
-        """Until every copy is done; none is noticed yet."""
+        """Wait until all copies are done. The cache notices none before the next poll."""
         for transfer in self.cache._ladder._transfers.transfers:
             assert transfer.job is None or transfer.job.wait(60), "a copy hangs"
 
     def wait_for_threads(self) -> None:
-        """Until no thread has something to begin.
+        """Wait until no thread has anything left to begin.
 
-        Whether storage is idle decides what is read ahead, and what has begun is not withdrawn.
-        What is held has begun.
+        Idle storage decides what is read ahead, and a transfer that has begun is not withdrawn.
+        Held transfers have begun.
         """
         mover = self.cache._ladder._mover
         assert isinstance(mover, LocalMover)
@@ -346,11 +346,11 @@ class World:
             until(self, partial(_is_taken_up, gate.lane), polls=False)
 
     def held(self, tier: str) -> int:
-        """Blocks in ``tier``."""
+        """Return the number of blocks in ``tier``."""
         return self.cache._index.num_held(tier)
 
     def matched(self, tokens: Sequence[int], namespace: bytes = NS) -> list[str]:
-        """The tiers of the cached prefix, block by block."""
+        """Return the tier of each block of the cached prefix."""
         return list(self.cache.match(namespace, token_labels(tokens, BLOCK_SIZE)).tiers)
 
     def used(self) -> tuple[int, int]:
@@ -358,7 +358,7 @@ class World:
         return used[DEVICE], used[HOST]
 
     def open_storage(self) -> None:
-        """Reads and writes that were held go on."""
+        """Let the reads and writes go on that were held."""
         if self.storage is not None:
             self.storage.open_reads.set()
             self.storage.open_writes.set()
@@ -377,7 +377,7 @@ class World:
         self.cache.close()
 
     def close(self) -> None:
-        """End everything; nothing may be left that a lease holds."""
+        """End everything. No leased block may be left."""
         self.locking.grant_all()
         self.device.let_go()
         self.open_storage()
@@ -401,14 +401,14 @@ class World:
 
 
 def _is_taken_up(lane: Lane) -> bool:
-    """Whether nothing stands in line for which there is a worker."""
+    """Whether the lane has no queued work or no free worker."""
     with lane._lock:
         stands = lane._urgent or lane._patient
         return not stands or len(lane._running) == lane._num_workers
 
 
 def until(world: World, is_so: Callable[[], bool], polls: bool = True) -> None:
-    """Poll until something is so that another thread brings about."""
+    """Poll until the condition holds, which another thread brings about."""
     for _ in range(10_000):
         if is_so():
             return
@@ -419,7 +419,7 @@ def until(world: World, is_so: Callable[[], bool], polls: bool = True) -> None:
 
 
 def store_slowly(world: World, tokens: Sequence[int]) -> Request:
-    """Store a prompt in a storage whose writes wait for a while. Check what ``stored`` tells."""
+    """Store a prompt in a storage whose writes block for a while. Check ``stored`` meanwhile."""
     assert world.storage is not None
     world.storage.open_writes.clear()
     request = world.start(tokens)
@@ -435,7 +435,7 @@ def store_slowly(world: World, tokens: Sequence[int]) -> Request:
 
 
 def path_of(node: Node) -> tuple[bytes, list[Label]]:
-    """Namespace and labels of a node's whole prefix."""
+    """Return namespace and labels of a node's whole prefix."""
     labels: list[Label] = []
     while node.parent is not None:
         labels.append(node.label)
@@ -444,5 +444,5 @@ def path_of(node: Node) -> tuple[bytes, list[Label]]:
 
 
 def count(metrics: Metrics, name: str, **labels: str) -> float:
-    """A counter's value; 0 where it never counted."""
+    """Return a counter's value; 0 if it never counted."""
     return metrics.registry.get_sample_value(name, labels) or 0.0

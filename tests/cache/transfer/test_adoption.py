@@ -1,4 +1,4 @@
-"""Blocks that all ranks recovered are found piece by piece, and nothing else is."""
+"""Exactly the blocks that all ranks recovered are adopted, piece by piece."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LIKE = [BlockKey(bytes(24) + number.to_bytes(8, "big")) for number in range(64)]
 
 
 class Ranks:
-    """Ranks that have kept keys, and what they are told; what they say is sent as bytes."""
+    """Ranks that recovered ``kept`` keys. Reports are pickled as on the wire. told: all orders."""
 
     def __init__(self, kept: Sequence[Sequence[BlockKey]]) -> None:
         self.mover = RankMover({DISK: DiskTier.facts}, 64, len(kept), len(kept))
@@ -61,7 +61,7 @@ class Ranks:
         self.mover.hear(pickle.loads(content))
 
     def step(self) -> None:
-        """One step of an engine."""
+        """Run one step of an engine."""
         for order in self.mover.take_orders():
             self.told.append(order)
             for rank, telling in enumerate(self.tellings):
@@ -74,7 +74,7 @@ class Ranks:
         self.hear(Report(pieces=tuple(piece for piece in pieces if piece is not None)))
 
     def finish(self) -> int:
-        """Returns the number of steps."""
+        """Run steps until all is adopted and erased. Return their number."""
         for num_steps in range(10_000):
             if self.mover.is_complete and not (
                 self.mover._orders or self.mover._adoptions[DISK].has_to_erase
@@ -119,7 +119,7 @@ def test_what_is_found_is_the_intersection_and_the_rest_is_erased(
     touched: list[tuple[int, int, bool]],
     seed: int,
 ) -> None:
-    """Compared with plain sets; with blocks that are written and dropped meanwhile."""
+    """Compare with plain sets, while blocks are written and dropped."""
     rng = random.Random(seed)
     every = LIKE if are_alike else ALL
     kept = [[every[each] for each in sorted(content | common)] for content in contents]
@@ -193,7 +193,7 @@ def test_last_to_leave_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reports_are_small_and_keys_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight ranks that have kept the same: 33 bytes a key on the wire, a bounded piece a step."""
+    """Eight ranks recovered the same keys: 33 bytes per key on the wire, bounded steps."""
     num_keys = 200_000
     monkeypatch.setattr(adoption, "KEYS_PER_REPORT", 8192)
     content = np.random.default_rng(5).bytes(32 * num_keys)

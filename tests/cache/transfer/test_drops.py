@@ -1,4 +1,4 @@
-"""Storage drops what it was told to, however long it does not answer."""
+"""Storage finally drops all blocks that it was ordered to drop, however long it does not answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAYS = {"read": (DISK, HOST), "write": (HOST, DISK)}
 
 
 class Rig:
-    """A mover between eight slots in memory and storage that fails when it is told to."""
+    """A mover between eight memory slots and storage with injected failures."""
 
     def __init__(self, facts: StorageFacts) -> None:
         self.now = 0.0
@@ -36,7 +36,7 @@ class Rig:
         self.mover = LocalMover(tiers, None, clock=lambda: self.now)
 
     def begin(self, way: str, *numbers: int) -> Job:
-        """Key i goes to slot i, or comes from there."""
+        """Begin a move of keys to or from slots: key i uses slot i."""
         slots = [Slot(number) for number in numbers]
         names = [BlockName(b"n" * 32, 0, KEYS[number]) for number in numbers]
         return self.mover.begin(Move(*WAYS[way], slots, slots, names))
@@ -64,14 +64,14 @@ class Rig:
 
     @property
     def kept(self) -> set[int]:
-        """Return what storage has."""
+        """Return the blocks in storage."""
         return {KEYS.index(key) for key in self.shelf.blocks}
 
     def is_idle(self) -> bool:
         return all(gate.lane.is_idle for gate in self.mover._gates.values())
 
     def stop_answering(self) -> None:
-        """Look-ups fail until the breaker of their line is open."""
+        """Let look-ups fail until the breaker of their lane is open."""
         for _ in range(3):
             self.storage.fail("find")
             assert self.find(8) == []
@@ -93,7 +93,7 @@ def a_rig(facts: StorageFacts) -> Iterator[Rig]:
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    """Storage that has to be asked first."""
+    """Storage whose look-ups take time."""
     yield from a_rig(StorageFacts(num_readers=2))
 
 
@@ -105,11 +105,11 @@ def quick() -> Iterator[Rig]:
 
 @pytest.fixture
 def shared() -> Iterator[Rig]:
-    """Storage that answers at once, and tells others what it drops."""
+    """Storage that answers at once, and that other engines use."""
     yield from a_rig(StorageFacts(finds_at_once=True, is_shared=True))
 
 
-# -- storage that has to be asked first ------------------------------------------------------------
+# -- storage whose look-ups take time --------------------------------------------------------------
 
 
 def test_drop_reaches_storage(rig: Rig) -> None:
@@ -253,7 +253,7 @@ def test_the_end_tells_what_was_not_dropped(rig: Rig, caplog: pytest.LogCaptureF
         assert rig.mover.close(30) == set()
     assert "blocks were not dropped" in caplog.text
     assert "num=2" in caplog.text
-    rig.drop(1)  # nobody is there to do it
+    rig.drop(1)  # closed: no worker is left to do it
 
 
 def test_look_up_that_got_no_answer_says_nothing(rig: Rig) -> None:
@@ -268,7 +268,7 @@ def test_look_up_that_got_no_answer_says_nothing(rig: Rig) -> None:
 
 
 def test_storage_may_have_what_it_gave_no_answer_for(rig: Rig) -> None:
-    """It may count it among what its owner knows of."""
+    """Blocks whose look-up failed count as present in storage until they are found or dropped."""
     rig.fill(0, 1, 2)
     assert not rig.mover.has_unfound(DISK)
     for fault in (rig.storage.lose, rig.storage.fail):
@@ -295,7 +295,7 @@ def test_keys_without_an_answer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_trial_that_hangs_does_not_keep_others_out_for_good(way: str) -> None:
-    """One worker hangs with the trial; others may try when it has taken too long."""
+    """One worker hangs in the trial of a tripped breaker. After a time-out, others may try."""
     rigs = a_rig(StorageFacts(num_readers=2, num_writers=2))
     rig, call = next(rigs), {"read": "get", "write": "put"}[way]
     rig.fill(0, 1)

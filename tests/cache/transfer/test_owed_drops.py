@@ -1,4 +1,4 @@
-"""Drops that are owed to storage: in order, once, and as they were asked for."""
+"""Pending drops reach storage in order, once, and of the kind that was ordered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS = [BlockKey(bytes([number]) * 32) for number in range(9)]
 
 
 class Noted(MemoryStorage):
-    """Notes what it is told to drop; fails as often as it is told to."""
+    """Storage that records drops, and fails ``num_failures`` times."""
 
     def __init__(self) -> None:
         super().__init__(GROUP, 1, StoredBlocks())

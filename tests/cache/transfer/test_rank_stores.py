@@ -19,7 +19,7 @@ ASKED = StorageFacts(is_shared=True)
 
 @pytest.fixture
 def rank() -> Iterator[Rank]:
-    """Its store has two blocks."""
+    """Return a rank whose store has two blocks."""
     shelf = StoredBlocks()
     shelf.blocks.update({key: bytes([at]) * SIZE for at, key in enumerate(KEYS[:2])})
     made = Rank(lambda host: MemoryStorage(GROUP, 6, shelf, facts=ASKED))
@@ -56,7 +56,7 @@ def test_rank_says_once_that_a_look_up_is_late_and_later_what_it_found(rank: Ran
 
 
 def test_look_up_that_stands_in_line_is_late_all_the_same(rank: Rank) -> None:
-    """Others that end do not lengthen a request's patience."""
+    """A queued look-up times out, although other look-ups end meanwhile."""
     storage_of(rank).open_finds.clear()
     first, second = find(rank, KEYS[0]), find(rank, KEYS[1])
     rank.now = 2 * PATIENCE_S
@@ -65,7 +65,7 @@ def test_look_up_that_stands_in_line_is_late_all_the_same(rank: Rank) -> None:
 
 def test_store_that_says_nothing_has_failed_and_has_nothing_less(rank: Rank) -> None:
     storage_of(rank).open_finds.clear()
-    done = rank.ended(find(rank, KEYS[0]))  # when it has taken too long
+    done = rank.ended(find(rank, KEYS[0]))  # ends by its time-out
     assert (done.failed, done.gone) == ({0}, frozenset())
 
 

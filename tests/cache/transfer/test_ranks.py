@@ -1,4 +1,4 @@
-"""Ranks carry out orders with real tiers; reports of several ranks are combined."""
+"""Ranks carry out orders on real tiers, and the reports of several ranks are combined."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 
 @pytest.fixture
 def gated() -> Iterator[Rank]:
-    """Its storage has gates, and blocks of an earlier life."""
+    """Return a rank whose storage can be held up and has blocks of an earlier process."""
     shelf = StoredBlocks()
     shelf.blocks.update({key: bytes([at]) * SIZE for at, key in enumerate(KEYS[:4])})
     made = Rank(lambda host: MemoryStorage(GROUP, 6, shelf))
@@ -208,7 +208,7 @@ def test_disk_that_refuses_writes_fails_them_and_nothing_else(tmp_path: Path) ->
     system.fail("write", code=errno.ENOSPC, count=100)
     for at in range(1, 5):
         assert rank.do(Verb.WRITE, KEYS[at : at + 1], [at]).failed == {0}
-    rank.do(Verb.READ, KEYS[:1], [7])  # a miss or a hit, and never an error
+    rank.do(Verb.READ, KEYS[:1], [7])  # a miss or a hit, but never an error
     rank.storage.check_invariants()
     rank.close()
 
@@ -436,7 +436,7 @@ def test_what_ranks_have_scrubbed_is_told_once(rank: Rank) -> None:
 
 
 def test_ranks_without_storage_of_their_own_are_not_waited_for() -> None:
-    """If all ranks keep the same, the first one stores for all."""
+    """If all ranks have the same KV, the first one stores for all."""
     mover = RankMover({DISK: DiskTier.facts}, SIZE, 2, 1)
     mover.hear(Report(hellos={1: Hello(8)}))
     assert not mover.is_complete
@@ -492,7 +492,7 @@ def test_order_to_erase_that_the_disk_could_not_carry_out_is_carried_out_later(
 
 
 def _told(rank: Rank, order: RankOrder) -> list[BlockKey]:
-    """Return a rank's answer to ``LIST``, from all its reports."""
+    """Return the keys of a rank's answer to ``LIST``, from all its reports."""
     rank.executor.carry_out(order)
     content = b""
     while pieces := rank.executor.take_pieces():
@@ -542,5 +542,5 @@ def test_storage_has_room_for_what_the_smallest_rank_can_keep() -> None:
     mover.hear(Report(hellos={1: Hello(8, {DISK: RecoveredBlocks()}, num_blocks={DISK: 24})}))
     mover.hear(Report(hellos={2: Hello(8)}))  # without storage
     assert mover.num_blocks(DISK) == 24
-    mover.hear(Report(hellos={0: Hello(8, num_blocks={DISK: 12})}))  # its disk has lost room
+    mover.hear(Report(hellos={0: Hello(8, num_blocks={DISK: 12})}))  # its disk has shrunk
     assert mover.num_blocks(DISK) == 12

@@ -1,4 +1,4 @@
-"""From slots to copies, and the threads that run them."""
+"""Copies made from slots, and the threads that run them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Plain(MemoryTier):
         super().__init__("plain", host_memory(made.nbytes), made)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Release nothing."""
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> CopyBatch:
-    """Copies between two memories: runs of neighbours, gaps, empty ones."""
+    """Generate copies between two memories: runs of neighbours, gaps, and empty ones."""
     src, dst = host_memory(SIZE), host_memory(SIZE)
     memory_bytes(src)[:] = np.random.default_rng(0).integers(1, 256, SIZE, np.uint8)
     at = to = 0
@@ -123,7 +123,7 @@ def test_staging_no_blocks_copies_nothing() -> None:
 
 
 class GatedFence(Fence):
-    """Compute work that is done when the test says so."""
+    """A fence over compute work that ends when the test opens ``gate``."""
 
     def __init__(self) -> None:
         self.gate = Event()
@@ -140,7 +140,7 @@ class GatedFence(Fence):
 
 
 class FencedDevice(FaultyDevice):
-    """Hands out the fence that the test has put there, and raises where there is none."""
+    """A device that returns ``next_fence``, and raises if that is None."""
 
     def __init__(self) -> None:
         super().__init__(CpuDevice(threads=1))
@@ -318,7 +318,7 @@ def test_close_finishes_all_and_refuses_more(device: FencedDevice) -> None:
 
 
 class Order:
-    """Work that notes when it runs; the first of it waits at a gate."""
+    """Work that records when it runs. The first item waits at a gate."""
 
     def __init__(self) -> None:
         self.lane = Lane("test", DeviceError)
@@ -411,11 +411,11 @@ def test_what_stands_in_line_when_the_time_is_over_never_runs() -> None:
     assert order.finish() == []
 
 
-# -- who is told -----------------------------------------------------------------------------------
+# -- callbacks -------------------------------------------------------------------------------------
 
 
 def test_whoever_wants_to_know_is_told_once() -> None:
-    """Before it ends, afterwards, and at the same moment on another thread."""
+    """Callbacks run once, whether added before the end, during it, or afterwards."""
     for _ in range(200):
         job, told = Job(0), SimpleQueue[str]()
         job.when_done(partial(told.put, "early"))
