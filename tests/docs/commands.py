@@ -1,4 +1,4 @@
-"""Commands of shell blocks, and whether each could be meant so: read by what would read them."""
+"""Commands of shell blocks, and a check of each by the parser of its program."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class CommandError(AssertionError):
-    """A command that could not be meant so."""
+    """A command that its program would refuse."""
 
 
 def commands(script: str) -> Iterator[list[str]]:
-    """Each simple command of a script as its words: no pipes, redirections, variables in front."""
+    """Return each simple command of a script as words, without redirections and variables."""
     script = re.sub(r"<<'?(\w+)'?\n.*?\n\1\n", "\n", script, flags=re.DOTALL)
     for line in _lines(script.replace("\\\n", " ")):
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
@@ -83,7 +83,7 @@ def commands(script: str) -> Iterator[list[str]]:
 
 
 def _lines(script: str) -> Iterator[str]:
-    """Those of the script; one whose quotation goes on is one with the next."""
+    """Return the lines of a script; a quotation that goes on joins them."""
     begun = ""
     for line in script.splitlines():
         begun += line
@@ -141,10 +141,9 @@ def _module(words: Sequence[str]) -> str | None:
 
 
 def check_kvtier(words: Sequence[str], partly: bool = False) -> None:
-    """By the real parser.
+    """Check a command of kvtier with the real parser.
 
-    partly: what must be given, or an option's value, may be missing, as where a sentence speaks of
-    it.
+    partly: required arguments and option values may be missing, as in a command within a sentence.
     """
     command = typer.main.get_command(app)
     path, rest = [], list(words)
@@ -165,7 +164,7 @@ def check_kvtier(words: Sequence[str], partly: bool = False) -> None:
 
 
 def check_vllm(words: Sequence[str]) -> None:
-    """Options by the contract, kvtier's settings by their own reader."""
+    """Check vLLM's options with the contract, and kvtier's settings with their own reader."""
     for option, value in _options(words, vllm.VLLM):
         if option != "--kv-transfer-config":
             continue
@@ -182,7 +181,7 @@ def check_vllm(words: Sequence[str]) -> None:
 
 
 def check_sglang(words: Sequence[str]) -> None:
-    """The same."""
+    """Check SGLang's options in the same way."""
     for option, value in _options(words, sglang.STORAGE):
         if option == StorageSettings.option:
             StorageSettings.read(json.loads(value))

@@ -64,14 +64,14 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        """Whether it is run here, as it stands."""
+        """Whether the block is run here, unchanged."""
         if self.language == SHELL:
             return not (self.marks.not_run or self.marks.run_by)
         return self.marks.run
 
     @property
     def script(self) -> str:
-        """For a shell."""
+        """Return the block as a shell script."""
         if self.language == PYTHON:
             return f"python - <<'END_OF_BLOCK'\n{self.text}END_OF_BLOCK\n"
         return self.text
@@ -87,7 +87,7 @@ class Page:
 
     @property
     def prose(self) -> str:
-        """The page without its blocks; lines stay where they are."""
+        """Return the page without its blocks; line numbers stay the same."""
         return FENCE.sub(lambda found: "\n" * found[0].count("\n"), self.text)
 
     def printed_by(self, block: Block) -> str | None:

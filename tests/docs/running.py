@@ -1,8 +1,8 @@
-"""Runs the blocks of a page as they stand: in order, in one shell, in a folder of their own.
+"""Run the blocks of a page unchanged: in order, in one shell, in a folder of their own.
 
-The folder has what a clone has at its top; what stands there as ``.venv/bin/kvtier`` is the one
-that is tested. Ports are replaced by free ones, since others may use those of the page. What runs
-in the background is ended at the end.
+The folder has the top level of a clone; its ``.venv/bin/kvtier`` is the tested one. Ports are
+replaced by free ones, since other programs may use those of the page. Background processes are
+ended at the end.
 """
 
 from __future__ import annotations

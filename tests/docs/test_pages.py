@@ -16,7 +16,7 @@ each_page = pytest.mark.parametrize("page", pages(), ids=lambda page: page.path)
 
 @each_page
 def test_every_block_has_a_language(page: Page) -> None:
-    """So that none with commands in it passes for something else."""
+    """A block without a language could contain commands that are not checked."""
     for block in page.blocks:
         assert block.language in LANGUAGES, f"{block.where}: ```{block.language}"
     hidden = INDENTED.search(page.prose)

@@ -1,4 +1,4 @@
-"""The reference pages name what the code has: all of it, and nothing else."""
+"""The reference pages name everything that the code defines, and nothing else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _section(page: str, title: str) -> str:
 
 
 def _rows(text: str) -> dict[str, list[str]]:
-    """The cells of a table behind the first one, by the name in the first."""
+    """Return the rows of a table without the first cell, by the name in that cell."""
     rows = {}
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]

@@ -19,7 +19,7 @@ SEGMENT_BYTES = 1 << 20
 class NodeProcess:
     """``kvtier node run`` in ``folder``. Its disk and its socket stay the same over restarts.
 
-    options: of the command, which may replace those given here.
+    options: options of the command; they replace the defaults here.
     """
 
     def __init__(self, folder: Path, *options: str, segments: int = 8) -> None:
@@ -82,7 +82,7 @@ class NodeProcess:
             assert self.stop() == 0, self._log.read_text()
 
     def room(self, tenant: str = "default") -> Any:
-        """Return the state of a tenant's only room."""
+        """Return the state of a tenant's only partition."""
         rooms = self.control.get("/status")["rooms"]
         (found,) = (room for room in rooms if room["tenant"] == tenant)
         return found

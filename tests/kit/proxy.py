@@ -40,7 +40,7 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """For clients that speak HTTP."""
+        """URL for HTTP clients."""
         return f"http://{LOOPBACK}:{self.port}"
 
     def hold(self, passes: int = 0) -> None:
@@ -56,7 +56,7 @@ class Proxy:
 
     @contextmanager
     def stalled(self, passes: int = 0) -> Iterator[None]:
-        """``hold``, and ``let_go`` at the end."""
+        """Call ``hold``, and ``let_go`` at the end."""
         self.hold(passes)
         try:
             yield
@@ -114,7 +114,7 @@ class Proxy:
         line.put((0.0, b""))
 
     def _write(self, line: Line, src: socket.socket, dst: socket.socket) -> None:
-        """Each part when its time has come: many may be under way."""
+        """Write each part at its time; many may be in flight."""
         with suppress(OSError):
             while (part := line.get())[1]:
                 due_s, data = part

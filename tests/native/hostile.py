@@ -51,10 +51,10 @@ Call = Callable[[], object]
 
 
 class Hostile:
-    """Makes calls out of random arguments.
+    """Makes calls with random arguments.
 
-    Real memory is known to the caller only by ``arena``: every address that may be read or written
-    lies in it, or is refused.
+    The caller knows real memory only by ``arena``: every address that may be accessed lies in it,
+    or is refused.
     """
 
     def __init__(self, seed: int) -> None:
@@ -74,7 +74,7 @@ class Hostile:
     # -- arguments ---------------------------------------------------------------------------------
 
     def number(self) -> Any:
-        """Small and sound, or at the edge of what some type holds, or no number at all."""
+        """Return a small valid number, one at the limit of some type, or no number."""
         kind = self.random.randrange(12)
         if kind < 6:
             return self.random.randrange(12)
@@ -85,13 +85,13 @@ class Hostile:
         return self.random.choice((-1, 1.5, None, "7", b"7", True, np.int64(3), float("nan")))
 
     def word(self) -> int:
-        """64 bits."""
+        """Return a number of 64 bits."""
         return int(np.random.default_rng(self.random.randrange(2**32)).choice(
             np.array([0, 1, 4096, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 8, 2**64 - 1], np.uint64)
         ))  # fmt: skip
 
     def numbers(self) -> Any:
-        """Blocks or slots."""
+        """Return a sequence of blocks or slots."""
         made = [self.number() for _ in range(self.random.randrange(5))]
         if self.random.random() < 0.7:
             made = [each for each in made if type(each) is int and 0 <= each < 2**32]
@@ -122,7 +122,7 @@ class Hostile:
         return Labels(tokens, *fields)
 
     def array(self) -> Any:
-        """For addresses and sizes: of some type, shape and order."""
+        """Return an array for addresses or sizes, of some type, shape and order."""
         dtype = self.random.choice((np.uint64,) * 4 + (np.int64, np.uint32, np.float64, ">u8", "O"))
         shape = self.random.choice(((3,),) * 4 + ((0,), (), (2, 2), (1,)))
         made: Any = np.zeros(shape, dtype)
@@ -131,7 +131,7 @@ class Hostile:
         return self.random.choice((made, made, made, made[::-1] if made.ndim else made, None, 5))
 
     def place(self, num_bytes: int) -> int:
-        """An address in the arena with so many bytes behind it."""
+        """Return an address in the arena with ``num_bytes`` behind it."""
         return int(self.arena.ctypes.data) + self.random.randrange(len(self.arena) - num_bytes)
 
     # -- calls -------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Hostile:
         return make
 
     def of_trie(self) -> Call:
-        """Some method, and arguments for it."""
+        """Return a call of some method of the trie."""
         trie, pick = self.trie, self.random.choice
         space = pick((b"n", b"n", b"m", b"", None, "n"))
         tier = pick((*TIERS, *TIERS, "tape", None, 3))
@@ -224,7 +224,7 @@ class Hostile:
         return self.named("packed", make, (kind, type(items), part))
 
     def of_keys(self) -> Call:
-        """Some method of the flat table, and arguments for it."""
+        """Return a call of some method of the flat table."""
         index, pick = self.keyed, self.random.choice
         tier = pick((*TIERS, *TIERS, "tape", None, 3, (TIERS[0], 0), (TIERS[0], 1)))
         packed = np.array([b"a", b"b", b"a"], "V1")
@@ -271,7 +271,7 @@ class Hostile:
         return self.named(name, lambda: getattr(index, name)(*calls[name]), calls[name])
 
     def of_leases(self) -> Call:
-        """Some method of the leases of an engine, and arguments for it."""
+        """Return a call of some method of the leases of an engine."""
         pick, index = self.random.choice, self.keyed
         known = [each[0] for each in index.dump()]
         slots = pick((np.arange(9), np.array([-1, 2**40, 3, 3]), np.zeros(0, np.int64), [1], None))
@@ -296,14 +296,14 @@ class Hostile:
         return self.named(name, call, calls[name])
 
     def _sound_leases(self) -> _native.SlotLeases:
-        """Leases on eight slots."""
+        """Return valid leases on eight slots."""
         dtypes = (np.int64, np.int8, np.int64, np.uint64, np.float64)
         arrays = [np.ones(8, dtype) for dtype in dtypes]
         counts, is_reserved = np.zeros(8, np.uint32), np.zeros(8, bool)
         return self.keyed.slot_leases(TIERS[0], (*arrays, 512, 4096), counts, is_reserved, 1, 6)
 
     def _new_leases(self) -> _native.SlotLeases:
-        """Leases on eight slots, or arrays that don't fit."""
+        """Return leases on eight slots, or on arrays that do not fit."""
         pick = self.random.choice
         sizes = [pick((8,) * 30 + (7, 0)) for _ in range(5)]
         dtypes = (np.int64, np.int8, np.int64, np.uint64, np.float64)
@@ -364,7 +364,7 @@ class Hostile:
         return self.named("request", ask, (now,))
 
     def of_memory(self) -> Call:
-        """Copies and checksums: arguments that are sound, but for one."""
+        """Return a copy or a checksum with at most one invalid argument."""
         sizes = np.array([self.random.randrange(300) for _ in range(3)], np.uint64)
         src = np.array([self.place(300) for _ in range(3)], np.uint64)
         # A destination for each fragment, and none of them what another one reads.
@@ -425,7 +425,7 @@ class Hostile:
         return made
 
     def unsound_number(self, at: int, arguments: list[Any]) -> Any:
-        """Wrong for a thread count, an address or a size: never an address that others have."""
+        """Return an invalid thread count, address or size; never an address of other memory."""
         wrong = self.random.choice((-1, 2**63, 2**64 - 1, 2**64, 2**70, None, 1.5, "3"))
         return 0 if at == 0 and len(arguments) == 3 and self.random.random() < 0.3 else wrong
 
@@ -489,7 +489,7 @@ class Hostile:
 
 
 def told(argument: object) -> str:
-    """An argument in a few words; labels that make no sense can't show themselves."""
+    """Return an argument in a few words. Invalid labels have no representation."""
     text = f"Labels{argument.spec}" if isinstance(argument, Labels) else repr(argument)
     return text[:500]
 

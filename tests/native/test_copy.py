@@ -51,7 +51,7 @@ class Arena:
 
     @property
     def batch(self) -> tuple[Words, Words, Words]:
-        """The three arguments of a copy."""
+        """Return the three arguments of a copy."""
         return (
             (self.starts[0] + self.dst.ctypes.data).astype(np.uint64),
             (self.starts[1] + self.src.ctypes.data).astype(np.uint64),
@@ -85,7 +85,7 @@ def make_arena(sizes: list[int], gaps: list[int], seed: int) -> Arena:
 
 @st.composite
 def arenas(draw: st.DrawFn) -> Arena:
-    """Few or many fragments, tiny, short and long; now and then one that is split into parts."""
+    """Few or many fragments, tiny, short and long; sometimes one that is split into parts."""
     size = st.one_of(
         st.integers(0, 700),
         st.sampled_from([0, 1, 63, 64, 255, 256, 257, 2048, 4095, 4096, 18432, 32768]),

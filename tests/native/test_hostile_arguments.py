@@ -1,4 +1,4 @@
-"""Numbers that no caller should give: refused in words, never a crash, never a call without end."""
+"""Invalid numbers are refused with a message: no crash, and no endless call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ needs_core = pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NA
 @needs_core
 @pytest.mark.parametrize("seed", range(4))
 def test_every_call_gives_a_result_or_an_error(seed: int) -> None:
-    """In a process of its own; its last line is the call that ended it."""
+    """The calls run in a process of their own, whose last line is the call that ended it."""
     command = [sys.executable, "-m", "tests.native.hostile", str(seed), "2000"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
@@ -159,7 +159,7 @@ def test_index_is_not_made_of_what_it_is_not_made_of() -> None:
 
 @needs_core
 def test_labels_may_ask_the_index_while_they_are_read() -> None:
-    """They may be made by a generator that looks something up: nothing of the two calls mixes."""
+    """Labels may be made by a generator that calls the index: the two calls do not interfere."""
     index = make("native", (DEVICE,))
     insert(index, 1, 2)
 
@@ -177,7 +177,7 @@ def test_labels_may_ask_the_index_while_they_are_read() -> None:
 
 @pytest.fixture
 def read(tmp_path: Path) -> Iterator[Read]:
-    """Reads a file of 512 bytes through a ring, until a deadline; gives the numbers of bytes."""
+    """Read a file of 512 bytes through a ring, until a deadline; return the numbers of bytes."""
     if not hot.NATIVE:
         pytest.skip(f"no native core: {hot.NATIVE_REASON}")
     path, memory = tmp_path / "file", np.zeros(512, np.uint8)

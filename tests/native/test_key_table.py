@@ -109,7 +109,7 @@ def test_table_agrees_with_a_dictionary(
 
 
 def test_many_keys_come_and_go(make: Make) -> None:
-    """Enough that every part grows several times, and room that was given back is used again."""
+    """Every part grows several times, and freed space is used again."""
     rng = np.random.default_rng(7)
     keys = np.frombuffer(rng.bytes(32 * 60_000), "V32")
     slots = rng.permutation(60_000)

@@ -108,7 +108,7 @@ def reply_of(value: bytes) -> bytes:
 
 
 def value_of(number: int, num_bytes: int) -> bytes:
-    """No byte of it is like untouched memory."""
+    """Return a value in which no byte equals untouched memory."""
     return bytes((number * 7 + at) % 200 for at in range(num_bytes))
 
 
@@ -166,7 +166,7 @@ def test_value_of_another_length_is_left(receive_values: Receive) -> None:
 def test_nothing_is_asked_of_the_server_that_it_will_not_send(
     receive_values: Receive, last: bytes
 ) -> None:
-    """Not a byte more than replies that are due are long; or this would wait."""
+    """It reads no more bytes than the pending replies have; otherwise it would block."""
     places = Places(2, [3])
     with sending(reply_of(b"abc") + reply_of(b"def") + last) as line:
         until = time.monotonic() + SOON_S
@@ -189,7 +189,7 @@ def test_what_comes_too_late_is_not_waited_for(receive_values: Receive) -> None:
 
 
 def test_nobody_waits_for_ever(receive_values: Receive) -> None:
-    """Though the socket itself would."""
+    """The call ends although the socket itself has no time-out."""
     places = Places(1, [5])
     with sending(b"$5\r\nto") as line:
         line.settimeout(None)

@@ -53,7 +53,7 @@ calls = st.lists(
 def test_table_agrees_with_a_dictionary(
     make: Make, keys: list[int], calls: list[tuple[str, list[int]]]
 ) -> None:
-    """Slots may have the same key: the one that was listed last counts."""
+    """Several slots may have one key: the slot that was listed last counts."""
     table, model = make(rows_of(*keys), at(0)), {keys[0]: 0}
     for name, slots in calls:
         getattr(table, name)(at(*slots))

@@ -108,7 +108,7 @@ def test_threads_may_read_the_same_memory() -> None:
 
 
 def live(index: NativeIndex, number: int) -> None:
-    """Blocks of a namespace come, are found, leased, used and named."""
+    """Insert, find, lease, use and name blocks of a namespace."""
     labels = Labels(random_bytes(64 * 32, 1).tobytes(), 64, 1, 0, 32)
     space = b"namespace %d" % number
     slots = [Slot(at) for at in range(number * 32, number * 32 + 32)]

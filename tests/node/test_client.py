@@ -1,4 +1,4 @@
-"""Clients of a node that is dead, stopped, slow or new: no call waits, and no slot is lost."""
+"""Clients of a dead, stopped, slow or restarted node: no call blocks, and no slot is lost."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ SLACK_S = 5.0
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines are busy: only a call's own time-out counts here."""
+    """Set long internal time-outs for busy machines: only a call's own time-out counts here."""
     monkeypatch.setattr("kvtier.node.client.tier.ANSWER_S", SOON_S)
 
 
 @contextmanager
 def busy(node: LocalNode) -> Iterator[None]:
-    """The node does nothing meanwhile."""
+    """Keep the node's thread busy meanwhile."""
     begun, go_on = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -173,7 +173,7 @@ def test_notice_goes_over_a_free_connection_at_once(node: LocalNode) -> None:
 
 
 def test_notice_on_memory_that_is_gone_is_forgotten(tmp_path: Path) -> None:
-    """The slots with these numbers are others' in the new memory."""
+    """The same slot numbers belong to other blocks in the new memory."""
     with local_node(tmp_path) as node:
         client = NodeClient(node.config.socket)
         channel, partition = enter(client)
@@ -269,7 +269,7 @@ def test_partition_that_opens_too_late_is_there_next_time(node: LocalNode) -> No
 
 
 def test_late_answers_before_a_goodbye_are_undone(node: LocalNode) -> None:
-    """An engine of two processes keeps nothing of the one that leaves."""
+    """An engine of two processes keeps no slots of the one that leaves."""
     first, second = (NodeClient(node.config.socket, engine="both") for _ in range(2))
     second.put_back(enter(second)[0])
     channel, partition = enter(first)
@@ -325,7 +325,7 @@ def test_lost_connections_are_not_tried_one_by_one(node: LocalNode) -> None:
 def test_slot_that_was_given_to_another_block_is_not_used(
     node: LocalNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if the node broke its promise to keep a leased slot."""
+    """The check holds even if the node broke its promise to keep a leased slot."""
     tier = tier_of(node.config.socket)
     user = User(tier)
     assert user.put(0, 1) == [THERE] * 2
@@ -447,7 +447,7 @@ def test_breaker_opens_and_closes_again(process: NodeProcess) -> None:
 
 
 def test_notice_tells_the_breaker_nothing(process: NodeProcess) -> None:
-    """A stopped node takes a notice: that is no sign of life."""
+    """A stopped node's socket still accepts a notice, so a sent notice is no sign of life."""
     client = NodeClient(process.socket)
     channel, partition = enter(client)
     client.put_back(channel)
@@ -510,7 +510,7 @@ def test_memory_that_was_mapped_is_the_nodes(node: LocalNode) -> None:
 def test_memory_that_does_not_arrive_is_a_failed_call(
     node: LocalNode, monkeypatch: pytest.MonkeyPatch, lost: int
 ) -> None:
-    """The kernel drops descriptors if the process has no number left for them."""
+    """The kernel drops descriptors if the process has reached its limit of open files."""
     plain = protocol.receive
     passed: list[int] = []
 

@@ -158,7 +158,7 @@ def test_a_pin_expires(shared: NodeProcess) -> None:
 
 
 def test_pins_leave_others_their_floor(tmp_path: Path) -> None:
-    """Each tenant may pin its floor, or half of what no other tenant's floor reserves."""
+    """A tenant may pin its floor, or half of the memory outside other tenants' floors."""
     quota = f"--quota=team-b={4 * SEGMENT_BYTES}"
     with (
         running(tmp_path, quota) as node,
@@ -179,7 +179,7 @@ def test_pins_leave_others_their_floor(tmp_path: Path) -> None:
 
 
 def flood(engine: BareEngine, num: int, first: int = 100) -> list[int]:
-    """Store blocks one by one, as many as are admitted. Return those."""
+    """Store blocks one by one, as many as are admitted. Return the stored ones."""
     stored = []
     for number in range(first, first + num):
         for slot in engine.reserve([key(number)]):
@@ -246,7 +246,7 @@ def test_look_ups_of_a_server_are_counted_and_timed(node: NodeProcess) -> None:
 
 
 def test_idle_connections_to_the_port_keep_no_engine_out(node: NodeProcess) -> None:
-    """They are closed for others, before the node has no file descriptor left."""
+    """Idle connections are closed for new ones, before file descriptors run out."""
     host, port = node.said.split("http://")[1].split("/metrics")[0].split(":")
     resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (300, 300))
     with ExitStack() as clients:

@@ -69,7 +69,7 @@ def test_slot_that_an_engine_is_to_fill_stays_aside_without_its_bit(tmp_path: Pa
 
 
 def test_segment_without_a_tag_is_noticed(tmp_path: Path) -> None:
-    """It would be free, and an engine may still write to it."""
+    """Without a tag it would count as free, while an engine may still write to it."""
     assert not survive(tmp_path, lambda it: find(it, SEGMENTS).write_bytes(bytes(8 * 16)))
 
 

@@ -102,7 +102,7 @@ MUCH = 2 * protocol.RECEIVED_AT_ONCE
 
 
 def test_connection_closed_with_an_unread_answer_is_noticed(node: LocalNode) -> None:
-    """Its process lives on. The event loop reports such an end once, whatever is left to read."""
+    """Its process lives on. The event loop reports such an end once, even with unread data."""
     for num_bytes in 8, MUCH:
         engine = Bare(node.config.socket)
         partition = engine.enter()
@@ -152,7 +152,7 @@ def test_killed_reader_leaves_blocks_that_can_be_evicted(node: LocalNode) -> Non
 
 @pytest.mark.parametrize("words", [("reserve",), ("reserve", "close")])
 def test_stopped_process_keeps_what_it_uses(node: LocalNode, words: tuple[str, ...]) -> None:
-    """It may resume, and write: neither time nor a lost connection ends that."""
+    """It may resume and write, so neither time nor a lost connection frees its slots."""
     with holder(node, *words) as process, bare(node.config.socket) as other:
         partition = other.enter()
         process.send_signal(signal.SIGSTOP)
@@ -193,7 +193,7 @@ def test_engine_lives_as_long_as_one_of_its_processes(node: LocalNode) -> None:
 
 
 def test_connections_of_one_client_that_broke_cost_one_entry(node: LocalNode) -> None:
-    """A process that reconnects for months is kept in mind once."""
+    """The node keeps one entry for a process that reconnects for months."""
     num_fds = len(os.listdir("/proc/self/fd"))
     for _ in range(50):
         with bare(node.config.socket) as engine:
@@ -248,7 +248,7 @@ def test_partition_can_be_named_over_a_later_connection(node: LocalNode) -> None
 
 
 def test_answer_that_was_never_read_leaves_no_lease(node: LocalNode) -> None:
-    """Leases of answers that the node could not send are given back, though the process lives."""
+    """Leases of answers that the node could not send are released, though the process lives."""
     with bare(node.config.socket) as engine:
         partition = engine.enter("engine", client="c")
         store(engine, partition, keys(*range(32)))
@@ -335,7 +335,7 @@ def test_connections_of_a_process_are_bounded(
 def test_clients_that_a_process_left_without_a_goodbye_are_bounded(
     node: LocalNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them costs the node a descriptor until the process ends."""
+    """Each such client costs the node a descriptor until the process ends."""
     monkeypatch.setattr(registry, "MOST_CLIENTS", 4)
     with holder(node):
         for number in range(4):
@@ -392,7 +392,7 @@ def test_requests_that_wait_are_bounded(node: LocalNode, monkeypatch: pytest.Mon
 def test_node_without_descriptors_serves_on(
     node: LocalNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection that can't be accepted is, later; the others don't notice."""
+    """A connection that cannot be accepted now is accepted later; others are not affected."""
     with bare(node.config.socket) as good:
         good.attach()
         listener, tries = node.server._socket, []

@@ -95,7 +95,7 @@ def forker(folder: Path) -> Iterator[Forker]:
 
 
 def num_free(folder: Path) -> int:
-    """Return how many slots of the partition can be had. They are given back."""
+    """Return the number of free slots of the partition: reserve and release them."""
     with bare(folder / "node.sock") as engine:
         engine.attach("last", client=str(time.monotonic()))
         partition = engine.open(BLOCK, KEY_BYTES, SCOPE).partition

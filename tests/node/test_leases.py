@@ -184,7 +184,7 @@ def test_simple_messages_are_answered_as_all_are(
 def test_damaged_messages_are_not_served_simply(
     held: Holdings, content: bytes, cut: int, at: int
 ) -> None:
-    """They are decoded, and refused then."""
+    """The fast path leaves damaged messages to the decoder, which refuses them."""
     list(held.end())
     for message in (
         LookupRequest(300, 7, KEYS[0] + KEYS[1]),

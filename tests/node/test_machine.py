@@ -1,6 +1,6 @@
 """Clients that look up, store, lose connections, die and come back, against a dictionary.
 
-The sockets and the memory are real. The processes are, too, but each does nothing: this test makes
+The sockets, the memory and the processes are real. A process does nothing by itself: the test makes
 the calls for it, so that every step has an end.
 """
 
@@ -44,9 +44,9 @@ def content(key: int) -> bytes:
 
 @dataclass(eq=False)
 class Engine:
-    """An engine's process and what it uses.
+    """An engine's process, and the slots that it uses.
 
-    leases: key, slot and generation of each. reserved: by key, the slot.
+    leases: key, slot and generation of each lease. reserved: slot by key.
     """
 
     process: subprocess.Popen[bytes]
@@ -235,7 +235,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(engine=consumes(engines))
     def leave(self, engine: Engine) -> None:
-        """Whatever it has not released is free, too."""
+        """Slots that the engine has not released are freed, too."""
         self.connecting = engine.process
         engine.client.close()
         self._forget(engine)

@@ -302,7 +302,7 @@ def test_hostile_tenant_leaves_others_their_floor(tmp_path: Path, attack: Attack
 
 
 def test_tenant_that_holds_what_it_must_give_back_delays_no_other(tmp_path: Path) -> None:
-    """Segments go on moving between the others."""
+    """Segments still move between the other tenants."""
     with world(tmp_path) as here:
         hostile, old, new = here.partition("a"), here.partition("b"), here.partition("c")
         fill(hostile, *range(32))

@@ -1,4 +1,4 @@
-"""Messages: whatever arrives, and however it is cut, a bad process harms only itself."""
+"""Messages with any content, cut anywhere: a bad process harms only itself."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class World:
 
 
 def shuffled(seed: int) -> bytes:
-    """Return ``MOST_KEYS`` keys in no order that helps."""
+    """Return ``MOST_KEYS`` keys in random order."""
     keys = np.arange(MOST_KEYS, dtype="<i8") + seed * MOST_KEYS
     np.random.default_rng(seed).shuffle(keys)
     return keys.tobytes()

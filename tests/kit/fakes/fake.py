@@ -1,4 +1,4 @@
-"""Driver libraries of accelerators that are not there: built from C++, and controlled by tests."""
+"""Fake driver libraries of accelerators: built from C++, and controlled by tests."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _folder() -> Path:
 
 @cache
 def build(variant: str, *flags: str) -> Path:
-    """The shared library of ``variant``, compiled once. Skips the test where no compiler is."""
+    """Return the shared library of ``variant``, compiled once. Skip the test without a compiler."""
     vendor, version = VARIANTS[variant]
     return link(f"{variant}{''.join(flags)}", [(vendor, version)], flags)
 
@@ -137,40 +137,40 @@ class Fake:
 
     @property
     def library(self) -> ctypes.CDLL:
-        """The library itself, to call what the product calls."""
+        """Return the library, for calls like the product's."""
         return self._library
 
     def reset(self, seed: int = 0, late_reads: bool = False, max_delay_us: int = 0) -> None:
-        """A new machine. late_reads: a batch's arrays are looked at again when it runs."""
+        """Reset to a new machine. late_reads: read a batch's arrays again when the batch runs."""
         self._library.fake_reset(seed, late_reads, max_delay_us)
 
     # -- faults -----------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Streams stand still until ``let_go``."""
+        """Hold all streams until ``let_go``."""
         self._library.fake_hold(1)
 
     def let_go(self) -> None:
         self._library.fake_hold(0)
 
     def fail_call(self, name: str, code: int, nth: int = 1) -> None:
-        """The ``nth`` call from now answers ``code`` and does nothing."""
+        """The ``nth`` call from now returns ``code`` and does nothing."""
         self._library.fake_fail_call(name.encode(), nth, code)
 
     def fail_entry(self, entry: int, code: int, nth_batch: int = 1) -> None:
-        """The ``nth`` batch from now fails at ``entry``; those before it are under way."""
+        """The ``nth`` batch from now fails at ``entry``; the entries before it are in flight."""
         self._library.fake_fail_entry(nth_batch, entry, code)
 
     def fail_late(self, code: int, nth_copy: int = 1) -> None:
-        """A copy fails when it runs; every later wait and question answers ``code``."""
+        """A copy fails when it runs; every later wait and query returns ``code``."""
         self._library.fake_fail_late(nth_copy, code)
 
     def lose_device(self, code: int) -> None:
-        """Every later call answers ``code``."""
+        """Every later call returns ``code``."""
         self._library.fake_lose_device(code)
 
     def refuse_batches(self) -> None:
-        """The call is there, and answers that the machine can't do it."""
+        """The batch call exists, and reports that the machine does not support it."""
         self._library.fake_feature(1)
 
     # -- memory -----------------------------------------------------------------------------------
@@ -194,28 +194,28 @@ class Fake:
         assert self._library.fake_poke(address, content.ctypes.data, content.nbytes) == 0
 
     def adopt(self, address: int, nbytes: int, device: int = 0) -> None:
-        """Memory of this process counts as the device's from now on."""
+        """Count memory of this process as the device's from now on."""
         self._library.fake_adopt(address, nbytes, device)
 
     def disown(self, address: int) -> None:
         self._library.fake_disown(address)
 
     def cut(self, address: int) -> None:
-        """Device memory is two allocations from now on, the second of which begins here.
+        """Split device memory into two allocations, the second of which begins here.
 
-        No copy and no registration may lie in both.
+        No copy and no registration may span both.
         """
         self._library.fake_cut(address)
 
     # -- compute ----------------------------------------------------------------------------------
 
     def compute_stream(self, device: int = 0) -> int:
-        """A stream that an engine computes on."""
+        """Return a stream for an engine's compute."""
         stream: int = self._library.fake_compute_stream(device)
         return stream
 
     def fill(self, address: int, nbytes: int, value: int, stream: int = 0) -> None:
-        """Compute work: set all bytes to ``value``, some time."""
+        """Queue compute work that sets all bytes to ``value`` at some time."""
         self._library.fake_fill(address, nbytes, value, stream)
 
     def wait_for(self, stream: int) -> None:
@@ -224,7 +224,7 @@ class Fake:
     # -- what was seen ----------------------------------------------------------------------------
 
     def count(self, name: str) -> int:
-        """Calls of ``name``; also "copies", "synchronous_copies" and "peak_queued_bytes"."""
+        """Return calls of ``name``; also "copies", "synchronous_copies", "peak_queued_bytes"."""
         return int(self._library.fake_count(name.encode()))
 
     @property

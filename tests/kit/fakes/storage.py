@@ -1,4 +1,4 @@
-"""File libraries of accelerators that are not there: cuFile, hipFile and NDS, over fake drivers."""
+"""Fake file libraries of accelerators: cuFile, hipFile and NDS, over fake drivers."""
 
 from __future__ import annotations
 
@@ -76,43 +76,43 @@ class StorageFake(Fake):
         percent_short: int = 0,
         is_bounced: bool = False,
     ) -> None:
-        """A new library.
+        """Reset to a new library.
 
-        percent_short: of transfers, which move a part only. is_bounced: the machine has no way past
-        host memory.
+        percent_short: share of transfers that move only a part. is_bounced: the machine has no
+        direct path, so transfers go through host memory.
         """
         self._library.fake_storage_reset(seed, max_delay_us, percent_short, is_bounced)
 
     @property
     def library_variable(self) -> str:
-        """Names the file library to the product."""
+        """Name of the variable that gives the product the file library."""
         return f"KVTIER_{self.name.rstrip('0123456789').upper()}_LIBRARY"
 
     def hold_storage(self) -> None:
-        """No transfer begins until ``let_storage_go``; one that was begun may end."""
+        """Begin no transfer until ``let_storage_go``; transfers in flight may end."""
         self._library.fake_storage_hold(1)
 
     def let_storage_go(self) -> None:
         self._library.fake_storage_hold(0)
 
     def fail_transfer(self, fault: Fault, value: int = 0, nth: int = 1) -> None:
-        """The ``nth`` from now."""
+        """Let the ``nth`` transfer from now fail."""
         self._library.fake_storage_fail(nth, fault, value)
 
     def cancels(self, how: Cancel) -> None:
         self._library.fake_storage_cancels(how)
 
     def fail_submit(self, code: int) -> None:
-        """The next batch is begun, and its submission answered with ``code``."""
+        """The next batch begins, but its submission returns ``code``."""
         self._library.fake_storage_fail_submit(code)
 
     def limit_pinned(self, kib: int) -> None:
-        """No more memory may be registered."""
+        """Refuse further registrations of memory."""
         self._library.fake_storage_limit_pinned(kib)
 
     @property
     def num_moving(self) -> int:
-        """Transfers that may touch memory still."""
+        """Return the number of transfers that may still touch memory."""
         return int(self._library.fake_storage_num_moving())
 
     @property

@@ -1,4 +1,4 @@
-"""The fakes are strict: whatever hardware might punish is noticed. Called as a driver is called."""
+"""The fakes notice every call that hardware might punish. Tests call them as drivers are called."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Cuda:
         return event
 
     def load(self, to: int, at: int, size: int, stream: c_void_p | None = None) -> int:
-        """Offsets in device and host memory."""
+        """Load between offsets in device and host memory."""
         code: int = self.calls.cuMemcpyHtoDAsync_v2(
             c_uint64(self.device + to), c_void_p(self.host + at), c_size_t(size),
             stream or self.stream,
@@ -65,7 +65,7 @@ class Cuda:
         stream: c_void_p | None = None,
         num_attributes: int = 1,
     ) -> int:
-        """Loads (device offset, host offset, size)."""
+        """Submit loads of (device offset, host offset, size)."""
         table = np.array(copies, np.uint64).reshape(-1, 3)
         self.arrays = [
             np.ascontiguousarray(table[:, 0] + np.uint64(self.device)),
@@ -299,7 +299,7 @@ def _acl_batch(
     has_failed: bool = True,
     at_device: bool = False,
 ) -> tuple[int, int]:
-    """Two loads; or from device to device. Gives the code and the entry that is to blame."""
+    """Submit two copies; return the code and the failing entry."""
     stream = c_void_p()
     assert fake.library.aclrtCreateStreamWithConfig(byref(stream), 0, 3) == 0
     host, device = np.zeros(64, np.uint8), fake.allocate(64)

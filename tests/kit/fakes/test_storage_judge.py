@@ -1,4 +1,4 @@
-"""The fake file libraries are strict: whatever hardware might punish is noticed."""
+"""The fake file libraries notice every call that hardware might punish."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CuFile:
         return self.calls.move(False, self.file, base, self.base + at, size, offset)
 
     def read_later(self) -> threading.Thread:
-        """Begins when the fake lets it go."""
+        """Submit a read that begins when the fake is released."""
 
         def read() -> None:
             self.device.driver.use()
