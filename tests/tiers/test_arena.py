@@ -1,4 +1,4 @@
-"""The host tier's memory: how it is cut, touched, locked, opened and given back."""
+"""The host tier's memory: its segments, and how it is touched, locked, opened and released."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_copies_are_not_merged_across_two_registrations() -> None:
 
 
 def placed(tier: HostTier, segments: Sequence[int]) -> list[tuple[int, int]]:
-    """Address and size of these segments."""
+    """Return the address and size of these segments."""
     cut = [tier.arena.segments[number] for number in segments]
     return [(tier.memory.address + segment.offset, segment.num_bytes) for segment in cut]
 
@@ -218,7 +218,7 @@ def test_a_growing_pool_gives_out_each_open_slot_once(
 
 
 def resident(address: int, num_bytes: int) -> list[int]:
-    """For each page 1 where it is in memory."""
+    """Return 1 for each page that is in memory, else 0."""
     found = (ctypes.c_ubyte * (num_bytes // PAGE))()
     libc = ctypes.CDLL(None)
     assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), found) == 0
@@ -230,7 +230,7 @@ def num_resident(segment: Segment, tier: HostTier) -> int:
 
 
 class ShortOf:
-    """Touches, until the segment with this number: half way through there is no more memory."""
+    """Touches memory until this segment; memory runs out in the middle of it."""
 
     def __init__(self, number: int) -> None:
         self._left = number

@@ -1,4 +1,4 @@
-"""When something that fails is left alone, and when it is tried again."""
+"""The breaker: when calls to a failing tier are paused, and when they are retried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A codec and keys around a storage tier of a third party, which knows of neither."""
+"""A codec and keys around a storage tier of a third party, which handles neither."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def filled() -> Scattered:
 
 
 def files(folder: Path) -> list[bytes]:
-    """Return what is stored of each block."""
+    """Return the stored bytes of each block."""
     return [next(folder.glob(f"*/*/{key.hex()}.kv")).read_bytes() for key in KEYS]
 
 
@@ -119,7 +119,7 @@ def test_another_key_is_a_miss_and_the_block_is_stored_again(tmp_path: Path, rea
 def test_value_that_was_changed_in_the_store_is_damaged_and_dropped(
     tmp_path: Path, name: str
 ) -> None:
-    """The store's own checksum is right: only the frame can show it."""
+    """The store's own checksum is right: only the frame shows the change."""
     tier, memory = opened(tmp_path, CODINGS[name]), filled()
     tier.put(NAMES, memory.pieces, TIMEOUT_S)
     assert isinstance(tier, CodedTier)

@@ -1,4 +1,4 @@
-"""Blocks of a rank in a store, as shards that other ranks have, too."""
+"""Blocks of a rank in a store, as shards that other ranks have as well."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BOTH = Shards(
 
 
 def _only(name: bytes) -> Shards:
-    """Return the shards of a rank that has one."""
+    """Return the shards of a rank that has only one."""
     return Shards((name,), np.zeros((1, 1), np.int64), np.array([SHARD]), SHARD)
 
 

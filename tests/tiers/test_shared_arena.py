@@ -1,4 +1,4 @@
-"""One arena of several processes, each with its own mapping of it."""
+"""One arena of several processes, each with a mapping of its own."""
 
 from __future__ import annotations
 

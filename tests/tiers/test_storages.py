@@ -1,4 +1,4 @@
-"""Storage tiers that are made for tests, or wrap others: as any storage tier."""
+"""Storage tiers for tests, and wrappers of others: the suite of storage tiers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TestMemoryStorageWithSeveral(TestMemoryStorage):
 
 
 class TestThrottledTier(TestMemoryStorage):
-    """Fast enough not to be noticed."""
+    """The pace is so fast that it has no effect."""
 
     def over(self, shelf: StoredBlocks, num_blocks: int) -> StorageTier:
         return ThrottledTier(super().over(shelf, num_blocks), 1 << 40)

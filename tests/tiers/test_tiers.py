@@ -1,4 +1,4 @@
-"""Slots, capacities, and how much memory is left."""
+"""Slots, capacities, and available memory."""
 
 from __future__ import annotations
 

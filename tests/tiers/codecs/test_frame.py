@@ -1,4 +1,4 @@
-"""Stored forms of blocks: what was changed is noticed, and keys are what they should be."""
+"""Stored forms of blocks: every change is detected, and keys are derived as specified."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_block_that_does_not_shrink_is_stored_as_it_is() -> None:
 @pytest.mark.slow
 @each_coder
 def test_nothing_changed_becomes_a_wrong_byte(name: str) -> None:
-    """Flipped, truncated, swapped and mixed frames."""
+    """Flip, truncate, swap and mix frames."""
     coder, rng = make_coder(CODERS[name], opaque(BLOCK_BYTES)), random.Random(3)
     num = len(KEYS)
     memory = memory_of("bfloat16", num)

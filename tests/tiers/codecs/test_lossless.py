@@ -1,4 +1,4 @@
-"""The codec ``lossless``: conformance, ratios, and blocks made to harm."""
+"""The codec ``lossless``: conformance, ratios, and malicious blocks."""
 
 from __future__ import annotations
 

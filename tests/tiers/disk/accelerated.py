@@ -1,4 +1,4 @@
-"""A disk tier under an accelerator that is not there: its pool, and a file library, on fakes."""
+"""A disk tier under a fake accelerator: its pool, and a fake file library."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Accelerated:
         """Seconds, for pauses."""
 
     def open(self, **options: object) -> DiskTier:
-        """The tier; what was there before is there again."""
+        """Open the tier, which recovers the blocks of the one before."""
         slot_bytes = -(-self.group.bytes_per_block // PAGE) * PAGE
         made = DiskOptions(
             self.folder, NUM_BLOCKS * slot_bytes, verify=Verify.OFF, bounce_bytes=4 * slot_bytes
@@ -144,7 +144,7 @@ class Accelerated:
         return after
 
     def check_pool(self, at: Sequence[int] = range(NUM_BLOCKS)) -> None:
-        """Blocks ``at`` are in the slots of their numbers, and zeros elsewhere."""
+        """Check that blocks ``at`` are in the slots of their numbers, and zeros elsewhere."""
         zeros = np.zeros(self.pool.memory.nbytes, np.uint8)
         assert np.array_equal(self.pool_bytes(), self.expected(zeros, at, at))
 
@@ -155,9 +155,9 @@ class Accelerated:
 
 
 def hang(world: Accelerated, tier: DiskTier) -> list[Outcome]:
-    """Have the driver hold a read until its engine is given up, and let it go then.
+    """Let the driver hold a read until its engine is abandoned, then release it.
 
-    What became of the read. A second is enough for it to begin, also where others use the machine.
+    Return the outcomes of the read. It begins within a second, also on a busy machine.
     """
     world.fake.cancels(Cancel.IGNORED)
     world.fake.hold_storage()
@@ -186,7 +186,7 @@ def line_of(tier: DiskTier, topic: str) -> Finding:
 
 
 def on_disk(tier: DiskTier, folder: Path, block: int, at: int, value: int) -> None:
-    """Change a byte of a block behind the tier's back."""
+    """Change a byte of a block in the file, past the tier."""
     (slot,) = tier.blocks.listed.find(as_keys(keys()[block : block + 1])).tolist()
     with (folder / "data.slab").open("r+b") as file:
         file.seek(slot * tier.blocks.parts[0].slot_bytes + at)
@@ -195,7 +195,7 @@ def on_disk(tier: DiskTier, folder: Path, block: int, at: int, value: int) -> No
 
 @contextmanager
 def accelerated(name: str, folder: Path, **named: object) -> Iterator[Accelerated]:
-    """A world whose fakes saw nothing that hardware might punish, and that gave everything back."""
+    """Yield a world; check that hardware would accept its calls, and that all is released."""
     world = Accelerated(name, folder, **named)  # type: ignore[arg-type]
     try:
         yield world

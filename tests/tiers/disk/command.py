@@ -8,7 +8,7 @@ import sys
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
-    """``kvtier`` in a process of its own, with little memory and time: a crash is seen as one."""
+    """Run ``kvtier`` in a process of its own with little memory and time, so that a crash shows."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))

@@ -1,4 +1,4 @@
-"""An accelerator and a file library that are not there, an engine over both, and a file."""
+"""A fake accelerator and file library, an engine over both, and a file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def open_direct(
 
 
 class World:
-    """``num_pages`` of a file with known bytes, and twice as much device memory, all 0."""
+    """``num_pages`` of a file with known bytes, and twice as much zeroed device memory."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class World:
         return engine
 
     def batch(self, *pieces: tuple[int, int, int]) -> Batch:
-        """In pages: (offset in the file, place in memory, size)."""
+        """Return a batch of (offset in the file, place in memory, size), in pages."""
         offsets, places, sizes = np.array(pieces, np.int64).reshape(-1, 3).T * PAGE
         return (
             offsets.copy(),
@@ -89,7 +89,7 @@ class World:
         )
 
     def in_memory(self, place: int, num: int) -> Bytes:
-        """Pages of the device."""
+        """Return pages of the device."""
         return self.fake.peek(self.memory.address + place * PAGE, num * PAGE)
 
     def in_file(self, page: int, num: int) -> Bytes:
@@ -97,7 +97,7 @@ class World:
         return written[page * PAGE : (page + num) * PAGE]
 
     def page(self, page: int, num: int = 1) -> Bytes:
-        """Return what the file held at first."""
+        """Return a page of the file's first content."""
         return self.content[page * PAGE : (page + num) * PAGE]
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class World:
 
 @contextmanager
 def direct_world(name: str, folder: Path, num_pages: int = 64) -> Iterator[World]:
-    """A world whose fakes saw nothing that hardware might punish, and that gave everything back."""
+    """Yield a world; check that hardware would accept its calls, and that all is released."""
     with ExitStack() as stack:
         world = World(name, folder, num_pages)
         stack.callback(world.close)

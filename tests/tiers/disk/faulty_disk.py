@@ -54,12 +54,12 @@ class FaultyDisk(DiskSystem):
         self._plan(operation, nth, lambda address: -_FLIP)
 
     def hold(self, *operations: str) -> None:
-        """These operations wait until ``let_go``."""
+        """Hold these operations until ``let_go``."""
         for operation in operations:
             self._gates[operation].clear()
 
     def let_go(self, *operations: str) -> None:
-        """These operations run again."""
+        """Release these operations."""
         for operation in operations:
             self._gates[operation].set()
             self._stalls[operation].end()
@@ -73,7 +73,7 @@ class FaultyDisk(DiskSystem):
             self._stalls[operation].begin(after)
 
     def forget_faults(self) -> None:
-        """Faults that have not happened yet won't."""
+        """Cancel the faults that have not happened yet."""
         self._faults.clear()
 
     def _plan(self, operation: str, nth: int, fault: Callable[[int], int]) -> None:
@@ -82,7 +82,7 @@ class FaultyDisk(DiskSystem):
     # the system
 
     def next_fault(self, operation: str) -> Callable[[int], int] | None:
-        """Count one operation; its fault, if there is one."""
+        """Count one operation; return its fault, if there is one."""
         self.num_done[operation] += 1
         return self._faults.pop((operation, self.num_done[operation]), None)
 
@@ -135,7 +135,7 @@ class _Stall:
         self._over.set()
 
     def pass_through(self, num: int, timeout_s: float | None) -> int:
-        """Wait until ``num`` have come through, or for ``timeout_s``; how many have."""
+        """Wait until ``num`` have passed, or for ``timeout_s``; return how many have."""
         with self._lock:
             if self._over.is_set():
                 return num

@@ -61,12 +61,12 @@ def forge_superblock(slab: Path, **fields: int | bytes) -> None:
 
 
 def read_records(slab: Path) -> Records:
-    """All records of the slab's journal, to be changed."""
+    """Return all records of the slab's journal, writable."""
     content = (slab / "journal").read_bytes()
     return np.frombuffer(content[: len(content) // 64 * 64], RECORD).copy()
 
 
 def write_records(slab: Path, records: Records) -> None:
-    """Over the slab's journal, with their checksums made right."""
+    """Write records over the slab's journal, with right checksums."""
     seal(records)
     (slab / "journal").write_bytes(records.tobytes())

@@ -63,7 +63,7 @@ MEMORY_BYTES = 6 << 30
 
 
 class QuickDisk(DiskSystem):
-    """Engines that cost little to open; now and then the one that is otherwise used."""
+    """Opens a cheap engine, and sometimes the one that the product uses."""
 
     def __init__(self) -> None:
         self.rng = random.Random(0)
@@ -78,14 +78,14 @@ class QuickDisk(DiskSystem):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moment:
-    """The files of the slabs at some time, and when they were last written to."""
+    """The files of the slabs at some time, with their modification times."""
 
     files: Files
     times: dict[str, int]
 
 
 class Fuzzer:
-    """Slabs in ``folder`` that have a history, of which every mutation begins at some moment."""
+    """Slabs in ``folder`` with a history; every mutation begins at some moment of it."""
 
     def __init__(self, folder: Path, verify: str, num_parts: int) -> None:
         self.folders = [folder / str(rank) for rank in range(num_parts)]
@@ -102,7 +102,7 @@ class Fuzzer:
         self.moments = self._live()
 
     def _live(self) -> list[Moment]:
-        """A life with every kind of record, closed and killed by turns; the moments of it."""
+        """Write every kind of record, close and crash in turn; return a moment after each."""
         moments: list[Moment] = []
         numbers = itertools.count()
         for is_closed in (True, False, True, True, False):
@@ -167,7 +167,7 @@ class Fuzzer:
             self.seen["used"] += 1
 
     def _put(self, damage: Damage, moment: Moment) -> None:
-        """The damaged files in place, the others as they were then, time of writing and all."""
+        """Write the damaged files, and the others with their modification times at ``moment``."""
         for folder in self.folders:
             if (aside := folder.with_name(f"{folder.name} data")).exists():
                 aside.replace(folder / "data.slab")  # it stays the file that it was
@@ -188,7 +188,7 @@ class Fuzzer:
                 os.utime(path, ns=(moment.times[name], moment.times[name]))
 
     def _look(self, rng: random.Random) -> None:
-        """As the commands do; what one refuses the next one may not."""
+        """Inspect and verify as the commands do. A slab that one refuses the other may accept."""
         folder = rng.choice(self.folders)
         console = Console(file=io.StringIO(), width=200)
         if rng.random() < 0.2:
@@ -234,7 +234,7 @@ class Fuzzer:
         return dict(zip(keys, slots.values(), strict=True))
 
     def _store(self, here: World, rng: random.Random) -> dict[BlockKey, Slot]:
-        """New blocks, on top of whatever is there."""
+        """Store new blocks beside the recovered ones."""
         slots = here.tier.allocate(min(rng.randrange(1, 4), here.tier.num_free))
         assert slots is not None
         keys = [key(number) for number in rng.sample(NUMBERS, len(slots))]

@@ -1,4 +1,4 @@
-"""A disk that loses its power: what was synced stays, and some of the rest."""
+"""A disk that loses its power: synced writes stay, and some of the others."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class _File:
 
 
 class LossyDisk(DiskSystem):
-    """Remembers what was synced. ``power_cut`` leaves that, and some of the rest in any order."""
+    """Records synced content. ``power_cut`` keeps that, and some later writes in any order."""
 
     def __init__(self) -> None:
         self._files: dict[int, _File] = {}
 
     def power_cut(self, rng: random.Random) -> None:
-        """Change the files to what a power cut may leave. Close what uses them first.
+        """Change the files to a state that a power cut may leave. Close the tier first.
 
-        Of the writes that were not synced some are lost, some are torn at a sector, and what is
-        left may have reached the disk in another order than it was written.
+        Some of the writes that were not synced are lost, and some are torn at a sector. The others
+        may have reached the disk in another order than they were written.
         """
         for file in self._files.values():
             if not file.path.exists():
@@ -52,7 +52,7 @@ class LossyDisk(DiskSystem):
         self._files.clear()
 
     def note(self, fd: int, offset: int, data: bytes) -> None:
-        """This is about to be written."""
+        """Note that a write to this range follows."""
         self._file(fd).unsynced.append((offset, data))
 
     def _file(self, fd: int) -> _File:

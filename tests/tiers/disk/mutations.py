@@ -41,7 +41,7 @@ class Damage:
     is_plain: bool = True
 
     def pick(self, rng: Random, ending: str = "") -> str:
-        """Name of a file that has something in it, and ends like this."""
+        """Return the name of a file that is not empty and ends with ``ending``."""
         names = [name for name, content in self.files.items() if content and name.endswith(ending)]
         if not names:
             return ""
@@ -49,7 +49,7 @@ class Damage:
 
 
 def mutate(rng: Random, files: Files, others: Sequence[Files]) -> Damage:
-    """One to three random changes to ``files``. others: the same slabs at other times."""
+    """Make one to three random changes to ``files``. others: the same slabs at other times."""
     damage = Damage(files, others, {})
     for _ in range(rng.choice((1, 1, 1, 2, 2, 3))):
         rng.choice(MUTATIONS)(rng, damage)
@@ -67,7 +67,7 @@ def flip_bits(rng: Random, damage: Damage) -> None:
 
 
 def blank_sector(rng: Random, damage: Damage) -> None:
-    """Zeros, ones or noise over some aligned bytes."""
+    """Overwrite some aligned bytes with zeros, ones or noise."""
     if content := damage.files.get(damage.pick(rng)):
         size = rng.choice((RECORD_BYTES, 512, 4096))
         start = rng.randrange(len(content)) // size * size
@@ -77,7 +77,7 @@ def blank_sector(rng: Random, damage: Damage) -> None:
 
 
 def swap_sectors(rng: Random, damage: Damage) -> None:
-    """Within a file, or between two."""
+    """Swap two ranges of a file, or of two files."""
     first = damage.pick(rng)
     second = first if rng.random() < 0.7 else damage.pick(rng)
     if not first:
@@ -93,7 +93,7 @@ def swap_sectors(rng: Random, damage: Damage) -> None:
 
 
 def copy_sector(rng: Random, damage: Damage) -> None:
-    """Over another one: what was there may be missed by nothing but its absence."""
+    """Copy a range over another one of the file, whose content is lost without a trace."""
     damage.is_plain = False
     if content := damage.files.get(damage.pick(rng)):
         size = rng.choice((RECORD_BYTES, 512, 4096))
@@ -107,7 +107,7 @@ def cut(rng: Random, damage: Damage) -> None:
 
 
 def extend(rng: Random, damage: Damage) -> None:
-    """By noise, by what it holds already, or by a hole."""
+    """Extend a file by noise, by zeros, by its own end, or by a hole."""
     name = damage.pick(rng)
     if not name:
         return
@@ -133,7 +133,7 @@ def remove(rng: Random, damage: Damage) -> None:
 
 
 def splice(rng: Random, damage: Damage) -> None:
-    """A file, or a part of it, as it was at another time."""
+    """Replace a file, or a part of it, by its content at another time."""
     damage.is_plain = False
     name, other = damage.pick(rng), rng.choice(damage.others)
     if name not in other:
@@ -148,7 +148,7 @@ def splice(rng: Random, damage: Damage) -> None:
 
 
 def mix_up(rng: Random, damage: Damage) -> None:
-    """Two files of one name change their places, between the slabs of a set."""
+    """Exchange two files of one name between the slabs of a set."""
     damage.is_plain = False
     first = damage.pick(rng)
     second = f"{1 - int(first[0])}{first[1:]}" if first else ""
@@ -220,7 +220,7 @@ def replay_records(rng: Random, damage: Damage) -> None:
 
 
 def shuffle_records(rng: Random, damage: Damage) -> None:
-    """In another order, or some of them not there."""
+    """Change the order of records, or drop some of them."""
     name, records = _records(rng, damage)
     if len(records):
         order = rng.sample(range(len(records)), rng.randrange(1, len(records) + 1))
@@ -228,7 +228,7 @@ def shuffle_records(rng: Random, damage: Damage) -> None:
 
 
 def _records(rng: Random, damage: Damage) -> tuple[str, Records]:
-    """A journal's name, and its records, to be changed; none where there are none."""
+    """Return a journal's name and its records, writable; empty if there are none."""
     damage.is_plain = False
     name = damage.pick(rng, "journal")
     return name, _whole_records(damage.files.get(name, b""))

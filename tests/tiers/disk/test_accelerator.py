@@ -1,7 +1,7 @@
-"""Blocks between a slab and an accelerator's memory: the way they take, and what they are then.
+"""Blocks between a slab and an accelerator's memory: their path, and their bytes.
 
-Every test also fails where a fake saw something that hardware might punish, or where something was
-not given back.
+Every test also fails if a fake saw a call that hardware might punish, or a resource that was not
+released.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stored(world: Accelerated, **options: object) -> DiskTier:
-    """A tier that has all blocks, and trusts them."""
+    """Return a tier that has stored, and trusts, all blocks."""
     tier = world.open(**options)
     assert tier.put(names(), world.in_host(), 60) == THERE
     return tier
@@ -97,7 +97,7 @@ def test_blocks_come_as_repack_would_bring_them(
     at: list[int],
     seed: int,
 ) -> None:
-    """Any layout, any place, trusted or not, in parts or whole; and no byte beside them."""
+    """For any layout and place, trusted or not, in parts or whole; no other byte changes."""
     folder = tmp_path_factory.mktemp("slab")
     with accelerated(name, folder, group=GROUPS[group], order=order, has_host=has_host) as world:
         world.fake.reset_storage(seed, 20 * (seed % 3), percent_short)
@@ -317,7 +317,7 @@ def test_compatibility_mode_is_called_what_it_is(
 def test_where_the_machine_is_direct_compatibility_mode_is_forbidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was when the way was tried. What the library falls back to later must not go unsaid."""
+    """The probe found a direct path. A later fallback of the library must be reported."""
     with accelerated("cufile120", tmp_path) as world:
         world.open().close()
         world.fake.reset_storage(is_bounced=True)
@@ -370,7 +370,7 @@ def test_a_device_without_a_library_or_a_queue_says_so(
 def test_what_the_library_fails_at_is_read_by_way_of_host_memory(
     world: Accelerated, fault: Fault, value: int
 ) -> None:
-    """It need not be the disk's fault: no slot is quarantined, and nothing is forgotten."""
+    """The disk need not be at fault: no slot is quarantined, and no block is dropped."""
     tier = stored(world)
     for nth in (1, 2):
         world.fill_pool(0)
@@ -407,7 +407,7 @@ def test_a_library_that_fails_again_and_again_is_left_alone_for_a_while(
 
 
 def line_of_straight(tier: DiskTier) -> str:
-    """Return why blocks do not go directly now."""
+    """Return the reason why blocks are not transferred directly now."""
     lines = [line.note for line in tier.findings() if line.topic == "direct reads"]
     return lines[0] if lines else ""
 
@@ -481,7 +481,7 @@ def test_a_driver_that_hangs_is_given_up_and_blocks_take_the_buffer(
 
 
 def test_a_thousand_operations_leave_nothing_behind(world: Accelerated) -> None:
-    """Through good and bad ends."""
+    """Some of the operations fail or have no time left."""
     tier = stored(world, verify=Verify.SAMPLED, sample_every=5, errors_until_off=1000)
     held: list[tuple[int, int, int]] = []
     for each in range(effort(1000, 100)):

@@ -1,7 +1,7 @@
-"""Movers of blocks between an accelerator and a disk, and what they wait for.
+"""Movers of blocks between an accelerator and a disk, and the events that they wait for.
 
-Nothing that a file library moves is ordered by a stream. The control of each test drops the fences,
-and the fakes notice that.
+A file library's transfers are not ordered by a stream. The control of each test drops the fences,
+and the fakes notice it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OTHERS = [Slot(at + 2) for at in range(NUM_BLOCKS)]
 
 
 class Moving:
-    """A mover between the pool and the disk, nothing in between, beside compute on a stream."""
+    """A mover between the pool and the disk without host memory, beside compute on a stream."""
 
     def __init__(self, name: str, folder: Path) -> None:
         stream: list[int] = []
@@ -45,7 +45,7 @@ class Moving:
         return self.mover.begin(Move(src, dst, at, at, names()))
 
     def compute(self, value: int) -> None:
-        """Set every byte of the pool, some time."""
+        """Queue compute that sets every byte of the pool at some time."""
         memory = self.world.pool.memory
         self.world.fake.fill(memory.address, memory.nbytes, value, self.stream)
 
@@ -66,7 +66,7 @@ def moving(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Moving]:
 
 @pytest.fixture(params=[True, False], ids=["with fences", "without"])
 def heeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, moving: Moving) -> bool:
-    """Whether fences are made at all."""
+    """Whether fences are made; without them the fakes have to notice a race."""
     if not request.param:
 
         def drop() -> Fence:

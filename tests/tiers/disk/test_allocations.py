@@ -1,9 +1,9 @@
 """A pool on an accelerator that is several allocations.
 
-Each is registered by itself, and a piece is moved where one of them holds it.
+Each allocation is registered by itself, and a piece is moved directly if one of them holds it.
 
-Every test also fails where a fake saw something that hardware might punish, or where something was
-not given back.
+Every test also fails if a fake saw a call that hardware might punish, or a resource that was not
+released.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ second layer, has of block 3."""
 
 
 def stored(world: Accelerated, **options: object) -> DiskTier:
-    """A tier that has all blocks, and trusts them."""
+    """Return a tier that has stored, and trusts, all blocks."""
     tier = world.open(**options)
     assert tier.put(names(), world.in_host(), 60) == THERE
     world.fill_pool(0)
@@ -84,7 +84,7 @@ def test_blocks_come_as_repack_would_bring_them_wherever_memory_is_cut(
     at: list[int],
     seed: int,
 ) -> None:
-    """Also through the middle of a piece: of that block nothing goes directly."""
+    """A cut may be in the middle of a piece: that block is not transferred directly."""
     folder = tmp_path_factory.mktemp("slab")
     with accelerated(name, folder, group=group, order=order, cuts=sorted(cuts)) as world:
         world.fake.reset_storage(seed, 20 * (seed % 3), percent_short)
@@ -152,7 +152,7 @@ def test_where_one_registration_is_refused_the_others_are_let_go(
 def test_memory_that_is_no_one_allocation_is_not_registered_as_one(
     name: str, tmp_path: Path
 ) -> None:
-    """The control: without each by itself there is no way at all."""
+    """The control: memory registered as one allocation has no direct path at all."""
     world = Accelerated(name, tmp_path, cuts=BY_LAYER)
     world.allocations = [world.pool.memory]
     tier = stored(world)
@@ -183,7 +183,7 @@ def test_a_block_that_no_registration_holds_takes_the_buffer_and_nobody_is_to_bl
 ) -> None:
     """One of its pieces is in two allocations, or in none.
 
-    Not an error of the library's, however often: the others go directly all the while.
+    It never counts as an error of the library. All other blocks are still transferred directly.
     """
     begin, end = (IN_THIRD + 1, IN_THIRD + 1) if is_known else (IN_THIRD, IN_THIRD + 2)
     with accelerated(name, tmp_path, cuts=sorted({begin, end})) as world:
@@ -209,7 +209,7 @@ def test_a_block_that_no_registration_holds_takes_the_buffer_and_nobody_is_to_bl
 def test_what_fails_in_one_allocation_is_read_again(
     name: str, fault: Fault, tmp_path: Path
 ) -> None:
-    """Whichever transfer it is that fails."""
+    """Any of the transfers may fail."""
     with accelerated(name, tmp_path, cuts=BY_LAYER) as world:
         tier = stored(world)
         before = world.fake.num_transfers

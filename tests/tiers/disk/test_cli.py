@@ -36,7 +36,7 @@ def run_json(*words: object) -> tuple[int, dict[str, object]]:
 
 
 def fill(here: World) -> None:
-    """Three blocks of one namespace, two of another and a day younger, one forgotten."""
+    """Store three blocks of one namespace, three younger ones of another; forget one of these."""
     slots = here.tier.allocate(6)
     assert slots is not None
     assert all(here.store([key(n) for n in range(3)], slots[:3], namespace=b"1" * 32))

@@ -1,4 +1,4 @@
-"""A journal that is written anew in slices: nothing is lost, whatever happens between two."""
+"""A journal that is compacted in slices: no record is lost, whatever happens between two slices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUM_SLOTS = 8
 
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three records at a time, and five with each batch."""
+    """Compact three records at a time, and five with each batch."""
     make_small(monkeypatch)
 
 
@@ -40,7 +40,7 @@ def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decided(here: World) -> Records:
-    """By slot, what counts of the journal's file: of slots that hold nothing, nothing."""
+    """Return the journal's record of each slot; zeros for an empty slot."""
     records = records_of(here.options.path, NUM_SLOTS)
     is_live = (records["kind"] == RecordKind.PUT) | (records["kind"] == RecordKind.BAD)
     return np.where(is_live, records, np.zeros(1, RECORD))
@@ -178,7 +178,7 @@ def test_batch_pays_for_a_part_of_a_compaction(tmp_path: Path, small_slices: Non
 
 
 def test_compaction_ends_before_the_reserved_room_does() -> None:
-    """As the numbers are chosen, for slabs of any size: see ``journal.PACE``."""
+    """The constants guarantee it for slabs of any size: see ``journal.PACE``."""
     for num_slots in (10**4, 10**6, 10**8):
         when_due = (1 + journal.DUE_SHARE) * num_slots
         appended = when_due / (journal.PACE - 1)
@@ -186,7 +186,7 @@ def test_compaction_ends_before_the_reserved_room_does() -> None:
 
 
 def test_records_that_can_not_be_read_back_are_written_from_memory(tmp_path: Path) -> None:
-    """They lose their depth, their time and their namespace, and no block."""
+    """They lose their depth, their time and their namespace, but no block is lost."""
     with world(tmp_path, NUM_SLOTS) as here:
         slots = here.put(1, 2, 3)
         with (here.options.path / "journal").open("r+b") as file:

@@ -1,4 +1,4 @@
-"""The process ends, or the power: what was acknowledged is there, and nothing is wrong."""
+"""Ends of the process or the power: acknowledged blocks are there, and no byte is wrong."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ MOST_NUMBERS = 400
 def churn(here: World, rng: random.Random, num_batches: int, known: dict[int, Slot]) -> None:
     """Store batches, overwrite, forget.
 
-    known: what is acknowledged and has to be there, always up to date, also when this is
-    interrupted.
+    known: acknowledged blocks, which have to be found. Always up to date, also after an
+    interruption.
     """
     number = max(known, default=0)
     for _ in range(num_batches):
@@ -60,9 +60,9 @@ def churn(here: World, rng: random.Random, num_batches: int, known: dict[int, Sl
 
 
 def claim_all(here: World, known: dict[int, Slot]) -> None:
-    """Everything that was acknowledged is there, in its place and right.
+    """Check that every acknowledged block is in its slot, with the right bytes.
 
-    Whatever else is found is right, too. Leaves exactly the known blocks in use.
+    Other recovered blocks have to be right, too. Leaves exactly the known blocks in use.
     """
     in_use: list[Slot] = []
     for number, slot in sorted(known.items()):
@@ -83,7 +83,7 @@ def claim_all(here: World, known: dict[int, Slot]) -> None:
 
 @pytest.mark.parametrize("durability", ["process", "power"])
 def test_crash_at_every_step_of_a_life(tmp_path: Path, durability: str) -> None:
-    """Making, storing, compacting, closing, opening: each step, as the system sees it, in turn."""
+    """Crash at each operation of making, storing, compacting, closing and opening, in turn."""
     at, is_finished = 0, False
     while not is_finished:
         at += 1
@@ -118,7 +118,7 @@ def _live(folder: Path, system: CrashingDisk, durability: str, known: dict[int, 
 
 
 class BusyDisk(DiskSystem):
-    """Does something else while a new journal is on its way to the medium."""
+    """Runs a function while a new journal is being synced."""
 
     def __init__(self) -> None:
         self.meanwhile: Callable[[], object] | None = None
@@ -245,7 +245,7 @@ def test_the_power_cut_of_these_tests_does_lose_blocks(tmp_path: Path) -> None:
 def test_killed_at_any_time_keeps_what_it_acknowledged(
     tmp_path: Path, num_parts: int, num_kills: int
 ) -> None:
-    """A writer of its own process is killed again and again, in the middle of whatever it does."""
+    """A writer in a process of its own is killed again and again, at any point."""
     seed = random.randrange(2**32)
     print(f"seed {seed}, {num_kills} kills")
     rng = random.Random(seed)

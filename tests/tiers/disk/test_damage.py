@@ -32,7 +32,7 @@ RECORD_BYTES = 64
 
 @pytest.fixture
 def slab(tmp_path: Path) -> Path:
-    """The directory that ``world`` opens, with six blocks, one overwritten slot, closed."""
+    """Return a closed slab in the directory of ``world``: six blocks, and one overwritten slot."""
     with world(tmp_path, 8) as here:
         here.tier.free(here.put(100))
         here.put(*range(NUM_BLOCKS))
@@ -48,7 +48,7 @@ def flip(path: Path, offset: int, mask: int = 0xFF) -> None:
 
 
 def found_after(folder: Path, damage: Callable[..., object], **settings: Any) -> set[int]:
-    """Blocks that a copy of the slab still gives after ``damage``; each compared byte by byte."""
+    """Return the blocks that a copy of the slab has after ``damage``; compare every byte."""
     copy = folder.parent / "copy" / "slab"
     shutil.rmtree(copy.parent, ignore_errors=True)
     shutil.copytree(folder, copy)
@@ -104,7 +104,7 @@ def test_bytes_behind_a_block_do_not_matter(slab: Path) -> None:
 
 
 def test_random_damage_everywhere_gives_no_wrong_byte(slab: Path) -> None:
-    """The comparison is inside ``found_after``; both superblocks may be gone."""
+    """``found_after`` compares the bytes; both superblocks may be lost."""
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)
@@ -288,7 +288,7 @@ def test_second_owner_is_refused_and_told_who_is_first(tmp_path: Path) -> None:
 
 
 class FullDisk(DiskSystem):
-    """Has room for no slab."""
+    """Disk that has no space for a slab."""
 
     def reserve(self, fd: int, num_bytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -32,7 +32,7 @@ def a_tier(
     clock: Clock | None = None,
     **changes: Any,
 ) -> Iterator[tuple[DiskTier, FaultyDisk]]:
-    """A tier with room for ``num_blocks``, and the disk below it."""
+    """Yield a tier for ``num_blocks`` blocks, and the disk system below it."""
     system = FaultyDisk()
     options = DiskOptions(folder / "slab", num_blocks * SLOT_BYTES, **changes)
     tier = DiskTier(options, group, system=system, monotonic=clock or time.monotonic)
@@ -94,7 +94,7 @@ def test_blocks_of_many_namespaces_have_one_deadline_together(tmp_path: Path) ->
 
 
 def test_memory_of_blocks_that_did_not_come_in_time_is_as_it_was(tmp_path: Path) -> None:
-    """Their part of the buffer has bytes of other blocks."""
+    """Their part of the buffer has bytes of other blocks, which must not be copied."""
     with a_tier(tmp_path, bounce_bytes=2 * SLOT_BYTES) as (tier, system):
         User(tier).put(*range(8))
         memory = Scattered(8, [tier.bytes_per_block])

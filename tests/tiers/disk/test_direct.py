@@ -1,4 +1,4 @@
-"""Blocks between a slab and where they are used: any layout, the same bytes, nothing left over."""
+"""Blocks between a slab and their memory: any layout, the same bytes, no leaks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ THERE = [Outcome.THERE] * NUM_BLOCKS
 
 
 def pool_of(layout: str, group: KVGroup, shift: int = 0, num: int = NUM_BLOCKS) -> DeviceTier:
-    """Zeroed memory that begins ``shift`` bytes behind a page."""
+    """Return a zeroed pool that begins ``shift`` bytes behind a page."""
     arranged = named_layout(layout, group, num)
     whole = host_memory(arranged.nbytes + 2 * PAGE)
     skip = -whole.address % PAGE + shift
@@ -62,7 +62,7 @@ def keys(num: int = NUM_BLOCKS) -> list[BlockKey]:
 
 
 def way_of(disk: DiskTier) -> Finding:
-    """Return the path that blocks are reported to take."""
+    """Return the path of blocks that the tier reports."""
     (way,) = [line for line in disk.findings() if line.topic == "disk to device"]
     return way
 
@@ -106,7 +106,7 @@ def test_blocks_come_as_repack_would_bring_them(
     order: list[int],
     seed: int,
 ) -> None:
-    """From any layout, at any place, to any other, and no byte beside them."""
+    """From any layout and place to any other; no other byte changes."""
     here = pool_of(layouts[0], GROUPS[group], shifts[0])
     there = pool_of(layouts[1], GROUPS[group], shifts[1], NUM_BLOCKS + 2)
     for number, pool in enumerate((here, there)):
@@ -224,7 +224,7 @@ def test_every_block_is_verified_only_where_that_can_be() -> None:
 def test_blocks_that_may_not_go_straight_take_the_buffer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And come to the same place, with the same checksum."""
+    """They arrive in the same place, with the same checksum."""
     pool = pool_of("layer_first", GQA)
     content = np.random.default_rng(1).integers(0, 256, pool.memory.nbytes, np.uint8)
     content_of(pool)[:] = content
@@ -277,14 +277,14 @@ def test_a_wrong_byte_in_any_layer_is_noticed(tmp_path: Path, io: IoKind) -> Non
 
 
 def held() -> tuple[int, int, int]:
-    """Descriptors, threads and mappings of this process."""
+    """Return the numbers of descriptors, threads and mappings of this process."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     return len(os.listdir("/proc/self/fd")), threading.active_count(), maps.count("io_uring")
 
 
 @pytest.mark.slow
 def test_ten_thousand_operations_leave_nothing_behind(tmp_path: Path) -> None:
-    """Through good and bad ends: errors, short reads, damage, and no time left."""
+    """Some operations fail: errors, short reads, damage, and no time left."""
     small = full_attention(2, 1, 64, DType.FLOAT16, 64)
     pool = pool_of("layer_first", small)
     pieces = pool.pieces([Slot(at) for at in range(NUM_BLOCKS)])

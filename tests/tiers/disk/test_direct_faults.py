@@ -1,4 +1,4 @@
-"""Faults of a file library: errors, lies, parts, and calls that never return."""
+"""Faults of a file library: errors, wrong results, short transfers, and calls that never return."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def batches(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
 
 
 def apart(world: World, num: int = 10) -> Batch:
-    """Pieces of two pages that don't follow each other in the file: each is a transfer."""
+    """Return pieces of two pages that are apart in the file, so that each is a transfer."""
     return world.batch(*((4 * at, 3 * at, 2) for at in range(num)))
 
 
 def check_read(world: World, results: list[int], *but: int) -> None:
-    """Every piece of ``apart`` is whole, and there, but those with the results ``but``."""
+    """Check that each piece of ``apart`` was read whole, except those with the results ``but``."""
     assert sorted(result for result in results if result != 2 * PAGE) == sorted(but)
     for at, result in enumerate(results):
         if result == 2 * PAGE:
@@ -91,7 +91,7 @@ def test_a_run_that_fails_is_told_piece_by_piece(tmp_path: Path) -> None:
 
 
 def test_pieces_that_follow_each_other_are_one_call(tmp_path: Path) -> None:
-    """Wherever they lie in memory, and in whatever order they are given."""
+    """They may be anywhere in memory, and in any order in the batch."""
     with direct_world("cufile120-vectors", tmp_path) as world:
         engine = world.open()
         pieces = [(at, 2 * ((7 * at) % 50), 1) for at in range(50)]
@@ -132,7 +132,7 @@ def test_more_than_was_asked_for_is_an_error(world: World) -> None:
 def test_a_part_is_continued_unless_it_is_the_end(
     world: World, moved: int, read: int, written: int
 ) -> None:
-    """No disk ends a write, and only the end of the file cuts a page."""
+    """A short transfer is continued, except a read that ends within a page: the file's end."""
     engine = world.open()
     world.fake.fail_transfer(Fault.CUT, moved, nth=3)
     results = engine.read(*apart(world)).tolist()
@@ -204,7 +204,7 @@ def test_no_batch_waits_for_buffers_that_are_not_there(name: str, tmp_path: Path
 def test_what_has_not_begun_at_the_deadline_is_cancelled(
     batches: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch that is cancelled ends, and the next one is a new one."""
+    """A cancelled batch ends, and the next one is a new batch."""
     engine = batches.open()
     batches.fake.hold_storage()
     assert engine.read(*apart(batches), 0.05).tolist() == [-errno.ECANCELED] * 10
@@ -230,7 +230,7 @@ class Waiting:
 def test_a_driver_that_does_not_let_go_keeps_the_memory(
     name: str, cancel: Cancel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call does not return before the driver is done, and the engine is of no use any more."""
+    """The call returns only when the driver has finished; the engine cannot be used afterwards."""
     monkeypatch.setattr(direct, "GRACE_S", 0.05)
     monkeypatch.setattr(direct, "_given_up", [])
     monkeypatch.setattr(file_library, "_opened", {})
@@ -276,7 +276,7 @@ def test_a_batch_of_which_a_part_may_have_begun_is_waited_for(
 
 @pytest.fixture(params=WAYS)
 def computing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    """A world whose compute stream stands still."""
+    """Yield a world whose compute stream is held."""
     stream: list[int] = []
     world = World(request.param, tmp_path, compute=lambda: stream[0])
     stream.append(world.fake.compute_stream())
@@ -368,7 +368,7 @@ def test_more_memory_than_may_be_pinned_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_files_share_the_driver_and_the_memory(world: World, tmp_path: Path) -> None:
-    """Blocks may be cut over several disks, and the pool is registered once."""
+    """A block may be cut over several disks, and the pool is registered once."""
     other_path = tmp_path / "other"
     other_path.write_bytes(bytes(64 * PAGE))
     other_fd = os.open(other_path, os.O_RDWR | os.O_DIRECT)

@@ -39,7 +39,7 @@ _seeds = itertools.count()
 
 @pytest.fixture(autouse=True)
 def memories(monkeypatch: pytest.MonkeyPatch) -> list[Memory]:
-    """All memory that a test makes: it counts as the accelerator's."""
+    """List of all memory that a test makes; it counts as the accelerator's."""
     made: list[Memory] = []
 
     def make(nbytes: int) -> Memory:

@@ -56,7 +56,7 @@ def test_drop_for_good_that_could_not_be_written_is_told_and_can_be_repeated(
 
 
 def test_block_that_is_put_again_elsewhere_leaves_its_old_place(place: Place) -> None:
-    """Or the old one would be found when the new one is dropped."""
+    """Otherwise a restart would find the old one when the new one is dropped."""
     tier = place.open()
     User(tier).put(0, 1)
     tier.drop([stored_key(0), stored_key(1)])

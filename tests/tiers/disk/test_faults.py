@@ -160,7 +160,7 @@ def refuse(*_: object) -> None:
 def test_journal_that_can_not_be_cut_is_begun_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is appended behind the remains of a failed append."""
+    """No record is appended behind the remains of a failed append."""
     system = FaultyDisk()
     with world(tmp_path, 8, system=system) as here:
         here.put(1)
@@ -225,7 +225,7 @@ def test_failed_sync_is_not_acknowledged_and_no_later_close_is_believed(
 
 
 def zero(folder: Path, slots: range) -> None:
-    """Zeros where blocks were, as of writes that got lost; the file's times stay."""
+    """Zero blocks as lost writes do; keep the file's times."""
     path = folder / "data.slab"
     times = path.stat()
     with path.open("r+b") as file:
@@ -258,7 +258,7 @@ def test_load_does_not_wait_for_a_store(tmp_path: Path) -> None:
 
 
 def test_scrub_does_not_judge_a_slot_that_is_rewritten_meanwhile(tmp_path: Path) -> None:
-    """It looked up the old block, and reads the bytes of the new one."""
+    """The scrub looked up the old block, and reads the bytes of the new one."""
     system = RewritingDisk()
     with world(tmp_path, 2, system=system) as here:
         slots = here.put(1)
@@ -287,7 +287,7 @@ def test_a_slot_that_is_found_bad_while_it_is_written_stays_so(tmp_path: Path) -
 
 
 class RewritingDisk(FaultyDisk):
-    """Does something before the first read, and before the first write."""
+    """Calls a function before the first read, and another one before the first write."""
 
     before_read: Callable[[], object] = staticmethod(lambda: None)
     before_write: Callable[[], object] = staticmethod(lambda: None)

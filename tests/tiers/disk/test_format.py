@@ -1,4 +1,4 @@
-"""The format on disk, byte by byte, and whatever may be in a journal."""
+"""The format on disk, byte by byte, and journals with any content."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_replay_is_the_last_record_of_each_slot(
 def test_recovery_in_pieces_is_the_replay_of_the_whole(
     events: list[tuple[RecordKind, int, int, bool]], seed: int, piece: int
 ) -> None:
-    """Whatever order the records are in, and however they are cut."""
+    """The records may be in any order, and cut anywhere."""
     rng = np.random.default_rng(seed)
     records = np.concatenate([blank(0, RecordKind.PUT), *(blank(1, kind) for kind, *_ in events)])
     records["seq"] = rng.integers(0, 30, len(events))

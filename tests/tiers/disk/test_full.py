@@ -26,7 +26,7 @@ NUM_SLOTS = 32
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
+    """Mount a file system of 4 MiB."""
     path = tmp_path / "small"
     path.mkdir()
     made = subprocess.run(
@@ -44,7 +44,7 @@ def mount(tmp_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def full(mount: Path) -> Iterator[None]:
-    """While it lasts the file system has no room left."""
+    """Fill the file system meanwhile."""
     filler = mount / "filler"
     with filler.open("ab", 0) as file, suppress(OSError):
         while True:
@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_not_taken_for_a_moment(
 
 
 def test_a_new_slab_leaves_a_part_of_the_disk_free(mount: Path) -> None:
-    """A capacity that the disk has room for, and nothing beside it."""
+    """The disk has space for the capacity, but for nothing else."""
     found = os.statvfs(mount)
     free = found.f_bavail * found.f_frsize
     assert 0 < free - spare_bytes(found) <= found.f_blocks * found.f_frsize // 100
@@ -110,7 +110,7 @@ def test_a_new_slab_leaves_a_part_of_the_disk_free(mount: Path) -> None:
 
 @pytest.mark.slow
 def test_a_slab_has_all_the_room_that_it_ever_needs(mount: Path) -> None:
-    """Blocks, journal, two compactions, and a clean close, after all other room was taken."""
+    """Blocks, journal, two compactions and a clean close fit after all other space is taken."""
     with world(mount, NUM_SLOTS, verify="off") as here, full(mount):
         slab = here.tier.parts[0].slab
         generation = slab.superblock.generation
@@ -167,7 +167,7 @@ def note_of(here: World) -> str:
 
 @pytest.mark.slow
 def test_a_journal_without_room_stops_writes_until_there_is_some(mount: Path) -> None:
-    """Nothing can be compacted for so long that what was reserved is used up."""
+    """Compaction is impossible for so long that the reserved space is used up."""
     with world(mount, NUM_SLOTS, errors_until_off=3) as here:
         slab = here.tier.parts[0].slab
         slab.compact_floor = 1 << 30

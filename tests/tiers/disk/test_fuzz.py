@@ -34,7 +34,7 @@ class NotSurvivedError(Exception):
 def fuzz(
     folder: Path, verify: str, num_parts: int, first: int, num: int, control: str = ""
 ) -> collections.Counter[str]:
-    """Mutations ``first`` to ``first + num``, in a process of their own; what came of them."""
+    """Run mutations ``first`` to ``first + num`` in a process of their own; return its counts."""
     words = [str(SEED), verify, str(num_parts), str(first), str(num), control]
     ended = subprocess.run(
         [sys.executable, "-m", "tests.tiers.disk.fuzz", *words],
@@ -56,9 +56,9 @@ def fuzz(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """In memory where that can be had: a slab is made anew for every mutation.
+    """Yield a folder in memory if possible, since every mutation makes a new slab.
 
-    Removed in the end, also where a process was not there any more to do it.
+    The folder is removed at the end, also after the process has died.
     """
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(

@@ -1,4 +1,4 @@
-"""Slabs that were made to do harm, with every checksum right: one sentence, and nothing else."""
+"""Malicious slabs with right checksums are refused with one sentence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ESCAPE = b"\x1b]0;owned\x07\x1b[2J"
 
 @pytest.fixture
 def slab(tmp_path: Path) -> Path:
-    """A slab of eight slots with four blocks, closed."""
+    """Return a closed slab of eight slots with four blocks."""
     with world(tmp_path, 8) as here:
         here.put(*range(NUM_BLOCKS))
     return tmp_path / "slab"

@@ -29,7 +29,7 @@ Open = Callable[..., IoEngine]
 
 
 class Place:
-    """A file of known bytes and memory to move them to and from."""
+    """A file of known bytes, and memory for its blocks."""
 
     def __init__(self, path: Path, flags: int) -> None:
         self.path = path
@@ -42,7 +42,7 @@ class Place:
         self.fd = os.open(path, flags)
 
     def batch(self, *blocks: tuple[int, int, int]) -> Batch:
-        """Blocks in pages: (offset in the file, place in memory, size)."""
+        """Return a batch of (offset in the file, place in memory, size), in pages."""
         offsets, places, sizes = np.array(blocks, np.int64).reshape(-1, 3).T * PAGE
         return offsets.copy(), places.astype(np.uint64) + np.uint64(self.address), sizes.copy()
 
@@ -70,7 +70,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Open]:
 
 
 def shuffled(seed: int, num_pages: int, longest: int) -> list[tuple[int, int, int]]:
-    """Blocks that cover the file once, each somewhere else in memory."""
+    """Return blocks that cover the file once, each at a random place in memory."""
     rng = random.Random(seed)
     sizes: list[int] = []
     while (left := num_pages - sum(sizes)) > 0:
@@ -218,7 +218,7 @@ def test_end_of_the_file_is_told_per_block(place: Place, opened: Open, num_pages
 
 
 def test_errors_are_told_per_block(tmp_path: Path, opened: Open) -> None:
-    """A file that may only be read: every write fails, and nothing is raised."""
+    """Every write to a read-only file fails, without an exception."""
     place = Place(tmp_path / "file", os.O_RDONLY | os.O_DIRECT)
     engine = opened(place.fd, [place.memory])
     batch = place.batch((0, 0, 1), (7, 3, 400))
@@ -404,7 +404,7 @@ def test_reads_of_a_device_that_hangs_are_cancelled_at_the_deadline(
 def test_a_call_that_cannot_be_cancelled_is_waited_for(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel may still write to the memory, so it is not given back at the deadline."""
+    """The kernel may still write to the memory, so the call returns after the deadline."""
     engine = open_engine(place.fd, IoKind.PREADV)
     began, may_end = Event(), Event()
     real = os.preadv

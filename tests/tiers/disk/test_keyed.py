@@ -48,7 +48,7 @@ class TestDiskTier(StorageSuite):
         return DiskTier(storage.blocks.options, self.group)
 
     def spoil(self, storage: StorageTier, key: BlockKey) -> bool:
-        """In the last slab: the whole block has to be looked at."""
+        """Damage a block in the last slab, so that only a check of the whole block detects it."""
         assert isinstance(storage, DiskTier)
         part = storage.blocks.parts[-1]
         (slot,) = np.flatnonzero(part.slab.table["key"] == np.void(key))

@@ -1,6 +1,6 @@
-"""Blocks in a few large pieces, that go directly between slots and memory.
+"""Blocks in a few large pieces are transferred directly between slots and memory.
 
-The same bytes and the same checksum as by any other way.
+The bytes and the checksum are the same as by any other path.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class DiskMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     def _newest(self) -> dict[int, Slot]:
-        """Slot of each block that a restart finds now."""
+        """Return the slot of each block that a restart finds now."""
         newest: dict[int, Slot] = {}
         for slot in sorted(self.on_disk, key=lambda each: self.order[each]):
             newest[self.on_disk[slot]] = slot
@@ -80,7 +80,7 @@ class DiskMachine(RuleBasedStateMachine):
             self._dropped(slot)
 
     def _dropped(self, slot: Slot) -> None:
-        """It was noticed that the block in ``slot`` is lost."""
+        """Note that the tier has detected the loss of the block in ``slot``."""
         self.lost.remove(slot)
         del self.on_disk[slot]
         if slot in self.in_use:
@@ -166,7 +166,7 @@ class DiskMachine(RuleBasedStateMachine):
 
 
 class AlignedDiskMachine(DiskMachine):
-    """Blocks that go directly between disk and memory, and are believed when that may be."""
+    """Blocks are transferred directly between disk and memory, and are trusted where possible."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Blocks that are cut over several slabs: there when all parts are, and only then."""
+"""Blocks that are cut over several slabs are found only with all of their parts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_each_slab_has_its_own_share_of_every_block(tmp_path: Path) -> None:
 
 
 def test_a_block_with_a_part_missing_is_not_there(tmp_path: Path) -> None:
-    """The end of one journal was lost: nothing of that block is found, and its room is free."""
+    """The end of one journal is lost: the block is not found, and its slot is free."""
     with world(tmp_path, 16, 2) as here:
         here.put(1)
         here.put(2)
@@ -88,7 +88,7 @@ def test_a_block_with_a_part_missing_is_not_there(tmp_path: Path) -> None:
 
 
 def test_halves_of_two_writes_under_one_key_are_no_block(tmp_path: Path) -> None:
-    """One disk has lost the second write of slot 0, whose block was of the same key."""
+    """One disk has lost the second write of slot 0, which had the same key."""
     with world(tmp_path, 1, 2) as here:
         here.tier.free(here.put(1))
         journal = here.options.more_paths[0] / "journal"
@@ -103,7 +103,7 @@ def test_halves_of_two_writes_under_one_key_are_no_block(tmp_path: Path) -> None
 
 
 def test_numbers_of_writes_that_were_lost_are_not_given_out_again(tmp_path: Path) -> None:
-    """Else the same number could stand for two writes: one that a disk forgot, and a new one."""
+    """Otherwise one number could stand for two writes: a lost one and a new one."""
     with world(tmp_path, 4, 2) as here:
         here.put(1, 2)
         last = [int(part.slab.table["seq"].max()) for part in here.tier.parts]
@@ -117,7 +117,7 @@ def test_numbers_of_writes_that_were_lost_are_not_given_out_again(tmp_path: Path
 
 
 def test_what_can_not_be_dropped_is_not_found_either(tmp_path: Path) -> None:
-    """The journal is full while a half is found: it is left for the next owner, and not used."""
+    """A half of a block is found while the journal is full: it stays on disk, unused."""
     with world(tmp_path, 1, 2) as here:
         here.put(1)
         here.crash()
@@ -131,7 +131,7 @@ def test_what_can_not_be_dropped_is_not_found_either(tmp_path: Path) -> None:
 
 
 class FullJournal(DiskSystem):
-    """A superblock can be written, a record can't."""
+    """Writes to a superblock succeed, writes of records fail."""
 
     def write_at(self, fd: int, data: bytes, offset: int) -> None:
         if len(data) % HALF_BYTES:

@@ -72,7 +72,7 @@ def test_errors_in_a_row_stop_what_fails_and_nothing_else(
 
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_a_disk_that_hangs_is_waited_for_a_few_times(tmp_path: Path, operation: str) -> None:
-    """Each of its batches takes until the deadline; that of many blocks is one wait."""
+    """Each of its batches takes until the deadline; one of many blocks waits once."""
     system = FaultyDisk()
     with world(tmp_path, 24, system=system, errors_until_off=1000) as here:
         kept = here.put(*range(8))

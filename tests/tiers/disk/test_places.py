@@ -1,4 +1,4 @@
-"""Paths that are missing or no files are reported in one line, without waiting."""
+"""Paths that are missing or not files are reported in one line, without a wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiers.disk.world import SLOT_BYTES, SMALL, Arena, world
 
 
 def told(command: str, slab: Path) -> str:
-    """Return the one line of a command that cannot look at the slab."""
+    """Return the one line of a command that cannot read the slab."""
     said = CliRunner().invoke(app, [command, str(slab)])
     assert said.exit_code == 2
     assert said.stdout == ""
@@ -30,7 +30,7 @@ def told(command: str, slab: Path) -> str:
 
 @pytest.fixture
 def slab(tmp_path: Path) -> Path:
-    """A slab with four blocks, closed."""
+    """Return a closed slab with four blocks."""
     with world(tmp_path, 8) as here:
         here.put(*range(4))
     return tmp_path / "slab"

@@ -1,4 +1,4 @@
-"""The probe: what it finds, over fakes, in processes of its own."""
+"""Findings of the probe, over fakes, in processes of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sto
 
 
 def use(name: str, monkeypatch: pytest.MonkeyPatch) -> StorageFake:
-    """The libraries that the children load, too."""
+    """Use these libraries, also in child processes."""
     made = StorageFake(name)
     monkeypatch.setenv(made.library_variable, str(made.path))
     monkeypatch.setenv(f"KVTIER_{made.vendor.upper()}_LIBRARY", str(made.path))

@@ -1,4 +1,4 @@
-"""A reader beside a slab's owner: what it finds, and that it never takes one block for another."""
+"""A reader beside a slab's owner never takes one block for another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_SLOTS = 4
 
 
 class Pair:
-    """An owner and a reader of one slab. shift: of the memory, off alignment."""
+    """An owner and a reader of one slab. shift: offset of the memory from alignment, in bytes."""
 
     def __init__(self, folder: Path, shift: int = 0) -> None:
         self.options = DiskOptions(folder, NUM_SLOTS * SLOT_BYTES)
@@ -50,7 +50,7 @@ class Pair:
         assert self.owner.put(names, self.pieces(len(numbers))) == [THERE] * len(numbers)
 
     def get(self, *numbers: int) -> list[Outcome]:
-        """Return the reader's outcomes; the bytes of blocks that are "there" are compared."""
+        """Return the reader's outcomes; compare the bytes of blocks that are reported as loaded."""
         for place in range(len(numbers)):
             self.arena.view(place, NUM_BYTES)[:] = UNTOUCHED
         found = self.reader.get([key(number) for number in numbers], self.pieces(len(numbers)))

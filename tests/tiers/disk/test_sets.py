@@ -1,4 +1,4 @@
-"""Slabs that one block is cut over belong together: none is missing, foreign or left behind."""
+"""A set of slabs is opened only if none is missing, foreign or from another time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def content_of(folder: Path) -> dict[str, bytes]:
 
 
 def refused(tmp_path: Path, options: DiskOptions) -> str:
-    """The sentence with which a set is refused; nothing was made, changed or kept open."""
+    """Return the message that refuses a set; check that no file was made, changed or left open."""
     before, paths = content_of(tmp_path), set(tmp_path.rglob("*"))
     for _ in range(2):
         with pytest.raises(ConfigError) as caught:
@@ -118,7 +118,7 @@ def crashed(here: World) -> None:
 def test_a_disk_that_was_restored_is_refused(
     tmp_path: Path, part: int, before: Callable[[World], None], after: Callable[[World], None]
 ) -> None:
-    """Halves of two writes lie under one key in one slot then."""
+    """Otherwise halves of two writes could be in one slot under one key."""
     with world(tmp_path, 1, 2) as here:
         here.tier.free(here.put(1))
         before(here)
@@ -151,7 +151,7 @@ def test_a_disk_that_was_restored_from_a_running_owner_is_refused(tmp_path: Path
 
 
 def test_copies_of_a_set_that_went_different_ways_are_not_mixed(tmp_path: Path) -> None:
-    """Both were opened and closed as often, and both wrote the same key to the same slot."""
+    """Both copies were opened and closed as often, and wrote the same key to the same slot."""
     with world(tmp_path / "one", 1, 2) as here:
         here.tier.free(here.put(1))
     shutil.copytree(tmp_path / "one", tmp_path / "two")
@@ -197,7 +197,7 @@ def test_a_repair_of_one_part_does_not_part_it_from_its_set(tmp_path: Path) -> N
 def test_a_crash_at_any_step_is_never_taken_for_a_disk_that_was_restored(
     tmp_path: Path, num_parts: int
 ) -> None:
-    """Crash at each step of a set's life, and once more in what that left."""
+    """Crash at a step of a set's life, and once more during its recovery."""
     stride = 1 if EFFORT == 1 else 7
     at, is_finished = 0, False
     while not is_finished:

@@ -1,4 +1,4 @@
-"""Blocks in, the same blocks out; room; what a restart finds."""
+"""Stored blocks are loaded unchanged; capacity; recovery by a restart."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_slab_grows_and_shrinks_with_its_capacity(tmp_path: Path, slots_after: i
 
 
 def test_used_slab_keeps_its_namespaces_and_journal_short(tmp_path: Path) -> None:
-    """However long it is written to, the journal has about as many records as there are slots."""
+    """After any number of writes, the journal has about as many records as there are slots."""
     with world(tmp_path, 8) as here:
         here.tier.parts[0].slab.compact_floor = 32
         rng = random.Random(3)

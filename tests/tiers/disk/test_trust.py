@@ -59,7 +59,7 @@ def test_blocks_that_a_crash_lost_are_never_given_out_however_often_it_was_close
 
 @LAZY
 def test_what_was_verified_once_is_believed_by_the_next_owners(tmp_path: Path, verify: str) -> None:
-    """A control, too: these tests would notice a block that is believed and should not be."""
+    """This is a control, too: these tests would notice a block that is trusted wrongly."""
     with world(tmp_path, NUM_BLOCKS, verify=verify, sample_every=1000) as here:
         here.put(*range(NUM_BLOCKS))
         here.crash()
@@ -141,7 +141,7 @@ def append_to_the_journal(folder: Path) -> None:
 def test_nothing_is_believed_once_somebody_else_has_changed_the_slab(
     tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
-    """However short after the close: a write within one tick of the file system's clock, too."""
+    """The change may come soon after the close, within one tick of the file system's clock."""
     with world(tmp_path, 8, verify="off") as here:
         here.put(*range(8))
         here.tier.close()
@@ -158,7 +158,7 @@ def test_nothing_is_believed_once_somebody_else_has_changed_the_slab(
 def test_journal_that_was_exchanged_for_another_of_the_same_size_is_not_believed(
     tmp_path: Path, verify: str
 ) -> None:
-    """The journal of one life of a slab does not fit the data of another that began alike."""
+    """The journal of one life of a slab does not fit the data of another one that began alike."""
     with world(tmp_path, 8, verify=verify, sample_every=1000) as here:
         folder, before = here.options.path, tmp_path / "before"
         here.put(*range(4))

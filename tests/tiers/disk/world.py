@@ -34,7 +34,7 @@ def key(number: int) -> BlockKey:
 
 
 def block(name: bytes, num_bytes: int) -> bytes:
-    """The bytes that the block called ``name`` should have."""
+    """Return the bytes of the block called ``name``."""
     return shake_128(b"bytes of " + name).digest(num_bytes)
 
 
@@ -77,7 +77,7 @@ class Arena:
 
 
 class World:
-    """One slab and who uses it; may be closed and opened again."""
+    """A slab and its user; it may be closed and opened again."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class World:
         return self.open(**changes)
 
     def crash(self) -> None:
-        """The process ends: files are closed, nothing is written any more."""
+        """End as a dead process does: close all files without a write."""
         self.tier.abandon()
 
     def store(
@@ -127,12 +127,12 @@ class World:
         return self.tier.store(names, slots, self.pieces(len(keys)))
 
     def pieces(self, num_blocks: int) -> Pieces:
-        """The first places of the arena."""
+        """Return the first places of the arena."""
         places = [self.arena.address(place) for place in range(num_blocks)]
         return Pieces.whole(places, self.num_bytes)
 
     def put(self, *numbers: int) -> list[Slot]:
-        """Allocate and store, all of it acknowledged."""
+        """Allocate slots and store blocks; every store must be acknowledged."""
         slots = self.tier.allocate(len(numbers))
         assert slots is not None, "no room"
         assert self.store([key(number) for number in numbers], slots) == [True] * len(numbers)
@@ -170,7 +170,7 @@ class World:
         return claimed
 
     def get(self, *numbers: int) -> list[Outcome]:
-        """Claim and load what a restart found, one by one; what is not there is DAMAGED."""
+        """Claim and load recovered blocks, one by one; an absent block is DAMAGED."""
         found = []
         for number in numbers:
             slots = self.claim([key(number)])

@@ -1,4 +1,4 @@
-"""Base of failing disks: an engine around the real one, and access to its file past both."""
+"""Base of failing disks: a wrapper of the real engine, and access to its file past the wrapper."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECTOR_BYTES = 512
 
 
 class WrappedEngine(IoEngine):
-    """Passes everything on; subclasses change what they want."""
+    """Passes all calls on; subclasses override some."""
 
     def __init__(self, inner: IoEngine, fd: int) -> None:
         self.inner = inner
@@ -37,5 +37,5 @@ class WrappedEngine(IoEngine):
 
 
 def open_plain(fd: int) -> BinaryIO:
-    """The same file by way of the page cache: nothing has to be aligned."""
+    """Open the same file through the page cache, without alignment rules."""
     return Path(f"/proc/self/fd/{fd}").open("r+b")

@@ -1,4 +1,4 @@
-"""A place in a bucket: tiers over it, and what lies there."""
+"""A prefix in a bucket: tiers over it, and its objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ SECRET_KEY = "not-to-be-seen-anywhere"
 
 
 class Bucket:
-    """url: of the server, or of a proxy before it. prefix: where the objects of a test are."""
+    """A prefix in a bucket of a server.
+
+    url: URL of the server, or of a proxy before it. prefix: path of the test's objects.
+    """
 
     def __init__(self, url: str, prefix: str) -> None:
         import obstore
@@ -64,7 +67,7 @@ class Bucket:
         coding: CodingConfig = DEFAULT_CODING,
         **options: object,
     ) -> StorageTier:
-        """The same, or what is around it."""
+        """Open the tier with its wrappers, if it has any."""
         location = self.location(url, **{"poll_s": 0, "publish_s": 3600, **options})
         capacity_bytes = num_blocks * group.bytes_per_block
         return make_s3(StorageSite("s3", location, group, capacity_bytes, coding=coding))
@@ -90,7 +93,7 @@ class Bucket:
 
 @dataclass
 class OnePack:
-    """In the place of a bucket."""
+    """Stand-in for a bucket that has one pack."""
 
     content: bytes
 

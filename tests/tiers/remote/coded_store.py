@@ -54,22 +54,22 @@ def filled() -> Scattered:
 
 
 class CodedStoreTests(ABC):
-    """Tests of a store. Blocks are read and replaced behind its back, as it stores them."""
+    """Tests of a store. Blocks are read and replaced past the tier, in their stored form."""
 
     scheme: str
     num_changes = 600
 
     @abstractmethod
     def place(self, prefix: str) -> str:
-        """Return the rest of a URL, with a question mark, for a place without blocks."""
+        """Return the rest of a URL, with a question mark, for a prefix without blocks."""
 
     @abstractmethod
     def stored(self, prefix: str, at: int) -> bytes:
-        """Return what is stored of a block."""
+        """Return the stored bytes of a block."""
 
     @abstractmethod
     def replace(self, prefix: str, at: int, value: bytes) -> None:
-        """Replace it."""
+        """Replace the stored bytes of a block."""
 
     def learn(self, tier: StorageTier) -> None:
         """Have a tier learn what others have written, and what it took for damaged."""
@@ -108,7 +108,7 @@ class CodedStoreTests(ABC):
             reader.close()
 
     def test_blocks_of_all_kinds_lie_side_by_side(self) -> None:
-        """A block as it is, a compressed one, and one of each that were written by a third."""
+        """A plain block, a compressed one, and one of each that a third process wrote."""
         for at, name in enumerate(["none", "lossless", "none", "lossless"]):
             tier = self.open("mixed", name)
             some = slice(at, NUM) if at == 3 else slice(at, at + 1)
@@ -148,7 +148,7 @@ class CodedStoreTests(ABC):
     def test_changed_value_never_becomes_a_wrong_byte(
         self, monkeypatch: pytest.MonkeyPatch, name: str, secret: str
     ) -> None:
-        """Flipped, truncated, lengthened and swapped values."""
+        """Flip, truncate, lengthen and swap values."""
         monkeypatch.setenv("KVTIER_STORE_SECRET", secret)
         prefix = f"changed-{name.replace(' ', '-')}{secret}"
         tier, memory, rng = self.open(prefix, name), filled(), random.Random(3)
@@ -177,13 +177,13 @@ class CodedStoreTests(ABC):
         tier.close()
 
     def is_meant(self, value: bytes, original: bytes) -> bool:
-        """Return whether a store has to notice that it has ``value`` in the place of another."""
+        """Return whether a store has to detect ``value`` in the place of ``original``."""
         del value, original
         return True
 
 
 def changed(values: list[bytes], at: int, turn: int, rng: random.Random) -> bytes:
-    """Return another value in the place of that of block ``at``."""
+    """Return a changed value of block ``at``."""
     value = values[at]
     if turn % 4 == 0:
         return values[at - rng.randrange(1, NUM)]

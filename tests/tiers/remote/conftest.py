@@ -1,4 +1,4 @@
-"""Servers for the tests of this folder, and a place in the bucket for each."""
+"""Servers for the tests of this folder, and a prefix in the bucket for each."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreHttpSer
 
 @pytest.fixture
 def bucket(s3_server: StoreHttpServer) -> Bucket:
-    """With nothing in it, as far as this test goes."""
+    """Return an empty prefix in a bucket."""
     pytest.importorskip("obstore")
     return Bucket(s3_server.url, uuid.uuid4().hex)
 

@@ -1,4 +1,4 @@
-"""Tests of every store whose own client moves the blocks."""
+"""Tests of every store whose own client transfers the blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ THERE, ABSENT, DAMAGED, FAILED = Outcome
 
 
 def num_open() -> tuple[int, int]:
-    """Descriptors, and threads that the system knows."""
+    """Return the numbers of open descriptors, and of threads that the system knows."""
     gc.collect()
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
@@ -39,11 +39,11 @@ class DockedStoreTests(ABC):
 
     @abstractmethod
     def open_tier(self, place: str, num_blocks: int = 64, **options: object) -> StorageTier:
-        """place: where no other test puts anything."""
+        """Open a tier. place: prefix that no other test uses."""
 
     @abstractmethod
     def value(self, place: str, key: BlockKey) -> bytes:
-        """Return the stored bytes, behind the tier's back."""
+        """Return the stored bytes of a block, past the tier."""
 
     @abstractmethod
     def replace(self, place: str, key: BlockKey, content: bytes) -> None: ...
@@ -134,7 +134,7 @@ class DockedStoreTests(ABC):
             each.close()
 
     def test_bytes_of_a_value_are_those_of_the_format(self) -> None:
-        """A later version has to read what this one has written."""
+        """Later versions have to read the values of this one."""
         tier = self.open_tier("format")
         memory = Scattered(1, [tier.bytes_per_block])
         content = stored_bytes(stored_key(7), tier.bytes_per_block)

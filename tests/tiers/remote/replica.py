@@ -34,7 +34,7 @@ def config(model: str, *locations: str, **settings: Any) -> EngineConfig:
 
 
 def check_two_replicas(model: str, location: str, folder: Path) -> None:
-    """Blocks that one process computes, another one loads, with equal logits."""
+    """Check that one process loads the blocks of another one, with equal logits."""
     for name in ("first", "second"):
         command = [sys.executable, "-m", "tests.tiers.remote.replica", model, location]
         subprocess.run([*command, str(folder / name)], check=True, timeout=120)

@@ -22,7 +22,7 @@ TEXTS = {200: "OK", 206: "Partial Content", 404: "Not Found", 412: "Precondition
 
 @dataclass
 class Answer:
-    """An answer of HTTP, before it is bytes."""
+    """An HTTP answer, not serialized."""
 
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """A request of S3. name: of the object, "" for the bucket. query: its options."""
+    """A request of S3. name: the object's name; "" for the bucket. query: its options."""
 
     method: str
     name: str

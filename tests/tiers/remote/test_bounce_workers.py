@@ -1,4 +1,4 @@
-"""Docks, and the tier over them, with a client that is as slow, late and wrong as a test wants."""
+"""Bounce workers, and the tier over them, with a client that is slow, late or wrong."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ THERE, ABSENT, DAMAGED, FAILED = Outcome
 
 
 class Shelf:
-    """Values by key, and how the way to them is.
+    """Values by key, and the faults on the way to them.
 
-    left: blocks that are moved before it hangs; None for all.
+    left: number of blocks that are transferred before calls hang; None for no limit.
     """
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ class TestValkey(CodedStoreTests):
 
 
 class TestS3(CodedStoreTests):
-    """A block per pack, so that a pack is a value; see below for packs of several."""
+    """One block per pack, so that a pack is a value; below are packs of several blocks."""
 
     scheme = "s3"
     num_changes = 24
@@ -82,12 +82,12 @@ class TestS3(CodedStoreTests):
         tier.exchange(TIMEOUT_S)
 
     def is_meant(self, value: bytes, original: bytes) -> bool:
-        """Behind the pack's end, and in the zeros of a header that is known, is nothing."""
+        """Bytes behind the pack's end, and padding of a known header, have no meaning."""
         return value[4096 : len(original)] != original[4096:]
 
 
 def test_blocks_of_a_coded_pack_are_read_by_one_request_each_way(bucket: Bucket) -> None:
-    """Neighbours, whatever their sizes; and the tier knows the sizes from the manifest."""
+    """Neighbours of any size are read together, since the manifest has the sizes."""
     pytest.importorskip("zstandard")
     writer, memory = coded(bucket), filled()
     assert writer.put(NAMES, memory.pieces, TIMEOUT_S) == [THERE] * NUM
@@ -114,7 +114,7 @@ def test_blocks_of_a_coded_pack_are_read_by_one_request_each_way(bucket: Bucket)
 
 
 def test_bucket_of_plain_blocks_is_what_it_was_before_codecs(bucket: Bucket) -> None:
-    """So that earlier versions, and ``none`` beside ``lossless``, can read it."""
+    """Earlier versions, and ``none`` beside ``lossless``, can read it."""
     writer, memory = coded(bucket, codec="none"), filled()
     writer.put(NAMES, memory.pieces, TIMEOUT_S)
     writer.close()

@@ -1,4 +1,4 @@
-"""Log lines of a store that is left alone."""
+"""Log lines of a store that is disabled after failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headers of blocks, and the URLs that stores are named by."""
+"""Headers of blocks, and URLs of stores."""
 
 from __future__ import annotations
 

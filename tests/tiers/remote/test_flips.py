@@ -32,7 +32,7 @@ KEYS = [stored_key(number) for number in range(8)]
 
 
 def flipped(content: bytes, at: random.Random) -> bytes:
-    """With one bit changed, anywhere."""
+    """Return the bytes with one bit changed, anywhere."""
     number = at.randrange(8 * len(content))
     made = bytearray(content)
     made[number // 8] ^= 1 << number % 8
@@ -60,7 +60,7 @@ def test_no_flipped_bit_of_a_value_is_overlooked(secret: bytes) -> None:
 
 @pytest.mark.parametrize("secret", [b"", b"a secret"])
 def test_no_flipped_bit_of_a_pack_becomes_a_wrong_byte(secret: bytes) -> None:
-    """Read and checked as it is from a bucket, with a header that was read before, and without."""
+    """Read and verified as from a bucket, with a header in the cache and without."""
     envelope, shape, at = (
         Envelope(BLOCK_BYTES, secret),
         PackShape(BLOCK_BYTES, 1 << 20),
@@ -135,7 +135,7 @@ def test_flipped_bits_at_a_server_never_become_wrong_bytes(server: ValkeyServer)
 
 
 def test_flipped_bits_in_a_bucket_never_become_wrong_bytes(bucket: Bucket) -> None:
-    """Anywhere in a pack: header, entries, zeros, blocks. A fresh look each time."""
+    """Flip a bit anywhere in a pack: header, entries, zeros, blocks."""
     writer, at = bucket.tier(), random.Random(7)
     User(writer).put(*range(6))
     writer.close()

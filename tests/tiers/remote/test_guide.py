@@ -1,6 +1,6 @@
-"""The commands of docs/guides/stores.md, as they stand there.
+"""The commands of docs/guides/stores.md, unchanged.
 
-What one server has computed is a hit for the other.
+Blocks that one server has computed are hits of the other one.
 """
 
 from __future__ import annotations

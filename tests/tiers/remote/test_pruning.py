@@ -1,4 +1,4 @@
-"""`kvtier remote` removes what is old, or too much, and nothing that is not kvtier's."""
+"""`kvtier remote` removes old or excess values, and only kvtier's own."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_first_request_of_a_replica_waits_to_hear_of_its_prompt(server: ValkeySe
 def test_compressed_and_encrypted_blocks_give_the_same_bits(
     server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values take fewer bytes, and no reader needs to know the codec."""
+    """Values take fewer bytes, and readers need no codec setting."""
     for name in ("zstandard", "cryptography"):
         pytest.importorskip(name)
     monkeypatch.setenv("OUR_KEY", "07" * 32)

@@ -1,4 +1,4 @@
-"""A whole cache over a bucket: what one replica has computed, another one loads."""
+"""A whole cache over a bucket: one replica loads what another one has computed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = list(range(1000, 1000 + 8 * BLOCK_SIZE))
 
 
 class Replica:
-    """Computes the KV of a token from its number, and looks at all that it is given."""
+    """Computes the KV of a token from its number, and compares all KV that it loads."""
 
     def __init__(self, bucket: Bucket) -> None:
         layout = named_layout("layer_first", GROUP, num_blocks=32)
@@ -39,7 +39,7 @@ class Replica:
         self.namespace = Namespace("model", "r1", "float32", GROUP.fingerprint, BLOCK_SIZE).digest
 
     def serve(self, prompt: list[int]) -> int:
-        """Returns how many tokens were not computed."""
+        """Serve a prompt; return the number of tokens that were loaded."""
         labels = token_labels(prompt, BLOCK_SIZE)
         # One token more is asked for than is cached: it is computed in any case.
         lease = self.cache.fetch(self.namespace, labels, len(prompt) + 1, len(labels) + 1)

@@ -1,4 +1,4 @@
-"""Faults of a bucket, or on the way to it: never wrong bytes, always in time."""
+"""Faults of a bucket, or on the way to it: no wrong bytes, and no late call."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def proxy(bucket: Bucket) -> Iterator[Proxy]:
 
 @pytest.mark.slow
 def test_flipped_bits_never_become_wrong_bytes(bucket: Bucket) -> None:
-    """Anywhere in a pack: header, entries, zeros, blocks. A fresh look each time."""
+    """Flip a bit anywhere in a pack: header, entries, zeros, blocks."""
     writer = bucket.tier()
     numbers = range(6)
     User(writer).put(*numbers)
@@ -69,7 +69,7 @@ def test_flipped_bits_never_become_wrong_bytes(bucket: Bucket) -> None:
 
 
 def test_block_under_a_false_name_is_damaged(bucket: Bucket) -> None:
-    """A whole, sound pack of other blocks, in the place of one."""
+    """A whole, valid pack of other blocks takes the place of one."""
     tier = bucket.tier()
     user = User(tier)
     user.put(0, 1)
@@ -225,7 +225,7 @@ def test_process_starts_and_ends_in_time_though_nobody_answers(bucket: Bucket) -
 
 @pytest.mark.slow
 def test_process_may_end_without_a_close(bucket: Bucket) -> None:
-    """While requests are under way, too."""
+    """Requests may be in flight, too."""
     script = f"""
 from threading import Thread
 from kvtier.testing.storage_suite import GROUP

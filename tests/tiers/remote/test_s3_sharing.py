@@ -1,4 +1,4 @@
-"""Two processes over one bucket: what one has put, the other one gets."""
+"""Two processes over one bucket: each reads the blocks of the other."""
 
 from __future__ import annotations
 

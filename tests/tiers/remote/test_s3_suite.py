@@ -42,7 +42,7 @@ class TestS3Tier(StorageSuite):
         return self.over(storage.num_blocks)
 
     def spoil(self, storage: StorageTier, key: BlockKey) -> bool:
-        """In its last byte."""
+        """Change the last byte."""
         assert isinstance(storage, S3Tier)
         (place,) = storage._catalogue.places(as_keys([key]))
         (at,) = place.at.tolist()
@@ -73,7 +73,7 @@ class TestS3Tier(StorageSuite):
 
 @pytest.mark.slow
 class TestS3TierWithSmallPacks(TestS3Tier):
-    """Two blocks each; and tagged."""
+    """Packs of two blocks each; and tagged."""
 
     options = {"pack_bytes": 512}  # noqa: RUF012
 
@@ -92,7 +92,7 @@ class TestEncrypted(TestS3Tier):
 
 
 class TestLossless(TestS3Tier):
-    """Coded packs: blocks of several sizes, or none that shrinks."""
+    """Coded packs: blocks of several sizes, or blocks that do not shrink."""
 
     options = {"coding": CodingConfig("lossless")}  # noqa: RUF012
 

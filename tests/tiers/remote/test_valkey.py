@@ -1,4 +1,4 @@
-"""Blocks in a real Valkey server: as any storage tier, and what is special to a server."""
+"""Blocks in a real Valkey server: the suite of storage tiers, and rules of a server."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_dropped_for_good_is_gone_for_all(server: ValkeyServer) -> None:
 
 
 def test_bytes_of_a_value_are_those_of_the_format(server: ValkeyServer) -> None:
-    """A later version has to read what this one has written."""
+    """Later versions have to read the values of this one."""
     tier = open_tier(server.port, "format")
     memory = Scattered(1, [tier.bytes_per_block])
     content = stored_bytes(stored_key(7), tier.bytes_per_block)

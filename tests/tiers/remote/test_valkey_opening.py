@@ -1,4 +1,4 @@
-"""Valkey servers that are used, and those refused in one sentence."""
+"""Valkey servers that can be used, and others that are refused in one sentence."""
 
 from __future__ import annotations
 
