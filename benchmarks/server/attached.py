@@ -5,8 +5,8 @@
     python -m benchmarks.server.attached --quick    fewer rounds
     python -m benchmarks.server.attached --device cuda    elapsed time, and a model of 1.7 billion
 
-The built-in model, one thread, and a new prompt in each round; on a CPU its CPU time. README.md
-says the method.
+Each round runs a new prompt through the built-in model with one thread. On a CPU it measures CPU
+time, elsewhere elapsed time. See README.md for the method.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHUNKS = (256, 128)
 ONE_SHOT, CHUNKED, AGAIN = "one shot", "chunked", "chunked, again"
 COLD, WARM = "attached, cold", "from host memory"
 CONTROLLED = (AGAIN, COLD, WARM)
-"""Ways whose logits have to be those of ``CHUNKED``; the first shows that it is repeatable."""
+"""Ways whose logits must equal those of ``CHUNKED``; ``AGAIN`` shows that it is repeatable."""
 MOST_SHARE = 0.1
 LARGE = LlamaConfig(
     vocab_size=32000,
@@ -44,7 +44,7 @@ LARGE = LlamaConfig(
     max_position_embeddings=32768,
     pad_token_id=0,
 )
-"""For accelerators."""
+"""Model for accelerators."""
 
 
 def load_model(device: str) -> Any:
@@ -60,7 +60,10 @@ def load_model(device: str) -> Any:
 
 
 def generate(model: Any, ids: torch.Tensor, **options: int) -> tuple[float, torch.Tensor]:
-    """Return the seconds of one token, CPU time on a CPU and elapsed elsewhere, and its logits."""
+    """Return the seconds of generating one token, and its logits.
+
+    The seconds are CPU time on a CPU, and elapsed time elsewhere.
+    """
     clock = time.process_time if ids.device.type == "cpu" else time.perf_counter
     began = clock()
     found = model.generate(
@@ -72,14 +75,14 @@ def generate(model: Any, ids: torch.Tensor, **options: int) -> tuple[float, torc
         output_logits=True,
         **options,
     )
-    logits = found.logits[0].cpu()  # waits for it
+    logits = found.logits[0].cpu()  # waits for the device
     return clock() - began, logits
 
 
 def measure(
     device: str, chunk_tokens: int, num_rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Return the seconds of each way and round, and in how many rounds its logits were equal."""
+    """Return the seconds of each way by round, and how often each way's logits were equal."""
     model = load_model(device)
     found: dict[str, list[float]] = {way: [] for way in (ONE_SHOT, CHUNKED, *CONTROLLED)}
     equal = dict.fromkeys(CONTROLLED, 0)
@@ -91,7 +94,7 @@ def measure(
         given = {}
         times[AGAIN], given[AGAIN] = generate(model, ids, prefill_chunk_size=chunk_tokens)
         with kvtier.attach(model, host_capacity="1GiB", chunk_tokens=chunk_tokens) as cache:
-            cache._weights.wait()  # until then nothing is kept
+            cache._weights.wait()  # nothing is stored before
             for way in (COLD, WARM):
                 times[way], given[way] = generate(model, ids)
             assert cache.stats().num_reused_tokens >= PROMPT_TOKENS - chunk_tokens

@@ -3,14 +3,14 @@
     python -m benchmarks.server.first_token            a table
     python -m benchmarks.server.first_token --json -   JSON on stdout, the table on stderr
 
-One prompt of the embedded engine, in rounds, under another name in each: computed from nothing,
-then served from the device, from host memory and from disk. What a hit can't do without:
+Each round serves one prompt by the embedded engine, with a new salt: computed without a cache, then
+from the device, from host memory and from disk. The lower bound of a hit is the sum of:
 
-    tail    the engine's own time to compute what was not reused, in the hit from the device
-    bytes   those that were loaded, at the rate at which the tier gave them in this run: bytes by
-            seconds of all its reads, without the time in line
+    tail    the engine's time to compute the tokens that were not reused, in the hit from the device
+    bytes   the loaded bytes, at the tier's rate in this run: bytes per second over all its reads,
+            without queueing
 
-A ratio is of one round; the rounds' median counts. README.md says the method.
+Ratios are taken within a round; the result is their median. See README.md for the method.
 """
 
 from __future__ import annotations
@@ -47,28 +47,32 @@ PROMPT_TOKENS = 3500
 NUM_ROUNDS = 31
 WANTED = 1.15
 ROUTE_FROM = {HOST: (HOST, DEVICE), DISK: (DISK, HOST)}
-"""Route on which a tier's own rate shows."""
+"""Route whose copies show a tier's read rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """One request. ttft_s, prefill_s: until its first token, and of it the computing."""
+    """Times of one request."""
 
     ttft_s: float
+    """Time until its first token."""
     prefill_s: float
+    """Part of ``ttft_s`` that was spent computing."""
 
 
 @dataclass
 class Rounds:
-    """Requests by the tier that they came from, round by round; and what was read of each tier."""
+    """Requests by tier and round, and the read rate of each tier."""
 
     hits: dict[str, list[Hit]] = field(default_factory=lambda: {DEVICE: [], HOST: [], DISK: []})
     cold: list[Hit] = field(default_factory=list)
+    """Requests that found nothing."""
     num_bytes: int = 0
+    """Bytes that a hit loads."""
     bytes_per_s: dict[str, float] = field(default_factory=dict)
 
     def least_s(self, tier: str, at: int) -> float:
-        """Return the least time of a hit in that round."""
+        """Return the lower bound of a hit's time in round ``at``."""
         load_s = self.num_bytes / self.bytes_per_s[tier] if tier != DEVICE else 0.0
         return self.hits[DEVICE][at].prefill_s + load_s
 
@@ -77,7 +81,7 @@ class Rounds:
 
 
 class Bench:
-    """Asks for the prompt in every way, and writes down what came of it."""
+    """Sends the prompt to the engine in every way, and records the times."""
 
     def __init__(self, engine: Engine, prompt: Prompt, reused_tokens: int) -> None:
         self._engine = engine
@@ -88,7 +92,7 @@ class Bench:
         engine.call(self._listen)
 
     def _listen(self) -> None:
-        """The engine tells its cache how long each piece of a prefill took: hear it, too."""
+        """Wrap ``observe_prefill`` of the engine's cache, to sum the seconds of each prefill."""
         cache = self._engine.cache
         tell = cache.observe_prefill
 
@@ -136,7 +140,7 @@ class Bench:
 
 @contextmanager
 def opened(options: ServeOptions, num_rounds: int) -> Iterator[tuple[Bench, int]]:
-    """The rounds to be run on an engine of three tiers, and the bytes that a load brings."""
+    """Yield a bench on an engine with three tiers, and the number of bytes that a load moves."""
     setting = probe(options)
     num_tokens = options.ttft_tokens
     (prompt,) = setting.prompts(1, num_tokens)
