@@ -4,9 +4,9 @@
     python -m benchmarks.sglang.multi_turn --json -   JSON on stdout, the table on stderr
     python -m benchmarks.sglang.multi_turn --quick    fewer of everything
 
-SGLang alone, with HiCache, with its `file`, with kvtier's storage back end and with kvtier's
-linker: real servers on the CPU, asked in turns. `make bench-sglang` installs what it needs.
-README.md says the method.
+Compares SGLang alone, with HiCache, with HiCache's `file`, with kvtier's storage back end and with
+kvtier's linker. All are real servers on the CPU that get requests in turn. `make bench-sglang`
+installs the requirements. See README.md for the method.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from benchmarks.sglang.servers import (
 
 DISK = "4GiB"
 SMALLEST_RATIO = 1.1
-"""Ratio of host memory to the device's, above a slow disk."""
+"""Host memory as a multiple of device memory, above a slow disk."""
 PARTS = MULTI_TURN, SECOND_PASS, NEW_PROMPTS, SLOW_DISK = (
     "multi-turn",
     "second-pass",
@@ -62,10 +62,10 @@ PARTS = MULTI_TURN, SECOND_PASS, NEW_PROMPTS, SLOW_DISK = (
 )
 NAMES = {"sglang": SGLANG, "hicache": HICACHE, "file": FILE, "kvtier": OURS, "linker": LINKER}
 SLOW_STARTS = 3
-"""Starts of each of the two servers of which one has a slow disk: two of a kind differ. A hundred
-prompts in all have a p99."""
+"""Starts of each pair of servers, one of which has a slow disk. Servers of a kind differ from start
+to start. All starts together have a hundred prompts, enough for a p99."""
 WITHOUT = {OURS: HICACHE, LINKER: SGLANG}
-"""Contestant without kvtier, by the one with it."""
+"""For each contestant with kvtier, the one without it."""
 USUAL = Plan(
     Workload(num_conversations=9, num_active=8, turns=(12, 16), opening_tokens=(1800, 2300)),
     known_prompts=100,
@@ -73,7 +73,7 @@ USUAL = Plan(
     slow_prompts=34,
     slow_blocks=16,
 )
-"""The conversations under way have more than device and host memory together."""
+"""The KV of the active conversations exceeds device and host memory together."""
 QUICK = Plan(
     Workload(num_conversations=7, num_active=5, turns=(6, 8)),
     rounds=1,
@@ -102,12 +102,15 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
 
 
 def host_bytes(ratio: float, device_blocks: int) -> int:
-    """As much for the linker as HiCache takes."""
+    """Return the bytes of the linker's host memory: as many as HiCache has."""
     return int(ratio * device_blocks * BLOCK * KV_BYTES_PER_TOKEN)
 
 
 class Measurement:
-    """All of it, one request or one run of the script at a time. twice: per contestant."""
+    """All measurements, one request or run of the script at a time.
+
+    ``twice`` holds the second passes by contestant.
+    """
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options

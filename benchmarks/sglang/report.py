@@ -26,7 +26,7 @@ BELOW_FILE = 1.0
 def targets(turns: Sequence[Row]) -> list[Row]:
     """Return T4: the change of the time to first token against HiCache without storage.
 
-    Also its share of what HiCache needs with `file`.
+    A second row has its ratio to HiCache with `file`.
     """
     found = []
     for row in turns:
@@ -43,7 +43,7 @@ def targets(turns: Sequence[Row]) -> list[Row]:
 
 
 def result_json(results: Results, twice: Mapping[str, SecondPass]) -> dict[str, list[Row]]:
-    """``rows`` and ``targets``."""
+    """Return ``rows`` and ``targets`` of the result."""
     medians = summary_rows(results.runs, HICACHE, {"alone": SGLANG, "file": FILE})
     new = [row for name, starts in results.new.items() for row in new_prompt_rows(name, starts)]
     second = [row for name, each in twice.items() for row in second_pass.rows(name, each)]

@@ -1,7 +1,7 @@
-"""The same prompts twice: the first time computed, the second time from device, host and storage.
+"""The same prompts sent twice: first computed, then served from device, host and storage.
 
-The device has room for a part of the prompts. The second time those come first that it still has,
-then the others, which have to come from below it or to be computed again.
+The device holds a part of the prompts. The second pass begins with the prompts that it still has;
+the others are loaded from below it or computed again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from benchmarks.engines.servers import Server, Size
 from kvtier.tools.report.stats import median_with_interval
 
 FROM_DEVICE = 0.35
-"""Share of the prompts that shall come from the device."""
+"""Share of the prompts that the device should serve."""
 ROOM = 0.4
-"""Share of the prompts for which the device has room: some of it is for the request that runs."""
+"""Share of the prompts that the device can hold. The running request needs some of it."""
 GROUPS = 6
-"""Groups of prompts, each with its share of those on the device: the interval is that of their
-ratios."""
+"""Groups of prompts with equal shares of device hits. The interval is that of their ratios."""
 OUTPUT_TOKENS = 4
 TTFT_SAVED = -0.95
 KIND = "second pass"
@@ -29,35 +28,35 @@ KIND = "second pass"
 
 @dataclass(frozen=True, slots=True)
 class Twice:
-    """One prompt.
-
-    on_device: it was asked for while the device should have it. same_answer: the second time the
-    same tokens came.
-    """
+    """Both passes of one prompt."""
 
     first_ms: float
     second_ms: float
     on_device: bool
+    """Whether the second request came while the device should have the prompt."""
     same_answer: bool
+    """Whether both passes generated the same tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecondPass:
-    """device_share: of the second time's tokens, those that the engine found on the device."""
+    """Second pass of one contestant."""
 
     prompts: list[Twice]
     prompt_tokens: int
     device_share: float
+    """Share of the second pass' tokens that the engine found on the device."""
     tier_share: float
+    """Share of the second pass' tokens that were loaded from below the device."""
 
 
 def size_for(num_prompts: int, num_blocks: int) -> Size:
-    """Return the size of a device with room for a part of so many prompts of so many blocks."""
+    """Return a server size whose device holds a part of the prompts."""
     return Size(int(ROOM * num_prompts) * (num_blocks + 1) + num_blocks + 1)
 
 
 def order(num_prompts: int) -> tuple[list[int], list[int]]:
-    """Return the order of the second time: prompts on the device, and the others."""
+    """Return the order of the second pass: prompts on the device, and the others."""
     num_device = round(FROM_DEVICE * num_prompts)
     everyone = list(range(num_prompts))
     return everyone[num_prompts - num_device :], everyone[: num_prompts - num_device]
@@ -66,7 +65,7 @@ def order(num_prompts: int) -> tuple[list[int], list[int]]:
 def measure_second_pass(
     server: Server, num_prompts: int, num_blocks: int, seed: int, say: Callable[[str], None]
 ) -> SecondPass:
-    """With a server that has room as ``size_for`` says."""
+    """Measure both passes on a server of size ``size_for``."""
     length = num_blocks * server.contestant.block + BEYOND
     server.ask(tokens(seed - 1, length), OUTPUT_TOKENS)
     prompts = [tokens(seed + number, length) for number in range(num_prompts)]
@@ -98,7 +97,7 @@ def measure_second_pass(
 
 
 def rows(contestant: str, found: SecondPass) -> list[Row]:
-    """One."""
+    """Return the row of one contestant, as a list."""
     return [
         {
             "kind": KIND,
@@ -118,14 +117,14 @@ def rows(contestant: str, found: SecondPass) -> list[Row]:
 
 
 def mean_ms(prompts: Iterable[Twice]) -> float:
-    """To the first token, the second time."""
+    """Return the mean time to first token of the second pass."""
     return round(statistics.mean(prompt.second_ms for prompt in prompts), 1)
 
 
 def ratios(prompts: Sequence[Twice]) -> list[float]:
-    """Return ratios of the mean times to the first token, second to first, in equal groups.
+    """Return the ratios of the mean times to first token, second pass to first, by group.
 
-    Each group has as many prompts from the device as from below, as far as possible.
+    All groups have equally many prompts from the device and from below, as far as possible.
     """
     num_groups = min(GROUPS, len(prompts))
     alike = sorted(prompts, key=lambda each: each.on_device)
@@ -138,7 +137,7 @@ def ratios(prompts: Sequence[Twice]) -> list[float]:
 
 
 def targets(found: Sequence[Row], names: Sequence[str]) -> list[Row]:
-    """T1: the change of the mean time to the first token."""
+    """Return T1: the change of the mean time to first token."""
     return [
         {
             "id": "T1",

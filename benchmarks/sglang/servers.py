@@ -1,4 +1,4 @@
-"""SGLang's own server on the CPU, with or without something under it."""
+"""SGLang's own server on the CPU, with or without a cache under it."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ BLOCK = 64
 STAND_INS = ROOT / "tests" / "sglang" / "stand_ins"
 """Stand-ins for packages that SGLang imports and PyPI does not have for a CPU."""
 PLUGINS = ROOT / "benchmarks" / "stand_ins"
-"""A slow disk under kvtier; memory that is not page-locked, for `file`."""
+"""Plug-ins for SGLang: a slow disk under kvtier, and pageable memory for `file`."""
 PROMPTS, CACHED = specs.SGLANG_PROMPT_TOKENS.name, specs.SGLANG_CACHED_TOKENS.name
 NO_PLUGIN = "none"
 
 Below = Callable[[Path], dict[str, object]]
-"""Options for a server that has this folder for itself."""
+"""Return the server's options; the folder belongs to this server alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sglang(Contestant):
-    """below: what is under it. plugins: which of them SGLang may load. keeps: it has storage."""
+    """SGLang and what is under it."""
 
     environment: str = "sglang-server"
     below: Below | None = None
+    """Return the options of the cache under SGLang."""
     plugins: str = NO_PLUGIN
+    """Plug-ins that SGLang may load."""
     keeps: bool = False
+    """Whether it has storage."""
 
     block = BLOCK
     reset_path = "/flush_cache?timeout=30"
@@ -86,7 +89,7 @@ class Sglang(Contestant):
         return ["-m", "sglang.launch_server", *words_of(arguments)]
 
     def environ(self) -> dict[str, str]:
-        """As vLLM's: no messages to anybody, weights in huge pages."""
+        """Return the variables, as vLLM's: no telemetry, weights in huge pages."""
         return {
             "HF_HUB_OFFLINE": "1",
             "DO_NOT_TRACK": "1",
@@ -112,12 +115,20 @@ def sglang_alone() -> Sglang:
 
 
 def with_hicache(ratio: float) -> Sglang:
-    """ratio: of its host memory to the device's. On a CPU it copies by kvtier's plug-in."""
+    """Return SGLang with HiCache, which on a CPU copies by kvtier's plug-in.
+
+    Args:
+        ratio: host memory as a multiple of device memory.
+    """
     return Sglang(HICACHE, below=lambda folder: hierarchical(ratio), plugins="kvtier")
 
 
 def with_file(ratio: float) -> Sglang:
-    """`file` page-locks every page that it reads, which fails where there is no accelerator."""
+    """Return SGLang with HiCache and its `file` storage.
+
+    `file` page-locks every page that it reads, which fails without an accelerator. A plug-in
+    prevents that.
+    """
 
     def below(folder: Path) -> dict[str, object]:
         return hierarchical(ratio) | storage("file", {"file_storage_path": str(folder / "pages")})
@@ -126,7 +137,13 @@ def with_file(ratio: float) -> Sglang:
 
 
 def with_kvtier(ratio: float, capacity: str, **settings: object) -> Sglang:
-    """As ``kvtier sglang-args`` says it. settings: more of them."""
+    """Return SGLang with HiCache and kvtier's storage, as ``kvtier sglang-args`` configures it.
+
+    Args:
+        ratio: host memory as a multiple of device memory.
+        capacity: of the disk.
+        settings: further settings of kvtier.
+    """
 
     def below(folder: Path) -> dict[str, object]:
         extra = {
@@ -145,7 +162,7 @@ def with_kvtier(ratio: float, capacity: str, **settings: object) -> Sglang:
 
 
 def with_linker(host_bytes: int, capacity: str, **settings: object) -> Sglang:
-    """kvtier in the place of SGLang's host memory."""
+    """Return SGLang with kvtier in place of its host memory."""
 
     def below(folder: Path) -> dict[str, object]:
         config = {
@@ -178,7 +195,7 @@ def storage(backend: str, extra: dict[str, object]) -> dict[str, object]:
 
 
 def slowed(contestant: Sglang, bytes_per_s: int) -> Sglang:
-    """The same over a disk that moves so many bytes per second, each way."""
+    """Return the same contestant over a disk of ``bytes_per_s`` in each direction."""
     return Sglang(
         contestant.name,
         below=contestant.below,

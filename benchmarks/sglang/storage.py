@@ -1,11 +1,10 @@
-"""S5 through SGLang's controller: cold pages between its host pool and what is below it.
+"""S5 through SGLang's controller: cold pages between its host pool and the storage below it.
 
     python -m benchmarks.sglang.storage            tables
     python -m benchmarks.sglang.storage --json -   one JSON object on stdout, the tables on stderr
 
-HiCache's `file`, NIXL and kvtier's storage back end in turns, through SGLang's own code,
-in batches of 128 pages; and how long each takes to say which of 512 pages it has. README.md says
-the method.
+Compares HiCache's `file`, NIXL and kvtier's storage back end in turn, through SGLang's own code, in
+batches of 128 pages. Also times a look-up of 512 pages in each. See README.md for the method.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from kvtier.tools.report.stats import Estimate
 PAGES = 128
 """Pages of a batch, as in SGLang's controller."""
 ASKED = 512
-"""Pages of a prompt that is looked up."""
+"""Pages of a prompt in a look-up."""
 QUESTIONS = 20
-"""Look-ups of a round; the median counts."""
+"""Look-ups per round; their median counts."""
 FILE, NIXL = "sglang file", "nixl"
 TIMES_SOONER = 20.0
 FAST_AS_NIXL = 1.0
@@ -51,10 +50,11 @@ LEFT_OUT = {
     "sglang-fs-linker": "its linker does not take what SGLang 0.5.23 gives to it: `forward_stream`",
 }
 IN_MEMORY = Path("/dev/shm")
-"""All contestants' host pools lie in one file here. Where in a virtual machine's memory a page lies
-decides how fast it is filled: pools of one process differed by a factor of two."""
+"""Folder of the one file that holds all contestants' host pools. They share it because a virtual
+machine's physical pages differ: pools of one process were filled at rates that differed by a factor
+of two."""
 SERVER, STORES = "sglang-server", "sglang-storage"
-"""Environments: SGLang's server with kvtier in it; the same with others' back ends."""
+"""Environments: SGLang's server with kvtier, and the same with other storage back ends."""
 
 
 def contestant(
@@ -74,7 +74,7 @@ CONTESTANTS = (
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Median of the rounds' medians of the time to report all of a prompt's pages."""
+    """Time to look up all pages of a prompt: the median of the rounds' medians."""
 
     contestant: str
     peer: str
@@ -85,14 +85,14 @@ class Lookup:
 
     @property
     def time(self) -> Estimate:
-        """In microseconds, with its interval."""
+        """Time in microseconds, with its interval."""
         return estimate(self.exists_us, self.exists_us_between)
 
 
 def measure_lookups(
     workers: Sequence[Worker], block: str, num_blocks: int, num_rounds: int
 ) -> list[Lookup]:
-    """Pages that are all there, in any order, in turns. The first round warms up."""
+    """Look up stored pages in random order, in turns. The first round warms up."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     num_pages = min(ASKED, num_blocks)
     for turn in range(num_rounds + 1):
@@ -124,7 +124,7 @@ def wanted(peer: str) -> tuple[float, float | None]:
 
 
 def lookup_targets(lookups: Sequence[Lookup]) -> list[dict[str, object]]:
-    """Return how many times faster than `file` look-ups are; the worst size counts."""
+    """Return how many times faster look-ups are than those of `file`, at the worst size."""
     found: list[dict[str, object]] = []
     for ours in dict.fromkeys(lookup.contestant for lookup in lookups if lookup.peer == OURS):
         times = [
@@ -166,7 +166,7 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     for name, value in usual.items():
         if getattr(plan, name) is None:
             setattr(plan, name, value)
-    # Of what only prepares pages; those that are moved lie in a pool of SGLang's.
+    # Small pages are only for the memory that prepares pages; SGLang's pool holds the moved ones.
     plan.small_pages, plan.batch, plan.sizes = False, PAGES, SIZES
     return plan
 
