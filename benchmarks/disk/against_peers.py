@@ -3,8 +3,8 @@
     python -m benchmarks.disk.against_peers            a table
     python -m benchmarks.disk.against_peers --json -   JSON on stdout, the table on stderr
 
-Batches of 64 blocks, read cold from one disk, in turns. A peer takes part where `make peers` has
-put it. README.md says the method.
+All contestants read batches of 64 blocks cold from one disk, in turn. Only peers that `make peers`
+installed take part. See README.md for the method.
 """
 
 from __future__ import annotations
@@ -38,16 +38,12 @@ READ, WRITE = "read", "write"
 TIMES_FASTER = 1.5
 SHARE_OF_CPU = 0.2
 COLD = 0.95
-"""Share of what a contestant read that has to come from the disk."""
+"""Least share of a contestant's reads that must come from the disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contestant, one size, one direction; GB/s and CPU by the median round. GB are 1e9 bytes.
-
-    acknowledged_gb_per_s: of writes, until the cache says that they are done; gb_per_s is until
-    they have left the page cache. from_disk: bytes fetched from the disk per byte read.
-    """
+    """One contestant, one size, one direction: GB/s and CPU of the median round. GB: 1e9 bytes."""
 
     contestant: str
     peer: str
@@ -58,13 +54,16 @@ class Row:
     worst_gb_per_s: float
     cpu_s_per_gb: float | None = None
     acknowledged_gb_per_s: float | None = None
+    """Write rate until the cache reports completion. ``gb_per_s`` is the rate until the data left
+    the page cache."""
     from_disk: float | None = None
+    """Bytes fetched from the disk per byte read."""
     gb_per_s_between: Bounds = (None, None)
     cpu_s_per_gb_between: Bounds = (None, None)
 
     @property
     def rate(self) -> Estimate:
-        """GB/s, with its interval."""
+        """Rate in GB/s, with its interval."""
         return estimate(self.gb_per_s, self.gb_per_s_between)
 
     @property
@@ -74,14 +73,14 @@ class Row:
 
 
 class Numbers:
-    """Blocks to read, drawn from those that are stored; and numbers of new ones."""
+    """Draws numbers of stored blocks to read, and issues numbers of new blocks to write."""
 
     def __init__(self, num_blocks: int, batch: int = BATCH) -> None:
         self._num_blocks, self._batch = num_blocks, batch
         self._next = num_blocks
 
     def stored(self, num_batches: int, seed: int) -> list[list[int]]:
-        """All different: the second time a block would come from the page cache."""
+        """Return batches of different blocks: a second read would come from the page cache."""
         rng = np.random.default_rng(seed)
         drawn = rng.choice(self._num_blocks, (num_batches, self._batch), replace=False)
         return [batch.tolist() for batch in drawn]
@@ -96,7 +95,10 @@ class Numbers:
 def measure_size(
     workers: Sequence[Worker], block: str, block_bytes: int, plan: argparse.Namespace, path: Path
 ) -> list[Row]:
-    """All rows of one size. The first round warms up; whose turn is first changes."""
+    """Measure all rows of one size.
+
+    The first round warms up. Another contestant is first in each round.
+    """
     num_blocks = num_blocks_of(plan.gib, block_bytes, plan.batch)
     numbers = Numbers(num_blocks, plan.batch)
     gb = plan.batches * plan.batch * block_bytes / 1e9
@@ -166,11 +168,13 @@ def targets(
     rows: Sequence[Row],
     wanted: Callable[[str], tuple[float, float | None]] = lambda peer: (TIMES_FASTER, SHARE_OF_CPU),
 ) -> list[dict[str, object]]:
-    """Cold reads: how many times a peer's GB/s, and which share of its CPU time.
+    """Return S5 for cold reads: GB/s and CPU time relative to each peer's.
 
-    A peer counts by its fastest and by its cheapest way, and the worst size counts.
+    A peer counts by its fastest and by its cheapest variant. The worst size counts.
 
-    wanted: of a peer, both; None where the CPU time is no target.
+    Args:
+        rows: all rows.
+        wanted: both targets against a peer; None if CPU time is no target.
     """
     reads = [each for each in rows if each.direction == READ and each.peer != FIO]
     peers = list(dict.fromkeys(read.peer for read in reads if read.peer != OURS))
@@ -197,7 +201,7 @@ def targets(
 
 
 def table(rows: Sequence[Row], batch: int = BATCH) -> Table:
-    """A section per size and direction."""
+    """Return a table with a section per size and direction."""
     title = f"{batch}-block batches; reads are cold, writes until they left the page cache"
     result = Table(title=title)
     for heading in ("block", "direction", "cache"):
@@ -221,7 +225,7 @@ def table(rows: Sequence[Row], batch: int = BATCH) -> Table:
 
 
 def num_blocks_of(gib: float, block_bytes: int, batch: int) -> int:
-    """Whole batches."""
+    """Return the number of blocks in ``gib``, as whole batches."""
     return max(1, int(gib * (1 << 30)) // (batch * block_bytes)) * batch
 
 
@@ -230,10 +234,13 @@ def run(
     chosen: Sequence[Contestant],
     also: Callable[[Sequence[Worker], str, int], None] | None = None,
 ) -> tuple[list[Row], dict[str, str]]:
-    """All rows, and the contestants' versions.
+    """Return all rows, and the contestants' versions.
 
-    also: whatever else is asked of those that take part in a size, with its name and the number of
-    stored blocks.
+    Args:
+        plan: the options.
+        chosen: contestants; the installed ones take part.
+        also: further measurement of each size, called with the workers, the size's name and the
+            number of stored blocks.
     """
     rows: list[Row] = []
     versions: dict[str, str] = {}
@@ -262,7 +269,7 @@ def run(
 
 
 def make_file(path: Path, num_bytes: int) -> None:
-    """A file for fio, every byte of it written and none in the page cache."""
+    """Write a file for fio: all of its bytes are allocated, and none is in the page cache."""
     with path.open("wb") as file:
         for start_ in range(0, num_bytes, MIB):
             file.write(os.urandom(min(MIB, num_bytes - start_)))

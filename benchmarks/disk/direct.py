@@ -1,10 +1,10 @@
-"""R4: blocks from disk directly to where they are used, against the way through host memory.
+"""R4: loads from disk directly into the device pool, compared with loads through host memory.
 
     python -m benchmarks.disk.direct            a table
     python -m benchmarks.disk.direct --json -   JSON on stdout, the table on stderr
 
-The same blocks of one slab come to the same slots of one layer-first pool, by the same mover and in
-the same pieces, in turns: directly, and by way of a host tier. README.md says the method.
+Both ways load the same blocks of one slab into the same slots of one layer-first pool, by the same
+mover, in turn. See README.md for the method.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from kvtier.tiers.disk.direct import Pool
 MIB = 1 << 20
 TARGET = 0.6
 LOAD_BYTES = 8 * MIB
-"""As ``CacheConfig.load_batch_bytes``: of the first pieces."""
+"""Bytes of the first pieces, as ``CacheConfig.load_batch_bytes``."""
 SHAPES = {
     "GQA, 64 tokens": full_attention(32, 8, 128, DType.BFLOAT16, 64),
     "GQA, 16 tokens": full_attention(36, 8, 128, DType.BFLOAT16, 16),
     "MLA, 64 tokens": latent_attention(61, 512, 64, DType.BFLOAT16, 64),
 }
 SMALL = {f"{size} KiB": full_attention(32, 1, 128, DType.BFLOAT16, 4 * size) for size in (4, 8, 16)}
-"""To see from which size of pieces on they go directly; no targets."""
+"""Shapes with small pieces, to find the size from which loads go directly. They have no targets."""
 DIRECT, THROUGH = "direct", "through host memory"
 
 Bytes = npt.NDArray[np.uint8]
@@ -77,7 +77,7 @@ class Row:
 
 
 class Bench:
-    """A slab with as many blocks as the pool has room for, and their content."""
+    """A slab with as many blocks as the pool can hold, and their content."""
 
     def __init__(self, folder: Path, group: KVGroup, options: argparse.Namespace) -> None:
         io = options.io
@@ -85,7 +85,7 @@ class Bench:
         self.num = max(2, options.mib * MIB // group.bytes_per_block)
         layout = named_layout("layer_first", group, self.num)
         pages = mmap.mmap(-1, layout.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if options.huge:  # as the embedded engine's pool
+        if options.huge:  # as for the embedded engine's pool
             pages.madvise(mmap.MADV_HUGEPAGE)
         self.bytes: Bytes = np.frombuffer(pages, np.uint8)
         self.bytes[:] = np.random.default_rng(1).integers(0, 256, len(self.bytes), np.uint8)
@@ -114,7 +114,7 @@ class Bench:
         disk.close()
 
     def run(self, mover: LocalMover, way: str, turn: int) -> tuple[float, float]:
-        """Seconds and CPU seconds, the bytes compared afterwards."""
+        """Load all blocks one way and compare them. Return seconds and CPU seconds."""
         places = np.random.default_rng(turn).permutation(self.num).tolist()
         expected = np.zeros_like(self.content)
         layout = self.pool.layout
@@ -142,7 +142,7 @@ class Bench:
 
 
 def measure(folder: Path, name: str, group: KVGroup, options: argparse.Namespace) -> list[Row]:
-    """One shape: both ways in turns, the first round to warm up."""
+    """Measure one shape, both ways in turn. The first round warms up."""
     bench = Bench(folder, group, options)
     bench.store()
     gb = bench.num * group.bytes_per_block / 1e9
@@ -223,7 +223,7 @@ def main(arguments: list[str] | None = None) -> None:
         if getattr(options, name) is None:
             setattr(options, name, value)
     if options.small:
-        bounce.LEAST_PIECE_BYTES = bounce.ALIGNMENT  # directly, whether that pays or not
+        bounce.LEAST_PIECE_BYTES = bounce.ALIGNMENT  # directly, even where it does not pay
     machine, rows = machine_facts(), []
     for name, group in (SMALL if options.small else SHAPES).items():
         with tempfile.TemporaryDirectory(prefix="kvtier-direct-", dir=options.path) as folder:

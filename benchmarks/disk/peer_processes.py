@@ -1,4 +1,4 @@
-"""Disk caches that are compared, each in a process of its own that waits for its turns."""
+"""Processes of the compared disk caches, one for each."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ QUIET = {
     "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1",
 }
-"""For the peers: no messages, to us or to anybody."""
+"""Variables for the peers: no telemetry, and few log lines."""
 
 
 class Worker:
-    """A contestant's process. It waits between its turns."""
+    """A contestant's process. It is idle between its turns."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class Worker:
             self._process.wait()
             self._complaints.seek(0)
             lines = self._complaints.read().strip().splitlines()
-            # Threads may have more to say after the exception.
+            # Threads may print more after the exception.
             errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
             reason = (errors or lines or ["it ended"])[-1]
             raise RuntimeError(f"{self.contestant.name}: {reason}")
         return json.loads(line)
 
     def ask(self, do: str, **what: object) -> dict[str, Any]:
-        """Have it do something. Raises AssertionError where bytes were wrong."""
+        """Run a command in the process. Raises AssertionError if bytes are wrong."""
         assert self._process.stdin is not None
         print(json.dumps({"do": do, **what}), file=self._process.stdin, flush=True)
         answer = self.answer()
@@ -102,9 +102,9 @@ def start(
     small_pages: bool = False,
     batch: int = BATCH,
 ) -> tuple[list[Worker], dict[str, str]]:
-    """Those that can take part, with their blocks on disk, and the versions.
+    """Start the contestants that can run, and store their blocks. Return them and the versions.
 
-    A line on stderr for each that can't.
+    Print a line on stderr for each contestant that is left out.
     """
     ready: list[Worker] = []
     versions: dict[str, str] = {}

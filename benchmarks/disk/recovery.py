@@ -3,9 +3,9 @@
     python -m benchmarks.disk.recovery            a table
     python -m benchmarks.disk.recovery --json -   JSON on stdout, the table on stderr
 
-The slab's data are a sparse stand-in: what is timed reads the journal and no block. Each round
-opens the tier as a server does (lock, superblocks, replay, index of keys, free slots) and is
-checked: keys are found. README.md says the method.
+The slab's data file is sparse, because opening reads the journal and no block. Each round opens the
+tier as a server does (lock, superblocks, replay, index of keys, free slots), and checks that keys
+are found. See README.md for the method.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvtier.tiers.disk.format.records import RECORD_BYTES, RecordKind, Records, 
 from kvtier.tiers.disk.format.superblock import HALF_BYTES, Superblock, decode_both
 
 TARGET_S = 1.0
-GROUP = full_attention(2, 2, 64, DType.FLOAT16, 4)  # 4 KiB per block: a small file system will do
+GROUP = full_attention(2, 2, 64, DType.FLOAT16, 4)  # 4 KiB per block, for small file systems
 NUM_CHECKED = 1000
 
 
@@ -55,14 +55,20 @@ class Row:
 
 
 class SparseDisk(DiskSystem):
-    """Reserves nothing."""
+    """A disk system that does not reserve space."""
 
     def reserve(self, fd: int, num_bytes: int) -> None:
         os.ftruncate(fd, num_bytes)
 
 
 def make_records(num_slots: int, share_dead: float, rng: np.random.Generator) -> Records:
-    """PUT for every slot in random order, ``share_dead`` of the journal overwritten before."""
+    """Return dead records, then a PUT for every slot in random order.
+
+    Args:
+        num_slots: slots of the slab.
+        share_dead: share of the records that later ones overwrite.
+        rng: source of slots, keys and times.
+    """
     num_dead = int(num_slots * share_dead / (1 - share_dead))
     slots = np.concatenate([rng.integers(0, num_slots, num_dead), rng.permutation(num_slots)])
     records = blank(len(slots), RecordKind.PUT)
@@ -77,7 +83,7 @@ def make_records(num_slots: int, share_dead: float, rng: np.random.Generator) ->
 
 
 def write_slab(folder: Path, num_slots: int, records: Records) -> DiskOptions:
-    """A slab as a killed process leaves it."""
+    """Write a slab in the state that a killed process leaves."""
     options = DiskOptions(folder, num_slots * GROUP.bytes_per_block, io=IoKind.PREADV)
     open_tier(options).close()
     content = (folder / "superblock").read_bytes()
@@ -102,7 +108,7 @@ def open_tier(options: DiskOptions) -> DiskTier:
 
 
 def check(tier: DiskTier, records: Records, num_slots: int) -> None:
-    """Every block is there, and keys lead to their slots."""
+    """Check that every block was recovered, and that keys lead to their slots."""
     num_found = tier.blocks.slots.num_unclaimed
     assert num_found == num_slots, f"{num_found} of {num_slots} blocks found"
     last = records[-num_slots:]

@@ -3,8 +3,8 @@
     python -m benchmarks.disk.throughput            a table
     python -m benchmarks.disk.throughput --json -   JSON on stdout, the table on stderr
 
-Each engine reads and writes the same batches of 64 blocks in random order, in turns. fio gives the
-limit of the disk in the same run. README.md says the method.
+Each engine reads and writes the same batches of 64 blocks in random order, in turns. fio measures
+the limit of the disk in the same run. See README.md for the method.
 """
 
 from __future__ import annotations
@@ -88,23 +88,23 @@ class Bench:
         self.crcs = crc32c_many(self.addresses, self.sizes.astype(np.uint64))
 
     def fill(self, engine: IoEngine) -> None:
-        """Every place of the file holds the block with its number modulo the batch."""
+        """Fill the file: place n holds block n modulo the batch size."""
         for start in range(0, self.num_blocks - BATCH + 1, BATCH):
             offsets = np.arange(start, start + BATCH, dtype=np.int64) * self.block_bytes
             assert (engine.write(offsets, self.addresses, self.sizes) == self.sizes).all()
         engine.sync()
 
     def batch(self, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-        """Offsets of one batch: random places that hold blocks 0 .. 63 in this order."""
+        """Return offsets of one batch: random places that hold blocks 0 .. 63, in this order."""
         rows = rng.integers(0, self.num_blocks // BATCH, BATCH)
         return (rows * BATCH + np.arange(BATCH)) * self.block_bytes
 
     def run(
         self, engine: IoEngine, write: bool, verify: bool, num_batches: int, seed: int
     ) -> tuple[float, float]:
-        """Seconds and CPU seconds of some batches, one right after the other, as fio does it.
+        """Move some batches back to back, as fio does. Return seconds and CPU seconds.
 
-        What the same reads bring is compared afterwards, batch by batch.
+        Afterwards each batch is read again and compared.
         """
         rng = np.random.default_rng(seed)
         batches = [self.batch(rng) for _ in range(num_batches)]
@@ -122,7 +122,7 @@ class Bench:
     def move(
         self, engine: IoEngine, offsets: npt.NDArray[np.int64], write: bool, verify: bool
     ) -> npt.NDArray[np.int64]:
-        """One batch, with the checksums that the disk tier works out for it."""
+        """Move one batch. ``verify`` adds the checksums that the disk tier computes."""
         if write:
             if verify:
                 crc32c_many(self.addresses, self.sizes.astype(np.uint64))
@@ -140,7 +140,7 @@ def _cpu_s() -> float:
 
 
 def fio(path: Path, write: bool, block_bytes: int, depth: int, num_blocks: int) -> float:
-    """GB/s that fio reaches with ``num_blocks`` blocks in random places."""
+    """Return the GB/s that fio reaches with ``num_blocks`` blocks in random places."""
     command = [
         FIO, "--name=limit", f"--filename={path}", "--direct=1", "--ioengine=io_uring",
         f"--rw={'randwrite' if write else 'randread'}", f"--bs={block_bytes}",
@@ -167,7 +167,7 @@ def _engines(bench: Bench) -> Iterator[list[IoEngine]]:
 
 
 def measure(folder: Path, file_bytes: int, rounds: int, num_batches: int) -> list[Row]:
-    """All rows. Contestants take turns in every round."""
+    """Measure all rows. Contestants take turns in every round."""
     has_fio = shutil.which(FIO) is not None
     if not has_fio:
         print("fio is not installed: no limit, so no S1", file=sys.stderr)
@@ -179,8 +179,8 @@ def measure(folder: Path, file_bytes: int, rounds: int, num_batches: int) -> lis
         gb = num_batches * BATCH * block_bytes / 1e9
         with _engines(bench) as engines:
             for turn in range(rounds):
-                bench.fill(engines[0])  # fio has written to it, too
-                # The disk may still be busy with that: whoever reads first would pay for it.
+                bench.fill(engines[0])  # fio writes to it, too
+                # The disk may still be busy with that, which would slow down the first engine.
                 bench.run(engines[0], False, False, num_batches, rounds + turn)
                 for write in (False, True):
                     direction = "write" if write else "read"
@@ -217,7 +217,10 @@ def measure(folder: Path, file_bytes: int, rounds: int, num_batches: int) -> lis
 
 
 def targets(rows: list[Row]) -> list[dict[str, object]]:
-    """S1: the worst ratio to fio over sizes and directions. S2: the worst CPU time per GB."""
+    """Return S1 and S2.
+
+    S1 is the worst ratio to fio over sizes and directions, S2 the worst CPU time per GB.
+    """
     found: list[dict[str, object]] = []
     ours = [row for row in rows if row.engine == "uring"]
     limit = {(row.block, row.direction): _rate(row) for row in rows if row.engine == FIO}
