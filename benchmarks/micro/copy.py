@@ -4,7 +4,7 @@
     python -m benchmarks.micro.copy --json -   JSON on stdout, the table on stderr
 
 Every method moves the same blocks and is compared with one contiguous memcpy of as many bytes, by
-as many threads, on the same kind of pages. README.md says the method.
+as many threads, on the same kind of pages. See README.md for the method.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kvtier.layout import (
 )
 
 BLOCK_SIZE = 16
-UNTOUCHED = 0xAB  # every byte of the blocks that no copy names
+UNTOUCHED = 0xAB  # every byte of the blocks that are not copied
 CONTIGUOUS = "contiguous memcpy"
 OURS = "copy_batch"
 OURS_FLAT = "copy_batch, flat"
@@ -99,19 +99,19 @@ class Pool:
 
     @property
     def view(self) -> Bytes:
-        """uint8 [num_layers * parts, num_blocks, n] or [num_blocks, num_layers * parts, n]."""
+        """Memory as uint8 [num_layers * parts, num_blocks, n], or blocks first."""
         num_rows = self.layout.group.num_layers * len(self.layout.group.parts)
         shape = [num_rows, num_rows, self.layout.nbytes // num_rows // self.layout.num_blocks]
         shape[self.block_axis] = self.layout.num_blocks
         return self.memory.reshape(shape)
 
     def block(self, index: int) -> Bytes:
-        """The bytes of one block, uint8 [num_layers * parts, n]."""
+        """Return the bytes of one block, uint8 [num_layers * parts, n]."""
         return self.view[index] if self.block_axis == 0 else self.view[:, index]
 
 
 def allocate(num_bytes: int) -> Bytes:
-    """Memory as the host tier's: anonymous, huge pages asked for, every page touched."""
+    """Allocate memory as the host tier does: anonymous, in huge pages if granted, all touched."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -129,14 +129,14 @@ def make_pool(
 
 
 def fill(pool: Pool, rng: np.random.Generator | None) -> None:
-    """Random bytes, or zeros, into the named blocks."""
+    """Fill the named blocks with random bytes, or with zeros."""
     for index in pool.blocks:
         block = pool.block(int(index))
         block[:] = 0 if rng is None else rng.integers(0, 256, block.shape, np.uint8)
 
 
 def check(src: Pool, dst: Pool, method: str) -> None:
-    """The named blocks have arrived, all of them, and no other byte has changed."""
+    """Check that all named blocks arrived, and that no other byte changed."""
     for at, to in zip(src.blocks, dst.blocks, strict=True):
         if not np.array_equal(dst.block(int(to)), src.block(int(at))):
             raise AssertionError(f"{method}: block {at} did not arrive in block {to}")
@@ -146,7 +146,7 @@ def check(src: Pool, dst: Pool, method: str) -> None:
 
 
 def copy_list(src: Pool, dst: Pool) -> tuple[Words, Words, Words]:
-    """Addresses and sizes as the transfer engine makes them: block by block."""
+    """Return addresses and sizes in the transfer engine's order, block by block."""
     pieces = fragments(src.layout, dst.layout)
     to = dst.memory.ctypes.data + pieces.dst_offset + dst.blocks[:, None] * pieces.dst_stride
     at = src.memory.ctypes.data + pieces.src_offset + src.blocks[:, None] * pieces.src_stride
@@ -178,7 +178,7 @@ def contiguous(to: Bytes, at: Bytes, threads: int, pool: ThreadPoolExecutor) -> 
 def methods(
     src: Pool, dst: Pool, flat: tuple[Bytes, Bytes], threads: int, pool: ThreadPoolExecutor
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Name and call: the contestants of one direction and thread count."""
+    """Yield name and call of the contestants of one direction and thread count."""
     words = copy_list(src, dst)
     flat_words = (
         np.array([flat[0].ctypes.data], np.uint64),
@@ -196,7 +196,10 @@ def methods(
 def measure(
     case: Case, src: Pool, dst: Pool, direction: str, threads: int, rounds: int
 ) -> list[Row]:
-    """All methods once per round, in turn; before that once to warm up and to check the bytes."""
+    """Time all methods in turn, once per round.
+
+    Before that, each runs once to warm up and to check the bytes.
+    """
     num_bytes = len(src.blocks) * case.group.bytes_per_block
     flat = allocate(num_bytes), allocate(num_bytes)
     times: dict[str, list[float]] = {}
@@ -235,7 +238,10 @@ def measure(
 
 
 def run_case(case: Case, num_named: int, thread_counts: tuple[int, ...], rounds: int) -> list[Row]:
-    """Both directions. Pools are larger than the copied blocks, which lie in random order."""
+    """Measure both directions.
+
+    Pools are larger than the copied blocks, which lie in random order.
+    """
     rng = np.random.default_rng(0)
     layers = make_pool("layer_first", case.group, 4 * num_named, num_named, rng)
     blocks = make_pool("block_first", case.group, num_named + num_named // 4, num_named, rng)
@@ -248,7 +254,7 @@ def run_case(case: Case, num_named: int, thread_counts: tuple[int, ...], rounds:
 
 
 def targets(rows: list[Row]) -> list[dict[str, object]]:
-    """Per target the worst ratio of ours: both directions, all thread counts."""
+    """Return the worst ratio of kvtier's copy per target, over directions and thread counts."""
     found: list[dict[str, object]] = []
     for case in CASES:
         ours = [row for row in rows if (row.case, row.method) == (case.target_id, OURS)]
@@ -260,7 +266,7 @@ def targets(rows: list[Row]) -> list[dict[str, object]]:
 
 
 def table(rows: list[Row]) -> Table:
-    """One section per case, direction and number of threads."""
+    """Return a table with a section per case, direction and number of threads."""
     result = Table(
         title="Copies of random blocks; ratio: time of contiguous memcpy / time; x2: two threads"
     )
@@ -282,7 +288,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def plan_table(rows: list[PlanRow]) -> Table:
-    """One line per direction and step."""
+    """Return a table with a line per direction and step."""
     result = Table(title="D3: a copy of 256 blocks, before its first byte moves")
     for heading in ("case", "step", "copies", "median \u00b5s", "best", "worst"):
         result.add_column(heading, no_wrap=True)

@@ -1,11 +1,11 @@
-"""D3: what a copy costs before its first byte moves; part of ``benchmarks.micro.copy``.
+"""D3: cost of a copy before its first byte moves; part of ``benchmarks.micro.copy``.
 
-256 random blocks of 28 layers, K and V, between a layer-first pool and a block-first one: 14,336
-fragments. *Planning* turns slots into addresses and sizes, merged where they are neighbours; of a
-load that is done by the worker, when the copy's turn comes, and measured up to the first step.
-*Submitting* hands them to the worker thread: what the calling thread pays. *Checked* is the same
-plan made fragment by fragment, which says that the fast one is right. A load is planned and
-submitted in steps, a layer each, as the cache does it.
+A copy has 256 random blocks of 28 layers, K and V, between a layer-first pool and a block-first
+one: 14,336 fragments. *Planning* turns slots into addresses and sizes, and merges neighbours. The
+worker plans a load when its turn comes, so planning a load is measured up to its first step.
+*Submitting* hands the plan to the worker thread: the cost for the calling thread. A load is planned
+and submitted in steps of one layer, as the cache does. The plan is checked against one that is made
+fragment by fragment.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class PlanRow:
 
 
 class _Pool(MemoryTier):
-    """Addresses without memory: nothing is copied here."""
+    """A pool of addresses without memory, because nothing is copied."""
 
     def __init__(self, order: str, num_blocks: int, address: int) -> None:
         layout = named_layout(order, GROUP, num_blocks)
         super().__init__(order, Memory(address, layout.nbytes, "host", ()), layout)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to release."""
 
 
 class _NoDevice(Device):
-    """Takes every batch and copies nothing: what is measured is the way to it."""
+    """A device that accepts every batch and copies nothing: only the path to it is measured."""
 
     name = "none"
 
@@ -90,14 +90,14 @@ def _take(batch: CopyBatch) -> None:
 def _plan(
     way: Direction, src: _Pool, src_slots: list[Slot], dst: _Pool, dst_slots: list[Slot]
 ) -> Steps | Sequence[CopyBatch]:
-    """The steps of a copy, as the cache has them planned."""
+    """Return the steps of a copy, planned as the cache does."""
     if way is Direction.LOAD:
         return stage_steps(src, src_slots, dst, dst_slots)
     return [stage(src, src_slots, dst, dst_slots)]
 
 
 def run_plan(rounds: int) -> list[PlanRow]:
-    """Both directions, planning and submitting."""
+    """Measure planning and submitting, in both directions."""
     rng = np.random.default_rng(0)
     layers, blocks = _Pool("layer_first", 4 * NUM_BLOCKS, 0), _Pool("block_first", 320, 1 << 44)
     slots = {
@@ -141,7 +141,7 @@ def run_plan(rounds: int) -> list[PlanRow]:
 
 
 def plan_targets(rows: list[PlanRow]) -> list[dict[str, object]]:
-    """The slower direction of each step."""
+    """Return D3 for the slower direction of each step."""
     found: list[dict[str, object]] = []
     for step, target in (("plan", PLAN_TARGET_US), ("submit", SUBMIT_TARGET_US)):
         slower = max((row for row in rows if row.step == step), key=lambda row: row.median_us)
@@ -158,7 +158,7 @@ def _check(
     dst: _Pool,
     dst_slots: list[Slot],
 ) -> None:
-    """Every byte goes where the layouts say, piece by piece."""
+    """Compare every fragment with the layouts. Raises SystemExit if one is wrong."""
     expected = set()
     token_bytes = GROUP.parts[0].num_heads * GROUP.parts[0].dim * GROUP.dtype.itemsize
     run = GROUP.block_size * token_bytes

@@ -3,8 +3,8 @@
     python -m benchmarks.micro.crc            a table
     python -m benchmarks.micro.crc --json -   JSON on stdout, the table on stderr
 
-One thread, CPU seconds. Beside it memcpy of the same bytes into a small buffer that stays in the
-cache: what reading them costs a core that does nothing else. README.md says the method.
+Times are CPU seconds of one thread. The reference is a memcpy of the same bytes into a small buffer
+that stays in the CPU's cache: the cost of only reading them. See README.md for the method.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Row:
 
 
 def memcpy_pieces(target: int, blocks: list[tuple[int, int]]) -> None:
-    """Every block, in pieces of at most ``SMALL`` bytes, to the same place."""
+    """Copy every block to one small place, in pieces of at most ``SMALL`` bytes."""
     for address, size in blocks:
         for start in range(0, size, SMALL):
             ctypes.memmove(target, address + start, min(SMALL, size - start))
@@ -78,9 +78,9 @@ def memcpy_pieces(target: int, blocks: list[tuple[int, int]]) -> None:
 def contestants(
     case: Case, memory: npt.NDArray[np.uint8], round_bytes: int, rng: np.random.Generator
 ) -> tuple[dict[str, Callable[[], object]], int]:
-    """Calls by method, and the bytes that each reads.
+    """Return the calls by method, and the bytes that each reads.
 
-    Blocks are in random order, as a cache gives them out.
+    Blocks are in random order, as in a cache.
     """
     order = rng.permutation(case.num_blocks)
     order = np.tile(order, max(1, round_bytes // (case.block_bytes * case.num_blocks)))
@@ -97,7 +97,10 @@ def contestants(
 
 
 def check(memory: npt.NDArray[np.uint8], block_bytes: int) -> None:
-    """The core and its twin agree on some blocks: the twin is tested against the definition."""
+    """Check that the native core and its Python twin agree on some blocks.
+
+    The twin is tested against the definition.
+    """
     starts = np.arange(0, memory.size, max(block_bytes, memory.size // 8))
     addresses = (memory.ctypes.data + starts).astype(np.uint64)
     sizes = np.full(len(starts), block_bytes, np.uint64)
@@ -138,7 +141,7 @@ def run_case(case: Case, rounds: int, round_bytes: int) -> list[Row]:
 
 
 def targets(rows: list[Row]) -> list[dict[str, object]]:
-    """S3: the slowest case of blocks."""
+    """Return S3 for the slowest case of blocks."""
     ours = [row for row in rows if row.method == OURS]
     if not ours:
         return []
@@ -148,7 +151,7 @@ def targets(rows: list[Row]) -> list[dict[str, object]]:
 
 
 def table(rows: list[Row]) -> Table:
-    """One section per case."""
+    """Return a table with a section per case."""
     result = Table(title="crc32c, one thread; ratio: to reading the same bytes by memcpy")
     result.add_column("case", no_wrap=True)
     result.add_column("method", no_wrap=True)

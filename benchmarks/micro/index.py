@@ -1,10 +1,10 @@
-"""I1 to I5: prefixes of 2,048 tokens in blocks of 16, in the index and in SGLang's.
+"""I1 to I5: prefixes of 2,048 tokens in blocks of 16, in kvtier's index and in SGLang's.
 
     python -m benchmarks.micro.index            a table
     python -m benchmarks.micro.index --json -   JSON on stdout, the table on stderr
 
-10,000 prompts in groups of 100 that share their first half. SGLang takes part where `make
-peers-sglang` has put it. README.md says the method.
+10,000 prompts in groups of 100 that share their first half. SGLang takes part if `make
+peers-sglang` installed it. See README.md for the method.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Row:
 
     @property
     def estimate(self) -> Estimate:
-        """The median, with its interval."""
+        """Median with its interval."""
         return estimate(self.median_us, self.median_us_between)
 
 
 class Contestant:
-    """A worker process. It waits between its turns."""
+    """A worker process. It is idle between its turns."""
 
     def __init__(self, name: str, python: str, num: int, length: int, page: int) -> None:
         self.name = name
@@ -87,7 +87,7 @@ class Contestant:
         )
 
     def wait(self) -> str:
-        """Until it can begin; else why it can't."""
+        """Wait until it can begin. Return "", or the reason if it can't."""
         assert self._process.stdout is not None
         if self._process.stdout.readline():
             return ""
@@ -131,7 +131,7 @@ class Contestant:
 
 
 def start(names: list[str], num: int, length: int, page: int) -> list[Contestant]:
-    """Those that can take part; a line on stderr for each that can't."""
+    """Start the contestants that can run. Print a line on stderr for each of the others."""
     ready: list[Contestant] = []
     for name in names:
         is_peer = name.startswith("sglang")
@@ -152,7 +152,7 @@ def start(names: list[str], num: int, length: int, page: int) -> list[Contestant
 def run(
     contestants: list[Contestant], num: int, length: int, page: int
 ) -> tuple[list[Row], dict[str, dict[str, object]]]:
-    """Phase by phase, the contestants in turn, some calls each."""
+    """Run all phases, in each of them the contestants in turn, some calls each."""
     facts: dict[str, dict[str, object]] = {}
     half = length // 2 // page * page
     num_tokens = num // min(100, num) * half + num * (length // page * page - half)
@@ -182,7 +182,7 @@ def targets(rows: list[Row], facts: dict[str, dict[str, object]]) -> list[dict[s
 
 
 def table(rows: list[Row]) -> Table:
-    """A section per phase."""
+    """Return a table with a section per phase."""
     result = Table(title="Microseconds per call; faster: than SGLang's Rust core, by the median")
     for heading in ("phase", "index"):
         result.add_column(heading, no_wrap=True)

@@ -1,8 +1,8 @@
 """One contestant of `benchmarks.micro.index`, in a process and an environment of its own.
 
-Reads a JSON object per line, {"phase": "hit", "start": 0, "stop": 500}, does these calls one after
-the other and answers with their microseconds and how many gave a wrong result. Runs where kvtier is
-missing, too: SGLang's environment has the standard library, numpy and torch.
+Reads a JSON object per line, {"phase": "hit", "start": 0, "stop": 500}, makes these calls one after
+the other, and prints their microseconds and the number of wrong results. It does not need kvtier:
+SGLang's environment has the standard library, numpy and torch.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Index(ABC):
 
     @abstractmethod
     def insert(self, tokens: Tokens, slots: list[int], number: int) -> int:
-        """Put a prompt in, one slot per block. Returns how much of it was there."""
+        """Insert a prompt, one slot per block. Return the length of the prefix that was present."""
 
     @abstractmethod
     def match(self, tokens: Tokens) -> int:
-        """Return how much of a prompt is there."""
+        """Return the length of a prompt's cached prefix."""
 
     @abstractmethod
     def slots(self, tokens: Tokens) -> object:
-        """The slots of what is there of a prompt, in the form that its users get."""
+        """Return the slots of a prompt's cached prefix, in the form that the index returns."""
 
     @abstractmethod
     def blocks(self, slots: object) -> list[int]:
@@ -48,10 +48,10 @@ class Index(ABC):
 
     @abstractmethod
     def evict(self, num_tokens: int) -> int:
-        """Let go of what was used least recently. Returns how much that was."""
+        """Evict the least recently used tokens. Return how many."""
 
     def facts(self) -> dict[str, float]:
-        """Return facts of the index's memory when everything is in."""
+        """Return figures of the index's memory, after all prompts were inserted."""
         return {}
 
 
@@ -97,8 +97,8 @@ class Kvtier(Index):
 class Sglang(Index):
     """SGLang's tree: the unified one over its Rust core, or the plain one in Python.
 
-    Its allocator is left out: freeing slots does nothing. It keeps a slot per token, so a block's
-    are a run.
+    Its allocator is left out: freeing slots does nothing. SGLang has a slot per token, so a block
+    has a run of slots.
     """
 
     def __init__(self, name: str, page: int) -> None:
@@ -157,7 +157,7 @@ class NoAllocator:
         self.device = device
 
     def free(self, slots: object, start_pos: int = 0) -> None:
-        """Nothing is kept, so nothing is freed."""
+        """Do nothing, because nothing is allocated."""
 
     free_segment = free_full_segment = free
 
@@ -172,7 +172,10 @@ class NoAllocator:
 
 
 def stand_in_for_torchvision() -> None:
-    """SGLang's config modules import it and never call it; the real one would change torch."""
+    """Put a stand-in for torchvision into ``sys.modules``.
+
+    SGLang's config modules import torchvision and never call it. The real one would change torch.
+    """
 
     class Kind(type):
         def __getattr__(cls, name: str) -> str:
@@ -198,7 +201,7 @@ def stand_in_for_torchvision() -> None:
 
 
 def prompts(num: int, length: int, seed: int = 0) -> list[Tokens]:
-    """Groups of 100 that share their first half."""
+    """Return prompts in groups of 100 that share their first half."""
     rng = np.random.default_rng(seed)
     made: list[Tokens] = []
     group = min(100, num)
@@ -275,7 +278,7 @@ class Contest:
         return self.index.evict, (8192,), lambda gone: gone >= 8192
 
     def given(self, number: int) -> object:
-        """A slot per block, or per token for SGLang; each is given once."""
+        """Return new slots for a prompt: one per block, or per token for SGLang."""
         first = number * self.per_prompt
         if isinstance(self.index, Sglang):
             torch = self.index.torch
@@ -283,7 +286,7 @@ class Contest:
         return list(range(first, first + self.per_prompt))
 
     def expected(self, number: int) -> list[int]:
-        """The head's slots are those of the group's first prompt."""
+        """Return the expected slots. Those of the first half are the group's first prompt's."""
         first, head = number // self.group * self.group, self.length // 2 // self.page
         return [
             (first if block < head else number) * self.per_prompt + block
@@ -308,7 +311,7 @@ def main() -> None:
     options = parser.parse_args()
     kind = Sglang if options.index.startswith("sglang") else Kvtier
     answers = sys.stdout
-    sys.stdout = sys.stderr  # whatever a library prints is no answer
+    sys.stdout = sys.stderr  # no output of a library may mix with answers
     contest = Contest(kind(options.index, options.page), options.num, options.length, options.page)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
