@@ -1,7 +1,7 @@
-"""N1-N7: what grows with the cache, and how fast.
+"""N1-N7: growth of times and memory with the size of the cache.
 
     python -m benchmarks.scale                         all parts, a table
     python -m benchmarks.scale --parts restart --json -
 
-A part is a module with a ``measure(quick)`` of its own. README.md says the method.
+A part is a module with a function ``measure(quick)``. See README.md for the method.
 """

@@ -1,4 +1,4 @@
-"""Clients of a real server that wait for the first token of a streamed answer."""
+"""Clients of a real server that time the first token of a streamed answer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ READY = re.compile(r"kvtier serves \S+ on \S+ at http://(127\.0\.0\.1):(\d+)\n")
 NUM_CLIENTS = 200
 MAX_TOKENS = 16
 SHORTEST, LONGEST = 8, 80
-"""Words of a prompt, of about four tokens each; as many short ones as long ones, by the
-logarithm."""
+"""Range of words in a prompt, about four tokens each; log-uniform."""
 LOOP_REQUESTS = 2
-"""Requests of a client in a round in which it asks again and again."""
+"""Requests of a client per round of the load "again and again"."""
 WORDS = ("return", "self", "def", "import", "value", "None", "yield", "class", "raise", "while")
 OPTIONS = ("--max-running", "256", "--max-queue", "512", "--device-capacity", "768MiB")
 
@@ -48,7 +47,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A way of asking, and its rounds; the first one, which warms up, left out."""
+    """One load pattern and its rounds, without the first one, which warms up."""
 
     name: str
     num_clients: int
@@ -57,7 +56,7 @@ class Load:
 
 @contextmanager
 def server(*options: str) -> Iterator[Address]:
-    """``kvtier serve`` with its defaults, but for ``options``, on a free port of this machine."""
+    """Run ``kvtier serve`` with its defaults plus ``options`` on a free port. Yield its address."""
     serve = (sys.executable, "-m", "kvtier.tools.cli", "serve", "--port", "0", "--threads", "1")
     command = [*serve, *options]
     process = subprocess.Popen(
@@ -78,7 +77,10 @@ def server(*options: str) -> Iterator[Address]:
 
 
 async def first_tokens(num_clients: int, rounds: int) -> list[Load]:
-    """Both loads, in turn. Some prompts are asked again afterwards, alone: the same text begins."""
+    """Measure both loads in turn.
+
+    Afterwards some prompts are sent again one by one: their answers must begin with the same text.
+    """
     once, again = list[Round](), list[Round]()
     rng, begun = random.Random(0), dict[str, str]()
     with server(*OPTIONS) as address:
@@ -98,7 +100,7 @@ Client = Callable[[Address, random.Random, Round, dict[str, str]], Awaitable[Non
 async def one_round(
     client: Client, address: Address, rng: random.Random, num_clients: int, begun: dict[str, str]
 ) -> Round:
-    """``num_clients`` of a kind, until all have ended."""
+    """Run ``num_clients`` clients of a kind until all have ended."""
     found = Round()
     seeds = [random.Random(rng.random()) for _ in range(num_clients)]
     await asyncio.gather(*(client(address, seed, found, begun) for seed in seeds))
@@ -106,27 +108,30 @@ async def one_round(
 
 
 async def burst(address: Address, rng: random.Random, found: Round, begun: dict[str, str]) -> None:
-    """Asks once."""
+    """Send one request."""
     prompt = make_prompt(rng)
     seconds, begun[prompt] = await ask(address, prompt)
     found.seconds.append(seconds)
 
 
 async def loop(address: Address, rng: random.Random, found: Round, begun: dict[str, str]) -> None:
-    """Asks again as soon as it has its answer."""
+    """Send requests, each as soon as the previous answer is complete."""
     for _ in range(LOOP_REQUESTS):
         await burst(address, rng, found, begun)
 
 
 def make_prompt(rng: random.Random) -> str:
-    """Nobody asked it before."""
+    """Return a new prompt."""
     num_words = round(SHORTEST * (LONGEST / SHORTEST) ** rng.random())
     words = (f"{rng.choice(WORDS)}_{rng.randrange(100)}" for _ in range(num_words))
     return f"# {rng.random()}\n" + " ".join(words)
 
 
 async def ask(address: Address, prompt: str) -> tuple[float, str]:
-    """Seconds until the first text, and that text. The answer is read to its end."""
+    """Send a request. Return the seconds until the first text, and that text.
+
+    The answer is read to its end.
+    """
     body = json.dumps(
         {
             "model": "kvtier-tiny",

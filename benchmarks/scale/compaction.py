@@ -1,7 +1,7 @@
 """N6: how long a look-up waits while the journal is compacted.
 
-Waits are on the wall, so a busy machine adds its own: the control is a look-up in another slab,
-beside such a compaction, that shares nothing with it but the machine and the interpreter.
+Waits are wall-clock time, so a busy machine adds to them. The control is a look-up in another slab
+during such a compaction: it shares nothing with the compaction but the machine and the interpreter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BESIDE = "look-up in another slab meanwhile"
 
 
 def measure(quick: bool) -> Part:
-    """Journals of so many records, half of them dead."""
+    """Measure journals of several sizes, with half of their records dead."""
     rows = [row for num in (SIZES[:2] if quick else SIZES) for row in _rows(num)]
     return Part(rows, _targets(rows))
 
@@ -69,9 +69,9 @@ def _rows(num_records: int) -> list[Row]:
 
 
 def _compacted(options: DiskOptions, another: DiskOptions | None) -> tuple[list[float], float]:
-    """Look-ups while a slab is compacted, in it or in another one.
+    """Look blocks up while a slab is compacted, in it or in another one.
 
-    Their waits, and what the compaction took; in seconds.
+    Return the seconds that each look-up waited, and those of the compaction.
     """
     with abandoned(options) as tier:
         slab = tier.blocks.parts[0].slab
@@ -93,7 +93,7 @@ def _compacted(options: DiskOptions, another: DiskOptions | None) -> tuple[list[
 
 
 def _waits(tier: DiskTier, goes_on: Callable[[], bool]) -> list[float]:
-    """Seconds of look-ups, on the wall: what waits takes no CPU time."""
+    """Return the wall-clock seconds of look-ups: a waiting thread uses no CPU time."""
     slab, rng = tier.blocks.parts[0].slab, np.random.default_rng(1)
     seconds: list[float] = []
     while goes_on() or not seconds:

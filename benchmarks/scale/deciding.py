@@ -1,4 +1,4 @@
-"""N1, N2, N4: the deciding thread, under an engine that brings keys."""
+"""N1, N2, N4: the deciding thread, under an engine that supplies keys."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ def _slots(num: int) -> Callable[[], None]:
 
 
 def _held(worlds: dict[int, World]) -> list[Row]:
-    """A tenth of all blocks, the next to leave, is held: others leave for those that come."""
+    """Measure stores while a tenth of all blocks is held.
+
+    The held blocks are the next to be evicted, so other blocks have to be evicted instead.
+    """
     orders = {num: _next_to_leave(world, num // 10) for num, world in worlds.items()}
     for num, world in worlds.items():
         world.cache.hold(orders[num])
@@ -100,7 +103,7 @@ def _arrays(values: Iterable[object]) -> Iterator[npt.NDArray[np.generic]]:
 
 
 def _under_vllm(sizes: tuple[int, ...]) -> list[Row]:
-    """vLLM's own manager, and requests that wait under ours; nothing where vLLM is not there."""
+    """Measure vLLM's own manager, and waiting requests under kvtier; nothing without vLLM."""
     if not VLLM.exists():
         return []
     command = [str(VLLM), "-m", "benchmarks.scale.vllm_worker", *map(str, sizes)]

@@ -27,7 +27,7 @@ PROMPT_TOKENS, MAX_TOKENS = 32, 128
 NUM_VERIFIED = 4
 NUM_VERIFIED_TOKENS = 24
 TIE = 1e-3
-"""Log probabilities closer than this may change places by rounding; no token after that counts."""
+"""Log probabilities that differ by less can swap by rounding; no token after that is compared."""
 
 VOCAB_SIZE = 131_072
 WANTED_STEP, WANTED_FIRST_TOKEN = 3.0, 3.0
@@ -58,7 +58,7 @@ def measure(quick: bool) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Generating:
-    """An engine without a thread, of which all sequences generate; its steps are made by hand."""
+    """An engine without a thread whose sequences all decode. The caller makes its steps."""
 
     engine: Engine
     handles: Sequence[RequestHandle]
@@ -105,7 +105,7 @@ def prompt(number: int) -> list[int]:
 
 
 def decode_steps(sizes: Sequence[int], rounds: int) -> list[Row]:
-    """Steps of engines of each size, in turn."""
+    """Time steps of engines of each size, in turn."""
     engines = {num: Generating.of(num) for num in sizes}
     seconds = timed_in_turn({num: each.step for num, each in engines.items()}, rounds)
     for engine in engines.values():
@@ -118,7 +118,7 @@ def decode_steps(sizes: Sequence[int], rounds: int) -> list[Row]:
 
 
 def verify(completions: Sequence[Completion]) -> None:
-    """Some got the tokens that they get when nobody else is there."""
+    """Check that some sequences have the same tokens as when they run alone."""
     engine = Engine(EngineConfig(device_capacity="16MiB", prefix_cache=False, threads=1))
     with engine:
         for at in range(0, len(completions), max(1, len(completions) // NUM_VERIFIED)):
@@ -135,7 +135,7 @@ def verify(completions: Sequence[Completion]) -> None:
 
 
 def sampling(sizes: Sequence[int], calls: int) -> list[Row]:
-    """Tokens by top_p from a large vocabulary, and beside it what sorting all of it takes."""
+    """Time top_p sampling from a large vocabulary, and a full sort for comparison."""
     rows = []
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=7)
     for num in sizes:
@@ -157,7 +157,7 @@ def sampling(sizes: Sequence[int], calls: int) -> list[Row]:
 
 
 def nuclei(logits: torch.Tensor, params: SamplingParams) -> list[torch.Tensor]:
-    """By sorting everything; each with one token more, for sums that are rounded otherwise."""
+    """Return the nuclei by a full sort, each with one more token to allow for rounding."""
     probabilities = (logits / params.temperature).softmax(-1)
     rows = [row.sort(descending=True) for row in probabilities]
     return [

@@ -1,4 +1,4 @@
-"""A storage tier that answers at once: blocks side by side in memory, moved by the native copy."""
+"""A storage tier that completes at once: blocks lie in memory, and the native copy moves them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class InstantShelf:
 
 
 class InstantStorage(StorageTier):
-    """Never refuses and never forgets. is_new: it has to be asked for what the shelf has."""
+    """Storage that never refuses and never loses a block.
+
+    ``is_new``: the cache does not know the stored blocks and has to look them up.
+    """
 
     name = "instant"
     facts = StorageFacts(finds_at_once=True)

@@ -1,4 +1,4 @@
-"""A cache by keys over ranks that answer at once, of any size; and what a step asks of it."""
+"""A keyed cache of any size over ranks that complete at once, and the operations of a step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvtier.index import make_key_index
 from kvtier.tiers import DistantRoom, Quota, StorageFacts
 
 KEY_BYTES = 36
-"""Bytes of a key of vLLM's: a SHA-256 and the number of a group."""
+"""Bytes of a vLLM key: a SHA-256 and the number of a group."""
 BLOCK_BYTES = 1 << 20
 FILL = 10_000
-"""Blocks stored at a time."""
+"""Blocks that are stored at a time."""
 NUM_TO_MOVE = 64
 PROMPT_BLOCKS = 6_250
 """Blocks of a prompt of 100,000 tokens."""
@@ -25,13 +25,13 @@ NAMESPACE = b"n" * 32
 
 
 def new_keys(num: int) -> list[bytes]:
-    """Keys that nobody knows."""
+    """Return keys that no cache has."""
     text = os.urandom(num * KEY_BYTES)
     return [text[at : at + KEY_BYTES] for at in range(0, len(text), KEY_BYTES)]
 
 
 class World:
-    """``num_blocks`` blocks fill the host tier; one rank has a disk with as much room."""
+    """A full host tier of ``num_blocks`` blocks, and one rank with a disk of the same capacity."""
 
     def __init__(self, num_blocks: int) -> None:
         mover = RankMover({DISK: StorageFacts(finds_at_once=True)}, BLOCK_BYTES, 1, 1)
@@ -54,7 +54,7 @@ class World:
             self.store(self.last, to_storage=False)
 
     def hear(self, report: Report) -> None:
-        """As vLLM's connector hears what the ranks of a step have to say."""
+        """Process the ranks' report of a step, as vLLM's connector does."""
         self.mover.hear(report)
         self.host.open(self.mover.num_open)  # type: ignore[attr-defined]
         self.cache.distrust(report.failed)
@@ -62,20 +62,20 @@ class World:
         self.cache.take_changes()
 
     def store(self, keys: Sequence[bytes], to_storage: bool = True) -> None:
-        """An engine stores new blocks; others leave for them."""
+        """Store new blocks as an engine does; others are evicted for them."""
         room = self.cache.reserve(keys)
         assert room is not None
         self.cache.commit(room.keys, range(len(room.keys)), to_storage)
 
     def answer(self) -> None:
-        """The rank has done what it was told."""
+        """Report the rank's orders as done."""
         for order in self.mover.take_orders():
             num_bytes = len(order.names) * BLOCK_BYTES
             self.hear(Report(done={order.order_id: Done(frozenset(), num_bytes=num_bytes)}))
 
 
 def steps(world: World) -> dict[str, Callable[[], object]]:
-    """Return the parts of a step, by name."""
+    """Return the operations of a step, by name."""
     prompt = world.last[:PROMPT_BLOCKS]
     few = prompt[:NUM_TO_MOVE]
 

@@ -1,4 +1,4 @@
-"""N1, N4 where a policy learns: new prompts that take the place of others in the flat index."""
+"""N1, N4 with a learning policy: new prompts replace others in the flat index."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ QUICK_SIZES = (100_000, 200_000)
 PROMPT_BLOCKS = 20
 BATCH_PROMPTS = 1_000
 ASKED_AGAIN = 5
-"""Every n-th prompt of the batch before is asked again: there is something to learn, and what was
-used just now is worth more than what was not used for long."""
+"""Every n-th prompt of the previous batch is requested again, so that the policy can learn:
+recently used blocks are worth more than those that were not used for long."""
 SECONDS_APART = 0.01
 CALLS = 30
 CAPACITIES = 5
-"""So many times the blocks of the tier leave until the policy remembers as much as it may."""
+"""Capacities that are evicted until the policy's history is full."""
 MOST_BLOCK_US = 2.0
 MOST_BYTES = 100
 OPERATION = "replace a block, prompts of 20"
@@ -39,7 +39,7 @@ def _resident_bytes() -> int:
 class LearnedTier:
     """Index of ``num_blocks`` host blocks above an empty disk, full of prompts of 20 blocks.
 
-    bytes_per_block: as the index counts; process_bytes_per_block: growth of the process.
+    ``process_bytes_per_block`` is the growth of the process.
     """
 
     def __init__(self, num_blocks: int, policy: str) -> None:
@@ -57,12 +57,13 @@ class LearnedTier:
 
     @property
     def bytes_per_block(self) -> float:
+        """Bytes per block, as the index counts them."""
         return float(self._index.num_bytes / self.num_blocks)  # type: ignore[attr-defined]
 
     def batch(self) -> float:
-        """New prompts come, and take the place of others where there is no room.
+        """Store new prompts, evicting others where there is no room.
 
-        Seconds of this thread's CPU for each of their blocks.
+        Return CPU seconds of this thread per block.
         """
         for keys in self._prompts[::ASKED_AGAIN]:
             self._index.on_request(keys, self._now)
@@ -77,7 +78,7 @@ class LearnedTier:
         return seconds / num_stored
 
     def _store(self, keys: list[bytes]) -> int:
-        """Call the index as the cache and its ladder do; return how many blocks entered."""
+        """Call the index as the cache and its ladder do. Return how many blocks entered."""
         index = self._index
         self._now += SECONDS_APART
         index.find_all(keys)
@@ -117,12 +118,12 @@ def measure(quick: bool) -> Part:
 
 
 def _microseconds(row: Row) -> Estimate:
-    """As targets are compared: with four digits behind the point."""
+    """Return the median in microseconds; targets are compared with four decimal digits."""
     return median_with_interval([1e6 * seconds for seconds in row.seconds])
 
 
 def _in_process(num_blocks: int, policy: str, remembers_all: bool = False) -> Row:
-    """In one of its own, which has no memory that others have left."""
+    """Measure a row in a new process, which has no memory left over from other rows."""
     with multiprocessing.get_context("spawn").Pool(1) as process:
         return process.apply(_row, (num_blocks, policy, remembers_all))
 
@@ -130,8 +131,11 @@ def _in_process(num_blocks: int, policy: str, remembers_all: bool = False) -> Ro
 def _row(num_blocks: int, policy: str, remembers_all: bool) -> Row:
     """Measure one row.
 
-    remembers_all: it has been full for long, and the policy knows as many evicted blocks as it may;
-    else it has just become full.
+    Args:
+        num_blocks: capacity of the tier.
+        policy: its name.
+        remembers_all: whether the policy's history is full; otherwise the tier has just become
+            full.
     """
     tier = LearnedTier(num_blocks, policy)
     more: dict[str, object] = {

@@ -1,19 +1,21 @@
-"""N5: a prompt of up to a million tokens from storage, on the thread that decides.
+"""N5: a prompt of up to a million tokens from storage, on the deciding thread.
 
-And what a poll costs with many transfers under way, and many leases that wait.
+Also measures a poll with many transfers in flight and many waiting leases.
 
-The cache is a real one, device pool, host tier and storage, over blocks of 64 bytes: what is
-measured is the account that is kept of them. Storage answers from memory at once. A piece that is
-read first has four blocks, as one of 8 MiB has of a model with 2 MiB in a block. Where no write is
-to be measured, the collector of garbage has run before.
+The cache is a real one (device pool, host tier and storage) with blocks of 64 bytes: only the
+bookkeeping is measured. Storage answers from memory at once. The first piece of a load has four
+blocks, as a piece of 8 MiB has with blocks of 2 MiB. The garbage collector runs before each
+measured load.
 
-fetch        what the engine calls when the request comes
-all polls    until the lease is ready; worst poll: the longest of them
-release      at the request's end
-in all       their sum
-keys         hashed before, on the thread that submits the request
-plan         of fetch the planner alone
-known, restarted: whether the index knew the prompt, or storage had to be asked for its keys
+    fetch        the engine's call when the request arrives
+    all polls    until the lease is ready; worst poll: the longest of them
+    release      at the request's end
+    in all       their sum
+    keys         hashed before, on the thread that submits the request
+    plan         the planner's part of fetch
+
+    known        the index knew the prompt
+    restarted    the prompt's keys had to be looked up in storage
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ def make_cache(
 
 
 def fetched(cache: Cache, labels: Labels) -> Lease:
-    """A lease on a whole prompt, and room for one block more."""
+    """Return a lease on a whole prompt and one block more."""
     num_tokens = len(labels) * BLOCK_SIZE + 1
     lease = cache.fetch(NAMESPACE, labels, num_tokens, len(labels) + 1)
     assert lease is not None, "there is room"
@@ -83,7 +85,10 @@ def fetched(cache: Cache, labels: Labels) -> Lease:
 
 @dataclass
 class Times:
-    """Seconds of the deciding thread, of one request each. num_polls, num_reads: in all."""
+    """CPU seconds of the deciding thread, one value per request.
+
+    ``num_polls`` is a total.
+    """
 
     fetch: list[float] = field(default_factory=list)
     polls: list[float] = field(default_factory=list)
@@ -99,7 +104,7 @@ class Times:
 
 
 class LongPrompt:
-    """A prompt, the bytes of its blocks, and the storage that keeps them."""
+    """A prompt, the bytes of its blocks, and the storage that has them."""
 
     def __init__(self, num_tokens: int) -> None:
         rng = np.random.default_rng(num_tokens)
@@ -129,7 +134,7 @@ class LongPrompt:
         self._cache, self._device = make_cache(len(self.labels), storage)
 
     def _compute(self) -> None:
-        """A request that finds nothing, from start to end; its blocks are in storage then."""
+        """Run a request that finds nothing, until storage has its blocks."""
         lease = fetched(self._cache, self.labels)
         self._device[lease.slots[: len(self.labels)]] = self._content
         self._cache.commit(lease, len(self.labels))
@@ -137,7 +142,7 @@ class LongPrompt:
         assert self._cache.drain(600.0)
 
     def _lose_memory(self) -> None:
-        """Only storage has the blocks from now on."""
+        """Clear device and host, so that only storage has the blocks."""
         self._cache.clear(DEVICE)
         self._cache.clear(HOST)
         used = self._cache.used_slots()
@@ -149,9 +154,9 @@ class LongPrompt:
         self.known.plan += timed(lambda: self._cache.plan(match, self.num_tokens + 1), 1)
 
     def _load(self, times: Times) -> None:
-        """A request that finds all of its blocks in storage."""
+        """Run a request that finds all of its blocks in storage."""
         labels = token_labels(self._tokens, BLOCK_SIZE)
-        if self._cache.wants_keys(labels):  # as whoever submits a request
+        if self._cache.wants_keys(labels):  # as the submitting thread does
             times.keys += timed(partial(labels.compute_keys, NAMESPACE), 1)
         gc.collect()
         began = time.thread_time()
@@ -159,7 +164,7 @@ class LongPrompt:
         times.fetch.append(time.thread_time() - began)
         polls = []
         while not lease.ready:
-            time.sleep(0.001)  # as an engine that computes meanwhile
+            time.sleep(0.001)  # an engine computes meanwhile
             polls += timed(self._cache.poll, 1)
         assert not lease.broken
         there = self._device[lease.slots[: len(self.labels)]]
@@ -198,14 +203,15 @@ class LongPrompt:
 
 
 def poll_while_waiting(num: int, per_prompt: int) -> Row:
-    """A poll while storage does not answer.
+    """Time a poll while storage does not answer.
 
-    ``num`` transfers under way, ``per_prompt`` of them for one lease each, where that is above 0;
-    else all of them for leases of two.
+    Args:
+        num: transfers in flight.
+        per_prompt: transfers of each lease.
     """
     num_prompts = max(1, num // per_prompt)
     rng = np.random.default_rng(num)
-    # A piece for each block, and a copy to the device behind each of them.
+    # Each piece has two transfers: the read, and the copy to the device after it.
     blocks = max(1, per_prompt // 2) * PIECE_BLOCKS
     prompts = [
         token_labels(rng.integers(0, 128_000, blocks * BLOCK_SIZE), BLOCK_SIZE)
@@ -242,7 +248,7 @@ def poll_while_waiting(num: int, per_prompt: int) -> Row:
 
 
 def measure(quick: bool) -> Part:
-    """Prompts of all sizes, and polls beside all numbers of transfers."""
+    """Measure prompts of all sizes, and polls with all numbers of transfers."""
     sizes, num_runs = (QUICK_SIZES, 3) if quick else (SIZES, NUM_RUNS)
     rows: list[Row] = []
     for num_tokens in sizes:
@@ -254,7 +260,7 @@ def measure(quick: bool) -> Part:
 
 
 def _targets(rows: Sequence[Row], polls: Sequence[Row]) -> list[dict[str, object]]:
-    """At the longest prompt; how they grow, over the three longest."""
+    """Return the targets at the longest prompt, and of the growth over the three longest."""
     targets = []
     for contestant in ("known", "restarted"):
         for operation, most_s in (("in all", 0.1), ("worst poll", 0.005)):

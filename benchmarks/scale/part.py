@@ -10,27 +10,26 @@ from math import log
 from kvtier.tools.report.stats import Estimate, median_with_interval
 
 LEAST_S, MOST_S = 1e-9, 1e9
-"""Range of times that a clock can tell apart; a median outside of it is as good as unknown."""
+"""Range of times that a clock can resolve. Medians outside of it are clamped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One operation at one size.
-
-    num: blocks, records, tokens or sequences, as ``axis`` says. seconds: of the thread's CPU, for
-    one call each. more: what else was seen, by name.
-    """
+    """One operation at one size."""
 
     operation: str
     contestant: str
     axis: str
     num: int
+    """Blocks, records, tokens or sequences, as ``axis`` names them."""
     seconds: Sequence[float]
+    """CPU seconds of the thread, one value per call."""
     more: dict[str, object] = field(default_factory=dict)
+    """Further figures by name."""
 
     @property
     def estimate(self) -> Estimate:
-        """The median, with its interval."""
+        """Median with its interval."""
         return median_with_interval(self.seconds)
 
     @property
@@ -58,7 +57,7 @@ class Part:
 
 
 def timed(call: Callable[[], object], num_calls: int) -> list[float]:
-    """Seconds of this thread's CPU, of each call."""
+    """Return this thread's CPU seconds of each call."""
     seconds = []
     for _ in range(num_calls):
         began = time.thread_time()
@@ -70,9 +69,9 @@ def timed(call: Callable[[], object], num_calls: int) -> list[float]:
 def timed_in_turn(
     calls: Mapping[int, Callable[[], object]], num_calls: int
 ) -> dict[int, list[float]]:
-    """``timed``, the sizes one after the other in every round.
+    """Return ``timed`` by size, with all sizes called once in every round.
 
-    Where the machine has slow and fast minutes, all of them have had as many of both.
+    Slow and fast minutes of the machine then affect all sizes alike.
     """
     seconds: dict[int, list[float]] = {num: [] for num in calls}
     for _ in range(num_calls):
@@ -82,14 +81,14 @@ def timed_in_turn(
 
 
 def ratio_in_turn(base: Row, other: Row) -> Estimate:
-    """Return the median ratio of ``other``, timed in turn with the first."""
+    """Return the median ratio of ``other`` to ``base``, which were timed in turn."""
     return median_with_interval(
         [s / base_s for base_s, s in zip(base.seconds, other.seconds, strict=True)]
     )
 
 
 def exponent_in_turn(rows: Sequence[Row]) -> Estimate:
-    """``exponent`` of sizes that were timed in turn: the median of those of the rounds."""
+    """Return the median over rounds of ``exponent``, for sizes that were timed in turn."""
     rounds = zip(*(row.seconds for row in rows), strict=True)
     return median_with_interval(
         [
@@ -102,9 +101,9 @@ def exponent_in_turn(rows: Sequence[Row]) -> Estimate:
 
 
 def exponent(rows: Sequence[Row]) -> Estimate:
-    """B of seconds = a * num ** b, fitted to the medians of one operation.
+    """Return b of seconds = a * num ** b, fitted to the medians of one operation.
 
-    0 where it does not grow. Its interval is what those of the medians leave open.
+    It is 0 without growth. Its interval follows from those of the medians.
     """
     assert len(rows) >= 2, "one size says nothing about growth"
     sizes = [log(row.num) for row in rows]

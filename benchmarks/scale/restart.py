@@ -1,8 +1,8 @@
-"""N3, S4, N4: opening a slab, telling the deciding process what was kept, and the memory of a rank.
+"""N3, S4, N4: opening a slab, reporting its blocks to the deciding process, memory of a rank.
 
-The ranks of N3 have kept the same blocks; they are executors of their own over one slab, for eight
-tables would not fit into the machine. What they report is sent as bytes. A second row has ranks
-that each lost some blocks, as a crash loses them.
+The ranks of N3 have the same blocks. They are executors of their own over one slab, because eight
+tables would not fit into the machine. Their reports are sent as bytes. In a second row each rank
+has lost some blocks, as in a crash.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ SIZES = (10**4, 10**5, 10**6, 10**7)
 NUM_RANKS = 8
 NAMESPACE = b"n" * 32
 NUM_ASKED = 500
-"""Blocks whose keys follow from labels, so that the cache can be asked for them."""
+"""Blocks whose keys follow from labels, so that the cache can look them up."""
 ONE_IN = 100_000
-"""Blocks of which a rank has lost one, in the second row."""
+"""Each rank has lost one block in so many, in the second row."""
 
 
 def measure(quick: bool) -> Part:
-    """Slabs of so many blocks."""
+    """Measure slabs of several sizes."""
     rows: list[Row] = []
     for num_blocks in SIZES[:2] if quick else SIZES:
         with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +109,7 @@ def _resident_bytes() -> int:
 
 
 class _Without(KeptKeys):
-    """Without the blocks that one rank has lost."""
+    """Recovered keys without the blocks that one rank has lost."""
 
     def __init__(self, inner: KeptKeys, rank: int) -> None:
         self._inner = inner
@@ -139,7 +139,7 @@ def _word(keys: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
 
 @dataclass
 class _Decider:
-    """The deciding process: seconds of its steps, CPU time and on the wall."""
+    """The deciding process, with the CPU and wall-clock seconds of its steps."""
 
     mover: RankMover
     cache: LocalBlockCache
@@ -149,7 +149,7 @@ class _Decider:
     num_bytes: int = 0
 
     def step(self, contents: Sequence[bytes]) -> bytes:
-        """Hear what the ranks have sent, and say what they are to do."""
+        """Process the ranks' reports. Return the orders for them."""
         began, wall = time.thread_time(), time.perf_counter()
         report = reduce(Report.and_also, map(pickle.loads, contents))
         self.mover.hear(report)
@@ -182,7 +182,7 @@ def _decider(num_blocks: int) -> _Decider:
 
 
 def _restart(case: str, num_blocks: int, kept: Sequence[KeptKeys], tier: DiskTier) -> list[Row]:
-    gc.collect()  # what the last one has left is not freed in a step of this one
+    gc.collect()  # garbage of the last case is not freed in a timed step
     memory = HostTier(GROUP, 4 * GROUP.bytes_per_block, find_device("cpu"))
     local = LocalMover({HOST: memory, DISK: tier}, None)
     began = time.thread_time()
@@ -227,7 +227,7 @@ def _restart(case: str, num_blocks: int, kept: Sequence[KeptKeys], tier: DiskTie
 
 
 def _check(here: _Decider, is_over: bool) -> None:
-    """Check that unknown blocks get no answer, and that in the end all are known."""
+    """Check that blocks are unknown or in storage, and that in the end all are known."""
     keys = [_label(number) for number in (*range(NUM_ASKED), -1)]
     here.cache.adopt_recovered(keys, stops_at_gap=False)
     places = here.cache.locate_all(keys)
@@ -240,7 +240,7 @@ def _check(here: _Decider, is_over: bool) -> None:
 
 
 def _num_lost(here: _Decider, kept: Sequence[KeptKeys]) -> int:
-    """Return how many blocks are not on all ranks; every other one has been found."""
+    """Return how many blocks are not on all ranks. Check that all others were found."""
     num_found = num_kept = 0
     inner = kept[0]._inner if isinstance(kept[0], _Without) else kept[0]
     for start in range(0, inner.num_places, 1 << 18):

@@ -1,4 +1,4 @@
-"""Slabs of many blocks, as a killed process leaves them; their data are a sparse stand-in."""
+"""Slabs of many blocks, as a killed process leaves them. Their data files are sparse."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PIECE = 1 << 18
 
 
 class SparseDisk(DiskSystem):
-    """Reserves nothing."""
+    """A disk system that does not reserve space."""
 
     def reserve(self, fd: int, num_bytes: int) -> None:
         os.ftruncate(fd, num_bytes)
@@ -33,7 +33,7 @@ class SparseDisk(DiskSystem):
 
 
 Keys = Callable[[int, int, np.random.Generator], npt.NDArray[np.void]]
-"""V32: keys of blocks number ``start`` to ``end``."""
+"""Return the keys of blocks ``start`` to ``end``, dtype V32."""
 
 
 def random_keys(start: int, end: int, rng: np.random.Generator) -> npt.NDArray[np.void]:
@@ -42,7 +42,7 @@ def random_keys(start: int, end: int, rng: np.random.Generator) -> npt.NDArray[n
 
 
 def pieces(num_blocks: int, num_dead: int, keys: Keys) -> Iterator[Records]:
-    """``num_dead`` records that others replace, then a PUT for every slot in random order."""
+    """Yield ``num_dead`` records that later ones replace, then a PUT per slot in random order."""
     rng = np.random.default_rng(0)
     slots = rng.permutation(num_blocks)
     for start in range(-num_dead, num_blocks, PIECE):
@@ -61,7 +61,7 @@ def pieces(num_blocks: int, num_dead: int, keys: Keys) -> Iterator[Records]:
 def write_slab(
     folder: Path, num_blocks: int, num_dead: int = 0, keys: Keys = random_keys
 ) -> DiskOptions:
-    """A slab of ``num_blocks`` slots, all of them full."""
+    """Write a slab of ``num_blocks`` slots, all of them full."""
     options = DiskOptions(folder, num_blocks * GROUP.bytes_per_block, io=IoKind.PREADV)
     open_tier(options).close()
     current, _ = decode_both((folder / "superblock").read_bytes())
@@ -80,7 +80,7 @@ def write_slab(
 
 
 def open_tier(options: DiskOptions) -> DiskTier:
-    """As a server opens it."""
+    """Open the tier as a server does."""
     arena = np.zeros(1 << 16, np.uint8)
     memory = Memory(arena.ctypes.data, arena.nbytes, "host", arena)
     return DiskTier(options, GROUP, memory, SparseDisk())
@@ -88,7 +88,7 @@ def open_tier(options: DiskOptions) -> DiskTier:
 
 @contextmanager
 def abandoned(options: DiskOptions) -> Iterator[DiskTier]:
-    """The tier, and the slab as it was before."""
+    """Yield the tier. The slab stays as it was before."""
     tier = open_tier(options)
     try:
         yield tier

@@ -1,4 +1,4 @@
-"""In vLLM's environment: requests that wait under kvtier, and what vLLM's own manager takes.
+"""Waiting requests under kvtier, and vLLM's own manager, in vLLM's environment.
 
 Prints one JSON list on stdout: {operation, contestant, num, seconds}.
 """
@@ -34,9 +34,9 @@ class Known(VllmNames):
 
 
 def waiting(num: int) -> Callable[[], None]:
-    """Run a step in which ``NUM_WAITING`` requests wait for a prompt that another one will store.
+    """Return a step in which ``NUM_WAITING`` requests wait for a prompt that another one stores.
 
-    ``num`` other blocks are there.
+    The cache has ``num`` other blocks.
     """
     mover = RankMover({DISK: StorageFacts(finds_at_once=True)}, BLOCK_BYTES, 1, 1)
     room = {HOST: num + PROMPT_BLOCKS, DISK: num}
@@ -63,7 +63,7 @@ def waiting(num: int) -> Callable[[], None]:
         advice = manager.promotion.advise(state, 0, len(prompt) * STEP)
         assert advice is Advice.WAIT, advice
     states = [manager.state_of(f"request {at}") for at in range(NUM_WAITING)]
-    for state in states:  # nobody loses patience while the others arrive
+    for state in states:  # no wait ends while the others arrive
         assert state.patience.wait is not None
         state.patience.wait = dataclasses.replace(state.patience.wait, until_s=float("inf"))
 
@@ -77,7 +77,7 @@ def waiting(num: int) -> Callable[[], None]:
 
 
 def peer(num: int) -> dict[str, list[float]]:
-    """vLLM's ``CPUOffloadingManager``, full: a prompt looked up key by key, and a store."""
+    """Time vLLM's full ``CPUOffloadingManager``: a prompt looked up key by key, and a store."""
     manager = CPUOffloadingManager(num, cache_policy="lru")
     context = ReqContext("request")
     keys = []
@@ -109,7 +109,7 @@ def main() -> None:
     of_ours = timed_in_turn({num: waiting(num) for num in sizes}, CALLS)
     found = [_told(name, "kvtier", num, seconds) for num, seconds in of_ours.items()]
     for num in sizes:
-        if num <= 1_000_000:  # beyond, a store of theirs takes minutes
+        if num <= 1_000_000:  # beyond, a store of vLLM's takes minutes
             found += [_told(each, "vLLM", num, seconds) for each, seconds in peer(num).items()]
     print(json.dumps(found))
 
