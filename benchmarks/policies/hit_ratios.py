@@ -5,7 +5,7 @@
     python -m benchmarks.policies.hit_ratios --traces DIR --through tiers   in index and ladder
 
 Every request of a trace goes through ``kvtier.index.policies.replayed``. A hit is a block of the
-longest cached prefix at arrival. Needs zstd. README.md says the method.
+longest cached prefix at arrival. Needs zstd. See README.md for the method.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ from kvtier.index.policies.replayed import POLICIES, PolicyReplay
 from kvtier.tools.report.stats import exactly
 
 EVEN_TOKENS = 32_768
-"""So deep in a prompt attention costs as much as everything else: what a hit saves there."""
+"""Depth in a prompt at which attention costs as much as everything else. A hit there saves twice
+the time of one at the beginning."""
 EVEN_BLOCKS = EVEN_TOKENS / BLOCK_TOKENS
 BY_TIME = "runs, by time"
-"""The same policy, told to save time and not blocks."""
+"""The same policy, but it maximises saved time instead of hit blocks."""
 CONTESTANTS = (*POLICIES, BY_TIME)
 OURS, LRU = "runs", "lru"
 REPLAY, TIERS = "replay", "tiers"
 SEED = 11
-"""Seed of the sessions' beginnings; the targets hold for it."""
+"""Seed of the sessions' start times; the targets hold for it."""
 WANTED = {
     "conversation": {0.005: 7.9, 0.01: 10.8, 0.02: 15.2, 0.05: 23.0, 0.1: 29.5, 0.2: 34.9},
     "agentic, 200 sessions": {0.005: 28.0, 0.01: 41.2, 0.02: 58.3, 0.05: 83.5, 0.1: 93.1},
     "agentic, all sessions": {0.005: 37.0, 0.01: 55.0, 0.02: 76.0},
 }
-"""Hits, % of blocks, by the share of the trace's unique blocks that there is room for."""
+"""Hits in % of blocks, by capacity as a share of the trace's unique blocks."""
 SHARES = (0.005, 0.01, 0.02, 0.05, 0.1)
 MOST_BELOW_LRU = 0.3
 LEAST_REFS_PER_S = 1_000_000
@@ -59,32 +60,32 @@ LEAST_REFS_PER_S = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy at one capacity.
-
-    share: of the trace's unique blocks. saved: of the time that prompts take. stored: of the blocks
-    that were asked for. history: entries at most, in capacities.
-    """
+    """One policy at one capacity."""
 
     trace: str
     seed: int | None
     policy: str
     share: float
+    """Capacity as a share of the trace's unique blocks."""
     capacity_blocks: int
     hit_ratio: float
     saved: float
+    """Share of the prompts' compute time that hits save."""
     stored: float
+    """Stored blocks as a share of the requested ones."""
     history: float
+    """Most entries in the policy's history, as a multiple of the capacity."""
     bytes_per_block: float
     refs_per_s: float
 
 
 def _work(num_blocks: int) -> float:
-    """Time to compute so many blocks, that of one at the beginning being 1."""
+    """Return the time to compute so many blocks; the first block takes 1."""
     return num_blocks + num_blocks * num_blocks / 2 / EVEN_BLOCKS
 
 
 _replayed: list[tuple[Trace, int | None]] = []
-"""The traces, in a worker process, with the seeds of their beginnings."""
+"""Traces in a worker process, with the seeds of their start times."""
 
 
 def _made(policy: str, capacity: int, through: str) -> PolicyReplay | TierReplay:
@@ -95,7 +96,7 @@ def _made(policy: str, capacity: int, through: str) -> PolicyReplay | TierReplay
 
 
 def measure(number: int, policy: str, share: float, through: str = REPLAY) -> Row:
-    """A whole trace, from an empty tier on."""
+    """Replay a whole trace, beginning with an empty tier."""
     trace, seed = _replayed[number]
     capacity = max(1, int(share * trace.num_unique))
     replay = _made(policy, capacity, through)
@@ -126,7 +127,7 @@ def measure(number: int, policy: str, share: float, through: str = REPLAY) -> Ro
 
 
 def targets(rows: list[Row], through: str = REPLAY) -> list[dict[str, object]]:
-    """Each column of the table, what LRU has more at worst, and the slowest replay."""
+    """Return each column of the table, the worst deficit to LRU, and the slowest replay."""
     found = {(row.trace, row.seed, row.share, row.policy): row for row in rows}
     judgements = []
     for (trace, seed, share, policy), row in found.items():
@@ -155,7 +156,7 @@ def targets(rows: list[Row], through: str = REPLAY) -> list[dict[str, object]]:
 
 
 def tables(rows: list[Row]) -> Iterator[Table]:
-    """One for hits and one for time; a line per policy, a column per size."""
+    """Yield tables of hits and of saved time: a line per policy, a column per size."""
     for title, value in (("hits, % of blocks", "hit_ratio"), ("time saved, %", "saved")):
         for trace, seed in dict.fromkeys((row.trace, row.seed) for row in rows):
             these = [row for row in rows if (row.trace, row.seed) == (trace, seed)]
@@ -172,14 +173,14 @@ def tables(rows: list[Row]) -> Iterator[Table]:
 
 
 def replay_all(traces: list[tuple[Trace, int | None]], options: argparse.Namespace) -> list[Row]:
-    """All that is asked for, by worker processes that have the traces from this one."""
+    """Measure all that the options select, in worker processes that inherit the traces."""
     jobs: list[tuple[int, str, float, str]] = []
     for number, (trace, _) in enumerate(traces):
         shares = options.shares or WANTED.get(trace.name, SHARES)
         names = options.policies
         jobs += [(number, name, share, options.through) for share in shares for name in names]
     for trace, _ in traces:
-        assert trace.num_unique  # counted here, once
+        assert trace.num_unique  # counted once, before the fork
     fork = get_context("fork")
     with ProcessPoolExecutor(options.processes, fork, _replayed.extend, (traces,)) as pool:
         return list(pool.map(measure, *zip(*jobs, strict=True)))

@@ -1,11 +1,11 @@
-"""Value of a policy to users: part of a trace as real prompts, to servers with different policies.
+"""Value of a policy to users: part of a trace, sent as real prompts to a server per policy.
 
     python -m benchmarks.policies.served             a table
     python -m benchmarks.policies.served --json -    one JSON object on stdout, the table on stderr
     python -m benchmarks.policies.served --engine vllm
 
-Each request goes to one server after the other, in turns. Needs zstd, and for vLLM what `make
-bench-vllm` installs. README.md says the method.
+Each request goes to one server after the other, in turns. Needs zstd, and for vLLM the environment
+of `make bench-vllm`. See README.md for the method.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ from kvtier.observe import specs
 
 POLICIES = ("lru", "runs")
 WARM_SHARE = 0.2
-"""Share of the requests that are not counted: until tiers are full, policies do not differ."""
+"""Share of the requests that are not counted: policies do not differ until tiers are full."""
 RESAMPLES = 2000
 BLOCK_TOKENS = {"kvtier": 16, "vllm": 32}
 
 
 @dataclass(frozen=True, slots=True)
 class Served(Contestant):
-    """kvtier's own server. below: more of its options."""
+    """kvtier's own server."""
 
     environment: str = ""
     below: Mapping[str, object] = field(default_factory=dict)
+    """Further options of the server."""
 
     block = BLOCK_TOKENS["kvtier"]
     reset_path = ""
@@ -105,29 +106,29 @@ class Served(Contestant):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy.
-
-    ttft_ms: of the requests after the first fifth. hit_tokens: of all, by tier. written_bytes: to
-    the disk.
-    """
+    """One policy."""
 
     engine: str
     policy: str
     requests: int
     prompt_tokens: int
     mean_ttft_ms: float
+    """Mean over the requests that are counted."""
     p90_ttft_ms: float
+    """90th percentile over the requests that are counted."""
     cached_tokens: int
     hit_blocks: dict[str, float]
+    """Hits of all requests, by tier."""
     written_bytes: float
+    """Bytes written to the disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """``runs`` by ``lru``.
+    """Time to the first token under ``runs``, divided by that under ``lru``.
 
-    Of the mean and of the 90th percentile of the time to the first token, each with the interval
-    that has 95 % of what other requests of the kind would have given.
+    Each field has the ratio and its bounds. Resampling the requests gives a ratio within these
+    bounds in 95 % of the cases.
     """
 
     engine: str
@@ -153,7 +154,10 @@ def contestants(options: argparse.Namespace, prompts: Prompts) -> list[Contestan
 
 
 class Measurement:
-    """ttft_ms: of each policy's requests, in their order."""
+    """All requests to all servers.
+
+    ``ttft_ms`` has the requests of each policy, in their order.
+    """
 
     def __init__(self, prompts: Prompts, options: argparse.Namespace) -> None:
         self.prompts = prompts
@@ -202,7 +206,10 @@ class Measurement:
         )
 
     def compared(self) -> Compared:
-        """Requests are resampled in pairs: both servers had the same ones."""
+        """Return both ratios.
+
+        Requests are resampled in pairs, because both servers had the same ones.
+        """
         pairs = list(zip(*(self.judged_ttft_ms(name) for name in POLICIES), strict=True))
         rng = random.Random(self.options.seed)
         means, tails = [], []
@@ -223,7 +230,7 @@ def p90(values: Sequence[float]) -> float:
 
 
 def middle(values: Sequence[float]) -> tuple[float, float]:
-    """Between which 95 % of them lie."""
+    """Return the bounds of the middle 95 % of the values."""
     ordered = sorted(values)
     return ordered[int(0.025 * len(ordered))], ordered[int(0.975 * (len(ordered) - 1))]
 

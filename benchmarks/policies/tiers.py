@@ -1,4 +1,4 @@
-"""The same requests through kvtier's own tiers: index, ladder and policy, as under vLLM."""
+"""Requests of a trace through kvtier's own tiers: index, ladder and policy, as under vLLM."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ PREFIX = (BlockState.MEMORY, BlockState.STORAGE)
 
 
 class TierReplay:
-    """A host tier of ``capacity_blocks`` with, below it, a disk of ``disk_blocks``, or none.
+    """A host tier of ``capacity_blocks``, above a disk of ``disk_blocks`` or none.
 
-    Copies take no time. Requested blocks are read from the disk, and the others are stored at once,
-    if they are admitted. The interface is that of ``PolicyReplay``.
+    Copies take no time. Requested blocks are read from the disk. The others are stored at once, if
+    they are admitted. The interface is that of ``PolicyReplay``.
 
-    bytes_per_day: limit of the bytes written to the disk, a block being one MiB; 0 for no limit.
-    doubles_at_blocks: depth in a prompt at which a block takes twice as long to compute as the
-    first one, as the planner would have measured; 0 where all take as long.
+    Args:
+        policy: its name.
+        capacity_blocks: capacity of host memory.
+        disk_blocks: capacity of the disk; 0 for no disk.
+        bytes_per_day: limit of the bytes written to the disk, with blocks of 1 MiB; 0 for no limit.
+        doubles_at_blocks: depth in a prompt at which a block takes twice as long to compute as the
+            first one, as the planner would have measured; 0 if all take equally long.
     """
 
     def __init__(
@@ -41,9 +45,9 @@ class TierReplay:
     ) -> None:
         self.policy = policy
         self.num_from_host = 0
-        """Hits in host memory."""
+        """Number of hits in host memory."""
         self.num_history = 0
-        """Not counted here."""
+        """Always 0: the history is not counted here."""
         self._now = 0.0
         self._num_stored = 0
         host = DistantRoom(capacity_blocks)
@@ -73,19 +77,19 @@ class TierReplay:
         found = next((at for at, it in enumerate(places) if it not in PREFIX), len(path))
         hits = self._bring(path[:found])
         self.num_from_host += places[:hits].count(BlockState.MEMORY)
-        room = self._cache.reserve(path[hits:])  # as vLLM, which does not hold what was found
-        if room is None:  # more than there is: from its beginning on
+        room = self._cache.reserve(path[hits:])  # as vLLM, which holds no found blocks
+        if room is None:  # as many as there is room for
             room = self._cache.reserve(path[hits : hits + self._ladder.num_available(HOST)])
         if room is not None:
             self._cache.commit(room.keys, range(len(room.keys)))
             self._num_stored += len(room.keys)
         self._settle()
-        self._cache.touch(path)  # as vLLM tells of a request that is over
+        self._cache.touch(path)  # as vLLM reports a finished request
         self._cache.take_changes()
         return hits
 
     def _bring(self, path: Sequence[bytes]) -> int:
-        """Blocks into host memory, and from there to the device. Returns how many."""
+        """Load blocks into host memory, and from there to the device. Return how many."""
         hits = self._cache.promote(path, path) if DISK in self._ladder.storages else len(path)
         self._settle()
         self._cache.hold(path[:hits])
@@ -98,12 +102,12 @@ class TierReplay:
 
     @property
     def num_stored(self) -> int:
-        """Blocks that came to the slowest tier."""
+        """Number of blocks that reached the slowest tier."""
         return self._mover.num_moved[DISK] if DISK in self._ladder.storages else self.num_in_host
 
     @property
     def num_in_host(self) -> int:
-        """Blocks that came to host memory, from the device and from the disk."""
+        """Number of blocks that reached host memory, from the device and from the disk."""
         return self._num_stored + self._mover.num_moved[HOST]
 
     @property
@@ -119,7 +123,7 @@ class TierReplay:
 
 
 class _AtOnce(Mover):
-    """Whatever is to be moved has been. num_moved: blocks, by where they went."""
+    """Mover whose copies are complete at once. ``num_moved`` counts blocks by destination."""
 
     def __init__(self, storages: Sequence[str]) -> None:
         self.storages = {name: StorageFacts(finds_at_once=True) for name in storages}

@@ -17,19 +17,21 @@ FROM_BLOCK = 3
 
 @dataclass(frozen=True)
 class Prompts:
-    """Requests in order of arrival: of each the keys of its blocks. block_tokens: of a block."""
+    """Requests in order of arrival."""
 
     chains: list[Keys]
+    """Block keys of each request."""
     block_tokens: int
+    """Tokens of a block."""
 
     @cached_property
     def num_blocks(self) -> int:
-        """Different ones."""
+        """Number of different blocks."""
         return len(np.unique(np.concatenate(self.chains)))
 
     @property
     def longest(self) -> int:
-        """In blocks."""
+        """Blocks of the longest request."""
         return max(map(len, self.chains))
 
     def tokens(self, number: int) -> list[int]:
@@ -39,9 +41,9 @@ class Prompts:
 
 
 def part_of(trace: Trace, share: float, most_blocks: int, block_tokens: int) -> Prompts:
-    """Whole conversations, ``share`` of all, each request where it stood.
+    """Return a ``share`` of the conversations, each of them whole, in the order of arrival.
 
-    Without prompts of more than ``most_blocks`` blocks.
+    Prompts of more than ``most_blocks`` blocks are left out.
     """
     limit = int(share * 2**64)
 
@@ -54,6 +56,6 @@ def part_of(trace: Trace, share: float, most_blocks: int, block_tokens: int) -> 
 
 @lru_cache(maxsize=4096)
 def block_of(key: int, num_tokens: int) -> tuple[int, ...]:
-    """The tokens of a block."""
+    """Return the tokens of a block."""
     rng = random.Random(key)
     return tuple(rng.choice(VOCABULARY) for _ in range(num_tokens))

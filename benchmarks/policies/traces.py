@@ -1,7 +1,7 @@
 """Traces of requests, as block keys.
 
-An hour of a chat service and sessions of coding agents, which are real; and long documents, which
-are made up.
+Two are real: an hour of a chat service, and sessions of coding agents. One is synthetic: long
+documents.
 
 The real ones lie in a folder as their releases have them, compressed by zstd:
 ``mooncake/conversation_trace.jsonl.zst`` and ``agentic/agentic_sessions.jsonl.zst``.
@@ -24,22 +24,20 @@ from kvtier.tools.replay.traces import ReadOptions, read_traces
 BLOCK_TOKENS = 512
 SESSION_BLOCK_TOKENS = 64
 FOLDER = "KVTIER_TRACES"
-"""In the environment: where the traces are."""
+"""Environment variable with the folder of the traces."""
 
 Keys = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in order of arrival.
-
-    times: seconds. chains: of each request the keys of its blocks, uint64 [num_blocks]; a key has
-    the same keys before it wherever it stands.
-    """
+    """Requests in order of arrival."""
 
     name: str
     times: list[float]
+    """Seconds."""
     chains: list[Keys]
+    """Block keys of each request, uint64 [num_blocks]. Equal keys have equal keys before them."""
 
     @cached_property
     def num_refs(self) -> int:
@@ -51,20 +49,26 @@ class Trace:
 
 
 def default_folder() -> Path:
-    """Beside the sources, unless the environment says otherwise."""
+    """Return the folder that the environment names, or one beside the sources."""
     return Path(os.environ.get(FOLDER) or Path(__file__).parents[3] / "shared" / "traces")
 
 
 def conversation(folder: Path) -> Trace:
-    """One hour of a chat service: requests of 12,000 tokens, most of them asked once."""
+    """Return one hour of a chat service: requests of 12,000 tokens, most of them sent once."""
     path = folder / "mooncake/conversation_trace.jsonl.zst"
     return _read("conversation", path, ReadOptions(_NO_TOKENS, block_tokens=BLOCK_TOKENS))
 
 
 def agentic(folder: Path, num_sessions: int | None, hours: float, seed: int) -> Trace:
-    """Coding agents: sessions of 118,000 tokens that begin at random times.
+    """Return sessions of coding agents, of 118,000 tokens, that begin at random times.
 
-    Those with equal tools and system prompts share that prefix. num_sessions: None for all.
+    Sessions with equal tools and system prompts share that prefix.
+
+    Args:
+        folder: of the traces.
+        num_sessions: None for all.
+        hours: within which the sessions begin.
+        seed: of the start times.
     """
     options = ReadOptions(
         _NO_TOKENS,
@@ -78,7 +82,7 @@ def agentic(folder: Path, num_sessions: int | None, hours: float, seed: int) -> 
 
 
 def documents(num_documents: int = 300, seed: int = 5) -> Trace:
-    """Made up: long documents of 60 to 140 blocks, each asked about four times, a few at a time.
+    """Return synthetic documents of 60 to 140 blocks, each requested four times within minutes.
 
     A tier of 0.5 % of all blocks has room for one and a half of them.
     """
@@ -99,7 +103,7 @@ def documents(num_documents: int = 300, seed: int = 5) -> Trace:
 
 
 _NO_TOKENS = Chains(bytes(32), BLOCK_TOKENS)
-"""Both traces have hashes."""
+"""Both traces have hashes instead of tokens."""
 
 
 def _read(name: str, path: Path, options: ReadOptions) -> Trace:
