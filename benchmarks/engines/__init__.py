@@ -1,1 +1,1 @@
-"""Servers of other engines, and measurements that are the same under each."""
+"""Servers of other engines, and the measurements that all of them share."""

@@ -1,6 +1,6 @@
 """The model that the servers run: random weights, and the built-in model's tokenizer.
 
-Its size makes computing a prompt far dearer than copying its KV, as it is with real models.
+Computing a prompt is far more expensive than copying its KV, as with real models.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ and wrong KV would not be noticed."""
 
 
 def make_model(folder: Path, sizes: Mapping[str, Any] = SIZES) -> Path:
-    """Weights from seed 0, in float32, and a tokenizer that knows chats.
+    """Write weights from seed 0, in float32, and a chat tokenizer. Return ``folder``.
 
-    SGLang takes the likeliest token, for the script names no temperature. Gives ``folder``.
+    The temperature is 0 in its generation config, because the script sets none and SGLang would
+    sample.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -60,7 +61,7 @@ def make_model(folder: Path, sizes: Mapping[str, Any] = SIZES) -> Path:
         shutil.copy(TOKENIZER / name, folder / name)
     tokenizer = folder / "tokenizer_config.json"
     told = json.loads(tokenizer.read_text())
-    # By the name that Transformers 4 reads, too: vLLM 0.18 has it.
+    # Transformers 4, which vLLM 0.18 uses, reads this name, too.
     told["additional_special_tokens"] = told.pop("extra_special_tokens")
     tokenizer.write_text(json.dumps(told))
     return folder

@@ -30,24 +30,23 @@ SYLLABLES = [a + b for a in ("b", "dr", "f", "gl", "k", "m", "p", "st", "v") for
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Conversations, and how many of them are under way at a time. Lengths in tokens, as ranges.
-
-    num_active: of the conversations; a client takes a new one when one ends, and stops when there
-    is none left. turns: questions and answers, each counted. opening_tokens: of text that only one
-    conversation has, before its first question. shared_tokens: before that, the same in all.
-    """
+    """Conversations of the script. Lengths are ranges in tokens."""
 
     num_conversations: int = 8
     num_active: int = 6
+    """Conversations in progress. A client begins a new one when one ends, until none is left."""
     turns: tuple[int, int] = (12, 16)
+    """Questions and answers, each counted."""
     shared_tokens: int = 256
+    """Text at the beginning that all conversations have in common."""
     opening_tokens: tuple[int, int] = (1000, 1600)
+    """Text of one conversation only, before its first question."""
     question_tokens: tuple[int, int] = (80, 120)
     answer_tokens: tuple[int, int] = (24, 40)
     num_clients: int = 2
 
     def config(self) -> dict[str, object]:
-        """The script's input file."""
+        """Return the script's input file."""
 
         def between(ends: tuple[int, int]) -> dict[str, object]:
             return {"distribution": "uniform", "min": ends[0], "max": ends[1]}
@@ -71,7 +70,7 @@ class Workload:
 
 
 def words(seed: int, num_words: int = NUM_WORDS) -> str:
-    """Text that is the same on every machine, and shares nothing with that of another seed."""
+    """Return text that is the same on every machine and shares nothing with that of other seeds."""
     rng = random.Random(seed)
     lexicon = ["".join(rng.choices(SYLLABLES, k=rng.randint(1, 3))) for _ in range(2000)]
     lines = []
@@ -83,10 +82,11 @@ def words(seed: int, num_words: int = NUM_WORDS) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of the script. number: of the question within its conversation, from 0."""
+    """One request of the script."""
 
     conversation: str
     number: int
+    """Number of the question within its conversation, from 0."""
     ttft_ms: float
     tpot_ms: float
     latency_ms: float
@@ -96,7 +96,7 @@ class Turn:
 
 
 def read_turns(stats: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """From what ``--stats-json-output`` writes."""
+    """Return the turns in the content of ``--stats-json-output``."""
     return [
         Turn(
             stat["conversation_id"],
@@ -114,29 +114,28 @@ def read_turns(stats: Sequence[Mapping[str, Any]]) -> list[Turn]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The script once through.
-
-    answers: a digest per conversation that came to its end. cached_tokens: of all prompts, as the
-    engine counts them. from_tier_tokens: those of them that were not in its own pool. cpu_s: of the
-    server's processes.
-    """
+    """One run of the script."""
 
     turns: tuple[Turn, ...]
     answers: Mapping[str, str]
+    """Digest of the answers by conversation, for those that were completed."""
     prompt_tokens: int
     cached_tokens: int
+    """Cached tokens of all prompts, as the engine counts them."""
     from_tier_tokens: int
+    """Cached tokens that were not in the engine's own pool."""
     num_requests: int
     cpu_s: float
+    """CPU seconds of the server's processes."""
 
     @property
     def ttft_ms(self) -> float:
-        """Mean over all turns, first ones too, as the script gives it."""
+        """Mean over all turns, including first ones, as the script reports it."""
         return mean([turn.ttft_ms for turn in self.turns])
 
     @property
     def later_ttft_ms(self) -> float:
-        """Mean over the turns that have something before them."""
+        """Mean over all turns except the first ones."""
         return mean([turn.ttft_ms for turn in self.turns if turn.number])
 
     @property
@@ -145,7 +144,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """From the first request to the last answer."""
+        """Time from the first request to the last answer."""
         begin = min(turn.start_ms for turn in self.turns)
         return (max(turn.start_ms + turn.latency_ms for turn in self.turns) - begin) / 1000
 
@@ -161,9 +160,9 @@ def mean(values: Sequence[float]) -> float:
 
 
 def run_script(server: Server, workload: Workload, seed: int, model: Path, folder: Path) -> Run:
-    """All conversations against a server, by a client in vLLM's environment, whoever serves.
+    """Run all conversations against a server. The client runs in vLLM's environment.
 
-    RuntimeError where the script or a request failed.
+    Raises RuntimeError if the script or a request failed.
     """
     folder.mkdir(parents=True)
     (folder / TEXT).write_text(words(seed), encoding="utf-8")
@@ -212,7 +211,7 @@ def run_script(server: Server, workload: Workload, seed: int, model: Path, folde
 
 
 def num_failures(log: str) -> int:
-    """Requests that failed, by what each client says when it ends."""
+    """Return the number of failed requests, from the clients' last log lines."""
     found = re.findall(r"num_successes=\d+, num_failures=(\d+)", log)
     if not found:
         raise RuntimeError(f"{SCRIPT.name}: no client came to its end: {log[-400:]}")
@@ -220,7 +219,10 @@ def num_failures(log: str) -> int:
 
 
 def in_both(first: Run, second: Run) -> tuple[Run, Run]:
-    """With the turns that both had: where a run stops depends on which client is sooner."""
+    """Return both runs with the turns that both have.
+
+    Where a run stops depends on which client is faster.
+    """
     both = {(turn.conversation, turn.number) for turn in first.turns} & {
         (turn.conversation, turn.number) for turn in second.turns
     }

@@ -16,22 +16,21 @@ ERROR = re.compile(r"\b([\w.]*(?:Error|Exception)\b: .+)")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """ttft_ms: until the first token was here.
-
-    cached_tokens: of the prompt, as the engine counts them. steps: per generated token, its
-    log-probability and its rivals'.
-    """
+    """Answer to one request."""
 
     ttft_ms: float
+    """Time until the first token arrived."""
     total_ms: float
     cached_tokens: int
+    """Cached tokens of the prompt, as the engine counts them."""
     num_tokens: int
     texts: tuple[str, ...]
     steps: tuple[Mapping[str, float], ...]
+    """For each generated token, its log-probability and those of its rivals."""
 
 
 def read_answer(events: Sequence[Mapping[str, Any]], ttft_ms: float, total_ms: float) -> Answer:
-    """From the events of a streamed completion with usage."""
+    """Return the answer from the events of a streamed completion with usage."""
     texts: list[str] = []
     steps: list[Mapping[str, float]] = []
     usage: Mapping[str, Any] = {}
@@ -54,7 +53,7 @@ def read_answer(events: Sequence[Mapping[str, Any]], ttft_ms: float, total_ms: f
 
 
 def read_counters(text: str) -> dict[str, float]:
-    """Prometheus' text format, summed over labels."""
+    """Return metrics in Prometheus' text format, summed over labels."""
     found: defaultdict[str, float] = defaultdict(float)
     for line in text.splitlines():
         if match := METRIC.match(line):
@@ -63,7 +62,7 @@ def read_counters(text: str) -> dict[str, float]:
 
 
 def read_by_label(text: str, metric: str, label: str) -> dict[str, float]:
-    """One metric of the same, summed by the values of a label."""
+    """Return one metric of the same format, summed by the values of a label."""
     found: defaultdict[str, float] = defaultdict(float)
     for line in text.splitlines():
         if (match := METRIC.match(line)) and match[1] == metric:
@@ -73,9 +72,9 @@ def read_by_label(text: str, metric: str, label: str) -> dict[str, float]:
 
 
 def last_error(log: str) -> str:
-    """The innermost reason in the log of a process that ended."""
+    """Return the innermost reason in the log of a process that ended."""
     errors = [match[1] for line in log.splitlines() if (match := ERROR.search(line))]
-    # vLLM closes with errors that only say that another process ended.
+    # vLLM's last errors only report that another process ended.
     telling = [
         error for error in errors if "Engine core" not in error and "WorkerProc" not in error
     ]
@@ -85,17 +84,18 @@ def last_error(log: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """started: in ticks since the machine's start; with pid it names a process for good."""
+    """A process of the machine."""
 
     pid: int
     parent: int
     started: int
+    """Ticks since the machine's start. Together with the pid it identifies a process uniquely."""
 
 
 def cpu_s_of(pid: int) -> float:
-    """User and system time of a process' threads so far; what threads took that ended is left out.
+    """Return user and system seconds of a process' threads, without threads that have ended.
 
-    To the nanosecond: in ticks a request is too short.
+    The resolution is a nanosecond, because a request is too short for ticks.
     """
     nanoseconds = 0
     with suppress(OSError):  # it ended
@@ -106,7 +106,7 @@ def cpu_s_of(pid: int) -> float:
 
 
 def read_process(stat: str) -> Process:
-    """From the text of ``/proc/PID/stat``."""
+    """Return the process in the text of ``/proc/PID/stat``."""
     pid, _, rest = stat.partition(" (")
     fields = rest.rpartition(") ")[2].split()  # from the third on: state, parent, ...
     return Process(int(pid), int(fields[1]), int(fields[19]))
@@ -124,7 +124,7 @@ def running_processes() -> list[Process]:
 
 
 def family_of(pid: int, processes: Iterable[Process]) -> list[Process]:
-    """A process and all below it."""
+    """Return a process and all processes below it."""
     children: defaultdict[int, list[Process]] = defaultdict(list)
     by_pid = {}
     for process in processes:

@@ -25,20 +25,19 @@ Measured = TypeVar("Measured", Asked, Burst)
 
 @dataclass(slots=True)
 class Results:
-    """As it was measured.
-
-    runs: per round and contestant. new: per contestant and start of two servers, one without it and
-    it. slow_disk: per contestant.
-    """
+    """All measurements."""
 
     checks: list[Check] = field(default_factory=list)
     runs: dict[int, dict[str, Run]] = field(default_factory=dict)
+    """By round and contestant."""
     new: dict[str, list[NewPrompts]] = field(default_factory=dict)
+    """By contestant, one per start of a pair of servers: one without kvtier and one with it."""
     slow_disk: dict[str, SlowDisk] = field(default_factory=dict)
+    """By contestant."""
 
 
 def turn_row(contestant: str, number: int, run: Run) -> Row:
-    """One run of the script."""
+    """Return the row of one run of the script."""
     ttft = summarize([turn.ttft_ms for turn in run.turns])
     assert ttft is not None, "a run has requests"
     return {
@@ -64,9 +63,13 @@ def summary_rows(
 ) -> list[Row]:
     """Return each contestant's medians over the rounds, and those of its ratios to ``base``.
 
-    Ratios are taken in the same round, over the requests that both had. same_answers: conversations
-    that ended in both, with every answer as ``base`` gave it. beside: others whose time to first
-    token is compared, too, by a short name.
+    Ratios are taken in the same round, over the requests that both had. ``same_answers`` counts
+    conversations that ended in both, with every answer equal to that of ``base``.
+
+    Args:
+        runs: by round and contestant.
+        base: contestant to compare with.
+        beside: further contestants whose time to first token is compared, by a short name.
     """
     names = list(dict.fromkeys(name for run in runs.values() for name in run))
     rows: list[Row] = []
@@ -102,7 +105,7 @@ def summary_rows(
 
 
 def pairs(runs: dict[int, dict[str, Run]], base: str, name: str) -> list[tuple[Run, Run]]:
-    """Return pairs per round of requests that both had; none of a contestant with itself."""
+    """Return per round both runs with the requests that both had; none if ``name`` is ``base``."""
     return [
         in_both(run[base], run[name])
         for run in runs.values()
@@ -123,7 +126,7 @@ def median_of(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
 
 
 def spread(found: Estimate) -> Row:
-    """low, high: None where there are too few values for an interval."""
+    """Return an estimate as a cell. low, high: None if there are too few values."""
     return {name: rounded(value) for name, value in asdict(found).items()}
 
 
@@ -141,8 +144,8 @@ BURST_RATIOS: dict[str, Callable[[Burst], float]] = {
 def new_prompt_rows(contestant: str, starts: Sequence[NewPrompts]) -> list[Row]:
     """Return rows for new prompts of a contestant and the one without it, and their ratio.
 
-    Ratios are medians over pairs of the same prompts, by start, and of these the median. Two
-    servers of a kind differ.
+    The ratio of a start is the median over pairs of the same prompts. The result is the median over
+    starts, because servers of a kind differ from start to start.
     """
     if not starts:
         return []
@@ -170,12 +173,12 @@ def new_prompt_rows(contestant: str, starts: Sequence[NewPrompts]) -> list[Row]:
 
 
 def median_ratio(pairs: Sequence[Sequence[Measured]], of: Callable[[Measured], float]) -> float:
-    """The second against the first."""
+    """Return the median ratio of the second to the first."""
     return statistics.median(of(mine) / of(alone) for alone, mine in pairs)
 
 
 def over_starts(ratios: Sequence[float]) -> Row:
-    """Their median, and each of them."""
+    """Return the median of the starts' ratios, and each of them."""
     median: Row = spread(median_with_interval(ratios))
     return {**median, "by_start": [round(ratio, 4) for ratio in ratios]}
 
@@ -191,7 +194,7 @@ def judged_row(found: Estimate, target: float) -> Row:
 
 
 def measured_rows(results: Results, medians: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """Everything, in the order in which it is read."""
+    """Return all rows in reading order."""
     each_run = [
         turn_row(name, number, run)
         for number, those in results.runs.items()
@@ -205,9 +208,9 @@ def measured_rows(results: Results, medians: Sequence[Row], new: Sequence[Row]) 
 def common_targets(results: Results, new: Sequence[Row]) -> list[Row]:
     """Return targets T2 and T3.
 
-    T2: loss of time to first token and of throughput with nothing to reuse. T3: a disk slower than
-    computing. low, high: bounds of the true value, as far as the run can tell. met: None if they
-    are on both sides of the target.
+    T2 is the loss of time to first token and of throughput without reuse, T3 the cost of a disk
+    that is slower than computing. low, high: bounds of the true value. met: None if the target lies
+    between them.
     """
     found = []
     for row in new:
@@ -224,7 +227,10 @@ def common_targets(results: Results, new: Sequence[Row]) -> list[Row]:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """One per kind of row: a line per figure, a column per contestant. Single runs are left out."""
+    """Return a table per kind of row: a line per figure, a column per contestant.
+
+    Single runs are left out.
+    """
     found = []
     for kind in dict.fromkeys(str(row["kind"]) for row in rows if row["kind"] != SINGLE_RUN):
         those = [row for row in rows if row["kind"] == kind]

@@ -1,4 +1,4 @@
-"""Single requests to several servers in turn: same answers? what do new ones cost?"""
+"""Single requests to several servers in turn: equal answers, and the cost of new prompts."""
 
 from __future__ import annotations
 
@@ -16,26 +16,22 @@ Each = TypeVar("Each")
 
 VOCABULARY = range(10, 4000)
 BEYOND = 50
-"""Tokens behind the last full block: the hits in the engine's pool and below it then end at the
-same place, and the rest is computed alike."""
+"""Tokens after the last full block. Hits in the engine's pool and below it then end at the same
+place, and the rest is computed alike."""
 CHECK_BLOCKS = 7
 CHECK_TOKENS = 8
 RIVALS = 4
 
 
 def tokens(seed: int, count: int) -> list[int]:
-    """A prompt that no other seed has a block of."""
+    """Return a prompt that shares no block with that of another seed."""
     rng = random.Random(seed)
     return [rng.choice(VOCABULARY) for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One contestant, several prompts: computed, from the engine's own pool, and from below it.
-
-    same_logprobs: all log-probabilities of the third are those of the second, bit for bit.
-    same_as_first: the third's tokens are those of the first contestant's first.
-    """
+    """Prompts to one contestant: computed, from the engine's own pool, and from below it."""
 
     contestant: str
     prompts: int
@@ -43,10 +39,12 @@ class Check:
     from_tier: int
     same_tokens: int
     same_logprobs: int
+    """Prompts with all log-probabilities from below equal to those from the pool, bit for bit."""
     same_as_first: int
+    """Prompts with the tokens from below equal to those that the first contestant computed."""
 
     def failure(self, has_tier: bool) -> str | None:
-        """Return what is wrong, in words."""
+        """Return what is wrong as text, or None."""
         if self.from_pool < self.prompts:
             return f"only {self.from_pool} of {self.prompts} prompts were found in the pool"
         if has_tier and self.from_tier < self.prompts:
@@ -58,7 +56,7 @@ class Check:
 
 
 def check(servers: Sequence[Server], num_prompts: int) -> list[Check]:
-    """Ask every server the same. Needs room for a prompt in the pools."""
+    """Send the same prompts to every server. The pools need room for a prompt."""
     cached = CHECK_BLOCKS * servers[0].contestant.block
     prompts = [tokens(seed, cached + BEYOND) for seed in range(num_prompts)]
     found, first_texts = [], []
@@ -83,15 +81,14 @@ def check(servers: Sequence[Server], num_prompts: int) -> list[Check]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One prompt with nothing to reuse.
-
-    tpot_ms: per further token. cpu_s: of all the server's processes, until the last token was here.
-    """
+    """One prompt with nothing to reuse."""
 
     contestant: str
     ttft_ms: float
     tpot_ms: float
+    """Time per further token."""
     cpu_s: float
+    """CPU seconds of all the server's processes, until the last token arrived."""
     cached_tokens: int
 
 
@@ -113,7 +110,7 @@ class NewPrompts:
 
 
 def in_turn(those: Sequence[Each], number: int) -> list[Each]:
-    """Another one begins each time."""
+    """Return the items rotated, so that another one is first each time."""
     first = number % len(those)
     return [*those[first:], *those[:first]]
 
@@ -125,9 +122,9 @@ def ask_new(
     output_tokens: int,
     first_seed: int,
 ) -> list[list[Asked]]:
-    """New prompts, one after the other, each to every server in turn.
+    """Send new prompts, one after the other, each to every server in turn.
 
-    Per prompt the servers in their order. The first one warms up and is left out.
+    Return a list per prompt, in the servers' order. The first prompt warms up and is left out.
     """
     rows = []
     for number in range(num_prompts + 1):
@@ -156,7 +153,10 @@ def burst_new(
     output_tokens: int,
     first_seed: int,
 ) -> list[list[Burst]]:
-    """As ``ask_new``, but several prompts at a time: tokens in and out per second."""
+    """Send new prompts as ``ask_new`` does, but several at a time.
+
+    The rate counts tokens in and out.
+    """
     rows = []
     num_tokens = num_prompts * (prompt_tokens + output_tokens)
     with ThreadPoolExecutor(num_prompts) as pool:

@@ -1,4 +1,4 @@
-"""Servers that are started together, and what is measured with them, whichever the engine."""
+"""Start of several servers, and the measurements on them that are the same for every engine."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sizes of the parts.
-
-    starts: of the two servers that get new prompts. new_prompts: for each of them. bursts: of
-    burst_prompts at once. known_prompts: asked twice, if that is a part of the benchmark.
-    """
+    """Sizes of the parts."""
 
     workload: Workload = field(default_factory=Workload)
     rounds: int = 6
     checks: int = 3
     starts: int = 6
+    """Starts of the two servers that get new prompts."""
     new_prompts: int = 10
+    """New prompts per start."""
     bursts: int = 4
+    """Bursts per start, each of ``burst_prompts`` at once."""
     new_tokens: int = 1000
     new_output: int = 16
     burst_prompts: int = 4
     slow_prompts: int = 24
     slow_blocks: int = 8
     known_prompts: int = 0
+    """Prompts that are sent twice; 0 if the benchmark has no such part."""
     known_blocks: int = 0
 
 
 def value_of(text: str) -> object:
-    """A setting as JSON would have it, or else as it is: "8GiB"."""
+    """Return a setting as JSON, or unchanged if it is no JSON: "8GiB"."""
     try:
         return json.loads(text)
     except ValueError:
@@ -65,7 +65,7 @@ def value_of(text: str) -> object:
 
 
 def narrator(silent: bool) -> Say:
-    """Says on stderr what has happened, and when."""
+    """Return a function that prints an event on stderr, with the seconds since the start."""
     progress = Console(stderr=True, quiet=silent)
     begin = time.monotonic()
 
@@ -76,7 +76,10 @@ def narrator(silent: bool) -> Say:
 
 
 def start(chosen: Sequence[Contestant], model: Path, folder: Path, size: Size) -> list[Server]:
-    """Those that can take part; a line on stderr for each peer that can't."""
+    """Start the contestants that can take part, and wait until they answer.
+
+    Print a line on stderr for each peer that is left out.
+    """
     begun = []
     for number, contestant in enumerate(chosen):
         if contestant.python.exists():
@@ -110,7 +113,7 @@ def start(chosen: Sequence[Contestant], model: Path, folder: Path, size: Size) -
 def running(
     chosen: Sequence[Contestant], options: argparse.Namespace, size: Size | None = None
 ) -> Iterator[list[Server]]:
-    """Their servers, in the order of the contestants."""
+    """Yield the contestants' servers, in the order of the contestants."""
     size = size or Size(options.device_blocks)
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         servers = start(chosen, options.model, Path(folder), size)
@@ -128,7 +131,10 @@ def named(chosen: Sequence[Contestant], *names: str) -> list[Contestant]:
 def measure_checks(
     servers: Sequence[Server], plan: Plan, must: Sequence[str], results: Results, say: Say
 ) -> None:
-    """must: contestants for which a wrong answer ends the benchmark."""
+    """Compare the servers' answers.
+
+    A wrong answer of a contestant in ``must`` raises AssertionError.
+    """
     results.checks = check(servers, plan.checks)
     for server, each in zip(servers, results.checks, strict=True):
         if failure := each.failure(has_tier=server.contestant.has_tier):
@@ -160,9 +166,9 @@ def measure_new_prompts(
     results: Results,
     say: Say,
 ) -> None:
-    """By two servers, one without what is measured and one with it.
+    """Measure new prompts on two servers, one without kvtier and one with it.
 
-    They are started again and again, for two of a kind differ.
+    The servers are started several times, because servers of a kind differ.
     """
     lengths, seed = (plan.new_tokens, plan.new_output), options.seed * 1_000_000
     for number in range(plan.starts):
@@ -178,7 +184,7 @@ def measure_new_prompts(
 
 
 def versions(contestant: Contestant) -> str:
-    """Return the versions of the engine, and of what is under it."""
+    """Return the versions of the engine and of the packages under it."""
     program = (
         "import importlib.metadata as m, sys;"
         "print(*(f'{p} {m.version(p)}' for p in sys.argv[1:]), sep=', ')"
@@ -193,7 +199,7 @@ def versions(contestant: Contestant) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser, parts: Sequence[str]) -> None:
-    """Those that both engines' benchmarks have."""
+    """Add the options that the benchmarks of all engines have."""
     parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
     parser.add_argument("--quick", action="store_true", help="fewer of everything")
     parser.add_argument("--rounds", type=int, help="of the multi-turn benchmark (6)")
@@ -207,7 +213,7 @@ def add_options(parser: argparse.ArgumentParser, parts: Sequence[str]) -> None:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, object]:
-    """Those of ``--set``."""
+    """Return the settings of ``--set``."""
     return {name: value_of(text) for name, text in (each.split("=", 1) for each in options.set)}
 
 
@@ -222,7 +228,7 @@ def run_benchmark(
     measure: Measures,
     result_of: Callable[[Results], dict[str, list[Row]]],
 ) -> None:
-    """Measure, and print or keep what was found."""
+    """Measure, print the tables and write the result."""
     machine = machine_facts()
     if options.rounds:
         plan = replace(plan, rounds=options.rounds)

@@ -1,4 +1,4 @@
-"""An engine's own server in a process, with or without something under it, and requests to it."""
+"""Server process of an engine, with or without a cache under it, and requests to it."""
 
 from __future__ import annotations
 
@@ -41,14 +41,12 @@ JSON_BODY = {"Content-Type": "application/json"}
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Prompt tokens, as a server counts them.
-
-    from_tier: cached tokens that were not in the engine's device pool.
-    """
+    """Prompt tokens, as a server counts them."""
 
     prompt: float
     cached: float
     from_tier: float
+    """Cached tokens that were not in the engine's device pool."""
 
     def since(self, before: Tokens) -> Tokens:
         return Tokens(
@@ -66,31 +64,35 @@ def compute_cores() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Size of a server. device_blocks: of its pool. max_tokens: of a request."""
+    """Size of a server."""
 
     device_blocks: int
+    """Blocks of its device pool."""
     max_tokens: int = 4096
+    """Most tokens of a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant(ABC):
-    """An engine, and what is under it.
+    """An engine and the cache under it.
 
-    environment: whose interpreter, a folder of ``make peers``. is_optional: a peer that is left out
-    where it is missing. has_tier: what it has computed is found again after its own caches were
+    ``has_tier``: whether computed blocks are found again after the engine's own caches were
     emptied.
     """
 
     name: str
     environment: str
+    """Folder of ``make peers`` whose interpreter runs it."""
     variables: dict[str, str] = field(default_factory=dict, kw_only=True)
     is_optional: bool = field(default=False, kw_only=True)
+    """Whether it is left out if it is missing."""
 
     block: ClassVar[int]
     """Tokens of a block of the engine's pool."""
     reset_path: ClassVar[str]
     asked_with: ClassVar[Mapping[str, object]] = {"ignore_eos": True, "skip_special_tokens": False}
-    """So that every answer has as many tokens as were asked for, and all are told."""
+    """Further fields of a request. Every answer then has the requested number of tokens, and all of
+    them are reported."""
 
     @property
     def python(self) -> Path:
@@ -103,35 +105,35 @@ class Contestant(ABC):
     @property
     @abstractmethod
     def packages(self) -> list[str]:
-        """Whose versions matter."""
+        """Packages whose versions are reported."""
 
     @abstractmethod
     def command(self, model: Path, port: int, folder: Path, size: Size) -> list[str]:
-        """For its interpreter. folder: of this server alone; it is there."""
+        """Return the arguments of its interpreter. ``folder`` exists and belongs to this server."""
 
     @abstractmethod
     def environ(self) -> dict[str, str]:
-        """Its variables."""
+        """Return its environment variables."""
 
     @abstractmethod
     def read_tokens(self, metrics: str) -> Tokens:
-        """From what ``/metrics`` gives."""
+        """Return the tokens from the content of ``/metrics``."""
 
 
 def words_of(arguments: dict[str, object]) -> list[str]:
-    """Return the words of a command line. A value of None is an option without one."""
+    """Return the words of a command line. An option whose value is None has no argument."""
     return [str(word) for pair in arguments.items() for word in pair if word is not None]
 
 
 def free_port() -> int:
-    """One that nobody listens on at the moment."""
+    """Return a port on which no process listens at the moment."""
     with socket.socket() as found:
         found.bind((LOOPBACK, 0))
         return int(found.getsockname()[1])
 
 
 class Server:
-    """A contestant that answers on a loopback port. Close it."""
+    """A contestant's server on a loopback port. Close it."""
 
     def __init__(
         self,
@@ -161,7 +163,7 @@ class Server:
         return f"http://{LOOPBACK}:{self.port}"
 
     def wait(self) -> None:
-        """Until it answers. RuntimeError with the reason where it ended instead."""
+        """Wait until it answers. Raises RuntimeError with the reason if it ended instead."""
         give_up = time.monotonic() + START_S
         while time.monotonic() < give_up:
             if self._process.poll() is not None:
@@ -173,7 +175,7 @@ class Server:
         raise RuntimeError(f"no answer within {START_S:.0f} s")
 
     def ask(self, prompt: Sequence[int], max_tokens: int, logprobs: int | None = None) -> Answer:
-        """Complete a prompt of token ids, greedily. RuntimeError where tokens are missing."""
+        """Complete a prompt of token ids, greedily. Raises RuntimeError if tokens are missing."""
         body: dict[str, object] = {
             "model": SERVED_AS,
             "prompt": list(prompt),
@@ -208,17 +210,17 @@ class Server:
         return answer
 
     def reset(self) -> None:
-        """Empty the engine's own prefix cache, and nothing that is under it."""
+        """Empty the engine's own prefix cache, but not the cache under it."""
         path = self.contestant.reset_path
         status, text = self._request("POST", path)
         if status != 200:
             raise RuntimeError(f"{self.contestant.name}: {path}: {status} {text[:300]}")
 
     def settle(self) -> None:
-        """Until it is quiet.
+        """Wait until it is quiet, for at most ``QUIET_S``.
 
-        An engine may go on looking for work, or storing, after its last step, on the core on which
-        the next contestant would compute.
+        After its last step an engine may poll for work or store blocks, on the core on which the
+        next contestant computes.
         """
         give_up = time.monotonic() + QUIET_S
         before = self.cpu_s()
@@ -238,11 +240,11 @@ class Server:
         return self._request("GET", "/metrics")[1]
 
     def cpu_s(self) -> float:
-        """User and system time of its processes so far."""
+        """Return user and system seconds of its processes so far."""
         return sum(cpu_s_of(each.pid) for each in self._family())
 
     def close(self) -> None:
-        """End it and its children."""
+        """End the server and its children."""
         family = self._family()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
@@ -251,7 +253,7 @@ class Server:
         self._kill(family)
 
     def kill(self) -> None:
-        """Kill it and its children, as a crash does."""
+        """Kill the server and its children, as a crash does."""
         self._kill(self._family())
 
     def _kill(self, family: Sequence[Process]) -> None:

@@ -1,7 +1,8 @@
-"""A disk slower than computing, under an engine: what does it cost to have known prompts there?
+"""Cost of known prompts on a disk that is slower than computing, under an engine.
 
-kvtier keeps prompts on a throttled disk, host memory being too small for them. Then they are asked
-again, in turn with an engine that never saw them. No load is worth waiting for at that rate.
+kvtier stores prompts on a throttled disk, because host memory is too small for them. Then they are
+requested again, in turn with an engine that never saw them. No load is worth waiting for at that
+rate.
 """
 
 from __future__ import annotations
@@ -18,30 +19,33 @@ from kvtier.tools.report.stats import LEAST_VALUES, P99_VALUES, percentile_ratio
 from kvtier.tools.report.target import is_met
 
 SLOWER_THAN_COMPUTING = 2.0
-"""A prompt takes so many times as long to read as to compute."""
+"""Time to read a prompt, as a multiple of the time to compute it."""
 OUTPUT_TOKENS = 4
 P50, P99 = 1.03, 1.10
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One prompt that lies on the disk. loaded_tokens: those that were loaded all the same."""
+    """One prompt that is on the disk."""
 
     ttft_ms: float
     cold_ms: float
     loaded_tokens: int
+    """Tokens that were loaded nevertheless."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlowDisk:
-    """bytes_per_s: the rate. prompt_bytes: of a prompt's KV."""
+    """Result for one contestant."""
 
     bytes_per_s: int
+    """Rate of the disk."""
     prompt_bytes: int
+    """Bytes of a prompt's KV."""
     asked: list[Asked]
 
     def rows(self, contestant: str) -> list[dict[str, object]]:
-        """One."""
+        """Return the row of one contestant, as a list."""
         ours = summarize([each.ttft_ms for each in self.asked])
         cold = summarize([each.cold_ms for each in self.asked])
         assert ours is not None, "at least one prompt was asked"
@@ -62,7 +66,7 @@ class SlowDisk:
         ]
 
     def targets(self, contestant: str) -> list[dict[str, object]]:
-        """T3: times as long as cold. met: None where the prompts are too few to tell."""
+        """Return T3: the time as a multiple of a cold one. met: None if the prompts are too few."""
         found: list[dict[str, object]] = []
         pairs = [(each.ttft_ms, each.cold_ms) for each in self.asked]
         for percentile, least, target in ((50, LEAST_VALUES, P50), (99, P99_VALUES, P99)):
@@ -83,16 +87,15 @@ class SlowDisk:
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """Prompts that lie on a disk.
-
-    num_blocks: of each; more of them than device and host have room for. bytes_per_token: of KV.
-    bytes_per_s: the rate; 0 for twice as slow as computing.
-    """
+    """Prompts that are stored on the disk."""
 
     num_prompts: int
     num_blocks: int
+    """Blocks of each prompt. All prompts together exceed device and host memory."""
     bytes_per_token: int
+    """KV bytes per token."""
     bytes_per_s: int = 0
+    """Rate of the disk; 0 for twice as slow as computing."""
 
 
 def measure_slow_disk(
@@ -104,9 +107,17 @@ def measure_slow_disk(
     size: Size,
     say: Callable[[str], None],
 ) -> SlowDisk:
-    """alone: an engine to compare with.
+    """Store prompts on a slow disk, and request them in turn with an engine without a cache.
 
-    with_disk: one whose disk moves so many bytes per second, where a prompt has so many bytes.
+    Args:
+        alone: server of the engine without a cache.
+        with_disk: makes a contestant from the disk's bytes per second and the bytes of a prompt's
+            KV.
+        slow: the prompts.
+        model: folder of the model.
+        folder: of the contestant's server.
+        size: of both servers.
+        say: prints progress.
     """
     block, num_prompts = alone.contestant.block, slow.num_prompts
     prompt_bytes = slow.num_blocks * block * slow.bytes_per_token
@@ -125,7 +136,7 @@ def measure_slow_disk(
         server.ask(tokens(-9, length), OUTPUT_TOKENS)
         for prompt in prompts:
             server.ask(prompt, OUTPUT_TOKENS)
-            time.sleep(prompt_bytes / rate)  # until it is written
+            time.sleep(prompt_bytes / rate)  # until the prompt is written
         say(f"{num_prompts} prompts lie on a disk of {rate / 1e6:.1f} MB/s")
         asked = []
         for number, prompt in enumerate(prompts):
