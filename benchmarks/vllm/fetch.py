@@ -1,8 +1,9 @@
-"""Fetch vLLM's multi-turn benchmark: only its source archive has it, and pip would build that.
+"""Fetch vLLM's multi-turn benchmark from the source archive: no wheel has it, and pip would build.
 
     python -m benchmarks.vllm.fetch        `make peers-vllm` does it
 
-From the package index that pip is set up for, into ``.peers/vllm-benchmarks``.
+The archive comes from the package index of pip's configuration, and the scripts are written to
+``.peers/vllm-benchmarks``.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def find_link(page: str, address: str, name: str) -> tuple[str, str | None]:
 
 
 def unpack(archive: bytes, folder: Path) -> list[Path]:
-    """The benchmark's own files, flat."""
+    """Write the benchmark's own files into one flat folder. Return their paths."""
     written = []
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         for member in tar:
@@ -69,7 +70,7 @@ def unpack(archive: bytes, folder: Path) -> list[Path]:
 
 
 def source_archive(name: str, version: str) -> bytes:
-    """Return a project's source distribution, from the index that pip is set up for."""
+    """Return a project's source distribution, from the index of pip's configuration."""
     trusted = ssl.create_default_context(cafile=setting("cert"))
 
     def get(address: str) -> bytes:

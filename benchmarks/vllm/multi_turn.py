@@ -5,8 +5,10 @@
     python -m benchmarks.vllm.multi_turn --quick    fewer of everything
     python -m benchmarks.vllm.multi_turn --vllm 0.23.0 --contestants vllm kvtier
 
-vLLM alone, with kvtier and, where it is installed, with LMCache: real servers on the CPU, asked in
-turns. `make bench-vllm` installs what it needs. README.md says the method.
+Compares vLLM alone, with kvtier and, if installed, with LMCache. All are real servers on the CPU
+that get requests in turn. `make bench-vllm` installs the requirements.
+
+See README.md for the method.
 """
 
 from __future__ import annotations
@@ -53,12 +55,12 @@ from kvtier.core.config import parse_size
 
 GIB = 1 << 30
 ENDLESS_BLOCKS = 640
-"""A run of the script needs 200 to 250."""
+"""Blocks of the endless pool. A run of the script needs 200 to 250."""
 SMALL_HOST = "60MiB"
-"""A fifth of what a run's conversations come to."""
+"""Host memory for a fifth of the KV of a run's conversations."""
 NEEDED = ("disk_path", "disk_capacity", "disk_bytes_per_s")
 HOST_PROMPTS = 2
-"""For which the host memory has room above a slow disk."""
+"""Prompts for which host memory has room above a slow disk."""
 MULTI_TURN, NEW_PROMPTS, SLOW_DISK = PARTS = ("multi-turn", "new-prompts", "slow-disk")
 
 
@@ -112,7 +114,7 @@ def front_of(environment: str) -> Front:
 
 
 def measure(chosen: Sequence[Contestant], plan: Plan, options: argparse.Namespace) -> Results:
-    """All of it, one request or one run of the script at a time."""
+    """Measure all parts, one request or run of the script at a time."""
     results = Results()
     say = narrator(options.silent)
     with running(chosen, options) as servers:

@@ -1,4 +1,4 @@
-"""A connector that does nothing: what vLLM itself does around any connector."""
+"""A connector that does nothing, to measure vLLM's own cost of any connector."""
 
 from __future__ import annotations
 

@@ -18,11 +18,14 @@ from benchmarks.vllm.servers import ENDLESS, ON_DISK, OURS, OWN_FRONT, VLLM
 
 TTFT_SAVED = -0.5
 TO_ENDLESS = {OURS: 1.05, OWN_FRONT: 1.05, ON_DISK: 1.1}
-"""The most of the time to the first token that a pool which never evicts would have."""
+"""Largest time to first token, as a multiple of that of a pool that never evicts."""
 
 
 def targets(turns: Sequence[Row]) -> list[Row]:
-    """Return T4: the change of the time to first token; and T4': its share of an endless pool's."""
+    """Return T4 and T4'.
+
+    T4 is the change of the time to first token, T4' its ratio to that of an endless pool.
+    """
     found = []
     for row in turns:
         if row["contestant"] in TO_ENDLESS and "ttft_to_endless" in row:
@@ -43,7 +46,7 @@ def targets(turns: Sequence[Row]) -> list[Row]:
 
 
 def result_json(results: Results) -> dict[str, list[Row]]:
-    """``rows`` and ``targets``."""
+    """Return ``rows`` and ``targets`` of the result."""
     medians = summary_rows(results.runs, VLLM, {"endless": ENDLESS})
     new = [row for name, starts in results.new.items() for row in new_prompt_rows(name, starts)]
     return {

@@ -1,4 +1,4 @@
-"""vLLM's own server, with or without something under it."""
+"""vLLM's own server, with or without a cache under it."""
 
 from __future__ import annotations
 
@@ -40,22 +40,21 @@ QUIET = {
     "THP_MEM_ALLOC_ENABLE": "1",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""No messages to anybody; small pools; hashes that are the same in every process; weights in huge
-pages, or two servers of a kind would differ by which small ones they got."""
+"""Variables: no telemetry, small pools, hashes that are equal in every process, and weights in huge
+pages. With small pages two servers of a kind differ by the pages that they got."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vllm(Contestant):
-    """connector: its ``--kv-transfer-config``.
-
-    device_blocks: of its pool, where that differs. block_tokens: of a block, where that is not
-    ``BLOCK``.
-    """
+    """vLLM with or without a connector."""
 
     environment: str = "vllm"
     device_blocks: int | None = None
+    """Blocks of its pool, if not those of the server's ``Size``."""
     connector: dict[str, object] | None = None
+    """Its ``--kv-transfer-config``."""
     block_tokens: int = BLOCK
+    """Tokens of a block."""
 
     block = BLOCK
     reset_path = "/reset_prefix_cache"
@@ -92,10 +91,10 @@ class Vllm(Contestant):
         return ["-m", "vllm.entrypoints.openai.api_server", *words_of(arguments)]
 
     def environ(self) -> dict[str, str]:
-        """By itself vLLM keeps one core more free where it has a connector.
+        """Return the variables, with the cores that it computes on.
 
-        On two cores it takes both then, and the contestants would not compute with equally many
-        threads.
+        By default vLLM leaves one more core free with a connector, and on two cores it then takes
+        both. Contestants would not compute with equally many threads.
         """
         return {**QUIET, "VLLM_CPU_OMP_THREADS_BIND": compute_cores(), **self.variables}
 
@@ -110,16 +109,20 @@ def vllm_alone() -> Vllm:
 
 
 def vllm_endless(num_blocks: int) -> Vllm:
-    """vLLM alone with a pool that never evicts: what no cache can do better."""
+    """Return vLLM alone with a pool that never evicts, which no cache can surpass."""
     return Vllm(ENDLESS, device_blocks=num_blocks, variables={"VLLM_PLUGINS": ""})
 
 
 def with_kvtier(
     host: str | None, name: str = OURS, front: Front = OFFLOADING, **settings: object
 ) -> Vllm:
-    """As ``kvtier vllm-args`` says it.
+    """Return vLLM with kvtier, as ``kvtier vllm-args`` configures it.
 
-    host: its capacity; None over a node. settings: more of ``kv_connector_extra_config``.
+    Args:
+        host: capacity of host memory; None over a node.
+        name: of the contestant.
+        front: kvtier's connector.
+        settings: more of ``kv_connector_extra_config``.
     """
     sizes = {} if host is None else {"host_capacity": host}
     return Vllm(
@@ -134,7 +137,10 @@ def with_kvtier(
 
 
 def with_lmcache(host_gib: float) -> Vllm:
-    """LMCache's server beside vLLM, which vLLM starts: inside of vLLM it knows no CPU."""
+    """Return vLLM with LMCache's server, which vLLM starts.
+
+    LMCache inside of vLLM does not support a CPU.
+    """
     size = f"--l1-size-gb {host_gib:g} --eviction-policy LRU --chunk-size {BLOCK}"
     return Vllm(
         LMCACHE,

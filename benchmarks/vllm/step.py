@@ -1,10 +1,11 @@
-"""T5: what a step of vLLM's costs with a connector in which nothing moves.
+"""T5: cost of a step of vLLM with a connector in which nothing moves.
 
     python -m benchmarks.vllm.step            a table
     python -m benchmarks.vllm.step --json -   JSON on stdout, the table on stderr
 
-vLLM's scheduler and a rank's half of the connector, without a model, beside the same vLLM without a
-connector and with its own OffloadingConnector. Needs vLLM. README.md says the method.
+Runs vLLM's scheduler and a rank's half of the connector without a model, and compares it with the
+same vLLM without a connector and with its own OffloadingConnector. Needs vLLM. See README.md for
+the method.
 """
 
 from __future__ import annotations
@@ -34,23 +35,22 @@ OURS = (HOST, DISK, FRONT)
 SIDES = ("scheduler", "rank")
 TARGET_US = {"scheduler": 50, "rank": 20}
 SPARE_BYTES = 64 << 20
-"""Host memory beyond that of the blocks."""
+"""Host memory in addition to that of the blocks."""
 SETTLED = 6
-"""Steps after all requests began a block: its store is over by then."""
+"""Steps after all requests began a block until its store has ended."""
 PAUSE_S = 0.01
 
 
 @dataclass(slots=True)
 class Samples:
-    """Measurements of one contestant.
-
-    steps: by round and number. functions: nanoseconds in each step, by process and name.
-    """
+    """Measurements of one contestant."""
 
     steps: dict[tuple[int, int], Step] = field(default_factory=dict)
+    """By round and step."""
     functions: dict[str, dict[str, list[int]]] = field(
         default_factory=lambda: {side: {} for side in SIDES}
     )
+    """Nanoseconds in each step, by process and function."""
 
     def add_functions(self, side: str, taken: Mapping[str, int]) -> None:
         for name, ns in taken.items():
@@ -66,7 +66,7 @@ def connections(
     names: Sequence[str], num_running: int, scratch: Path, settings: Mapping[str, object]
 ) -> dict[str, Any]:
     """Return ``--kv-transfer-config`` by contestant."""
-    # A block of kvtier's begins on a page of 4 KiB, and is more than that here.
+    # kvtier's blocks begin on pages of 4 KiB; here they are larger than a page.
     num_bytes = num_running * (PAGES + 1) * 128 * 1024 + SPARE_BYTES
 
     def offloading(**extra: object) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def connections(
 
 
 def measure(connects: Mapping[str, Any], num_running: int, rounds: int) -> dict[str, Samples]:
-    """Every contestant takes each step in turn. Functions are timed in every second round."""
+    """Take each step with every contestant in turn. Functions are timed in every second round."""
     replicas = {name: Replica(each, num_running) for name, each in connects.items()}
     found = {name: Samples() for name in replicas}
     for replica in replicas.values():
@@ -171,7 +171,7 @@ def rows_of(found: Mapping[str, Samples], num_running: int) -> list[dict[str, An
 
 
 def targets(found: Mapping[int, Mapping[str, Samples]]) -> list[dict[str, object]]:
-    """T5, by the CPU time above vLLM without a connector."""
+    """Return T5, by the CPU time above vLLM without a connector."""
     made = []
     for num_running, samples in found.items():
         for name in OURS:

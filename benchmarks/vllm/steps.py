@@ -3,9 +3,8 @@
     schedule() -- pickled --> rank: pre_forward, each layer, post_forward
     update_from_output() <-- pickled -- ModelRunnerOutput, a token per request
 
-The scheduler is the one that vLLM's engine core makes, the rank's half is called by vLLM's own
-``ActiveKVConnector``. A rank's process and the scheduler's are one here: what each does is timed
-apart, by the CPU time of the thread.
+The scheduler is that of vLLM's engine core. vLLM's own ``ActiveKVConnector`` calls the rank's half.
+Both run in one process here, and each is timed by itself, by the CPU time of the thread.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from typing import Any
 import kvtier
 
 PAGE = 16
-"""Tokens of a block of vLLM's, as it is on accelerators."""
+"""Tokens of a vLLM block, as on accelerators."""
 PROMPT = 2 * PAGE
 PAGES = 8
-"""Per request: its prompt, and what is generated."""
+"""Blocks of a request: its prompt and the generated tokens."""
 LAYERS = 32
 HEAD = 8
 MODEL = Path(kvtier.__file__).parent / "serve/engine/builtin/kvtier-tiny"
@@ -106,7 +105,7 @@ class Functions:
 
 
 def _clock_ns() -> int:
-    """Return what reading the clock adds to a span of time."""
+    """Return the nanoseconds that reading the clock adds to a span of time."""
     spans = []
     for _ in range(1001):
         began = cpu_ns()
@@ -118,7 +117,7 @@ CLOCK_NS = _clock_ns()
 
 
 class AtOnce:
-    """In the place of vLLM's worker for host memory, which needs an accelerator: copies nothing."""
+    """Replacement of vLLM's worker for host memory, which needs an accelerator: copies nothing."""
 
     def __init__(self) -> None:
         self._done: list[int] = []
@@ -138,14 +137,19 @@ class AtOnce:
         return [TransferResult(job_id, True, 1, 1e-6) for job_id in done]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is under way."""
+        """Nothing is in flight."""
 
     def shutdown(self) -> None:
-        """Nothing is kept."""
+        """Nothing has to be released."""
 
 
 class Replica:
-    """A scheduler and one rank. connects: ``--kv-transfer-config``; None for no connector."""
+    """A scheduler and one rank.
+
+    Args:
+        connects: content of ``--kv-transfer-config``; None for no connector.
+        num_running: requests that run at a time.
+    """
 
     def __init__(self, connects: Mapping[str, Any] | None, num_running: int) -> None:
         from vllm.config import KVTransferConfig
@@ -301,7 +305,7 @@ class Replica:
         self.functions["rank"].taken["unpickle"] += read - sent - CLOCK_NS
 
     def _forward(self) -> None:
-        """As ``maybe_transfer_kv_layer`` around each attention layer."""
+        """Call the connector around each attention layer, as ``maybe_transfer_kv_layer`` does."""
         half = self._half
         for name, layer in self._layers.items():
             half.wait_for_layer_load(name)
