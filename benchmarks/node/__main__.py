@@ -3,7 +3,7 @@
     python -m benchmarks.node            tables
     python -m benchmarks.node --json -   JSON on stdout, the tables on stderr
 
-README.md says the method.
+See README.md for the method.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ NUM_FRAGMENTS = 56
 """Fragments of a block: keys and values of 28 layers."""
 SET_BYTES = 64 << 20
 NUM_SETS = 2
-"""Sets that memory has room for."""
+"""Sets of blocks that the memory can hold."""
 SEGMENT_BYTES = 16 << 20
 LEAST = 0.95
 WARM_UP = 4
@@ -65,7 +65,7 @@ class Pool:
 
 
 class Own:
-    """Host memory of this process, as an engine without a node has it: as much as the node's."""
+    """Host memory of this process, as large as the node's, for an engine without a node."""
 
     def __init__(self, num_blocks: int, pool: Pool) -> None:
         block_bytes, num_slots = int(pool.pieces.sizes.sum()), NUM_SETS * num_blocks
@@ -92,7 +92,7 @@ class Own:
 
 
 class InNode:
-    """The node's memory, through its storage tier."""
+    """The node's memory, accessed through its storage tier."""
 
     def __init__(self, tier: NodeTier, num_blocks: int) -> None:
         self._tier = tier

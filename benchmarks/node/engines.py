@@ -2,7 +2,7 @@
 
     python -m benchmarks.node --parts engines
 
-A vLLM over a node, and one without a cache, on the CPU. They are asked one at a time.
+Compares a vLLM over a node with one without a cache, on the CPU. They get one request at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LEAST_FOR_P99 = 100
 
 
 def measure(quick: bool) -> Part:
-    """Kill the engine and start it again; then kill and stop the node, and ask new prompts."""
+    """Kill and restart the engine. Then kill and stop the node while new prompts are sent."""
     num_kills, num_new = (1, 8) if quick else (5, 120)
     with TemporaryDirectory(prefix="kvtier-engines-") as name, ExitStack() as stack:
         folder = Path(name)
@@ -116,7 +116,7 @@ def _hit_ms(server: Server, prompt: list[int]) -> float:
 
 
 def _outage(node: Node, servers: Sequence[Server], num_new: int) -> dict[str, list[float]]:
-    """Return the TTFTs of new prompts, while something happens to the node every few prompts."""
+    """Return the TTFTs of new prompts, while the node is killed, started, stopped and resumed."""
     steps = [
         node.kill,
         node.start,

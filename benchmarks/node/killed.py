@@ -1,4 +1,4 @@
-"""M3: blocks of engines that were killed, which later ones find in the node."""
+"""M3: blocks of killed engines, which later engines find in the node."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HOST_BYTES, SEGMENT_BYTES = 256 << 20, 4 << 20
 
 
 class Checked(NamedTuple):
-    """Blocks that were looked for, those found in memory, and those with wrong bytes."""
+    """Numbers of blocks that were looked up, found in memory, and had wrong bytes."""
 
     num: int
     found: int
@@ -50,7 +50,7 @@ def content_of(key: bytes) -> Bytes:
 
 
 def store(cache: NodeCache, host: NodeHost, keys: Sequence[bytes]) -> bool:
-    """Store a prompt with its bytes, as scheduler and rank of an engine."""
+    """Store a prompt with its bytes, as an engine's scheduler and rank do."""
     reserved = cache.reserve(keys)
     if reserved is None:
         return False
@@ -83,7 +83,7 @@ def check(cache: NodeCache, host: NodeHost, keys: Sequence[bytes]) -> Checked:
 
 
 def _engine(socket: Path, pipe: Connection) -> None:
-    """Store prompts until it is killed. Name each when the node has acknowledged it."""
+    """Store prompts until killed. Send each prompt's keys before, and when the node has it."""
     with (
         attached(socket, BLOCK_BYTES, "engine") as cache,
         mapped(socket, BLOCK_BYTES, "engine") as host,
@@ -139,7 +139,7 @@ def _kill_one(socket: Path) -> tuple[list[bytes], list[bytes]]:
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    while True:  # what it has said before
+    while True:  # messages sent before the kill
         try:
             told.append(ours.recv())
         except EOFError:

@@ -44,15 +44,14 @@ NAMESPACE = b"n" * 32
 
 
 class Requests(NamedTuple):
-    """Requests of one client in one round.
-
-    seconds: of each. cpu_s: of the client's thread. late: how much longer they took in all than the
-    rate leaves time for.
-    """
+    """Requests of one client in one round."""
 
     seconds: list[float]
+    """Duration of each request."""
     cpu_s: float
+    """CPU seconds of the client's thread."""
     wall_s: float
+    """Duration of the round."""
 
 
 def cache_in_process(num_blocks: int) -> LocalBlockCache:
@@ -68,7 +67,7 @@ def cache_in_process(num_blocks: int) -> LocalBlockCache:
 def ask(
     cache: BlockCache, keys: Sequence[bytes], num_requests: int, rate: float = RATE
 ) -> Requests:
-    """Look a prompt up again and again, at a rate."""
+    """Look a prompt up repeatedly, at a fixed rate."""
     seconds = []
     began, cpu_s = time.perf_counter(), time.thread_time()
     for number in range(num_requests):
@@ -84,7 +83,7 @@ def ask(
 
 
 def _client(socket: Path, keys: list[bytes], pipe: Connection) -> None:
-    """Ask one of two caches at a time, as told."""
+    """Look the prompt up in the cache that each message on the pipe names, until None arrives."""
     own = cache_in_process(2 * len(keys))
     store(own, keys)
     with attached(socket, BLOCK_BYTES) as cache:

@@ -43,11 +43,11 @@ NUM_ENGINES, NUM_PROMPTS, PROMPT_BLOCKS = 2, 256, 8
 KEY_BYTES = len(new_keys(1)[0])
 DEADLINE_S = 0.005
 SLACK_S = 0.25
-"""Delay of a call by other processes on the machine."""
+"""Allowance for delays by other processes on the machine."""
 
 
 def measure(quick: bool) -> Part:
-    """Kill a node under load some times, and look for its blocks; then stop it for a while."""
+    """Kill a node under load several times and check its blocks; then stop it for a while."""
     num_kills, stopped_s = (3, 3.0) if quick else (20, 60.0)
     prompts = [new_keys(PROMPT_BLOCKS) for _ in range(NUM_PROMPTS)]
     found: Counter[str] = Counter()
@@ -89,7 +89,7 @@ def measure(quick: bool) -> Part:
 
 
 def _verified(node: Node) -> None:
-    """Wait until a node has verified all blocks of the one before."""
+    """Wait until a node has verified all blocks of the previous process."""
     control = ControlClient(node.config.socket, PATIENCE_S)
 
     def is_done() -> bool:
@@ -125,7 +125,7 @@ def _look_for(socket: Path, keys: Sequence[bytes]) -> Counter[str]:
 def _load(
     cache: NodeCache, host: NodeHost, keys: Sequence[bytes]
 ) -> tuple[int, int, Sequence[bytes]]:
-    """Load blocks. Return how many were there, how many of these are wrong, and the others."""
+    """Load blocks. Return how many were found, how many of these are wrong, and missing keys."""
     places, _ = cache.lookup(keys)
     ready = [k for k, place in zip(keys, places, strict=True) if place is BlockState.MEMORY]
     right, wrong = set[bytes](), 0
@@ -159,7 +159,7 @@ def _store(cache: NodeCache, host: NodeHost, keys: Sequence[bytes]) -> None:
 
 
 class _Engine:
-    """A process that loads prompts, and stores what is missing, until it is told to end."""
+    """A process that loads prompts, and stores what is missing, until ``close``."""
 
     def __init__(self, socket: Path, prompts: Sequence[Sequence[bytes]], seed: int) -> None:
         self._pipe, theirs = SPAWN.Pipe()
@@ -168,7 +168,7 @@ class _Engine:
         theirs.close()
 
     def close(self) -> Counter[str]:
-        """End it. Return what it counted."""
+        """End the process. Return its counts."""
         self._pipe.send("end")
         told: Counter[str] = self._pipe.recv()
         self._process.join()

@@ -102,7 +102,7 @@ def running_node(host_bytes: int, segment_bytes: int) -> Iterator[Node]:
 
 @contextmanager
 def attached(socket: Path, block_bytes: int, engine: str = "") -> Iterator[NodeCache]:
-    """A client whose deadline nothing misses, with its partition opened."""
+    """Yield a client with its partition opened, and with a deadline that no call misses."""
     cache = NodeCache(NodeClient(socket, engine=engine), lambda: SCOPE, block_bytes, PATIENCE_S)
     try:
         until(lambda: cache.lookup(new_keys(1)) and _instance(cache))
@@ -119,7 +119,7 @@ def _instance(cache: NodeCache) -> str:
 
 @contextmanager
 def mapped(socket: Path, block_bytes: int, engine: str) -> Iterator[NodeHost]:
-    """The node's memory, as a rank of an engine has it."""
+    """Yield the node's memory, mapped as by a rank of an engine."""
     host = NodeHost(NodeClient(socket, engine=engine), CpuDevice(), block_bytes, 0, 1)
     try:
         yield host
@@ -136,7 +136,7 @@ def blocks_of(memory: SlotMemory | None, block_bytes: int) -> Bytes:
 
 
 def store(cache: BlockCache, keys: Sequence[bytes]) -> None:
-    """Store new blocks, whatever their bytes are."""
+    """Store new blocks with arbitrary bytes."""
     for at in range(0, len(keys), STORED_AT_ONCE):
         until(partial(_store, cache, keys[at : at + STORED_AT_ONCE]))
 

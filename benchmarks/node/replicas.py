@@ -50,7 +50,7 @@ class Answered(NamedTuple):
 
 @contextmanager
 def replicas(way: str, model: Path, folder: Path, node: Path) -> Iterator[list[Server]]:
-    """Start the replicas. node: its socket."""
+    """Start the replicas. node: socket of the node."""
     if way == APART:
         made = with_kvtier(str(HOST_BYTES // NUM_REPLICAS), APART)
     else:
@@ -81,7 +81,7 @@ def conversations(seed: int) -> list[tuple[int, list[int]]]:
 
 
 def ask(servers: Sequence[Server], requests: Sequence[tuple[int, list[int]]]) -> list[Answered]:
-    """Ask all requests, one after the other."""
+    """Send all requests, one after the other."""
     found = []
     for replica, prompt in requests:
         answer = servers[replica].ask(prompt, ANSWER_TOKENS, logprobs=1)
@@ -90,7 +90,7 @@ def ask(servers: Sequence[Server], requests: Sequence[tuple[int, list[int]]]) ->
 
 
 def measure(quick: bool) -> Part:
-    """Ask both pairs of replicas the same conversations in turn."""
+    """Send the same conversations to both pairs of replicas, in turn."""
     num_rounds = 1 if quick else 5
     of: dict[str, list[list[Answered]]] = {}
     with TemporaryDirectory(prefix="kvtier-replicas-") as name, ExitStack() as stack:
@@ -101,7 +101,7 @@ def measure(quick: bool) -> Part:
         for way in (NODE, APART):
             made = replicas(way, model, folder / way.replace(" ", "-"), node.config.socket)
             pairs[way], of[way] = stack.enter_context(made), []
-            for server in pairs[way]:  # all attach before the clock runs
+            for server in pairs[way]:  # all replicas attach before anything is timed
                 server.ask(tokens(7, BLOCK + 1), 1)
                 server.settle()
         for number in range(num_rounds):
@@ -130,7 +130,7 @@ def _row(way: str, rounds: Sequence[Sequence[Answered]]) -> JsonRow:
 
 
 def _targets(of: dict[str, list[list[Answered]]]) -> list[dict[str, object]]:
-    """M1. Answers of both ways must be the same."""
+    """Return M1. Raises AssertionError if answers of the two ways differ."""
     for one, other in zip(of[NODE], of[APART], strict=True):
         num = sum(a.texts != b.texts for a, b in zip(one, other, strict=True))
         if num:

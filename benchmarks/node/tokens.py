@@ -24,7 +24,7 @@ from kvtier.tools.report.stats import Estimate, exactly, median_with_interval
 
 NUM_ENGINES = (2, 4)
 SHARES = (0.02, 0.05, 0.1, 0.2)
-"""Memory of all engines together, of the trace's unique blocks."""
+"""Memory of all engines together, as a share of the trace's unique blocks."""
 LEAST_RATIO = 1.8
 BLOCK_TOKENS = 512
 QUICK_REQUESTS = 1500
@@ -32,7 +32,7 @@ QUICK_REQUESTS = 1500
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Prompt tokens of a trace, and those that were found."""
+    """Prompt tokens of a trace: those found in a cache, and all."""
 
     found: int
     asked: int
@@ -93,7 +93,7 @@ def _requests(trace: Trace, num: int) -> list[Request]:
 def replay(
     requests: Sequence[Request], block_tokens: int, engines: Sequence[int], capacity: int
 ) -> Tokens:
-    """Replay requests; each goes to the engine named, whose cache has room for ``capacity``."""
+    """Replay requests. Each goes to the engine named, whose cache has room for ``capacity``."""
     caches = [TierReplay(RUNS, max(1, capacity)) for _ in range(max(engines) + 1)]
     found = asked = 0
     for (time_s, keys, num_tokens), engine in zip(requests, engines, strict=True):
@@ -107,7 +107,7 @@ def replay(
 
 
 def ratio_of(together: Tokens, apart: Sequence[Tokens]) -> Estimate:
-    """Return how many times as many tokens are found together, over the routings."""
+    """Return the ratio of the tokens found together to those found apart, over the routings."""
     if together.found and not all(each.found for each in apart):
         return exactly(float("inf"))
     return median_with_interval([together.found / max(1, each.found) for each in apart])

@@ -27,7 +27,7 @@ SEGMENT_BYTES = 4 << 20
 ROW_BYTES = 8 + 8 + record_type(len(new_keys(1)[0])).itemsize
 """Bytes of a slot's generation, users and record, which lie in shared memory."""
 SPARE = 4
-"""The memory has room for so many times the blocks of a run that stores new ones."""
+"""Ratio of the memory to the blocks that a run stores; the inverse if the memory is full."""
 
 
 def measure(quick: bool) -> Part:
@@ -94,7 +94,7 @@ def _requests(
         for name, work in kinds.items():
             began = node.cpu_s
             work()
-            cache.lookup_again(known[0])  # answered when all before it is done
+            cache.lookup_again(known[0])  # answered after all earlier requests
             if number:
                 found[name].append(1e6 * (node.cpu_s - began) / num_requests)
     return found
