@@ -1,10 +1,10 @@
-"""R1, R2, R3: stores, each against its own client; and what a dead one costs.
+"""R1, R2, R3: stores, each compared with its own client; and the cost of a dead store.
 
     python -m benchmarks.stores            a table
     python -m benchmarks.stores --json -   JSON on stdout, the table on stderr
 
-Real servers on loopback, started here; as many threads on both sides, the same memory to read into
-and to write from, in turns. README.md says the method.
+The servers are real ones on loopback, started here. Both sides use as many threads and the same
+memory, in turns. See README.md for the method.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """R1: a store's tier and the store's own client, in turns and in several processes.
 
-Processes differ more than the turns of one.
+Processes differ more than the turns of one process.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ MIB = 1 << 20
 GET, PUT = "get", "put"
 LEAST_SHARE, MOST_CPU = 0.90, 1.15
 Figures = dict[str, tuple[float, float]]
-"""By direction: GB/s, and CPU seconds per GB."""
+"""(GB/s, CPU seconds per GB) by direction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One store, one size, one direction; medians over processes.
 
-    share: of the client's GB/s. cost: of the client's CPU, to which a memmove / 1.15 is added; both
-    of each process by itself, and between what their medians lie.
+    Both ratios are taken within a process. Their bounds are those of the median over processes.
     """
 
     store: str
@@ -46,8 +45,10 @@ class Row:
     client_cpu_s_per_gb: float
     memmove_cpu_s_per_gb: float
     share: float
+    """kvtier's GB/s, divided by the client's."""
     share_between: Bounds
     cost: float
+    """kvtier's CPU time, divided by the client's plus a memmove / 1.15."""
     cost_between: Bounds
 
     def targets(self) -> list[dict[str, object]]:
@@ -64,7 +65,7 @@ Move = Callable[[Sequence[BlockKey], Memory, slice], None]
 
 
 def timed(work: Callable[[], None], num_bytes: int) -> tuple[float, float]:
-    """GB/s, and CPU seconds of this process per GB."""
+    """Run ``work``. Return GB/s, and CPU seconds of this process per GB."""
     began, cpu = time.perf_counter(), time.process_time()
     work()
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
@@ -74,7 +75,7 @@ def timed(work: Callable[[], None], num_bytes: int) -> tuple[float, float]:
 def in_threads(
     move: Move, keys: Sequence[BlockKey], memory: Memory, num_threads: int, pool: ThreadPoolExecutor
 ) -> tuple[float, float]:
-    """All blocks, in as many parts as there are threads; how fast, and at which cost."""
+    """Move all blocks, in as many parts as there are threads. Return what ``timed`` does."""
     cuts = np.linspace(0, len(keys), num_threads + 1).astype(int).tolist()
     parts = [slice(first, end) for first, end in pairwise(cuts)]
 
@@ -87,18 +88,16 @@ def in_threads(
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One store and size, in one process.
-
-    found: medians over rounds, by side (0 is kvtier, 1 the client) and direction. moved: CPU
-    seconds per GB of a memmove.
-    """
+    """One store and size, in one process."""
 
     found: dict[tuple[int, str], tuple[float, float]]
+    """Medians over rounds, by side (0 is kvtier, 1 the client) and direction."""
     moved: float
+    """CPU seconds per GB of a memmove."""
 
 
 def measure(place: Place, block_bytes: int, options: argparse.Namespace) -> Measured:
-    """Rounds of puts and gets in turns, the first one to warm up."""
+    """Measure puts and gets in turns. The first round warms up."""
     num = max(options.threads, options.mib * MIB // block_bytes)
     memory = Memory(num, block_bytes)
     sides: list[Tier | Client] = [
@@ -132,7 +131,7 @@ def _turn(
     pool: ThreadPoolExecutor,
     turn: int,
 ) -> Figures:
-    """All blocks put, and got again, and compared; they are removed then."""
+    """Put all blocks, get and compare them, and remove them."""
     keys = memory.keys(turn, at)
     memory.fill(turn)
     figures = {PUT: in_threads(side.put, keys, memory, num_threads, pool)}
@@ -145,7 +144,7 @@ def _turn(
 
 
 def rows_of(kind: type[Place], block: str, processes: Sequence[Measured]) -> list[Row]:
-    """Return the rows of what each process has measured."""
+    """Return the rows of one store and size, over all processes."""
     return [_row(kind, block, direction, processes) for direction in (PUT, GET)]
 
 

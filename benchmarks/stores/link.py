@@ -19,9 +19,9 @@ BURST_S: Final = 0.002
 
 
 class Link:
-    """Passes on bytes at ``bits_per_s`` each way, over all connections. Close it.
+    """Forwards bytes at ``bits_per_s`` each way, over all connections. Close it.
 
-    Bytes are moved by splice(2), so that a link of 10 Gb/s costs little processor time.
+    splice(2) moves the bytes, so that a link of 10 Gb/s costs little processor time.
     """
 
     def __init__(self, to_port: int, bits_per_s: float) -> None:
@@ -64,7 +64,7 @@ class Link:
                 each.shutdown(socket.SHUT_RDWR)
 
     def _wait(self, num_bytes: int, way: int) -> None:
-        """Wait until the link has passed on so many bytes more."""
+        """Wait until the link has forwarded so many bytes more."""
         with self._lock:
             now = time.monotonic()
             self._free_at[way] = max(self._free_at[way], now - BURST_S)

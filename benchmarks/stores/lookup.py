@@ -1,4 +1,4 @@
-"""R2: how soon a store says which blocks it has."""
+"""R2: how long it takes to look up which blocks a store has."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ from kvtier.tools.report.stats import estimate as sampled
 ROUND_TRIP_S, ASKED, LOOKUPS = 0.02, 1000, 400
 BLOCK_BYTES = 1 << 16
 KNOWN_MS, ASKED_MS = 0.5, 1000 * (2 * ROUND_TRIP_S + 0.010)
-"""At most: where nobody is asked, and with two round trips."""
+"""Most milliseconds: without a request to the store, and with two round trips."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Time to hear which of so many blocks a store has.
-
-    round_trip_ms: of the network; 0 if nobody is asked.
-    """
+    """Time to look up so many blocks in a store."""
 
     store: str
     blocks: int
     lookups: int
     round_trip_ms: float
+    """Delay of the network; 0 if a look-up sends no request."""
     p50_ms: float
     p99_ms: float
     p99_ms_between: Bounds
@@ -43,9 +41,9 @@ class Lookup:
 
 
 def measure_lookup(place: Place, num_lookups: int) -> Lookup | None:
-    """Measure look-ups of blocks that are all there, with the network's delay per request.
+    """Measure look-ups of blocks that are all stored, with the network's delay per request.
 
-    None for a store that no network leads to.
+    Return None for a store without a network.
     """
     far = place.far(ROUND_TRIP_S, BLOCK_BYTES, 2 * ASKED)
     if far is None:

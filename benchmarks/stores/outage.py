@@ -1,4 +1,4 @@
-"""R3: what a store that has died, or is slow, costs those whom it could not help."""
+"""R3: cost of a dead or slow store for requests that it can't help."""
 
 from __future__ import annotations
 
@@ -24,23 +24,22 @@ MODEL, PROMPT_TOKENS, OUTPUT_TOKENS = "kvtier-tiny", 512, 2
 STORED_BYTES = 1 << 30
 MOST_RATIO = 1.02
 SETTLE_S = 3.5
-"""Until three look-ups have failed, and the store is left alone."""
+"""Time until three look-ups have failed and the store is no longer used."""
 
 
 @dataclass(frozen=True, slots=True)
 class TroubleRow:
-    """One store.
-
-    trouble: "dead-store" or "slow-store". first_ms: time to first token of the request that met it
-    first. pairs: of prompts that nobody knows, with the store and without, in turn.
-    """
+    """One store."""
 
     store: str
     trouble: str
+    """"dead-store" or "slow-store"."""
     first_ms: float
+    """Time to first token of the first request after the trouble began."""
     with_it: Summary
     without: Summary
     num_pairs: int
+    """Pairs of new prompts, with the store and without it, in turn."""
     p99_ratio: Estimate
 
     def as_json(self) -> dict[str, object]:
@@ -69,7 +68,7 @@ class TroubleRow:
 def measure_trouble(
     places: Sequence[type[Place]], trouble: str, num_pairs: int
 ) -> list[TroubleRow]:
-    """Each store that it can befall, which begins to misbehave."""
+    """Measure each store that can have this trouble."""
     setting = probe(ServeOptions(model=MODEL, ttft_prompts=2))
     rows = []
     for kind in places:
@@ -118,7 +117,7 @@ def _engine(setting: Setting, location: str) -> Iterator[Engine]:
 
 
 def _ask(engine: Engine, prompt: Prompt) -> float:
-    """Milliseconds to the first token."""
+    """Return the milliseconds to the first token."""
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     return 1000 * run_one(engine, prompt, params).ttft_s
 

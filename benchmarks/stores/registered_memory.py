@@ -18,15 +18,15 @@ from tests.kit.servers import MooncakeMaster, has_mooncake
 
 LENT_BYTES = 2 << 30
 CALLED = 256
-"""Objects of a call. Of 2,048 that were under way at a time Mooncake's client has refused some."""
+"""Objects per call. Mooncake's client refused some of 2,048 that were in flight at a time."""
 LEASE_MS = 5000
-"""Mooncake's default: what takes longer than that is not read."""
+"""Mooncake's default. An object whose read takes longer is not read."""
 
 
 class Mooncake(Client):
-    """Directly into the memory of the blocks and out of it: nothing is to be delivered.
+    """Mooncake's own client, which moves blocks directly into and out of their memory.
 
-    One client for all threads, as it is meant to be used.
+    ``deliver`` has nothing to do. All threads share one client, as it is meant to be used.
     """
 
     def __init__(self, address: str) -> None:
@@ -67,15 +67,15 @@ class Mooncake(Client):
 
 
 def _parts(at: slice) -> list[slice]:
-    """For a call each."""
+    """Return the parts of a slice, one per call."""
     starts = range(at.start, at.stop, CALLED)
     return [slice(start, min(start + CALLED, at.stop)) for start in starts]
 
 
 class MooncakePlace(Place):
-    """A master, and a process that lends it memory.
+    """A Mooncake master, and a process that lends it memory.
 
-    While the client is set up no other thread of Python's runs, not even those of a proxy.
+    While the client is set up no other Python thread runs, not even those of a proxy.
     """
 
     name, client_name = "mooncake", "mooncake"
@@ -99,7 +99,7 @@ class MooncakePlace(Place):
 
     @contextmanager
     def way(self) -> Iterator[tuple[int, Callable[[str], AbstractContextManager[None]]]]:
-        """Its processes stop, and keep their connections: no proxy is needed for that."""
+        """Stop the store's processes, which keep their connections. No proxy is needed."""
         yield self.port, lambda trouble: self._master.frozen()
 
     def client(self, threads: int) -> Client:
@@ -110,9 +110,9 @@ class MooncakePlace(Place):
 
 
 class Nixl(Client):
-    """POSIX: a file for each block, past the page cache, read and written where the blocks are.
+    """NIXL's POSIX plug-in: a file per block, O_DIRECT, read and written without a buffer.
 
-    A transfer for each call, an agent for each thread.
+    Each call is one transfer, and each thread has an agent.
     """
 
     def __init__(self, folder: Path, params: dict[str, str]) -> None:
@@ -171,7 +171,7 @@ class Nixl(Client):
 
 
 class NixlPlace(Place):
-    """The plug-in for files, in a folder; its queue is the one that NIXL takes by itself."""
+    """NIXL's plug-in for files, in a folder, with NIXL's default queue."""
 
     name, client_name = "nixl", "nixl"
     packages = ("nixl",)

