@@ -21,7 +21,7 @@ class Contestant:
 
     name: str
     peer: str
-    """Whose it is: ``kvtier`` or the name of an environment."""
+    """Owner: ``kvtier`` or the name of an environment."""
     module: str
     options: dict[str, object] = field(default_factory=dict)
     environment: str | None = None
@@ -29,7 +29,7 @@ class Contestant:
 
     @property
     def python(self) -> Path:
-        """The interpreter of its environment."""
+        """Interpreter of its environment."""
         if self.peer == OURS and self.environment is None:
             return Path(sys.executable)
         return ENVIRONMENTS / (self.environment or self.peer) / "bin" / "python"

@@ -21,7 +21,7 @@ NAMESPACE = bytes(32)
 
 
 class KvtierDisk(Store):
-    """A slab with room for what is on disk and what is written on top."""
+    """A slab with room for the stored blocks and for writes beyond them."""
 
     version = kvtier.__version__
 

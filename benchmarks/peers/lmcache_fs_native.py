@@ -1,7 +1,7 @@
 """LMCache's `fs_native` adapter, the disk back end of its server: C++ threads, a file per chunk.
 
-As its server's controllers call it: one task per batch, and a descriptor that is readable when the
-task is done. The controllers are left out.
+The adapter is called as by the server's controllers: one task per batch, and a descriptor that is
+readable when the task is done. The controllers are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.peers.store import Arena, Store, key_of
 
 DEADLINE_MS = 60_000
 NUM_THREADS = 8
-"""Its default is 4."""
+"""LMCache's default is 4."""
 
 
 class LmcacheFsNative(Store):

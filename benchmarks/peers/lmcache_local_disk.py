@@ -1,7 +1,7 @@
 """LMCache's `LocalDiskBackend`: a file per chunk, a thread pool of its own; O_DIRECT as an option.
 
-Its staging memory is the arena, handed out by LMCache's own allocator: in huge pages, which its
-default is not.
+LMCache's own allocator hands out the arena as staging memory. The arena has huge pages, unlike
+LMCache's default.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from benchmarks.peers.store import Arena, Bytes, Store
 
 NUM_THREADS = 8
-"""Its default is 4."""
+"""LMCache's default is 4."""
 NO_LIMIT_GIB = 1 << 20
-"""It goes on counting what was removed, so any limit would be reached."""
+"""LMCache does not subtract what was removed, so any limit would be reached."""
 HIDDEN = 1024
 TOKENS = 16
 
@@ -70,7 +70,7 @@ class LmcacheLocalDisk(Store):
         self._chunks: list[MemoryObj] = []
 
     def prepare(self, numbers: Sequence[int]) -> None:
-        """Chunks over the blocks, which are in their places already."""
+        """Allocate chunks over the blocks, which are in place already."""
         for block, _ in zip(self.arena.blocks, numbers, strict=False):
             chunk = self._cpu.allocate(self._shape, torch.bfloat16, MemoryFormat.KV_2LTD)
             assert chunk is not None

@@ -1,8 +1,9 @@
-"""A storage back end of SGLang's, behind its own controller and one of its host pools.
+"""A storage back end of SGLang, behind SGLang's own controller and a host pool.
 
-What is timed is `HiCacheController`'s part of a prefetch or of a backup: batches of 128 pages, the
-generic way through a page's own tensor (`file`) or directly into the pool, as SGLang chooses by the
-back end. Its threads, its queues and the agreement between ranks are left out.
+The timed part is the work of ``HiCacheController`` in a prefetch or a backup, in batches of 128
+pages. Pages are copied through tensors of their own (`file`) or directly into the pool, as SGLang
+chooses by the back end. The controller's threads and queues and the agreement between ranks are
+left out.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ LAYER_BYTES = 2 * PAGE * HEADS * HEAD_DIM * 2
 """Bytes of a page in a layer: K and V in two bytes each, of a rank that has two heads."""
 FOLDERS = ("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR")
 KEPT = 4
-"""Batches for which a back end with a bound has room beyond what is stored."""
+"""Batches that a back end with limited capacity can hold beyond the stored blocks."""
 OURS = {
     "backend_name": "kvtier",
     "module_path": "kvtier.connectors.sglang.entry",
@@ -53,10 +54,16 @@ OURS = {
 
 
 class SglangController(Store):
-    """One rank of one model. A batch is one operation of the controller's.
+    """One rank of one model. A batch is one operation of the controller.
 
-    backend: by SGLang's name. package: whose version it is. extra: of the back end's settings.
-    memory: a file for the host pool's pages, the same one for all contestants.
+    Args:
+        arena: memory of one batch.
+        folder: of the back end's files.
+        num_blocks: stored blocks.
+        backend: SGLang's name of the back end.
+        package: package whose version is reported.
+        extra: settings of the back end.
+        memory: file for the host pool's pages, the same one for all contestants.
     """
 
     def __init__(
@@ -118,13 +125,13 @@ class SglangController(Store):
         self._pool.kv_buffer.zero_()
 
     def files(self, numbers: Sequence[int]) -> list[Path]:
-        """A back end that has files of a page's own names them by its key."""
+        """Return these pages' files. Back ends with a file per page name it by the key."""
         every = super().files(numbers)
         keys = set(_keys(numbers))
         return every if self._is_ours else [path for path in every if path.name[:64] in keys]
 
     def forget(self, numbers: Sequence[int]) -> None:
-        if self._is_ours:  # it forgets by itself: those that were not used for the longest time
+        if self._is_ours:  # kvtier evicts the least recently used ones by itself
             all_others = _keys(range(self.num_blocks))
             self._storage.batch_set_v1(all_others[:1], self._slots(range(1)), _prompt(all_others))
         else:
@@ -142,14 +149,14 @@ class SglangController(Store):
         return int(self._places[place, 0])
 
     def _before(self) -> list[str] | None:
-        """As SGLang has it where a back end asks for the keys before an operation's."""
+        """Return the prefix keys, as SGLang does for back ends that request them."""
         return [] if self._is_ours else None
 
 
 def host_pool(page_bytes: int, num_pages: int) -> MHATokenToKVPoolHost:
-    """In SGLang's own memory and its usual layout.
+    """Return a host pool in SGLang's own memory and in its default layout.
 
-    The device's pool beside it is as small as can be.
+    The device pool beside it is as small as possible.
     """
     num_layers, rest = divmod(page_bytes, LAYER_BYTES)
     assert not rest, f"a page has a multiple of {LAYER_BYTES} bytes"
@@ -177,7 +184,7 @@ def host_pool(page_bytes: int, num_pages: int) -> MHATokenToKVPoolHost:
 
 
 def mapped(path: Path, like: torch.Tensor) -> torch.Tensor:
-    """A tensor in a file in memory, which may be smaller or not there yet."""
+    """Return a tensor in a file in memory. The file is created or enlarged if necessary."""
     with path.open("a+b") as file:
         file.truncate(max(like.nbytes, path.stat().st_size))
         return torch.frombuffer(mmap(file.fileno(), like.nbytes), dtype=like.dtype).view(like.shape)
@@ -186,7 +193,7 @@ def mapped(path: Path, like: torch.Tensor) -> torch.Tensor:
 def controller(
     backend: str, settings: dict[str, object], pool: MHATokenToKVPoolHost
 ) -> tuple[object, HiCacheController]:
-    """The storage, and as much of a controller above it as moves pages."""
+    """Return the storage, and the part of a controller that moves pages."""
     config = HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, True, "model")
     config.extra_config = settings
     made = HiCacheController.__new__(HiCacheController)
@@ -199,7 +206,7 @@ def controller(
     generic = backend == "file"
     made.page_get_func = made._generic_page_get if generic else made._page_get_zero_copy
     made.page_set_func = made._generic_page_set if generic else made._page_set_zero_copy
-    # Hashing tokens is the same for all, and not their work: "tokens" are the keys.
+    # Hashing is no work of the back ends, so it is left out: "tokens" are the keys.
     cache_controller.get_storage_hash_str = lambda tokens, *_, **__: tokens
     return made.storage_backend, made
 
@@ -210,7 +217,7 @@ def _prompt(keys: list[str]) -> object:
 
 @cache
 def _key(number: int) -> str:
-    """Made once: hashes are SGLang's work."""
+    """Return the key of a page. It is cached, because hashing is SGLang's work."""
     return key_of(number).hex()
 
 

@@ -1,8 +1,8 @@
 """SGLang's `HiCacheFile`: a file per page, through the page cache.
 
 Its controller calls ``batch_set`` and ``batch_get``, which take one page after the other. Pages are
-read directly to their place here; SGLang itself reads into a buffer and copies. With more
-than one thread, the pages of a batch are shared out, which SGLang does not do.
+read directly into place here; SGLang itself reads into a buffer and copies. With more than one
+thread, the pages of a batch are distributed over them, which SGLang does not do.
 """
 
 from __future__ import annotations

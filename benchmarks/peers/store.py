@@ -14,7 +14,7 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 BATCH = 64
-"""Blocks that are stored or loaded at a time, where nothing else is said."""
+"""Blocks of a batch, by default."""
 
 
 class Arena:
@@ -31,15 +31,15 @@ class Arena:
 
 
 class Store(ABC):
-    """Blocks on disk, by number. The cache gets nothing but keys and memory.
+    """Blocks on disk, by number. The cache gets only keys and memory.
 
     The caller guarantees
-        a batch has at most as many numbers as the arena has blocks, all different; what is loaded
-        was stored; what is stored is not there yet. Before a batch is stored its blocks lie in the
+        a batch has at most as many numbers as the arena has blocks, all different. Only stored
+        blocks are loaded, and only new ones stored. Before a batch is stored its blocks lie in the
         arena, the i-th at place i.
     The implementer provides
-        ``store`` and ``load`` return when the cache says that the whole batch is done; only they
-        are timed.
+        ``store`` and ``load`` return when the cache reports the whole batch as done. Only they are
+        timed.
     """
 
     version: str
@@ -49,33 +49,33 @@ class Store(ABC):
         self.arena, self.folder, self.num_blocks = arena, folder, num_blocks
 
     def prepare(self, numbers: Sequence[int]) -> None:  # noqa: B027  most need nothing
-        """Whatever comes before ``store`` and is not its work. Not timed."""
+        """Do the work before ``store`` that is not the cache's. Not timed."""
 
     @abstractmethod
     def store(self, numbers: Sequence[int]) -> None:
-        """Write the blocks of the arena under these numbers. Raises where one was refused."""
+        """Write the blocks of the arena under these numbers. Raises if one was refused."""
 
     @abstractmethod
     def load(self, numbers: Sequence[int]) -> None:
-        """Read these blocks into memory. Raises where one was missing."""
+        """Read these blocks into memory. Raises if one was missing."""
 
     def loaded(self, place: int) -> Bytes:
-        """The block that the last ``load`` gave for its number at ``place``. Not timed."""
+        """Return the block that the last ``load`` read for its number at ``place``. Not timed."""
         return self.arena.blocks[place]
 
     def clear(self) -> None:
-        """Leave nothing of what was in the memory that ``load`` fills. Not timed."""
+        """Clear the memory that ``load`` fills. Not timed."""
         self.arena.blocks[:] = 0
 
     def release(self) -> None:  # noqa: B027  most need nothing
-        """Give back what the last ``load`` gave. Not timed."""
+        """Release the blocks of the last ``load``. Not timed."""
 
     def files(self, numbers: Sequence[int]) -> list[Path]:
-        """Those that hold these blocks; all of the folder where blocks share them."""
+        """Return the files of these blocks; all of the folder if blocks share files."""
         return [path for path in self.folder.rglob("*") if path.is_file()]
 
     def lookup(self, numbers: Sequence[int]) -> Callable[[], int]:
-        """A question that is ready to be asked: how many of the first of these are there?"""
+        """Return a call that looks these blocks up. It returns the length of the stored prefix."""
         raise NotImplementedError
 
     @abstractmethod
@@ -87,5 +87,5 @@ class Store(ABC):
 
 
 def key_of(number: int) -> bytes:
-    """32 bytes, like the hash of a block's tokens."""
+    """Return 32 bytes, like the hash of a block's tokens."""
     return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()

@@ -1,7 +1,7 @@
 """vLLM's `fs` tier behind its CPU tier: a file per block, O_DIRECT, 16 + 16 threads of its own.
 
-A job is what one request loads or stores in one step, and one thread does it. One job per batch
-is what a single request gets; 16 are what its threads can do for 16 requests at a time.
+A job has the blocks that one request loads or stores in one step, and one thread runs it. One job
+per batch stands for a single request, 16 jobs for 16 requests at a time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One contestant in a process and an environment of its own.
 
-Reads a JSON object per line, {"do": "read", "batches": [[3, 17, ...], ...]}, does it and answers
-with seconds, CPU seconds and how many blocks were wrong. Needs the standard library and numpy, and
-what the contestant needs.
+Reads a JSON object per line, {"do": "read", "batches": [[3, 17, ...], ...]}, runs it, and prints
+seconds, CPU seconds and the number of wrong blocks. Needs the standard library, numpy, and the
+contestant's own packages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.peers.store import BATCH, Arena, Store
 
 STAMP_BYTES = 8
 WRITE_AND_WAIT = 7
-"""sync_file_range(2): wait for what is under way, write what is dirty, wait for that."""
+"""sync_file_range(2): wait for writes in flight, write dirty pages, wait for them."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -32,7 +32,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 class Contest:
     """A store, the content of its blocks, and a clock around its calls.
 
-    Block n holds its number and then random bytes, which the n-th of every batch have in common.
+    Block n holds its number and then random bytes, which depend only on its position in a batch.
     """
 
     def __init__(self, store: Store) -> None:
@@ -100,7 +100,7 @@ class Contest:
         }
 
     def look_up(self, batches: Sequence[Sequence[int]]) -> dict[str, object]:
-        """Ask which of some stored blocks are there; how long each question took."""
+        """Look up stored blocks. Return the seconds of each look-up."""
         seconds, wrong = [], 0
         for numbers in batches:
             ask = self.store.lookup(numbers)
@@ -141,10 +141,7 @@ def cpu_s() -> float:
 
 
 def bytes_from_disk() -> int:
-    """Return the bytes that the kernel read from disk for this process.
-
-    With or without page cache.
-    """
+    """Return the bytes read from disk for this process, with or without page cache."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -153,9 +150,9 @@ def bytes_from_disk() -> int:
 
 
 def settle(paths: Sequence[Path]) -> None:
-    """Return when the data of these files are out of the page cache.
+    """Wait until the dirty pages of these files have been written.
 
-    A file that nobody buffered costs next to nothing; no journal of the file system is waited for.
+    A file that was not buffered costs next to nothing. The file system's journal is not waited for.
     """
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
@@ -167,7 +164,7 @@ def settle(paths: Sequence[Path]) -> None:
 
 
 def drop(folder: Path) -> None:
-    """Forget the page cache of all files below ``folder``; they were settled."""
+    """Drop the page cache of all files below ``folder``, which were settled."""
     for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
@@ -187,7 +184,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=BATCH, help="blocks at a time")
     parser.add_argument("--small-pages", action="store_true", help="memory in pages of 4 KiB")
     options = parser.parse_args()
-    # Whatever a library prints is no answer, also from C.
+    # No output of a library, also from C, may mix with answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     opened = importlib.import_module(f"benchmarks.peers.{options.module}").open_store
