@@ -1,10 +1,9 @@
 """Time to the first token when the KV of a prompt comes from a store behind a slow link.
 
 Part of ``python -m benchmarks.codecs --links``. The embedded engine serves a small model with large
-KV: 32 KiB per token in bfloat16. A prompt is computed, and stored once as it is and once by the
-codec ``lossless``. Then an engine that has never seen it is asked for its first token, through a
-link of limited bandwidth to a real Valkey server. Both ways take turns, and each prompt is asked
-once.
+KV: 32 KiB per token in bfloat16. Each prompt is computed and stored twice, plain and with
+the codec ``lossless``. A new engine then generates its first token over a link of limited bandwidth
+to a real Valkey server. Both ways take turns, and each prompt is requested once.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from tests.kit.servers import ValkeyServer
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 8, 8, 128
 KV_BYTES = 2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM * 2
-"""Bytes per token."""
+"""KV bytes per token."""
 LOADED_TOKENS = 2048
 PROMPT_TOKENS = LOADED_TOKENS + 16
-"""Loaded, and a few that are computed behind them."""
+"""Loaded tokens, and a few after them that are computed."""
 GIGABITS = (1, 10)
 CODECS = ("none", "lossless")
 MEMORY = 2 << 30
@@ -44,10 +43,7 @@ LEAST_SOONER = 1.25
 
 @dataclass(frozen=True, slots=True)
 class LinkRow:
-    """Time to the first token over one link, medians in seconds.
-
-    sooner: time as it is, over time with the codec.
-    """
+    """Time to the first token over one link, medians in seconds."""
 
     gigabits_per_s: int
     kv_bytes: int
@@ -55,12 +51,13 @@ class LinkRow:
     plain_s: float
     lossless_s: float
     sooner: Estimate
+    """Time without a codec, divided by the time with it."""
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
 
     def target(self) -> dict[str, object] | None:
-        """Return the verdict on 1 Gb/s."""
+        """Return the verdict on 1 Gb/s; None for other links."""
         if self.gigabits_per_s != 1:
             return None
         return judged(
@@ -73,7 +70,7 @@ class LinkRow:
 
 
 def interval(found: Estimate) -> str:
-    """Return an estimate in words."""
+    """Return an estimate as text."""
     return f"{found.value:.2f} ({found.low:.2f} to {found.high:.2f})"
 
 
@@ -102,7 +99,7 @@ def make_model(folder: Path) -> Path:
 
 @contextmanager
 def engine(model: Path, port: int, codec: str) -> Iterator[Engine]:
-    """An engine over a store, with nothing in memory. Each codec has a prefix of its own."""
+    """Yield an engine over a store, with empty memory. Each codec has its own key prefix."""
     cache = CacheConfig(
         host_capacity="256MiB",
         storage=(f"valkey://127.0.0.1:{port}?prefix={codec}:",),

@@ -3,9 +3,9 @@
     python -m benchmarks.codecs            a table
     python -m benchmarks.codecs --json -   JSON on stdout, the table on stderr
 
-Contestants take turns, in processor time of one thread. Beside the codec ``lossless`` there are
-zstd and lz4 (if it is installed) over the same bytes as they are. Every block is decoded and
-compared before it is timed.
+Contestants take turns; times are processor time of one thread. Besides the codec ``lossless``, zstd
+and lz4 (if installed) compress the same bytes unchanged. Every block is decoded and compared before
+it is timed.
 
 The data are numbers like the KV of a trained model: normally distributed, with a scale per channel
 whose logarithm is normally distributed with a deviation of 0.6, in the types that KV has. With
@@ -112,7 +112,7 @@ def model_kv(model: str) -> Uint8s:
 
 
 Way = tuple[Callable[[], int], Callable[[], bool]]
-"""Encodes, and returns the bytes; decodes, and returns whether that is the block."""
+"""(encode, decode): encode returns the encoded size, decode whether it succeeded."""
 
 
 def codec_ways(block: Uint8s) -> dict[str, Way]:
@@ -140,7 +140,7 @@ def codec_ways(block: Uint8s) -> dict[str, Way]:
         def decode() -> bool:
             if coder.changes_blocks and coder.counts.num_encoded:
                 return coder.decode(KEY, frame, out) is Outcome.THERE
-            again[:] = block  # it was stored as it is
+            again[:] = block  # it was stored unchanged
             return True
 
         return encode, decode

@@ -3,9 +3,9 @@
     python -m benchmarks.disturbed            a table
     python -m benchmarks.disturbed --json -   JSON on stdout, the table on stderr
 
-One process per tier serves prompts that only a real disk or a real Valkey has. In the middle it
-stops itself just after the beginning of loads, as a busy or suspended machine does. All figures are
-counts of prompts and blocks; computing is not done, but reported to the planner.
+One process per tier serves prompts that only a real disk or a real Valkey has. Midway it stops
+itself just after loads begin, as on a busy or suspended machine. All figures are counts of prompts
+and blocks. No model runs: compute times are only reported to the planner.
 """
 
 from __future__ import annotations
@@ -45,23 +45,24 @@ MAX_DELAY_S = 0.004
 PROMPT_S = 0.05
 """Time between prompts."""
 MOST_PROMPTS, MOST_S = 20, 2.0
-"""Target: one of the two."""
+"""Target: all prompts are loaded in full again after so many prompts or seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class DisturbedRow:
-    """Loads from one tier before, while and after the process is stopped.
-
-    before, disturbed, after: share of blocks that were loaded. num_prompts, seconds: from the last
-    stop until all following prompts were loaded in full.
-    """
+    """Loads from one tier before, while and after the process is stopped."""
 
     tier: str
     before: float
+    """Share of blocks loaded before the stops."""
     disturbed: float
+    """Share of blocks loaded during the stops."""
     after: float
+    """Share of blocks loaded after the stops."""
     num_prompts: int
+    """Prompts from the last stop until all following ones were loaded in full."""
     seconds: float
+    """Time for ``num_prompts``."""
 
     @property
     def is_back(self) -> bool:
@@ -85,7 +86,8 @@ class Served:
     def serve(self, beside: Callable[[], object] | None = None) -> float:
         """Serve the next prompt. Return the share of its blocks that was loaded.
 
-        beside: called when the load begins.
+        Args:
+            beside: called when the load begins.
         """
         prompt = self._cache.prompt(self._prompts[self._at])
         self._at = (self._at + 1) % NUM_PROMPTS
@@ -104,7 +106,7 @@ class Served:
         return num / NUM_BLOCKS
 
     def store(self) -> None:
-        """Compute all prompts once, until storage has them."""
+        """Compute all prompts once, and wait until storage has them."""
         for tokens in self._prompts:
             self.serve()
             num_stored = self._cache.stored(self._cache.prompt(tokens)).result(60.0)
@@ -121,7 +123,7 @@ def _clear_device(cache: Cache) -> None:
 
 
 def _stop_soon(rng: random.Random) -> None:
-    """Stop this process in a moment. Its parent lets it go on."""
+    """Stop this process after a random delay. Its parent resumes it."""
 
     def stop() -> None:
         time.sleep(rng.uniform(0, MAX_DELAY_S))
@@ -154,7 +156,7 @@ def _mean(shares: list[float]) -> float:
 
 @contextmanager
 def _continuing(executor: ProcessPoolExecutor) -> Iterator[None]:
-    """Let the executor's processes go on when they were stopped for ``STOP_S``."""
+    """Resume the executor's processes ``STOP_S`` after they stopped."""
     is_over = Event()
 
     def go_on() -> None:

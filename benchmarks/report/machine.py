@@ -8,9 +8,9 @@ from kvtier.tools.report import machine
 
 
 def machine_facts() -> dict[str, object]:
-    """Those of ``kvtier bench``, and when the kernel grants huge pages: always, madvise or never.
+    """Return the facts of ``kvtier bench``, and when the kernel grants huge pages.
 
-    The load average is that of the moment: call this before the benchmark adds to it.
+    The load average is the current one: call this before the benchmark adds to it.
     """
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     granted = setting.read_text().partition("[")[2].partition("]")[0] if setting.exists() else ""

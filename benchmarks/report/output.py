@@ -1,4 +1,4 @@
-"""A benchmark's result, for who looks and for who keeps it."""
+"""Output of a benchmark: tables for the terminal, JSON for files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 
 def report(result: dict[str, Any], path: str | None, *tables: Table) -> None:
-    """The tables and the targets for who looks, the result where it is wanted."""
+    """Print tables and targets, and write the result as JSON to ``path``; "-" is stdout."""
     console = Console(stderr=path == "-")
     for each in (*tables, *result["targets"]):
         console.print(each)

@@ -1,4 +1,4 @@
-"""Figures against targets, for every benchmark: met, not met, or too few rounds to tell."""
+"""Benchmark figures against their targets: met, not met, or undecided for lack of rounds."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from kvtier.tools.report.stats import Estimate, median_with_interval, rounded
 from kvtier.tools.report.target import DIGITS, is_met
 
 Bounds = tuple[float | None, float | None]
-"""Between which a figure lies with 95 % confidence; None where the rounds are too few to say so."""
+"""95 % confidence bounds of a figure; None if there are too few rounds."""
 
 
 def bounds(values: Sequence[float]) -> Bounds:
-    """Return the bounds of the median."""
+    """Return the 95 % bounds of the median."""
     low, high = median_with_interval(values).interval_json(digits=9)
     return low, high
 
 
 def estimate(value: float, between: Bounds) -> Estimate:
-    """A figure of a row."""
+    """Return a row's figure as an estimate."""
     low, high = between
     return Estimate(value) if low is None or high is None else Estimate(value, low, high)
 
@@ -39,7 +39,7 @@ def judged(
     digits: int = 3,
     **more: object,
 ) -> dict[str, object]:
-    """The row for the list of targets."""
+    """Return the row for the list of targets."""
     return {
         "id": target_id,
         **more,

@@ -1,4 +1,4 @@
-"""A disk that is slow under kvtier, in each process of a server: ``KVTIER_BENCH_BYTES_PER_S``."""
+"""Plug-in that limits kvtier's disk to ``KVTIER_BENCH_BYTES_PER_S``, in each server process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def register() -> None:
-    """SGLang calls it in each of its processes."""
+    """Install the limit. SGLang calls this in each of its processes."""
     rate = os.environ.get("KVTIER_BENCH_BYTES_PER_S")
     if not rate:
         return

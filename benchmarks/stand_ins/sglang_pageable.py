@@ -1,10 +1,10 @@
-"""Lets SGLang's `file` read on a CPU: its pages on the way are page-locked, which no CPU can do."""
+"""Plug-in that lets SGLang's `file` run on a CPU, where its staging pages can't be page-locked."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """SGLang calls it in each of its processes."""
+    """Turn page-locking off. SGLang calls this in each of its processes."""
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
     begin = MHATokenToKVPoolHost.__init__
