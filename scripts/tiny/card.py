@@ -129,7 +129,7 @@ def _run_fields(log: dict[str, Any]) -> dict[str, Any]:
 
 
 def _training(runs: list[dict[str, Any]], prompts: int) -> str:
-    """Return how the weights were made, run by run, and the commands."""
+    """Return the description of all runs, and the commands."""
     ways = "Muon for the matrices inside the layers, AdamW for the rest; fp32, on two CPU cores.\n"
     versions = f"(torch {version('torch')}, transformers {version('transformers')})"
     first, *more = runs
@@ -164,7 +164,7 @@ def _training(runs: list[dict[str, Any]], prompts: int) -> str:
 
 
 def _more(log: dict[str, Any]) -> str:
-    """Return what a continued run was."""
+    """Return the description of a continued run."""
     plain = log["valid"] <= log["valid_averaged"]
     return MORE_RUN.format(
         **_run_fields(log),
@@ -178,7 +178,7 @@ def _indented(text: str) -> str:
 
 
 def read_log(path: Path) -> dict[str, Any]:
-    """The last value of every field of a training log."""
+    """Return the last value of every field of a training log."""
     fields: dict[str, Any] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         fields.update(json.loads(line))
@@ -192,7 +192,7 @@ def _fenced(text: str) -> str:
 
 
 def write_card(folder: Path, runs: list[dict[str, Any]], verdict: dict[str, Any]) -> None:
-    """Write ``README.md`` from the logs of the runs, first one first, and what ``judge`` found."""
+    """Write ``README.md`` from the logs of all runs, in order, and the result of ``judge``."""
     log = runs[-1]
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     rows = [

@@ -1,4 +1,4 @@
-"""Chat samples made from the library's own sources and docstrings, plus a few about ourselves."""
+"""Chat samples made from the standard library's sources and docstrings, and a few about kvtier."""
 
 from __future__ import annotations
 
@@ -115,24 +115,25 @@ ABOUT = (
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One function, class or module to ask about. ``code`` is empty where it is too long."""
+    """One function, class or module that questions are about."""
 
     module: str
     name: str
     doc: str
     call: str
     code: str
+    """Empty if the code is too long."""
     weight: float
 
 
 def module_name(path: str) -> str:
-    """``http/client.py`` -> ``http.client``; ``posixpath.py`` is what people call ``os.path``."""
+    """Return the name of a file's module; ``posixpath`` is ``os.path``."""
     name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     return {"posixpath": "os.path", "_pydecimal": "decimal", "_pyio": "io"}.get(name, name)
 
 
 def first_paragraph(doc: str | None) -> str:
-    """The first paragraph of a docstring in one line, cut at a sentence when it is long."""
+    """Return a docstring's first paragraph in one line, cut at a sentence if it is long."""
     if not doc:
         return ""
     for part in inspect.cleandoc(doc).split("\n\n"):
@@ -147,7 +148,7 @@ def first_paragraph(doc: str | None) -> str:
 
 
 def _weight(module: str, name: str) -> float:
-    """Return how often to ask: a model this small keeps only what it has seen several times."""
+    """Return how often to draw it: a small model remembers only what it has seen several times."""
     if module.split(".", maxsplit=1)[0] in RARE:
         return 0.1
     if module not in COMMON:
@@ -246,7 +247,7 @@ class ChatMaker:
         return [("user", rng.choice(ASK_DOC).format(n=name)), ("assistant", item.doc)]
 
     def short(self, rng: random.Random) -> str:
-        """One conversation of one to three questions."""
+        """Return one conversation of one to three questions."""
         turns: list[Turn] = []
         if rng.random() < 0.3:
             turns.append(("system", rng.choice(SYSTEMS)))
@@ -264,7 +265,7 @@ class ChatMaker:
         return render(turns)
 
     def long(self, rng: random.Random, max_chars: int) -> str:
-        """Questions about a source that stands in the system message."""
+        """Return questions about a source file that is in the system message."""
         document = rng.choice(self._sources)
         text = document.text[:max_chars]
         inside = [

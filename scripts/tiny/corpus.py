@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SKIPPED_DIRS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-# Tables of characters: much text, nothing to learn from.
+# Tables of characters: long, and useless for training.
 SKIPPED_FILES = re.compile(
     r"^(encodings/(cp|mac_|iso8859|koi8|kz1048|hp_roman|ptcp|tis_|palmos)\w*\.py"
     r"|pydoc_data/topics\.py|stringprep\.py|html/entities\.py|lib2to3/.*_sysconfigdata.*"
@@ -44,7 +44,7 @@ class Document:
 
 
 def read_library() -> list[Document]:
-    """Every source file that is used, in the order of the names; held-out ones are marked."""
+    """Return all source files that are used, by name; held-out ones are marked."""
     root = Path(sysconfig.get_paths()["stdlib"])
     documents = []
     for path in sorted(root.rglob("*.py")):
@@ -64,7 +64,7 @@ def read_library() -> list[Document]:
 
 
 def read_topics() -> dict[str, str]:
-    """The language reference's topics that ship with ``pydoc``, as plain text by name."""
+    """Return the language reference's topics that ship with ``pydoc``, as plain text by name."""
     path = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in tree.body:

@@ -1,4 +1,4 @@
-"""The model's shape, and writing it in the form that ``from_pretrained`` reads."""
+"""The model's shape, and its export for ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ END_OF_TEXT_ID, IM_START_ID, IM_END_ID = 0, 1, 2
 
 
 def tiny_config(vocab_size: int) -> Qwen3Config:
-    """The shape of kvtier-tiny: Qwen3 with grouped-query attention."""
+    """Return the shape of kvtier-tiny: Qwen3 with grouped-query attention."""
     return Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=256,
@@ -32,7 +32,7 @@ def tiny_config(vocab_size: int) -> Qwen3Config:
 
 
 def build_model(vocab_size: int, seed: int) -> Qwen3ForCausalLM:
-    """A model with random weights from ``seed``, fp32."""
+    """Return a model with random weights from ``seed``, fp32."""
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(tiny_config(vocab_size))
 

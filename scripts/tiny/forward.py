@@ -1,4 +1,4 @@
-"""The training loss of a Qwen3 model, written lean so that a CPU gets the most out of it.
+"""The training loss of a Qwen3 model, written to be fast on a CPU.
 
 It reads the weights of the transformers model in place. ``check_forward`` shows that both give the
 same logits.
@@ -13,7 +13,7 @@ from transformers import Qwen3ForCausalLM
 
 
 def rope_table(model: Qwen3ForCausalLM, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding, each [length, head_dim]."""
+    """Return cosines and sines of the rotary embedding, each [length, head_dim]."""
     config = model.config
     dim = config.head_dim
     theta = config.rope_parameters["rope_theta"]
@@ -24,14 +24,14 @@ def rope_table(model: Qwen3ForCausalLM, length: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [batch, heads, length, head_dim]."""
+    """Return the rotary embedding of x [batch, heads, length, head_dim]."""
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
     return x * cos + turned * sin
 
 
 def forward(model: Qwen3ForCausalLM, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Logits [batch * length, vocab] of ids [batch, length], causal attention over each row."""
+    """Return logits [batch * length, vocab] of ids [batch, length]; each row is causal."""
     config = model.config
     eps, dim = config.rms_norm_eps, config.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -59,13 +59,13 @@ def forward(model: Qwen3ForCausalLM, ids: Tensor, cos: Tensor, sin: Tensor) -> T
 
 
 def loss(model: Qwen3ForCausalLM, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Mean cross-entropy per token, nats; rows [batch, length + 1]."""
+    """Return the mean cross-entropy per token in nats; rows [batch, length + 1]."""
     logits = forward(model, rows[:, :-1], cos, sin)
     return functional.cross_entropy(logits, rows[:, 1:].reshape(-1))
 
 
 def check_forward(model: Qwen3ForCausalLM) -> float:
-    """Largest difference between these logits and the model's own."""
+    """Return the largest difference between these logits and those of transformers."""
     ids = torch.randint(3, model.config.vocab_size, (2, 96))
     with torch.inference_mode():
         own = forward(model, ids, *rope_table(model, 96))

@@ -34,7 +34,7 @@ QUESTIONS = (
 def held_out_rows(
     tokenizer: PreTrainedTokenizerFast, documents: list[Document], length: int
 ) -> Tensor:
-    """Rows [n, length + 1] that lie inside one held-out file each."""
+    """Return rows [n, length + 1] that lie inside one held-out file each."""
     rows = []
     for document in documents:
         if document.held_out:
@@ -45,7 +45,7 @@ def held_out_rows(
 
 @torch.inference_mode()
 def token_losses(model: Model, rows: Tensor) -> Tensor:
-    """Loss of each token in nats, [n, length]."""
+    """Return the loss of each token in nats, [n, length]."""
     length = rows.shape[1] - 1
     cos, sin = rope_table(model, length)
     losses = []
@@ -58,10 +58,10 @@ def token_losses(model: Model, rows: Tensor) -> Tensor:
 
 
 def losses_by_position(model: Model, rows: Tensor) -> list[dict[str, object]]:
-    """Loss per bucket of positions, with all the context and with only the nearest of it.
+    """Return the loss per bucket of positions, with all context and with only the nearest.
 
-    rows [n, LONG_ROW + 1]. The second number judges the same tokens with 512 to 1,023 tokens of
-    context; a model that can't use far positions has a higher first number.
+    rows [n, LONG_ROW + 1]. The second loss is of the same tokens with 512 to 1,023 tokens of
+    context. It is lower than the first if the model can't use far positions.
     """
     full = token_losses(model, rows).view(len(rows), -1, BUCKET).mean(dim=(0, 2))
     num_buckets = LONG_ROW // BUCKET
@@ -80,7 +80,7 @@ def losses_by_position(model: Model, rows: Tensor) -> list[dict[str, object]]:
 
 
 def greedy(model: Model, tokenizer: PreTrainedTokenizerFast, ids: list[int], n: int) -> list[int]:
-    """The n tokens (fewer at an end token) that greedy decoding adds to ``ids``."""
+    """Return the n tokens (fewer at an end token) that greedy decoding adds to ``ids``."""
     prompt = torch.tensor([ids])
     out = model.generate(
         prompt,
@@ -93,7 +93,7 @@ def greedy(model: Model, tokenizer: PreTrainedTokenizerFast, ids: list[int], n: 
 
 
 def looping(ids: list[int]) -> bool:
-    """Whether the second half is a passage that repeats itself, twice or more often."""
+    """Return whether the second half is one passage that repeats."""
     tail = ids[len(ids) // 2 :]
     return len(ids) >= NEW_TOKENS and any(
         tail[period:] == tail[:-period] for period in range(1, len(tail) // 2 + 1)
@@ -101,7 +101,7 @@ def looping(ids: list[int]) -> bool:
 
 
 def judge(folder: Path, num_prompts: int = NUM_PROMPTS) -> dict[str, object]:
-    """Everything the model card says about quality, measured on the folder's own files."""
+    """Measure the quality figures of the model card, on the folder's own files."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, trust_remote_code=False

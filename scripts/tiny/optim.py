@@ -15,7 +15,7 @@ NEWTON_SCHULZ_STEPS = 5
 
 
 def orthogonalise(g: Tensor) -> Tensor:
-    """Nearly orthogonal matrices with the directions of g [n, rows, cols], rows <= cols."""
+    """Return nearly orthogonal matrices with the directions of g [n, rows, cols], rows <= cols."""
     a, b, c = NEWTON_SCHULZ
     x = g / (g.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):

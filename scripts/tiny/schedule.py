@@ -1,4 +1,4 @@
-"""When rows grow longer and how the learning rate goes: by steps, or by the clock."""
+"""Row length and learning rate during a run, by steps or by the clock."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ CONTINUED_WARMUP_STEPS = 20
 
 
 def scale_by_steps(step: int, phases: tuple[int, ...]) -> float:
-    """Warm-up, flat through the first phase, then linear to zero."""
+    """Return the scale: warm-up, flat through the first phase, then linear to zero."""
     if step < phases[0]:
         return min(1.0, (step + 1) / WARMUP_STEPS)
     return 1.0 - (step - phases[0]) / (sum(phases) - phases[0])
 
 
 def scale_by_clock(step: int, progress: float) -> float:
-    """Short warm-up to ``CONTINUED_PEAK``, linear to zero; ``progress``: time spent, 0 to 1."""
+    """Return the scale: short warm-up to ``CONTINUED_PEAK``, then linear to zero.
+
+    ``progress`` is the share of the time that has passed.
+    """
     warm = min(1.0, (step + 1) / CONTINUED_WARMUP_STEPS)
     return CONTINUED_PEAK * warm * max(0.0, 1.0 - progress)

@@ -45,7 +45,7 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
-"""Calls are written as Qwen's models write them."""
+"""Function calls have the format of Qwen's models."""
 
 
 def train_tokenizer(texts: Iterable[str], folder: Path, max_length: int) -> None:
@@ -70,7 +70,7 @@ def train_tokenizer(texts: Iterable[str], folder: Path, max_length: int) -> None
         clean_up_tokenization_spaces=False,
     )
     fast.save_pretrained(folder)
-    # One file fewer, and a class name that every release of transformers knows.
+    # The template moves into the config, and the class gets a name that all releases know.
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
