@@ -40,18 +40,6 @@ MAX_IDIOMS = 3.0
 MIN_WORDS = 300
 """Rooms with fewer words have no rate: one turn would be many."""
 IDIOM_LIMITS: dict[str, float] = {
-    "benchmarks": 4,
-    "benchmarks/disk": 13,
-    "benchmarks/engines": 10,
-    "benchmarks/micro": 11,
-    "benchmarks/node": 9,
-    "benchmarks/peers": 8,
-    "benchmarks/policies": 10,
-    "benchmarks/scale": 13,
-    "benchmarks/server": 16,
-    "benchmarks/sglang": 15,
-    "benchmarks/stores": 7,
-    "benchmarks/vllm": 6,
     "native": 5,
     "native/common": 11,
     "native/copy": 9,
@@ -61,7 +49,6 @@ IDIOM_LIMITS: dict[str, float] = {
     "native/policy": 18,
     "native/trie": 12,
     "native/uring": 7,
-    "scripts/tiny": 5,
     "tests/serve": 14,
     "tests/tools": 4,
 }
