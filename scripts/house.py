@@ -46,7 +46,6 @@ IDIOM_LIMITS: dict[str, float] = {
     "native/crc": 4,
     "native/keys": 13,
     "native/net": 9,
-    "native/policy": 18,
     "native/trie": 12,
     "native/uring": 7,
     "tests/serve": 14,

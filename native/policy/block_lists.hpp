@@ -1,4 +1,4 @@
-// Blocks in lists, for policies that know no paths.
+// Blocks in lists, for policies without knowledge of prompts.
 #pragma once
 
 #include <array>
@@ -12,8 +12,8 @@
 
 namespace kvtier::policy {
 
-// Each block is in one of kNumLists lists, or in none for a moment. One that is parked belongs to its
-// list and counts there, but has no place in it until it comes back.
+// Each block is in one of kNumLists lists, or in none during an update. A parked block belongs to
+// its list and counts there, but is not linked into it until `come_back`.
 template <std::size_t kNumLists>
 class BlockLists {
  public:
@@ -41,13 +41,13 @@ class BlockLists {
   Index newest(std::uint8_t list) const { return ends_[list].newest; }
   Index oldest(std::uint8_t list) const { return ends_[list].oldest; }
 
-  // A new block, in no list yet.
+  // Add a block, in no list yet.
   Index make(Key key, Index item = kNone) {
     const Index block = blocks_.add({key, kNone, kNone, item, kNoList, 0, false});
     cells_.insert(key, block);
     return block;
   }
-  // As the newest of the list.
+  // Make a block the newest of a list.
   void put(Index block, std::uint8_t list) {
     blocks_[block].list = list;
     ++ends_[list].num;
@@ -64,7 +64,7 @@ class BlockLists {
     blocks_[block].is_parked = true;
     ++ends_[blocks_[block].list].num_parked;
   }
-  // A parked block is in its list, before another one; kNone: as the newest.
+  // Unpark a block, and link it before the block `newer`; kNone: as the newest.
   void come_back(Index block, Index newer) {
     unpark(block);
     link(block, newer);

@@ -14,20 +14,20 @@
 
 namespace kvtier::policy {
 
-// Zeros mean: nothing is here.
+// All zeros: no block.
 struct Block {
   Index parent;                // kNone: the first of a prompt, or the one in front is not resident
   std::uint32_t num_children : 30;  // resident ones
   std::uint32_t is_fork : 1;  // prompts were seen to go on from here in more than one way
   std::uint32_t is_resident : 1;
-  Index run;                   // or an entry; kNone: of none, for a moment, or for good, being gone
+  Index run;  // or the queue's entry; kNone: none, since the block is being updated or is removed
 };
 static_assert(sizeof(Block) == 12);
 
-// A block's number is its item, which is its owner's number, so that nobody keeps which is which. One
-// that leaves before its children is gone, but its place stays until they let go of it: no link
-// points to another block than it was made to. An item that comes there meanwhile has its place, and
-// a number, elsewhere. That is rare: blocks leave from the end, unless they are lost.
+// A block's number is its item, which is the owner's number, so no table translates them. If a
+// block is removed before its children, its row stays until they release it, so no link ever points
+// to another block. An item that is reused meanwhile gets a row and a number in `elsewhere_`. That
+// is rare: blocks are evicted from the end of a prompt, unless the owner removes them.
 class Blocks {
  public:
   Blocks() : rows_(sizeof(Block)) {}
@@ -43,13 +43,13 @@ class Blocks {
   std::size_t size() const { return num_resident_; }
   std::size_t num_bytes() const { return rows_.num_bytes() + elsewhere_.num_bytes(); }
 
-  // The number of a resident item; kNone for kNone.
+  // Return the number of a resident item; kNone for kNone.
   Index number(Index item) const {
     if (numbers_.empty()) return item;
     const auto it = numbers_.find(item);
     return it == numbers_.end() ? item : it->second;
   }
-  // The same of each, in `room` where they have to be written down.
+  // Return the numbers of resident items. They are written to `room` if they differ from the items.
   std::span<const Index> numbers(std::span<const Index> items, std::vector<Index>& room) const {
     if (numbers_.empty()) return items;
     room.clear();
@@ -143,14 +143,14 @@ class Blocks {
     if (parent == kNone || --(*this)[parent].num_children > 0 || (*this)[parent].is_resident) return;
     free(parent);
   }
-  // Of a place by its item nothing is kept.
+  // A row that is indexed by its item needs no release.
   void free(Index block) {
     if (block >= kElsewhere) elsewhere_.remove(block - kElsewhere);
   }
 
   Rows rows_;  // by item
   Pool<Placed> elsewhere_;
-  std::unordered_map<Index, Index> numbers_;  // by item: of those elsewhere
+  std::unordered_map<Index, Index> numbers_;  // numbers in `elsewhere_` by item
   std::size_t num_resident_ = 0;
 };
 

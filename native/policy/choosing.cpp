@@ -1,4 +1,4 @@
-// Which run loses blocks first.
+// Choice of the run whose blocks are evicted first.
 #include <algorithm>
 #include <array>
 #include <span>
@@ -11,18 +11,18 @@ namespace kvtier::policy {
 
 namespace {
 
-constexpr double kClearly = 0.7;  // the oldest leaves, unless another is worth less than this share
-constexpr std::uint32_t kLooks = 32;  // leaves looked at for one that leaves
-constexpr std::uint32_t kMostSearched = 1U << 16;  // runs, where chance has found none
+constexpr double kClearly = 0.7;  // another run than the oldest is the victim below this share of it
+constexpr std::uint32_t kLooks = 32;  // candidates examined per victim
+constexpr std::uint32_t kMostSearched = 1U << 16;  // runs searched in order if sampling finds none
 
 }  // namespace
 
-// Of its blocks behind the last one, those that were passed over count as gone.
+// Returns how many children of `tail` count as evicted, since `admit` has passed over their runs.
 std::uint32_t RunPolicy::num_gone_behind(Index tail) const {
   return static_cast<std::uint32_t>(std::count(exposed_.begin(), exposed_.end(), tail));
 }
 
-// Whether nothing is behind what it has.
+// Whether no resident block is behind the run's resident blocks.
 bool RunPolicy::ends_a_path(Index run) const {
   const Run& it = runs_[run];
   if (!it.is_resident()) return false;
@@ -31,29 +31,29 @@ bool RunPolicy::ends_a_path(Index run) const {
   return num_gone > 0 && blocks_[it.tail].num_children == num_gone;
 }
 
-// Whether its keeper lets the last block go, where nothing is behind that.
+// Whether the keeper allows the eviction of the last block, if no block is behind it.
 bool RunPolicy::is_let_go(Index run) const {
   const Run& it = runs_[run];
   const std::uint32_t num_gone = it.is_inside ? num_gone_behind(it.tail) : 0;
   return keeper_.may_leave(blocks_.item(it.tail), num_gone);
 }
 
-// The run that loses blocks first: one of the lowest level where some may.
+// Returns the run to evict from: of the lowest level that has a candidate.
 Index RunPolicy::choose() {
   for (std::size_t level = 0; level < kNumLevels; ++level)
     if (const Index run = choose_among(runs_.residents(level)); run != kNone) return run;
   return kNone;
 }
 
-// As far as its entry tells: one that is not inside, or that has a block in front of what was passed
-// over.
+// Whether the run may be a candidate, judged without reading it: its list entry is not inside, or
+// it has a block in front of a passed-over run.
 bool RunPolicy::may_end_a_path(const Resident& resident) const {
   bool may = !resident.is_inside;
   for (const Index block : exposed_) may |= block != kNone && blocks_[block].run == resident.run;
   return may;
 }
 
-// Of a few all are looked at, of many some.
+// Returns the best of all runs if they are few, else of a sample.
 Index RunPolicy::choose_among(const List<Resident>& residents) {
   const std::uint32_t num = residents.size();
   leaves_.clear();
@@ -64,9 +64,9 @@ Index RunPolicy::choose_among(const List<Resident>& residents) {
   const std::size_t num_wanted = decides_as_lru() ? 4 * kLooks : kLooks;
   std::array<Resident, kLooks> some;
   for (int round = 0; round < 4 && leaves_.size() < num_wanted; ++round) {
-    // What each look needs comes near while those before it are looked at; so does what the next
-    // round does, or the first one of the next choice. No step takes a way that depends on what is
-    // on its way still.
+    // Runs are prefetched while earlier ones are examined; so are the entries of the next round, or
+    // of the first round of the next choice. No branch depends on memory that is still being
+    // fetched.
     std::uint32_t at = random_.below(num);
     residents.prefetch(random_.next_below(num), kLooks);
     for (Resident& it : some) {
@@ -89,7 +89,7 @@ Index RunPolicy::choose_among(const List<Resident>& residents) {
     }
   }
   if (const Index run = best_leaf(); run != kNone) return run;
-  // Hardly any could: the path has them, or others hold them.
+  // Hardly any is a candidate: the current path has taken them, or the keeper holds them.
   for (std::uint32_t at = 0; at < std::min(num, kMostSearched); ++at)
     if (const Index run = residents[at].run; may_shrink(run) && !is_passed_over(run)) return run;
   return kNone;
@@ -105,7 +105,8 @@ void RunPolicy::look_at(Index run) {
   leaves_.push_back({run, it.number, decides_as_lru() ? 0.0 : value(it)});
 }
 
-// Keepers are asked of those only that are about to be chosen: it takes another look at memory.
+// The keeper is queried only for a run that is about to be chosen, since that costs a memory
+// access.
 Index RunPolicy::best_leaf() {
   const auto is_older = [](const Leaf& one, const Leaf& other) { return one.number < other.number; };
   const auto is_cheaper = [](const Leaf& one, const Leaf& other) {

@@ -1,4 +1,4 @@
-// Blocks that were asked for and are not resident yet.
+// Blocks that were requested and are not resident yet.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@
 
 namespace kvtier::policy {
 
-// By the name of its prefix, the run that a block will be of. Where there are too many, those that
-// were asked for longest ago are forgotten: such a block comes to where the one before it is.
+// Maps the name of a block's prefix to the run that the block will join. If there are too many
+// entries, the oldest are forgotten; such a block joins the run of the block before it.
 class Expected {
  public:
   struct Entry {
@@ -26,7 +26,7 @@ class Expected {
 
   explicit Expected(std::size_t most) : most_(most) {}
 
-  // Null where it is not expected. Good until the next change.
+  // Return the entry of a block, valid until the next change; null if it is not expected.
   const Entry* find(Key key) const {
     const Index entry = find_entry(key);
     return entry == kNone ? nullptr : &entries_[entry];
@@ -42,7 +42,7 @@ class Expected {
     cells_.insert(key, entry);
   }
 
-  // It is not expected any more. What was known of it, if it was.
+  // Remove and return the entry of a block, if it is expected.
   std::optional<Entry> take(Key key) {
     const Index entry =
         cells_.erase(key, [&](Index other) { return entries_[other].key == key; });

@@ -1,4 +1,4 @@
-// Blocks that have left, remembered by a few of their keys.
+// Evicted blocks, remembered by a few of their keys.
 #pragma once
 
 #include <cstddef>
@@ -10,24 +10,24 @@
 
 namespace kvtier::policy {
 
-// A ghost is the part of a run that has left; it is as old as its first key. An entry is a key, or
-// a ghost. The run has a place for the number of its ghost, kNone while it has none.
+// A ghost is the evicted part of a run; its age is that of its first key. An entry is a key, or a
+// ghost. The run stores the number of its ghost, kNone while it has none.
 class Ghosts {
  public:
   struct Found {
-    Index run;         // kNone where the key is not kept
+    Index run;         // kNone if the key is not kept
     std::uint32_t at;  // place in the path
   };
 
-  // Keeps the key of the run's block; another run that had it has it no more, and its ghost may be
+  // Keeps the key of the run's block. It is taken from another run that had it, whose ghost may be
   // left without keys.
   void add(Index run, Index& ghost, Key key, std::uint32_t at);
-  // Drops the keys of places before `end`; where none is left, the ghost.
+  // Drops the keys of places before `end`, and the ghost if none is left.
   void drop(Index& ghost, std::uint32_t end);
   Found find(Key key) const;
   void prefetch(Key key) const { cells_.prefetch(key); }
 
-  // The run whose ghost is the oldest, kNone where there is none.
+  // Returns the run whose ghost is the oldest; kNone if there is none.
   Index oldest() const { return oldest_ == kNone ? kNone : ghosts_[oldest_].run; }
   std::size_t num_entries() const { return keys_.size() + ghosts_.size(); }
   std::size_t num_bytes() const {

@@ -6,15 +6,16 @@ namespace kvtier::policy {
 
 namespace {
 
-// Of what is asked for: learning may cost it.
+// Share of the requested blocks that learning may cost.
 constexpr double kFreeShare = 0.0005;
-// In capacities: a debt that is too much, what was gained that may be lost again, the first rest.
+// In capacities: the largest debt, the largest gain that may be lost again, the first rest.
 constexpr double kMostDebt = 0.05;
-// Where blocks differ one long prompt may cost what hundreds of requests gain, and that is no habit.
+// Larger if the value depends on depth: one long prompt may then cost the gain of hundreds of
+// requests, without showing that LRU is better.
 constexpr double kMostUnevenDebt = 0.2;
 constexpr double kMostCredit = 4.0;
 constexpr double kFirstRest = 40.0;
-constexpr double kUnitShare = 0.01;  // of a request, in what a block is worth lately
+constexpr double kUnitShare = 0.01;  // weight of a request in `unit_`
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// Who has the blocks that a policy works on.
+// Owner of the blocks that a policy works on.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,14 @@ namespace kvtier::policy {
 // An item is the owner's number of a block.
 class Keeper {
  public:
-  // The name of the prefix that ends with a resident item.
+  // Return the name of the prefix that ends with a resident item.
   virtual Key key(Index item) const = 0;
-  // Whether a resident item could leave now, were so many of its children in the tier gone.
+  // Whether a resident item could be evicted now, if `num_gone` of its children in the tier were
+  // gone.
   virtual bool may_leave(Index item, std::uint32_t num_gone) const = 0;
-  // What `key` and `may_leave` look at is wanted soon.
+  // Prefetch the memory that `key` and `may_leave` read.
   virtual void prefetch(Index) const {}
-  // The resident item with this name, kNone where there is none.
+  // Return the resident item with this name; kNone if there is none.
   virtual Index find(Key key) const = 0;
 
  protected:

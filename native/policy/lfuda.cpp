@@ -6,7 +6,7 @@ namespace kvtier::policy {
 
 namespace {
 
-constexpr std::size_t kFewGone = 64;  // entries that may stay of blocks that are gone, at least
+constexpr std::size_t kFewGone = 64;  // least number of removed blocks whose entries may stay
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// Least frequently used first, with ageing. See `LiveQueues` for what each call means.
+// Least frequently used first, with ageing. See `LiveQueues` for the meaning of each call.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,14 @@
 
 namespace kvtier::policy {
 
-// A block is worth its number of uses since it came, and what the last one that left was worth
-// then. The least leaves first, of those that are worth the same the deepest, then the one that came
-// first. Source: Arlitt et al., Evaluating content management techniques for Web proxy caches, 2000.
+// The value of a block is its number of uses since it entered, plus the value of the last victim at
+// its last use. The block of the least value is evicted first; among equals the deepest, then the
+// oldest. Source: Arlitt et al., Evaluating content management techniques for Web proxy caches,
+// 2000.
 //
-// A heap with an entry per block that is not parked. A use does not move it: what it says the block
-// is worth is a lower bound, made right when it comes to the top. Of a block that is gone the entry
-// stays until it does.
+// A heap has an entry per block that is not parked. A use does not move the entry: its value is a
+// lower bound, and is corrected when the entry is at the top. The entry of a removed block also
+// stays until then.
 class Lfuda {
  public:
   explicit Lfuda(std::size_t) {}
@@ -77,7 +78,7 @@ class Lfuda {
 
   struct Block {
     std::uint64_t worth;
-    std::uint64_t number;  // as which of all blocks it came; kGone: there is none
+    std::uint64_t number;  // order of arrival among all blocks; kGone: no block
     std::uint32_t num_uses;
     std::uint32_t at;  // blocks in front of it
     Index item;

@@ -40,12 +40,12 @@ Index Arc::enter(Key key, Index item, std::uint32_t) {
   return entry;
 }
 
-// As many as may have been asked for once: more would take the place of each other.
+// Returns the capacity for blocks requested once; more of them would replace each other.
 std::size_t Arc::most_new() const {
   return std::max(lists_.size(kOnce), static_cast<std::size_t>(target_) + 1);
 }
 
-// It is remembered as if it had come and left at once.
+// Remembers the block as if it had entered and been evicted at once.
 void Arc::turn_away(Key key) {
   const Index entry = find(key);
   if (entry == kNone) lists_.put(lists_.make(key), kOnceGone);
@@ -54,13 +54,13 @@ void Arc::turn_away(Key key) {
   forget(2 * capacity_);
 }
 
-// So that at most so many entries are of what was asked for once, if history is enough for that.
+// Forgets evicted blocks until at most `most` entries are of blocks requested once.
 void Arc::forget_once(std::size_t most) {
   while (lists_.size(kOnceGone) > 0 && lists_.size(kOnce) + lists_.size(kOnceGone) > most)
     lists_.remove(lists_.oldest(kOnceGone));
 }
 
-// The same of all.
+// Forgets evicted blocks until there are at most `most` entries.
 void Arc::forget(std::size_t most) {
   while (num_history() > 0 && num_blocks() + num_history() > most)
     lists_.remove(lists_.oldest(lists_.size(kOftenGone) > 0 ? kOftenGone : kOnceGone));
@@ -118,7 +118,7 @@ void Sieve::remove(Index entry) {
   lists_.remove(entry);
 }
 
-// The hand meets it next.
+// Puts an unparked block where the hand is.
 void Sieve::come_back(Index entry) {
   if (!is_parked(entry)) return;
   if (hand_ == kNone) hand_ = lists_.oldest(0);

@@ -1,4 +1,4 @@
-// Policies that others have: blocks in lists. See `LiveQueues` for what each call means.
+// Published policies that keep blocks in lists. See `LiveQueues` for the meaning of each call.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace kvtier::policy {
 
-// What those below have in common: the first kNumResident lists are those of resident blocks, the
-// others of such as have left.
+// Common base of the policies below. The first kNumResident lists have resident blocks, the others
+// have evicted ones.
 template <std::size_t kNumLists, std::size_t kNumResident>
 class ListPolicy {
  public:
@@ -38,21 +38,21 @@ class ListPolicy {
  protected:
   explicit ListPolicy(std::size_t capacity) : capacity_(capacity) {}
 
-  // An entry of this key that is not resident, kNone where there is none.
+  // Return the entry of an evicted block; kNone if there is none.
   Index find_gone(Key key) const {
     const Index entry = find(key);
     return entry != kNone && !is_resident(entry) ? entry : kNone;
   }
-  // What is asked for is on its way: it is forgotten last.
+  // Move a requested block to the end of its list, so that it is forgotten last.
   void recall(Index entry) { lists_.move(entry, lists_[entry].list); }
-  // A resident block is one no more, and is remembered in a list. Its item.
+  // Evict a block, and remember it in a list. Return its item.
   Index remember(Index entry, std::uint8_t list) {
     const Index item = lists_[entry].item;
     lists_[entry].item = kNone;
     lists_.move(entry, list);
     return item;
   }
-  // A resident block is one no more. Its item.
+  // Evict a block, and forget it. Return its item.
   Index lose(Index entry) {
     const Index item = lists_[entry].item;
     remove(entry);
@@ -110,12 +110,13 @@ class Arc : public ListPolicy<4, 2> {
   void forget_once(std::size_t most);
   void forget(std::size_t most);
 
-  std::size_t num_out_ = 0;  // blocks that have left for the ones that are about to come
+  std::size_t num_out_ = 0;  // blocks evicted for the ones that are about to enter
   double target_ = 0.0;     // blocks for kOnce
-  bool was_often_ = false;  // what was missed last
+  bool was_often_ = false;  // list of the last missed block
 };
 
-// Yang et al., FIFO queues are all you need for cache eviction, SOSP 2023: a tenth is for new ones.
+// Yang et al., FIFO queues are all you need for cache eviction, SOSP 2023. A tenth is for new
+// blocks.
 class S3Fifo : public ListPolicy<3, 2> {
  public:
   explicit S3Fifo(std::size_t capacity) : ListPolicy(capacity) {}

@@ -1,5 +1,4 @@
-// The seam of policies in a tier of a running cache: told of what happens there, they say what is
-// let in and what leaves.
+// Interface of an eviction and admission policy for a tier of a running cache.
 #pragma once
 
 #include <cstddef>
@@ -15,20 +14,20 @@
 
 namespace kvtier::policy {
 
-// A request tells once what it asks for, all of its prompt. What is not resident is expected then,
-// and may come in any order and at any time; what nobody has asked for, such as the blocks of an
-// answer, lies behind the block in front of it. A block with resident ones behind it does not leave,
-// nor does one of which the keeper says so. Blocks may be gone otherwise, too.
+// `asked` reports all blocks of a request's prompt, once. Blocks of it that are not resident are
+// expected from then on, and may enter in any order and at any time. Blocks that were in no
+// request, such as those of an answer, follow the block in front of them. A block is not evicted
+// while blocks behind it are resident, or while the keeper forbids it. The owner may also remove
+// blocks itself.
 //
-// Blocks are called by the owner's numbers, their items: below 2**31, and nobody else's while a
-// block is resident.
+// An item is the owner's number of a block: below 2**31, and unique among resident blocks.
 //
 // The caller guarantees
-//   a block that is resident was told of by `entered` and not yet of its end, by `next_victim` or
-//   `left`; a block that may leave after it might not was told of by `let_go`.
+//   `entered` has reported each resident block, whose end is reported by `next_victim` or `left`;
+//   `let_go` reports each block that can be evicted after it could not.
 class Live {
  public:
-  // Where a block is in its prompt, for those who know.
+  // Position of a block in its prompt, if the caller knows it.
   struct Place {
     Index parent;      // the item in front of it, kNone where that is not resident
     std::uint32_t at;  // blocks in front of it, resident or not
@@ -36,55 +35,56 @@ class Live {
 
   virtual ~Live() = default;
 
-  // The tier has room for so many blocks from now on.
+  // Set the capacity of the tier, in blocks.
   virtual void set_capacity(std::size_t capacity) = 0;
-  // There will be about so many blocks, with items below their number: memory for them is made now.
-  // Once, before any request comes.
+  // Reserve memory for about this many blocks, with items below that number. Called once, before
+  // the first request.
   virtual void expect(std::size_t) {}
-  // The block so deep in a prompt is worth twice what the first one is; 0: all are worth the same.
+  // Set the depth, in blocks, at which a block is worth twice the first one of its prompt; 0: all
+  // are worth the same.
   virtual void set_doubling(double) {}
-  // A request begins. path: the names of its prefixes. found: the first items, those that are
-  // resident.
+  // Report a request. path: the names of its prefixes. found: items of its first blocks, as far as
+  // they are resident.
   virtual void asked(std::span<const Key> path, std::span<const Index> found, double now) = 0;
-  // A prompt goes on behind a prefix: blocks that nobody has asked for, such as those of an answer,
-  // are expected there.
+  // Report blocks that follow the prefix `before` and were in no request, such as those of an
+  // answer. They are expected from now on.
   virtual void continues(std::span<const Key> names, Key before) = 0;
-  // Somebody says something of a prompt. path, found: as for `asked`. A word holds for what is
-  // resident of it or expected. Never an order: where nothing else may leave, anything does.
+  // Apply a retention hint to the resident and expected blocks of a prompt. path, found: as for
+  // `asked`. A hint never forbids eviction: if no other block can be evicted, these are.
   virtual void retain(std::span<const Key>, std::span<const Index>, const Said&, double) {}
-  // Which of these blocks, which are not resident, are worth the room that they need: all that
-  // `num_free` is enough for, then those that are worth more than what would leave. What lies behind
-  // one that is not is not either. Appends their positions. Where too little may leave, that is not
-  // looked at. least_chance: that a block is used before it leaves; it is not worth a write
-  // otherwise, room or not.
+  // Append the positions of the blocks to admit, among `names`, none of which is resident. Blocks
+  // are admitted while there are free slots, then if they are worth more than the blocks that would
+  // be evicted for them. Blocks behind one that is not admitted are not admitted either. If too few
+  // blocks can be evicted, values are not compared. least_chance: probability of a use before
+  // eviction below which a block is not admitted, even to a free slot.
   virtual void admit(std::span<const Key> names, std::size_t num_free, double least_chance,
                      std::vector<std::uint32_t>& which) = 0;
-  // A block is resident. Without a place it is where it was asked for, or, where nobody has, behind
-  // another item.
+  // Report that a block is resident. Without a place it takes the one in the request that expects
+  // it, else the one after the item `behind`.
   virtual void entered(Key name, Index item, std::optional<Place> place, Index behind = kNone) = 0;
-  // Nothing holds the block any more.
+  // Report that the keeper does not hold the block any more.
   virtual void let_go(Index) {}
-  // The victims that follow are one eviction's.
+  // Begin an eviction, of which the following victims are a part.
   virtual void begin_evicting() {}
-  // A block leaves. Its item, kNone where none may.
+  // Evict a block and return its item; kNone if no block can be evicted.
   virtual Index next_victim() = 0;
-  // A block is gone that was not evicted.
+  // Report that the owner has removed a block.
   virtual void left(Index item) = 0;
-  // The item in front of a resident one, kNone where that is not resident.
+  // Return the item in front of a resident one; kNone if that is not resident.
   virtual Index in_front_of(Index item) const = 0;
 
   virtual std::size_t num_blocks() const = 0;
-  // Entries that are kept of blocks which have left: at most two per block of the capacity.
+  // Number of entries for evicted blocks: at most two per block of the capacity.
   virtual std::size_t num_history() const = 0;
   virtual std::size_t num_bytes() const = 0;
-  // Throws std::logic_error where the policy disagrees with itself. O(all blocks).
+  // Throws std::logic_error if an invariant is broken. O(all blocks).
   virtual void check() const = 0;
 };
 
-// Whether there is one of that name.
+// Whether there is a policy of that name.
 bool has_live(std::string_view name);
-// By name; null where there is none of that name. capacity: in blocks, 1 or more. seed: for those
-// that leave something to chance. keeper: of the blocks; it outlives the policy.
+// Returns the policy of that name; null if there is none. capacity: in blocks, 1 or more. seed: for
+// policies that sample. keeper: owner of the blocks; it outlives the policy.
 std::unique_ptr<Live> make_live(std::string_view name, std::size_t capacity, std::uint64_t seed,
                                 const Keeper& keeper);
 

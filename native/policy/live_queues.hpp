@@ -15,26 +15,27 @@
 
 namespace kvtier::policy {
 
-// Queues decide which block leaves next; here it is known which may: one that nothing holds and that
-// has no resident block behind it. What the queues offer and may not leave is parked: it waits beside
-// them until that changes, and is the next to leave then, unless it was used meanwhile. So a prompt
-// leaves from its end, and no eviction meets a block twice that may not leave.
+// The queues choose the next victim. This class knows which blocks can be evicted: those that the
+// keeper does not hold and that have no resident block behind them. A victim that cannot be evicted
+// is parked beside the queues until it can, and is then the next victim, unless it was used
+// meanwhile. A prompt is therefore evicted from its end, and no eviction examines a block twice
+// that cannot be evicted.
 //
-// A use of a block is a request that asks for it, whatever else touches it: from the last block of the
-// prompt to the first, so that its beginning counts as used last.
+// Only requests use blocks. A request uses them from the last one to the first, so the beginning of
+// a prompt counts as used last.
 //
-// Queues have entries, for resident blocks and for those that have left and are remembered:
+// `Queues` has entries for resident blocks, and for evicted blocks that it remembers:
 //
-//   find(key)             an entry, kNone where there is none
+//   find(key)             return an entry; kNone if there is none
 //   hit(entry)            a resident block is used
-//   missed(entry)         one that has left is asked for
-//   most_new()            so many that are not remembered may come for others that leave
-//   turn_away(key)        a block that is not resident is one too many
-//   enter(key, item, at)  a block is resident: its entry; `at` blocks are in front of it
-//   begin_evicting()      those that leave then do so for blocks that are about to come
-//   leave(may_leave)      the next to leave for which may_leave(item): its item, kNone for none
-//   come_back(entry)      it may leave again, if it was parked
-//   remove(entry)         it is gone otherwise
+//   missed(entry)         an evicted block is requested
+//   most_new()            return how many blocks without an entry may replace resident ones
+//   turn_away(key)        a block is not admitted, since it would exceed most_new()
+//   enter(key, item, at)  a block is resident: return its entry; `at` blocks are in front of it
+//   begin_evicting()      the next evictions are for blocks that are about to enter
+//   leave(may_leave)      evict the next block with may_leave(item); return its item, or kNone
+//   come_back(entry)      a block can be evicted again; unpark it
+//   remove(entry)         the owner has removed a block
 template <typename Queues>
 class LiveQueues final : public Live {
  public:
@@ -60,7 +61,7 @@ class LiveQueues final : public Live {
       expected_.add(path[at], at > 0 ? path[at - 1] : 0, kNone, 0, static_cast<std::uint32_t>(at));
   }
 
-  // The same, where the places of all blocks that come will be known.
+  // Like `asked`, if `entered` will be given the places of all blocks.
   void use(std::span<const Key> path, std::span<const Index> items) {
     const std::span<const Index> found = blocks_.numbers(items, found_);
     settle(found);
@@ -85,7 +86,7 @@ class LiveQueues final : public Live {
     }
   }
 
-  // Where new blocks would take the place of each other, those at the beginning are let in.
+  // If new blocks would replace each other, only the first ones are admitted.
   void admit(std::span<const Key> names, std::size_t num_free, double,
              std::vector<std::uint32_t>& which) override {
     const std::size_t most = queues_.most_new();
@@ -107,7 +108,7 @@ class LiveQueues final : public Live {
     blocks_[block].run = queues_.enter(name, block, place->at);
   }
 
-  // It leaves next, where it was to leave before and might not.
+  // The block is the next victim if it was parked.
   void let_go(Index item) override { come_back(blocks_.number(item)); }
 
   void begin_evicting() override { queues_.begin_evicting(); }
@@ -152,8 +153,8 @@ class LiveQueues final : public Live {
   }
   std::uint32_t place_behind(Index block) const { return queues_.place(blocks_[block].run) + 1; }
 
-  // Blocks whose place nobody knew, or in front of which one was missing, are where the path has
-  // them.
+  // Move blocks to their places in the path. They may lie elsewhere if their place was not known,
+  // or if the block in front of them was missing.
   void settle(std::span<const Index> found) {
     Index before = kNone;
     for (const Index block : found) {

@@ -1,11 +1,11 @@
-// What is said of a prompt, and to which of its runs it belongs.
+// Retention hints on a prompt, and the runs that they apply to.
 #include <algorithm>
 
 #include "policy/live_runs.hpp"
 
 namespace kvtier::policy {
 
-// The run that a place of the path belongs to, or will; kNone where that is not known.
+// Returns the run that a place of the path belongs to, or is expected in; kNone if it is unknown.
 Index LiveRuns::run_at(std::span<const Key> path, std::span<const Index> found,
                        std::uint32_t at) const {
   if (at < found.size()) return blocks_[found[at]].run;
@@ -13,7 +13,7 @@ Index LiveRuns::run_at(std::span<const Key> path, std::span<const Index> found,
   return entry != nullptr && entry->at == at ? entry->run : kNone;
 }
 
-// What lies before it is not this prompt's alone, as far as the resident blocks tell.
+// Returns the end of the blocks that other prompts share, as far as the resident blocks show it.
 std::uint32_t LiveRuns::end_of_shared(std::span<const Index> found) const {
   auto end = static_cast<std::uint32_t>(found.size());
   for (std::uint32_t num_own = 0; end > 0; --end, num_own = 1) {
@@ -42,26 +42,27 @@ void LiveRuns::retain(std::span<const Key> path, std::span<const Index> items, c
       is_known &= blocks_[found[stop]].parent == before;
       before = found[stop];
     }
-    // Where a block's place was not known it lies elsewhere, until somebody asks for it.
+    // A block whose place was unknown lies elsewhere until a request has it.
     if (!is_known || stop <= first) continue;
     const Retention words = runs_.retention(run);
     if (words.with(said, now_) == words) continue;
     const std::uint32_t from = std::max(at, first);
-    // What is raised already may stay so for longer; of the rest only as much as there is room for.
+    // A run that is raised already may stay raised for longer. Of others only as many blocks are
+    // raised as the tenant's limit allows.
     if (said.raises() && !(words.is_raised() && words.tenant == said.tenant)) {
       const std::size_t room = runs_.room_to_raise(said.tenant);
       if (room == 0) continue;
       stop = static_cast<std::uint32_t>(std::min<std::size_t>(stop, from + room));
     }
     if (from > at) split(path, found, run, from);
-    if (!runs_.is_live(run) || runs_[run].lo != from) continue;  // nothing was left of it
+    if (!runs_.is_live(run) || runs_[run].lo != from) continue;  // no block of it is left
     if (stop < runs_[run].hi && stop != runs_[run].mid) run = split(path, found, run, stop);
     runs_.retain(run, words.with(said, now_), now_);
   }
   forget_most();
 }
 
-// The run begins at `at` from now on. Returns the one that has what was before.
+// Cuts the run at `at`, where it begins from now on. Returns the run of the blocks before.
 Index LiveRuns::split(std::span<const Key> path, std::span<const Index> found, Index run,
                       std::uint32_t at) {
   Run front = runs_[run];

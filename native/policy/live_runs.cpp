@@ -7,8 +7,8 @@ namespace kvtier::policy {
 namespace {
 
 constexpr std::size_t kFewestExpected = std::size_t{1} << 16;
-constexpr std::size_t kExpectedShare = 16;  // of the capacity, one in so many
-constexpr std::size_t kMostPassed = 64;     // runs that are not chosen again
+constexpr std::size_t kExpectedShare = 16;  // capacity per expected block
+constexpr std::size_t kMostPassed = 64;     // victims remembered by `admit`
 
 }  // namespace
 
@@ -28,7 +28,7 @@ void LiveRuns::asked(std::span<const Key> path, std::span<const Index> items, do
   const Index its_run = last == kNone ? kNone : blocks_[last].run;
   const bool has_left = its_run != kNone && runs_[its_run].hi > runs_[its_run].mid;
   begin(path, found, now);
-  // Another prompt goes on behind it, or this one was there before.
+  // The prompts fork here: another one continues behind this block, or this one ended here before.
   if (last != kNone && (blocks_[last].num_children > 0 || found.size() == path.size() ||
                         (has_left && num_known_ == found.size())))
     blocks_[last].is_fork = 1;
@@ -42,8 +42,8 @@ void LiveRuns::asked(std::span<const Key> path, std::span<const Index> items, do
   }
 }
 
-// Blocks whose place nobody knew, or in front of which one was missing, are where the path has
-// them.
+// Moves blocks to their places in the path. They may lie elsewhere if their place was not known, or
+// if the block in front of them was missing.
 void LiveRuns::settle(std::span<const Index> found) {
   Index before = kNone;
   Index run = kNone;
@@ -62,7 +62,7 @@ void LiveRuns::settle(std::span<const Index> found) {
   }
 }
 
-// -- what comes
+// -- admission
 // ---------------------------------------------------------------------------------------------
 
 void LiveRuns::continues(std::span<const Key> names, Key before) {
@@ -83,24 +83,24 @@ bool LiveRuns::is_of_a_run(const Expected::Entry& entry) const {
   return static_cast<std::uint32_t>(run.number) == entry.number && entry.at < run.hi;
 }
 
-// Null where it is of no run.
+// Returns the expected block; null if no run expects it.
 const Expected::Entry* LiveRuns::entry_of(Key name) const {
   const Expected::Entry* const entry = expected_.find(name);
   return entry != nullptr && is_of_a_run(*entry) ? entry : nullptr;
 }
 
-// That of the block in front of the first of them, kNone where it is not resident.
+// Returns the run of the block in front of the first name; kNone if it is not resident.
 Index LiveRuns::run_in_front_of(std::span<const Key> names) const {
   const Expected::Entry* const entry = names.empty() ? nullptr : expected_.find(names.front());
   const Index block = entry != nullptr && entry->at > 0 ? find(entry->before) : kNone;
   return block == kNone ? kNone : blocks_[block].run;
 }
 
-// The next run that would lose all of its blocks, after those that were passed over.
+// Returns the next victim, and counts it as evicted for the following choices.
 Index LiveRuns::pass_over_next() {
   const Index run = choose();
   if (run == kNone) return kNone;
-  if (passed_over_.size() == kMostPassed) {  // but for the first, which may be the one in front
+  if (passed_over_.size() == kMostPassed) {  // the first one stays: it may be `front`
     passed_over_.erase(passed_over_.begin() + 1);
     exposed_.erase(exposed_.begin() + 1);
   }
@@ -126,16 +126,17 @@ void LiveRuns::admit(std::span<const Key> names, std::size_t num_free, double le
   double gain = takes_all ? 0.0 : model_.value_of_new(cls);
   double its_worth = 1.0;
   double chance = 1.0;
-  bool is_known = false;  // the chance, of this class and with this victim
+  bool is_known = false;  // `chance` is that of this class and this victim
   Level level = kUsual;
   Index run = kNone;
   Index victim = kNone;
-  std::uint32_t at = 0;  // blocks up to here would be left of it
+  std::uint32_t at = 0;  // end of the victim's remaining blocks
   double its_value = 0.0;
   bool may_leave = true;
   bool was_left_out = false;
-  bool lacks_worth = false;  // and not only a chance
-  // What these blocks continue does not leave for them, which are worth more, and nothing without it.
+  bool lacks_worth = false;  // not admitted for its value, not only for `least_chance`
+  // The run in front of these blocks is not their victim: deeper blocks are worth more, but are of
+  // no use without it.
   const Index front = takes_all || !is_uneven() ? kNone : run_in_front_of(names);
   if (front != kNone) {
     passed_over_.push_back(front);
@@ -184,7 +185,7 @@ void LiveRuns::admit(std::span<const Key> names, std::size_t num_free, double le
       else if (!was_left_out && may_leave) --at;
     }
     if (!was_left_out) which.push_back(i);
-    // LRU would have let it in, were writes free.
+    // LRU would have admitted it, if writes were free.
     if (was_left_out && lacks_worth && entry != nullptr)
       runs_[entry->run].tried = std::max(runs_[entry->run].tried, entry->at + 1);
   }
@@ -193,7 +194,8 @@ void LiveRuns::admit(std::span<const Key> names, std::size_t num_free, double le
   std::reverse(planned_.begin(), planned_.end());
 }
 
-// Steps from the end of its run, where it mostly is.
+// Returns the place of a block. It steps back from the end of the run, near which the block mostly
+// is.
 std::uint32_t LiveRuns::place_of(Index block) const {
   const Run& run = runs_[blocks_[block].run];
   std::uint32_t at = run.mid - 1;
@@ -213,7 +215,7 @@ void LiveRuns::entered(Key name, Index item, std::optional<Place> place, Index b
       const bool is_next = at == it.mid && at > it.lo;
       parent = is_next ? it.tail : find(entry->before);
     }
-    // Behind one that is missing it can't be of its run.
+    // A block behind a missing one cannot join its run.
     if (at == it.mid && (at == it.lo || it.tail == parent)) run = entry->run;
   } else if (!place && entry && entry->run == kNone) {
     at = entry->at;
@@ -244,7 +246,7 @@ void LiveRuns::grow(Index run, Index block) {
   if (it.ghost == kNone) runs_.forget_ghost(run);
 }
 
-// Of one block that nobody has asked for.
+// Makes a run of one block that was in no request.
 void LiveRuns::begin_run(Index block, std::uint32_t at) {
   Run made{};
   made.last_use = now_;
@@ -258,10 +260,10 @@ void LiveRuns::begin_run(Index block, std::uint32_t at) {
   blocks_[block].run = runs_.add(made);
 }
 
-// -- what leaves
+// -- eviction
 // ---------------------------------------------------------------------------------------------
 
-// What was compared with those that were admitted leaves for them.
+// Chooses the victims with which `admit` has compared the admitted blocks.
 void LiveRuns::follow_plan() {
   if (victim_ != kNone && may_shrink(victim_)) return;
   for (victim_ = kNone; victim_ == kNone && !planned_.empty(); planned_.pop_back()) {
@@ -293,7 +295,7 @@ void LiveRuns::left(Index item) {
   remove(block);
 }
 
-// It is of no run then; what came behind it in its run goes on in one of its own.
+// Takes a block out of its run. The blocks behind it become a run of their own.
 void LiveRuns::leave_run(Index block) {
   const Index run = blocks_[block].run;
   if (run == kNone) return;

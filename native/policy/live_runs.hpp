@@ -1,4 +1,4 @@
-// The policy that works on runs, in a tier of a running cache.
+// The learned policy, in a tier of a running cache.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@
 
 namespace kvtier::policy {
 
-// What is expected joins the runs of its request as it comes; what nobody has asked for joins the run
-// of the block in front of it.
+// Expected blocks join the runs of their request when they enter. Blocks that were in no request
+// join the run of the block in front of them.
 class LiveRuns final : public RunPolicy, public Live {
  public:
   LiveRuns(std::size_t capacity, std::uint64_t seed, double doubles_at_blocks,
@@ -37,7 +37,7 @@ class LiveRuns final : public RunPolicy, public Live {
   void entered(Key name, Index item, std::optional<Place> place, Index behind = kNone) override;
   void begin_evicting() override { victim_ = kNone; }
   Index next_victim() override;
-  // Up to so many. Appends their items.
+  // Evicts up to `num_blocks` blocks. Appends their items.
   void evict(std::size_t num_blocks, std::vector<Index>& items);
   void left(Index item) override;
   Index in_front_of(Index item) const override {
@@ -62,14 +62,14 @@ class LiveRuns final : public RunPolicy, public Live {
   void begin_run(Index block, std::uint32_t at);
   void leave_run(Index block);
 
-  // A run, by its place and its number.
+  // A run, by its index and its number.
   struct Planned {
     Index run;
     std::uint64_t number;
   };
 
   Expected expected_;
-  std::vector<Planned> planned_;  // what was to leave for those that were admitted, the first last
+  std::vector<Planned> planned_;  // victims of the blocks that were admitted, the first one last
   std::vector<Index> found_;      // kept from call to call, to spare allocations
 };
 

@@ -1,4 +1,4 @@
-// Blocks that nobody but a policy keeps, found by the names of their prefixes.
+// Blocks that only a policy keeps, found by the names of their prefixes.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace kvtier::policy {
 
-// Items are the numbers that `add` gives.
+// Items are the numbers that `add` returns.
 class NamedBlocks final : public Keeper {
  public:
   Key key(Index item) const override { return keys_[item]; }
@@ -21,7 +21,7 @@ class NamedBlocks final : public Keeper {
     return cells_.find(key, [&](Index item) { return keys_[item] == key; });
   }
 
-  // The blocks of a prompt that are resident, from its first on.
+  // Return the resident first blocks of a prompt.
   void follow(std::span<const Key> path, std::vector<Index>& found) const {
     constexpr std::size_t kAhead = 8;
     found.clear();
@@ -48,7 +48,7 @@ class NamedBlocks final : public Keeper {
   std::size_t num_bytes() const { return keys_.num_bytes() + cells_.num_bytes(); }
 
  private:
-  Pool<Key> keys_;               // of items that are gone, too
+  Pool<Key> keys_;               // also of removed items
   std::vector<bool> is_held_;    // for a moment
   Cells<std::uint32_t> cells_;   // keys are mixed bits: their own hashes
 };

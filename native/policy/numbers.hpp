@@ -1,4 +1,4 @@
-// Mixed bits: names of prefixes, and chance that is the same on every machine.
+// Names of prefixes, and random numbers that are the same on every machine.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ inline std::uint64_t mixed(std::uint64_t bits) {
 
 inline constexpr std::uint64_t kStep = 0x9E37'79B9'7F4A'7C15;
 
-// The name of a prefix: that of the blocks before its last one, and the key of this one. So blocks
-// are the same only where all before them are, whatever keys a caller gives.
+// Returns the name of a prefix, from the name of the blocks before its last one and the key of this
+// one. Two blocks therefore have the same name only if all blocks before them are the same.
 inline Key chained(Key before, Key key) { return mixed(before + key + kStep); }
 
 class Random {
@@ -29,7 +29,7 @@ class Random {
     state_ += kStep;
     return number;
   }
-  // What `below` will say.
+  // Return the next result of `below`.
   std::uint32_t next_below(std::uint32_t end) const {
     return static_cast<std::uint32_t>((mixed(state_ + kStep) >> 32) * end >> 32);
   }

@@ -1,4 +1,4 @@
-// Things of one kind, found by number.
+// Items of one type, found by number.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace kvtier::policy {
 using Index = std::uint32_t;
 inline constexpr Index kNone = 0xFFFF'FFFF;
 
-// The number of an item that is gone is used again, last in, first out. Nothing moves.
+// Numbers of removed items are reused, last in, first out. Items do not move.
 template <typename Item>
 class Pool {
  public:
@@ -36,7 +36,7 @@ class Pool {
   }
   void remove(Index index) { free_.push_back(index); }
   void reserve(std::size_t num) { rows_.reserve(num); }
-  // Brings an item nearer.
+  // Prefetches an item.
   void prefetch(Index index) const { rows_.prefetch(index, sizeof(Item)); }
 
   std::size_t size() const { return end_ - free_.size(); }

@@ -1,4 +1,4 @@
-// What a policy promises itself.
+// Check of invariants.
 #pragma once
 
 #include <stdexcept>

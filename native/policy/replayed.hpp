@@ -1,4 +1,4 @@
-// The seam of policies that are replayed: a tier of blocks, driven by whole requests.
+// Interface of a policy that replays a trace: a tier of blocks, driven by whole requests.
 #pragma once
 
 #include <cstddef>
@@ -18,27 +18,27 @@ class Replayed {
   Replayed(const Replayed&) = delete;
   Replayed& operator=(const Replayed&) = delete;
 
-  // A request for a prompt, by the names of its prefixes, at a time in seconds that never runs
-  // backwards. Returns how many of its first blocks were resident; what is worth it is resident
+  // Replay a request for a prompt, by the names of its prefixes, at a time in seconds that never
+  // decreases. Return how many of its first blocks were resident. Admitted blocks are resident
   // afterwards.
   virtual std::size_t request(std::span<const Key> path, double now) = 0;
 
   virtual std::size_t num_blocks() const = 0;
-  // Entries that are kept of blocks which have left.
+  // Return the number of entries for evicted blocks.
   virtual std::size_t num_history() const { return 0; }
   virtual std::size_t num_bytes() const = 0;
-  // Blocks written to the tier since the beginning.
+  // Return the number of blocks written to the tier so far.
   std::size_t num_stored() const { return num_stored_; }
-  // Throws std::logic_error where the policy disagrees with itself. O(all blocks).
+  // Throws std::logic_error if an invariant is broken. O(all blocks).
   virtual void check() const = 0;
 
  protected:
   std::size_t num_stored_ = 0;
 };
 
-// By name; null where there is none of that name. capacity: in blocks, 1 or more. seed: for those
-// that leave something to chance. doubles_at_blocks: the block this deep in a prompt is worth twice
-// what the first one is, in proportion; 0: all are worth the same. Only `runs` looks at it.
+// Returns the policy of that name; null if there is none. capacity: in blocks, 1 or more. seed: for
+// policies that sample. doubles_at_blocks: depth at which a block is worth twice the first one of
+// its prompt, growing linearly; 0: all are worth the same. Only `runs` uses it.
 std::unique_ptr<Replayed> make_replayed(std::string_view name, std::size_t capacity,
                                         std::uint64_t seed, double doubles_at_blocks);
 

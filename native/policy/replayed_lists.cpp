@@ -46,7 +46,7 @@ std::size_t ReplayedLfuda::request(std::span<const Key> path, double) {
   return num_hits;
 }
 
-// From the front, as far as there is room.
+// Stores the first blocks of the path, as far as there is room.
 void ReplayedLfuda::store(std::span<const Key> path) {
   for (std::size_t at = path_.size(); at < path.size(); ++at) {
     if (num_blocks() == capacity_) {

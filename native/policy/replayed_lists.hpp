@@ -1,4 +1,4 @@
-// Policies that others have, driven by whole requests.
+// Published policies, driven by whole requests.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,8 @@
 
 namespace kvtier::policy {
 
-// Least recently used first. The beginning of a prompt counts as used last; a request's own blocks
-// don't leave for its later ones.
+// Least recently used first. The beginning of a prompt counts as used last. A request's own blocks
+// are not evicted for its later ones.
 class ReplayedLru final : public Replayed {
  public:
   explicit ReplayedLru(std::size_t capacity) : capacity_(capacity) {}
@@ -31,8 +31,8 @@ class ReplayedLru final : public Replayed {
   std::vector<Index> path_;
 };
 
-// As their authors describe them: they know blocks, and no prompts. The blocks of a request are
-// used from its last to its first, so that its beginning leaves last; a hit counts only where all
+// The policies as published: they know blocks, not prompts. The blocks of a request are used from
+// the last one to the first, so its beginning is evicted last. A hit counts only if all blocks
 // before it are hits.
 template <typename Lists>
 class ReplayedLists final : public Replayed {
@@ -58,7 +58,7 @@ class ReplayedLists final : public Replayed {
 
  private:
   static constexpr std::size_t kAhead = 8;
-  static constexpr Index kAny = 0;  // nobody asks for a block by its item
+  static constexpr Index kAny = 0;  // items are not used
 
   bool is_resident(Index entry) const { return entry != kNone && lists_.is_resident(entry); }
 
@@ -78,7 +78,7 @@ class ReplayedLists final : public Replayed {
   Lists lists_;
 };
 
-// Leaves first; a request's own blocks don't leave for its later ones.
+// Evicts the ends of prompts first. A request's own blocks are not evicted for its later ones.
 class ReplayedLfuda final : public Replayed {
  public:
   explicit ReplayedLfuda(std::size_t capacity) : capacity_(capacity), queues_(capacity, names_) {}

@@ -14,8 +14,8 @@ std::size_t ReplayedRuns::request(std::span<const Key> path, double now) {
   return num_hits;
 }
 
-// From the front, as far as it is worth its room. No run has the blocks of the path now, so none of
-// them leaves.
+// Stores the first blocks of the path, as far as they are admitted. No run has the blocks of the
+// path now, so none of them is evicted.
 void ReplayedRuns::store(std::span<const Key> path) {
   for (const RunPolicy::Part& part : policy_.parts()) {
     if (part.hi <= path_.size()) continue;

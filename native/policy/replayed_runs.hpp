@@ -1,4 +1,4 @@
-// The policy that works on runs, driven by whole requests.
+// The learned policy, driven by whole requests.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// What somebody who knows has said of blocks: when they leave, compared with others.
+// Retention hints: the order of eviction that clients and engines request for blocks.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,8 @@
 
 namespace kvtier::policy {
 
-// The lowest leaves first; of one level, what is worth least. 0 .. 100 are priorities.
+// Blocks of the lowest level are evicted first; in a level, those of the least value. 0 .. 100 are
+// priorities of clients.
 using Level = std::uint8_t;
 inline constexpr Level kLeavesFirst = 0;
 inline constexpr Level kUsual = 50;
@@ -18,16 +19,16 @@ inline constexpr Level kWaitedFor = 102;
 inline constexpr std::size_t kNumLevels = 103;
 
 enum class Word : std::uint8_t {
-  keep,   // has a level of its own, also when it was used again
-  back,   // will be used soon; over when it was
-  ended,  // what nobody else has of it will not be used any more; over if it is
-  waits,  // a request waits for its turn
-  turn,   // it does not wait any more
+  keep,   // the blocks have a level of their own; a use does not end it
+  back,   // the blocks will be used soon; a use ends it
+  ended,  // blocks of this prompt alone will not be used again; a use ends it
+  waits,  // a request for the blocks has been queued
+  turn,   // a request for the blocks is queued no longer
 };
 inline constexpr int kNumWords = 5;
 
-// A word on places first .. end - 1 of a prompt. level: of `keep`. until: seconds, of all but `turn`.
-// tenant: whose prompt it is, 0 where nobody knows.
+// A hint on places first .. end - 1 of a prompt. level: of `keep`. until: time of its end in
+// seconds, of all but `turn`. tenant: owner of the prompt; 0 if unknown.
 struct Said {
   Word word;
   Level level;
@@ -35,25 +36,25 @@ struct Said {
   double until;
   std::uint64_t tenant = 0;
 
-  // Whether a client wants blocks to leave later than they would.
+  // Whether it makes the blocks stay longer than they would.
   bool raises() const {
     return word == Word::back || (word == Word::keep && level > kUsual);
   }
 };
 
-// Of a tier's blocks, the most that clients may have raised above the usual level: those of one
-// tenant, and those of all. So what one client says can't crowd out what the others are worth.
+// Shares of a tier's blocks that clients may raise above the usual level: one tenant, and all
+// together. A client's hints therefore cannot evict all blocks of the others.
 inline constexpr std::size_t kTenantsShare = 4;  // one in so many
 inline constexpr std::size_t kRaisedShare = 2;
 
-// What was said of a run. Every word ends with its time.
+// The hints that apply to a run. Each of them expires.
 struct Retention {
   static constexpr double kNever = std::numeric_limits<double>::infinity();
 
   double kept_until = -kNever;
   double passes_until = -kNever;
   double waits_until = -kNever;
-  std::uint64_t tenant = 0;  // that raised it
+  std::uint64_t tenant = 0;  // whose hint raised it
   std::uint16_t num_waiting = 0;
   Level kept = kUsual;
   Level passing = kUsual;
@@ -64,7 +65,7 @@ struct Retention {
     return num_waiting > 0 ? kWaitedFor : passing != kUsual ? passing : kept;
   }
   bool is_raised() const { return passing > kUsual || kept > kUsual; }
-  // When a word of it is over next.
+  // Returns the time at which the next hint expires.
   double ends() const {
     double next = kNever;
     if (num_waiting > 0) next = std::min(next, waits_until);
@@ -72,7 +73,7 @@ struct Retention {
     if (kept != kUsual) next = std::min(next, kept_until);
     return next;
   }
-  // Without what is over.
+  // Returns the hints without expired ones.
   Retention at(double now) const {
     Retention it = *this;
     if (it.num_waiting == 0 || it.waits_until <= now) it.num_waiting = 0, it.waits_until = -kNever;

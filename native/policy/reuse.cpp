@@ -10,10 +10,10 @@ namespace kvtier::policy {
 namespace {
 
 constexpr double kFirstAge = 0.25;   // seconds: the first bucket is below it
-constexpr double kFade = 0.98;       // of what was seen, each time something is learned
-constexpr double kLeaning = 2.0;     // uses that a class takes over from the one above it
-constexpr double kLeastShare = 0.1;  // of a bucket, that who ended in it has spent there
-constexpr double kNothing = 1e-9;    // before anything is seen
+constexpr double kFade = 0.98;       // decay of the counts per lesson
+constexpr double kLeaning = 2.0;     // weight, in uses, of the class above
+constexpr double kLeastShare = 0.1;  // of a bucket, spent in it by each piece that ended there
+constexpr double kNothing = 1e-9;    // hazard before any observation
 
 }  // namespace
 
@@ -28,7 +28,7 @@ ReuseModel::ReuseModel() {
 }
 
 ReuseModel::Class ReuseModel::class_of(const Features& features) {
-  // The features as digits, the first before the others; a 1 in front tells how many there are.
+  // The features as digits, the first before the others; a 1 in front encodes their number.
   std::uint64_t all = 1;
   for (const std::uint8_t feature : features) all = all << 4 | feature;
   if (const auto known = numbers_.find(all); known != numbers_.end()) return known->second;
@@ -96,7 +96,7 @@ void ReuseModel::learn(std::span<const Waiting> waiting) {
 
 void ReuseModel::work_out(Learned& it, const Counts& counts) const {
   const bool is_top = &it == &classes_[0];
-  double later = 0.0;  // that ended at a greater age: they have spent all of this one
+  double later = 0.0;  // pieces that ended at a greater age, so spent the whole bucket
   for (std::size_t at = kNumAges; at-- > 0;) {
     const double spent = later * (edges_[at + 1] - edges_[at]) + counts.beyond[at];
     later += counts.ended[at];
@@ -113,8 +113,8 @@ void ReuseModel::work_out(Learned& it, const Counts& counts) const {
 const ReuseModel::Row& ReuseModel::values_of(Class cls) {
   Learned& it = classes_[cls];
   if (it.is_current) return it.values;
-  // From an age on it is best to wait until the next stretch of ages is worth less than those
-  // before it: one that is worth more is joined. Of a stretch: P(used in it), E[time in it], P(not
+  // The best horizon from an age on ends before the next stretch of ages with a lower rate, so a
+  // stretch of a higher rate is joined. Fields of a stretch: P(used in it), E[time in it], P(not
   // used).
   struct Stretch {
     double used, spent, unused;

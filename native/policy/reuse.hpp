@@ -1,4 +1,4 @@
-// How soon blocks will be used again, learned from what was used again before.
+// Model of the time until blocks are used again, learned from earlier uses.
 #pragma once
 
 #include <array>
@@ -10,11 +10,11 @@
 
 namespace kvtier::policy {
 
-// Blocks are put into classes by a few small features. Per class and age, uses are counted, and the
-// time that blocks spent at that age: a hazard, with censoring, for what was forgotten or waits
-// still was not used as long as it was known. A class with little history leans on the one above
-// it, which has a feature less. The value of a block is its Gittins index: the best rate, over all
-// horizons, of
+// Blocks are put into classes by a few small features. Per class and age, the model counts uses and
+// the time that blocks spent at that age. Their ratio is a hazard rate. Forgotten and waiting
+// blocks are censored observations: they were not used while they were known. A class with little
+// history uses counts of the class above it, which has one feature less. The value of a block is
+// its Gittins index: the best rate, over all horizons, of
 //
 //   P(used again before the horizon) / E[time until then, the horizon at most]      per second
 //
@@ -23,12 +23,12 @@ class ReuseModel {
  public:
   using Class = std::uint16_t;
 
-  // Of a piece of a prompt, each below 16; in order of weight: it is the last that a class with
-  // little history does without.
+  // Features of a piece of a prompt, each below 16, the most important first. A class with little
+  // history drops the last ones.
   static constexpr std::size_t kNumFeatures = 5;
   using Features = std::array<std::uint8_t, kNumFeatures>;
 
-  // Blocks of which it is not known yet what will be.
+  // Blocks that were neither used again nor forgotten yet.
   struct Waiting {
     Class cls;
     double age;
@@ -37,21 +37,21 @@ class ReuseModel {
 
   ReuseModel();
 
-  // Made when it is first met.
+  // Return the class of features; it is made at its first use.
   Class class_of(const Features& features);
-  // A piece of this class was used again at this age (seconds), or was forgotten then. weight: of
-  // the piece.
+  // Count a piece of this class that was used again, or forgotten, at this age in seconds. weight:
+  // of the piece.
   void used(Class cls, double age, double weight) { count(classes_[cls].seen, age, weight, true); }
   void forgotten(Class cls, double age, double weight) {
     count(classes_[cls].seen, age, weight, false);
   }
-  // Works out the hazards; what was seen before fades. O(classes + waiting).
+  // Compute the hazards, and let old counts decay. O(classes + waiting).
   void learn(std::span<const Waiting> waiting);
 
   bool has_learned() const { return has_learned_; }
   double value(Class cls, double age);
   double value_of_new(Class cls) { return values_of(cls)[0]; }
-  // That a new block is used again before it is worth no more than `price`.
+  // Return the probability that a new block is used again before its value falls to `price`.
   double chance(Class cls, double price);
   std::size_t num_classes() const { return classes_.size(); }
   std::size_t num_bytes() const { return classes_.capacity() * sizeof(Learned); }
@@ -60,8 +60,8 @@ class ReuseModel {
   static constexpr std::size_t kNumAges = 44;
   using Row = std::array<double, kNumAges>;
 
-  // Per age: uses; ends, which are uses and what was forgotten; the time that those that ended
-  // there had spent there.
+  // Per age: uses; ends, which are uses and forgotten pieces; time that pieces which ended in this
+  // bucket had spent in it.
   struct Counts {
     Row uses{};
     Row ended{};
@@ -84,7 +84,7 @@ class ReuseModel {
   const Row& values_of(Class cls);
 
   std::array<double, kNumAges + 1> edges_;  // seconds: of the buckets of ages
-  std::vector<Learned> classes_;            // each after the one above it
+  std::vector<Learned> classes_;            // each behind the one above it
   std::unordered_map<std::uint64_t, Class> numbers_;
   bool has_learned_ = false;
 };

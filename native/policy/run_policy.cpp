@@ -11,18 +11,18 @@ namespace kvtier::policy {
 namespace {
 
 constexpr std::size_t kLessonEvery = 100;   // requests; twice as often at the beginning
-constexpr std::size_t kLessonShare = 256;   // of the runs, one in so many, where that is more
-constexpr std::size_t kMostWaiting = 4096;  // runs that a lesson looks at: more, and it takes some
+constexpr std::size_t kLessonShare = 256;   // or runs / 256 requests, if that is more
+constexpr std::size_t kMostWaiting = 4096;  // runs that a lesson examines, a sample of more
 constexpr double kSizePower = 0.3;          // a run of n blocks counts n to the power of this
 constexpr std::size_t kHistory = 2;        // entries, in capacities
 constexpr std::uint32_t kKeysOfGhost = 4;  // about
-// Blocks that may be unknown in front of a key that is kept: a run's first block has one.
+// Most unknown blocks in front of a kept key. The first block of a run has a key.
 constexpr std::uint32_t kGap = 64;
 constexpr std::size_t kUsualRunBlocks = 10;
 constexpr std::uint32_t kNever = 0;
 constexpr std::uint32_t kMostUses = 0xFFFF;
 
-// Seconds since the use before, in steps of four times.
+// Returns the feature of the time since the previous use, seconds: one step per factor of 4.
 std::uint32_t gap_after(double age) {
   const double octaves = std::log2(std::max(1.0, age));
   return 1 + static_cast<std::uint32_t>(std::min(6.0, octaves / 2.0));
@@ -82,10 +82,10 @@ void RunPolicy::begin(std::span<const Key> path, std::span<const Index> found, d
   victim_ = kNone;
 }
 
-// -- what is asked for, compared with what is known
+// -- comparison of a request with the known runs
 // ---------------------------------------------------------------------------------------------
 
-// As far as the keys tell that were kept of what has left.
+// Returns the hits of LRU, as far as the kept keys of evicted blocks show them.
 std::size_t RunPolicy::lru_hits(std::span<const Key> path, std::span<const Index> found) const {
   for (std::uint32_t at = 0; at < found.size(); ++at)
     if (const Index run = blocks_[found[at]].run; run != kNone && !runs_.would_be_kept(run, at))
@@ -109,7 +109,7 @@ std::size_t RunPolicy::lru_hits(std::span<const Key> path, std::span<const Index
 
 void RunPolicy::compare(std::span<const Key> path, std::span<const Index> found) {
   const std::size_t theirs = lru_hits(path, found);
-  // Worth grows with the place in equal steps: that of many is that of the middle, so many times.
+  // Values grow linearly with the place, so their sum is that of the middle times their number.
   const auto sum = [&](std::size_t num) {
     const auto n = static_cast<double>(num);
     return n + n * n / 2.0 * per_block_;
@@ -118,7 +118,8 @@ void RunPolicy::compare(std::span<const Key> path, std::span<const Index> found)
                worth(0, static_cast<std::uint32_t>(path.size())));
 }
 
-// Up to where the path, which is in the run's ghost or at its beginning, goes along it.
+// Returns the end of the part that the path shares with the run. The path is in the run's ghost or
+// at its beginning.
 std::uint32_t RunPolicy::reach(std::span<const Key> path, Index run, std::uint32_t from) const {
   const Run& it = runs_[run];
   const auto end = static_cast<std::uint32_t>(std::min<std::size_t>(path.size(), it.hi));
@@ -128,13 +129,13 @@ std::uint32_t RunPolicy::reach(std::span<const Key> path, Index run, std::uint32
   return known;
 }
 
-// The run that has kept the key of this place.
+// Returns the run that has kept the key of this place.
 Index RunPolicy::ghost_at(std::span<const Key> path, std::uint32_t at) const {
   const Ghosts::Found found = ghosts_.find(path[at]);
-  return found.at == at ? found.run : kNone;  // it may have been taken to lie elsewhere
+  return found.at == at ? found.run : kNone;  // the key may be known at another place
 }
 
-// The first key that is kept where the path goes on.
+// Returns the first kept key among the next blocks of the path.
 Ghosts::Found RunPolicy::next_ghost(std::span<const Key> path, std::uint32_t from) const {
   const std::size_t end = std::min<std::size_t>(path.size(), from + kGap + 1);
   for (std::uint32_t at = from; at < end; ++at)
@@ -142,7 +143,7 @@ Ghosts::Found RunPolicy::next_ghost(std::span<const Key> path, std::uint32_t fro
   return {kNone, 0};
 }
 
-// The request uses blocks from .. to - 1 of the run, which are those at its beginning.
+// Notes that the request uses blocks from .. to - 1 of the run, which are its first ones.
 void RunPolicy::take(Index run, std::uint32_t from, std::uint32_t to) {
   Run& it = runs_[run];
   model_.used(it.cls, age(it), weight(to - from));
@@ -156,7 +157,7 @@ void RunPolicy::take(Index run, std::uint32_t from, std::uint32_t to) {
   num_known_ = to;
 }
 
-// The path in parts: of each run that it uses again, resident or not; and what is new.
+// Cuts the path into parts: one per run that it uses again, resident or not, and the new blocks.
 void RunPolicy::cut(std::span<const Key> path, std::span<const Index> found) {
   parts_.clear();
   num_known_ = 0;
@@ -165,7 +166,7 @@ void RunPolicy::cut(std::span<const Key> path, std::span<const Index> found) {
     const Index run = blocks_[found[at]].run;
     std::uint32_t end = at + 1;  // it may leave the run before its end
     while (end < hits && blocks_[found[end]].run == run) ++end;
-    if (run == kNone) {  // nobody has asked for it before
+    if (run == kNone) {  // blocks that were in no request
       parts_.push_back({at, end, 1, parts_.empty() ? kNever : parts_.back().gap, false, 0});
       num_known_ = end;
       continue;
@@ -175,8 +176,8 @@ void RunPolicy::cut(std::span<const Key> path, std::span<const Index> found) {
   }
   while (num_known_ < path.size()) {
     const auto [run, at] = next_ghost(path, num_known_);
-    // Where what lies before it was forgotten, it counts as new; and so where a block is missing in
-    // front of what the run has.
+    // A run counts as new if the blocks before it were forgotten, or if a block is missing in front
+    // of its resident ones.
     if (run == kNone || runs_[run].lo > num_known_ || runs_[run].is_resident()) break;
     take(run, num_known_, reach(path, run, at + 1));
   }
@@ -189,7 +190,7 @@ void RunPolicy::name_parts(std::size_t num_asked) {
     const std::uint32_t gap = parts_.empty() ? kNever : parts_.back().gap;
     parts_.push_back({num_known_, num, 1, gap, false, 0});
   }
-  // The last block by itself: it is not full, or the answer follows it.
+  // The last block is a part of its own: it is not full, or the answer follows it.
   if (parts_.back().hi - parts_.back().lo > 1) {
     Part last = parts_.back();
     parts_.back().hi = last.lo = last.hi - 1;
@@ -220,7 +221,7 @@ void RunPolicy::name_parts(std::size_t num_asked) {
   parts_.resize(num_parts);
 }
 
-// -- what stays
+// -- eviction and history
 // ---------------------------------------------------------------------------------------------
 
 Index RunPolicy::lose_one(double gain) {
@@ -243,7 +244,7 @@ Index RunPolicy::drop_tail(Index run) {
   if (it.keeps_key(at)) ghosts_.add(run, it.ghost, keeper_.key(item), at);
   const Index in_front = remove(block);
   runs_.shorten(run, in_front, is_inside(in_front));
-  // The next one mostly leaves with it.
+  // The next block is mostly evicted with it.
   if (it.is_resident() && it.keeps_key(at - 1))
     ghosts_.prefetch(keeper_.key(blocks_.item(it.tail)));
   return item;
@@ -278,7 +279,7 @@ void RunPolicy::forget_most() {
   while (ghosts_.num_entries() > kHistory * capacity_) forget(ghosts_.oldest());
 }
 
-// What has left of it was not used as long as it was known.
+// Forgets the evicted blocks of a run. For the model they were not used while they were known.
 void RunPolicy::forget(Index run) {
   Run& it = runs_[run];
   const double share = static_cast<double>(it.hi - it.mid) / it.size();
@@ -288,7 +289,7 @@ void RunPolicy::forget(Index run) {
   if (it.size() == 0) runs_.remove(run);
 }
 
-// Of many runs that wait for their next use some are looked at, and count for all.
+// Learns from the runs that wait for their next use. Of many, a sample counts for all.
 void RunPolicy::learn() {
   waiting_.clear();
   const auto look_at = [&](Index run) {
@@ -299,7 +300,7 @@ void RunPolicy::learn() {
     for (Index run = 0; run < runs_.end(); ++run)
       if (runs_.is_live(run)) look_at(run);
   } else {
-    constexpr std::size_t kAhead = 16;  // runs between what is looked at and what is brought near
+    constexpr std::size_t kAhead = 16;  // runs between prefetch and use
     std::array<Index, kAhead> ahead;
     for (std::size_t i = 0; i < kMostWaiting + kAhead; ++i) {
       Index& run = ahead[i % kAhead];

@@ -1,4 +1,4 @@
-// A policy that works on runs of blocks, and learns when they are used again.
+// The learned policy: it works on runs of blocks, and learns when they are used again.
 #pragma once
 
 #include <array>
@@ -16,31 +16,32 @@
 
 namespace kvtier::policy {
 
-// A request cuts the runs that it uses again, and its path becomes runs of its own: what it had
-// from each of them, what is new, and the last block by itself, for an answer follows it. Of each
-// class of runs it is learned when they are used again. The run that is worth least loses blocks
-// from its end, and a new block is stored only where it is worth more than what leaves for it. A
-// request's own blocks never leave for its later ones.
+// A request takes its blocks out of the runs that it uses again. Its path becomes new runs: one for
+// the blocks of each earlier run, one for the new blocks, and one for the last block alone, since
+// an answer follows it. The policy learns, per class of runs, when they are used again. It evicts
+// blocks from the end of the run of the least value, and admits a new block only if it is worth
+// more than its victim. A request's own blocks are never evicted for its later ones.
 //
-// Where somebody has said something of a prompt, its runs have levels: the lowest leave first.
+// Retention hints give runs levels: blocks of the lowest level are evicted first.
 //
-// As LRU until something has been learned, and where LRU would have had more hits. A run has 64
-// bytes, a block 12, and of what has left at most two entries per block of the capacity are kept.
+// It evicts as LRU does until something has been learned, and while LRU would have had more hits. A
+// run takes 64 bytes and a block 12. At most two entries per block of the capacity are kept for
+// evicted blocks.
 //
-// What is the same wherever it works: `ReplayedRuns` drives it by whole requests, `LiveRuns` by what
-// happens in a tier.
+// This class is the common part: `ReplayedRuns` drives it by whole requests, `LiveRuns` by the
+// events of a tier.
 class RunPolicy {
  public:
   using Class = ReuseModel::Class;
 
-  // Places lo .. hi - 1 of the path that is asked for; about to be a run.
+  // Places lo .. hi - 1 of the requested path, which become a run.
   struct Part {
     std::uint32_t lo, hi;
     std::uint32_t num_uses;
     std::uint32_t gap;  // feature: how long ago it was used before
     bool is_last;
     Class cls;
-    Retention words{};  // what was said of it
+    Retention words{};  // its hints
   };
 
   // See make_replayed. keeper: of the blocks; it outlives the policy.
@@ -49,12 +50,12 @@ class RunPolicy {
   RunPolicy(const RunPolicy&) = delete;
   RunPolicy& operator=(const RunPolicy&) = delete;
 
-  // The tier has room for so many blocks from now on.
+  // Set the capacity of the tier, in blocks.
   void set_capacity(std::size_t capacity);
-  // There will be about so many blocks: memory for them is made now.
+  // Reserve memory for about this many blocks.
   void expect(std::size_t num_blocks);
-  // The block so deep in a prompt is worth twice what the first one is from now on; 0: all are worth
-  // the same.
+  // Set the depth, in blocks, at which a block is worth twice the first one of its prompt; 0: all
+  // are worth the same.
   void set_doubling(double doubles_at_blocks) {
     per_block_ = doubles_at_blocks > 0.0 ? 1.0 / doubles_at_blocks : 0.0;
     guard_.set_uneven(is_uneven());
@@ -63,16 +64,16 @@ class RunPolicy {
   std::size_t num_blocks() const { return blocks_.size(); }
   std::size_t num_history() const { return ghosts_.num_entries(); }
   std::size_t num_bytes() const;
-  // Throws std::logic_error where it disagrees with itself. O(all blocks).
+  // Throws std::logic_error if an invariant is broken. O(all blocks).
   void check() const;
 
-  // A request for a path, of which `found` are the first blocks that are resident. No run has them
-  // then: its parts are about to be runs.
+  // Begin a request for a path, of which `found` are the resident first blocks. It takes them out
+  // of their runs, into `parts`, which `keep_runs` makes runs.
   void begin(std::span<const Key> path, std::span<const Index> found, double now);
   const std::vector<Part>& parts() const { return parts_; }
   double gain(const Part& part) { return model_.value_of_new(part.cls) * worth(part.lo, part.hi); }
-  // The parts are runs; `resident` are the first blocks of the path. tries_all: LRU would have
-  // taken the others in.
+  // Make the parts runs. resident: the first blocks of the path. tries_all: LRU would have admitted
+  // the others.
   void keep_runs(std::span<const Key> path, std::span<const Index> resident, bool tries_all);
 
   Index add(Index parent, Index item) {
@@ -80,33 +81,32 @@ class RunPolicy {
     note_children(parent);
     return block;
   }
-  // One block leaves, unless the least is worth more than a new one's gain allows. Returns its
-  // item, kNone where none leaves.
+  // Evict the block of the least value, unless it is worth too much for a new block's gain. Returns
+  // its item; kNone if none was evicted.
   Index lose_one(double gain);
 
  protected:
-  // What leaves for a new block is worth at most this share of it.
+  // The victim of a new block is worth at most this share of it.
   static constexpr double kEnter = 0.9;
 
   bool decides_as_lru() const { return guard_.is_lru() || !model_.has_learned(); }
 
-  // Runs that lose blocks.
+  // Eviction from runs.
   Index choose();
   Index drop_tail(Index run);
   void forget(Index run);
-  void forget_most();  // as many of those that left as there is no room for in the history
+  void forget_most();  // the oldest evicted blocks, while the history is too long
 
-  // Whether blocks are worth more or less than each other.
+  // Whether the value of a block depends on its depth.
   bool is_uneven() const { return per_block_ > 0.0; }
   double age(const Run& run) const { return now_ - run.last_use; }
-  // What a block of those from lo to hi - 1 is worth. The last of a run is worth more than those in
-  // front of it, and none of these is worth its room for nothing but themselves: they stand and fall
-  // together.
+  // Mean value of a block among those from lo to hi - 1. A deeper block is worth more, but it is of
+  // no use without the blocks before it, so all blocks of a run have the same value.
   double worth(std::uint32_t lo, std::uint32_t hi) const;
   double value(const Run& run) { return model_.value(run.cls, age(run)) * worth(run.lo, run.mid); }
   bool may_shrink(Index run) const { return ends_a_path(run) && is_let_go(run); }
   bool is_inside(Index block) const { return block != kNone && !blocks_.is_leaf(block); }
-  // A block has got a child, or lost one.
+  // Note that the number of a block's children has changed.
   void note_children(Index block) {
     const Index run = block == kNone ? kNone : blocks_[block].run;
     if (run != kNone && runs_[run].tail == block) runs_.set_inside(run, is_inside(block));
@@ -119,7 +119,7 @@ class RunPolicy {
   }
 
   std::size_t capacity_;
-  double per_block_ = 0.0;           // by how much more a block is worth for each one before it
+  double per_block_ = 0.0;           // additional value of a block for each one before it
   std::array<double, 256> weights_;  // of the shorter runs
   const Keeper& keeper_;
   Random random_;
@@ -132,15 +132,15 @@ class RunPolicy {
   std::size_t num_requests_ = 0;
   std::size_t next_lesson_;
   Index victim_ = kNone;       // the run that is losing blocks
-  double victim_value_ = 0.0;  // of its blocks, were they the first of their prompts
-  // For a moment: runs that are not chosen, as if they had left, and the blocks in front of them.
+  double victim_value_ = 0.0;  // of its blocks, if they were the first of their prompts
+  // During `admit`: runs that count as evicted already, and the blocks in front of them.
   std::vector<Index> passed_over_;
   std::vector<Index> exposed_;
-  std::vector<Part> parts_;         // of the request that is being made
-  std::uint32_t num_known_ = 0;  // of what is asked for, how many of the first were used before
+  std::vector<Part> parts_;         // of the current request
+  std::uint32_t num_known_ = 0;  // number of the path's first blocks that were used before
 
  private:
-  // What is asked for, compared with what is known.
+  // Comparison of the path with the known runs.
   std::size_t lru_hits(std::span<const Key> path, std::span<const Index> found) const;
   void compare(std::span<const Key> path, std::span<const Index> found);
   std::uint32_t reach(std::span<const Key> path, Index run, std::uint32_t from) const;
@@ -160,7 +160,7 @@ class RunPolicy {
   void learn();
   double weight(std::uint32_t num_blocks) const;
 
-  // A run that could lose a block, as far as it knows itself.
+  // A candidate for eviction; the keeper may still forbid it.
   struct Leaf {
     Index run;
     std::uint64_t number;
@@ -168,7 +168,7 @@ class RunPolicy {
   };
 
   // Kept from call to call, to spare allocations.
-  std::vector<Leaf> leaves_;  // that were looked at
+  std::vector<Leaf> leaves_;  // candidates examined
   std::vector<ReuseModel::Waiting> waiting_;
 };
 

@@ -106,11 +106,11 @@ bool Runs::would_be_kept(Index run, std::uint32_t at) const {
   const Run& it = pool_[run];
   if (!is_in_window(it)) return false;
   if (at >= it.tried) return false;
-  // Of the first run its first blocks, as far as they fit.
+  // Of the window's first run LRU keeps the first blocks, as far as they fit.
   return run != first_ || at - it.lo < capacity_ - (num_in_window_ - it.size());
 }
 
-// -- what was said of runs
+// -- hints on runs
 // ---------------------------------------------------------------------------------------------
 
 void Runs::retain(Index run, const Retention& words, double now) {
@@ -177,7 +177,7 @@ void Runs::expire(double now) {
   }
 }
 
-// -- those with resident blocks
+// -- runs with resident blocks
 // ---------------------------------------------------------------------------------------------
 
 void Runs::list(Index run) {

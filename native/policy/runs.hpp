@@ -1,4 +1,4 @@
-// Runs: what a request has used and no later one since.
+// Runs: the blocks that a request has used and that no later request has used since.
 #pragma once
 
 #include <algorithm>
@@ -15,24 +15,24 @@
 
 namespace kvtier::policy {
 
-// Blocks lo .. hi - 1 of one request's path, all of one class. They leave from the end:
+// Blocks lo .. hi - 1 of one request's path, all of one class. They are evicted from the end:
 //
 //   start <= lo       mid        hi     places in the path
 //            |resident | ghost    |
 //
-// start is where the run began. Another request that goes along the path takes what it uses, so
-// that lo moves on; what is forgotten takes hi back to mid.
+// start is where the run began. A later request with the same path takes the blocks that it uses,
+// so lo increases. Forgetting the evicted blocks sets hi to mid.
 struct Run {
   std::uint64_t number;  // in the order of use, from 1 on; 0: of no run
   double last_use;       // seconds
   std::uint32_t start, lo, mid, hi;
   std::uint32_t
-      stride;          // of the ghost's blocks only each so many-th, and the last, has its key kept
-  Index tail;          // the last resident block, where there is one
+      stride;          // keys are kept of every stride-th evicted block, and of the last one
+  Index tail;          // the last resident block, if there is one
   Index older, newer;  // by use
-  Index place;         // among those with resident blocks, kNone where it has none
-  Index ghost;         // kNone where no key is kept
-  std::uint32_t tried;  // LRU had what lies before this place: it was here, or was not let in
+  Index place;         // in `residents`; kNone without resident blocks
+  Index ghost;         // kNone if no key is kept
+  std::uint32_t tried;  // LRU would have admitted the blocks before this place
   ReuseModel::Class cls : 15;
   ReuseModel::Class is_inside : 1;  // the tail has resident children
   std::uint16_t num_uses;
@@ -43,24 +43,24 @@ struct Run {
 };
 static_assert(sizeof(Run) == 64);
 
-// A run that has resident blocks, as it is listed: half of all have others behind their last one, and
-// who looks for what may leave need not look at those.
+// List entry of a run that has resident blocks. Half of all runs have resident blocks behind their
+// last one; is_inside lets a search for victims skip them without reading the run.
 struct Resident {
   Index run : 31;
   Index is_inside : 1;
 };
 static_assert(sizeof(Resident) == sizeof(Index));
 
-// All runs, in the order of their use. The order alone tells what a tier of `capacity` blocks would
-// hold that evicts the least recently used: the latest runs.
+// All runs, in the order of their use. The latest runs are what an LRU tier of `capacity` blocks
+// would hold.
 class Runs {
  public:
-  // seed: of the order in which those with resident blocks are listed.
+  // seed: of the random order in which runs with resident blocks are listed.
   Runs(std::size_t capacity, std::uint64_t seed) : capacity_(capacity), random_(seed) {}
 
   Run& operator[](Index run) { return pool_[run]; }
   const Run& operator[](Index run) const { return pool_[run]; }
-  // There will be about so many: as that of `Rows`.
+  // Reserve memory for about this many runs; see `Rows`.
   void reserve(std::size_t num) {
     pool_.reserve(num);
     residents_[kUsual].reserve(num);
@@ -76,51 +76,51 @@ class Runs {
            ends_.capacity() * sizeof(End);
   }
 
-  // As the one that was used last. Its number and its places are filled in here.
+  // Add a run as the last one used. Its number and its links are filled in here.
   Index add(Run run);
   void remove(Index run);
-  // The first blocks of it are another run's now, or the last ones are forgotten.
+  // Remove the blocks before `to`, which belong to another run now; or forget the evicted ones.
   void take_front(Index run, std::uint32_t to);
   void forget_ghost(Index run);
-  // The last resident block is one no more. is_inside: the one in front of it is.
+  // Note that the last resident block was evicted. is_inside: whether the new tail has children.
   void shorten(Index run, Index new_tail, bool is_inside);
-  // The next block is resident: one that has left or was expected, or one more at the end. Nothing is
-  // behind it.
+  // Note that the next block is resident: one that was evicted or expected, or a new one at the
+  // end. No block is behind it.
   void grow(Index run, Index new_tail);
-  // Whether the last resident block has children.
+  // Set whether the last resident block has children.
   void set_inside(Index run, bool is_inside);
-  // The end is another run's now; what has left is not part of it any more.
+  // Remove the blocks from `end` on, which belong to another run now, and the evicted ones.
   void cut_off(Index run, std::uint32_t end, Index new_tail, bool is_inside);
 
-  // The one that was used last, kNone where there is none.
+  // Return the run that was used last; kNone if there is none.
   Index newest() const { return newest_; }
-  // Runs since the beginning; the number of the newest.
+  // Return the number of runs made so far, which is the number of the newest.
   std::uint64_t num_made() const { return num_made_; }
 
-  // Runs of a level with resident blocks, in an order that is left to chance: neighbours are as good
-  // a sample of all as any.
+  // Return the runs of a level with resident blocks, in random order: neighbours are a random
+  // sample.
   const List<Resident>& residents(std::size_t level) const { return residents_[level]; }
 
-  // What was said of a run. It is kept beside the runs, so that it costs nothing where nobody says
-  // anything.
+  // Return the hints on a run. They are kept apart from the runs, so that they cost nothing if
+  // there are none.
   Retention retention(Index run) const { return is_said(run) ? said_[run].words : Retention{}; }
   Level level(Index run) const { return is_said(run) ? said_[run].level : kUsual; }
   void retain(Index run, const Retention& words, double now);
-  // How many more blocks a tenant's words may raise. Of a raised run all blocks count, also those
-  // that are expected or have left.
+  // Return how many more blocks a tenant's hints may raise. All blocks of a raised run count,
+  // including expected and evicted ones.
   std::size_t room_to_raise(std::uint64_t tenant) const;
-  // What is over by now counts no more.
+  // Remove expired hints.
   void expire(double now);
-  // Whether a run has another level than the usual one.
+  // Whether any run has another level than the usual one.
   bool has_retained() const { return num_retained_ > 0; }
 
-  // There is room for so many blocks from now on.
+  // Set the capacity of the tier, in blocks.
   void set_capacity(std::size_t capacity) {
     capacity_ = capacity;
     narrow();
   }
 
-  // Whether least recently used first would have kept the block of this run.
+  // Whether LRU would have kept the run's block at this place.
   bool would_be_kept(Index run, std::uint32_t at) const;
 
   // Throws std::logic_error.
@@ -134,13 +134,13 @@ class Runs {
     return first_ != kNone && run.number >= pool_[first_].number;
   }
 
-  // level: that it is listed by. end: when a word of it is over next, as the queue has it.
+  // Hints on a run. end: time of their next end, as queued in `ends_`. level: of the list it is in.
   struct Heard {
     Retention words;
     double end = Retention::kNever;
     Level level = kUsual;
   };
-  // Of the words on a run; stale where the run has another end, or is another one.
+  // Time at which a hint on a run ends; stale if the run has another end, or is another run.
   struct End {
     double time;
     std::uint64_t number;
@@ -156,7 +156,7 @@ class Runs {
     return !is_said(end.run) || pool_[end.run].number != end.number || said_[end.run].end != end.time;
   }
   void move_to(Index run, Level level);
-  // Blocks of a run that is said to be raised come or go.
+  // Count blocks that become part of a raised run, or cease to be.
   void count_raised(const Retention& words, std::int64_t num);
   void resized(Index run, std::int64_t num) {
     if (is_said(run)) count_raised(said_[run].words, num);
@@ -167,12 +167,12 @@ class Runs {
   Random random_;
   Pool<Run> pool_;
   std::array<List<Resident>, kNumLevels> residents_;
-  std::vector<Heard> said_;  // by run, as far as anything was said
+  std::vector<Heard> said_;  // by run; shorter if the last ones have no hints
   std::vector<End> ends_;   // a heap
   std::size_t num_said_ = 0;
   std::size_t num_retained_ = 0;
   std::size_t num_raised_ = 0;                              // blocks
-  std::unordered_map<std::uint64_t, std::size_t> raised_;  // of each tenant that has some
+  std::unordered_map<std::uint64_t, std::size_t> raised_;  // raised blocks by tenant
   Index newest_ = kNone;
   Index oldest_ = kNone;
   std::uint64_t num_made_ = 0;
