@@ -229,7 +229,7 @@ def _restart(case: str, num_blocks: int, kept: Sequence[KeptKeys], tier: DiskTie
 def _check(here: _Decider, is_over: bool) -> None:
     """Check that blocks are unknown or in storage, and that in the end all are known."""
     keys = [_label(number) for number in (*range(NUM_ASKED), -1)]
-    here.cache.adopt_recovered(keys, stops_at_gap=False)
+    here.cache.adopt(keys, stops_at_gap=False)
     places = here.cache.locate_all(keys)
     unknown = BlockState.NOWHERE if is_over else BlockState.UNKNOWN
     assert places[-1] is unknown, "a block that nobody has"

@@ -113,7 +113,7 @@ class Engine:
 
     def find(self, key: bytes) -> BlockState:
         """Return the location of a block. A block that storage recovered is adopted."""
-        self.cache.adopt_recovered([key])
+        self.cache.adopt([key])
         return self.cache.locate(key)
 
     def places(self, keys: Sequence[bytes]) -> list[BlockState]:

@@ -101,7 +101,7 @@ class LeaseMachine(RuleBasedStateMachine):
         slots = self._slots(len(labels))
         made = self.index.insert(NS, labels, DEVICE, slots, self.now, above, hold=True)
         assert len(made.blocks) == len(labels)
-        lease.adopt(made.blocks, DEVICE)
+        lease.append(made.blocks, DEVICE)
         held.tiers += [DEVICE] * len(labels)
 
     @precondition(lambda self: self.held)

@@ -46,10 +46,10 @@ def test_locating_blocks_changes_nothing() -> None:
 
 def test_blocks_are_adopted_when_somebody_says_so() -> None:
     engine = world()
-    assert engine.cache.adopt_recovered(KEYS) == KEYS[4:7]
+    assert engine.cache.adopt(KEYS) == KEYS[4:7]
     assert locate_twice(engine)[4:8] == [STORAGE, STORAGE, STORAGE, NOWHERE]
     before = snapshot(engine)
-    assert engine.cache.adopt_recovered(KEYS) == []
+    assert engine.cache.adopt(KEYS) == []
     assert snapshot(engine) == before
 
 
@@ -73,5 +73,5 @@ def test_blocks_are_unknown_until_storage_has_said_all_that_it_has() -> None:
     assert locate_twice(engine) == [UNKNOWN] * len(KEYS)
     engine.hello(1, *map(name, KEYS[4:6]))
     assert locate_twice(engine) == [NOWHERE] * len(KEYS), "nobody has adopted them"
-    assert engine.cache.adopt_recovered(KEYS) == KEYS[4:6]
+    assert engine.cache.adopt(KEYS) == KEYS[4:6]
     assert locate_twice(engine)[4:7] == [STORAGE, STORAGE, NOWHERE]

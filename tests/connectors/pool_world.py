@@ -121,7 +121,7 @@ class PoolWorld:
     def places(self, *numbers: int) -> list[BlockState]:
         """Return the locations of blocks, after adopting the ones that storage recovered."""
         keys = [key_of(number) for number in numbers]
-        self.pool.adopt_recovered(keys)
+        self.pool.adopt(keys)
         return self.pool.locate_all(keys)
 
     def settle(self) -> None:

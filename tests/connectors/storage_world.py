@@ -81,7 +81,7 @@ class World:
 
     def find(self, number: int) -> BlockState:
         """Return the location of a block; one that a restart found is adopted."""
-        self.slab.adopt_recovered([key_of(number)])
+        self.slab.adopt([key_of(number)])
         return self.slab.locate(key_of(number))
 
     def take_counted(self) -> Callable[..., float]:

@@ -90,7 +90,7 @@ class UnderVllm:
             engine.store(by_place["M"])
         engine.carry_out()
         if by_place["A"]:
-            cache.adopt_recovered(by_place["A"])
+            cache.adopt(by_place["A"])
             assert cache.promote(by_place["A"]) == len(by_place["A"])
         self.counts = Counts()
         learn(engine.ladder, case, keyed_world.BLOCK_BYTES)

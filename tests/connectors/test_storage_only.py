@@ -168,10 +168,10 @@ def test_recovered_blocks_are_adopted_along_a_prompt_or_one_by_one(worlds: list[
     tier = memory(6, stored_blocks)
     world = open_world(worlds, tier)
     keys = [key_of(number) for number in (1, 2, 3, 4, 5)]
-    assert world.slab.adopt_recovered([key_of(9), *keys[:2]]) == keys[:2]
+    assert world.slab.adopt([key_of(9), *keys[:2]]) == keys[:2]
     assert world.slab.locate(keys[0]) is BlockState.STORAGE
     assert world.slab.locate(keys[2]) is BlockState.NOWHERE, "nobody has adopted it"
-    assert world.slab.adopt_recovered(keys, stops_at_gap=False) == [keys[2], keys[4]]
+    assert world.slab.adopt(keys, stops_at_gap=False) == [keys[2], keys[4]]
     assert (world.slab.num_blocks, tier.num_unfound) == (4, 0)
     assert world.load(1, 2, 3, 5) == [1, 2, 3, 5]
 
@@ -182,7 +182,7 @@ def test_start_of_a_prompt_leaves_last_after_a_restart_too(worlds: list[World]) 
     before.store(1, 2, 3)
     before.slab.close()
     world = open_world(worlds, memory(3, stored_blocks))
-    world.slab.touch(world.slab.adopt_recovered([key_of(number) for number in (1, 2, 3)]))
+    world.slab.touch(world.slab.adopt([key_of(number) for number in (1, 2, 3)]))
     world.slab.take_changes()
     world.store(9)
     (left, _) = world.slab.take_changes()

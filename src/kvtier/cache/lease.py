@@ -138,7 +138,7 @@ class Lease(Waiter):
         behind = self.slots[first + len(slots) :]
         self.slots = Numbers.joined(self.slots[:first], slots, behind)
 
-    def adopt(self, blocks: Sequence[BlockId], tier: str) -> None:
+    def append(self, blocks: Sequence[BlockId], tier: str) -> None:
         """Add blocks to the end of the prefix that the caller has leased in ``tier`` already."""
         self.blocks = Numbers.joined(self.blocks, blocks)
         self.held += [tier] * len(blocks)

@@ -4,7 +4,7 @@ A committed block is queued for a write to storage. A key identifies a whole pre
 trie to walk. The ladder decides everything else.
 
 Queries change nothing (``locate``, ``locate_all``, ``sources``). Changes have methods of their own:
-``adopt_recovered`` adopts blocks of an earlier run, ``touch`` notes a use.
+``adopt`` takes in blocks of an earlier run, ``touch`` notes a use.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ class LocalBlockCache(BlockCache):
         if before is NOWHERE and not self.ladder.unfound(finds_at_once=True):
             return before
         state = self.locate(key)
-        if state in (NOWHERE, UNKNOWN) and self.adopt_recovered([key]):
+        if state in (NOWHERE, UNKNOWN) and self.adopt([key]):
             state = self.locate(key)
         return state
 
@@ -340,7 +340,7 @@ class LocalBlockCache(BlockCache):
             return found, []
         if self.ladder.unfound(finds_at_once=True):
             unknown = np.flatnonzero(found.by_tier[:, 0] == UNINDEXED)
-            if len(unknown) and (adopted := self.adopt_recovered(select_keys(keys, unknown))):
+            if len(unknown) and (adopted := self.adopt(select_keys(keys, unknown))):
                 self.touch(adopted)
                 found = self.locate_blocks(keys)
         if not self._lookup.has_to_ask:
@@ -351,7 +351,7 @@ class LocalBlockCache(BlockCache):
             found = found._replace(codes=found.codes.translate(NOWHERE_TO_UNKNOWN))
         return found, pending
 
-    def adopt_recovered(self, keys: Collection[bytes], stops_at_gap: bool = True) -> list[bytes]:
+    def adopt(self, keys: Collection[bytes], stops_at_gap: bool = True) -> list[bytes]:
         """Adopt blocks that storage recovered from an earlier run. Return their keys.
 
         The index knows them afterwards, and they are read and evicted like other blocks. Only

@@ -37,7 +37,7 @@ class KeyedLookup:
         return self._knows_storage() or not (self._ladder.storages and self._namespace())
 
     def adopt(self, keys: Collection[bytes], stops_at_gap: bool) -> list[bytes]:
-        """Adopt recovered blocks; see ``LocalBlockCache.adopt_recovered``."""
+        """Adopt recovered blocks; see ``LocalBlockCache.adopt``."""
         storages = self._ladder.unfound(finds_at_once=True)
         if not self._namespace() or not storages:
             return []

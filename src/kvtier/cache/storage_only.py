@@ -256,10 +256,10 @@ class StorageOnlyCache:
             stored &= [not self._is_lost(block) for block in blocks]
         return _States(blocks, by_tier[:, 0] == State.READY, moving, stored)
 
-    def adopt_recovered(self, keys: Collection[bytes], stops_at_gap: bool = True) -> list[bytes]:
+    def adopt(self, keys: Collection[bytes], stops_at_gap: bool = True) -> list[bytes]:
         """Adopt blocks that storage recovered from an earlier run. Return their keys.
 
-        See ``LocalBlockCache.adopt_recovered``.
+        See ``LocalBlockCache.adopt``.
         """
         return self._lookup.adopt(keys, stops_at_gap) if self.is_readable else []
 

@@ -316,7 +316,7 @@ class Cache:
         lease.put(first, made.slots)
         twins = [slot for slot, used in zip(ours, made.slots, strict=False) if slot != used]
         self._ladder.free(twins)
-        lease.adopt(made.blocks, DEVICE)
+        lease.append(made.blocks, DEVICE)
         self._observer.computed(lease, len(made.blocks))
         self._use(lease, first)
 

@@ -79,7 +79,7 @@ def until_stored(world: PoolWorld, *numbers: int) -> None:
     while world.pool.locate_all(keys) != [STORAGE] * len(keys):
         assert time.monotonic() < end_s, "they never came"
         time.sleep(0.05)
-        world.pool.adopt_recovered(keys)
+        world.pool.adopt(keys)
 
 
 def load(world: PoolWorld, numbers: Sequence[int], pages: Sequence[int]) -> list[str]:

@@ -214,8 +214,8 @@ class StorageLookup:
         """Process an answer. Return the next look-up of the prompt, if there is one."""
         question, job = asked.question, asked.job
         del self._asked[question.storage, question.name]
-        adopt = partial(self._adopt, question.storage)
-        more = question.take_in(job.places_there, adopt)
+        add = partial(self._add_found, question.storage)
+        more = question.take_in(job.places_there, add)
         if job.error is not None or FAILED in job.outcomes:
             more = None
         if not self._mover.storages[question.storage].finds_at_once and job.error is None:
@@ -261,17 +261,17 @@ class StorageLookup:
 
     # -- blocks that are about to be written -----------------------------------------------------
 
-    def adopt_stored(self, blocks: Sequence[BlockId], storage: str) -> set[BlockId]:
+    def adopt(self, blocks: Sequence[BlockId], storage: str) -> set[BlockId]:
         """Adopt those of ``blocks`` that storage recovered from an earlier run. Return them."""
         if not blocks or storage not in self.unfound(finds_at_once=True):
             return set()
         keys = keys_of(self._index.names(blocks))
         found = [blocks[at] for at in self._mover.find(storage, keys).places_there]
-        return set(found[: self._adopt(storage, found)])
+        return set(found[: self._add_found(storage, found)])
 
     # -- what was found ---------------------------------------------------------------------------
 
-    def _adopt(self, storage: str, blocks: Sequence[BlockId]) -> int:
+    def _add_found(self, storage: str, blocks: Sequence[BlockId]) -> int:
         """Note in the index that ``storage`` has blocks, as far as it has room. Return how many."""
         states = self._index.states_of(blocks, storage)
         new = blocks

@@ -170,7 +170,7 @@ class StorageWriter:
         if lost := self._transfers.lost:
             staging = self._topology.staging
             wanted = [block for block in wanted if (block, staging) not in lost]
-        there = self._storage_lookup.adopt_stored(wanted, storage)
+        there = self._storage_lookup.adopt(wanted, storage)
         new = [block for block in wanted if block not in there] if there else wanted
         if self._mover.accepts((self._topology.staging, storage)):
             return self._stores.copy_down(new, self._topology.staging, storage)[1]

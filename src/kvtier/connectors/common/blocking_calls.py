@@ -207,7 +207,7 @@ class BlockingCalls:
     def _adopt_and_look(self, keys: Sequence[bytes]) -> LocatedBlocks:
         """Look up keys. Recovered blocks are adopted, and count as used."""
         found = self.cache.locate_all(keys)
-        if NO_BLOCK in found.blocks and (adopted := self.cache.adopt_recovered(keys)):
+        if NO_BLOCK in found.blocks and (adopted := self.cache.adopt(keys)):
             self.cache.touch(adopted)
             found = self.cache.locate_all(keys)
         return found

@@ -167,7 +167,7 @@ class PoolCopies:
             self._cache.commit([key for key, _ in mine], [depth for _, depth in mine])
         else:
             self._cache.abort(store.new)
-        self._cache.adopt_recovered(store.asked)
+        self._cache.adopt(store.asked)
         self._cache.touch(store.asked)
         there = (BlockState.MEMORY, BlockState.STORAGE)
         return all(place in there for place in self._cache.locate_all(store.asked))

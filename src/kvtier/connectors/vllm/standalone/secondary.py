@@ -147,7 +147,7 @@ class KvtierTier(SecondaryTierManager):
         self.slab.digest = self._names.digest
 
         place = self.slab.locate(key)
-        if place is BlockState.NOWHERE and self.slab.adopt_recovered([key]):
+        if place is BlockState.NOWHERE and self.slab.adopt([key]):
             place = self.slab.locate(key)
             self._adopt_behind(key, request_of(req_context).in_order())
         return FOUND[place]
@@ -155,7 +155,7 @@ class KvtierTier(SecondaryTierManager):
     def _adopt_behind(self, key: OffloadKey, prompt: Sequence[OffloadKey]) -> None:
         """Adopt the blocks behind ``key`` in one call; vLLM looks them up next."""
         behind = prompt[prompt.index(key) + 1 :] if key in prompt else []
-        self.slab.adopt_recovered(behind, stops_at_gap=False)
+        self.slab.adopt(behind, stops_at_gap=False)
         self.slab.touch([key, *behind])
 
     def submit_store(self, job_metadata: TransferJob) -> None:
