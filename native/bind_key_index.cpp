@@ -1,10 +1,7 @@
 // Binding of the flat table of keys. Arguments are checked here and trusted inside.
-#include <nanobind/stl/string.h>
-
 #include <cstdint>
 #include <cstring>
 #include <optional>
-#include <string>
 #include <unordered_set>
 #include <vector>
 
@@ -15,7 +12,6 @@
 #include "bound_values.hpp"
 #include "packed.hpp"
 #include "keys/key_index.hpp"
-#include "policy/live.hpp"
 
 namespace nb = nanobind;
 
@@ -79,11 +75,9 @@ class GivenKeys {
 
 class KeyIndex : public bound::Blocks<keys::KeyIndex> {
  public:
-  KeyIndex(nb::tuple tiers, nb::tuple states, nb::tuple learning, const std::string& policy,
-           std::size_t group_bytes)
+  KeyIndex(nb::tuple tiers, nb::tuple policies, nb::tuple states, std::size_t group_bytes)
       : Blocks(tiers, states, [&] {
-          return keys::KeyIndex(which_of(tiers, learning), checked_policy(policy, learning),
-                                group_bytes);
+          return keys::KeyIndex(bound::checked_policies(tiers, policies), group_bytes);
         }) {}
 
   // (blocks, bytes: the number of a state for each block and column, 0 for one unknown).
@@ -274,24 +268,6 @@ class KeyIndex : public bound::Blocks<keys::KeyIndex> {
   }
 
  private:
-  static std::vector<bool> which_of(const nb::tuple& tiers, const nb::tuple& learning) {
-    if (tiers.size() < 1 || tiers.size() > trie::kMaxColumns)
-      fail(PyExc_ValueError, "1 to %zu tiers, not %zu", trie::kMaxColumns, tiers.size());
-    std::vector<bool> learns;
-    for (const nb::handle tier : tiers) {
-      const int is_in = PySequence_Contains(learning.ptr(), tier.ptr());
-      if (is_in < 0) throw nb::python_error();
-      learns.push_back(is_in > 0);
-    }
-    return learns;
-  }
-
-  static const std::string& checked_policy(const std::string& name, const nb::tuple& learning) {
-    if (learning.size() > 0 && !policy::has_live(name))
-      fail(PyExc_ValueError, "no policy is called '%s'", name.c_str());
-    return name;
-  }
-
   // Kept from call to call, to spare allocations.
   std::vector<trie::Label> keys_;
   std::vector<Index> rows_;
@@ -312,9 +288,8 @@ void bind_key_index(nb::module_& module) {
   nb::class_<KeyIndex> type(module, "KeyIndex",
                             "Blocks by key, and where they are: see kvtier.index.");
   bound::bind_blocks(type);
-  type.def(nb::init<nb::tuple, nb::tuple, nb::tuple, const std::string&, std::size_t>(),
-           nb::arg("tiers"), nb::arg("states"), nb::arg("learning"), nb::arg("policy") = "runs",
-           nb::arg("group_bytes") = 0)
+  type.def(nb::init<nb::tuple, nb::tuple, nb::tuple, std::size_t>(), nb::arg("tiers"),
+           nb::arg("policies"), nb::arg("states"), nb::arg("group_bytes"))
       .def("find", &KeyIndex::find, nb::arg("keys"), nb::lock_self())
       .def("missing", &KeyIndex::missing, nb::arg("keys"), nb::arg("tier"), nb::lock_self())
       .def("hashes", &KeyIndex::hashes, nb::arg("blocks"), nb::lock_self())

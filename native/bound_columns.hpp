@@ -8,6 +8,7 @@
 
 #include "bind.hpp"
 #include "bound_values.hpp"
+#include "policy/live.hpp"
 #include "trie/types.hpp"
 
 namespace kvtier::bound {
@@ -31,17 +32,24 @@ class Columns {
   nb::tuple tiers_;
 };
 
-inline std::vector<std::string_view> names_of(const nb::tuple& names) {
-  std::vector<std::string_view> result;
-  for (const nb::handle each : names) {
+// The policy of each tier, by name.
+inline std::vector<std::string_view> checked_policies(const nb::tuple& tiers,
+                                                      const nb::tuple& policies) {
+  if (tiers.size() < 1 || tiers.size() > trie::kMaxColumns || tiers.size() != policies.size())
+    fail(PyExc_ValueError, "1 to %zu tiers with a policy each, not %zu tiers and %zu policies",
+         trie::kMaxColumns, tiers.size(), policies.size());
+  std::vector<std::string_view> names;
+  for (const nb::handle each : policies) {
     if (!PyUnicode_Check(each.ptr()))
       fail(PyExc_TypeError, "a policy must be a str, not %s", Py_TYPE(each.ptr())->tp_name);
     Py_ssize_t size = 0;
     const char* const text = PyUnicode_AsUTF8AndSize(each.ptr(), &size);  // lives as long as `each`
     if (text == nullptr) throw nb::python_error();
-    result.emplace_back(text, static_cast<std::size_t>(size));
+    names.emplace_back(text, static_cast<std::size_t>(size));
+    if (names.back() != policy::kLru && !policy::has_live(names.back()))
+      fail(PyExc_ValueError, "no policy is called %R", each.ptr());
   }
-  return result;
+  return names;
 }
 
 }  // namespace kvtier::bound

@@ -26,10 +26,7 @@ class BlockTrie : public Blocks<trie::BlockTrie> {
  public:
   BlockTrie(nb::tuple tiers, nb::tuple policies, nb::tuple states,
             nb::handle labels_type, nb::handle match_type)
-      : Blocks(tiers, states,
-               [&] {
-                 return checked([&] { return trie::BlockTrie(checked_policies(tiers, policies)); });
-               }),
+      : Blocks(tiers, states, [&] { return trie::BlockTrie(checked_policies(tiers, policies)); }),
         labels_(labels_type),
         match_type_(nb::borrow(match_type)) {
     for (const char* each : {"blocks", "tiers", "in_flight", "num_asked"})
@@ -214,13 +211,6 @@ class BlockTrie : public Blocks<trie::BlockTrie> {
   }
 
  private:
-  static std::vector<std::string_view> checked_policies(const nb::tuple& tiers,
-                                                        const nb::tuple& policies) {
-    if (tiers.size() < 1 || tiers.size() > trie::kMaxColumns || tiers.size() != policies.size())
-      fail(PyExc_ValueError, "1 to %zu tiers with a policy each, not %zu tiers and %zu policies",
-           trie::kMaxColumns, tiers.size(), policies.size());
-    return names_of(policies);
-  }
   static std::optional<BlockId> optional_block(nb::handle block) {
     if (block.is_none()) return std::nullopt;
     return to_number(block.ptr(), "a block");

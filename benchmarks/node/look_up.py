@@ -23,6 +23,7 @@ from kvtier.core.hot import NATIVE
 from kvtier.core.types import HOST
 from kvtier.devices.cpu import CpuDevice
 from kvtier.index import make_key_index
+from kvtier.index.policies.replayed import RUNS
 from kvtier.node.config import NodeConfig
 from kvtier.node.server.engines import Holdings
 from kvtier.node.server.node import CacheNode
@@ -58,7 +59,7 @@ def cache_in_process(num_blocks: int) -> LocalBlockCache:
     """Return a cache of this process with room for ``num_blocks`` blocks, and no storage."""
     host = DistantRoom(num_blocks)
     host.open(num_blocks)
-    index = make_key_index((HOST,), lambda: NAMESPACE, (HOST,))
+    index = make_key_index({HOST: RUNS}, lambda: NAMESPACE)
     mover = RankMover({}, BLOCK_BYTES, 1, 1)
     options = LadderOptions(BLOCK_BYTES)
     return LocalBlockCache(index, {HOST: host}, mover, options, lambda: NAMESPACE, time.monotonic)

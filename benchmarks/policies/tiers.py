@@ -56,7 +56,7 @@ class TierReplay:
         if disk_blocks:
             rooms[DISK] = Quota(lambda: disk_blocks)
         self._mover = _AtOnce([tier for tier in rooms if tier != HOST])
-        self._index = make_key_index(tuple(rooms), lambda: NAMESPACE, rooms, policy)
+        self._index = make_key_index(dict.fromkeys(rooms, policy), lambda: NAMESPACE)
         options = LadderOptions(BLOCK_BYTES, bytes_per_day={DISK: bytes_per_day})
         if doubles_at_blocks:
             self._index.set_recompute_slope(doubles_at_blocks)

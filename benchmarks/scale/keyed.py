@@ -11,6 +11,7 @@ from kvtier.cache.local import LocalBlockCache
 from kvtier.cache.transfer.ranks import Done, Hello, RankMover, Report
 from kvtier.core.types import DISK, HOST
 from kvtier.index import make_key_index
+from kvtier.index.policies.replayed import LRU
 from kvtier.tiers import DistantRoom, Quota, StorageFacts
 
 KEY_BYTES = 36
@@ -37,7 +38,7 @@ class World:
         mover = RankMover({DISK: StorageFacts(finds_at_once=True)}, BLOCK_BYTES, 1, 1)
         rooms = {HOST: DistantRoom(num_blocks), DISK: Quota(lambda: num_blocks)}
         self.mover, self.host = mover, rooms[HOST]
-        self.index = make_key_index((HOST, DISK), lambda: NAMESPACE)
+        self.index = make_key_index({HOST: LRU, DISK: LRU}, lambda: NAMESPACE)
         self.cache = LocalBlockCache(
             self.index,
             rooms,

@@ -45,7 +45,7 @@ class LearnedTier:
     def __init__(self, num_blocks: int, policy: str) -> None:
         before = _resident_bytes()
         self.num_blocks = num_blocks
-        self._index = make_key_index((HOST, DISK), lambda: NAMESPACE, (HOST,), policy)
+        self._index = make_key_index({HOST: policy, DISK: LRU}, lambda: NAMESPACE)
         self._index.expect(num_blocks)
         self._index.set_room(HOST, num_blocks)
         self._num_free = num_blocks

@@ -32,6 +32,7 @@ from kvtier.core.keys import next_key
 from kvtier.core.types import DISK, HOST
 from kvtier.devices import find_device
 from kvtier.index import make_key_index
+from kvtier.index.policies.replayed import LRU
 from kvtier.tiers import DistantRoom, HostTier, KeptKeys, Quota
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tools.report.stats import Estimate
@@ -167,7 +168,7 @@ def _decider(num_blocks: int) -> _Decider:
     host, ticks = DistantRoom(NUM_ASKED), count(0.0)
     clock = partial(next, ticks)
     rooms = {HOST: host, DISK: Quota(lambda: num_blocks)}
-    index = make_key_index(tuple(rooms), lambda: NAMESPACE)
+    index = make_key_index(dict.fromkeys(rooms, LRU), lambda: NAMESPACE)
     options = LadderOptions(GROUP.bytes_per_block)
     cache = LocalBlockCache(
         index,

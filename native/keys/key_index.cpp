@@ -16,10 +16,11 @@ constexpr std::size_t kAhead = 16;  // blocks whose rows are fetched at a time
 constexpr std::uint16_t kMaxLeases = 0xFFFF;
 
 // Columns with an order have links, and all where blocks have groups.
-std::vector<bool> have_links(std::vector<bool> learns, bool has_groups) {
-  learns.flip();
-  if (has_groups) learns.assign(learns.size(), true);
-  return learns;
+std::vector<bool> have_links(std::span<const std::string_view> policies, bool has_groups) {
+  std::vector<bool> have;
+  for (const std::string_view policy : policies)
+    have.push_back(has_groups || policy == policy::kLru);
+  return have;
 }
 
 // Keys that were named before, in open cells.
@@ -47,14 +48,13 @@ class NamedKeys {
 
 }  // namespace
 
-KeyIndex::KeyIndex(const std::vector<bool>& learns, std::string_view policy,
-                   std::size_t group_bytes)
-    : known_(have_links(learns, group_bytes > 0), group_bytes),
+KeyIndex::KeyIndex(std::span<const std::string_view> policies, std::size_t group_bytes)
+    : known_(have_links(policies, group_bytes > 0), group_bytes),
       rows_(known_.rows()),
-      orders_(learns.size()) {
-  for (std::size_t column = 0; column < learns.size(); ++column) {
-    if (!learns[column]) continue;
-    orders_[column].learned = std::make_unique<LearnedColumn>(known_, column, policy);
+      orders_(policies.size()) {
+  for (std::size_t column = 0; column < policies.size(); ++column) {
+    if (policies[column] == policy::kLru) continue;
+    orders_[column].learned = std::make_unique<LearnedColumn>(known_, column, policies[column]);
   }
 }
 

@@ -22,10 +22,9 @@ namespace kvtier::keys {
 // trie::BrokenPromise, or std::invalid_argument for a key of another length.
 class KeyIndex {
  public:
-  // learns: per column, whether a policy decides there that knows requests, or least recently used
-  // first. policy: which one; one that `make_live` knows. group_bytes: at the end of keys, what tells
-  // blocks of one place apart.
-  KeyIndex(const std::vector<bool>& learns, std::string_view policy, std::size_t group_bytes = 0);
+  // policies: of each column, `policy::kLru` or one that `make_live` knows. group_bytes: at the end
+  // of keys, what tells blocks of one place apart.
+  explicit KeyIndex(std::span<const std::string_view> policies, std::size_t group_bytes = 0);
   KeyIndex(const KeyIndex&) = delete;
   KeyIndex& operator=(const KeyIndex&) = delete;
 

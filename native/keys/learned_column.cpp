@@ -8,8 +8,6 @@ namespace kvtier::keys {
 
 namespace {
 
-constexpr std::size_t kUsualRoom = std::size_t{1} << 16;  // blocks, until it is known
-constexpr std::uint64_t kSeed = 7;
 constexpr std::size_t kFitShare = 16;  // the policy is told of room that differs by one in so many
 
 // What so many blocks would be of `whole`, were `part` of them so many.
@@ -23,9 +21,9 @@ LearnedColumn::LearnedColumn(KnownBlocks& known, std::size_t column, std::string
     : known_(known),
       column_(column),
       places_(known.rows(), column, known.has_groups()),
-      live_(policy::make_live(policy, kUsualRoom, kSeed, *this)),
-      room_(kUsualRoom),
-      told_(kUsualRoom) {}
+      live_(policy::make_live(policy, *this)),
+      room_(policy::kUsualRoom),
+      told_(policy::kUsualRoom) {}
 
 bool LearnedColumn::may_leave(Index place, std::uint32_t) const {
   return places_.all(place, [this](Index row) {

@@ -9,15 +9,16 @@ namespace kvtier::policy {
 
 namespace {
 
-using Make = std::unique_ptr<Live> (*)(std::size_t, std::uint64_t, const Keeper&);
+using Make = std::unique_ptr<Live> (*)(const Keeper&);
 
 template <typename Queues>
-std::unique_ptr<Live> make_queues(std::size_t capacity, std::uint64_t, const Keeper& keeper) {
-  return std::make_unique<LiveQueues<Queues>>(capacity, keeper);
+std::unique_ptr<Live> make_queues(const Keeper& keeper) {
+  return std::make_unique<LiveQueues<Queues>>(kUsualRoom, keeper);
 }
 
-std::unique_ptr<Live> make_runs(std::size_t capacity, std::uint64_t seed, const Keeper& keeper) {
-  return std::make_unique<LiveRuns>(capacity, seed, 0.0, keeper);
+std::unique_ptr<Live> make_runs(const Keeper& keeper) {
+  constexpr std::uint64_t kSeed = 7;  // where there are many blocks, the policy samples
+  return std::make_unique<LiveRuns>(kUsualRoom, kSeed, 0.0, keeper);
 }
 
 // Null where there is none of that name.
@@ -34,10 +35,8 @@ Make maker_of(std::string_view name) {
 
 bool has_live(std::string_view name) { return maker_of(name) != nullptr; }
 
-std::unique_ptr<Live> make_live(std::string_view name, std::size_t capacity, std::uint64_t seed,
-                                const Keeper& keeper) {
-  const Make make = maker_of(name);
-  return make == nullptr ? nullptr : make(capacity, seed, keeper);
+std::unique_ptr<Live> make_live(std::string_view name, const Keeper& keeper) {
+  return maker_of(name)(keeper);
 }
 
 }  // namespace kvtier::policy

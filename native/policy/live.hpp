@@ -81,11 +81,16 @@ class Live {
   virtual void check() const = 0;
 };
 
+// The policy that is no `Live`: least recently used first, in an order that an index keeps itself.
+inline constexpr std::string_view kLru = "lru";
+
+// The capacity of a new policy in blocks, until `set_capacity` is called.
+inline constexpr std::size_t kUsualRoom = std::size_t{1} << 16;
+
 // Whether there is a policy of that name.
 bool has_live(std::string_view name);
-// Returns the policy of that name; null if there is none. capacity: in blocks, 1 or more. seed: for
-// policies that sample. keeper: owner of the blocks; it outlives the policy.
-std::unique_ptr<Live> make_live(std::string_view name, std::size_t capacity, std::uint64_t seed,
-                                const Keeper& keeper);
+// Returns the policy of that name, which must exist. keeper: owner of the blocks; it outlives the
+// policy.
+std::unique_ptr<Live> make_live(std::string_view name, const Keeper& keeper);
 
 }  // namespace kvtier::policy

@@ -9,11 +9,12 @@
 namespace kvtier::trie {
 
 BlockTrie::BlockTrie(std::span<const std::string_view> policies)
-    : seed_(std::random_device{}()), nodes_(policies.size()), counts_(policies.size()) {
+    : seed_(std::random_device{}()), nodes_(policies.size()) {
   seed_ = seed_ << 32 | std::random_device{}();
-  for (std::size_t column = 0; column < policies.size(); ++column) {
-    policies_.push_back(make_policy(policies[column], ColumnView(nodes_, column)));
-    promise(policies_.back() != nullptr, "a policy that the core does not have");
+  for (const std::string_view policy : policies) {
+    const ColumnView view(nodes_, columns_.size());
+    columns_.push_back({Lru(view), nullptr});
+    if (policy != policy::kLru) columns_.back().learned = std::make_unique<LivePolicy>(view, policy);
   }
 }
 
@@ -58,7 +59,8 @@ std::vector<BlockId> BlockTrie::prefixes(std::span<const BlockId> blocks,
 
 std::size_t BlockTrie::num_bytes() const {
   std::size_t total = nodes_.num_bytes() + table_.num_bytes();
-  for (const auto& policy : policies_) total += policy->num_bytes();
+  for (const Column& it : columns_)
+    total += it.learned ? it.learned->live().num_bytes() : it.queue.num_bytes();
   return total + keys_.num_bytes();
 }
 
@@ -73,8 +75,13 @@ void BlockTrie::move(Index index, std::size_t column, State to) {
 
 void BlockTrie::review(Index index, std::size_t column) {
   if (!nodes_.is_evictable(index, column)) return;
-  if (nodes_.residency(index, column).queued) policies_[column]->let_go(index);
-  else policies_[column]->offer(index);
+  Column& it = columns_[column];
+  if (it.learned) it.learned->live().let_go(index);
+  else if (!nodes_.residency(index, column).queued) it.queue.offer(index);
+}
+
+void BlockTrie::enter(Index index, std::size_t column) {
+  if (columns_[column].learned) columns_[column].learned->entered(index);
 }
 
 // A block is of no use without those before it, so a child keeps its parent.
@@ -90,20 +97,17 @@ void BlockTrie::begin_write(BlockId block, std::size_t column, Slot slot) {
   move(index, column, State::writing);
   nodes_.residency(index, column).slot = slot;
   nodes_.standing(index, column).last_use = kNever;
-  ++counts_[column].held;
+  ++columns_[column].held;
   count_in_parent(index, column, true);
-  policies_[column]->entered(index);
+  enter(index, column);
 }
 
 void BlockTrie::commit(BlockId block, std::size_t column, double now) {
   const Index index = at(block);
   Standing& standing = nodes_.standing(index, column);
   move(index, column, State::ready);
-  counts_[column].idle += standing.leases == 0;
-  if (standing.last_use == kNever) {
-    standing.last_use = now;
-    policies_[column]->used(index, {now, kNever, false});
-  }
+  columns_[column].idle += standing.leases == 0;
+  if (standing.last_use == kNever) standing.last_use = now;
   review(index, column);
 }
 
@@ -114,8 +118,10 @@ void BlockTrie::admit(std::span<const BlockId> blocks, std::size_t column, std::
                       double least_chance, Path& admitted) {
   ahead_.clear();
   for (const BlockId block : blocks) ahead_.push_back(nodes_[at(block)].hash);
+  Column& it = columns_[column];
+  if (!it.learned) return admitted.assign(blocks.begin(), blocks.end());
   std::vector<std::uint32_t> which;
-  policies_[column]->admit(ahead_, num_free, least_chance, which);
+  it.learned->live().admit(ahead_, num_free, least_chance, which);
   for (const std::uint32_t i : which) admitted.push_back(blocks[i]);
 }
 
@@ -123,15 +129,12 @@ void BlockTrie::admit(std::span<const BlockId> blocks, std::size_t column, std::
 // ----------------------------------------------------------------------------------------------
 
 void BlockTrie::touch(std::span<const BlockId> blocks, double now) {
-  for (std::size_t i = 0; i < blocks.size(); ++i) {
-    const Index index = at(blocks[i]);
+  for (const BlockId block : blocks) {
+    const Index index = at(block);
     ++nodes_.num_uses(index);
     for (std::size_t column = 0; column < nodes_.num_columns(); ++column) {
       if (nodes_.residency(index, column).state == State::absent) continue;
-      double& last_use = nodes_.standing(index, column).last_use;
-      const Use use{now, last_use, i + 1 == blocks.size()};
-      last_use = now;
-      policies_[column]->used(index, use);
+      nodes_.standing(index, column).last_use = now;
     }
   }
 }
@@ -142,7 +145,7 @@ void BlockTrie::lease(BlockId block, std::size_t column) {
   if (residency.state != State::ready && residency.state != State::writing)
     throw BrokenPromise(std::string("lease on a block that is ") + name(residency.state));
   if (nodes_.standing(index, column).leases++ == 0)
-    counts_[column].idle -= residency.state == State::ready;
+    columns_[column].idle -= residency.state == State::ready;
 }
 
 void BlockTrie::release(BlockId block, std::size_t column) {
@@ -150,7 +153,7 @@ void BlockTrie::release(BlockId block, std::size_t column) {
   std::uint32_t& leases = nodes_.standing(index, column).leases;
   promise(leases > 0, "released more often than leased");
   if (--leases > 0) return;
-  counts_[column].idle += nodes_.residency(index, column).state == State::ready;
+  columns_[column].idle += nodes_.residency(index, column).state == State::ready;
   review(index, column);
 }
 

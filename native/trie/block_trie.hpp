@@ -15,8 +15,9 @@
 #include "common/cells.hpp"
 #include "trie/keys.hpp"
 #include "trie/labels.hpp"
+#include "trie/live_policy.hpp"
+#include "trie/lru.hpp"
 #include "trie/nodes.hpp"
-#include "trie/policy.hpp"
 #include "trie/types.hpp"
 
 namespace kvtier::trie {
@@ -29,7 +30,7 @@ class BlockTrie {
   using Path = std::vector<BlockId>;
   using Key = trie::Key;
 
-  // One policy per column, by name; every name must be known to `make_policy`.
+  // policies: of each column, `policy::kLru` or one that `make_live` knows.
   explicit BlockTrie(std::span<const std::string_view> policies);
   BlockTrie(const BlockTrie&) = delete;
   BlockTrie& operator=(const BlockTrie&) = delete;
@@ -56,8 +57,8 @@ class BlockTrie {
   std::uint32_t num_leases(BlockId block, std::size_t column) const {
     return nodes_.standing(at(block), column).leases;
   }
-  std::size_t num_evictable(std::size_t column) const { return counts_[column].idle; }
-  std::size_t num_held(std::size_t column) const { return counts_[column].held; }
+  std::size_t num_evictable(std::size_t column) const { return columns_[column].idle; }
+  std::size_t num_held(std::size_t column) const { return columns_[column].held; }
   std::size_t size() const { return nodes_.num_live() - roots_.size(); }
   std::size_t num_namespaces() const { return roots_.size(); }
   std::size_t num_bytes() const;
@@ -82,10 +83,11 @@ class BlockTrie {
   void admit(std::span<const BlockId> blocks, std::size_t column, std::size_t num_free,
              double least_chance, Path& admitted);
   void set_room(std::size_t column, std::size_t num_blocks) {
-    policies_[column]->set_room(num_blocks);
+    if (Column& it = columns_[column]; it.learned) it.learned->live().set_capacity(num_blocks);
   }
   void set_doubling(double doubles_at_blocks) {
-    for (const auto& policy : policies_) policy->set_doubling(doubles_at_blocks);
+    for (Column& it : columns_)
+      if (it.learned) it.learned->live().set_doubling(doubles_at_blocks);
   }
 
   // -- use
@@ -137,7 +139,9 @@ class BlockTrie {
   void check_invariants() const;
 
  private:
-  struct Counts {
+  struct Column {
+    Lru queue;
+    std::unique_ptr<LivePolicy> learned;  // in the place of the queue
     std::size_t held = 0;
     std::size_t idle = 0;
   };
@@ -162,6 +166,7 @@ class BlockTrie {
   bool is_cached(Index index) const;
   void move(Index index, std::size_t column, State to);
   void review(Index index, std::size_t column);
+  void enter(Index index, std::size_t column);
   void count_in_parent(Index index, std::size_t column, bool added);
   Slot leave(Index index, std::size_t column);
   void prune(Index index);
@@ -174,8 +179,7 @@ class BlockTrie {
   Cells<std::uint32_t> table_;
   std::unordered_map<std::string, Index> roots_;
   mutable Index last_root_ = kNone;
-  std::vector<std::unique_ptr<Policy>> policies_;
-  std::vector<Counts> counts_;
+  std::vector<Column> columns_;
   Keys keys_;
   // Kept from call to call, to spare allocations.
   std::vector<Index> places_;         // of the path that is being extended

@@ -19,7 +19,8 @@ void BlockTrie::check_invariants() const {
           "the table knows more or fewer blocks than there are");
   for (std::size_t column = 0; column < nodes_.num_columns(); ++column) {
     check_column(column);
-    policies_[column]->check();
+    if (const Column& it = columns_[column]; it.learned) it.learned->check();
+    else it.queue.check();
   }
 }
 
@@ -71,9 +72,10 @@ void BlockTrie::check_column(std::size_t column) const {
             "a candidate that its policy does not know");
   });
   promise(held == slots.size(), "two blocks share a slot");
-  promise(held == counts_[column].held, "blocks miscounted");
-  promise(idle == counts_[column].idle, "idle blocks miscounted");
-  promise(queued == policies_[column]->num_queued(),
+  promise(held == columns_[column].held, "blocks miscounted");
+  promise(idle == columns_[column].idle, "idle blocks miscounted");
+  const Column& it = columns_[column];
+  promise(queued == (it.learned ? it.learned->live().num_blocks() : it.queue.num_queued()),
           "a queue has more or fewer blocks than are marked");
   each([&](Index index) {
     promise(nodes_[index].num_children == known[index], "children miscounted");

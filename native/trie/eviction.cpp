@@ -10,15 +10,15 @@ constexpr Index kAhead = 12;  // blocks between what is used and what is fetched
 }  // namespace
 
 void BlockTrie::evict(std::size_t column, std::size_t num_blocks, Path& chosen) {
-  Policy& policy = *policies_[column];
-  policy.begin_evicting();
+  Column& it = columns_[column];
+  if (it.learned) it.learned->live().begin_evicting();
   while (chosen.size() < num_blocks) {
-    const Index index = policy.victim();
+    const Index index = it.learned ? it.learned->victim() : it.queue.victim();
     if (index == kNone) return;
     // Its ancestors, which follow it, mostly lie before it.
     if (index >= kAhead) nodes_.prefetch_evicted(index - kAhead);
     move(index, column, State::evicting);
-    --counts_[column].idle;
+    --it.idle;
     count_in_parent(index, column, false);
     chosen.push_back(nodes_.id(index));
   }
@@ -38,9 +38,9 @@ void BlockTrie::forget(std::span<const BlockId> blocks, std::size_t column,
 void BlockTrie::keep(BlockId block, std::size_t column) {
   const Index index = at(block);
   move(index, column, State::ready);
-  ++counts_[column].idle;
+  ++columns_[column].idle;
   count_in_parent(index, column, true);
-  policies_[column]->entered(index);
+  enter(index, column);
   review(index, column);
 }
 
@@ -48,7 +48,7 @@ std::optional<Slot> BlockTrie::lose(BlockId block, std::size_t column) {
   const Index index = at(block);
   if (nodes_.standing(index, column).leases > 0) return std::nullopt;
   move(index, column, State::evicting);
-  --counts_[column].idle;
+  --columns_[column].idle;
   count_in_parent(index, column, false);
   return leave(index, column);
 }
@@ -57,11 +57,13 @@ Slot BlockTrie::leave(Index index, std::size_t column) {
   Residency& residency = nodes_.residency(index, column);
   const State before = residency.state;
   move(index, column, State::absent);
-  if (residency.queued) policies_[column]->withdraw(index);
+  Column& it = columns_[column];
+  if (residency.queued && it.learned) it.learned->withdraw(index);
+  else if (residency.queued) it.queue.withdraw(index);
   const Slot slot = residency.slot;
   residency.slot = 0;
   nodes_.standing(index, column).last_use = 0.0;
-  --counts_[column].held;
+  --it.held;
   if (before != State::evicting) count_in_parent(index, column, false);
   prune(index);
   return slot;

@@ -4,26 +4,8 @@
 
 namespace kvtier::trie {
 
-namespace {
-
-constexpr std::size_t kUsualRoom = std::size_t{1} << 16;  // blocks, until it is known
-constexpr std::uint64_t kSeed = 7;
-
-}  // namespace
-
 LivePolicy::LivePolicy(ColumnView view, std::string_view name)
-    : Policy(view),
-      live_(policy::make_live(name, kUsualRoom, kSeed, *this)) {}
-
-void LivePolicy::asked(std::span<const std::uint64_t> path, std::span<const Index> found,
-                       double now) {
-  live_->asked(path, found, now);
-}
-
-void LivePolicy::retain(std::span<const std::uint64_t> path, std::span<const Index> found,
-                        const policy::Said& said, double now) {
-  live_->retain(path, found, said, now);
-}
+    : view_(view), live_(policy::make_live(name, *this)) {}
 
 void LivePolicy::entered(Index index) {
   const Node& node = view_.node(index);

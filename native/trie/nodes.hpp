@@ -33,9 +33,11 @@ struct Residency {
   bool queued;  // the column's policy has it in its queue, a candidate or not
 };
 
+inline constexpr double kNever = -1.0;  // before any time
+
 // The same, as far as only use and eviction ask for it.
 struct Standing {
-  double last_use;
+  double last_use;             // kNever: of a block being written that was not used since
   std::uint32_t leases;
   std::uint32_t num_children;  // children writing or ready in this column, if they need it
 };

@@ -195,14 +195,13 @@ std::size_t BlockTrie::insert(std::string_view space, Labels& labels, std::optio
       residency.state = State::ready;
       residency.slot = slots[i];
       standing.last_use = now;
-      ++counts_[column].held;
-      ++counts_[column].idle;
+      ++columns_[column].held;
+      ++columns_[column].idle;
       if (nodes_.is_block(above)) ++nodes_.standing(above, column).num_children;
-      policies_[column]->entered(index);
-      policies_[column]->used(index, {now, kNever, i + 1 == labels.size()});
+      enter(index, column);
       ++num_new;
     }
-    if (hold && standing.leases++ == 0) --counts_[column].idle;
+    if (hold && standing.leases++ == 0) --columns_[column].idle;
     path.push_back(nodes_.id(index));
     above = index;
   }
@@ -216,13 +215,11 @@ std::size_t BlockTrie::insert(std::string_view space, Labels& labels, std::optio
 // -- requests
 // ----------------------------------------------------------------------------------------------
 
-// Calls tell(policy, path, found) for each that knows prompts.
+// Calls tell(policy, path, found) for each column's policy that knows prompts.
 template <typename Tell>
 void BlockTrie::tell_of_prompt(std::string_view space, Labels& labels, Tell&& tell) {
   if (labels.size() == 0) return;
-  const bool is_wanted = std::any_of(policies_.begin(), policies_.end(),
-                                     [](const auto& each) { return each->knows_prompts(); });
-  if (!is_wanted) return;
+  if (std::ranges::none_of(columns_, [](const Column& it) { return it.learned != nullptr; })) return;
   places_.clear();
   walk(root(space), labels, [&](Index index) {
     places_.push_back(index);
@@ -233,21 +230,21 @@ void BlockTrie::tell_of_prompt(std::string_view space, Labels& labels, Tell&& te
   std::uint64_t hash = hash_of(space);
   for (std::size_t i = 0; i < labels.size(); ++i)
     ahead_[i] = hash = i < places_.size() ? nodes_[places_[i]].hash : prefix_hash(hash, labels[i]);
-  for (std::size_t column = 0; column < policies_.size(); ++column) {
-    if (!policies_[column]->knows_prompts()) continue;
+  for (std::size_t column = 0; column < columns_.size(); ++column) {
+    if (!columns_[column].learned) continue;
     const auto is_gone = [&](Index index) {
       const State state = nodes_.residency(index, column).state;
       return state != State::writing && state != State::ready;
     };
     const auto end = std::find_if(places_.begin(), places_.end(), is_gone);
     const auto num_found = static_cast<std::size_t>(end - places_.begin());
-    tell(*policies_[column], std::span<const std::uint64_t>(ahead_),
+    tell(columns_[column].learned->live(), std::span<const std::uint64_t>(ahead_),
          std::span<const Index>(places_).first(num_found));
   }
 }
 
 void BlockTrie::asked(std::string_view space, Labels& labels, double now) {
-  tell_of_prompt(space, labels, [now](Policy& policy, auto path, auto found) {
+  tell_of_prompt(space, labels, [now](policy::Live& policy, auto path, auto found) {
     policy.asked(path, found, now);
   });
 }
@@ -256,7 +253,7 @@ void BlockTrie::retain(std::string_view space, Labels& labels, const policy::Sai
                        double now) {
   policy::Said of_tenant = said;
   of_tenant.tenant = std::hash<std::string_view>{}(space);  // a salt makes a namespace of its own
-  tell_of_prompt(space, labels, [&](Policy& policy, auto path, auto found) {
+  tell_of_prompt(space, labels, [&](policy::Live& policy, auto path, auto found) {
     policy.retain(path, found, of_tenant, now);
   });
 }

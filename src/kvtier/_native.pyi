@@ -130,10 +130,9 @@ class KeyIndex:
     def __init__(
         self,
         tiers: tuple[str, ...],
+        policies: tuple[str, ...],
         states: tuple[int, ...],
-        learning: tuple[str, ...],
-        policy: str = "runs",
-        group_bytes: int = 0,
+        group_bytes: int,
     ) -> None: ...
     def __len__(self) -> int: ...
     def num_bytes(self) -> int: ...

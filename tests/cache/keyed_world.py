@@ -12,6 +12,7 @@ from kvtier.cache.transfer.ranks import Done, Hello, RankMover, RankOrder, Recov
 from kvtier.core.keys import next_key
 from kvtier.core.types import DEVICE, DISK, HOST, BlockKey, Direct
 from kvtier.index import State, make_key_index
+from kvtier.index.policies.replayed import LRU
 from kvtier.observe import Metrics
 from kvtier.tiers import DistantRoom, Quota, Room, StorageFacts
 
@@ -57,7 +58,7 @@ class Engine:
         self.host = DistantRoom(num_host)
         rooms: dict[str, Room] = {HOST: self.host, DISK: Quota(lambda: num_disk)}
         rooms |= {name: Quota(lambda: NUM_STORED) for name in stores}
-        self.index = make_key_index(tuple(rooms), lambda: NS)
+        self.index = make_key_index(dict.fromkeys(rooms, LRU), lambda: NS)
         self.cache = LocalBlockCache(
             self.index,
             rooms,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvtier.cache.holds import Holds
 from kvtier.core.types import Slot
 from kvtier.index import make_key_index
+from kvtier.index.policies.replayed import LRU
 
 TIERS = ("host", "disk")
 
@@ -13,7 +14,7 @@ class World:
     """An index with blocks 0 to 7 in storage."""
 
     def __init__(self, most: int = 8) -> None:
-        self.index = make_key_index(TIERS, lambda: b"n" * 32)
+        self.index = make_key_index(dict.fromkeys(TIERS, LRU), lambda: b"n" * 32)
         self.index.expect(16)
         self.blocks = self.index.make([b"%032d" % number for number in range(8)])
         self.index.begin_write_all(self.blocks, "disk", [Slot(at) for at in range(8)])

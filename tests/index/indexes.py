@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,25 +12,13 @@ from kvtier.core import hot
 from kvtier.core.types import BlockId
 from kvtier.index import PromptIndex
 from kvtier.index.native_index import NativeIndex
-from kvtier.index.policies import (
-    ArcPolicy,
-    EvictionPolicy,
-    LfudaPolicy,
-    LruPolicy,
-    RunsPolicy,
-    S3FifoPolicy,
-    SievePolicy,
-)
+from kvtier.index.policies import EvictionPolicy, LruPolicy
+from kvtier.index.policies.replayed import LRU, POLICIES
 from kvtier.index.python_index import PythonIndex
 
 INDEXES = ("native", "python")
-LEARNING: Mapping[str, type[EvictionPolicy]] = MappingProxyType(
-    {
-        each.native_name: each
-        for each in (RunsPolicy, ArcPolicy, S3FifoPolicy, LfudaPolicy, SievePolicy)
-    }
-)
-"""Policies that learn from requests, by their native name."""
+LEARNING = tuple(name for name in POLICIES if name != LRU)
+"""Policies that learn from requests."""
 
 
 class FollowingPolicy(EvictionPolicy):

@@ -22,6 +22,7 @@ from kvtier.core.types import DISK, HOST, NO_BLOCK, BlockId, BlockName, Slot
 from kvtier.index import KeyIndex, State
 from kvtier.index.key_index import KeyMatches
 from kvtier.index.native_key_index import NativeKeyIndex
+from kvtier.index.policies.replayed import LRU
 from kvtier.index.python_key_index import PythonKeyIndex
 
 TIERS = (HOST, DISK)
@@ -35,7 +36,7 @@ Make = Callable[..., KeyIndex]
 
 @pytest.fixture(params=MAKERS, ids=lambda make: make.__name__)
 def index(request: pytest.FixtureRequest) -> KeyIndex:
-    return request.param(TIERS, lambda: NS)
+    return request.param(dict.fromkeys(TIERS, LRU), lambda: NS)
 
 
 def put(index: KeyIndex, keys: list[bytes], tier: str = HOST) -> Sequence[BlockId]:
@@ -215,7 +216,11 @@ class Both:
         self._twin = PythonKeyIndex(TIERS, lambda: NS)
         self._first: KeyIndex = self._twin
         if NATIVE:
-            self._first = NativeKeyIndex(TIERS, lambda: NS, learning, policy, group_bytes)
+            self._first = NativeKeyIndex(
+                {tier: policy if tier in learning else LRU for tier in TIERS},
+                lambda: NS,
+                group_bytes,
+            )
 
     def evict(self, tier: str, num_blocks: int) -> Sequence[BlockId]:
         chosen = self._first.evict(tier, num_blocks)

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(not NATIVE, reason=f"no native core: {NATIVE_REA
 
 @pytest.fixture(params=LEARNING)
 def any_index(request: pytest.FixtureRequest) -> KeyIndex:
-    return NativeKeyIndex(TIERS, lambda: NS, TIERS, request.param, 1)
+    return NativeKeyIndex(dict.fromkeys(TIERS, request.param), lambda: NS, 1)
 
 
 def both(places: Sequence[bytes]) -> list[bytes]:
@@ -141,7 +141,7 @@ class Groups:
         host = DistantRoom(num_slots)
         host.open(num_slots)
         rooms: dict[str, Room] = {HOST: host}
-        index = make_key_index((HOST,), lambda: NS, (HOST,), policy, int(len(windows) > 0))
+        index = make_key_index({HOST: policy}, lambda: NS, int(len(windows) > 0))
         self.index = index
         mover = RankMover({}, 1, 1, 1, 0.0, lambda: self.now_s)
         self.cache = LocalBlockCache(

@@ -18,6 +18,7 @@ from kvtier.core.hot import NATIVE, NATIVE_REASON
 from kvtier.core.types import DISK, HOST, Slot
 from kvtier.index import KeyIndex, State
 from kvtier.index.native_key_index import NativeKeyIndex
+from kvtier.index.policies.replayed import RUNS
 from tests.index.indexes import LEARNING
 from tests.index.policies.live_tier import names
 from tests.index.policies.traffic import TRAFFIC
@@ -29,13 +30,13 @@ pytestmark = pytest.mark.skipif(not NATIVE, reason=f"no native core: {NATIVE_REA
 
 @pytest.fixture
 def index() -> KeyIndex:
-    return NativeKeyIndex(TIERS, lambda: NS, TIERS)
+    return NativeKeyIndex(dict.fromkeys(TIERS, RUNS), lambda: NS)
 
 
 @pytest.fixture(params=LEARNING)
 def any_index(request: pytest.FixtureRequest) -> KeyIndex:
     """Return an index under each policy."""
-    return NativeKeyIndex(TIERS, lambda: NS, TIERS, request.param)
+    return NativeKeyIndex(dict.fromkeys(TIERS, request.param), lambda: NS)
 
 
 class LearningMachine(KeyIndexMachine):
@@ -202,7 +203,7 @@ def test_what_has_a_priority_stays_for_its_time(index: KeyIndex) -> None:
 
 @pytest.mark.parametrize("key_bytes", [8, 32, 36, 100], ids=lambda num: f"{num}-byte keys")
 def test_what_was_made_beforehand_holds_keys_of_any_size_and_more_of_them(key_bytes: int) -> None:
-    index = NativeKeyIndex(TIERS, lambda: NS, TIERS)
+    index = NativeKeyIndex(dict.fromkeys(TIERS, RUNS), lambda: NS)
     index.expect(400_000)  # enough for preallocated memory, in all of its parts
     expected = index.num_bytes
     assert expected >= 400_000 * (36 + 12), "nothing was made"

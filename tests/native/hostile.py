@@ -61,7 +61,7 @@ class Hostile:
         self.random = random.Random(seed)
         self.arena = np.zeros(1 << 16, np.uint8)
         self.trie = self._new_trie()
-        self.keyed = _native.KeyIndex(TIERS, tuple(State), TIERS[1:])
+        self.keyed = _native.KeyIndex(TIERS, ("lru", "runs"), tuple(State), 0)
         self.leases = self._sound_leases()
         self.keys = np.zeros(8, "V32")
         self.slot_table = _native.SlotTable(self.keys, np.arange(8))

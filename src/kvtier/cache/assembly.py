@@ -7,30 +7,41 @@ from collections.abc import Callable
 from kvtier.cache.ladder import LadderOptions
 from kvtier.core.config import CacheConfig
 from kvtier.core.errors import ConfigError
-from kvtier.core.system.plugins import load_plugin
+from kvtier.core.system.plugins import known_plugins, load_plugin
 from kvtier.core.types import DEVICE, LoadPolicy, WritePolicy
-from kvtier.index.policies import EvictionPolicy, LruPolicy
+from kvtier.index.policies import EvictionPolicy
+from kvtier.index.policies.replayed import LRU, POLICIES
 from kvtier.layout import KVGroup
 from kvtier.tiers.row import write_limits
 
 
-def policy_maker(name: str) -> Callable[[str], EvictionPolicy]:
-    """Return a function that makes a policy of plug-in ``name`` for a tier.
+def policy_maker(name: str) -> Callable[[str], str | EvictionPolicy]:
+    """Return a function that returns the policy of a tier: its name, or an object of a plug-in.
 
     The device tier uses LRU instead of a policy that learns from prompts: every block has to pass
     through it, and most evicted blocks are still in the tier below.
 
     Raises ``ConfigError`` if there is no such policy.
+
+    name: one of ``POLICIES``, or an entry point of ``kvtier.policies``.
     """
+    if name in POLICIES:
+        return lambda tier: LRU if tier == DEVICE else name
+    if name not in (plugins := known_plugins("policies")):
+        raise ConfigError(
+            f"eviction_policy: {name!r} is unknown; use one of "
+            f"{', '.join(dict.fromkeys((*POLICIES, *plugins)))}, or install the package that "
+            "brings it"
+        )
     make = load_plugin("policies", name)
 
-    def made(tier: str) -> EvictionPolicy:
+    def made(tier: str) -> str | EvictionPolicy:
         policy = make()
         if not isinstance(policy, EvictionPolicy):
             raise ConfigError(
                 f"eviction_policy: {name!r} makes a {type(policy).__name__}, no policy"
             )
-        return LruPolicy() if tier == DEVICE and policy.knows_prompts else policy
+        return LRU if tier == DEVICE and policy.knows_prompts else policy
 
     return made
 

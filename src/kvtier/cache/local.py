@@ -225,7 +225,7 @@ class LocalBlockCache(BlockCache):
         )
         self.metrics = ladder.metrics
         self.costs = ladder.costs
-        self.learns = bool(index.learning)
+        self.learns = index.learns
         self._owned = owned or {}
         self.memory = ladder.fastest
         self._index = index

@@ -154,7 +154,7 @@ class StorageOnlyCache:
         self._clock = clock
         tiers: dict[str, MemoryTier | StorageTier] = {HOST: self._memory, tier.name: tier}
         self._mover = LocalMover(tiers, None, clock)
-        self._index = make_key_index(tuple(tiers), lambda: self.digest, (tier.name,), policy)
+        self._index = make_key_index({HOST: LRU, tier.name: policy}, lambda: self.digest)
         self._index.expect(num_lent)
         callbacks = LadderCallbacks(
             self._note, self._note_left_out, on_end, may_write=lambda: bool(self.digest)
@@ -175,7 +175,7 @@ class StorageOnlyCache:
         )
         self._lookup = KeyedLookup(self._index, self.ladder, lambda: self.digest, lambda: True)
         self.costs = self.ladder.costs
-        self.learns = bool(self._index.learning)
+        self.learns = self._index.learns
         self._lost = self.ladder.lost
         self._most_queued = max(1, most_queued)
         self._num_queued = 0

@@ -7,7 +7,7 @@ same victims under LRU, so tests compare them. Other policies exist only in the 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from kvtier.core.hints import Said
 from kvtier.core.keys import child_keys
 from kvtier.core.types import NO_BLOCK, BlockId, BlockName, Slot
 from kvtier.index.block_index import BlockIndex
-from kvtier.index.policies.replayed import LRU, POLICIES, RUNS
+from kvtier.index.policies.replayed import LRU, POLICIES
 from kvtier.index.residency import State
 from kvtier.index.selection import as_array, select
 from kvtier.index.slot_leases import PythonSlotLeases, SlotArrays, SlotLeases
@@ -80,39 +80,34 @@ class KeyIndex(BlockIndex):
     All keys have the same length, 1 to 256 bytes.
 
     Args:
-        tiers: names of the tiers, fastest first.
+        policies: policy of each tier, fastest tier first: one of ``POLICIES``. All but ``lru``
+            choose the victims from the requests that are reported to them.
         namespace: returns the digest of everything else that determines the bytes of a block.
-        learning: tiers in which ``policy`` chooses the victims, from the requests that are reported
-            to it. Ignored if the policy is ``lru``.
-        policy: one of ``POLICIES``.
         group_bytes: for models with several groups of layers, the number of bytes at the end of a
             key that name the group. Keys that differ only in these bytes belong to the same *place*
             in a prompt. A policy evicts all blocks of a place together, so an eviction may take
             more blocks than requested.
 
     Raises:
-        ValueError: the policy is unknown. Calls with a key of a wrong length raise it, too.
+        ValueError: a policy is unknown. Calls with a key of a wrong length raise it, too.
     """
 
     def __init__(
         self,
-        tiers: Sequence[str],
+        policies: Mapping[str, str],
         namespace: Callable[[], bytes],
-        learning: Collection[str] = (),
-        policy: str = RUNS,
         group_bytes: int = 0,
     ) -> None:
-        self.tiers = tuple(tiers)
-        self.policy = policy
-        if policy not in POLICIES:
-            raise ValueError(f"no policy is called {policy!r}; there are {', '.join(POLICIES)}")
-        self.learning = tuple(tier for tier in tiers if tier in learning and policy != LRU)
+        self.tiers, self._policies = tuple(policies), tuple(policies.values())
+        for policy in self._policies:
+            if policy not in POLICIES:
+                raise ValueError(f"no policy is called {policy!r}; there are {', '.join(POLICIES)}")
         self._namespace = namespace
 
     @property
-    def policies(self) -> str:
-        """Name of the policy that chooses victims."""
-        return self.policy if self.learning else LRU
+    def learns(self) -> bool:
+        """Whether some tier's policy chooses the victims from the requests reported to it."""
+        return any(policy != LRU for policy in self._policies)
 
     # -- queries ----------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -15,7 +15,6 @@ from kvtier.core.types import BlockId, Slot
 from kvtier.index.block_index import check_time
 from kvtier.index.key_index import KeyedBlock, KeyIndex, KeyMatches, MissingKeys
 from kvtier.index.native_blocks import NativeBlocks
-from kvtier.index.policies.replayed import RUNS
 from kvtier.index.residency import State
 from kvtier.index.slot_leases import SlotArrays, SlotLeases
 
@@ -27,15 +26,13 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
 
     def __init__(
         self,
-        tiers: Sequence[str],
+        policies: Mapping[str, str],
         namespace: Callable[[], bytes],
-        learning: Collection[str] = (),
-        policy: str = RUNS,
         group_bytes: int = 0,
     ) -> None:
         assert Core is not None, "the native core is missing"
-        super().__init__(tiers, namespace, learning, policy, group_bytes)
-        self._core = Core(self.tiers, tuple(State), self.learning, policy, group_bytes)
+        super().__init__(policies, namespace, group_bytes)
+        self._core = Core(self.tiers, self._policies, tuple(State), group_bytes)
 
     # -- queries ----------------------------------------------------------------------------------
 
@@ -141,7 +138,7 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
         return cast("Sequence[BlockId]", self._core.order(tier))
 
     def describe(self) -> str:
-        return f"native, by key, {self.policies}"
+        return f"native, by key, {', '.join(sorted(set(self._policies)))}"
 
 
 def _core_keys(keys: Iterable[bytes]) -> Iterable[bytes]:

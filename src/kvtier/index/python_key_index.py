@@ -28,7 +28,7 @@ class PythonKeyIndex(PythonBlocks, KeyIndex):
         namespace: Callable[[], bytes],
         because: str = "asked for",
     ) -> None:
-        KeyIndex.__init__(self, tiers, namespace, policy=LRU)
+        KeyIndex.__init__(self, dict.fromkeys(tiers, LRU), namespace)
         PythonBlocks.__init__(self, tiers)
         self._because = because
         # Order of eviction in each tier. Blocks that an eviction has skipped are not in it.

@@ -10,6 +10,7 @@ import pytest
 from kvtier.cache.ladder.reuse_sampler import MOST_GONE, MOST_MARKED, ReuseSampler
 from kvtier.core.types import DEVICE, DISK, HOST, Slot
 from kvtier.index import KeyIndex, make_key_index
+from kvtier.index.policies.replayed import LRU
 from kvtier.observe import Metrics
 from tests.cache.keyed_world import KEYS, Engine
 
@@ -26,7 +27,7 @@ class Tiers:
     def __init__(self) -> None:
         self.clock = Clock()
         self.metrics = Metrics()
-        self.index: KeyIndex = make_key_index((HOST, DISK), lambda: b"n" * 32)
+        self.index: KeyIndex = make_key_index({HOST: LRU, DISK: LRU}, lambda: b"n" * 32)
         self.returns = ReuseSampler(self.index, self.metrics, self.clock)
         self._num_slots = 0
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from kvtier.cache.assembly import policy_maker
 from kvtier.core import hot
-from kvtier.core.system.plugins import load_plugin
 from kvtier.core.types import HOST, Slot
 from kvtier.index import State
+from kvtier.index.native_index import NativeIndex
 from kvtier.index.native_key_index import NativeKeyIndex
-from kvtier.index.policies import EvictionPolicy
 from kvtier.index.policies.replayed import POLICIES, PolicyReplay
 from tests.index.policies.live_tier import names
 from tests.index.policies.traffic import CAPACITY, TRAFFIC, Keys, prompt
@@ -28,7 +28,7 @@ class Host:
     """A host tier that stores the admitted blocks of a request. Blocks that it found are leased."""
 
     def __init__(self, policy: str, capacity: int) -> None:
-        self.index = NativeKeyIndex((HOST,), lambda: b"", (HOST,), policy)
+        self.index = NativeKeyIndex({HOST: policy}, lambda: b"")
         self.index.set_room(HOST, capacity)
         self._free = [Slot(slot) for slot in reversed(range(capacity))]
 
@@ -59,11 +59,13 @@ class Host:
 
 def test_what_can_be_replayed_can_be_chosen_in_a_tier() -> None:
     for name in POLICIES:
-        policy = load_plugin("policies", name)()
-        assert isinstance(policy, EvictionPolicy)
-        assert policy.native_name == name
+        assert policy_maker(name)(HOST) == name
+        assert NativeIndex({HOST: name}).describe() == f"native, {name}"
+        assert NativeKeyIndex({HOST: name}, lambda: b"").describe() == f"native, by key, {name}"
     with pytest.raises(ValueError, match="no policy is called 'best'; there are runs, lru, arc"):
-        NativeKeyIndex((HOST,), lambda: b"", (HOST,), "best")
+        NativeKeyIndex({HOST: "best"}, lambda: b"")
+    with pytest.raises(ValueError, match="no policy is called 'best'"):
+        NativeIndex({HOST: "best"})
 
 
 @pytest.mark.parametrize("policy", QUEUES)

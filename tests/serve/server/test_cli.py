@@ -116,7 +116,7 @@ def without_engine(
     [
         (
             ["--eviction-policy", "newest"],
-            "no plug-in 'newest' in kvtier.policies; known: arc, lfuda, lru",
+            "eviction_policy: 'newest' is unknown; use one of runs, lru, arc, s3fifo, lfuda, sieve",
         ),
         (["--storage", "shelf:/path"], "no plug-in 'shelf' in kvtier.tiers"),
         (["--storage", "host=disk:/x"], "storage: two tiers are called 'host'"),

@@ -84,7 +84,7 @@ def open_cache(
     bytes_per_block = host.layout.group.bytes_per_block
     mover = LocalMover(tiers, None)
     mover.start()
-    index = make_key_index(tuple(tiers), digest, tuple(tiers), policy)
+    index = make_key_index(dict.fromkeys(tiers, policy), digest)
     return LocalBlockCache(
         index,
         tiers,

@@ -1,4 +1,8 @@
-"""Find tiers, devices and policies by entry point; kvtier's own are registered the same way."""
+"""Find tiers, devices and policies by entry point.
+
+kvtier's own tiers and devices are registered the same way; its policies are named in
+``kvtier.index.policies.replayed``.
+"""
 
 from __future__ import annotations
 

@@ -28,12 +28,9 @@ class EvictionPolicy(ABC):
     blocks enter the tier, and ``entered`` for each block whose write begins, or that is there at
     once. A block that it returned as a victim counts as evicted.
 
-    native_name: the native core's name of the same policy. If the class itself sets it, the native
-    index is used, and the object only names the policy. Otherwise the Python index calls the
-    object.
+    Only the Python index calls policies in Python; the native index has its own, by name.
     """
 
-    native_name: ClassVar[str] = ""
     knows_prompts: ClassVar[bool] = False
 
     @abstractmethod

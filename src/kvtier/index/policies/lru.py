@@ -15,8 +15,6 @@ class LruPolicy(EvictionPolicy):
     they reach the top, and the heap is rebuilt when they outnumber the candidates.
     """
 
-    native_name = "lru"
-
     def __init__(self) -> None:
         self._last_use: dict[BlockId, float] = {}
         self._candidates: set[BlockId] = set()

@@ -17,8 +17,21 @@ from kvtier.index.policies.counted import PolicyCounters
 RUNS: Final = "runs"
 LRU: Final = "lru"
 POLICIES: Final = (RUNS, LRU, "arc", "s3fifo", "lfuda", "sieve")
-"""Names of the policies: kvtier's learned policy, LRU, ARC, S3-FIFO, LFU with dynamic ageing, and
-SIEVE. The tiers of a running cache can use each of them, too."""
+"""Names of the policies, for replays and for the tiers of a running cache.
+
+- ``runs``, kvtier's learned policy, learns which prompts are reused, and when.
+- ``lru`` evicts the least recently used block. Without the native core it replaces the others.
+- ``arc`` has an LRU list of blocks requested once, and one of blocks requested more often. Misses
+  on recently evicted blocks move the boundary between them.
+- ``s3fifo``: new blocks enter a FIFO queue of a tenth of the capacity. Blocks requested again
+  there, or soon after eviction, enter the main one.
+- ``lfuda`` evicts the least frequently used block; old uses count less.
+- ``sieve``: a hand from the oldest block to the newest evicts those unused since its last pass.
+
+``native/policy/list_policies.hpp`` and ``lfuda.hpp`` implement the last four and name their
+sources. In a tier they count a request for a block as its use, evict the end of a prompt before its
+start, and admit every block.
+"""
 
 
 class PolicyReplay(PolicyCounters):

@@ -108,7 +108,7 @@ class Partition:
         self._mover.start()
         self._clock = clock
         namespace = key.namespace
-        self._index = make_key_index(tuple(tiers), lambda: namespace, tuple(tiers), options.policy)
+        self._index = make_key_index(dict.fromkeys(tiers, options.policy), lambda: namespace)
         self.cache = LocalBlockCache(
             self._index,
             tiers,

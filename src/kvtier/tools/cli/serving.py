@@ -9,9 +9,9 @@ from contextlib import ExitStack
 import typer
 
 from kvtier import __version__
+from kvtier.cache.assembly import policy_maker
 from kvtier.control.doorman import raise_descriptor_limit, room_for_connections
 from kvtier.core.config import parse_size
-from kvtier.core.system.plugins import find_plugin
 from kvtier.core.system.signals import ended_by_signals
 from kvtier.core.system.user_paths import user_path
 from kvtier.observe.block_events import BlockLog
@@ -62,7 +62,7 @@ def serve_until_ended(
 def _check(config: EngineConfig, server_config: ServerConfig) -> None:
     """Raise ``ConfigError`` for all settings that can be refused before the model is loaded."""
     find_model(config.model)
-    find_plugin("policies", config.cache.eviction_policy)
+    policy_maker(config.cache.eviction_policy)
     check_tiers(config.cache, parse_size(config.device_capacity, "device_capacity"))
     if config.events:
         Publisher(BlockLog(), config.events, config.events_replay).close()

@@ -16,6 +16,7 @@ from kvtier.connectors.vllm.shared.names import VllmNames
 from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES, Shape
 from kvtier.core.types import DEVICE, DISK, HOST
 from kvtier.index import make_key_index
+from kvtier.index.policies.replayed import LRU
 from kvtier.node.client.cache import NodeCache
 from kvtier.node.client.channel import NodeClient
 from kvtier.tiers import DistantRoom, Quota, Room
@@ -76,11 +77,9 @@ def rank_tiers(
     host = DistantRoom(room[HOST])
     rooms: dict[str, Room] = {HOST: host}
     rooms |= {name: Quota(partial(limit, name, room[name])) for name in mover.storages}
-    learning = rooms if shape.is_cut_alike else ()
+    policies = dict.fromkeys(rooms, eviction_policy if shape.is_cut_alike else LRU)
     group_bytes = 0 if shape.has_one_group else GROUP_BYTES
-    index = make_key_index(
-        tuple(rooms), lambda: names.digest, learning, eviction_policy, group_bytes
-    )
+    index = make_key_index(policies, lambda: names.digest, group_bytes)
     cache = LocalBlockCache(
         index,
         rooms,
@@ -90,7 +89,7 @@ def rank_tiers(
             bytes_per_day={DISK: bytes_per_day},
             piece_blocks=max(1, PIECE_BYTES // max(1, shape.bytes_per_block)),
             lookup_patience_s=lookup_deadline_s,
-            block_size=shape.block_sizes[0] if index.learning else 0,
+            block_size=shape.block_sizes[0] if index.learns else 0,
             num_shards=shape.num_shards,
         ),
         lambda: names.digest,

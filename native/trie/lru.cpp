@@ -1,6 +1,4 @@
-#include "trie/policy.hpp"
-
-#include "trie/live_policy.hpp"
+#include "trie/lru.hpp"
 
 namespace kvtier::trie {
 
@@ -9,12 +7,6 @@ namespace {
 constexpr std::size_t kArity = 4;  // flatter than a binary heap, and four entries are a cache line
 
 }  // namespace
-
-std::unique_ptr<Policy> make_policy(std::string_view name, ColumnView view) {
-  if (name == "lru") return std::make_unique<Lru>(view);
-  if (policy::has_live(name)) return std::make_unique<LivePolicy>(view, name);
-  return nullptr;
-}
 
 void Lru::offer(Index index) {
   view_.queued(index) = true;
