@@ -66,4 +66,5 @@ def test_password_of_a_store_that_cant_be_read_is_not_told() -> None:
 
 def test_no_folder_is_no_disk_whatever_the_default_capacity_is() -> None:
     assert VllmSettings.read({}).disk_bytes == 0
+    assert VllmSettings.read({"disk_capacity": 0}).disk_bytes == 0
     assert VllmSettings.read({"disk_path": "/nvme"}).disk_bytes == 10 << 30

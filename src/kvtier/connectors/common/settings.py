@@ -69,7 +69,8 @@ class ConnectorSettings(RequestConfig, LoadConfig, KeyConfig, DiskSafetyConfig):
             choose(self)
         except ConfigError as error:
             raise self.wrong(str(error)) from None
-        if not self.disk_path and self.disk_capacity != DiskSafetyConfig.disk_capacity:
+        is_default = self.disk_capacity == DiskSafetyConfig.disk_capacity
+        if not self.disk_path and self.size("disk_capacity") and not is_default:
             raise self.wrong(
                 f"disk_capacity: {self.disk_capacity!r} needs a disk; name a folder in disk_path"
             )
