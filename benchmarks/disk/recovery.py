@@ -35,7 +35,7 @@ from kvtier.tiers.disk.format.records import RECORD_BYTES, RecordKind, Records, 
 from kvtier.tiers.disk.format.superblock import HALF_BYTES, Superblock, decode_both
 
 TARGET_S = 1.0
-GROUP = full_attention(2, 2, 64, DType.FLOAT16, 4)  # 4 KiB per block, for small file systems
+GROUP = full_attention(2, 2, 64, DType.FLOAT16, 4)  # 4 KiB blocks fit a small file system
 NUM_CHECKED = 1000
 
 

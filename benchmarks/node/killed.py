@@ -83,7 +83,10 @@ def check(cache: NodeCache, host: NodeHost, keys: Sequence[bytes]) -> Checked:
 
 
 def _engine(socket: Path, pipe: Connection) -> None:
-    """Store prompts until killed. Send each prompt's keys before, and when the node has it."""
+    """Store prompts until killed.
+
+    Send each prompt's keys before it is stored, and again when the node has it.
+    """
     with (
         attached(socket, BLOCK_BYTES, "engine") as cache,
         mapped(socket, BLOCK_BYTES, "engine") as host,

@@ -27,7 +27,8 @@ SEGMENT_BYTES = 4 << 20
 ROW_BYTES = 8 + 8 + record_type(len(new_keys(1)[0])).itemsize
 """Bytes of a slot's generation, users and record, which lie in shared memory."""
 SPARE = 4
-"""Ratio of the memory to the blocks that a run stores; the inverse if the memory is full."""
+"""With room, the memory holds so many times the blocks that a run stores; if full, a fraction of
+them."""
 
 
 def measure(quick: bool) -> Part:

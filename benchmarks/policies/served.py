@@ -127,8 +127,7 @@ class Row:
 class Compared:
     """Time to the first token under ``runs``, divided by that under ``lru``.
 
-    Each field has the ratio and its bounds. Resampling the requests gives a ratio within these
-    bounds in 95 % of the cases.
+    Each field has the ratio and the bounds of its 95 % bootstrap interval.
     """
 
     engine: str

@@ -35,7 +35,7 @@ class Trace:
 
     name: str
     times: list[float]
-    """Seconds."""
+    """Arrival times in seconds."""
     chains: list[Keys]
     """Block keys of each request, uint64 [num_blocks]. Equal keys have equal keys before them."""
 

@@ -33,7 +33,7 @@ class TroubleRow:
 
     store: str
     trouble: str
-    """"dead-store" or "slow-store"."""
+    """Either "dead-store" or "slow-store"."""
     first_ms: float
     """Time to first token of the first request after the trouble began."""
     with_it: Summary

@@ -20,7 +20,7 @@ LENT_BYTES = 2 << 30
 CALLED = 256
 """Objects per call. Mooncake's client refused some of 2,048 that were in flight at a time."""
 LEASE_MS = 5000
-"""Mooncake's default. An object whose read takes longer is not read."""
+"""Mooncake's default. Objects whose read takes longer are not read."""
 
 
 class Mooncake(Client):

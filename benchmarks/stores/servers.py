@@ -167,7 +167,7 @@ class Place(ABC):
     has_to_ask: ClassVar[bool] = True
     """Whether a look-up sends a request."""
     is_far: ClassVar[bool] = True
-    """Whether a network leads to it, for which a local proxy can stand."""
+    """Whether a network leads to it, for which a local proxy can stand in."""
     troubles: ClassVar[tuple[str, ...]] = (DEAD, SLOW)
     """Troubles that can be caused."""
 

@@ -1,9 +1,9 @@
-"""Fetch vLLM's multi-turn benchmark from the source archive: no wheel has it, and pip would build.
+"""Fetch vLLM's multi-turn benchmark from its source archive.
 
     python -m benchmarks.vllm.fetch        `make peers-vllm` does it
 
-The archive comes from the package index of pip's configuration, and the scripts are written to
-``.peers/vllm-benchmarks``.
+No wheel has it, and pip would build the archive. The archive comes from the package index of pip's
+configuration, and the scripts are written to ``.peers/vllm-benchmarks``.
 """
 
 from __future__ import annotations
