@@ -1,4 +1,4 @@
-"""Pools of SGLang's on an Ascend that is not there, with kvtier's copies around its own."""
+"""SGLang's pools on a fake Ascend device, with kvtier's copies around SGLang's own."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ CLASSES = {name.rpartition(".")[2][:3].lower(): name for name in POOLS}
 class AscendWorld:
     """One NPU.
 
-    SGLang copies on ``stream``; what it does itself is written down in ``theirs``: the pool and the
-    layer of a load, the pool and None of a back-up.
+    SGLang copies on ``stream``. ``theirs`` records the copies that SGLang makes itself: (pool,
+    layer) of a load, (pool, None) of a back-up.
     """
 
     def __init__(self, variant: str = "cann85", seed: int = 0, delay_us: int = 50) -> None:
@@ -45,7 +45,7 @@ class AscendWorld:
         self._adopted: list[torch.Tensor] = []
 
     def close(self) -> None:
-        """Everything was given back, and nothing a real machine might have punished was done."""
+        """Check that everything was released, and that a real machine would accept every call."""
         for memory in self._locked:
             self.device.unlock(memory)
         self.copies = AscendCopies()
@@ -59,7 +59,7 @@ class AscendWorld:
     # -- pools ------------------------------------------------------------------------------------
 
     def on_device(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """With random bytes, that only the driver should touch."""
+        """Return device memory with random bytes, which only the driver should touch."""
         found = torch.empty(shape, dtype=dtype)
         return self.adopt(found)
 
@@ -71,7 +71,7 @@ class AscendWorld:
         return tensor
 
     def in_host(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Page-locked, with random bytes."""
+        """Return page-locked host memory with random bytes."""
         count = int(np.prod(shape))
         memory = page_locked(self.device, -(-count * dtype.itemsize // 4096) * 4096)
         self._locked.append(memory)
@@ -79,7 +79,7 @@ class AscendWorld:
         return scramble(torch.frombuffer(owner, dtype=dtype, count=count).view(shape))
 
     def mha(self, layers: int, page: int = 4, heads: int = 2, dim: int = 8, drafts: int = 0) -> Any:
-        """A stand-in with what is read of SGLang's: keys and values of a model, and of drafts."""
+        """Return a stand-in for SGLang's MHA pools: keys and values of a model, and of drafts."""
         tail = (page, heads, dim)
         device = [
             [self.on_device(count, NUM_DEVICE, *tail) for _ in range(2)]
@@ -89,7 +89,7 @@ class AscendWorld:
         return self._pool("page_first_direct", page, layers, device, host, [])
 
     def mla(self, layers: int, indexed: Sequence[int] = (), page: int = 4, drafts: int = 0) -> Any:
-        """The same of latents. indexed: layers that have an indexer, with scales."""
+        """Return a stand-in for MLA pools. indexed: layers that have an indexer, with scales."""
         device = [
             [self.on_device(count, NUM_DEVICE, page, 1, dim) for dim in (24, 8)]
             for count in (layers, *[1] * drafts)
@@ -143,7 +143,7 @@ class AscendWorld:
     # -- what SGLang calls ------------------------------------------------------------------------
 
     def load(self, pool: Any, at: Sequence[torch.Tensor], layer: int, **more: Any) -> None:
-        """at: tokens in host memory, and on the device."""
+        """Load a layer. at: indices of tokens in host memory, and on the device."""
 
         def theirs(pool: Any, _: object, __: object, ___: object, layer: int, *____: Any,
                    **_____: Any) -> None:  # fmt: skip
@@ -170,7 +170,7 @@ class AscendWorld:
         return self.copies.hooks[f"{CLASSES[kind]}.{method}"]
 
     def finish(self) -> None:
-        """Until SGLang's stream has done all that it was given."""
+        """Wait until SGLang's stream has finished its work."""
         self.fake.wait_for(self.stream)
 
     def num_copies_of(self, *names: str) -> int:
@@ -178,24 +178,24 @@ class AscendWorld:
 
 
 def scramble(tensor: torch.Tensor) -> torch.Tensor:
-    """Other bytes in all of it."""
+    """Fill a tensor with random bytes."""
     raw = tensor.view(torch.uint8)
     raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8))
     return tensor
 
 
 def tokens(page_size: int, *pages: int) -> torch.Tensor:
-    """Indices of the tokens of pages, as SGLang hands them on."""
+    """Return the indices of the tokens of pages, as SGLang passes them."""
     return torch.cat([torch.arange(page * page_size, (page + 1) * page_size) for page in pages])
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of its bytes."""
+    """Return a copy of a tensor's bytes."""
     return tensor.contiguous().view(torch.uint8).clone()
 
 
 def at_pages(pool: Any, host: Sequence[int], device: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Indices of the tokens of pages in host memory, and of those on the device."""
+    """Return the indices of the tokens of pages in host memory, and of pages on the device."""
     return tokens(pool.page_size, *host), tokens(pool.page_size, *device)
 
 

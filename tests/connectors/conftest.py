@@ -15,7 +15,7 @@ RequestState.is_strict = True
 
 @pytest.fixture
 def worlds() -> Iterator[list[World]]:
-    """Closed at the end, whatever happened."""
+    """List of worlds that are closed at the end of the test."""
     made: list[World] = []
     yield made
     for each in made:
@@ -24,7 +24,7 @@ def worlds() -> Iterator[list[World]]:
 
 @pytest.fixture
 def ascends() -> Iterator[Callable[..., Any]]:
-    """Makes worlds of ``ascend_world``, judged at the end."""
+    """Returns a function that makes an ``AscendWorld``; each is checked at the end."""
     from tests.connectors.ascend_world import AscendWorld  # it needs torch
 
     made: list[AscendWorld] = []

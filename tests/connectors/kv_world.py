@@ -108,7 +108,7 @@ class KvWorld:
     # -- what vLLM's scheduler does ----------------------------------------------------------------
 
     def request(self, name: str, text: str, **changes: object) -> Any:
-        """A request for a prompt, a token per character."""
+        """Return a request for a prompt, with a token per character."""
         ends = range(PAGE, len(text) + 1, PAGE)
         hashes = [blake2b(text[:end].encode(), digest_size=32).digest() for end in ends]
         made: dict[str, object] = {
@@ -193,7 +193,7 @@ class KvWorld:
         ]
 
     def serve(self, name: str, text: str, pages: Sequence[int], **changes: object) -> Any:
-        """A request that is computed, stored and finished, all in a step."""
+        """Compute, store and finish a request in one step."""
         request = self.request(name, text, **changes)
         assert self.asks(request) == 0
         self.gets_pages(request, pages)

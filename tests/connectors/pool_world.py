@@ -81,7 +81,7 @@ class PoolWorld:
         self.copies = PoolCopies(self.pool, pool, ENDS, host, self.engine)
 
     def compute(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
-        """The device has the blocks of ``keys`` in ``pages``."""
+        """Write the blocks of ``keys`` to ``pages`` of the device."""
         for key, page in zip(keys, pages, strict=True):
             content, at = np.frombuffer(bytes_of(key), np.uint8), 0
             for buffer in self.buffers:
@@ -102,14 +102,14 @@ class PoolWorld:
         return self.copies.store(keys, range(len(keys)), pages)
 
     def keep(self, *numbers: int) -> bool:
-        """Store a prompt, to its end."""
+        """Store a prompt, and wait for the end; return whether it succeeded."""
         store = self.store([key_of(number) for number in numbers], range(len(numbers)))
         if store.job is not None:
             store.job.wait()
         return self.copies.end_store(store)
 
     def finish(self, load: Load, pages: Sequence[int]) -> bool:
-        """Whether it succeeded; its bytes are compared."""
+        """Wait for a load and compare its bytes; return whether it succeeded."""
         load.job.wait()
         is_there = self.copies.end_load(load)
         if is_there:

@@ -32,9 +32,9 @@ def bytes_of(key: bytes) -> np.ndarray:
 
 
 class World:
-    """A slab and the host memory of an engine: no two jobs on their way share a row.
+    """A slab and the host memory of an engine: no two jobs in flight share a row.
 
-    now_s: what the slab's clock shows.
+    now_s: the slab's clock.
     """
 
     def __init__(
@@ -116,6 +116,6 @@ def memory(
 
 
 def open_world(worlds: list[World], tier: StorageTier, most_queued: int = 100) -> World:
-    """One more, which its fixture closes."""
+    """Open a world, which the fixture closes."""
     worlds.append(World(tier, most_queued))
     return worlds[-1]

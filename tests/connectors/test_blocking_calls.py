@@ -27,9 +27,9 @@ def key_of(number: int) -> bytes:
 
 
 class Caller:
-    """Memory of blocks in three pieces, far from each other.
+    """Caller of ``BlockingCalls``, with blocks of three pieces that are far apart in memory.
 
-    now_s: what the clock shows. options: those of ``BlockingCalls``.
+    now_s: the clock. options: options of ``BlockingCalls``.
     """
 
     def __init__(self, tier: MemoryStorage, num_blocks: int = 600, **options: Any) -> None:
@@ -247,7 +247,7 @@ def test_nothing_is_found_while_a_read_takes_too_long() -> None:
 
 
 def has_slow_reads(caller: Caller) -> None:
-    """Let reads seem slow. Twice: a scrub may have measured one, and one outlier does not count."""
+    """Make reads look slow, twice: a scrub may have measured one, and one outlier is ignored."""
     for _ in range(2):
         caller.calls.cache.ladder.costs.observe_copy(("disk", "host"), 100 * BLOCK_BYTES, 10.0)
 

@@ -1,4 +1,4 @@
-"""Calls over a real disk tier whose disk fails, lies, or whose process ends."""
+"""Calls over a real disk tier whose disk fails or corrupts, or whose process ends."""
 
 from __future__ import annotations
 

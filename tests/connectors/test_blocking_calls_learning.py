@@ -15,7 +15,7 @@ from tests.index.policies.traffic import TRAFFIC
 
 
 def _serve(caller: Caller, path: list[int], tells: bool) -> int:
-    """A request, as SGLang's controller brings it: how much of it was found."""
+    """Serve a request as SGLang's controller does; return the number of blocks found."""
     if tells:
         caller.calls.on_request([key_of(number) for number in path])
     found = caller.num_found(*path)

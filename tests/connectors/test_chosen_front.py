@@ -23,7 +23,7 @@ Installs = Callable[..., None]
 
 @pytest.fixture
 def installs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installs:
-    """Install a vLLM of a version, from which contracts differ in so many points."""
+    """Install a vLLM of a version, with so many differences from each contract."""
 
     def install(version: str, offloading: int, own: int) -> None:
         (tmp_path / "_version.py").write_text(f'__version__ = "{version}"\n')

@@ -1,4 +1,4 @@
-"""The contract with vLLM, compared with sources that are written from it and then changed."""
+"""The contract with vLLM, compared with sources that match it and are then changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADVICE = f"use vLLM {contract.OLDEST} to {contract.NEWEST}, or a newer kvtier"
 
 
 def _written() -> dict[str, str]:
-    """By class, sources that have exactly what kvtier knows."""
+    """Return, by class, sources that match the contract exactly."""
     methods: dict[str, list[str]] = {}
     for table in (contract.OVERRIDDEN, contract.CALLED):
         for name, takes in table.items():
@@ -41,7 +41,7 @@ def _written() -> dict[str, str]:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a vLLM whose classes are as known, but for changes: (class, before, after)."""
+    """Write a vLLM that matches the contract, except for changes: (class, before, after)."""
 
     def write(*changes: tuple[str, str, str]) -> Path:
         classes = _written()
@@ -170,7 +170,7 @@ Installs = Callable[[Path | None], None]
 
 @pytest.fixture
 def installs(monkeypatch: pytest.MonkeyPatch) -> Installs:
-    """Makes a folder the vLLM that is installed, or none; and no other engine."""
+    """Make a folder the only installed engine, as vLLM; None for no engine."""
 
     def install(folder: Path | None) -> None:
         monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Cores for our threads, with real processes that are bound to some."""
+"""Cores for kvtier's threads, with real processes that are bound to some."""
 
 import json
 import os

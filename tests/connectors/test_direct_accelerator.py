@@ -1,10 +1,10 @@
-"""Blocks from a disk reach an engine's pages on an accelerator directly.
+"""Blocks are read from a disk directly into an engine's pages on an accelerator.
 
-Each layer is an allocation, or several are one: every byte that would come through host memory
-arrives, and no other.
+Each layer is an allocation, or several layers are one. The bytes that arrive are the same as
+through host memory, and no others change.
 
-Every test also fails where a fake saw something that hardware might punish, or where something was
-not given back.
+Every test also fails if a fake saw a call that hardware might punish, or a resource that was not
+released.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def tensors_on(name: str, *args: object, **named: object) -> Iterator[Tensors]:
 
 
 def store(disk: DiskTier, seed: int) -> Memory:
-    """Blocks of random bytes on the disk; the same, as they lie in slots of host memory."""
+    """Store blocks of random bytes on the disk; return them as they are in host memory's slots."""
     host = host_memory(NUM_BLOCKS * disk.bytes_per_block)
     memory_bytes(host)[:] = np.random.default_rng(seed).integers(0, 256, host.nbytes, np.uint8)
     addresses = host.address + np.arange(NUM_BLOCKS) * disk.bytes_per_block
@@ -174,7 +174,7 @@ def test_directly_or_by_host_memory_the_bytes_are_the_same(
     num_pages: int,
     seed: int,
 ) -> None:
-    """Also of blocks of which some pages are not wanted: nothing of these is touched."""
+    """Some pages of a block may be unwanted: no byte of these is touched."""
     first %= n
     num_blocks = min(NUM_BLOCKS, -(-(first + num_pages) // n))
     num_pages = min(num_pages, num_blocks * n - first)
@@ -202,7 +202,7 @@ def test_directly_or_by_host_memory_the_bytes_are_the_same(
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_whole_blocks_pass_no_host_memory(name: str, layout: str, tmp_path: Path) -> None:
-    """And of a block in part only the pieces that are wanted are copied."""
+    """Only the wanted pieces of a partial block are copied."""
     sizes, num_tensors = LAYOUTS[layout]
     with tensors_on(name, sizes, num_tensors, 2) as tensors:
         disk = tensors.disk(tmp_path)
@@ -222,7 +222,7 @@ def test_whole_blocks_pass_no_host_memory(name: str, layout: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_auto_is_short_of_nothing_but_room(name: str, tmp_path: Path) -> None:
-    """As on a CPU: by way of host memory, directly where that has no room."""
+    """As on a CPU, reads go through host memory, and directly while that is full."""
     with tensors_on(name, *LAYOUTS["GQA: an allocation a layer"]) as tensors:
         disk = tensors.disk(tmp_path, direct=Direct.AUTO)
         assert disk.facts.direct is Direct.AUTO

@@ -1,6 +1,6 @@
-"""Blocks that come from a disk directly to an engine's pages.
+"""Blocks are read from a disk directly into an engine's pages.
 
-Every byte that would come by way of host memory, and no other.
+The bytes that arrive are the same as through host memory, and no others change.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LAYOUTS = {
 class Tensors:
     """Tensors [NUM_PAGES, padded share] in one memory, with gaps between them.
 
-    behind: bytes from the beginning of a page to that of the first tensor.
+    behind: offset of the first tensor from the beginning of a page, in bytes.
     """
 
     def __init__(self, sizes: Sequence[int], n: int, pad: int = 0, behind: int = 0) -> None:
@@ -60,7 +60,7 @@ class Tensors:
 
 
 def store(disk: DiskTier, num_blocks: int, seed: int) -> Memory:
-    """Blocks of random bytes on the disk; the same, as they lie in slots of host memory."""
+    """Store blocks of random bytes on the disk; return them as they are in host memory's slots."""
     host = host_memory(num_blocks * disk.bytes_per_block)
     memory_bytes(host)[:] = np.random.default_rng(seed).integers(0, 256, host.nbytes, np.uint8)
     addresses = host.address + np.arange(num_blocks) * disk.bytes_per_block

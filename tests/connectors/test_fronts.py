@@ -1,4 +1,4 @@
-"""Fronts under vLLM: which parts may know ``v1/kv_offload``."""
+"""Parts of the vLLM connectors that may import ``v1/kv_offload``."""
 
 from __future__ import annotations
 

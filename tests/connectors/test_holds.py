@@ -1,4 +1,4 @@
-"""Blocks that stay for a while."""
+"""Blocks that are held for a while."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_whatever_changes_the_bytes_of_a_block_changes_its_key(name: str, value:
 
 
 def test_keys_of_one_parallel_size_are_those_of_ever() -> None:
-    """Slabs and stores of before are found."""
+    """Blocks in existing slabs and stores stay valid."""
     told = "3b49c58ec765677c84558e36dd35c53c753c34568fd40494e87297bda7b7a81b"
     assert _digest().hex() == told
 
@@ -121,7 +121,7 @@ def test_who_asks_and_where_does_not_count() -> None:
 
 
 def test_blocks_of_earlier_releases_are_found() -> None:
-    """The digest is a part of names on disk: what it is made of keeps its names and order."""
+    """Names on disk contain the digest, so its inputs keep their names and order."""
     assert _digest().hex() == "3b49c58ec765677c84558e36dd35c53c753c34568fd40494e87297bda7b7a81b"
 
 

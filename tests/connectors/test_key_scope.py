@@ -1,4 +1,4 @@
-"""Keys of vLLM that name content, and the adapter load that they mean."""
+"""Scope of vLLM's block keys that contain names instead of content, and loads of adapters."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from kvtier.identity import Identification
 
 
 def request(**changes: object) -> Any:
-    """A request for text, but for these changes."""
+    """Return a request for text, with these changes."""
     plain = {"lora_request": None, "prompt_embeds": None, "mm_features": [], "resumable": False}
     return SimpleNamespace(**{**plain, **changes})
 
 
 def media(*offsets: int) -> list[Any]:
-    """Images, audio or video, at these places of a prompt."""
+    """Return images, audio or video at these offsets of a prompt."""
     return [SimpleNamespace(mm_position=SimpleNamespace(offset=offset)) for offset in offsets]
 
 
 def config(prefix_caching: bool, processor_gb: float | None) -> Any:
-    """vLLM's. processor_gb: None for a model of text alone."""
+    """Return vLLM's configuration. processor_gb: None for a model of text only."""
     multimodal = None
     if processor_gb is not None:
         multimodal = SimpleNamespace(
@@ -96,7 +96,7 @@ def adapter_in(folder: Path, weights: bytes = b"first") -> Path:
 
 @pytest.fixture
 def no_grain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that have just been written are as good as old ones."""
+    """Trust the time stamps of files that were just written."""
     monkeypatch.setattr("kvtier.connectors.vllm.shared.adapters.GRAIN_NS", -(10**12))
 
 
@@ -120,7 +120,7 @@ def test_content_is_the_same_under_any_name_and_another_for_other_bytes(tmp_path
 def test_files_that_were_just_written_are_read_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
 ) -> None:
-    """A change within the grain of time stamps, with the same size, does not show in them."""
+    """A change within the resolution of time stamps, with the same size, does not show in them."""
     monkeypatch.setattr(Identification, "_is_as_it_was", lambda self: True)
     folder, adapters, waits = adapter_in(tmp_path / "one"), reading(), []
 
@@ -225,7 +225,7 @@ def test_adapter_on_a_hub_is_known_by_its_number() -> None:
 
 
 def hash_more(request: Any) -> list[bytes]:
-    """As vLLM does: each token, what is before it, and the adapter's name."""
+    """Hash tokens as vLLM does: with the hash before them, and the adapter's name."""
     hashes = list(request.block_hashes)
     for token in request.tokens[len(hashes) :]:
         before = hashes[-1] if hashes else b""

@@ -1,4 +1,4 @@
-"""Sizes and replication that the own connector derives from vLLM's configuration."""
+"""Sizes and replication that kvtier's own connector derives from vLLM's configuration."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def _are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def _generates(num_before: int, pages: tuple[list[int]] | None = None) -> Any:
-    """vLLM's rows of requests that run already: "first", with new pages or without."""
+    """Return vLLM's rows of running requests: "first", with new pages or without."""
     return SimpleNamespace(
         req_ids=["first"],
         resumed_req_ids=set(),
@@ -352,7 +352,7 @@ def test_pages_of_a_load_that_failed_are_reported_and_its_block_forgotten(
 
 
 class FailingLoads(TransferEngine):
-    """Copies to the device fail."""
+    """Engine whose copies to the device fail."""
 
     def submit(self, steps: Any, direction: Direction) -> CopyJob:
         batches: list[CopyBatch] = list(steps)

@@ -1,4 +1,4 @@
-"""Names of vLLM's blocks follow the bytes of the weights, wherever vLLM has these from."""
+"""Names of vLLM's blocks follow the bytes of the weights, wherever vLLM loads them from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEVER_STARTED_NS = 1 << 62
 
 @pytest.fixture(autouse=True)
 def _before_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that a test makes were there when its process began."""
+    """Treat the files of a test as older than its process."""
     monkeypatch.setattr(
         "kvtier.connectors.common.weights.process_start_ns", lambda: NEVER_STARTED_NS
     )
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def digest(*sources: Source, traits: str = "", namespace: str = "") -> bytes:
-    """As a start of vLLM has it."""
+    """Return the digest of a start of vLLM."""
     names = VllmNames(FACTS, 4096, "vllm 0.32", namespace)
     names.settle(sources, traits)
     found = names.digest
@@ -50,7 +50,7 @@ def digest(*sources: Source, traits: str = "", namespace: str = "") -> bytes:
 
 
 def overwrite(file: Path, at: int) -> None:
-    """One byte, in place, with size and time kept; all times are those of a reproducible image."""
+    """Overwrite a byte in place; keep the size, and set all times as in a reproducible image."""
     with file.open("r+b") as opened:
         opened.seek(at)
         opened.write(b"x")
@@ -107,7 +107,7 @@ def test_gguf_file_is_known_by_its_bytes(tmp_path: Path) -> None:
 
 
 def fetched(home: Path, commit: str, content: bytes, name: str = "models--org--model") -> None:
-    """As the hub's client leaves a repository: files as links to blobs, a branch as a commit."""
+    """Make a repository like the hub's client: files are links to blobs, a branch is a commit."""
     repository = home / name
     for each in ("blobs", "refs", f"snapshots/{commit}"):
         (repository / each).mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def test_gguf_in_a_repository_is_known_by_the_repository(tmp_path: Path, name: s
 def test_what_was_fetched_at_this_very_start_is_known(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hub's client writes a file once; in a folder of the user's anything may happen."""
+    """The hub's client writes a file once; files in a user's folder may change at any time."""
     fetched(tmp_path, "1" * 40, b"one")
     monkeypatch.setattr("kvtier.connectors.common.weights.process_start_ns", lambda: 1)
     hub, local = (
@@ -200,7 +200,7 @@ def test_modelscopes_files_are_not_looked_for_in_the_hubs_cache(
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Every model counts as large; its reading waits for this."""
+    """Treat every model as large, and hold its reading until this event."""
     event = threading.Event()
     read: Callable[..., Identity] = Identification.read
 

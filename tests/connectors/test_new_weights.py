@@ -1,4 +1,4 @@
-"""Weights that vLLM replaces while it serves: which calls count, and what a rank notices."""
+"""Weights that vLLM replaces while it serves: the calls that count, and their effect on a rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Core:
 
 
 class Told:
-    """A connector that counts what it hears."""
+    """A connector that counts the notices that it gets."""
 
     def __init__(self) -> None:
         self.num_new_weights = 0

@@ -1,4 +1,4 @@
-"""Blocks between an engine's tensors and slots: every byte where it should be, and merged."""
+"""Copies of blocks between an engine's tensors and slots, byte by byte, with merged copies."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_neighbouring_pages_are_one_copy_per_tensor() -> None:
 
 @pytest.mark.parametrize("direction", Direction)
 def test_no_copy_crosses_two_allocations_that_are_neighbours(direction: Direction) -> None:
-    """A driver refuses it: the last page of one tensor and the first page of the next one."""
+    """A driver refuses such a copy: the last page of one tensor and the first page of the next."""
     size, n = 64, 2
     memory = np.zeros(2 * NUM_PAGES * size, np.uint8)
     begin, middle = memory.ctypes.data, memory.ctypes.data + NUM_PAGES * size

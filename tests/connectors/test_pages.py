@@ -16,7 +16,7 @@ PART = TOKENS * HEADS * DIM
 
 
 def _memory(*shape: int) -> torch.Tensor:
-    """Different numbers, as far as bytes go."""
+    """Return memory with different numbers, as far as bytes allow."""
     made = torch.arange(int(torch.tensor(shape).prod()), dtype=torch.int64) * 131 % 251
     return made.to(torch.uint8).view(shape)
 
@@ -26,7 +26,7 @@ def _told(cache: Cache, page_bytes: int = 2 * PART) -> EnginePages:
 
 
 def _bytes(pages: EnginePages, page: int) -> list[int]:
-    """Return the bytes of a page, share after share, read at their addresses."""
+    """Return the bytes of a page, share by share, read at their addresses."""
     found: list[int] = []
     for share in pages.groups[0]:
         for tensor in pages.tensors:

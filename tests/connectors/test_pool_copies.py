@@ -97,7 +97,7 @@ def test_another_process_finds_what_storage_has() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Prompts that share blocks, stored and loaded in any order; storage fails now and then."""
+    """Store and load prompts that share blocks, in any order, with failures of storage."""
 
     def __init__(self) -> None:
         super().__init__()

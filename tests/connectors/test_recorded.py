@@ -1,4 +1,4 @@
-"""Recordings under an engine: wanted or not, written or not, requests go on."""
+"""Recordings under an engine: requests are served whether a recording is on, off or fails."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_is_left_out_is_counted_and_said_once(
 
 
 class Request:
-    """As SGLang's, as far as it is looked at."""
+    """SGLang's request, with the fields that are read."""
 
     input_embeds = None
     extra_key: str | None = None
@@ -112,7 +112,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> PrefillWatch:
 
 
 def step(watch: PrefillWatch, batch: list[Request], ends: list[Request]) -> None:
-    """SGLang's scheduler processes what a batch has computed."""
+    """Let SGLang's scheduler process the results of a batch."""
 
     def process(*_: Any) -> None:
         for end in ends:
@@ -200,7 +200,7 @@ def test_request_that_cant_be_read_fails_nothing(
 
 
 def test_a_plug_in_leaves_it_to_its_engine_when_prometheus_is_imported() -> None:
-    """Imported too early, prometheus shows nothing of what the engine's processes count."""
+    """Imported too early, prometheus does not show the metrics of the engine's processes."""
     script = (
         "import sys, kvtier.cache.ladder, kvtier.observe, kvtier.connectors.sglang.plugin\n"
         "assert 'prometheus_client' not in sys.modules"

@@ -13,7 +13,7 @@ from kvtier.connectors.vllm.shared.registry import SPEC_NAME
 
 
 class Factory:
-    """Refuses a name twice, as vLLM's does."""
+    """Refuses to register a name twice, as vLLM's factory does."""
 
     def __init__(self) -> None:
         self.known: dict[str, tuple[str, str]] = {}

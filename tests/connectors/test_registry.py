@@ -23,7 +23,7 @@ from kvtier.connectors.vllm.shared.registry import (
 
 
 class Theirs:
-    """vLLM's connector, or a platform's."""
+    """A connector of vLLM or of a platform."""
 
 
 class Ours:
@@ -35,7 +35,7 @@ class Ours:
 
 @dataclass
 class Config:
-    """As vLLM's ``KVTransferConfig``."""
+    """Stand-in for vLLM's ``KVTransferConfig``."""
 
     kv_connector: str = CONNECTOR_NAME
     kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)

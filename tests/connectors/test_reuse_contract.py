@@ -71,7 +71,7 @@ def learn(ladder: Ladder, case: Case, num_bytes: int, storage: str = DISK) -> No
 
 
 class UnderVllm:
-    """A request under vLLM, whose scheduler's steps are taken by hand."""
+    """A request under vLLM, whose scheduler's steps the test makes."""
 
     def __init__(self, case: Case) -> None:
         self.now_s = 100.0
@@ -117,7 +117,7 @@ class UnderVllm:
         return self._first + num_blocks * BLOCK_TOKENS
 
     def ask(self) -> Answer:
-        """As ``KvtierOffloadingConnector.get_num_new_matched_tokens``."""
+        """Decide as ``KvtierOffloadingConnector.get_num_new_matched_tokens`` does."""
         num_tokens = self._end(len(self._keys)) + NUM_TOKENS
         if self._promotion.must_wait(self._state, self._first):
             return WAITING
@@ -139,7 +139,7 @@ class UnderVllm:
         raise AssertionError("it looks again for ever")
 
     def _look_up(self) -> int | None:
-        """As vLLM looks up a prefix, and ``TierManager.find`` answers."""
+        """Look a prefix up as vLLM does, with the answers of ``TierManager.find``."""
         state, num, is_pending = self._state, 0, self.waits_for is not None
         state.begin_look_up(self._first)
         if self.waits_for == "its own copies":
@@ -179,7 +179,7 @@ class UnderVllm:
         self._promotion.load_ended()
 
     def state(self) -> WaitState:
-        """vLLM hears only whether a request waits; ``must_wait`` forgets a wait that is over."""
+        """Return the state of the wait. vLLM sees only whether the request waits."""
         wait, now_s = self._state.patience.wait, self.now_s
         assert wait is not None
         state = wait.state(now_s)

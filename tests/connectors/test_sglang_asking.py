@@ -58,7 +58,7 @@ class World:
         return self.gate.choose(made, False, lambda: take_first(made))
 
     def until_heard(self) -> None:
-        """The store has answered, and a step has noticed."""
+        """Wait until the store has answered, and a step has noticed."""
         self.store.open_finds.set()
         end_s = time.monotonic() + PATIENCE_S
         while any(
@@ -116,7 +116,7 @@ def test_others_pass_meanwhile(world: World) -> None:
 
 
 def test_ranks_look_again_when_all_have_heard(world: World) -> None:
-    """Each look-up is a reduction of SGLang's: all make it in the same step, or none."""
+    """Each look-up is a reduction of SGLang's: all ranks make it in one step, or none does."""
     others = [int(WaitState.ANSWERS)]
     req = world.request(0, 1)
     made = scheduler([req], lambda at: others[at])

@@ -1,4 +1,4 @@
-"""Requests that wait in SGLang's queue while their KV is brought to host memory."""
+"""Requests that wait in SGLang's queue while their KV is loaded into host memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PROMPT = WaitingPrompt(0, 10 * PAGE)
 
 
 class World:
-    """A pool whose storage has the blocks 0 to 5, found again after a restart.
+    """A pool whose storage has recovered the blocks 0 to 5.
 
-    A request's blocks are those from its number on. now_s: what the clock shows.
+    A request has the blocks from its number on. now_s: the clock.
     """
 
     def __init__(self, always: bool = True) -> None:
@@ -79,7 +79,7 @@ def scheduler(queue: Sequence[Any], others: Callable[[int], int] = lambda at: 0)
 
 
 def take_first(made: Any) -> Any:
-    """As SGLang: the first request in the queue is computed."""
+    """Compute the first request in the queue, as SGLang does."""
     taken, made.waiting_queue = made.waiting_queue[:1], made.waiting_queue[1:]
     return [req.rid for req in taken]
 
@@ -147,7 +147,7 @@ def test_what_is_slower_than_computing_is_not_brought() -> None:
 
 
 def test_window_needs_only_what_lies_before_the_cut() -> None:
-    """A pool that keeps a window has its last two blocks there, the other one everything."""
+    """A pool with a window needs its last two blocks before the cut, the other pool needs all."""
     full, window = PoolWorld(), PoolWorld()
     assert full.keep(0, 1, 2, 3)
     assert window.keep(2, 3)

@@ -37,7 +37,7 @@ def run_batch(run: Callable[..., Any], *rest: Any) -> Any:
 
 
 class Told:
-    """Chains of prompts reported to the cache of ``pools``, and what came behind what."""
+    """Prompts and links between blocks that are reported to the cache of ``pools``."""
 
     def __init__(self, pools: PoolWorld, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[list[int]] = []

@@ -24,14 +24,14 @@ WANTED = (0, 1, 2)
 
 
 class Name(StrEnum):
-    """As SGLang's ``PoolName``."""
+    """Stand-in for SGLang's ``PoolName``."""
 
     KV = "kv"
     SWA = "swa"
 
 
 class World:
-    """Loads of one pool, or of several; ``fails`` is what beginning a batch fails with."""
+    """Loads of one pool, or of several. fails: error that the beginning of a batch raises."""
 
     def __init__(self, *names: Name) -> None:
         self.pools = {name: PoolWorld(NUM_HOST) for name in names or (Name.KV,)}
@@ -72,11 +72,11 @@ class World:
         self.loading.queue(rid, wanted, waited_s=0.0)
 
     def num_held(self) -> list[int]:
-        """By pool: pages that can't leave host memory."""
+        """Return the number of held pages in host memory, by pool."""
         return [NUM_HOST - pool.pool.ladder.num_available(HOST) for pool in self.pools.values()]
 
     def has(self, numbers: Sequence[int], first_page: int = 10) -> bool:
-        """Whether the device has them, in all pools."""
+        """Return whether the device has these pages in all pools."""
         return all(
             pool.has(key_of(number), page)
             for pool in self.pools.values()
@@ -86,7 +86,7 @@ class World:
 
 @pytest.fixture
 def worlds() -> Iterator[Callable[..., World]]:
-    """Makes worlds in which nothing is held in the end."""
+    """Returns a function that makes worlds; at the end no page may be held."""
     made: list[World] = []
 
     def make(*names: Name) -> World:
@@ -160,7 +160,7 @@ def test_requests_of_a_batch_are_one_load_of_each_pool(worlds: Callable[..., Wor
 def test_pages_that_have_left_are_told_of_at_the_end_of_that_batch_alone(
     worlds: Callable[..., World], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Until then the rank goes on as the others do, whose pages are there."""
+    """Until then this rank goes on like the others, which have the pages."""
     world = worlds()
     assert world.pools[Name.KV].places(99) == [BlockState.NOWHERE]
     world.queue("r", [*WANTED, 99])

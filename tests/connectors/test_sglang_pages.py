@@ -1,4 +1,4 @@
-"""Locations of a pool's pages, found by three questions."""
+"""Locations of a pool's pages, derived from three calls."""
 
 from __future__ import annotations
 

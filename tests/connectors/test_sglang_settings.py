@@ -80,7 +80,7 @@ def test_adapters_are_served_from_memory_alone() -> None:
 
 @pytest.mark.parametrize("kind", ["is_multimodal", "is_audio_model"])
 def test_media_are_served_from_memory_alone(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Their hash in SGLang's keys is one that a client may choose."""
+    """Their hash in SGLang's keys is one that a client can choose."""
     found = SimpleNamespace(is_multimodal=False, is_audio_model=False)
     module = ModuleType("sglang.srt.configs.model_config")
     module.ModelConfig = SimpleNamespace(from_server_args=lambda options: found)  # type: ignore[attr-defined]

@@ -35,8 +35,8 @@ Whole = Sequence[npt.NDArray[np.uint8]]
 class Rank:
     """Pages of one rank, over a store.
 
-    is_apart: whether each part of a page lies elsewhere, as in SGLang's host memory, or all are in
-    one slot with bytes behind them, as in the linker's.
+    is_apart: each part of a page is elsewhere in memory, as in SGLang's host pools. Otherwise all
+    are in one slot with bytes behind them, as in the linker's.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Blocks that ranks of one parallel size have stored, and ranks of another one load."""
+"""Blocks that ranks of one parallel size store, and ranks of another one load."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _keys_first_heads_inside(heads: int) -> tuple[Cache, torch.Tensor]:
 
 
 def _small_rows(heads: int) -> tuple[Cache, torch.Tensor]:
-    """The kernel's pages have half of the tokens."""
+    """A page of the kernel has half of the tokens."""
     cache = torch.zeros((2 * NUM_PAGES, 2, TOKENS // 2, heads, DIM), dtype=torch.uint8)
     halves = cache.unflatten(0, (NUM_PAGES, 2))  # page, half, 2, tokens, heads, dim
     return cache, halves.permute(0, 2, 4, 1, 3, 5)
@@ -320,7 +320,7 @@ def test_stages_of_unequal_size_are_refused() -> None:
 
 
 def test_rank_of_one_shard_has_it_in_one_piece() -> None:
-    """An engine of the largest size pays nothing for the others."""
+    """An engine of the largest size has no cost for smaller sizes."""
     for kind in ("heads in pages", "tokens in pages", "keys first"):
         (rank, *_) = _engine(kind, StoredBlocks(), 8, 8, 1, 8, 1, 2)
         assert rank.shards.offsets.tolist() == [[0]], kind

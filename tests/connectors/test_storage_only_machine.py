@@ -13,7 +13,7 @@ from tests.connectors.storage_world import DIGEST, World, key_of, memory
 
 
 class Model(RuleBasedStateMachine):
-    """Loads are right or misses; capacity is a bound; nothing is lost but by eviction."""
+    """Loads are right or misses; capacity is a bound; blocks are lost only by eviction."""
 
     @initialize()
     def begin(self) -> None:

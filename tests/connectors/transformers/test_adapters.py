@@ -1,4 +1,4 @@
-"""Adapters of PEFT: KV is found by the weights that are in effect, whichever way they came."""
+"""Adapters of PEFT: KV is found by the weights in effect, however they were set."""
 
 from __future__ import annotations
 

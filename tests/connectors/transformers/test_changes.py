@@ -1,4 +1,4 @@
-"""Whatever ``forward`` can reach is part of a model's identity: code, settings and state."""
+"""Everything that ``forward`` can reach is in a model's identity: code, settings and state."""
 
 from __future__ import annotations
 

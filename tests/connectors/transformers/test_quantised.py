@@ -115,7 +115,7 @@ def test_a_model_that_is_loaded_quantised(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_packed_weights_are_known_by_this_process_only() -> None:
-    """torch.ao's are no tensors. It scales activations by call, so that such a model is refused."""
+    """torch.ao's packed weights are no tensors. Activations are scaled per call: refused."""
     from torch.ao.quantization import quantize_dynamic
 
     model = small_model()
