@@ -1,4 +1,4 @@
-"""A prompt asked, and its logits compared: for tests of what comes back after a restart."""
+"""Run a prompt and compare logits, for tests of KV reuse across restarts."""
 
 from __future__ import annotations
 

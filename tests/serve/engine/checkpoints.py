@@ -1,4 +1,4 @@
-"""Checkpoints of the built-in model, for tests to change or to damage."""
+"""Checkpoints of the built-in model that tests may change or damage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def change_json(path: Path, **changes: object) -> None:
 
 
 def change_tensors(model: Path, change: Callable[[Tensors], object]) -> None:
-    """Save the weights again, as ``change`` leaves them."""
+    """Apply ``change`` to the weights, and save them."""
     file = model / "model.safetensors"
     tensors = load_file(file)
     change(tensors)

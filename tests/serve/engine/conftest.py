@@ -32,7 +32,7 @@ SMALL = EngineConfig(
 def changed(
     host: str | int | None = None, policy: WritePolicy | None = None, **changes: Any
 ) -> EngineConfig:
-    """``SMALL`` with other values."""
+    """Return ``SMALL`` with other values."""
     cache = SMALL.cache
     if host is not None:
         cache = replace(cache, host_capacity=host)
@@ -43,13 +43,13 @@ def changed(
 
 @pytest.fixture(scope="session")
 def text() -> str:
-    """Real text: some modules of the standard library."""
+    """Return real text: some modules of the standard library."""
     library = Path(sysconfig.get_paths()["stdlib"])
     return "".join((library / name).read_text() for name in ("argparse.py", "typing.py", "ast.py"))
 
 
 @pytest.fixture
 def make() -> Iterator[Callable[[EngineConfig], Engine]]:
-    """Start engines that end with the test."""
+    """Start engines that are closed at the end of the test."""
     with ExitStack() as stack:
         yield lambda config: stack.enter_context(Engine(config))

@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
                     engine.submit(PROMPT, GREEDY)
                 with pytest.raises(Closed, match="the engine belongs to process"):
                     engine.clear_tier(DEVICE)
-            sys.exit(0)  # which closes the engine, as its exit does everywhere
+            sys.exit(0)  # which closes the engine, as a normal exit does
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0, f"the child ended with {status:#x}"
         engine.clear_tier(DEVICE)

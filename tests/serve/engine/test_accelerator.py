@@ -36,7 +36,7 @@ MODELS = ("random-gqa", "random-llama", "random-mla", "kvtier-tiny")
 
 
 def on_accelerator(model: str, dtype: str = "auto", **cache: object) -> EngineConfig:
-    """``SMALL`` on the accelerator, where everything cached is loaded."""
+    """Return ``SMALL`` on the accelerator, loading all cached KV."""
     settings = replace(SMALL.cache, load_policy=LoadPolicy.ALWAYS, **cache)  # type: ignore[arg-type]
     return replace(SMALL, model=model, device=KIND, dtype=dtype, cache=settings)
 

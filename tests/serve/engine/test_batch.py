@@ -1,4 +1,4 @@
-"""Attention of many sequences at once: each gets what it gets alone, by a few calls for all."""
+"""Attention of many sequences at once equals attention of each alone, in a few calls for all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODELS = ("random-gqa", "random-mla")
 BLOCK, NUM_BLOCKS = 16, 700
 LENGTHS = [1, 2, 15, 16, 17, 18, 100, 101, 112, 113, 600, 1500, 4000]
 TILE_BYTES = 256 << 10
-"""So that some stand alone, and some share a tile."""
+"""Tile size at which some sequences have a tile of their own, and others share one."""
 PLAIN = Form(0.3)
 WINDOW = Form(0.3, window=100)
 
@@ -40,7 +40,7 @@ def threads() -> Iterator[None]:
 
 
 def make_pool(model: str, block_size: int = BLOCK) -> tuple[ModelRunner, KVPool]:
-    """Full of random numbers, but for what nobody's context has: there are none."""
+    """Return a runner and its KV pool. Fill the pool before use."""
     loaded = load_model(model, torch.device("cpu"), "auto")
     group = loaded.profile.group(block_size)
     pool = KVPool(group, NUM_BLOCKS * BLOCK // block_size, torch.device("cpu"), torch.float32)
@@ -48,7 +48,7 @@ def make_pool(model: str, block_size: int = BLOCK) -> tuple[ModelRunner, KVPool]
 
 
 def fill(pool: KVPool, spans: list[Span], seed: int = 0) -> None:
-    """Each context has numbers of its own, wherever it lies; all else is no number."""
+    """Fill contexts with random numbers, whatever their place, and the rest with NaN."""
     pool.memory.owner.fill_(float("nan"))  # type: ignore[attr-defined]
     for layer in range(pool.group.num_layers):
         for part, shape in enumerate(pool.group.parts):
@@ -60,7 +60,7 @@ def fill(pool: KVPool, spans: list[Span], seed: int = 0) -> None:
 
 
 def scattered(lengths: list[int], seed: int, block_size: int = BLOCK) -> list[Span]:
-    """Sequences whose slots are neighbours in some cases, and anywhere in others."""
+    """Return sequences, some with adjacent slots and some with scattered ones."""
     rng = random.Random(seed)
     free = list(range(NUM_BLOCKS * BLOCK // block_size))
     spans = []
@@ -78,7 +78,7 @@ def scattered(lengths: list[int], seed: int, block_size: int = BLOCK) -> list[Sp
 def attend(
     pool: KVPool, spans: list[Span], query: torch.Tensor, form: Form = PLAIN
 ) -> torch.Tensor:
-    """Layer 1 of GQA, for queries [num_sequences, num_heads, dim]."""
+    """Return the attention of layer 1, with GQA, for queries [num_sequences, num_heads, dim]."""
     heads, dim = pool.group.parts[0].num_heads, pool.group.parts[0].dim
     new = torch.stack([torch.full((heads, dim), 1 / span.end) for span in spans], 1)[None]
     kv = BatchKV(pool, spans)
@@ -148,7 +148,7 @@ def test_attention_of_a_batch_is_that_of_each_context(
 def by_definition(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, form: Form
 ) -> torch.Tensor:
-    """Attention of one token, in double precision: [num_heads, 1, dim]."""
+    """Return the attention of one token in double precision: [num_heads, 1, dim]."""
     scores = query.double() @ keys.double().transpose(1, 2) * form.scaling
     if form.softcap:
         scores = form.softcap * torch.tanh(scores / form.softcap)
@@ -180,7 +180,7 @@ def test_a_window_reads_no_more_than_its_tokens(monkeypatch: pytest.MonkeyPatch)
 def test_a_step_of_many_agrees_with_steps_of_one(
     monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    """Up to rounding: the model's weights are multiplied with all tokens at once."""
+    """Equal up to rounding, since the weights are multiplied with all tokens at once."""
     monkeypatch.setattr(batch, "CPU_TILE_BYTES", TILE_BYTES)
     runner, pool = make_pool(model)
     spans = scattered(random.Random(1).sample(LENGTHS, len(LENGTHS)), seed=0)

@@ -48,7 +48,7 @@ LONGROPE = {
 
 
 def refusal(model: Path) -> str:
-    """Return why ``model`` is not loaded: one line, whatever the library below had to say."""
+    """Return the one-line message with which ``model`` is refused, whatever the library raised."""
     with pytest.raises(ConfigError) as refused:
         load_model(str(model), CPU, "auto")
     message = str(refused.value)
@@ -117,7 +117,7 @@ MERGED = "model.layers.1.mlp.experts.gate_up_proj"
 def test_experts_that_are_not_whole_are_refused_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Tensors], object]
 ) -> None:
-    """transformers merges experts' weights, and tells of what it could not merge in a report."""
+    """transformers merges experts' weights, and only logs which ones it could not merge."""
     config = random_config("random-mla", 64)
     save(AutoModelForCausalLM.from_config(config), tmp_path / "model")
     change_tensors(tmp_path / "model", change)
@@ -131,7 +131,7 @@ def test_experts_that_are_not_whole_are_refused_by_name(
 
 
 def sharded(model: Path, name: str) -> Path:
-    """Move the weights to the file ``name`` that an index names; return that file."""
+    """Move the weights to the file ``name``, listed by an index. Return that file."""
     weights = model / "model.safetensors"
     names = dict.fromkeys(load_file(weights), name)
     index = {"metadata": {}, "weight_map": names}
@@ -239,7 +239,7 @@ def test_frequencies_that_are_fixed_are_served(tmp_path: Path) -> None:
 
 @pytest.fixture
 def nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A question on the terminal fails the test."""
+    """Fail the test if anything prompts on the terminal."""
 
     def ask(prompt: str = "") -> str:
         pytest.fail(f"asked on the terminal: {prompt}")
@@ -293,7 +293,7 @@ def test_pickled_code_does_not_run(tmp_path: Path) -> None:
 
 
 def test_every_load_of_a_checkpoint_says_that_its_code_is_not_trusted() -> None:
-    """transformers asks on the terminal where nothing is said."""
+    """Without an explicit choice, transformers prompts on the terminal."""
     loads = [
         (path, call)
         for folder in ("src", "scripts")
@@ -359,7 +359,7 @@ def test_a_dtype_that_is_not_served_is_refused() -> None:
 def test_the_end_of_an_answer_is_what_the_generation_config_says(
     tmp_path: Path, given: object, expected: tuple[int, ...]
 ) -> None:
-    """``None`` says nothing, so the configuration's own counts; 0 is a token like any other."""
+    """``None`` selects the end tokens of config.json; 0 is an ordinary token id."""
     model = checkpoint(tmp_path / "model")
     change_json(model / "generation_config.json", eos_token_id=given)
     assert load_model(str(model), CPU, "auto").eos_token_ids == expected
@@ -374,7 +374,7 @@ def test_an_end_that_is_no_token_is_refused(tmp_path: Path, given: object) -> No
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "deepseek_v3"])
 def test_a_missing_tokenizer_is_refused(tmp_path: Path, model_type: str) -> None:
-    """For some types transformers makes an empty tokenizer instead of an error."""
+    """For some model types transformers makes an empty tokenizer instead of raising an error."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(ConfigError, match="has no tokenizer; put the model's tokenizer.json there"):
         Tokenizer(tmp_path)
@@ -397,7 +397,7 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path, name: str, content: str) 
     model = checkpoint(tmp_path / "model")
     (model / name).write_text(content)
     if (name, content) == ("tokenizer_config.json", '{"a": 1}'):
-        assert Tokenizer(model).encode("def") != []  # no field of it is needed
+        assert Tokenizer(model).encode("def") != []  # it needs no field of the file
         return
     with pytest.raises(ConfigError, match="tokenizer in .* can't be read"):
         Tokenizer(model)

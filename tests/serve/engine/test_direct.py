@@ -1,4 +1,4 @@
-"""The embedded engine with a disk in the place of host memory: directly, bit for bit."""
+"""The embedded engine with a direct disk instead of host memory: equal to the last bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIVEN_UP_S = 0.3
 
 
 def direct_config(folder: Path, model: str = "random-gqa", **settings: object) -> EngineConfig:
-    """Blocks of 64 tokens: every piece of one is some whole pages. No host memory."""
+    """Return settings without host memory. In blocks of 64 tokens every piece is whole pages."""
     config = with_disk(folder, model, **{"host_capacity": 0, "disk_direct": "on", **settings})
     return replace(config, block_size=64, chunk_tokens=64)
 
@@ -48,7 +48,7 @@ def test_after_a_restart_prompts_come_straight_from_disk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for way in ("copy_in", "copy_out"):
-        monkeypatch.delattr(Bounce, way)  # nothing goes by way of a buffer
+        monkeypatch.delattr(Bounce, way)  # no copy uses a bounce buffer
     config = direct_config(tmp_path / "slab", model, disk_verify=verify, disk_io=io)
     with Engine(config) as engine:
         cold = ask(engine, prompt)
@@ -85,7 +85,7 @@ def test_on_is_refused_where_pieces_are_no_pages(tmp_path: Path) -> None:
 
 
 def test_damage_on_disk_is_recomputed(tmp_path: Path, prompt: list[int]) -> None:
-    """Whatever came to the device with it: nobody reads that."""
+    """Damaged content that reached the device is never used."""
     config = direct_config(tmp_path / "slab")
     with Engine(config) as engine:
         cold = ask(engine, prompt)

@@ -1,4 +1,4 @@
-"""The disk tier under the engine: after a restart prompts come from disk, bit for bit."""
+"""The disk tier under the engine: a restarted engine loads prompts from disk, bit for bit."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_prompt_may_come_from_three_tiers(tmp_path: Path, prompt: list[int]) -
 def test_storage_is_read_while_a_request_waits_for_its_turn(
     tmp_path: Path, prompt: list[int]
 ) -> None:
-    """Two requests, and only one may run: the second one finds its blocks in host memory."""
+    """Only one of two requests may run. The other one finds its blocks in host memory."""
     other = prompt[::-1]
     with Engine(with_disk(tmp_path / "slab")) as engine:
         cold = [ask(engine, each) for each in (prompt, other)]

@@ -1,4 +1,4 @@
-"""Whose turn it is, counted in steps: short prompts pass long ones, and long ones come, too."""
+"""The order of requests, counted in steps: short prompts pass long ones, which still finish."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
 class Driven:
-    """An engine whose steps are made by hand; every prompt is another."""
+    """An engine whose steps the test runs; every prompt is different."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -53,7 +53,7 @@ class Driven:
         self.num_steps += 1
 
     def until(self, name: str) -> int:
-        """Steps until the first token of ``name``."""
+        """Run steps until the first token of ``name``. Return their number."""
         before = self.num_steps
         while name not in self.first_tokens:
             assert self.num_steps < before + 3000, f"{name} never comes"
@@ -90,7 +90,7 @@ def test_a_long_prompt_is_passed_by_no_more_than_its_patience(driven: Driven) ->
     long = driven.submit("long", num_chunks * CHUNK)
     num_passed = 0
     while not long.done:
-        driven.submit(f"short {num_passed}", CHUNK)  # as many as can be computed
+        driven.submit(f"short {num_passed}", CHUNK)  # as many tokens as a step can compute
         driven.step()
         num_passed += 1
         assert num_passed < 1000, "the long one never comes"
@@ -125,7 +125,7 @@ def test_prompts_get_more_of_a_step_the_more_generate(driven: Driven) -> None:
 def test_a_waiting_request_costs_nothing(
     monkeypatch: pytest.MonkeyPatch, policy: PrefetchPolicy
 ) -> None:
-    """A step asks the cache as often with 500 in line as with five."""
+    """A step calls the cache as often with 500 waiting requests as with five."""
     calls: Counter[str] = Counter()
     for name in ("match", "fetch", "prefetch", "plan", "lease"):
         original = getattr(Cache, name)
@@ -148,7 +148,7 @@ def test_a_waiting_request_costs_nothing(
         driven = Driven(Engine(config))
         for at in range(num_waiting):
             driven.submit(str(at), 20, replace(ONE, max_tokens=100))
-        driven.step()  # each new one is looked at once
+        driven.step()  # this step looks up every new request once
         found = []
         for _ in range(20):
             calls.clear()

@@ -1,4 +1,4 @@
-"""A prompt that is computed while its prefix is still loading: the same answers in any case."""
+"""A prompt that is computed while its prefix is still loading gets the same answer."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ Make = Callable[[EngineConfig], Engine]
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer is worth a step."""
+    """Make every layer a step."""
     monkeypatch.setattr("kvtier.cache.transfer.staging.STEP_BYTES", 1)
 
 
 @pytest.fixture
 def followed(monkeypatch: pytest.MonkeyPatch) -> list[Lease]:
-    """The leases that were followed."""
+    """Record the leases that were followed."""
     leases: list[Lease] = []
     follow = Cache.follow
 
@@ -57,7 +57,7 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> list[Lease]:
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyDevice]:
-    """The device of engines made afterwards."""
+    """Replace the device of engines made afterwards by one with injected faults."""
     device = FaultyDevice(CpuDevice(threads=1))
     monkeypatch.setattr("kvtier.serve.engine.engine.find_device", lambda name: device)
     yield device
@@ -77,7 +77,7 @@ def same(a: Completion, b: Completion) -> bool:
 
 
 def leave_on_host(engine: Engine) -> None:
-    """Everything is in the host tier, and the pool holds nothing that could be mistaken for it."""
+    """Leave all KV in the host tier only, and overwrite the pool, so that stale KV is noticed."""
     assert engine.drain()
     engine.clear_tier(DEVICE)
 
@@ -97,9 +97,9 @@ def check_nothing_leaked(engine: Engine) -> None:
 
 
 class OnDemand(Device):
-    """Loads arrive when compute was held for them, and not a moment sooner.
+    """A device whose loads arrive only when compute is held for them.
 
-    num_at_once: the first loads that arrive by themselves.
+    num_at_once: how many of the first loads arrive by themselves.
     """
 
     name = "on demand"
@@ -144,7 +144,7 @@ class OnDemand(Device):
         return False
 
     def unlock(self, memory: Memory) -> None:
-        """Nothing was locked."""
+        """Do nothing: no memory was locked."""
 
     def findings(self) -> list[Finding]:
         return []
@@ -181,7 +181,7 @@ class OnDemandQueue(CopyQueue):
         return self._device.point()
 
     def drain(self) -> None:
-        """Nothing is in flight by itself."""
+        """Do nothing: no load is in flight by itself."""
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_a_layer_that_does_not_wait_is_noticed(
     on_demand: OnDemand,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The control of the test above: bytes that come late change the answer."""
+    """Negative control of the test above: bytes that arrive late change the answer."""
     hold, wait = LayerGate.hold_compute, LayerGate.wait
 
     def hasty(gate: LayerGate, layer: int) -> None:

@@ -1,4 +1,4 @@
-"""A process that serves may fork; what the child does, and how it ends, changes nothing."""
+"""A serving process may fork. Neither the child's work nor its exit affects the parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars of answers: what they allow, what they refuse, and what they cost others."""
+"""Grammars of answers: allowed and rejected tokens, and the cost for other requests."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_matcher_allows_what_continues_the_grammar_and_nothing_else(engine: En
             bool(piece) and any(word.startswith(text + piece) for word in ("yes.", "no."))
             for piece in map(engine.tokenizer.token_text, range(vocab_size))
         ]
-        if text:  # the word is decided, and is written as the tokenizer writes it
+        if text:  # the word is fixed, and only the tokenizer's own spelling of it is allowed
             assert is_allowed[token_id]
             assert (is_allowed <= np.array(expected)).all()
         else:
@@ -153,7 +153,7 @@ def test_a_large_schema_stays_within_the_limits(engine: Engine, schema: object) 
 
 
 class Exhausted:
-    """A grammar that allows one token, and then none: its library has given up."""
+    """A grammar that allows one token and then fails, as when its library gives up."""
 
     error = "too complex"
     is_complete = False

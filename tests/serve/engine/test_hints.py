@@ -1,4 +1,4 @@
-"""Hints of requests, and what the engine knows of those that wait: what is still there of them."""
+"""Hints of requests, and the KV that the engine retains for waiting requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def engine(make: Make) -> Engine:
 
 
 def serve(engine: Engine, prompt: list[int], hint: Hint | None = None) -> dict[str, int]:
-    """Return how many tokens of the prompt were found."""
+    """Serve a prompt. Return its numbers of found tokens, by tier."""
     completion = engine.submit(prompt, ONE, hint=hint).result(60)
     assert not completion.error
     assert engine.drain()
@@ -77,12 +77,12 @@ def test_what_a_waiting_request_needs_is_there_when_its_turn_comes(
     make: Make, monkeypatch: pytest.MonkeyPatch, is_told: bool
 ) -> None:
     engine = make(changed(host=36 * BLOCK_BYTES, max_running=1))
-    if not is_told:  # what would be without
+    if not is_told:  # negative control
         monkeypatch.setattr(Hints, "tell_who_waits", lambda self: None)
     serve(engine, TALK)
     engine.clear_tier(DEVICE)
     waiting, others = engine.call(
-        lambda: (  # all at once, the long one first; the others pass it
+        lambda: (  # all at once, the long one first; the others overtake it
             engine.submit(TALK[:224] + [6] * 600, ONE),
             [engine.submit([token] * 100, ONE) for token in range(20, 28)],
         )

@@ -1,4 +1,4 @@
-"""A hybrid model in the engine: prompts are continued from snapshots, exactly and at any time."""
+"""A hybrid model in the engine: prompts continue from snapshots, exactly and at any length."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def config(model: str, **changes: object) -> EngineConfig:
-    """Return settings without a weighing of costs."""
+    """Return settings that always load cached KV."""
     cache = replace(SMALL.cache, load_policy=LoadPolicy.ALWAYS)
     given = {"cache": cache, "threads": 1, "max_model_tokens": 600} | changes
     return replace(SMALL, model=model, **given)  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ def test_a_conversation_and_its_forks_are_continued_from_snapshots(model: str) -
             found = [ask(engine, each) for each in asked]
             assert all(map(same, found, expected))
             if tier == "device":
-                reused = [0, 5, 5, 0, 3]  # the first fork leaves what has no snapshot
+                reused = [0, 5, 5, 0, 3]  # the first fork branches off where there is no snapshot
                 assert [each.num_cached_tokens for each in found] == [CHUNK * n for n in reused]
                 engine.clear_tier("device")
         assert [each.num_cached_tokens // CHUNK for each in found] == [5, 7, 5, 5, 5]
@@ -88,7 +88,7 @@ def test_requests_at_once_answer_as_alone_and_leave_nothing(model: str) -> None:
             del found[2]
             assert all(map(same, found, [*expected[:2], *expected[3:]]))
         assert engine.drain()
-        gc.disable()  # caches of ended requests leave at once
+        gc.disable()  # caches of ended requests must be freed without the collector
         try:
             engine.submit(prompts[0], GREEDY).result(60)
             assert engine.drain()

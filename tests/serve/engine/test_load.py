@@ -1,4 +1,4 @@
-"""Many requests at once, tiers far too small: nothing leaks, and answers are as without cache."""
+"""Many requests at once over tiny tiers: no leaks, and the answers of an engine without cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Make = Callable[[EngineConfig], Engine]
 
 
 def requests(tokens: list[int], count: int, seed: int) -> list[list[int]]:
-    """Prompts with shared beginnings, of 40 to 400 tokens."""
+    """Return prompts with shared beginnings, of 40 to 400 tokens."""
     rng = random.Random(seed)
     roots = [tokens[i * 900 : i * 900 + 500] for i in range(12)]
     prompts = []
@@ -32,7 +32,7 @@ def requests(tokens: list[int], count: int, seed: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain(text: str) -> list[tuple[list[int], Completion]]:
-    """Prompts, and the answers to them without a cache."""
+    """Return prompts, and their answers without a cache."""
     params = SamplingParams(max_tokens=4, keep_logits=True, ignore_eos=True)
     with Engine(changed(prefix_cache=False, host=0, max_running=16)) as engine:
         prompts = requests(engine.tokenizer.encode(text), 120, seed=7)
@@ -47,11 +47,11 @@ def plain(text: str) -> list[tuple[list[int], Completion]]:
 def test_many_requests_leak_nothing_and_answer_as_without_cache(
     make: Make, plain: list[tuple[list[int], Completion]], policy: WritePolicy
 ) -> None:
-    """16 in flight; the device holds a few prompts, the host tier fewer blocks than one prompt.
+    """16 in flight. The device holds a few prompts, the host tier fewer blocks than one prompt.
 
     Prefill runs alone and on the grid, so the first token's logits are equal to the last bit even
-    under load. Later ones are computed in batches whose make-up differs from run to run: they
-    agree up to rounding.
+    under load. Later tokens are computed in batches that differ from run to run: they agree up to
+    rounding.
     """
     engine = make(
         changed(

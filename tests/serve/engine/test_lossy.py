@@ -1,4 +1,4 @@
-"""KV of a lossy codec: one store, and engines that ask for exact KV or not."""
+"""KV of a lossy codec: one store, shared by engines that allow lossy KV and engines that do not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
 NUM_BLOCKS = 18
 STORE = "valkey"
 DIGEST = "4df4369dbf301b7d05cde2079b32f9f7e9620be0f8b9e62e2a3fbf91da1ea804"
-"""Digest of a namespace, as it was before codecs were a part of it."""
+"""Digest of a namespace from before codecs were a part of it."""
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_lossy_kv_is_never_given_to_an_engine_that_asked_for_exact(
 def test_kv_that_was_lossy_is_another_on_disk_too(
     valkey: ValkeyServer, prompt: list[int], tmp_path: Path
 ) -> None:
-    """Blocks of a lossy store pass to the disk, and others are computed after them."""
+    """Blocks of a lossy store are written to disk, and so are blocks computed after them."""
     disk = str(tmp_path / "slab")
     with Engine(with_store(valkey, "int8")) as engine:
         cold = ask(engine, prompt)

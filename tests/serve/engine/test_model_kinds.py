@@ -1,4 +1,4 @@
-"""Kinds of models: served as transformers computes them, or refused; the self-check tells which."""
+"""Kinds of models: served exactly as by transformers, or refused by the self-check."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SERVED = {
     "qwen3_next": "full, 3 recurrent layers",
 }
 LAYERS = ("falcon", "lfm2", "qwen3_next")
-"""Those that are served by transformers' own attention and cache layers."""
+"""Models served by transformers' own attention and cache layers."""
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ def test_the_slower_runner_is_a_warning_with_its_reason(
 def with_form(
     kv: type[PagedKV], monkeypatch: pytest.MonkeyPatch, change: Callable[[Form], Form]
 ) -> None:
-    """Let a cache argument attend in another form than the model says."""
+    """Make a KV class attend with changed attention parameters."""
     attend = kv.attend
 
     def changed_attend(self: Any, layer: int, query: Any, key: Any, value: Any, form: Form) -> Any:
@@ -155,9 +155,9 @@ def test_a_model_whose_attention_is_computed_otherwise_is_refused(
 def test_what_float32_refuses_is_refused_in_every_dtype(
     tmp_path: Path, name: str, dtype: str
 ) -> None:
-    """transformers drops Jamba's state where several tokens follow it.
+    """transformers drops Jamba's state if several tokens follow it.
 
-    The others ask the cache for the positions of tokens, of which a batch has several.
+    The other models take the position from the cache, but the tokens of a batch have several.
     """
     with pytest.raises(ConfigError, match=DIFFER):
         Engine(changed(model=made(name, tmp_path), threads=1, max_model_tokens=300, dtype=dtype))

@@ -1,4 +1,4 @@
-"""Embedded engines over one node: what one has computed, the other one loads, bit for bit."""
+"""Embedded engines over one node: each loads the KV that another one computed, bit for bit."""
 
 from __future__ import annotations
 

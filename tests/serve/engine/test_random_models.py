@@ -1,4 +1,4 @@
-"""Models with random weights: their shapes, and that they are the same every time."""
+"""Models with random weights: shapes, and reproducibility."""
 
 from __future__ import annotations
 

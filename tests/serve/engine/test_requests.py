@@ -1,4 +1,4 @@
-"""Accepted and refused requests, and how their tokens are chosen."""
+"""Accepted and refused requests, and the choice of their tokens."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_generation_stops_at_a_stop_token(make: Make, text: str) -> None:
 
 @given(st.lists(st.integers(0, 4095), max_size=40))
 def test_streamed_text_is_the_decoded_text(token_ids: list[int]) -> None:
-    """Whatever the tokens: pieces of characters included."""
+    """True for any tokens, including pieces of characters."""
     tokenizer = _tokenizer()
     stream = tokenizer.detokenizer()
     pieces = [stream.push(token_id) for token_id in token_ids]
@@ -160,7 +160,7 @@ def _tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize("policy", PrefetchPolicy)
 def test_one_waits_for_another_without_a_host_tier(make: Make, policy: PrefetchPolicy) -> None:
-    """The defaults have no tier below the device."""
+    """There is no tier below the device, as by default."""
     config = changed(host=0, max_running=1)
     config = replace(config, cache=replace(config.cache, prefetch_policy=policy))
     engine = make(config)

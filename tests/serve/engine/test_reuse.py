@@ -1,4 +1,4 @@
-"""Warm and cold runs are equal bit for bit, whatever tier or request the prefix came from."""
+"""Warm and cold runs are equal to the last bit, whichever tier or request the prefix came from."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_prefix_made_by_another_request_gives_equal_logits(
 
 @pytest.mark.parametrize("model", MODELS)
 def test_one_changed_value_is_noticed(make: Make, text: str, model: str) -> None:
-    """The control of the tests above: logits do depend on every block that is reused."""
+    """Negative control of the tests above: logits depend on every reused block."""
     engine = make(changed(model=model, device_capacity="32MiB", host=0))
     prompt = engine.tokenizer.encode(text)[:301]
     cold = run(engine, prompt)

@@ -1,4 +1,4 @@
-"""Sampling: each row by itself, whatever the others of its batch are."""
+"""Sampling: each row is independent of the other rows of its batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def random_logits(*shape: int, seed: int = 0, spread: float = 1.0) -> torch.Tens
 
 
 def nucleus(logits: torch.Tensor, params: SamplingParams) -> list[int]:
-    """Return the tokens that may be chosen, by sorting everything, the likeliest first."""
+    """Return the tokens that may be sampled, most likely first, by sorting all of them."""
     ordered = (logits / params.temperature).sort(descending=True, stable=True)
     values = ordered.values
     if 0 < params.top_k < len(values):
@@ -79,7 +79,7 @@ def test_sampling_stays_within_top_k_and_top_p(params: SamplingParams, seed: int
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 1.0])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 5.0])
 def test_tokens_come_as_often_as_they_are_likely(top_p: float, spread: float) -> None:
-    """And so all that may come does come."""
+    """Therefore every allowed token is sampled, too."""
     logits = random_logits(20, seed=3, spread=spread)
     params = SamplingParams(temperature=1.0, top_p=top_p, seed=11)
     sampler, num_drawn = Sampler(params), 4000
@@ -110,7 +110,7 @@ def test_the_most_likely_token_is_the_first_maximum(shape: tuple[int, int]) -> N
         logits.round(),  # many are equal
         torch.zeros(shape),
         torch.full(shape, float("-inf")),
-        logits.log(),  # some are no numbers
+        logits.log(),  # some are NaN
     ):
         assert torch.equal(most_likely(found), found.argmax(-1))
 

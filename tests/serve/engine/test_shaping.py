@@ -1,4 +1,4 @@
-"""Penalties, biases, least length and ``min_p``: each against a plain computation."""
+"""Penalties, biases, minimum length and ``min_p``, each against a plain computation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def logits_of(seed: int, rows: int = 1) -> torch.Tensor:
 
 
 def shaped(logits: torch.Tensor, **given: Any) -> torch.Tensor:
-    """The logits after ``OUTPUT`` was generated."""
+    """Return the shaped logits after ``OUTPUT`` was generated."""
     shaper = SamplingParams(max_tokens=50, **given).shaper(PROMPT, ENDS, VOCAB)
     assert shaper is not None
     for token_id in OUTPUT:

@@ -1,4 +1,4 @@
-"""A disk of 0.5 MB/s below the engine, and a burst of prompts: it holds up nobody."""
+"""A burst of prompts over a disk of 0.5 MB/s: no request waits for the disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GREEDY = SamplingParams(max_tokens=2, ignore_eos=True)
 
 
 def lose_the_device(engine: Engine) -> None:
-    """Evict all blocks from it, as soon as host memory has them; the disk has not."""
+    """Evict all blocks from the device once host memory has them; the disk does not yet."""
     for _ in range(1000):
         engine.call(lambda: engine.cache.clear(DEVICE))
         if not engine.call(lambda: engine.cache.used_slots()[DEVICE]):
@@ -34,7 +34,7 @@ def lose_the_device(engine: Engine) -> None:
 def test_burst_over_a_slow_disk_leaves_host_memory_to_others_and_nobody_waits(
     tmp_path: Path, text: str
 ) -> None:
-    """Host memory has room for nine of 60 prompts, of 0.4 MiB each; the disk would take 50 s."""
+    """Host memory fits nine of 60 prompts, of 0.4 MiB each; the disk would take 50 s."""
     cache = replace(
         SMALL.cache,
         host_capacity="4MiB",
@@ -42,7 +42,7 @@ def test_burst_over_a_slow_disk_leaves_host_memory_to_others_and_nobody_waits(
         disk_capacity="128MiB",
         disk_bytes_per_s="500kB",
         load_policy=LoadPolicy.ALWAYS,
-        eviction_policy="lru",  # one that learns lets in no more of prompts that nobody repeats
+        eviction_policy="lru",  # a learned policy does not admit prompts that are never repeated
     )
     with Engine(replace(SMALL, cache=cache)) as engine:
         tokens = engine.tokenizer.encode(text)

@@ -1,4 +1,4 @@
-"""Tokens as text: streamed pieces join to the decoded text, behind any prompt."""
+"""Tokens as text: the streamed pieces of an answer join to the decoded text, after any prompt."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_blank_stays_behind_special_tokens(specials: list[int]) -> None:
 
 
 def byte_tokens(kind: str, tokenizer: Tokenizer, text: bytes) -> list[int]:
-    """Return a token for each byte; of a byte-level vocabulary, which has one for each."""
+    """Return a token for each byte, from a byte-level vocabulary."""
     if kind == "sentencepiece":
         names = [f"<0x{byte:02X}>" for byte in text]
         found = tokenizer.own.convert_tokens_to_ids(names)

@@ -1,4 +1,4 @@
-"""KV is reused under the weights that made it, and under no others."""
+"""KV is reused only under the weights that computed it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ CACHED = 288
 
 
 def model_in(folder: Path) -> Path:
-    """A copy of the built-in model, for this test to change."""
+    """Return a copy of the built-in model that the test may change."""
     shutil.copytree(BUILTIN / "kvtier-tiny", folder)
     return folder
 
 
 def change_projections(model: Path) -> None:
-    """Every weight that K and V are made with: names, sizes, shapes stay, as with merged LoRA."""
+    """Change all K and V projections. Names, sizes and shapes stay, as with merged LoRA."""
     file = model / "model.safetensors"
     before = file.stat()
     tensors = load_file(file)
@@ -125,17 +125,17 @@ def test_byte_that_changed_far_into_a_file_is_another_model(
         assert ask(engine, prompt).num_cached_tokens == 0
 
 
-# -- weights that are remembered -------------------------------------------------------------------
+# -- remembered weights ----------------------------------------------------------------------------
 
 
 class Gate:
-    """Holds the check in the background until the test is ready for it."""
+    """Holds the check in the background until the test opens it."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()
 
     def identification(self, memory: WeightsMemory) -> Callable[..., Identification]:
-        """In the place of the engine's: with this memory, every model counts as large."""
+        """Return a replacement of the engine's identification that treats every model as large."""
         gate = self
 
         class Held(Identification):
@@ -166,7 +166,7 @@ def archives(engine: Engine) -> bool:
 
 
 def heard(engine: Engine) -> None:
-    """The check has ended, and the engine has drawn its conclusions."""
+    """Wait until the check has ended and the engine has applied its result."""
     assert engine._weights is not None
     assert engine._weights._reader is not None
     engine._weights._reader.join(60)
@@ -200,9 +200,9 @@ def test_remembered_weights_reuse_at_once_and_write_once_they_are_checked(
 def mistaken(
     tmp_path: Path, prompt: list[int], gate: Gate, memory: WeightsMemory
 ) -> tuple[Path, Completion]:
-    """A folder whose files are remembered as those of other weights, whose KV is on disk.
+    """Return a model folder whose files are wrongly remembered as other weights.
 
-    With what its own weights answer.
+    KV of those other weights is on disk. Also return the answer by the folder's own weights.
     """
     first, second = model_in(tmp_path / "one" / "model"), model_in(tmp_path / "two" / "model")
     change_projections(second)
@@ -275,7 +275,7 @@ def test_nothing_is_written_under_a_name_that_is_wrong(
 def test_requests_under_way_begin_anew_or_end_with_an_error(
     tmp_path: Path, prompt: list[int], gate: Gate, mistaken: tuple[Path, Completion]
 ) -> None:
-    """One that gave tokens upon other weights' KV can't take them back; one that waits can."""
+    """A request that streamed tokens from wrong KV fails; a waiting one restarts."""
     model, right = mistaken
     with Engine(config(model, tmp_path / "slab", max_running=1)) as engine:
         began = threading.Event()
@@ -326,7 +326,7 @@ def test_engine_that_closes_waits_for_no_check(
 
 
 class _Unchecked(Identification):
-    """Its reading goes on until it is stopped."""
+    """An identification whose background check runs until it is stopped."""
 
     def read(self, threads: int | None = None, is_polite: bool = False) -> Identity:
         if is_polite:
@@ -345,7 +345,7 @@ def test_weights_that_nobody_can_name_keep_their_kv_to_this_process(
     file = model / "model.safetensors"
 
     class Touched(Identification):
-        """Somebody writes to the file while it is loaded."""
+        """An identification during which the file is touched."""
 
         def settle(self) -> Identity:
             os.utime(file, (5, 5))

@@ -1,4 +1,4 @@
-"""Models with windows in the engine: the ring computes what a whole pool does, and KV comes back.
+"""Models with windows in the engine: rings are as exact as a whole pool, and KV is reused.
 
 The oracle is a pool that keeps all tokens of all layers.
 """
@@ -49,7 +49,7 @@ MODELS = {
         (Place(0), *(Place(0, bundle) for bundle in range(3))), 1, 3, WINDOW
     ),
 }
-"""Places of their layers."""
+"""Places of the layers, by model."""
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_no_two_layers_share_a_place(windows: list[int]) -> None:
     assert layers.num_layers == max(num_whole, -(-len(windows) // (1 + MOST_BUNDLES)))
 
 
-# -- forwards --------------------------------------------------------------------------------------
+# -- forward passes --------------------------------------------------------------------------------
 
 
 class Pair:
@@ -130,7 +130,7 @@ class Pair:
         self.runner._pool.memory.owner.fill_(float("nan"))  # type: ignore[attr-defined]
 
     def sequence(self, num_tokens: int, rng: random.Random) -> tuple[Span, Span]:
-        """Return the places of a sequence in both pools, anywhere."""
+        """Return scattered places of a sequence in both pools."""
         num_blocks = -(-num_tokens // BLOCK)
         num_ring = self.shape.ring_blocks(num_blocks)
         taken = [Slot(self.free.pop(rng.randrange(len(self.free)))) for _ in range(num_blocks)]
@@ -169,7 +169,7 @@ class Pair:
 def test_a_ring_computes_what_a_pool_of_all_tokens_does(
     models: Mapping[str, str], name: str
 ) -> None:
-    """Prompts of several windows, then decode steps across the windows' edges, in batches."""
+    """Prompts of several windows, then batched decode steps across the windows' edges."""
     pair, rng = Pair(models[name]), random.Random(1)
     lengths = [1, CHUNK, WINDOW - 3, WINDOW, 4 * CHUNK, 5 * WINDOW + 7]
     num_new = 2 * WINDOW + 5
@@ -266,7 +266,7 @@ def test_a_ring_that_is_too_short_for_its_attention_is_an_error() -> None:
 
 
 def config(model: str, **changes: Any) -> EngineConfig:
-    """Return settings without a weighing of costs."""
+    """Return settings that always load cached KV."""
     cache = replace(SMALL.cache, load_policy=LoadPolicy.ALWAYS)
     given: dict[str, Any] = {"cache": cache, "threads": 1, "max_model_tokens": 700} | changes
     return replace(SMALL, model=model, **given)
@@ -284,8 +284,8 @@ def test_kv_comes_back_from_every_tier_at_any_cut(
     first = prompt(0, 9 * CHUNK + 5)
     others = [
         prompt(1, 12 * CHUNK, shared=9 * CHUNK + 5),  # its next turn
-        prompt(2, 8 * CHUNK + 1, shared=5 * CHUNK + 7),  # leaves it in the middle
-        prompt(3, 3 * CHUNK, shared=CHUNK),  # before a window is full
+        prompt(2, 8 * CHUNK + 1, shared=5 * CHUNK + 7),  # branches off inside it
+        prompt(3, 3 * CHUNK, shared=CHUNK),  # branches off before a window is full
         first,
     ]
     reused = [9, 5, 1, 9]
@@ -329,7 +329,7 @@ def test_an_answer_longer_than_a_window_continues_what_was_loaded(
 
 
 def test_requests_at_once_share_a_prefix_and_leave_nothing(models: Mapping[str, str]) -> None:
-    """The pool has room for few of them, so that KV is evicted all the time."""
+    """The pool fits few of the requests, so KV is evicted all the time."""
     model = models["gemma3_text"]
     params = replace(GREEDY, max_tokens=1)
     prompts = [prompt(seed, CHUNK * (7 + seed % 4) + seed, 6 * CHUNK) for seed in range(1, 13)]
@@ -384,7 +384,7 @@ def test_a_running_request_holds_its_ring_and_no_more(
 def test_a_request_whose_load_fails_begins_again(
     models: Mapping[str, str], monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
-    """The first copies are those of cells, the others those of the path."""
+    """The first copies load cells, the others the path."""
     device = FaultyDevice(CpuDevice(threads=1))
     monkeypatch.setattr("kvtier.serve.engine.engine.find_device", lambda name: device)
     asked = prompt(0, 5 * CHUNK + 3)

@@ -1,4 +1,4 @@
-"""An authority of the tests' own, and servers' certificates from it."""
+"""A certificate authority for tests, and server certificates that it issues."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import trustme
 
 @dataclass(frozen=True)
 class Files:
-    """In PEM."""
+    """A certificate and its key, as PEM files."""
 
     certificate: Path
     key: Path
 
 
 class Authority:
-    """folder: where files go."""
+    """A certificate authority that writes into ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self._authority = trustme.CA()
         self._folder = folder
 
     def context(self) -> ssl.SSLContext:
-        """For clients that trust it, and nobody else."""
+        """Return a context for clients that trust only this authority."""
         made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._authority.configure_trust(made)
         return made
 
     def write(self, name: str = "server") -> Files:
-        """A new certificate for this machine, with a key of its own."""
+        """Write a new certificate for this machine, with a key of its own."""
         issued = self._authority.issue_cert("127.0.0.1", "localhost")
         files = Files(self._folder / f"{name}.crt", self._folder / f"{name}.key")
         issued.private_key_pem.write_to_path(str(files.key))

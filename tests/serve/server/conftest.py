@@ -43,7 +43,7 @@ def running(engine: object, config: ServerConfig | None = None) -> Iterator[Runn
         yield Running(server.url, server, real)
     finally:
         server.stop()
-        server.stop()  # tests that leave requests behind don't wait for them
+        server.stop()  # do not wait for requests that tests leave behind
         thread.join(30)
         assert not thread.is_alive(), "the server does not end"
 
@@ -75,6 +75,6 @@ def client(served: Running) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="session")
 def prefix() -> str:
-    """Some hundred tokens that prompts can share."""
+    """Return some hundred tokens of text that prompts can share."""
     lines = (f"def method_{at}(self, value):\n    return value + {at}\n\n" for at in range(40))
     return "".join(lines)

@@ -1,4 +1,4 @@
-"""Readers of events that ask for a replay, subscribe, and read nothing until stdin is closed.
+"""Readers of events that request a replay, subscribe, and read nothing until stdin is closed.
 
 python -m tests.serve.server.idle_readers EVENTS REPLAY NUM
 """

@@ -16,7 +16,7 @@ READY = re.compile(r"kvtier serves (\S+) on cpu at (https?://127\.0\.0\.1:\d+)\n
 def program(
     *options: str, python: str = sys.executable, **variables: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """``kvtier serve`` and its URL, once it is ready. python: its interpreter."""
+    """Run ``kvtier serve``. Yield process and URL once it is ready. python: its interpreter."""
     command = [python, "-m", "kvtier.tools.cli", "serve", "--port", "0", "--threads", "1"]
     process = subprocess.Popen(
         [*command, "--device-capacity", "64MiB", "--host-capacity", "0", *options],

@@ -1,4 +1,4 @@
-"""HTTP by hand, for what no client library sends."""
+"""Raw HTTP, for requests that client libraries do not send."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RawAnswer:
 
     @property
     def message(self) -> str:
-        """The sentence of an error; checks the shape that every error has."""
+        """Return the message of an error. Check the shape that every error has."""
         assert self.headers["content-type"] == "application/json", self
         shown: Any = json.loads(self.body)
         assert set(shown) == {"error"}, shown
@@ -52,7 +52,7 @@ def request(path: str, body: bytes, *fields: str) -> bytes:
 
 
 def read(connection: socket.socket) -> RawAnswer | None:
-    """The next answer; None where the server closed the connection instead."""
+    """Return the next answer; None if the server closed the connection instead."""
     with connection.makefile("rb") as stream:
         try:
             line = stream.readline()
@@ -76,7 +76,7 @@ def read(connection: socket.socket) -> RawAnswer | None:
 
 
 def exchange(served: Running, sent: bytes) -> RawAnswer | None:
-    """Return the server's answer to these bytes on a connection of their own."""
+    """Return the server's answer to these bytes, sent on a new connection."""
     with connect(served) as connection:
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.sendall(sent)
@@ -90,7 +90,7 @@ def answered(served: Running, sent: bytes) -> RawAnswer:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the server closes it without an answer."""
+    """Whether the server closes the connection without an answer."""
     return read(connection) is None
 
 

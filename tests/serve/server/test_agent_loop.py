@@ -1,7 +1,7 @@
-"""An agent's loop by OpenAI's client: each turn finds the KV of the turn before.
+"""An agent's loop by OpenAI's client: each turn reuses the KV of the turn before.
 
-The built-in model is far too small to decide for a call. ``tool_choice="required"`` has its answers
-follow the grammar of a call; which tool and which arguments are the model's own choice.
+The built-in model is far too small to decide on a call. ``tool_choice="required"`` makes its
+answers follow the grammar of a call; the model only chooses the tool and its arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_CALLS = 3
 
 
 def read_source(module: str, part: str) -> str:
-    """Some of a module of the standard library."""
+    """Return the first or last 30 lines of a module of the standard library."""
     text = inspect.getsource(__import__(module))
     lines = text.splitlines()
     return "\n".join(lines[:30] if part == "begin" else lines[-30:])
@@ -56,7 +56,7 @@ def whole(client: openai.OpenAI, asked: Any) -> tuple[Any, Any]:
 
 
 def streamed(client: openai.OpenAI, asked: Any) -> tuple[Any, Any]:
-    """The same from a stream, put together as agents do."""
+    """Return message and usage of a stream, assembled as agents do."""
     text, calls, usage = "", [], None
     options: Any = {"include_usage": True}
     for chunk in client.chat.completions.create(**asked, stream=True, stream_options=options):

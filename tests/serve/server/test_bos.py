@@ -1,4 +1,4 @@
-"""Prompts begin as the model's tokenizer begins them."""
+"""Prompts begin with BOS if the model's tokenizer adds it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOS = 1
 
 @pytest.fixture(scope="module")
 def with_bos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """The built-in model, with a tokenizer that puts BOS before every text."""
+    """Run the built-in model with a tokenizer that puts BOS before every text."""
     model = checkpoint(tmp_path_factory.mktemp("bos") / "model")
     path = model / "tokenizer.json"
     tokenizer = json.loads(path.read_text())

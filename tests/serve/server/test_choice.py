@@ -1,4 +1,4 @@
-"""One choice: text and tokens come out together, in order, cut at the same place."""
+"""One choice: text and tokens are emitted together, in order, and cut at the same place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 
 
 class Scripted:
-    """A detokenizer that gives the n-th text for token n."""
+    """A detokenizer that returns the n-th text for token n."""
 
     def __init__(self, texts: list[str], last: str = "") -> None:
         self._texts = texts

@@ -1,4 +1,4 @@
-"""The commands: fast to import, one sentence for what can't be used."""
+"""The commands: fast imports, and one sentence for each error of use."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ MISSING = ("torch", "transformers", "fastapi")
 def without_engine(
     *arguments: str, missing: Sequence[str] = MISSING
 ) -> subprocess.CompletedProcess[str]:
-    """``kvtier`` where importing what serves a model fails."""
+    """Run ``kvtier`` without the modules that serving a model needs."""
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({list(missing)}));"
         "from kvtier.tools.cli import app; app(sys.argv[1:], prog_name='kvtier')"
@@ -235,7 +235,7 @@ def test_a_port_that_is_taken_while_the_model_loads_is_told() -> None:
 @pytest.mark.engine
 @pytest.mark.parametrize("level", ["info", "debug"])
 def test_an_unforeseen_error_of_a_start_is_one_sentence(level: str) -> None:
-    # A stand-in for a library that fails at the start as nobody expects.
+    # A stand-in for a library that fails unexpectedly at the start.
     code = (
         "import sys, kvtier.serve.engine.engine as made;"
         "made.load_model = lambda *_: {}['lm_head'];"

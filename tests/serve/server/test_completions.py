@@ -107,7 +107,7 @@ def test_every_chunk_has_the_tokens_so_far_where_that_is_asked_for(client: opena
         assert chunk.usage is not None
         assert chunk.usage.prompt_tokens == last.usage.prompt_tokens
         assert chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens
-        assert chunk.usage.prompt_tokens_details is None  # known at the end only
+        assert chunk.usage.prompt_tokens_details is None  # known only at the end
     assert last.usage.prompt_tokens_details is not None
 
 
@@ -140,7 +140,7 @@ def test_a_seed_repeats_what_was_drawn(client: openai.OpenAI) -> None:
     first = draw(1)
     assert len(set(first)) == 3
     assert draw(2) != first
-    # The make-up of a batch may change the rounding: repeat one request at a time.
+    # The make-up of a batch may change the rounding, so repeat one request at a time.
     again = [
         client.completions.create(
             model=MODEL, prompt=PROMPT, max_tokens=16, temperature=1.5, seed=7

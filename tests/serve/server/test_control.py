@@ -1,4 +1,4 @@
-"""Control of a server's own cache: look up, prefetch, pin, delete for real, and who may."""
+"""Control of a server's own cache: lookup, prefetch, pin, deletion from all tiers, and access."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def post(served: Running, route: str, key: str = KEY.replace(" ", "-"), **body: 
 
 
 def cached(served: Running, text: str, salt: str = "") -> int:
-    """Return how many tokens of a prompt were cached, after it was asked for."""
+    """Run a prompt. Return how many of its tokens were cached."""
     with served.client() as client:
         usage = client.completions.create(
             model=MODEL, prompt=text, max_tokens=1, extra_body={"cache_salt": salt}

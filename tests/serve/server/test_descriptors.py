@@ -1,4 +1,4 @@
-"""A server that may open few files, and more clients than that."""
+"""A server with a low limit of open files, and more clients than that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvtier doctor``: what it finds, with and without torch."""
+"""``kvtier doctor``: its findings, with and without torch."""
 
 from __future__ import annotations
 

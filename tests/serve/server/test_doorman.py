@@ -1,4 +1,4 @@
-"""Connections that may stay, and those that have to leave: with a clock that tests move."""
+"""Limits on connections: the ones kept and the ones closed, on a clock that tests advance."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FakeClient:
 
 @dataclass
 class Door:
-    """A doorman for three connections, and what he gave as reasons."""
+    """A doorman for three connections, and the reasons for which he closed some."""
 
     clock: Clock = field(default_factory=Clock)
     reasons: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Every error: its status, the API's shape, and one sentence that says what to do."""
+"""Every error: its status, the API's shape, and one sentence with the remedy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHAT: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}],
 
 
 def error_of(answer: httpx.Response, status: int) -> dict[str, str | None]:
-    """The error object; checks the shape that every error has."""
+    """Return the error object. Check the shape that every error has."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
     body = answer.json()
@@ -370,7 +370,7 @@ def test_unknown_paths_and_methods_have_the_same_shape(served: Running) -> None:
 
 @pytest.fixture(scope="module")
 def short() -> Iterator[Running]:
-    """Prompt and answer must fit into 100 tokens."""
+    """Run a server with room for 100 tokens of prompt and answer."""
     config = EngineConfig(model=MODEL, device_capacity="8MiB", threads=1, max_model_tokens=100)
     with Engine(config) as engine, running(engine) as made:
         yield made
@@ -503,7 +503,7 @@ def test_a_body_above_the_limit_is_refused(guarded: Running, is_chunked: bool) -
 
 
 class StandIn:
-    """The real engine, except for what a test makes fail."""
+    """The real engine with overridden methods that fail."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -513,7 +513,7 @@ class StandIn:
 
 
 class FailsAfterTwoTokens(StandIn):
-    """Every request ends in an error after its tokens."""
+    """An engine whose requests all fail after their tokens."""
 
     def submit(
         self,
@@ -534,7 +534,7 @@ class FailsAfterTwoTokens(StandIn):
 
 
 class BreaksOnSubmit(StandIn):
-    """A defect, with a message that quotes the request."""
+    """An engine with a defect whose message quotes the request."""
 
     def submit(self, prompt: list[int], params: SamplingParams, **rest: object) -> RequestHandle:
         raise KeyError(self._engine.tokenizer.decode(prompt))

@@ -1,4 +1,4 @@
-"""Readers of events are limited in number, and in what is kept for them."""
+"""Readers of events are limited in number, and in the data queued for them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def dial(endpoint: str) -> socket.socket:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether ZeroMQ's greeting comes, and the connection stays."""
+    """Whether ZeroMQ's greeting arrives and the connection stays open."""
     connection.settimeout(0.3)
     try:
         while connection.recv(64):
@@ -66,14 +66,14 @@ def is_open(connection: socket.socket) -> bool:
 
 
 def num_peers(made: Publisher) -> list[int]:
-    """Connections per socket: those of events, and those of replays."""
+    """Return the number of connections of each socket: events, replays."""
     return [len(door.peers) for door in made._peers._doors]
 
 
 def test_readers_that_read_nothing_use_up_neither_memory_nor_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Let 200 of them ask for all that is kept. None is disconnected for it yet."""
+    """200 readers request all kept batches. None is disconnected for it yet."""
     monkeypatch.setattr(event_peers, "STUCK_S", 600.0)
     made = Publisher(BlockLog(), ANY_PORT, ANY_PORT)
     for number in range(MOST_KEPT):
@@ -115,7 +115,7 @@ def test_one_that_leaves_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_subscriber_far_behind_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that others read are not kept for it."""
+    """Batches that others read are not kept for the subscriber."""
     monkeypatch.setattr(event_peers, "MOST_BEHIND_BYTES", 1 << 20)
     monkeypatch.setattr(event_peers, "SWEEP_S", 0.02)
     log = BlockLog()
@@ -161,7 +161,7 @@ def test_connections_that_say_nothing_leave(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_slow_reader_gets_a_whole_replay() -> None:
-    """It has room for one batch at a time."""
+    """The reader has room for one batch at a time."""
     made = Publisher(BlockLog(), ANY_PORT, ANY_PORT)
     for number in range(500):
         made._keep(number, BATCH)

@@ -33,7 +33,7 @@ ANY_PORT = "tcp://127.0.0.1:*"
 
 
 class Router:
-    """Subscribes, notices gaps, and asks for what it missed. batches: by number."""
+    """Subscribes, notices gaps, and requests missed batches. batches: by number."""
 
     def __init__(self, events: str, replay: str, topic: str) -> None:
         self.context = zmq.Context()
@@ -41,13 +41,13 @@ class Router:
         self.sub = self.context.socket(zmq.SUB)
         self.sub.setsockopt(zmq.SUBSCRIBE, self.topic)
         self.sub.connect(events)
-        # A REQ socket takes one answer to each question, and these have many.
+        # A REQ socket takes one answer per request; a replay has many.
         self.asking = self.context.socket(zmq.DEALER)
         self.asking.connect(replay)
         self.batches: dict[int, list[Any]] = {}
 
     def receive(self) -> int:
-        """Receive what is there; return the number of batches."""
+        """Receive all pending batches. Return the number of batches so far."""
         while self.sub.poll(50):
             topic, number, payload = self.sub.recv_multipart()
             assert topic == self.topic
@@ -104,7 +104,7 @@ def publisher(log: BlockLog, topic: str = "") -> Iterator[Publisher]:
 
 
 def send(log: BlockLog, made: Publisher, at: int) -> None:
-    """A batch: prompt ``at`` of one block comes to the device and to host memory."""
+    """Send a batch: the one-block prompt ``at`` arrives on the device and in host memory."""
     num_sent = made._num_sent
     log.moved(HOST, [BlockId(at)], False)
     log.prompt(bytes([at]), [bytes(8)], [BlockId(at)], (DEVICE,))
@@ -112,7 +112,7 @@ def send(log: BlockLog, made: Publisher, at: int) -> None:
 
 
 def join(log: BlockLog, reads: Router) -> None:
-    """Until what is published arrives."""
+    """Wait until the subscription delivers events."""
 
     def arrives() -> bool:
         log.lose()
@@ -230,7 +230,7 @@ def test_an_engine_tells_routers_what_it_has() -> None:
 def test_a_server_leaves_descriptors_to_readers_of_its_events(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both addresses: what is published, and what is asked for again."""
+    """Both addresses count: events, and replays."""
     plain = EngineConfig(model=MODEL, device_capacity="16MiB", threads=1)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1000, 1000))
     found = []

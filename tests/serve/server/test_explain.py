@@ -38,7 +38,7 @@ def explained(served: Running, prompt: str, **body: Any) -> dict[str, Any]:
 
 
 def parts(found: dict[str, Any]) -> list[tuple[str, int]]:
-    """Sources, each with its number of tokens; they follow each other."""
+    """Return each source with its number of tokens. Check that the parts are adjacent."""
     ends = [0, *(part["end"] for part in found["parts"])]
     assert [part["first"] for part in found["parts"]] == ends[:-1]
     assert ends[-1] == found["prompt_tokens"]
@@ -142,7 +142,7 @@ def test_the_command_shows_a_table_that_says_it_all(
     shown = command(served.url, "--prompt-file", str(file), COLUMNS="200")
     assert shown.exit_code == 0, shown.output
     text = shown.stdout
-    found = explained(served, prompt)  # the same prompt again: all of it is on the device now
+    found = explained(served, prompt)  # the same prompt again: all of it is now on the device
     num, reused = found["prompt_tokens"], found["reused_tokens"]
     assert f"{MODEL} at {served.url}: {num:,} tokens, {reused:,} of them reused" in text
     assert f"0-{reused - 1:,}" in text

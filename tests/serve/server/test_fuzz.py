@@ -1,7 +1,8 @@
-"""Whatever is sent: no failure of the server, no hang, one sentence; and honest clients go on.
+"""Random requests cause no server error and no hang, and honest clients are still served.
 
-A short part runs with the other tests. KVTIER_NUM_MUTATIONS says how many requests are sent (300),
-KVTIER_FUZZ_SEED which ones; the seed is printed, and a failing request with it.
+Every refusal is one sentence. A short part runs with the other tests. KVTIER_NUM_MUTATIONS is the
+number of requests (300), KVTIER_FUZZ_SEED their seed; the seed is printed, and a failing request
+with it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.engine
 NUM_MUTATIONS = int(os.environ.get("KVTIER_NUM_MUTATIONS", "300"))
 SEED = int(os.environ.get("KVTIER_FUZZ_SEED", str(time.time_ns() % 2**32)))
 TOGETHER = 25
-"""So many requests come at a time; after them the honest one is asked again."""
+"""Number of requests sent at a time. The honest request follows each group."""
 
 COMPLETION: dict[str, object] = {
     "model": MODEL,
@@ -79,12 +80,12 @@ def a_body(rng: random.Random) -> tuple[str, bytes]:
 
 
 def json_body(rng: random.Random) -> bytes:
-    """A request whose header is right."""
+    """Return a request with a valid header and a random body."""
     return request(*a_body(rng))
 
 
 def raw_request(rng: random.Random) -> bytes:
-    """A request that is damaged anywhere."""
+    """Return a request that is damaged anywhere."""
     return damage(request(*a_body(rng)), rng)
 
 
@@ -115,9 +116,9 @@ KINDS: tuple[Callable[[random.Random], bytes], ...] = (
 
 @pytest.fixture(scope="module")
 def fuzzed() -> Iterator[Running]:
-    """A short context: what is accepted does not take long.
+    """Run a server with a short context, so that accepted requests take little time.
 
-    It soon gives up on who sends less than was announced.
+    It has short time-outs for clients that send less than they announced.
     """
     config = EngineConfig(model=MODEL, device_capacity="8MiB", threads=1, max_model_tokens=100)
     timeouts = ServerConfig(header_timeout_s=1, body_timeout_s=1)
@@ -126,23 +127,23 @@ def fuzzed() -> Iterator[Running]:
 
 
 def ask(served: Running, sent: bytes) -> RawAnswer | None:
-    """The answer; None where the server closed. A hang ends in a TimeoutError."""
+    """Return the answer; None if the server closed. A hang raises TimeoutError."""
     with connect(served) as connection:
         connection.settimeout(30)
-        with suppress(OSError):  # refused before it was sent
+        with suppress(OSError):  # refused before all was sent
             connection.sendall(sent)
         return read(connection)
 
 
 def check(answer: RawAnswer | None, sent: bytes) -> None:
-    """Check what holds for every answer."""
+    """Check the rules for every answer."""
     if answer is None:
         return
     assert answer.status < 500, answer
     if answer.status >= 400 and not sent.startswith(b"HEAD "):
         assert answer.message
     for line in answer.body.split(b"\n\n"):
-        if line.startswith(b"data: {"):  # an error in a stream has come too late for its status
+        if line.startswith(b"data: {"):  # an error within a stream is too late for the status
             event = json.loads(line.removeprefix(b"data: "))
             assert event.get("error", {}).get("type") != "server_error", event
 
@@ -177,7 +178,7 @@ def test_no_request_breaks_the_server(fuzzed: Running) -> None:
 
 
 def honest_choice(answer: RawAnswer | None) -> object:
-    """The text, the tokens and their log probabilities."""
+    """Return the text, the tokens and their log probabilities."""
     assert answer is not None
     assert answer.status == 200, answer
     return json.loads(answer.body)["choices"]

@@ -20,7 +20,7 @@ WORDS = 60
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Running]:
-    """A server whose host tier has room for about two prompts."""
+    """Run a server whose host tier has room for about two prompts."""
     config = EngineConfig(
         model=MODEL,
         block_size=16,
@@ -34,7 +34,7 @@ def small() -> Iterator[Running]:
 
 
 def ask(small: Running, word: str, **extra: object) -> int:
-    """Return how many tokens of the prompt were cached."""
+    """Run a prompt. Return how many of its tokens were cached."""
     with small.client() as client:
         usage = client.completions.create(
             model=MODEL, prompt=f"{word} " * WORDS, max_tokens=1, extra_body=extra

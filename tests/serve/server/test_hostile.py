@@ -1,4 +1,4 @@
-"""Requests that nobody honest sends cost the server little, and honest clients nothing."""
+"""Hostile requests cost the server little, and do not affect honest clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def body_of(head: str, middle: str, tail: str) -> bytes:
-    """8 MiB, most of it ``middle`` again and again."""
+    """Return a body of 8 MiB, most of it ``middle`` repeated."""
     return (head + middle * ((8 * MIB - len(head) - len(tail)) // len(middle)) + tail).encode()
 
 
@@ -136,7 +136,7 @@ def test_a_shown_value_is_looked_at_no_further_than_it_is_shown() -> None:
     assert len(show("x" * MIB)) == 60
 
 
-# -- HTTP that is none ----------------------------------------------------------------------------
+# -- invalid HTTP ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_body_in_ordinary_chunks_is_read(served: Running) -> None:
     assert answered(served, sent).status == 200
 
 
-# -- time -----------------------------------------------------------------------------------------
+# -- time-outs ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_without_a_header_in_time_the_connection_is_closed(hasty: Running, sent:
 
 @pytest.mark.parametrize("length", [len(ASKED), 4 * MIB])
 def test_without_its_body_in_time_a_request_is_told_so(hasty: Running, length: int) -> None:
-    # A large one has begun: it has the turn of a long request, and gives it back.
+    # A large one has started: it takes a turn of the long requests, and must release it.
     sent = ASKED[:20] if length < MIB else b'{"prompt":"' + b"x" * 100_000
     for _ in range(bodies.NUM_LARGE + 1):
         answer = answered(hasty, head(COMPLETIONS, f"Content-Length: {length}") + sent)

@@ -1,4 +1,4 @@
-"""API keys: several may be right, and nobody gets to see one."""
+"""API keys: several can be valid, and none is ever shown."""
 
 from __future__ import annotations
 

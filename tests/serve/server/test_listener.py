@@ -17,7 +17,7 @@ NOT_HERE = (socket.AF_INET, *STREAM, ("192.0.2.1", 0))
 
 
 def resolved(monkeypatch: pytest.MonkeyPatch, *found: Any) -> None:
-    """Let every name have these addresses."""
+    """Make every name resolve to these addresses."""
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: list(found))
 
 

@@ -1,4 +1,4 @@
-"""The live page of the server, and what it is told."""
+"""The live page of the server, and its data."""
 
 from __future__ import annotations
 

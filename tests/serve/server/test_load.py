@@ -1,4 +1,4 @@
-"""Many clients, full queues, clients that leave."""
+"""Many clients, full queues, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .conftest import MODEL, Running, running
 pytestmark = pytest.mark.engine
 
 ENDLESS: Any = {"max_tokens": 7000, "extra_body": {"ignore_eos": True}}
-"""Runs for minutes if nobody ends it."""
+"""Options of a request that runs for minutes unless it is aborted."""
 
 
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[Running]:
-    """One request runs, one waits."""
+    """Run a server that runs one request and queues one."""
     config = EngineConfig(
         model=MODEL, device_capacity="48MiB", threads=1, max_running=1, max_queue=1
     )
@@ -79,7 +79,7 @@ def test_a_full_queue_answers_429_and_keeps_nothing(narrow: Running) -> None:
     assert is_held.wait(30)
     asked: Any = {"model": MODEL, "prompt": "x", "max_tokens": 2}
     with narrow.client() as client:
-        # Three choices don't fit, so none of them is kept and two others do.
+        # Three choices do not fit: none of them is queued, so two others fit.
         with pytest.raises(openai.RateLimitError):
             client.completions.create(model=MODEL, prompt="x", n=3, **ENDLESS)
         may_go_on.set()
@@ -213,7 +213,7 @@ def test_more_choices_than_allowed_are_refused(engine: Engine) -> None:
 
 
 def counted(served: Running, status: int) -> float:
-    """Completion requests that ended with ``status``."""
+    """Return the number of completion requests that ended with ``status``."""
     text = httpx.get(f"{served.url}/metrics").text
     name = f'kvtier_server_requests_total{{endpoint="completions",status="{status}"}} '
     return sum(
@@ -222,7 +222,7 @@ def counted(served: Running, status: int) -> float:
 
 
 def post_raw(served: Running, body: bytes, length: int | None = None) -> socket.socket:
-    """Send a request and don't wait for the answer."""
+    """Send a request without waiting for the answer. Return the connection."""
     host, port = served.url.removeprefix("http://").split(":")
     made = socket.create_connection((host, int(port)), timeout=60)
     head = (

@@ -1,4 +1,4 @@
-"""Log lines of the real program: one event each, and nothing of what was asked."""
+"""Log lines of the real program: one event each, and no content of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/metrics and /health: what the people who run the server see."""
+"""/metrics and /health, as operators see them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 
 
 def samples(served: Running) -> dict[tuple[str, ...], float]:
-    """Value by (name, labels in their order ...)."""
+    """Return values by (name, label values in their order ...)."""
     text = httpx.get(f"{served.url}/metrics").text
     return {
         (sample.name, *sample.labels.values()): sample.value

@@ -1,4 +1,4 @@
-"""Long work leaves time to others, and what is alone does not wait."""
+"""Long work yields to other requests, and work that is alone does not wait."""
 
 from __future__ import annotations
 

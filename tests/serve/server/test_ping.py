@@ -1,4 +1,4 @@
-"""``kvtier ping`` and ``kvtier describe``, asked of a real server."""
+"""``kvtier ping`` and ``kvtier describe`` against a real server."""
 
 from __future__ import annotations
 

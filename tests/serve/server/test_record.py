@@ -48,13 +48,13 @@ def test_requests_are_recorded_and_replayed(engine: Engine, prefix: str, tmp_pat
     segments = find_segments(trace)
     shared = segments.per_request(np.where(segments.is_reuse, segments.length, 0))
     same = len(engine.tokenizer.encode(prefix)) // trace.block_tokens
-    # Another tenant shares nothing, nor does one without a salt.
+    # Another tenant shares no blocks, nor does a request without a salt.
     assert shared.tolist() == [0, pytest.approx(same, abs=1), 0, 0, 0]
     usage = usages[1]
     assert usage is not None
     assert usage.prompt_tokens_details is not None
     cached = usage.prompt_tokens_details.cached_tokens
-    # The engine shares whole chunks of what the recording says could be shared.
+    # The engine reuses only whole chunks of the blocks that the recording counts as shared.
     assert cached is not None
     assert 0 < cached <= shared[1] * trace.block_tokens
     assert prefix.split()[1].encode() not in path.read_bytes()

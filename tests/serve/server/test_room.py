@@ -1,4 +1,4 @@
-"""Limits: too many connections, too many long requests, and clients that only watch."""
+"""Limits: too many connections, too many long requests, and clients that send nothing."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from .raw import (
 pytestmark = pytest.mark.engine
 
 PATIENT = ServerConfig(body_timeout_s=3600)
-"""For tests that hold a long request: while they do, no other gives its turn up."""
+"""Settings for tests that hold a long request: no other one times out meanwhile."""
 
 
 class Held:
-    """is_in: set when one waits. may_go_on: to be set by the test."""
+    """Control of held tokenization. is_in: a request waits. may_go_on: set by the test."""
 
     def __init__(self) -> None:
         self.num_tokenized = 0
@@ -47,7 +47,7 @@ class Held:
 
 @contextmanager
 def held(tokenizer: object, monkeypatch: pytest.MonkeyPatch, is_long: bool) -> Iterator[Held]:
-    """Tokenizing waits, of long texts or of short ones."""
+    """Hold the tokenization of long texts, or of short ones."""
     made = Held()
     encode: Callable[..., list[int]] = tokenizer.encode  # type: ignore[attr-defined]
 
@@ -68,7 +68,7 @@ def held(tokenizer: object, monkeypatch: pytest.MonkeyPatch, is_long: bool) -> I
 
 @contextmanager
 def asking(served: Running, sent: bytes, number: int) -> Iterator[list[RawAnswer | None]]:
-    """So many clients ask the same and wait; their answers are there when the block has ended."""
+    """Send a request from ``number`` clients. All answers have arrived when the block ends."""
     answers: list[RawAnswer | None] = []
     threads = [Thread(target=lambda: answers.append(exchange(served, sent))) for _ in range(number)]
     for thread in threads:
@@ -104,7 +104,7 @@ def test_when_all_connections_ask_the_next_is_refused_and_health_is_not(engine: 
             client.sendall(request(COMPLETIONS, json.dumps(asked).encode(), key))
         wait_until(lambda: engine.num_running == 4, "all have asked")
         for _ in range(10):
-            refused = answered(made, request(COMPLETIONS, ASKED))  # before any key is asked for
+            refused = answered(made, request(COMPLETIONS, ASKED))  # before any key check
             assert refused.status == 503
             assert "too many connections; try again later" in refused.message
             assert refused.headers["retry-after"] == "1"

@@ -1,4 +1,4 @@
-"""The scan of a body counts what a parser would build, however the body is cut."""
+"""The scan of a body counts the objects that a parser would build, however the body is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log probabilities of prompts, as lm-evaluation-harness' ``local-completions`` asks for them."""
+"""Log probabilities of prompts, as requested by lm-evaluation-harness' ``local-completions``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE = 2e-4
 
 @pytest.fixture(scope="module")
 def expected() -> Any:
-    """Log probabilities by transformers alone: of each token after the first."""
+    """Return a function for log probabilities by transformers alone, after the first token."""
     model: Any = AutoModelForCausalLM.from_pretrained(BUILTIN / MODEL, dtype=torch.float32)
 
     @torch.inference_mode()
@@ -42,7 +42,7 @@ def prompt(engine: Engine, prefix: str) -> list[int]:
 
 
 def score(served: Running, prompt: Any, **changes: Any) -> list[dict[str, Any]]:
-    """The choices of a request as the harness sends it."""
+    """Return the choices of a request as the harness sends it."""
     asked = {
         "model": MODEL,
         "prompt": prompt,
@@ -62,7 +62,7 @@ def score(served: Running, prompt: Any, **changes: Any) -> list[dict[str, Any]]:
 
 
 def check(choice: dict[str, Any], token_ids: Sequence[int], expected: Any, engine: Engine) -> None:
-    """Compare a choice's first tokens with what transformers says of them."""
+    """Compare the prompt part of a choice with the log probabilities of transformers."""
     logs = expected(token_ids)
     found = choice["logprobs"]
     num = len(token_ids)
@@ -168,7 +168,7 @@ def test_a_stream_brings_the_same_scores(client: openai.OpenAI, served: Running)
 
 
 def test_the_harness_reads_a_choice(served: Running, engine: Engine, expected: Any) -> None:
-    """Its own arithmetic: the sum of the continuation's tokens, and whether it is greedy."""
+    """Repeat its arithmetic: the sum over the continuation, and whether that is greedy."""
     context, continuation = (
         engine.tokenizer.encode(each) for each in ("import os\nimport", " sys\n")
     )

@@ -1,4 +1,4 @@
-"""``kvtier sglang-args``: options, to be pasted."""
+"""``kvtier sglang-args``: options to paste."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real program: it starts, it ends on SIGTERM with requests in flight, it exits with 0."""
+"""The real program starts, ends on SIGTERM with requests in flight, and exits with 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 
 
 def end(process: subprocess.Popen[str]) -> str:
-    """Wait for the end by itself; gives what was written to stderr."""
+    """Wait until the process ends by itself. Return its stderr."""
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
@@ -37,7 +37,7 @@ def refuses(url: str) -> bool:
         socket.create_connection((host, int(port)), timeout=5).close()
     except ConnectionRefusedError:
         return True
-    except ConnectionResetError:  # it was in line when the socket was closed
+    except ConnectionResetError:  # it was in the backlog when the socket was closed
         return False
     return False
 
@@ -159,7 +159,7 @@ def test_after_the_grace_or_a_second_signal_answers_are_cut_short_properly(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_signal_ends_a_server_that_loads_its_model(number: signal.Signals) -> None:
-    """Without a handler process 1 of a container would lose it."""
+    """Without a handler, process 1 of a container would ignore the signal."""
     command = [sys.executable, "-m", "kvtier.tools.cli", "serve", "--port", "0", "--threads", "1"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""Stop strings: the matcher against the naive cut of the whole text."""
+"""Stop strings: the matcher against a naive cut of the whole text."""
 
 from __future__ import annotations
 

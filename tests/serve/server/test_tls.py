@@ -1,4 +1,4 @@
-"""HTTPS: what is spoken, who is trusted, and that a handshake is a connection like every other."""
+"""HTTPS: versions, trust, and a handshake under the same limits as every other connection."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_who_does_not_trust_the_certificate_sends_nothing(encrypted: Running) ->
 def test_a_request_that_comes_with_the_end_of_the_handshake_is_not_lost(
     encrypted: Running, authority: Authority
 ) -> None:
-    """By hand, so that both are in one packet."""
+    """Built by hand, so that both are in one packet."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     session = authority.context().wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
     with socket.create_connection(address(encrypted), timeout=60) as raw:
@@ -162,7 +162,7 @@ def test_a_handshake_that_does_not_end_is_closed_in_time(
         with socket.create_connection(address(made), timeout=60) as silent:
             silent.sendall(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a handshake
             assert is_closed(silent)
-        with connected(made, authority) as slow:  # it ends, and nothing is asked
+        with connected(made, authority) as slow:  # the handshake ends, but no request follows
             assert is_closed(slow)
         answer = httpx.get(f"{made.url}/metrics", verify=authority.context())
         name = 'kvtier_server_closed_connections_total{reason="header_timeout"} 2.0'
@@ -203,7 +203,7 @@ def test_who_is_gone_before_the_handshake_ends_leaves_nothing(
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_kept_connections_do_not_hold_up_the_end(authority: Authority) -> None:
-    """A client that keeps one for later does not say good-bye."""
+    """A client that keeps its connection does not close it at the end."""
     files = authority.write()
     options = ("--ssl-certfile", str(files.certificate), "--ssl-keyfile", str(files.key))
     with program(*options) as (process, url):
@@ -211,7 +211,7 @@ def test_kept_connections_do_not_hold_up_the_end(authority: Authority) -> None:
         with httpx.Client(verify=authority.context()) as client:
             assert client.get(f"{url}/health").status_code == 200
             process.send_signal(signal.SIGTERM)
-            process.wait(20)  # less than the grace
+            process.wait(20)  # less than the grace period
         assert process.returncode == 0
 
 
@@ -255,7 +255,7 @@ def test_a_certificate_that_cant_be_used_changes_nothing(
     certificate = Certificate(str(files.certificate), str(files.key))
     before = certificate.context
     certificate.refresh()
-    shutil.copyfile(second.certificate, files.certificate)  # its key is still on the way
+    shutil.copyfile(second.certificate, files.certificate)  # its key is not replaced yet
     certificate.refresh()
     assert certificate.context is before
     assert "certificate not replaced" in caplog.text

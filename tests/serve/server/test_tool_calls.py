@@ -1,4 +1,4 @@
-"""Tool calls in texts: forms of templates, and reading them whole or piece by piece."""
+"""Tool calls in texts: forms of templates, and parsing whole texts or pieces."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ CODER = (
         (TOOLS + TURNS + QWEN + END, CallForm.TAGGED),
         (TOOLS + TURNS + LLAMA_3 + END, CallForm.BARE),
         (TOOLS + TURNS + CODER + END, None),
-        (TURNS + QWEN + END, None),  # the model is told of no tools
+        (TURNS + QWEN + END, None),  # this template shows the model no tools
         (TOOLS + TURNS + END, None),
         ("{{ raise_exception('no') }}", None),
         ("{% broken", None),

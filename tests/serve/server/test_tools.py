@@ -1,4 +1,4 @@
-"""Tools in conversations: how they are rendered, forced, answered and streamed."""
+"""Tools in conversations: rendered, forced, answered and streamed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def prompt_tokens(client: openai.OpenAI, **changes: Any) -> int:
 
 
 def rendered(engine: Engine, messages: Any, tools: Any = None) -> int:
-    """The tokens that transformers itself makes of a conversation."""
+    """Return the number of tokens to which transformers itself renders a conversation."""
     text = engine.tokenizer.own.apply_chat_template(
         messages, tools=tools, add_generation_prompt=True, tokenize=False
     )

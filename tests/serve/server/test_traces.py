@@ -1,4 +1,4 @@
-"""Spans of a real server, sent to a receiver that reads what OpenTelemetry's exporter sends."""
+"""Spans of a real server, sent to a receiver that parses the OpenTelemetry exporter's requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class GrpcExporter(SpanExporter):
-    """Stands for the exporter of another package. is_closed: it was used, and is no longer."""
+    """Stands for the exporter of another package. is_closed: whether it was shut down."""
 
     is_closed = False
 
@@ -41,7 +41,7 @@ class GrpcExporter(SpanExporter):
 
 
 class Collector:
-    """An OTLP/HTTP receiver of a few lines. spans: what came."""
+    """A small OTLP/HTTP receiver. spans: all received spans."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []

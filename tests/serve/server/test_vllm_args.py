@@ -1,4 +1,4 @@
-"""``kvtier vllm-args``: one option, to be pasted."""
+"""``kvtier vllm-args``: one option to paste."""
 
 from __future__ import annotations
 
