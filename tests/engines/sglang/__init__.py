@@ -1,1 +1,1 @@
-"""A real SGLang server on the CPU with kvtier under it: make test-sglang."""
+"""Real SGLang servers on the CPU with kvtier: ``make test-sglang``."""

@@ -9,7 +9,7 @@ from tests.engines.sglang.servers import MODEL
 
 
 def make_mla(folder: Path) -> Path:
-    """Three layers of DeepSeek-V2's shape, with the built-in model's tokenizer."""
+    """Make three layers of DeepSeek-V2's shape, with the built-in model's tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, DeepseekV2Config
 

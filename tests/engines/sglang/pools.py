@@ -18,9 +18,9 @@ MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
 
 def host_pool(kind: str, layout: str, dtype: torch.dtype = torch.float32, heads: int = 2) -> Any:
-    """kind: "mha" or "mla". Its memory is filled with bytes that follow from a seed.
+    """Return a host pool whose bytes follow from a seed. kind: "mha" or "mla".
 
-    heads: KV heads of this rank, with "mha".
+    heads: KV heads of this rank, for "mha".
     """
     size = (NUM_PAGES - 2) * PAGE
     common = {"size": size, "page_size": PAGE, "dtype": dtype, "layer_num": LAYERS}
@@ -43,21 +43,21 @@ def host_pool(kind: str, layout: str, dtype: torch.dtype = torch.float32, heads:
 
 
 def fill(pool: Any, seed: int) -> None:
-    """Other bytes in all of a pool's pages."""
+    """Fill all of a pool's pages with random bytes."""
     torch.manual_seed(seed)
     raw = pool.kv_buffer.view(torch.uint8)
     raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8))
 
 
 def tokens(*pages: int) -> torch.Tensor:
-    """Host indices of the tokens of pages."""
+    """Return the host indices of the tokens of pages."""
     return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
 
 
 def kv_of(pool: Any) -> torch.Tensor:
-    """A view of a pool's bytes, uint8 [pages, layers, 2, tokens, heads, bytes], in any layout.
+    """Return a view: uint8 [pages, layers, 2, tokens, heads, bytes], for any layout.
 
-    Latents of MLA are one head, and one in place of K and V.
+    MLA's latents are one head, and one entry in place of K and V.
     """
     kv = pool.kv_buffer if pool.kv_buffer.shape[0] == 2 else pool.kv_buffer.unsqueeze(0)
     raw = kv.view(torch.uint8)
@@ -71,5 +71,5 @@ def kv_of(pool: Any) -> torch.Tensor:
 
 
 def content(pool: Any, page: int) -> torch.Tensor:
-    """A copy of a page's bytes, as SGLang reads it."""
+    """Return a copy of a page's bytes, as SGLang reads it."""
     return pool.get_data_page(page * PAGE, flat=True).clone().view(torch.uint8)

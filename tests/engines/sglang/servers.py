@@ -47,9 +47,9 @@ HIERARCHICAL = ("--enable-hierarchical-cache", "--hicache-ratio", "1.5")
 def storage(
     folder: Path | None, capacity: str = "256MiB", waits: str = "wait_complete", **settings: object
 ) -> tuple[str, ...]:
-    """As ``kvtier sglang-args`` prints it, and how SGLang waits for reads.
+    """Return the options of ``kvtier sglang-args`` for a storage back end.
 
-    folder: None without a disk.
+    folder: folder of the disk tier; None without a disk. waits: SGLang's prefetch policy.
     """
     extra = {
         "backend_name": "kvtier",
@@ -72,9 +72,11 @@ def storage(
 
 
 def linker(folder: Path | None, capacity: str = "256MiB", **settings: object) -> tuple[str, ...]:
-    """The same in the place of SGLang's host memory.
+    """Return the options of ``kvtier sglang-args`` for the linker.
 
-    folder: None for host memory alone. capacity: of each tier.
+    The linker replaces SGLang's host memory.
+
+    folder: folder of the disk tier; None for host memory only. capacity: of each tier.
     """
     extra: dict[str, object] = {"host_capacity": capacity, "load_policy": "always"}
     if folder is not None:
@@ -93,10 +95,13 @@ def linker(folder: Path | None, capacity: str = "256MiB", **settings: object) ->
 
 @dataclass(frozen=True)
 class Answer:
-    """tokens: generated.
+    """Answer of a server.
 
-    logprobs: of these, and of the likeliest ones in each step. num_cached: tokens of the prompt
-    that were not computed; num_stored: of these, from storage.
+    tokens: generated tokens.
+
+    logprobs: log-probabilities of these, and of the likeliest tokens in each step.
+
+    num_cached: tokens of the prompt that were not computed. num_stored: those of them from storage.
     """
 
     tokens: list[int]
@@ -106,7 +111,7 @@ class Answer:
 
 
 class Server:
-    """One that answers. log: what it has written."""
+    """A running server. log: file of its output."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self.process = process
@@ -146,7 +151,7 @@ class Server:
         assert answer.json()["success"], answer.text
 
     def wait(self) -> None:
-        """Until it answers."""
+        """Wait until the server answers."""
         end = time.monotonic() + START_S
         while time.monotonic() < end and self.process.poll() is None:
             try:
@@ -167,7 +172,7 @@ class Server:
         pytest.fail(f"{num_pages} pages were not stored:\n{self.text[-6000:]}")
 
     def kill(self) -> None:
-        """All of its processes, at once."""
+        """Kill all processes of the server at once."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(60)
 
@@ -185,9 +190,9 @@ def server(
     python: str = sys.executable,
     **environment: str,
 ) -> Iterator[Server]:
-    """A server in processes of its own, which end with it.
+    """Run a server in processes of its own.
 
-    cores: to compute on, of each rank. python: its interpreter.
+    cores: cores for the compute of each rank. python: interpreter of the server.
     """
     port = free_port()
     command = [python, "-m", "sglang.launch_server", "--model-path", str(model)]
@@ -225,6 +230,6 @@ def _path() -> list[str]:
 
 
 def prompt(seed: int, num_tokens: int) -> list[int]:
-    """Tokens that no other seed begins with."""
+    """Return tokens whose first one is unique to the seed."""
     rng = random.Random(seed)
     return [rng.randrange(10, 4000) for _ in range(num_tokens)]

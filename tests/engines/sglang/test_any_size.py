@@ -1,4 +1,4 @@
-"""Pages that SGLang's ranks of one tensor parallel size have stored, and those of another load."""
+"""Pages that SGLang's ranks of one tensor parallel size store, and ranks of another one load."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def own_heads(heads: int, rank: int, size: int) -> slice:
 
 
 def whole_kv(seed: int, heads: int, width: int, sides: int) -> torch.Tensor:
-    """KV of pages of a whole model: uint8 [pages, layers, K and V, tokens, heads, bytes]."""
+    """Return KV of a whole model's pages: uint8 [pages, layers, K and V, tokens, heads, bytes]."""
     made = torch.Generator().manual_seed(seed)
     shape = (NUM, LAYERS, sides, PAGE, heads, width)
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=made)
@@ -236,7 +236,7 @@ def test_pools_that_differ_in_layout_or_shards_never_load_wrong_bytes(data: st.D
 
 
 def test_rank_of_one_shard_has_it_in_one_piece_per_buffer() -> None:
-    """An engine of the largest size pays nothing for the others."""
+    """An engine of the largest size has no cost for smaller sizes."""
     for layout in MHA_LAYOUTS:
         rank = HostRank("mha", layout, 8, 3, 8, 8)
         assert rank.shards.sizes.tolist() == rank.pages.sizes.tolist(), layout
@@ -363,7 +363,7 @@ def keys_of(seed: int) -> list[str]:
 
 @pytest.fixture
 def server_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServerArgs]:
-    """Publishes SGLang's options, as of a server of a model with so many KV heads and ranks."""
+    """Publishes SGLang's options for a server with so many KV heads and ranks."""
 
     def publish(heads: int, size: int, device: str = "cuda") -> ServerArgs:
         model = f'{{"num_key_value_heads": {heads}, "num_attention_heads": 8}}'
@@ -384,7 +384,7 @@ def hand_over(
     sizes: Sequence[int],
     server_of: Callable[..., ServerArgs],
 ) -> None:
-    """Engines of these sizes, one after the other, load all that those before have stored."""
+    """Run engines of these sizes in turn; each loads all pages that earlier ones have stored."""
     kind, _, heads = shape
     stored: dict[int, torch.Tensor] = {}
     for number, size in enumerate(sizes):
@@ -443,7 +443,7 @@ def test_pages_without_shards_are_found_by_engines_of_their_size_without_the_set
 
 @pytest.fixture
 def linked(server_of: Callable[..., ServerArgs], tmp_path: Path) -> Iterator[Callable[..., Tree]]:
-    """Makes SGLang's tree of a rank, with the linker below it; all are closed in the end."""
+    """Makes the tree of a rank with the linker below it; closes all at the end."""
     made: list[Tree] = []
 
     def make(url: str, rank: int, size: int, **extra: object) -> Tree:

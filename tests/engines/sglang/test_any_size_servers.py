@@ -1,6 +1,6 @@
 """Real SGLang servers of tensor parallel sizes 1 and 2 on the CPU, over one store.
 
-Ranks of another number sum in another order, so answers are compared up to rounding. The bytes are
+Another number of ranks sums in another order, so answers are compared up to rounding. The bytes are
 compared in ``test_any_size.py``.
 """
 

@@ -1,4 +1,4 @@
-"""The contract with SGLang, compared with the SGLang that is installed."""
+"""The contract with SGLang, compared with the installed SGLang."""
 
 from __future__ import annotations
 

@@ -35,13 +35,13 @@ FULL = {ComponentType.FULL}
 
 
 def params(**more: Any) -> Any:
-    """Return the parts of SGLang's ``CacheInitParams`` that are read."""
+    """Return SGLang's ``CacheInitParams`` with the fields that are read."""
     known = {"mtp_draft_device_pools": (), "sidecar_draft_device_pools": (), "page_size": PAGE}
     return SimpleNamespace(**{**known, **more})
 
 
 def pieces(pool: DevicePool, page: int) -> list[tuple[int, int]]:
-    """Address and size of each piece of a page."""
+    """Return the address and size of each piece of a page."""
     shares = [buffer.share for buffer in pool.buffers]
     return [(share.address + page * share.stride, share.nbytes) for share in shares]
 
@@ -53,7 +53,7 @@ def fill(tensors: list[torch.Tensor]) -> None:
 
 
 def check_bytes(pool: DevicePool, by_layer: list[list[torch.Tensor]]) -> None:
-    """by_layer: of each layer, its tensors [tokens, ...]."""
+    """Compare a pool's pieces with tensors. by_layer: tensors [tokens, ...] of each layer."""
     tensors = [each for layer in by_layer for each in layer]
     fill(tensors)
     for page in (0, 3, 8):

@@ -1,4 +1,4 @@
-"""Real servers over disks that lie, fail, hang or belong to others, and a kill during stores.
+"""Real servers over disks that corrupt, fail, hang or belong to others, and a kill during stores.
 
 Requests are answered, and never from wrong KV.
 """
@@ -32,7 +32,7 @@ CLOSE = 1e-4
 
 
 def _blocks(folder: Path) -> Records:
-    """Records of all pages that the one slab has acknowledged."""
+    """Return the records of all pages that the only slab has acknowledged."""
     (journal,) = folder.rglob("journal")
     with journal.open("rb") as file:
         records, size = read_journal(journal.parent, file.fileno(), 1 << 16)
@@ -42,7 +42,7 @@ def _blocks(folder: Path) -> Records:
 
 
 def _same(answer: Answer, device: Answer) -> None:
-    """The same tokens, about as likely."""
+    """Check for the same tokens, with about the same probabilities."""
     assert answer.tokens == device.tokens
     for got, wanted in zip(answer.logprobs[0], device.logprobs[0], strict=True):
         assert abs(got[0] - wanted[0]) < CLOSE

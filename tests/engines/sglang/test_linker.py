@@ -27,7 +27,7 @@ Grows = Callable[..., Tree]
 
 @pytest.fixture
 def grows() -> Iterator[Grows]:
-    """Makes trees that are closed in the end."""
+    """Makes trees, and closes them at the end."""
     made: list[Tree] = []
 
     def make(kind: str, folder: Path | None = None, **extra: Any) -> Tree:
@@ -45,13 +45,13 @@ def prompt(seed: int, num_pages: int) -> list[int]:
 
 
 def same(found: list[torch.Tensor], wanted: list[torch.Tensor], window: bool = False) -> bool:
-    """window: buffers that keep a window have only the last tokens of those wanted."""
+    """Whether the bytes are equal. window: window buffers have only the last wanted tokens."""
     pairs = zip(found, wanted, strict=True)
     return all(torch.equal(each, other[-len(each) :] if window else other) for each, other in pairs)
 
 
 def check_back(tree: Tree, rid: str, tokens: list[int], wanted: list[torch.Tensor]) -> None:
-    """All of a prompt comes back from host memory, as it was."""
+    """Load a whole prompt from host memory, and compare its bytes."""
     req, found = tree.find(rid, tokens)
     assert found == len(tokens)
     slots = tree.load(req)

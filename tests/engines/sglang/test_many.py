@@ -1,4 +1,4 @@
-"""A thousand requests on two ranks, over tiers that fail and dawdle.
+"""A thousand requests on two ranks, over tiers that fail or are slow.
 
 All are answered, and from their own KV.
 """
@@ -33,7 +33,7 @@ FAULTS = {
 
 
 def _close(answer: Answer, wanted: Answer) -> bool:
-    """The first token is as likely as it was."""
+    """Whether the first token has the same probability."""
     return abs(answer.logprobs[0][0][0] - wanted.logprobs[0][0][0]) < CLOSE
 
 

@@ -1,4 +1,4 @@
-"""Two real SGLang servers on the CPU over one node: what one has computed, the other one loads."""
+"""Two real SGLang servers on the CPU over one node: each loads what the other has computed."""
 
 from __future__ import annotations
 

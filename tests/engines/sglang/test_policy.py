@@ -125,7 +125,10 @@ def test_the_linkers_policy_is_told_of_whole_prompts_and_of_answers(
 
 
 class Controller:
-    """Calls of SGLang's controller to a storage back end, for requests whose first pages it has."""
+    """Calls a storage back end as SGLang's controller does.
+
+    The first pages of a request may be on the device.
+    """
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
@@ -142,7 +145,7 @@ class Controller:
         )
 
     def joins(self, prompt: Sequence[int], num_before: int = 0, rid: str = "") -> list[str]:
-        """A request joins the queue. The keys of its pages."""
+        """Add a request to the queue; return the keys of its pages."""
         tokens_of = array("q", _tokens(prompt))
         keys: list[str] = get_storage_hash_str(RadixKey(tokens_of), page_size=PAGE)
         self.before, self._num_requests = keys[:num_before], self._num_requests + 1
@@ -167,7 +170,7 @@ class Controller:
         return keys
 
     def serve(self, prompt: Sequence[int]) -> int:
-        """Pages of it that storage has; the others are computed and stored."""
+        """Load the pages that storage has, and store the others; return the number loaded."""
         keys = self.joins(prompt)
         places = tokens(*range(len(keys)))
         num: int = self._storage.batch_exists(keys, HiCacheStorageExtraInfo([]))

@@ -41,14 +41,14 @@ def _read(path: Path) -> Trace:
 
 
 def _replayed(trace: Trace, capacity: int) -> list[int]:
-    """Tokens that each request finds under LRU. capacity: keys."""
+    """Return the number of tokens that each request finds under LRU. capacity: number of keys."""
     found = Replayer(trace, find_segments(trace)).hits(LRU, capacity).found
     tokens: list[int] = (found * trace.block_tokens).tolist()
     return tokens
 
 
 def _traffic(num_requests: int, unit: int, most: int, rest: int = 0) -> list[list[int]]:
-    """Conversations that grow, in turns, by ``unit`` tokens; ``rest`` more are in no whole one."""
+    """Return growing conversations, in turns of ``unit`` tokens, each with ``rest`` tokens more."""
     rng = random.Random(3)
     histories = [tokens_of(seed, unit) for seed in range(8)]
     asked = []
@@ -62,7 +62,7 @@ def _traffic(num_requests: int, unit: int, most: int, rest: int = 0) -> list[lis
 
 
 def _end(tokens: Sequence[int], num_output: int) -> None:
-    """SGLang's scheduler processes the step in which a request ends."""
+    """Let SGLang's scheduler process the step in which a request ends."""
     req = Req("r", "", array("q", tokens), SamplingParams(max_new_tokens=num_output))
     batch: Any = SimpleNamespace(reqs=[req])
 
@@ -74,7 +74,7 @@ def _end(tokens: Sequence[int], num_output: int) -> None:
 
 
 def _check_times(path: Path, began: float) -> None:
-    """began: ``time.monotonic`` before the recording."""
+    """Check the times of a recording. began: ``time.monotonic`` before it."""
     _, *rows = path.read_text().splitlines()
     times = [json.loads(row)[0] for row in rows]
     assert 0 <= min(times) < max(times) < time.monotonic() - began

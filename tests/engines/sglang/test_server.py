@@ -1,4 +1,4 @@
-"""Real servers: what they find on disk, and that it is what they computed."""
+"""Real servers: pages that they find on disk equal the computed ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYOUTS = {1: ("page_first", "kernel"), 2: ("page_first_direct", "direct")}
 
 
 def _check_stored(answer: Answer, device: Answer) -> None:
-    """It came from storage, all of it, and is what the device had."""
+    """Check that an answer's KV came from storage, and equals the device's."""
     assert answer.num_stored == NUM_WHOLE
     assert answer.logprobs == device.logprobs
 
@@ -38,8 +38,8 @@ def _check_stored(answer: Answer, device: Answer) -> None:
 def _warm(running: Server, prompts: list[list[int]]) -> list[Answer]:
     """Return each prompt's answer when the device has the tokens that a hit may have.
 
-    It has no more: KV of a prompt's last token that was computed with the whole prompt differs, by
-    rounding, from that which is computed behind a hit.
+    KV of a prompt's last token differs by rounding if it is computed behind a hit instead of with
+    the whole prompt. The device therefore has no more tokens.
     """
     cold = [running.ask(each[:NUM_WHOLE]) for each in prompts]
     assert [each.num_cached for each in cold] == [0] * len(prompts)

@@ -49,7 +49,7 @@ def key_of(number: int) -> str:
 
 @pytest.fixture
 def opens(tmp_path: Path) -> Iterator[Opens]:
-    """Makes storage as SGLang's controller does, over a pool; all is closed in the end."""
+    """Opens storage over a pool as SGLang's controller does; closes all at the end."""
     made: list[Any] = []
 
     def make(

@@ -53,14 +53,17 @@ class Request(SimpleNamespace):
 
 
 def hook() -> None:
-    """As in a process of SGLang's."""
+    """Install kvtier's hooks, as in a process of SGLang's."""
     if missing(wrapping_hooks()):
         register()
         HookRegistry.apply_hooks()
 
 
 class Tree:
-    """folder: for a disk; None for host memory alone. core: SGLang's."""
+    """SGLang's tree with the linker.
+
+    folder: folder of the disk; None for host memory only. core: name of SGLang's tree core.
+    """
 
     def __init__(
         self,
@@ -96,12 +99,12 @@ class Tree:
         self.pool.register_layer_transfer_counter(self.linker.layer_done_counter)
 
     def _align(self) -> None:
-        """The fixture's allocator of single tokens begins with the second one of a page."""
+        """Skip to a page: the fixture's allocator of tokens begins at a page's second token."""
         if type(self.allocator) is TokenToKVPoolAllocator:
             self.allocator.alloc(PAGE - 1)
 
     def tensors(self) -> list[tuple[torch.Tensor, bool]]:
-        """All buffers of the device, and whether a window's indices address them."""
+        """Return all buffers of the device, and whether a window's indices address each."""
         full = getattr(self.pool, "full_kv_pool", self.pool)
         window = getattr(self.pool, "swa_kv_pool", None)
         found = [(each, False) for each in (*full.k_buffer, *full.v_buffer)]
@@ -110,13 +113,13 @@ class Tree:
         return found
 
     def fill(self, seed: int) -> None:
-        """Other bytes everywhere on the device."""
+        """Fill the whole device with random bytes."""
         torch.manual_seed(seed)
         for each, _ in self.tensors():
             each.view(torch.uint8).copy_(torch.randint(0, 256, each.view(torch.uint8).shape))
 
     def compute(self, prompt: Sequence[int]) -> list[torch.Tensor]:
-        """Have the tree insert a prompt that was computed, and what the device has of it."""
+        """Insert a computed prompt into the tree; return its bytes on the device."""
         slots = self._allocate(len(prompt))
         kept = self.content(slots)
         self.cache.insert(InsertParams(key=RadixKey(array("q", prompt)), value=slots))
@@ -131,9 +134,9 @@ class Tree:
         return slots
 
     def content(self, slots: torch.Tensor, window: int | None = None) -> list[torch.Tensor]:
-        """A copy of what the device has in slots; window.
+        """Return a copy of the device's bytes in slots.
 
-        How many of the last ones of those buffers that keep only these.
+        window: number of last slots to copy from buffers that keep a window.
         """
         found = []
         for each, is_window in self.tensors():
@@ -161,7 +164,7 @@ class Tree:
         self.fill(1)
 
     def find(self, rid: str, prompt: Sequence[int]) -> tuple[Any, int]:
-        """A request, and how many tokens the linker has of its prompt."""
+        """Return a request, and the number of its prompt's tokens that the linker has."""
         req = Request(rid=rid, kv=None, swa_branching_seqlen=None, session=None)
         key = RadixKey(array("q", prompt))
         result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))

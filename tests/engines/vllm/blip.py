@@ -79,6 +79,6 @@ def make_blip(folder: Path) -> Path:
 
 
 def picture(seed: int) -> Image.Image:
-    """An image that no other seed gives."""
+    """Return an image that is unique to the seed."""
     pixels = np.random.default_rng(seed).integers(0, 256, (PIXELS, PIXELS, 3), dtype=np.uint8)
     return Image.fromarray(pixels)

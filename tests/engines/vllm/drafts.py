@@ -39,7 +39,7 @@ def make_eagle(folder: Path) -> Path:
 
 
 def make_mtp(folder: Path) -> Path:
-    """Save a model with a layer that predicts one token more (MiMo); both often repeat a token."""
+    """Save a model with a layer that predicts one more token (MiMo); both often repeat a token."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     config = Qwen2Config(
         vocab_size=json.loads((MODEL / "config.json").read_text())["vocab_size"],

@@ -66,7 +66,7 @@ Answer = list[Any]
 
 
 def connector(**settings: object) -> dict[str, Any]:
-    """Return the value of ``--kv-transfer-config``."""
+    """Return the value of ``--kv-transfer-config`` for vLLM's OffloadingConnector."""
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -101,7 +101,7 @@ def with_disk(slab: Path, **settings: object) -> dict[str, Any]:
 
 @contextmanager
 def engine(config: dict[str, Any] | None, model: Path = MODEL, **changes: Any) -> Iterator[Any]:
-    """A vLLM. config: of its connector; None for vLLM alone."""
+    """Run a vLLM. config: its connector's; None for vLLM alone."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             if name not in os.environ:
@@ -115,13 +115,13 @@ def engine(config: dict[str, Any] | None, model: Path = MODEL, **changes: Any) -
 
 
 def prompt(seed: int, num_tokens: int) -> Prompt:
-    """Tokens that no other seed begins with."""
+    """Return a prompt whose tokens are unique to the seed."""
     rng = random.Random(seed)
     return {"prompt_token_ids": [rng.randrange(10, 4000) for _ in range(num_tokens)]}
 
 
 def run(llm: Any, *prompts: Prompt, **options: Any) -> list[tuple[int, Answer]]:
-    """Per prompt the tokens that were cached, and what was generated, with its logprobs."""
+    """Return, per prompt, the number of cached tokens, and the generated tokens with logprobs."""
     params = vllm.SamplingParams(max_tokens=6, temperature=0, logprobs=4, ignore_eos=True)
     found = []
     for output in llm.generate(list(prompts), params, use_tqdm=False, **options):
@@ -135,7 +135,7 @@ def run(llm: Any, *prompts: Prompt, **options: Any) -> list[tuple[int, Answer]]:
 
 
 def are_close(one: Answer, other: Answer) -> bool:
-    """Whether two answers are the same up to rounding."""
+    """Whether two answers are equal up to rounding."""
     (tokens, steps), (other_tokens, other_steps) = one, other
     if list(tokens) != list(other_tokens):
         return False
@@ -147,12 +147,12 @@ def are_close(one: Answer, other: Answer) -> bool:
 
 
 def one_by_one(llm: Any, prompts: list[Prompt]) -> list[tuple[int, Answer]]:
-    """``run``, with no other prompt in the batch."""
+    """Call ``run`` for each prompt alone, with no other one in the batch."""
     return [run(llm, each)[0] for each in prompts]
 
 
 def moved_from_disk(before: tuple[float, float] = (0, 0)) -> tuple[float, float]:
-    """Bytes, since ``before``: directly to the device, and to host memory."""
+    """Return the bytes read since ``before``: directly to the device, and to host memory."""
     name = "vllm:kvtier_moved_bytes_total"
     past_host, through = (count(name, src="disk", dst=dst) for dst in ("device", "host"))
     return past_host - before[0], through - before[1]

@@ -1,4 +1,4 @@
-"""Specs whose copies fail, or whose disk answers nothing, in a rank of a real vLLM."""
+"""Specs whose copies fail, or whose disk hangs, in a rank of a real vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtier.tiers.disk import DiskTier
 
 
 class FailingEngine(TransferEngine):
-    """Every second copy of each direction fails, the first one to begin with."""
+    """Every second copy of each direction fails, beginning with the first."""
 
     num = dict.fromkeys(Direction, 0)
 

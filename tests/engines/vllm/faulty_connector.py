@@ -13,7 +13,7 @@ from kvtier.devices import CopyBatch, Direction
 
 
 class FailingLoads(TransferEngine):
-    """Every second copy to the device fails, the first one to begin with."""
+    """Every second copy to the device fails, beginning with the first."""
 
     num = 0
 

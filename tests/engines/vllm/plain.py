@@ -55,7 +55,7 @@ class PlainWorker(OffloadingWorker):
         return done
 
     def wait(self, job_ids: set[int]) -> None:
-        """Every copy has ended."""
+        """Return at once: every copy has ended."""
 
 
 class PlainSpec(CPUOffloadingSpec):

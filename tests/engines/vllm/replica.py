@@ -59,16 +59,19 @@ def key_of(number: int) -> OffloadKey:
 
 
 class Replica:
-    """storage: URLs.
+    """The halves of a connector that share a configuration.
 
-    replicated: all ranks have the same KV. page_bytes: of a page on each rank, where they differ.
-    num_cut: shards of a block in stores, whatever the number of ranks; 0 for one per rank.
-    settings: beside those.
+    Args:
+        storage: URLs of stores.
+        replicated: All ranks have the same KV.
+        page_bytes: Bytes of a page on each rank, if ranks differ.
+        num_cut: Shards of a block in stores, for any number of ranks; 0 for one per rank.
+        settings: Further settings.
     """
 
     @staticmethod
     def make_tensor(page_bytes: int) -> torch.Tensor:
-        """vLLM's, of one rank."""
+        """Return vLLM's tensor of one rank."""
         return torch.zeros((NUM_PAGES, page_bytes), dtype=torch.int8)
 
     @staticmethod
@@ -158,7 +161,7 @@ class Replica:
         time.sleep(0.001)
 
     def settle(self, without: Collection[int] = ()) -> None:
-        """Until nothing is on its way that anybody waits for."""
+        """Take steps until no transfer is pending."""
         end_s = time.monotonic() + PATIENCE_S
         while self.manager.has_pending_work():
             assert time.monotonic() < end_s, "it never ends"
@@ -196,7 +199,7 @@ class Replica:
             assert [each.success for each in worker.get_finished()] == [True]
 
     def compute(self, *numbers: int) -> None:
-        """A request computes blocks; they are stored."""
+        """Let a request compute blocks, and store them."""
         context = self._context(numbers)
         output = self.manager.prepare_store([key_of(number) for number in numbers], context)
         assert output is not None, "no room in host memory"
@@ -232,7 +235,7 @@ class Replica:
     sources: Sequence[Any] = ()
 
     def _num_found(self, context: ReqContext, numbers: Sequence[int]) -> int:
-        """As vLLM's scheduler looks it up, step by step."""
+        """Look blocks up as vLLM's scheduler does, step by step; return the number of hits."""
         num_tokens = (len(numbers) + 1) * TOKENS
         end_s = time.monotonic() + PATIENCE_S
         state, promotion = self.manager.state_of(context.req_id), self.manager.promotion

@@ -1,9 +1,8 @@
 """Real vLLM engines of tensor parallel sizes 1 and 2 on the CPU, over one store.
 
-Ranks of another number sum in another order, so engines of two sizes compute other bits for one
-prompt. What is compared bit for bit is therefore the KV in vLLM's own memory, read from its
-tensors: that which one engine has computed, and that which the other one has loaded. Answers are
-compared up to rounding.
+Another number of ranks sums in another order, so engines of two sizes compute different bits for a
+prompt. The tests therefore read the KV from vLLM's own tensors, and compare what one engine has
+computed with what the other one has loaded, bit for bit. Answers are compared up to rounding.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def kv_of(worker: Any) -> dict[str, list[str]]:
 def run_all(llm: Any, prompts: list[Prompt]) -> tuple[list[tuple[int, Answer]], list[Pages]]:
     """Return cached tokens and answers, and the KV that was in pages after any of them, by rank.
 
-    Latents of one prompt give way to those of the next.
+    The KV is read after each prompt, since the next prompt may overwrite it.
     """
     found, ranks = [], list[Pages]()
     for each in prompts:
@@ -129,10 +128,10 @@ def hand_over(
     is_stored: Callable[[], bool],
     are_alike: bool = True,
 ) -> None:
-    """An engine computes prompts, and another one loads them.
+    """Let an engine compute prompts, and another one load them.
 
-    Compared are the bytes of vLLM's pages. Where vLLM's own answers ``are_alike`` up to rounding,
-    whatever the number of ranks, they are compared, too.
+    The bytes of vLLM's pages are compared. If vLLM's own answers ``are_alike`` for any number of
+    ranks, up to rounding, they are compared, too.
     """
     store = config["kv_connector_extra_config"]["storage"].partition(":")[0]
     with first(config) as llm:

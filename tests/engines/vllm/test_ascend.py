@@ -1,4 +1,4 @@
-"""K and V apart, as vllm-ascend has them, through kvtier's worker and a fake CANN."""
+"""K and V in separate tensors, as in vllm-ascend, through kvtier's worker and a fake CANN."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def _pair(num_rows: int = NUM_PAGES) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a layer, each in memory of its own."""
+    """Return keys and values of a layer, each in memory of its own."""
     return _random(num_rows, PAGE, HEADS, DIM * 2), _random(num_rows, PAGE, HEADS, DIM * 2)
 
 
@@ -212,7 +212,7 @@ def _run(worker: OffloadedPages, job_id: int, is_accepted: bool) -> None:
 
 
 def _register_theirs() -> None:
-    """As vllm-ascend's plug-in does it."""
+    """Register the platform's connector, as vllm-ascend's plug-in does."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     KVConnectorFactory._registry.pop("OffloadingConnector", None)

@@ -40,7 +40,7 @@ PREEMPTED = "vllm:num_preemptions_total"
 
 
 def _repetitive(seed: int) -> dict[str, Any]:
-    """A prompt in which the same tokens come again and again, for drafts from the prompt."""
+    """Return a prompt that repeats its tokens, for drafts from the prompt."""
     tokens = prompt(seed, 60)["prompt_token_ids"]
     return {"prompt_token_ids": (tokens * 12)[: NUM_BLOCKS * BLOCK + 50]}
 
@@ -49,7 +49,7 @@ PROMPTS = [_repetitive(seed) for seed in (5101, 5102)]
 
 
 class Asked(NamedTuple):
-    """cached: tokens that were found. drafts: tokens that were drafted, and accepted."""
+    """cached: number of cached tokens. drafts: numbers of drafted and of accepted tokens."""
 
     cached: int
     answers: list[Any]
@@ -73,7 +73,7 @@ def _plain(step: dict[int, Any]) -> dict[int, float]:
 
 
 def _flood(llm: Any) -> None:
-    """Evict everything from vLLM's pool and from host memory, and have it written."""
+    """Evict everything from vLLM's pool and from host memory, and wait until it is written."""
     params = vllm.SamplingParams(max_tokens=1)
     for each in FLOOD:
         llm.generate([each], params, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""The contract with the vLLM that is installed: ``make test-vllm``."""
+"""The contract with the installed vLLM: ``make test-vllm``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _files() -> list[str]:
 
 
 def _classes() -> dict[str, type]:
-    """Those of the contract, imported."""
+    """Return the contract's classes, imported."""
     found: dict[str, type] = {}
     for file in _files():
         module = import_module("vllm." + file.removesuffix(".py").replace("/", "."))

@@ -1,4 +1,4 @@
-"""Blocks from disk directly to vLLM's tensors: who decides it, and what a rank does."""
+"""Direct reads of blocks from disk into vLLM's tensors: the decision, and a rank's part."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_where_it_is_on_a_block_on_disk_is_a_hit_at_once() -> None:
 
 
 def test_what_did_not_come_directly_is_brought_to_host_memory() -> None:
-    """Once for a request: what failed may fail again and again."""
+    """This happens once per request: a failed direct read may fail again and again."""
     scheduler = on_disk(Direct.ON)
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
@@ -177,7 +177,7 @@ def test_another_requests_hold_is_its_own() -> None:
 
 
 def test_blocks_of_two_groups_are_read_by_one_load() -> None:
-    """Those of a group stand together in it, as vLLM's pages do."""
+    """Blocks of a group are adjacent in the load, as vLLM's pages are."""
     scheduler = Scheduler(num_host=4, num_disk=16, direct=Direct.ON, block_sizes=(STEP, STEP))
     keys = two_groups((1, 2))
     for number in (1, 2, 3, 4):  # host memory has room for two
@@ -212,8 +212,8 @@ NAMES = tuple(BlockName(b"n" * 32, at, BlockKey(b"%032d" % at)) for at in range(
 class Rank:
     """A worker over tensors of known bytes, and a disk.
 
-    behind: see ``_tensor``. theirs: what of vLLM's it is given in the place of these tensors.
-    groups: which tensors each KV group has pages in; one with all of them by default.
+    behind: see ``_tensor``. theirs: vLLM's objects for the worker, in place of these tensors.
+    groups: tensors in which each KV group has pages; by default one group with all of them.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class Rank:
         self._num_jobs = 0
 
     def pages(self) -> np.ndarray:
-        """uint8 [num_pages, bytes]: what the tensors have."""
+        """Return the bytes of the tensors: uint8 [num_pages, bytes]."""
         return np.concatenate([tensor.numpy().view(np.uint8) for tensor in self.tensors], axis=1)
 
     def fill(self, content: np.ndarray | int) -> None:
@@ -255,7 +255,7 @@ class Rank:
             begin = end
 
     def store(self, num_blocks: int, to_disk: Sequence[int]) -> None:
-        """The first pages, as blocks in the first slots; some of them on the disk, too."""
+        """Store the first pages as blocks in the first slots, and write some of them to disk."""
         num_pages = num_blocks * self.n
         source = GPULoadStoreSpec(list(range(num_pages)), [num_pages], [0])
         self.copy(self.worker.submit_store, source, HostSlots(range(num_blocks)))
@@ -302,7 +302,7 @@ layers in the last group."""
 
 
 def check_groups(rank: Rank) -> None:
-    """Two blocks of each of two groups: a direct read brings what host memory brings."""
+    """Check for two blocks of two groups that a direct read brings the bytes of host memory."""
     n = rank.n
     pages = list(range(4 * n))
     source = GPULoadStoreSpec(pages, [2 * n, 2 * n], [0, 0])
@@ -345,7 +345,7 @@ def check_groups(rank: Rank) -> None:
 
 
 def _tensor(size: int, behind: int) -> torch.Tensor:
-    """[NUM_PAGES, size] bytes, from the beginning of a page on, or some behind it."""
+    """Return [NUM_PAGES, size] bytes that begin ``behind`` bytes after a page boundary."""
     memory = mmap.mmap(-1, NUM_PAGES * size + PAGE)
     made = torch.frombuffer(memory, dtype=torch.int8)[behind : behind + NUM_PAGES * size]
     return made.view(NUM_PAGES, size)
@@ -425,7 +425,7 @@ def test_groups_in_other_pieces_are_refused_and_by_auto_take_host_memory(tmp_pat
 def test_a_read_waits_for_those_who_use_its_pages_still(
     tmp_path: Path, heeds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without that the bytes have to be wrong, or the test would show nothing."""
+    """The control without the wait has to find wrong bytes."""
     device = StrictDevice()
     rank = Rank(tmp_path, device=device)
     rank.fill(right := _random(rank, 1))
@@ -442,7 +442,7 @@ def test_a_read_waits_for_those_who_use_its_pages_still(
 def test_load_is_done_when_the_disk_has_answered(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then it may write to these pages, and vLLM must not give them to others."""
+    """Until then the disk may write to these pages, so vLLM must not reuse them."""
     rank.store(2, [0, 1])
     begun, answers, get = Event(), Event(), DiskTier.get
 

@@ -1,10 +1,10 @@
-"""Blocks from a disk reach an engine's pages on an accelerator directly.
+"""Blocks are read from a disk directly into an engine's pages on an accelerator.
 
-Each layer is an allocation, or several are one: every byte that would come through host memory
-arrives, and no other.
+Each layer is an allocation, or several layers are one. The bytes that arrive are the same as
+through host memory, and no others change.
 
-Every test also fails where a fake saw something that hardware might punish, or where something was
-not given back.
+Every test also fails if a fake saw a call that hardware might punish, or a resource that was not
+released.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PARTS_PER_LAYER = 2
 
 
 class OnDevice(torch.Tensor):
-    """Memory that a fake has taken for its device's."""
+    """Memory that a fake counts as its device's."""
 
     kind = ""
 
@@ -74,7 +74,7 @@ def on_device(kind: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def layers(sizes: Sequence[int]) -> list[torch.Tensor]:
-    """[NUM_PAGES, size] bytes for each, those of a layer in one allocation, from a page on."""
+    """Return tensors [NUM_PAGES, size]; the ones of a layer share a page-aligned allocation."""
     made = []
     for at in range(0, len(sizes), PARTS_PER_LAYER):
         here = sizes[at : at + PARTS_PER_LAYER]
@@ -125,7 +125,7 @@ class Far(Rank):
         return self.fake.count(PREFIXES[self.fake.vendor] + name)
 
     def compute(self, value: int) -> None:
-        """Set every byte, some time."""
+        """Queue compute that sets every byte at some time."""
         for tensor in self.tensors[::PARTS_PER_LAYER]:
             storage = tensor.untyped_storage()
             self.fake.fill(storage.data_ptr(), storage.nbytes(), value, self.stream)
@@ -225,7 +225,7 @@ def test_every_layers_memory_is_registered_once_and_no_block_passes_host_memory(
 def test_a_read_waits_for_those_who_use_its_pages_still(
     name: str, heeds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without that the fakes have to notice it, or the test would show nothing."""
+    """In the control without the wait, the fakes have to notice the race."""
     rank = Far(name, tmp_path)
     rank.fill(right := _random(rank, 1))
     rank.store(3, [0, 1, 2])
@@ -262,7 +262,7 @@ def spec_of(to: list[int]) -> object:
 
 
 def test_load_is_done_when_the_driver_has_answered(rank: Far) -> None:
-    """Until then it may write to these pages, and vLLM must not give them to others."""
+    """Until then the driver may write to these pages, so vLLM must not reuse them."""
     rank.store(2, [0, 1])
     rank.fake.hold_storage()
     order = RankOrder(2, Verb.READ, DISK, NAMES[1:2], (Slot(1),))

@@ -1,4 +1,4 @@
-"""A real vLLM on the CPU with kvtier's host and disk tiers: restarts, crashes, faults, crowds."""
+"""A real vLLM on the CPU with kvtier's host and disk tiers: restarts, crashes, faults, load."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_engine_killed_while_it_stores_starts_again_and_is_right(tmp_path: Path)
 
 @contextmanager
 def _small_disk(path: Path, megabytes: int) -> Iterator[Path]:
-    """A file system of that size."""
+    """Mount a file system of that size."""
     size = f"size={megabytes}m,mode=0700"
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", str(path)], check=False)
     if made.returncode:
@@ -138,7 +138,7 @@ def _small_disk(path: Path, megabytes: int) -> Iterator[Path]:
 def test_full_disk_is_no_reason_to_stop(
     alone: dict[str, list[tuple[int, Answer]]], tmp_path: Path
 ) -> None:
-    """Blocks and journal have their room already."""
+    """Blocks and journal have reserved their space."""
     config = with_disk(tmp_path, disk_capacity="16MiB")
     with _small_disk(tmp_path, 20) as folder, engine(config) as llm:
         with (folder / "filler").open("ab", 0) as filler, suppress(OSError):
@@ -183,7 +183,7 @@ def test_kv_comes_directly_from_disk(
 def test_disk_that_answers_nothing_holds_nobody_up(
     alone: dict[str, list[tuple[int, Answer]]], tmp_path: Path
 ) -> None:
-    """Its reads go to host memory, which can be given up; a read into vLLM's pages can not."""
+    """Its reads go to host memory and can be abandoned; reads into vLLM's pages could not."""
     with engine(with_disk(tmp_path)) as llm:
         one_by_one(llm, PROMPTS)
     silent = {"spec_name": "SilentDiskSpec", "spec_module_path": "tests.engines.vllm.faulty"}
@@ -237,7 +237,7 @@ def test_crowd_that_shares_prefixes(
 
 
 def _same_tokens(found: list[tuple[int, Answer]], expected: list[tuple[int, Answer]]) -> None:
-    """The same prompts in other batches: the bits of a sum may differ, and little more."""
+    """Compare tokens: the same prompts in other batches may differ in the last bits of a sum."""
     for (_, answer), (_, right) in zip(found, expected, strict=True):
         assert answer[0][0] == right[0][0]
         for step, rightly in zip(answer[1][:1], right[1][:1], strict=True):

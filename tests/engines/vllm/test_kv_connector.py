@@ -70,7 +70,7 @@ def test_prompts_beyond_the_pool_come_back_from_the_host() -> None:
 
 @pytest.mark.timeout(900)
 def test_requests_preempted_while_they_are_stored_answer_as_if_alone() -> None:
-    """They give their pages to others while the copies still read these."""
+    """Their pages pass to other requests while the copies still read them."""
     prompts = [prompt(3000 + seed, 3 * BLOCK - 3) for seed in range(4)]
     num_slots = 12
     config = own_connector(host_capacity=num_slots * BLOCK_BYTES, eviction_policy="lru")

@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras":
 
 
 def make_adapter(folder: Path, seed: int) -> Path:
-    """A LoRA adapter of random weights for the built-in model, at the same path each time."""
+    """Make a LoRA adapter of random weights for the built-in model, at the same path each time."""
     folder.mkdir(exist_ok=True)
     config = json.loads((MODEL / "config.json").read_text())
     hidden, num_layers, rank = config["hidden_size"], config["num_hidden_layers"], 8

@@ -48,7 +48,7 @@ KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(12)]
 
 
 class Known(VllmNames):
-    """Blocks of weights that were read."""
+    """Block names with a known digest of the weights."""
 
     digest = b"n" * 32
 
@@ -104,7 +104,7 @@ class Scheduler:
         return [order for order in self.manager.take_orders() if order.verb is Verb.READ]
 
     def computes_at_once(self) -> None:
-        """A step that was so fast that no wait is worth it."""
+        """Report a step that was so fast that no wait is worthwhile."""
         step = self.manager.steps.begin(0.0, [(0, 1000)])
         assert step is not None
         self.manager.steps.end(step, 1e-6)
@@ -120,7 +120,7 @@ class Scheduler:
         return self.manager.prepare_load(keys, context)
 
     def advise(self, name: str) -> Advice:
-        """To a request for a prompt of three blocks."""
+        """Return the advice for a request with a prompt of three blocks."""
         return self.manager.promotion.advise(self.manager.state_of(name), 0, 3 * STEP)
 
     def num_worth_loading(self, name: str) -> int:
@@ -129,7 +129,7 @@ class Scheduler:
         return self.manager.promotion.num_worth_loading(state, 0, 2 * STEP, 3 * STEP)
 
     def to_disk(self, keys: list[OffloadKey], num_others: int = 4) -> None:
-        """Store blocks, and have them leave host memory for others."""
+        """Store blocks, and evict them from host memory by others."""
         for key in keys:
             self.store(self.request("first", keys), [key])
             self.carry_out()
@@ -145,7 +145,7 @@ def scheduler() -> Scheduler:
 
 
 def test_write_that_hangs_is_not_waited_for(scheduler: Scheduler) -> None:
-    """vLLM takes steps for as long as work is pending."""
+    """vLLM takes steps as long as work is pending."""
     scheduler.store(scheduler.request("first", KEYS[:1]), KEYS[:1])
     (order,) = scheduler.manager.take_orders()
     assert scheduler.manager.has_pending_work()
@@ -277,7 +277,7 @@ def test_blocks_are_counted_by_where_they_came_from(scheduler: Scheduler) -> Non
 
 
 def test_burst_over_a_slow_disk_leaves_host_memory_to_others_and_nobody_waits() -> None:
-    """A disk that takes no write at all meanwhile."""
+    """The disk accepts no write meanwhile."""
     scheduler = Scheduler(num_host=16, num_disk=64)
     scheduler.to_disk(KEYS[:2], num_others=16)
     for number in range(100, 130):
@@ -353,7 +353,7 @@ def test_end_of_a_request_keeps_its_beginning(scheduler: Scheduler) -> None:
 
 
 def test_blocks_of_an_adapter_stay_in_memory(scheduler: Scheduler) -> None:
-    """Another process may call another adapter by the same name."""
+    """Another process may give the same name to another adapter."""
     scheduler.to_disk(KEYS[:1])
     request = scheduler.request("adapted", KEYS[:2])
     scheduler.manager.state_of("adapted").keeping.scope = KeyScope(shared=0)
@@ -366,7 +366,7 @@ def test_blocks_of_an_adapter_stay_in_memory(scheduler: Scheduler) -> None:
 
 
 def test_blocks_that_are_keyed_by_a_name_stay_in_memory(scheduler: Scheduler) -> None:
-    """Blocks before an image go to the disk and come from there, those from it on do neither."""
+    """Blocks before an image are written to disk and read from it; later ones are not."""
     scheduler.to_disk(KEYS[:2])
     request = scheduler.request("sees", KEYS[:4])
     scheduler.manager.state_of("sees").keeping.scope = KeyScope(shared=STEP + 16)
@@ -455,13 +455,13 @@ def test_pause_keeps_the_tiers_and_gives_up_copies_under_way(scheduler: Schedule
 
 
 def two_groups(numbers: Sequence[int]) -> list[OffloadKey]:
-    """Keys of a prompt, group by group."""
+    """Return the keys of a prompt, group by group."""
     hashes = [bytes([number]) * 32 for number in numbers]
     return [make_offload_key(hash_value, group) for group in range(2) for hash_value in hashes]
 
 
 def serve(scheduler: Scheduler, numbers: Sequence[int], answer: Sequence[int] = ()) -> int:
-    """A prompt of two groups, and blocks of its answer: how many it found."""
+    """Serve a prompt of two groups, and store blocks of its answer; return the number of hits."""
     prompt = two_groups(numbers)
     context = ReqContext("request")
     for at, key in enumerate(prompt):
@@ -510,7 +510,7 @@ def test_groups_that_are_cut_otherwise_have_least_recently_used_first() -> None:
 def test_after_a_flood_a_conversation_is_there_if_its_request_said_so(
     hint: object, follows_hints: bool, found: int
 ) -> None:
-    """Two blocks are the quarter of the tier that a client may raise."""
+    """A client may raise two blocks, a quarter of the tier."""
     scheduler = Scheduler(num_host=8, num_disk=0, follows_hints=follows_hints)
     talk = scheduler.request("talk", KEYS[:2], kv_transfer_params={"kvtier": hint})
     scheduler.store(talk, KEYS[:2])

@@ -68,7 +68,7 @@ def stages(
 
 
 def pipeline(slab: Path, connects: Callable[..., dict[str, Any]]) -> AbstractContextManager[Any]:
-    """The same, with a disk."""
+    """Run the two stages with a disk."""
     return stages(
         connects(
             host_capacity=CAPACITY,

@@ -37,7 +37,7 @@ def _ask(
     step: int = 4,
     params: dict[str, object] | None = None,
 ) -> int:
-    """As vLLM's scheduler does for one request; the hits."""
+    """Serve one request as vLLM's scheduler does; return the number of hits."""
     context = ReqContext("request", params)
     for place, key in enumerate(keys, start=1):
         context.set_offload_key_position(key, place * BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""Steps in which nothing moves, with vLLM's real scheduler and both halves of the connector."""
+"""Steps without transfers, with vLLM's real scheduler and both halves of the connector."""
 
 from __future__ import annotations
 

@@ -54,12 +54,12 @@ def made() -> VllmConfig:
 
 
 def _half(made: VllmConfig, replica: int = 0, **extra: object) -> Any:
-    """The scheduler's half of the connector that vLLM makes for these settings."""
+    """Return the scheduler's half of the connector that vLLM makes for these settings."""
     return make_half(made, connector(**extra), replica)
 
 
 def _ask(half: Any, name: str, tokens: Sequence[int], num_output: int = 1, **more: Any) -> None:
-    """A request comes, is computed, and ends."""
+    """Add a request, compute it, and finish it."""
     params = SamplingParams(max_tokens=max(1, num_output))
     request = Request(name, list(tokens), params, None, block_hasher=HASHER, **more)
     half.on_new_request(request)

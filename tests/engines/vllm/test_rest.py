@@ -73,7 +73,7 @@ def _rank(worker: OffloadedPages) -> KvtierOffloadingConnector:
 def test_rank_sleeps_in_a_step_that_computes_nothing(
     computes: bool, worker: OffloadedPages, sleeps: Sleeps
 ) -> None:
-    """Or it would spin all the time, and starve who is to complete what it waits for."""
+    """Otherwise it would spin, and starve the threads whose results it waits for."""
     rank = _rank(worker)
     rank._connector_metadata = TierMetadata({}, {}, computes=computes)
     rank.start_load_kv(None)

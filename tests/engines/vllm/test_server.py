@@ -55,7 +55,7 @@ def _printed(tmp_path: Path) -> list[str]:
 
 @contextmanager
 def _server(tmp_path: Path, connects: list[str], **variables: str) -> Iterator[httpx.Client]:
-    """connects: vLLM's options for its connector. variables: of its environment."""
+    """Run the server. connects: vLLM's options for its connector. variables: its environment."""
     port = str(free_port())
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
     command += ["--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--enforce-eager"]
@@ -90,7 +90,7 @@ def _wait(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> 
 
 
 def _ask(client: httpx.Client, seed: int, **headers: str) -> tuple[int, Any]:
-    """Tokens that were cached, and what was answered, with its log-probabilities."""
+    """Return the number of cached tokens, and the answer's log-probabilities."""
     tokens = prompt(seed, 6 * BLOCK + 50)["prompt_token_ids"]
     body = {"model": "tiny", "prompt": tokens, "max_tokens": 4, "temperature": 0, "logprobs": 3}
     answer = client.post("/v1/completions", json=body, headers=headers).raise_for_status().json()
@@ -99,7 +99,7 @@ def _ask(client: httpx.Client, seed: int, **headers: str) -> tuple[int, Any]:
 
 
 def _metrics(client: httpx.Client) -> dict[tuple[str, str], float]:
-    """By name and tier, or source, or the side that is copied from."""
+    """Return the metrics by name, and by tier, source, or the side that is copied from."""
     text, labels = client.get("/metrics").raise_for_status().text, ("tier", "source", "src")
     return {
         (sample.name, "".join(sample.labels.get(at, "") for at in labels)): sample.value
@@ -109,9 +109,9 @@ def _metrics(client: httpx.Client) -> dict[tuple[str, str], float]:
 
 
 def _check_dashboard(client: httpx.Client) -> None:
-    """Every metric that is declared is there, of its kind and with its labels.
+    """Check that every declared metric is exposed, with its kind and labels.
 
-    vLLM's own may be missing with kvtier's own connector, which serves older versions.
+    vLLM's own metrics may be missing with kvtier's own connector, which serves older versions.
     """
     text = client.get("/metrics").raise_for_status().text
     families = {each.name: each for each in text_string_to_metric_families(text)}

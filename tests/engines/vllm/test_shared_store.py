@@ -76,7 +76,7 @@ def test_store_that_is_gone_is_no_reason_to_stop(
 
 
 def until_stored(llm: Any, server: ValkeyServer, num: int) -> None:
-    """vLLM looks after stores in its steps: it gets something to do until all are there."""
+    """Send prompts until all blocks are stored: vLLM handles stores only in its steps."""
     for seed in range(100, 160):
         if server.num_values >= num:
             return

@@ -36,7 +36,7 @@ def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config(model: Path, **options: Any) -> VllmConfig:
-    """vLLM's own, for these options."""
+    """Return vLLM's own configuration for these options."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -61,7 +61,7 @@ def _tiers(folder: Path, **settings: object) -> dict[str, Any]:
 
 
 def _start(config: VllmConfig, transfer: dict[str, Any]) -> None:
-    """The scheduler's half of vLLM's connector, made and ended."""
+    """Make and shut down the scheduler's half of vLLM's connector."""
     config.kv_transfer_config = KVTransferConfig(**transfer)
     attention = FullAttentionSpec(
         block_size=PAGE, num_kv_heads=1, head_size=32, dtype=torch.float32

@@ -1,4 +1,4 @@
-"""A real vLLM finds KV on disk under the weights that made it, and under no others."""
+"""A real vLLM finds KV on disk only under the weights that computed it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PROMPTS = [prompt(700 + seed, 6 * BLOCK + 50) for seed in range(2)]
 
 
 def _cached(slab: Path, model: Path, **changes: Any) -> list[int]:
-    """Per prompt, what a start of vLLM finds. Blocks are stored where they are not there."""
+    """Return how many tokens of each prompt a start of vLLM finds; it stores missing blocks."""
     with engine(with_disk(slab), model, **changes) as llm:
         return [cached for cached, _ in one_by_one(llm, PROMPTS)]
 
 
 def _replace_weights(file: Path) -> None:
-    """All that K and V are made with, in place: size and time stay."""
+    """Change all weights of K and V in place; keep the file's size and time."""
     before = file.stat()
     tensors = load_file(file)
     for name in tensors:

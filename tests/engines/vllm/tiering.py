@@ -91,7 +91,7 @@ class World:
         self.manager.on_schedule_end(STEP)
 
     def settle(self) -> None:
-        """Steps of the scheduler until nothing is on its way."""
+        """Take steps of the scheduler until no transfer is pending."""
         while True:
             self.manager.on_schedule_end(STEP)
             if not self.manager.has_pending_work():
@@ -99,7 +99,7 @@ class World:
             self.tier.drain_jobs()
 
     def store(self, keys: Sequence[OffloadKey]) -> None:
-        """A request computes blocks; they are cascaded."""
+        """Let a request compute blocks, and cascade them."""
         context = self.request(keys)
         output = self.manager.prepare_store(keys, context)
         assert output is not None, "no room in the host tier"
@@ -130,7 +130,7 @@ class World:
         return found
 
     def forget_host(self) -> None:
-        """The host tier is emptied, as when weights are changed or the engine sleeps."""
+        """Empty the host tier, as when weights change or the engine sleeps."""
         self.manager.reset_cache()
 
     def check(self) -> None:

@@ -18,7 +18,7 @@ WANTED = ("tests", "pyproject.toml")
 
 
 def fetch(folder: Path, version: str) -> Path:
-    """The source distribution. Its metadata is made by its own build script, for no device."""
+    """Fetch the source distribution. Its own build script makes the metadata, for no device."""
     found = folder / f"vllm-{version}.tar.gz"
     if not found.exists():
         command = [
@@ -31,7 +31,7 @@ def fetch(folder: Path, version: str) -> Path:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """The tests, and nothing of vLLM itself: that is the one installed."""
+    """Unpack the tests, and nothing of vLLM itself, which is installed."""
     with tarfile.open(archive) as content:
         for member in content:
             inside = Path(*Path(member.name).parts[1:])
@@ -41,7 +41,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def make_model(home: Path) -> None:
-    """A model without weights where the hub's client looks for downloaded ones."""
+    """Make a model without weights where the hub's client looks for downloaded ones."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import OPTConfig, PreTrainedTokenizerFast
 

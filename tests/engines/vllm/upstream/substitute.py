@@ -136,7 +136,7 @@ class Manager(OffloadedTiers):
         _named.clear()
 
     def _must_have_begun(self, req_context: ReqContext) -> None:
-        """Tests leave out how requests begin."""
+        """Begin a request if the test left that out."""
         if req_context.req_id not in self._requests:
             self.on_new_request(req_context)
 
@@ -275,9 +275,9 @@ class Copies:
         return HostSlots(slots)
 
     def _walk(self, pages: GPULoadStoreSpec, keys: list[OffloadKey]) -> Any:
-        """Per page its block's key, its place in the block, its group and its id.
+        """Yield, per page: key of its block, place in the block, group and page id.
 
-        VLLM's rule, by the book and without kvtier's code.
+        The code follows vLLM's rule, and uses none of kvtier's code.
         """
         page_ids, left = iter(pages.block_ids.tolist()), list(keys)
         for group, (size, index) in enumerate(
@@ -303,6 +303,6 @@ class Copies:
 
 
 def _bytes_of(tensor: Any) -> Bytes:
-    """[num_pages, share bytes], of the same memory."""
+    """Return the same memory as [num_pages, share bytes]."""
     view: Bytes = tensor.numpy().view(np.uint8)
     return view

@@ -1,7 +1,7 @@
-"""In the place of ``sgl_kernel``, whose CPU build is in no registry.
+"""Stand-in for ``sgl_kernel``, whose CPU build is in no registry.
 
-The one function that SGLang calls on a CPU without speculative decoding. Its native functions
-SGLang does without by itself.
+It has the one function that SGLang calls on a CPU without speculative decoding. SGLang has
+fallbacks for the native functions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""In the place of torchvision, which has no CPU build in the registry.
+"""Stand-in for torchvision, which has no CPU build in the registry.
 
-SGLang imports names of it for models with pictures, and calls none for others.
+SGLang imports names from it for models with images, and calls none for other models.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __path__ = []
 
 
 class _Words(type):
-    """Every name of the class is that name."""
+    """Every attribute of the class is its own name in lower case."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
