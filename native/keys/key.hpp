@@ -1,4 +1,4 @@
-// What a block is called in storage.
+// Key of a block in storage.
 #pragma once
 
 #include <array>

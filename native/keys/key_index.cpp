@@ -23,13 +23,13 @@ std::vector<bool> have_links(std::span<const std::string_view> policies, bool ha
   return have;
 }
 
-// Keys that were named before, in open cells.
+// Set of keys, with open addressing.
 class NamedKeys {
  public:
   // num_keys: at most so many are added.
   explicit NamedKeys(std::size_t num_keys) : cells_(std::bit_ceil(2 * num_keys + 1)) {}
 
-  // Whether it was not named before.
+  // Adds a key. Returns whether it is new.
   bool add(const KeyIndex::Key& key, std::uint64_t hash) {
     const std::size_t mask = cells_.size() - 1;
     for (std::size_t at = hash & mask;; at = (at + 1) & mask) {
@@ -90,11 +90,11 @@ State KeyIndex::state(BlockId block, std::size_t column) const {
   return rows_.has(block) ? rows_.at(static_cast<Index>(block), column).state : State::absent;
 }
 
-// -- where a policy knows requests
+// -- columns with a policy that knows requests
 // ---------------------------------------------------------------------------------------------
 
-// A block that no request has named follows the block that it follows in another column, else
-// `before`.
+// Adds a block to a column. A block that was in no request follows the same block as in another
+// column, else `before`.
 void KeyIndex::enter(Index row, std::size_t column, Index before) {
   LearnedColumn& here = *orders_[column].learned;
   Index behind = kNone;
@@ -107,8 +107,8 @@ void KeyIndex::enter(Index row, std::size_t column, Index before) {
   here.enter(row, behind);
 }
 
-// Calls tell(column) for each that learns; names_ has the places of the prompt, found_ what is there
-// of it: the first ones of which some block is.
+// Calls tell(column) for each learned column. names_ has the places of the prompt; found_ has the
+// first of them, as far as the column has a block of each.
 template <typename Tell>
 void KeyIndex::tell_of_prompt(std::span<const Key> keys, Tell&& tell) {
   names_.clear();
@@ -201,7 +201,7 @@ void KeyIndex::evict_learned(std::size_t column, std::size_t num_blocks,
   }
 }
 
-// -- the order of leaving
+// -- order of eviction
 // ---------------------------------------------------------------------------------------------
 
 void KeyIndex::link_first(Index row, std::size_t column) {
@@ -230,7 +230,7 @@ void KeyIndex::unlink(Index row, std::size_t column) {
   rows_.at(row, column).is_linked = false;
 }
 
-// A block that was passed over leaves next: those that left meanwhile were used after it.
+// Links a skipped block again, as the next victim: blocks evicted meanwhile were used after it.
 void KeyIndex::come_back(Index row, std::size_t column) {
   const Standing& it = rows_.at(row, column);
   if (it.state != State::ready || it.num_leases > 0) return;
@@ -306,7 +306,7 @@ Slot KeyIndex::leave(Index row, std::size_t column) {
 // ---------------------------------------------------------------------------------------------
 
 void KeyIndex::touch(std::span<const BlockId> blocks) {
-  for (std::size_t i = blocks.size(); i-- > 0;) {  // the first ones of a prompt leave last
+  for (std::size_t i = blocks.size(); i-- > 0;) {  // the first ones of a prompt are evicted last
     const Index at = row(blocks[i]);
     if (i >= kAhead && rows_.has(blocks[i - kAhead]))
       rows_.prefetch(static_cast<Index>(blocks[i - kAhead]));
@@ -380,7 +380,7 @@ void KeyIndex::evict(std::size_t column, std::size_t num_blocks, std::vector<Blo
     Standing& it = rows_.at(at, column);
     unlink(at, column);
     if (order.first != kNone) rows_.prefetch(order.first);
-    if (it.state != State::ready || it.num_leases > 0) continue;  // it will come back
+    if (it.state != State::ready || it.num_leases > 0) continue;  // `come_back` links it again
     it.state = State::evicting;
     --order.num_idle;
     chosen.push_back(rows_.id(at));

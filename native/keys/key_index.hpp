@@ -1,4 +1,5 @@
-// What is cached, where, for engines that name whole prefixes by keys: a flat table.
+// Index of cached blocks and their tiers, for engines that name whole prefixes by keys: a flat
+// table.
 #pragma once
 
 #include <cstddef>
@@ -17,13 +18,13 @@
 
 namespace kvtier::keys {
 
-// The meaning of each call is that of kvtier.index.KeyIndex; columns are numbers here. Every call
-// takes constant time per block. Owned by one thread at a time. Misuse throws trie::UnknownBlock,
+// Calls mean the same as in kvtier.index.KeyIndex; columns are numbers here. Every call takes
+// constant time per block. Owned by one thread at a time. Misuse throws trie::UnknownBlock,
 // trie::BrokenPromise, or std::invalid_argument for a key of another length.
 class KeyIndex {
  public:
-  // policies: of each column, `policy::kLru` or one that `make_live` knows. group_bytes: at the end
-  // of keys, what tells blocks of one place apart.
+  // policies: of each column, `policy::kLru` or one that `make_live` knows. group_bytes: trailing
+  // bytes of a key that name the block's KV group.
   explicit KeyIndex(std::span<const std::string_view> policies, std::size_t group_bytes = 0);
   KeyIndex(const KeyIndex&) = delete;
   KeyIndex& operator=(const KeyIndex&) = delete;
@@ -32,15 +33,16 @@ class KeyIndex {
 
   // -- queries
 
-  // rows[i]: of keys[i], kNone where it is not known.
+  // Set rows[i] to the row of keys[i]; kNone if it is unknown.
   void find(std::span<const Key> keys, std::vector<Index>& rows) const;
-  // Appends the positions of the keys that are not in a column, each key once, and the blocks that
+  // Append the positions of the keys that are not in a column, each key once, and the blocks that
   // are ready there.
   void missing(std::span<const Key> keys, std::size_t column, std::vector<std::uint32_t>& which,
                std::vector<BlockId>& ready) const;
-  // Removes keys that were named before.
+  // Remove repeated keys.
   void leave_each_once(std::vector<Key>& keys) const;
-  // A number that is probably no other key's. Secret: nobody can name keys that are alike.
+  // Return a number that is probably unique to a key. It is seeded secretly, so a client cannot
+  // choose keys whose hashes collide.
   std::uint64_t hash(BlockId block) const { return known_.hash(key(block)); }
   std::uint64_t hash(Key key) const { return known_.hash(key); }
   State state_at(Index row, std::size_t column) const { return rows_.at(row, column).state; }
@@ -62,13 +64,13 @@ class KeyIndex {
 
   // -- writing
 
-  // There will be about so many. Before any request comes: it takes a while.
+  // Reserve memory for about this many blocks. Slow: call it before the first request.
   void expect(std::size_t num_blocks);
-  // blocks[i]: of keys[i], new where it was not known.
+  // Append the block of each key; unknown keys get new blocks.
   void make(std::span<const Key> keys, std::vector<BlockId>& blocks) { known_.make(keys, blocks); }
-  // before: the block in front of it in its prompt, if that is known.
+  // before: the block in front of it in its prompt, if known.
   void begin_write(BlockId block, std::size_t column, Slot slot, Index before = kNone);
-  // Appends the block of each key, new where it was not known: it is being written, and was used.
+  // Append the block of each key, new if it is unknown, and begin to write it. It counts as used.
   // keys: of one prompt, in its order.
   void write_new(std::span<const Key> keys, std::size_t column, std::span<const Slot> slots,
                  std::vector<BlockId>& blocks);
@@ -77,18 +79,17 @@ class KeyIndex {
 
   // -- requests
 
-  // A request begins: the keys of its prompt, no two alike, those of one place beside each other.
+  // Report a request. keys: of its prompt, without repetition; keys of one place are neighbours.
   void asked(std::span<const Key> keys, double now);
-  // Somebody says something of a prompt.
+  // Apply a retention hint to a prompt.
   void retain(std::span<const Key> keys, const policy::Said& said, double now);
-  // Keys that lie behind another one, where nobody has asked for them.
+  // Report keys that follow `before` and were in no request.
   void continues(std::span<const Key> keys, Key before);
-  // Which of these blocks, which are not in the column, are worth their room there, and a write.
-  // Appends their positions.
+  // Append the positions of the blocks to admit to a column. None of them is there.
   void admit(std::span<const Key> keys, std::size_t column, std::size_t num_free,
              double least_chance, std::vector<std::uint32_t>& which);
   void set_room(std::size_t column, std::size_t num_blocks);
-  // The block so deep in a prompt is worth twice what the first one is.
+  // Set the depth, in blocks, at which a block is worth twice the first one of its prompt.
   void set_doubling(double doubles_at_blocks);
 
   // -- use
@@ -97,15 +98,15 @@ class KeyIndex {
   void lease(BlockId block, std::size_t column);
   void release(BlockId block, std::size_t column);
   void release(std::span<const BlockId> blocks, std::size_t column);
-  // Leases the blocks that are ready in a column. states[i]: of keys[i] there, absent where it is not
-  // known; slots: of those that are leased, in order. Where not all are, and `all_or_none`, none is.
+  // Lease the blocks that are ready in a column. states[i]: of keys[i] there, absent if unknown.
+  // slots: of the leased blocks, in order. With `all_or_none`, all blocks are leased or none.
   void lease_ready(std::span<const Key> keys, std::size_t column, bool all_or_none,
                    std::vector<State>& states, std::vector<Slot>& slots);
 
   // -- eviction
 
   void evict(std::size_t column, std::size_t num_blocks, std::vector<BlockId>& chosen);
-  // Appends their slots.
+  // Remove evicted blocks from a column. Append their slots.
   void forget(std::span<const BlockId> blocks, std::size_t column, std::vector<Slot>& slots);
   void keep(BlockId block, std::size_t column);
   std::optional<Slot> lose(BlockId block, std::size_t column);
@@ -119,20 +120,20 @@ class KeyIndex {
       if (rows_.is_live(row)) visit(row);
   }
   const KeyRows& rows() const { return rows_; }
-  // The rows of a column in the order in which they leave.
+  // Return the rows of a column in order of eviction.
   std::vector<Index> order(std::size_t column) const;
-  // Throws BrokenPromise where counts, links and cells disagree. O(all blocks).
+  // Throw BrokenPromise if counts, links and cells disagree. O(all blocks).
   void check_invariants() const;
 
  private:
-  // The blocks of a column from the first to leave to the last. Those that an eviction has passed
-  // over, for they are held or being written, are taken out, so that no eviction meets them twice.
+  // The blocks of a column in order of eviction. Blocks that an eviction has skipped, since they
+  // are held or being written, are unlinked, so that no eviction examines them twice.
   struct Order {
     Index first = kNone;
     Index last = kNone;
     std::size_t num_held = 0;
     std::size_t num_idle = 0;
-    std::unique_ptr<LearnedColumn> learned;  // in the place of the order
+    std::unique_ptr<LearnedColumn> learned;  // used instead of the order
   };
 
   Index row(BlockId block) const { return known_.row(block); }
@@ -150,7 +151,7 @@ class KeyIndex {
   Slot leave(Index row, std::size_t column);
 
   KnownBlocks known_;
-  KeyRows& rows_;  // of the blocks that are known
+  KeyRows& rows_;  // of the known blocks
   std::vector<Order> orders_;
   // Kept from call to call, to spare allocations.
   std::vector<policy::Key> names_;

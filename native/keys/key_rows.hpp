@@ -1,4 +1,4 @@
-// Blocks that are named by keys, and where each stands: one row per block.
+// Blocks that are named by keys, with their state per column: one row per block.
 #pragma once
 
 #include <cstddef>
@@ -28,17 +28,18 @@ struct Standing {
 };
 static_assert(sizeof(Standing) == 8);
 
-// One block in a column with an order: which ones leave just before it and just after it. Of those
-// that are there, and were not passed over. Where a policy decides: see `Places`.
+// Links of one block in a column with an order: the blocks evicted just before and just after it,
+// among the linked ones. In a learned column: see `Places`.
 struct Links {
   Index before;
   Index after;
 };
 
-// Rows of one size: what is known of a block, a standing per column, links in some columns, its key. They grow in chunks: nothing moves, and no growth copies what is there.
+// Rows of one size, each with a block's header, a standing per column, links in some columns, and
+// the key. They grow in chunks, so rows never move and growth copies nothing.
 class KeyRows {
  public:
-  // have_links: which columns.
+  // have_links: whether each column has links.
   explicit KeyRows(const std::vector<bool>& have_links)
       : num_columns_(have_links.size()), rows_(sizeof(Block)) {
     std::size_t at = sizeof(Block) + num_columns_ * sizeof(Standing);
@@ -55,14 +56,14 @@ class KeyRows {
   Index end() const { return end_; }  // rows used at any time are below
   std::size_t num_bytes() const { return rows_.num_bytes(); }
 
-  // All keys have as many bytes. Before the first row is made.
+  // Set the length of all keys. Called before the first row is made.
   void set_key_bytes(std::size_t num_bytes) {
     constexpr std::size_t kWord = alignof(Block);
     key_bytes_ = num_bytes;
     rows_.set_row_bytes(key_at_ + (num_bytes + kWord - 1) / kWord * kWord);
   }
-  // There will be about so many. As if keys had as many bytes as most engines': theirs are not known
-  // before the first one.
+  // Reserve memory for about `num` rows. It assumes keys of the usual length, since the length is
+  // not known before the first key.
   void reserve(std::size_t num) {
     if (key_bytes_ > 0) return;  // rows have their size
     rows_.set_row_bytes(key_at_ + kUsualKeyBytes);
@@ -75,7 +76,7 @@ class KeyRows {
   const Standing& at(Index row, std::size_t column) const {
     return *rows_.at<Standing>(row, sizeof(Block) + column * sizeof(Standing));
   }
-  // Of a column that has them.
+  // Return the links in a column that has them.
   Links& links(Index row, std::size_t column) {
     return *rows_.at<Links>(row, links_at_[column]);
   }
@@ -122,7 +123,7 @@ class KeyRows {
     --num_live_;
     const std::uint32_t generation = block(row).generation + 1;
     block(row).generation = generation | kFree;
-    if (generation == kFree) return;  // never again: the number would repeat itself
+    if (generation == kFree) return;  // not reused: its block number would repeat
     block(row).depth = free_;
     free_ = row;
   }

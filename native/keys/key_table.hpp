@@ -1,4 +1,4 @@
-// Slots by key, with the keys: what is known of blocks that have no rows yet.
+// Slots by key, with the keys, for blocks without rows.
 #pragma once
 
 #include <cstddef>
@@ -10,22 +10,22 @@
 
 namespace kvtier::keys {
 
-// At most 57 bytes for each of a million keys. Not safe to be used by several threads at once.
+// Takes at most 57 bytes per key at a million keys. Not thread-safe.
 class KeyTable {
  public:
-  // seed: secret, so that nobody can name keys that all meet in one place.
+  // seed: secret, so that a client cannot choose keys whose hashes collide.
   explicit KeyTable(std::uint64_t seed) : rows_(sizeof(Entry)), seed_(seed) {}
   KeyTable(const KeyTable&) = delete;
   KeyTable& operator=(const KeyTable&) = delete;
 
-  // There will be about `num_keys` of them.
+  // Reserve memory for about `num_keys` keys.
   void reserve(std::size_t num_keys);
 
-  // found[i]: the slot of keys[i], -1 where it is not there.
+  // Set found[i] to the slot of keys[i]; -1 if it is unknown.
   void find(const Key* keys, std::size_t num_keys, std::int64_t* found) const;
-  // keys[i] is in slots[i] from now on.
+  // Set the slot of keys[i] to slots[i].
   void put(const Key* keys, const std::int64_t* slots, std::size_t num_keys);
-  // keys[i] is in slots[i] no more; one that is elsewhere stays there.
+  // Remove keys[i] if it is in slots[i].
   void remove(const Key* keys, const std::int64_t* slots, std::size_t num_keys);
 
   std::size_t size() const { return cells_.size(); }
@@ -45,7 +45,7 @@ class KeyTable {
   auto has(const Key& key) const {
     return [&](Number number) { return entry(number).key == key; };
   }
-  // Calls visit(i, hash) for each key; by then what it will look at has come near.
+  // Call visit(i, hash) for each key, with the memory that it reads prefetched.
   template <typename Visit>
   void for_each(const Key* keys, std::size_t num_keys, Visit&& visit) const;
   Number make(const Entry& entry);

@@ -22,7 +22,7 @@ KnownBlocks::KnownBlocks(const std::vector<bool>& have_links, std::size_t group_
     : group_bytes_(group_bytes), seed_(random_seed()), rows_(have_links) {}
 
 void KnownBlocks::expect(std::size_t num_blocks) {
-  cells_.reserve(num_blocks, 0.25, name_of_row());  // where cells are free searches are short
+  cells_.reserve(num_blocks, 0.25, name_of_row());  // free cells make searches short
   rows_.reserve(num_blocks);
 }
 

@@ -1,4 +1,4 @@
-// Blocks that engines name by keys: a row each, found by key and by name.
+// Blocks that engines name by keys: a row per block, found by key and by name.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@
 
 namespace kvtier::keys {
 
-// A block is known from `make` until `drop`. All keys have as many bytes as the first one; the last
-// `group_bytes` of them say which of the blocks of one place in a prompt is meant.
+// A block is known from `make` until `drop`. All keys have the length of the first one. Their last
+// `group_bytes` bytes distinguish the blocks of one place in a prompt.
 class KnownBlocks {
  public:
   using Key = trie::Label;
@@ -33,12 +33,12 @@ class KnownBlocks {
   Key key(Index row) const { return {rows_.key(row), rows_.key_bytes()}; }
   // Whether several blocks may have one name.
   bool has_groups() const { return group_bytes_ > 0; }
-  // What policies call a block: the hash of its key, but for its group.
+  // Return the name of a block for policies: the hash of its key without the group.
   std::uint64_t name(Key key) const {
     return trie::prefix_hash(seed_, {key.data, key.size - std::min(group_bytes_, key.size)});
   }
   std::uint64_t name(Index row) const { return name(key(row)); }
-  // Of the whole key.
+  // Return the hash of the whole key.
   std::uint64_t hash(Key key) const { return trie::prefix_hash(seed_, key); }
 
   // Throws UnknownBlock.
@@ -46,12 +46,12 @@ class KnownBlocks {
     if (!rows_.has(block)) throw trie::UnknownBlock(block);
     return static_cast<Index>(block);
   }
-  // A row with this name for which is_it(row), kNone where there is none.
+  // Return a row with this name for which is_it(row); kNone if there is none.
   template <typename Test>
   Index named(std::uint64_t name, Test&& is_it) const {
     return cells_.find(name, [&](Index row) { return this->name(row) == name && is_it(row); });
   }
-  // Calls visit(i, row, name) for each key, in order; row is kNone where it is not known.
+  // Call visit(i, row, name) for each key, in order; row is kNone if the key is unknown.
   template <typename Visit>
   void find(std::span<const Key> keys, Visit&& visit) const {
     for_each(keys, [&](std::size_t i, std::uint64_t name) {
@@ -59,14 +59,14 @@ class KnownBlocks {
     });
   }
 
-  // There will be about so many. Before any request comes: it takes a while.
+  // Reserve memory for about this many blocks. Slow: call it before the first request.
   void expect(std::size_t num_blocks);
-  // Appends a block for each key, new where it was not known. Throws std::invalid_argument for a
-  // key of another length.
+  // Append the block of each key, new if it is unknown. Throws std::invalid_argument for a key of
+  // another length.
   void make(std::span<const Key> keys, std::vector<BlockId>& blocks);
-  // Nobody needs it any more.
+  // Forget a block.
   void drop(Index row);
-  // Calls visit(i) for each block, in order; by then what `drop` looks at has come near.
+  // Call visit(i) for each block, in order, with the memory that `drop` reads prefetched.
   template <typename Visit>
   void for_each_dropped(std::span<const BlockId> blocks, Visit&& visit) const {
     cells_.for_each(
@@ -75,7 +75,7 @@ class KnownBlocks {
         [&](Index row) { rows_.prefetch(row); }, [&](std::size_t i, std::uint64_t) { visit(i); });
   }
 
-  // Throws BrokenPromise where a block is not found by its key. O(all blocks).
+  // Throw BrokenPromise if a block is not found by its key. O(all blocks).
   void check() const;
 
  private:
@@ -87,7 +87,7 @@ class KnownBlocks {
   auto name_of_row() const {
     return [this](Index row) { return name(row); };
   }
-  // Calls visit(i, name) for each key; by then what it will look at has come near.
+  // Call visit(i, name) for each key, with the memory that it reads prefetched.
   template <typename Visit>
   void for_each(std::span<const Key> keys, Visit&& visit) const {
     cells_.for_each(
@@ -97,7 +97,7 @@ class KnownBlocks {
   void check_key(Key key) const;
 
   std::size_t group_bytes_;
-  std::uint64_t seed_;  // secret, so that nobody can name keys that all meet in one place
+  std::uint64_t seed_;  // secret, so that a client cannot choose keys whose hashes collide
   KeyRows rows_;
   Cells<std::uint16_t> cells_;
 };

@@ -8,9 +8,9 @@ namespace kvtier::keys {
 
 namespace {
 
-constexpr std::size_t kFitShare = 16;  // the policy is told of room that differs by one in so many
+constexpr std::size_t kFitShare = 16;  // changes of the capacity below 1/16 are not reported
 
-// What so many blocks would be of `whole`, were `part` of them so many.
+// Returns num_blocks * part / whole; num_blocks if `whole` is 0.
 std::size_t in_proportion(std::size_t num_blocks, std::size_t part, std::size_t whole) {
   return whole == 0 ? num_blocks : num_blocks * part / whole;
 }
@@ -79,7 +79,7 @@ void LearnedColumn::leave(Index row) {
   at(row).is_linked = false;
   --num_members_;
   const Index place = places_.of(row);
-  if (places_.leave(row)) live_->let_go(place);  // it may have been what held the others
+  if (places_.leave(row)) live_->let_go(place);  // it may have held the place
   else live_->left(place);
 }
 
@@ -92,7 +92,7 @@ void LearnedColumn::set_room(std::size_t num_blocks) {
   fit();
 }
 
-// The column has room for as many places as it would have with those that are here.
+// Reports the capacity in places to the policy, from the current number of blocks per place.
 void LearnedColumn::fit() {
   const std::size_t places = in_proportion(room_, live_->num_blocks(), num_members_);
   const std::size_t room = std::max<std::size_t>(1, places);
@@ -118,7 +118,7 @@ void LearnedColumn::admit_places(std::span<const policy::Key> names, std::size_t
                                  double least_chance, std::vector<std::uint32_t>& which) {
   std::unordered_map<policy::Key, std::uint32_t> place_of;
   std::vector<policy::Key> places;
-  std::vector<std::uint32_t> place(names.size(), kNone);  // kNone: it is here
+  std::vector<std::uint32_t> place(names.size(), kNone);  // kNone: the place is here
   std::size_t num_new = 0;
   for (std::size_t i = 0; i < names.size(); ++i) {
     if (row_named(names[i]) != kNone) continue;

@@ -1,4 +1,4 @@
-// A column of the flat index where a policy decides that knows requests.
+// A column of the flat index with a policy that knows requests.
 #pragma once
 
 #include <cstddef>
@@ -15,11 +15,11 @@
 
 namespace kvtier::keys {
 
-// The policy knows every block that is written or ready, and sees by itself which may leave: they
-// all count as linked. To it a block is its *place* (see `Places`): those of several groups that lie
-// at one leave together, when each of them may. So what a policy chooses does not depend on how many
-// groups there are, or on which of them has no block at some places; its numbers of blocks are
-// numbers of places.
+// The policy knows every block that is being written or ready, and finds out by itself which ones
+// can be evicted: they all count as linked. The policy works on *places* (see `Places`): blocks of
+// several groups at one place are evicted together, when each of them can be. Its choices therefore
+// do not depend on the number of groups, or on groups without a block at some places. Its numbers
+// of blocks are numbers of places.
 class LearnedColumn final : private policy::Keeper {
  public:
   // policy: one that `make_live` knows.
@@ -30,36 +30,37 @@ class LearnedColumn final : private policy::Keeper {
   policy::Live& live() { return *live_; }
   const policy::Live& live() const { return *live_; }
 
-  // With all that belongs to it.
+  // Return its size, with the policy.
   std::size_t num_bytes() const { return live_->num_bytes() + places_.num_bytes(); }
 
-  // Whether the policy knows it.
+  // Whether the policy knows the block.
   bool has(Index row) const { return at(row).is_linked; }
-  // The place that a block has, or would have beside others; kNone where there is none.
+  // Return the place of a block, or of other blocks with its name; kNone if there is none.
   Index place(Index row) const;
-  // The place with this name, kNone where there is none.
+  // Return the place with this name; kNone if there is none.
   Index find(policy::Key name) const override;
-  // The row of a block in front of one, kNone where one of them is not there.
+  // Return the row of a block in front of this one; kNone if either is not in the column.
   Index in_front_of(Index row) const;
 
-  // The column has a block. Where nobody has asked for it, it lies behind another place.
+  // Report that the column has a block. behind: the place in front of it, for a block that was in
+  // no request.
   void enter(Index row, Index behind);
   void let_go(Index row) { live_->let_go(places_.of(row)); }
-  // Appends the rows of the place that leaves next. Returns whether there is one.
+  // Evict the next place, and append its rows. Return whether there is one.
   bool evict(std::vector<Index>& rows);
-  // A block is gone that was not evicted.
+  // Report that the owner has removed a block.
   void leave(Index row);
 
   void set_room(std::size_t num_blocks);
-  // A request begins: the names of its places, and the first of these places, those that are here.
+  // Report a request. path: names of its places. found: the first places, as far as they are here.
   void asked(std::span<const policy::Key> path, std::span<const Index> found, double now);
-  // Which of these blocks, by their names, are worth their room; see `policy::Live::admit`. Those of
-  // a place that is here are. Appends their positions.
+  // Append the positions of the blocks to admit; see `policy::Live::admit`. Blocks of a place that
+  // is here are always admitted.
   void admit(std::span<const policy::Key> names, std::size_t num_free, double least_chance,
              std::vector<std::uint32_t>& which);
 
-  // Throws BrokenPromise where it does not have `num_linked` blocks, or the policy disagrees with
-  // itself. O(all blocks).
+  // Throw BrokenPromise if it does not have `num_linked` blocks, or an invariant of the policy is
+  // broken. O(all blocks).
   void check(std::size_t num_linked) const;
 
  private:
@@ -81,9 +82,9 @@ class LearnedColumn final : private policy::Keeper {
   std::size_t column_;
   Places places_;
   std::unique_ptr<policy::Live> live_;
-  std::size_t num_members_ = 0;  // blocks that are here
+  std::size_t num_members_ = 0;  // blocks in the column
   std::size_t room_;             // of the column, in blocks
-  std::size_t told_;             // to the policy, in places
+  std::size_t told_;             // capacity that was reported to the policy, in places
 };
 
 }  // namespace kvtier::keys

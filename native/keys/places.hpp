@@ -1,4 +1,4 @@
-// What a policy calls blocks that engines name by keys.
+// Places: the units in which a policy sees blocks that engines name by keys.
 #pragma once
 
 #include <cstddef>
@@ -8,19 +8,19 @@
 
 namespace kvtier::keys {
 
-// Of one column. Blocks of several groups that have one name lie at one *place* of a prompt, and are
-// one to the policy: a ring of rows, in which a place is a block's `before`, and `after` goes round.
-// Without groups a place is a row.
+// Places of one column. Blocks of several groups with the same name lie at one *place* of a prompt,
+// and are one unit for the policy. They form a ring of rows: `before` is the place of a block, and
+// `after` the next block of the ring. Without groups a place is a row.
 class Places {
  public:
   Places(KeyRows& rows, std::size_t column, bool has_groups)
       : rows_(rows), column_(column), has_groups_(has_groups) {}
 
-  // Of a block that is in one.
+  // Return the place of a block.
   Index of(Index row) const { return has_groups_ ? links(row).before : row; }
-  // Of a block that is there.
+  // Return the row of a block at a place.
   Index row(Index place) const { return has_groups_ ? first_[place] : place; }
-  // Calls visit(row) for each block that is there, until it returns false. Returns whether all did.
+  // Call visit(row) for each block at a place, until it returns false. Return whether it never did.
   template <typename Visit>
   bool all(Index place, Visit&& visit) const {
     const Index first = row(place);
@@ -33,19 +33,19 @@ class Places {
   }
   std::size_t num_bytes() const { return first_.num_bytes(); }
 
-  // A new place, for one block.
+  // Make a place for one block.
   Index make(Index row) {
     if (!has_groups_) return row;
     const Index place = first_.add(row);
     links(row) = {place, row};
     return place;
   }
-  // A block comes to where another one is.
+  // Add a block to the place of another one.
   void join(Index row, Index beside) {
     links(row) = links(beside);
     links(beside).after = row;
   }
-  // A block goes. Returns whether others stay.
+  // Remove a block from its place. Return whether others stay there.
   bool leave(Index row) {
     if (!has_groups_) return false;
     const auto [place, after] = links(row);
@@ -59,7 +59,7 @@ class Places {
     first_[place] = after;
     return true;
   }
-  // All of its blocks go.
+  // Remove a place with all of its blocks.
   void remove(Index place) {
     if (has_groups_) first_.remove(place);
   }

@@ -24,7 +24,8 @@ struct SlotArrays {
 
 class SlotLeases {
  public:
-  // num_leases, is_reserved: per slot. bit: of this user. keeps: the bits that stay when it has released a slot.
+  // num_leases, is_reserved: per slot. bit: of this user. keeps: bits of `users` that stay when it
+  // has released a slot.
   SlotLeases(KeyIndex& index, std::size_t column, const SlotArrays& arrays,
              std::span<std::uint32_t> num_leases, std::span<std::uint8_t> is_reserved,
              std::uint64_t bit, std::uint64_t keeps)
@@ -36,18 +37,18 @@ class SlotLeases {
         bit_(bit),
         keeps_(keeps) {}
 
-  // Blocks that are in the column. slots: of them.
+  // Lease blocks that are in the column. slots: of them.
   void lease(std::span<const BlockId> blocks, double now, std::vector<Slot>& slots);
   // See KeyIndex::lease_ready.
   void lease_ready(std::span<const KeyIndex::Key> keys, double now, bool all_or_none,
                    std::vector<State>& states, std::vector<Slot>& slots);
-  // Slots that it has not leased are left alone. ended: the block of each lease that has ended.
+  // Release slots; slots that it has not leased are skipped. ended: the block of each ended lease.
   void release(std::span<const std::uint64_t> slots, std::vector<BlockId>& ended);
 
-  // It is to fill slots.
+  // Reserve slots that this user will fill.
   void reserve(std::span<const Slot> slots);
-  // It has filled slots, or has given them up. Those that it was not to fill are left alone. which:
-  // the positions of the others, each once; blocks: of these.
+  // End reservations, filled or given up. Slots without a reservation are skipped. which: the
+  // positions of the others, each once; blocks: of these.
   void end_reserved(std::span<const std::uint64_t> slots, std::vector<std::uint64_t>& which,
                     std::vector<BlockId>& blocks);
 

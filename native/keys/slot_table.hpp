@@ -1,4 +1,4 @@
-// Slots by key, where the keys lie in the slots' own rows: what a disk tier needs to find a block.
+// Slots by key, for a disk tier. The keys lie in the rows of the slots.
 #pragma once
 
 #include <cstddef>
@@ -9,22 +9,22 @@
 
 namespace kvtier::keys {
 
-// Not safe to be used by several threads at once.
+// Not thread-safe.
 class SlotTable {
  public:
   // keys: of `num_slots` slots, `stride` bytes apart; not owned. A listed slot keeps its key.
-  // seed: secret, so that nobody can name keys that all meet in one place.
-  // It has room for all slots at once.
+  // seed: secret, so that a client cannot choose keys whose hashes collide.
+  // Memory for all slots is allocated at once.
   SlotTable(const std::byte* keys, std::size_t stride, std::size_t num_slots, std::uint64_t seed);
   SlotTable(const SlotTable&) = delete;
   SlotTable& operator=(const SlotTable&) = delete;
 
-  // found[i]: the slot that is listed with keys[i], -1 where none is.
+  // Set found[i] to the slot that is listed with keys[i]; -1 if there is none.
   void find(const Key* keys, std::size_t num_keys, std::int64_t* found) const;
-  // List slots, each below `num_slots`, with the keys that they have: in the place of others with
-  // the same keys.
+  // List slots, each below `num_slots`, by the keys in their rows. They replace slots with the same
+  // keys.
   void put(const std::int64_t* slots, std::size_t num);
-  // These slots are listed no more.
+  // Remove slots from the table.
   void remove(const std::int64_t* slots, std::size_t num);
 
   std::size_t size() const { return cells_.size(); }
@@ -37,7 +37,7 @@ class SlotTable {
   const std::byte* key_of(Slot slot) const { return keys_ + slot * stride_; }
   auto slot_hash() const;
   auto is_at(const std::byte* key) const;
-  // Calls visit(slot, hash) for each slot; by then what it will look at has come near.
+  // Call visit(slot, hash) for each slot, with the memory that it reads prefetched.
   template <typename Visit>
   void for_each(const std::int64_t* slots, std::size_t num, Visit&& visit) const;
 

@@ -11,7 +11,7 @@ namespace kvtier::policy {
 
 namespace {
 
-constexpr double kClearly = 0.7;  // another run than the oldest is the victim below this share of it
+constexpr double kClearly = 0.7;  // of the oldest's value; a run worth less is the victim instead
 constexpr std::uint32_t kLooks = 32;  // candidates examined per victim
 constexpr std::uint32_t kMostSearched = 1U << 16;  // runs searched in order if sampling finds none
 
