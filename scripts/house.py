@@ -44,9 +44,7 @@ IDIOM_LIMITS: dict[str, float] = {
     "native/common": 11,
     "native/copy": 9,
     "native/crc": 4,
-    "native/keys": 13,
     "native/net": 9,
-    "native/trie": 12,
     "native/uring": 7,
     "tests/tools": 4,
 }

@@ -1,4 +1,4 @@
-// What is cached, where: one node per block, found by (parent, label).
+// Index of cached blocks and their tiers: one node per block, found by (parent, label).
 #pragma once
 
 #include <array>

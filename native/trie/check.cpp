@@ -1,4 +1,4 @@
-// Does everything add up? For tests, and for a cache that is told to be strict.
+// Checks of all invariants, for tests and for a strict cache.
 #include <unordered_set>
 
 #include "trie/block_trie.hpp"

@@ -1,4 +1,4 @@
-// The inner loop of a look-up: blocks of a path that lie in the order in which they are asked for.
+// The inner loop of a look-up, for blocks of a path that lie in prompt order.
 #include <cstring>
 
 #include "trie/nodes.hpp"
@@ -31,7 +31,7 @@ template <typename Vector>
   return (words[0] | words[1] | words[2] | words[3]) == 0;
 }
 
-// Whether `num` ids, as they came, are those that `known` holds.
+// Whether `num` ids, in the caller's type, equal those in `known`.
 template <IdType type>
 [[gnu::always_inline]] inline bool same(const std::byte* ids, std::size_t num,
                                         const std::byte* known) {

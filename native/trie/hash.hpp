@@ -1,4 +1,4 @@
-// Hashes of labels. They only say where to look: labels are compared in full.
+// Hashes of labels. They only select a place in the table: labels are compared in full.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ inline std::uint64_t word(const std::byte* at, std::size_t num_bytes = 8) {
 }  // namespace detail
 
 // Hash of the prefix that ends with `label`, from the hash of the prefix before it. It starts from
-// the trie's secret seed, so that nobody can send prompts that all meet in one place of the table.
+// the trie's secret seed, so that a client cannot send prompts whose hashes collide.
 inline std::uint64_t prefix_hash(std::uint64_t before, Label label) {
   constexpr std::uint64_t kOdd[] = {0x9E37'79B9'7F4A'7C15, 0xC2B2'AE3D'27D4'EB4F,
                                     0xD6E8'FEB8'6659'FD93, 0xA076'1D64'78BD'642F};

@@ -14,11 +14,11 @@ namespace kvtier::trie {
 
 using Key = std::array<std::byte, 32>;
 
-// Blocks of a path lie beside each other, and so do their keys. A key is that of the block with
-// whose generation it was set: nothing has to be told when a place is used again.
+// Blocks of a path lie beside each other, and so do their keys. A key is stored with the generation
+// of its block, so it is invalid by itself when the place is reused.
 class Keys {
  public:
-  // Null where it is not known. Stays where it is.
+  // Return a key, whose address never changes; null if it is unknown.
   const Key* find(Index index, std::uint32_t generation) const {
     const std::size_t chunk = index >> kBits;
     if (chunk >= chunks_.size() || !chunks_[chunk]) return nullptr;

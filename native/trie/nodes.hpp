@@ -26,7 +26,7 @@ struct Node {
   std::uint32_t label_bytes;
 };
 
-// One block in one column: what a walk asks for.
+// State of one block in one column that a walk reads.
 struct Residency {
   Slot slot;
   State state;
@@ -35,7 +35,7 @@ struct Residency {
 
 inline constexpr double kNever = -1.0;  // before any time
 
-// The same, as far as only use and eviction ask for it.
+// State of one block in one column that only uses and evictions read.
 struct Standing {
   double last_use;             // kNever: of a block being written that was not used since
   std::uint32_t leases;
@@ -45,14 +45,13 @@ struct Standing {
 inline constexpr Index kRoot = kNone - 1;
 inline constexpr Index kFree = kNone - 2;
 
-// Two rows per node. The first has the node, a residency per column and the label, so that what a
-// walk reads of a block lies in one piece, and where it lies follows from the number of its place
-// alone. (A label that is longer than the room in the row is kept elsewhere.) The second has how
-// often the block was used, the root above it, and a standing per column.
+// Two rows per node. The first has the node, a residency per column and the label: a walk reads one
+// piece of memory per block, whose address follows from the index alone. A label that is too long
+// for the row is kept elsewhere. The second row has the number of uses, the root above the block,
+// and a standing per column.
 //
-// Rows grow in chunks: nothing moves, and no growth copies what is there. Places are used again
-// last in, first out, so that a path that took the places of an evicted one lies as that did: in
-// order.
+// Rows grow in chunks, so they never move and growth copies nothing. Free places are reused last
+// in, first out, so a path that takes the places of an evicted one also lies in order.
 class Nodes {
  public:
   explicit Nodes(std::size_t num_columns)
@@ -92,7 +91,7 @@ class Nodes {
     if (size <= room_) return {walked_.at<std::byte>(index, label_at()), size};
     return {labels_.data(*walked_.at<std::uint32_t>(index, label_at())), size};
   }
-  // num_gone: of its children in the column, as if they had left it.
+  // num_gone: number of its children in the column that count as gone.
   bool is_evictable(Index index, std::size_t column, std::uint32_t num_gone = 0) const {
     const Standing& it = standing(index, column);
     return residency(index, column).state == State::ready && it.leases == 0 &&
@@ -104,25 +103,25 @@ class Nodes {
   }
   bool is_block(Index index) const { return (*this)[index].parent < kFree; }
 
-  // How many blocks of a run, from its first on, lie below each other in the places after `above`.
-  // Nothing but these places is looked at: a block may have other children.
+  // Return how many first blocks of a run lie below each other in the places after `above`. It
+  // reads only these places: a block may have other children.
   std::size_t follow(Index above, const Labels::Run& run) const;
 
-  // Bring what a walk, or an eviction, reads of a place nearer.
+  // Prefetch what a walk, or an eviction, reads of a node.
   void prefetch_walked(Index index) const { walked_.prefetch(index, label_at() + room_); }
   void prefetch_evicted(Index index) const {
     walked_.prefetch(index, label_at());
     standings_.prefetch(index, standing_at(num_columns_));
   }
 
-  // How long most labels will be. Before the first node is made.
+  // Set the usual length of labels. Called before the first node is made.
   void expect_labels(std::size_t num_bytes) {
     constexpr std::size_t kMostRoom = 128;  // rows of long labels would lie far from each other
     if (num_bytes <= kMostRoom) room_ = std::max(kLeastRoom, (num_bytes + 7) / 8 * 8);
     walked_ = Rows(label_at() + room_);
   }
 
-  // A new node has its label, a generation, and no residency; the rest is for the caller to fill.
+  // Make a node with its label, a generation, and no residency; the caller fills in the rest.
   Index allocate(Label label) {
     Index index = free_;
     if (index != kNone) {
@@ -155,7 +154,7 @@ class Nodes {
       labels_.free(*walked_.at<std::uint32_t>(index, label_at()), node.label_bytes);
     node.parent = kFree;
     --num_live_;
-    if (node.generation == kLastGeneration) return;  // never again: the number would repeat itself
+    if (node.generation == kLastGeneration) return;  // not reused: its block number would repeat
     ++node.generation;
     node.hint = free_;
     free_ = index;
@@ -174,7 +173,7 @@ class Nodes {
   std::size_t label_at() const { return residency_at(num_columns_); }
 
   std::size_t num_columns_;
-  std::size_t room_ = kLeastRoom;  // for a label in its row; else there is where it is kept
+  std::size_t room_ = kLeastRoom;  // for a label in its row, or for the position of a longer one
   Rows walked_;
   Rows standings_;
   LabelArena labels_;

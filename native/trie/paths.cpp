@@ -1,4 +1,4 @@
-// Paths: finding the blocks of a prompt, and making those that are missing.
+// Paths: finds the blocks of a prompt, and makes missing ones.
 #include <algorithm>
 #include <cstring>
 
@@ -48,9 +48,9 @@ Index BlockTrie::child(Index parent, Label label) {
   return found;
 }
 
-// Calls visit(block) for each block that there is below `index`, until it says no. Blocks of a path
-// were mostly made together, and lie in the order in which they are asked for: then neither a hash
-// nor a look-up is needed.
+// Calls visit(block) for each known block of the path below `index`, until it returns false. Blocks
+// of a path were mostly made together, and lie in prompt order: then it needs neither a hash nor a
+// look-up.
 template <typename Visit>
 void BlockTrie::walk(Index index, Labels& labels, Visit&& visit) {
   for (std::size_t i = 0; i < labels.size() && index != kNone;) {
@@ -62,7 +62,7 @@ void BlockTrie::walk(Index index, Labels& labels, Visit&& visit) {
   }
 }
 
-// What lies behind a block is mostly what is asked for next.
+// Prefetches the nodes behind a block, which are mostly read next.
 void BlockTrie::prefetch_path(Index begin, Index end) const {
   end = std::min(end, nodes_.end());
   for (Index index = begin; index < end; ++index) nodes_.prefetch_walked(index);
@@ -122,8 +122,8 @@ Index BlockTrie::make(Index parent, std::uint64_t hash, Label label) {
   return index;
 }
 
-// Nothing is known below a block that is missing: the hashes of what will be made can be computed,
-// and their places in the table be on their way, before they are needed.
+// Computes the hashes of the blocks that will be made, and prefetches their places in the table.
+// All blocks below a missing block are missing.
 void BlockTrie::look_ahead(Index above, Labels& labels, std::size_t i) {
   ahead_.resize(labels.size());
   std::uint64_t hash = nodes_[above].hash;
@@ -145,9 +145,9 @@ Index BlockTrie::make_root(std::string_view space, Labels& labels) {
   return index;
 }
 
-// Fills places_: with the blocks that there are, as far as `is_open` says, and if it never says no
-// with new ones. Returns the place above them. There must be a label: a root without blocks would
-// never be pruned.
+// Fills places_ with the known blocks until is_open(block) is false; if it never is, also with new
+// blocks for the rest. Returns the place above them. There must be a label: a root without blocks
+// would never be pruned.
 template <typename Test>
 Index BlockTrie::find_or_make(std::string_view space, Labels& labels, std::optional<BlockId> after,
                               Test&& is_open) {
@@ -205,9 +205,9 @@ std::size_t BlockTrie::insert(std::string_view space, Labels& labels, std::optio
     path.push_back(nodes_.id(index));
     above = index;
   }
-  // Leaves are evicted first, and only the last of a path of new blocks can be one; the parent of the
-  // first was one perhaps, and a queue notices by itself that it is none now. A block that was
-  // there before may have lost its children since, but then it is queued.
+  // Leaves are evicted first, and only the last of a path of new blocks can be one. The parent of
+  // the first may have been one; the queue notices by itself that it is none now. A block that was
+  // known before may have lost its children since, but then it is queued.
   if (num_new > 0 && !hold) review(above, column);
   return num_new;
 }

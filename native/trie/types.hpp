@@ -1,4 +1,4 @@
-// The words of the block trie.
+// Types of the block trie.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@ namespace kvtier::trie {
 using Index = std::uint32_t;
 inline constexpr Index kNone = 0xFFFF'FFFF;
 
-// What callers hold: generation << 32 | index. A node that is freed begins a new generation, so the
-// number of a block is never that of another one.
+// A caller's handle of a block: generation << 32 | index. A freed node begins a new generation, so
+// the number of a block is never reused.
 using BlockId = std::uint64_t;
 
 using Slot = std::uint32_t;
@@ -42,7 +42,7 @@ inline bool may_move(State from, State to) {
   return false;
 }
 
-// The bytes that name a block under its parent, kMaxLabelBytes at most. Owned by whoever gives it.
+// The bytes that name a block under its parent, kMaxLabelBytes at most. Not owned.
 struct Label {
   const std::byte* data;
   std::size_t size;
